@@ -1,10 +1,12 @@
-"""What do small messages cost? 32 MiB of gradients, all-reduced in calls of 1,000 to 8 million numbers.
+"""What do small messages cost? 32 MiB of gradients, all-reduced in calls of 1,000 to 8 million
+numbers.
 
     sudo .venv/bin/python bench/allreduce.py [--backends gloo mpi] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. One call after another, as the staged schedule's
-thread sends them, and nothing is computed meanwhile. All sizes take turns. Of the smallest messages 400 calls a turn
-are made, and the total is that of the 8 million numbers at their pace.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. One call after another, as the
+staged schedule's thread sends them, and nothing is computed meanwhile. All sizes take turns. Of the
+smallest messages 400 calls a turn are made, and the total is that of the 8 million numbers at their
+pace.
 
 Source: Li et al. (VLDB 2020), Fig. 2, which sends 60 million.
 """
@@ -35,19 +37,24 @@ MOST_CALLS = 400
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # backend, path: this process is one of the hosts
+    parser.add_argument(
+        "--rank", nargs=2, help=argparse.SUPPRESS
+    )  # backend, path: this process is one of the hosts
     args = parser.parse_args()
     if args.rank:
         backend, path = args.rank
         return send(backend, path, args.rounds)
     rounds = 3 if args.quick else args.rounds
     results = {
-        backend: ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend) for backend in args.backends
+        backend: ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend)
+        for backend in args.backends
     }
     Console(width=100).print(table(results))
     for backend, result in results.items():
@@ -71,13 +78,17 @@ def send(backend: str, path: str, rounds: int) -> None:
 
         return run
 
-    turns = interleave({str(n): calls(n) for n in SIZES}, rounds=rounds, warm_up=1, pause=group.barrier)
+    turns = interleave(
+        {str(n): calls(n) for n in SIZES}, rounds=rounds, warm_up=1, pause=group.barrier
+    )
     slower = {n: group.all_reduce(turns[str(n)], op="max") for n in SIZES}
     each = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
     totals = {n: seconds * NUMBERS / n for n, seconds in each.items()}
     if group.rank == 0:
         said = {
-            "link": fit_link([4 * n for n in SIZES], [float(np.median(each[n])) for n in SIZES])._asdict(),
+            "link": fit_link(
+                [4 * n for n in SIZES], [float(np.median(each[n])) for n in SIZES]
+            )._asdict(),
             "numbers": NUMBERS,
             "sizes": [
                 {
@@ -94,15 +105,24 @@ def send(backend: str, path: str, rounds: int) -> None:
 
 
 def table(results: dict[str, Any]) -> Table:
-    sheet = Table(title="all-reduce of 8 million float32: ms in all (quartiles), and as a multiple of one call")
-    for head in ("numbers a call", "calls", *(f"{backend}{what}" for backend in results for what in (" ms", " ×"))):
+    sheet = Table(
+        title="all-reduce of 8 million float32: ms (quartiles), and as a multiple of one call"
+    )
+    for head in (
+        "numbers a call",
+        "calls",
+        *(f"{backend}{what}" for backend in results for what in (" ms", " ×")),
+    ):
         sheet.add_column(head, justify="right")
     for rows in zip(*(result["sizes"] for result in results.values())):
         cells = [f"{rows[0]['numbers_per_call']:,}", f"{rows[0]['calls']:,}"]
         for row in rows:
             total = row["total"]
             quartiles = f"{total['quartile_1_ms']:.0f}–{total['quartile_3_ms']:.0f}"
-            cells += [f"{total['median_ms']:.0f} ({quartiles})", f"{row['to_one_call']['median']:.2f}"]
+            cells += [
+                f"{total['median_ms']:.0f} ({quartiles})",
+                f"{row['to_one_call']['median']:.2f}",
+            ]
         sheet.add_row(*cells)
     return sheet
 

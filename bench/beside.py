@@ -1,10 +1,12 @@
 """Is a fused step ever estimated behind plain JAX, on GPUs that are not here?
 
-    python bench/beside.py [--models gpt:360m:2 …] [--targets h100:8 …] [--again] [--first] [--page] [--quick]
+    python bench/beside.py [--models gpt:360m:2 …] [--targets h100:8 …] [--again] [--first] [--page]
+    [--quick]
 
-Each step is compiled ahead of time for each target, under each schedule and cap that `fddp.tune` tries, and plain JAX
-of the same loss and optimizer beside it; the milliseconds are those of `fddp.audit`. What is compiled is saved at once.
-It writes the table of docs/performance.md of all that is saved, with one line for each model and target.
+Each step is compiled ahead of time for each target, under each schedule and cap that `fddp.tune`
+tries, and plain JAX of the same loss and optimizer beside it; the milliseconds are those of
+`fddp.audit`. What is compiled is saved at once. It writes the table of docs/performance.md of all
+that is saved, with one line for each model and target.
 
   model   module:preset:rows of a replica, of models/
 """
@@ -20,8 +22,8 @@ import jax
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.plain_jax import HIDING, JIT, SHARD_MAP, plain_steps
 from bench.record import save, saved, with_table
-from fddp.analysis.auditing.beside import HIDING, JIT, SHARD_MAP, beside_jit
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.tuning.for_target import on_target
 from fddp.analysis.workload import read_workload
@@ -35,16 +37,26 @@ PLAIN = (JIT, SHARD_MAP)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, help="module:preset:rows of a replica")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=MODELS, help="module:preset:rows of a replica"
+    )
     parser.add_argument("--targets", nargs="+", default=TARGETS, help="as of python -m fddp audit")
     parser.add_argument("--again", action="store_true", help="compile what is saved, too")
-    parser.add_argument("--first", action="store_true", help="of fddp's schedules and caps the default alone")
+    parser.add_argument(
+        "--first", action="store_true", help="of fddp's schedules and caps the default alone"
+    )
     parser.add_argument("--page", action="store_true", help="compile nothing, write the table")
-    parser.add_argument("--quick", action="store_true", help="the first model and target; nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="the first model and target; nothing is saved"
+    )
     args = parser.parse_args()
     if args.quick:
-        cell = {"ways": {name: ms(compile()) for name, compile in ways(args.models[0], args.targets[0])}}
+        cell = {
+            "ways": {name: ms(compile()) for name, compile in ways(args.models[0], args.targets[0])}
+        }
         print("\n".join(lines({f"{jax.__version__} {args.models[0]} {args.targets[0]}": cell})))
         return
     for model in () if args.page else args.models:
@@ -66,15 +78,18 @@ def fill(model: str, target: str, *, again: bool, first: bool) -> None:
             save("beside", saved("beside") | {name: {"ways": done}})
 
 
-def ways(model: str, where: str, *, first: bool = False) -> Iterator[tuple[str, Callable[[], Timeline]]]:
-    """Yields what can be compiled of a model for a target: the default, plain JAX, then other schedules and caps."""
+def ways(
+    model: str, where: str, *, first: bool = False
+) -> Iterator[tuple[str, Callable[[], Timeline]]]:
+    """Yields what can be compiled of a model for a target: the default, plain JAX, then other
+    schedules and caps."""
     name, preset, rows = model.split(":")
     target = read_target(where)
     workload = read_workload(f"models.{name}:{preset}", int(rows) * target.size)
     steps = on_target(*workload.step(target.group()), workload.batch, target)
     given = next(steps)
     yield str(given), given.timeline
-    plain = beside_jit(given.step, given.state, given.batch, target)
+    plain = plain_steps(given.step, given.state, given.batch, target)
     for way in (one for one in plain if one + HIDING not in plain):  # which hides no less
         yield way, lambda way=way: plain[way]().timeline
     for step in () if first else steps:
@@ -83,20 +98,38 @@ def ways(model: str, where: str, *, first: bool = False) -> Iterator[tuple[str, 
 
 def ms(line: Timeline) -> list[float]:
     """Milliseconds of a step, of its exposed traffic, and of all of its traffic."""
-    return [1e3 * seconds for seconds in (line.seconds, line.exposed, sum(one.seconds for one in line.communication))]
+    return [
+        1e3 * seconds
+        for seconds in (line.seconds, line.exposed, sum(one.seconds for one in line.communication))
+    ]
 
 
 def sections(cells: dict[str, Any]) -> str:
     """A table for each version of JAX, as Markdown."""
     versions = sorted({name.split()[0] for name in cells})
-    tables = [(one, lines({name: cell for name, cell in cells.items() if name.split()[0] == one})) for one in versions]
+    tables = [
+        (one, lines({name: cell for name, cell in cells.items() if name.split()[0] == one}))
+        for one in versions
+    ]
     return "\n\n".join(f"With JAX {version}:\n\n" + "\n".join(rows) for version, rows in tables)
 
 
 def lines(cells: dict[str, Any]) -> list[str]:
-    """The cells that hold fddp and plain JAX, as a table in Markdown; the shortest step of a line is bold."""
-    head = ["model, rows a replica", "target", "fddp", "what `fddp.tune` takes", *PLAIN, "tuned ÷ plain"]
-    rows = [line(name, cell["ways"]) for name, cell in sorted(cells.items(), key=place) if whole(cell["ways"])]
+    """The cells that hold fddp and plain JAX, as a table in Markdown; the shortest step of a line
+    is bold."""
+    head = [
+        "model, rows a replica",
+        "target",
+        "fddp",
+        "what `fddp.tune` takes",
+        *PLAIN,
+        "tuned ÷ plain",
+    ]
+    rows = [
+        line(name, cell["ways"])
+        for name, cell in sorted(cells.items(), key=place)
+        if whole(cell["ways"])
+    ]
     return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
 
 
@@ -115,7 +148,12 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
         shown[1] = "not tried"
     elif best != DEFAULT:
         shown[1] += f" ({re.sub('schedule=|bucket_cap_mb=', '', best)})"
-    return [f"{module}:{preset}, {rows}", target, *shown, f"{ours[best][0] / min(took[0] for took in plain):.3f}"]
+    return [
+        f"{module}:{preset}, {rows}",
+        target,
+        *shown,
+        f"{ours[best][0] / min(took[0] for took in plain):.3f}",
+    ]
 
 
 def whole(ways: dict[str, list[float]]) -> bool:

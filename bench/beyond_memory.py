@@ -1,12 +1,14 @@
-"""Does a model train whose state is larger than the memory of each rank, and go on where it was saved?
+"""Does a model train whose state is larger than the memory of each rank, and go on where it was
+saved?
 
     python -m bench.beyond_memory [mpi|gloo] [--ranks 4] [--limit 2600] [--quick]
 
-A GPT of 252 million parameters, with Adam's moments 2.8 GiB, in shards that are gathered twice a step. The kernel holds
-each rank to a limit below that (`limits.py`). The first job makes the state by a function, trains, saves, and trains
-on. The second one, of new processes, restores what was saved into a form and takes the same steps: their losses and the
-bits of the last parameters have to be the same. A third job asks for a whole state, and has to be killed by the limit.
-Told is the most that a rank's resident memory was in each job, that of Python, JAX and its compiler included.
+A GPT of 252 million parameters, with Adam's moments 2.8 GiB, in shards that are gathered twice a
+step. The kernel holds each rank to a limit below that (`limits.py`). The first job makes the state
+by a function, trains, saves, and trains on. The second one, of new processes, restores what was
+saved into a form and takes the same steps: their losses and the bits of the last parameters have to
+be the same. A third job asks for a whole state, and has to be killed by the limit. Told is the most
+that a rank's resident memory was in each job, that of Python, JAX and its compiler included.
 """
 
 import argparse
@@ -20,16 +22,23 @@ from typing import Any
 
 from bench.limits import forget, limit
 
-SIZES = {"large": (4, 2048, 8192, 2600), "small": (2, 128, 256, 0)}  # layers, width, hidden, MiB of the limit
+SIZES = {
+    "large": (4, 2048, 8192, 2600),
+    "small": (2, 128, 256, 0),
+}  # layers, width, hidden, MiB of the limit
 STEPS = 2  # before the save, and after it
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("backend", nargs="?", default="mpi", choices=("mpi", "gloo"))
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--limit", type=int, help="of each rank, MiB")
-    parser.add_argument("--quick", action="store_true", help="a small model, without a limit; nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model, without a limit; nothing is saved"
+    )
     args = parser.parse_args()
     size = "small" if args.quick else "large"
     found = asked(args.backend, args.ranks, size, args.limit)
@@ -53,13 +62,15 @@ def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[
       What was found.
 
     Raises:
-      RuntimeError: a job that should train failed, or one that should not trained; or the training did not go on where
-        it was saved.
+      RuntimeError: a job that should train failed, or one that should not trained; or the training
+        did not go on where it was saved.
     """
     folder = tempfile.mkdtemp()
     most = SIZES[size][-1] if most is None else most
     try:
-        trained, restored = (job(backend, ranks, size, most, folder, act) for act in ("train", "restore"))
+        trained, restored = (
+            job(backend, ranks, size, most, folder, act) for act in ("train", "restore")
+        )
         if trained is None or restored is None:
             raise RuntimeError("a job in shards failed; its error is above.")
         if most and job(backend, ranks, size, most, folder, "whole") is not None:
@@ -69,18 +80,33 @@ def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[
         forget()
     after = trained["losses"][STEPS:]
     if (after, trained["bits"]) != (restored["losses"], restored["bits"]):
-        raise RuntimeError(f"training went on otherwise: {after}, {restored['losses']} when restored.")
-    return {"limit_mib": most, "trained": trained, "restored": restored, "whole": "killed" if most else "not tried"}
+        raise RuntimeError(
+            f"training went on otherwise: {after}, {restored['losses']} when restored."
+        )
+    return {
+        "limit_mib": most,
+        "trained": trained,
+        "restored": restored,
+        "whole": "killed" if most else "not tried",
+    }
 
 
-def job(backend: str, ranks: int, size: str, most: int, folder: str, act: str) -> dict[str, Any] | None:
+def job(
+    backend: str, ranks: int, size: str, most: int, folder: str, act: str
+) -> dict[str, Any] | None:
     """Runs one job; returns what its rank 0 tells, None if it fails."""
     from bench.jobs import ending, start
 
     command = [sys.executable, "-m", "bench.beyond_memory", "rank", size, str(most), folder, act]
-    env = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled", "FDDP_GRACE_S": "5"}
+    env = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": f"{folder}/compiled",
+        "FDDP_GRACE_S": "5",
+    }
     errors = subprocess.DEVNULL if act == "whole" else None  # of being killed
-    with ending(start(backend, ranks, command, env, stdout=subprocess.PIPE, stderr=errors, text=True)) as jobs:
+    with ending(
+        start(backend, ranks, command, env, stdout=subprocess.PIPE, stderr=errors, text=True)
+    ) as jobs:
         texts = [one.communicate(timeout=480)[0] for one in jobs]
     told = [line for text in texts for line in text.splitlines() if line.startswith("{")]
     return None if any(one.returncode for one in jobs) else json.loads(told[0])
@@ -102,9 +128,17 @@ def rank(size: str, most: str, folder: str, act: str) -> None:
     model = gpt.GPT(256, layers=layers, width=width, heads=8, kv_heads=4, hidden=hidden, context=64)
     group = fddp.init()
     before = resident("VmRSS")
-    options: dict[str, Any] = {} if act == "whole" else {"shard": "state", "reshard_after_forward": True}
+    options: dict[str, Any] = (
+        {} if act == "whole" else {"shard": "state", "reshard_after_forward": True}
+    )
     step = fddp.train_step(
-        gpt.loss_fn(model), optax.adam(1e-4), group=group, has_aux=True, schedule="staged", bucket_cap_mb=32, **options
+        gpt.loss_fn(model),
+        optax.adam(1e-4),
+        group=group,
+        has_aux=True,
+        schedule="staged",
+        bucket_cap_mb=32,
+        **options,
     )
     first = gpt.batch(model, 1, group.rank, length=16)
 
@@ -116,7 +150,9 @@ def rank(size: str, most: str, folder: str, act: str) -> None:
 
     def train(state: Any) -> Any:
         for _ in range(STEPS):
-            state, info = step(state, gpt.batch(model, 1, 100 * int(state.step) + group.rank, length=16))
+            state, info = step(
+                state, gpt.batch(model, 1, 100 * int(state.step) + group.rank, length=16)
+            )
             losses.append(float(info.loss).hex())
         return state
 
@@ -126,7 +162,8 @@ def rank(size: str, most: str, folder: str, act: str) -> None:
     else:
         state = train(step.init(make))
         checkpoints.save(state, now=True)
-    checkpoints.close()  # all is written: the copy that it is written from is gone when the next step begins
+    # all is written: the copy that it is written from is gone when the next step begins
+    checkpoints.close()
     state = train(state)
     digest = sha256()
     for x in jax.tree.leaves(state.params):

@@ -1,11 +1,13 @@
-"""Are the bits of a training with virtual replicas the same on all numbers of replicas, backends and schedules?
+"""Are the bits of a training with virtual replicas the same on all numbers of replicas, backends
+and schedules?
 
     .venv/bin/python bench/bits.py [--problems mlp digits gpt] [--quick]
 
-Each problem is trained on 1, 2, 4 and 8 devices of a process, on 1, 2 and 4 processes over Gloo, and on 1 to 4 over
-MPI, with other schedules and bucket caps, always of 24 virtual replicas: AdamW with clipping and a dynamic loss scale.
-What is compared is a digest of the whole state and of all losses. "ordinary" is a training without virtual replicas,
-whose bits differ: the comparison is not blind.
+Each problem is trained on 1, 2, 4 and 8 devices of a process, on 1, 2 and 4 processes over Gloo,
+and on 1 to 4 over MPI, with other schedules and bucket caps, always of 24 virtual replicas: AdamW
+with clipping and a dynamic loss scale. What is compared is a digest of the whole state and of all
+losses. "ordinary" is a training without virtual replicas, whose bits differ: the comparison is not
+blind.
 """
 
 import argparse
@@ -49,8 +51,12 @@ RUNS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["mlp", "digits", "gpt"], choices=["mlp", "digits", "gpt"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", default=["mlp", "digits", "gpt"], choices=["mlp", "digits", "gpt"]
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--quick", action="store_true", help="5 steps, nothing is saved")
     parser.add_argument("--rank", nargs=7, help=argparse.SUPPRESS)
@@ -61,7 +67,11 @@ def main() -> None:
     for name in args.problems:
         found = {}
         for virtual in (VIRTUAL, 0):
-            runs = RUNS if virtual else [run for run in RUNS if run[:2] in (("local", 2), ("local", 4))]
+            runs = (
+                RUNS
+                if virtual
+                else [run for run in RUNS if run[:2] in (("local", 2), ("local", 4))]
+            )
             for backend, size, schedule, cap in runs:
                 words = [
                     sys.executable,
@@ -91,21 +101,27 @@ def ask(backend: str, size: int, words: list[str]) -> str:
     env, ranks = ({"JAX_NUM_CPU_DEVICES": str(size)}, 1) if backend == "local" else ({}, size)
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     if backend == "local":
-        told = subprocess.run(words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True).stdout
+        told = subprocess.run(
+            words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
     else:
         with ending(start(backend, ranks, words, env, stdout=subprocess.PIPE, text=True)) as jobs:
             told = jobs[0].communicate()[0]
     return next(line for line in told.splitlines() if line.startswith("digest "))
 
 
-def one_rank(backend: str, name: str, steps: str, virtual: str, size: str, schedule: Any, cap: str) -> None:
+def one_rank(
+    backend: str, name: str, steps: str, virtual: str, size: str, schedule: Any, cap: str
+) -> None:
     """One rank's part."""
     group = fddp.init(backend)
     if group.size != int(size):
         raise RuntimeError(f"this is a job of {group.size} replicas, not of {size}.")
     loss_fn, (params, model_state), data = PROBLEMS[name]()
     optimizer = fddp.dynamic_scale(
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), initial=2.0**10, growth_interval=20
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+        initial=2.0**10,
+        growth_interval=20,
     )
     step = fddp.train_step(
         loss_fn,
@@ -120,7 +136,11 @@ def one_rank(backend: str, name: str, steps: str, virtual: str, size: str, sched
     )
     state, losses = step.init(params, model_state=model_state, rng=jax.random.key(1)), []
     rows = fddp.samples(
-        len(data[0]), 2 * VIRTUAL, rank=group.rank, size=group.processes, virtual_replicas=int(virtual) or None
+        len(data[0]),
+        2 * VIRTUAL,
+        rank=group.rank,
+        size=group.processes,
+        virtual_replicas=int(virtual) or None,
     )
     for mine in islice(rows, int(steps)):
         state, info = step(state, [x[mine] for x in data])
@@ -128,7 +148,9 @@ def one_rank(backend: str, name: str, steps: str, virtual: str, size: str, sched
     if group.rank == 0:
         state = state._replace(rng=None)
         told = b"".join(np.asarray(x).tobytes() for x in (*losses, *jax.tree.leaves(state)))
-        print(f"digest {hashlib.sha256(told).hexdigest()[:16]} last loss {losses[-1]:.6f}", flush=True)
+        print(
+            f"digest {hashlib.sha256(told).hexdigest()[:16]} last loss {losses[-1]:.6f}", flush=True
+        )
 
 
 def net() -> tuple[Any, Any, list[np.ndarray]]:
@@ -159,7 +181,9 @@ def digits() -> tuple[Any, Any, list[np.ndarray]]:
 
 def text() -> tuple[Any, Any, list[np.ndarray]]:
     """A GPT with dropout, whose rows have more and fewer tokens."""
-    model = gpt.GPT(256, layers=2, width=64, heads=4, kv_heads=2, hidden=128, context=32, dropout=0.1)
+    model = gpt.GPT(
+        256, layers=2, width=64, heads=4, kv_heads=2, hidden=128, context=32, dropout=0.1
+    )
     rows = gpt.batch(model, 480)
     data = [rows["tokens"], np.random.default_rng(1).integers(8, 33, size=(480, 1))]
 

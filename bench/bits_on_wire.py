@@ -1,13 +1,17 @@
-"""What do fewer bits save on a wire, and does each byte that is told cross it? fddp's hooks and PyTorch DDP's.
+r"""What do fewer bits save on a wire, and does each byte that is told cross it? fddp's hooks and
+PyTorch DDP's.
 
-    sudo .venv/bin/python bench/bits_on_wire.py times [--problems mlp640 gpt] [--rates 1gbit 100mbit] [--torch PYTHON]
+    sudo .venv/bin/python bench/bits_on_wire.py times [--problems mlp640 gpt] \
+        [--rates 1gbit 100mbit] [--torch PYTHON]
     sudo .venv/bin/python bench/bits_on_wire.py bytes
 
-Two hosts, one core each (bench/two_hosts.py). "times" lets all ways of a problem take turns, as bench/overlap.py does;
-the adaptive hook has the bits that `fddp.fit_bits` and `fddp.refit_bits` choose before the first turn that counts.
-"bytes" compares `info.sent` with the kernel's counter of the wire, over staged steps, and looks at no clock.
+Two hosts, one core each (bench/two_hosts.py). "times" lets all ways of a problem take turns, as
+bench/overlap.py does; the adaptive hook has the bits that `fddp.fit_bits` and `fddp.refit_bits`
+choose before the first turn that counts. "bytes" compares `info.sent` with the kernel's counter of
+the wire, over staged steps, and looks at no clock.
 
-  exposed    the share of a step in which something was sent and nothing computed, median over steps, on the slower host
+  exposed    the share of a step in which something was sent and nothing computed, median over
+             steps, on the slower host
 """
 
 import argparse
@@ -32,7 +36,8 @@ from bench.two_hosts import BACKENDS, ask, start_gloo, start_mpi, two_hosts
 from fddp import hooks
 
 TURN = 4  # steps; the first, whose caches another way has filled, does not count
-# Steps before the first that counts: they compile; eager's try its orders of messages; adaptive's choose bits.
+# Steps before the first that counts: they compile; eager's try its orders of messages; adaptive's
+# choose bits.
 WARM_UP = {"staged": 6, "eager": 25, "adaptive": 40}
 FIT, REFITS = 2, (8, 14)
 TIMED = ("32 bits", "bf16")
@@ -47,20 +52,32 @@ HOOKS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["times", "bytes"])
-    parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
-    parser.add_argument("--rates", nargs="+", default=["1gbit", "100mbit"], help="of the wire, as tc writes them")
+    parser.add_argument(
+        "--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py"
+    )
+    parser.add_argument(
+        "--rates", nargs="+", default=["1gbit", "100mbit"], help="of the wire, as tc writes them"
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
-    parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
+    parser.add_argument(
+        "--torch", default=None, help="python of an environment with torch 2.13 (CPU)"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="turns of each way")
-    parser.add_argument("--quick", action="store_true", help="2 rounds, or 3 steps; nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 rounds, or 3 steps; nothing is saved"
+    )
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)  # this is one of the hosts
     args = parser.parse_args()
     if args.rank:
         return (take_turns if args.what == "times" else count)(*args.rank)
     if args.what == "bytes":
-        return told_and_sent(args.problems, args.backends, 3 if args.quick else COUNTED, keep=not args.quick)
+        return told_and_sent(
+            args.problems, args.backends, 3 if args.quick else COUNTED, keep=not args.quick
+        )
     rounds = 2 if args.quick else args.rounds
     for rate in args.rates:
         for name in args.problems:
@@ -74,7 +91,9 @@ def main() -> None:
 ### Times
 
 
-def measure(name: str, rate: str, backends: list[str], rounds: int, torch: str | None) -> dict[str, Any]:
+def measure(
+    name: str, rate: str, backends: list[str], rounds: int, torch: str | None
+) -> dict[str, Any]:
     """Starts all ways of a problem on two hosts and lets them take turns."""
     with two_hosts(rate), listening() as (control, accept):
         jobs, lines = [], 0
@@ -84,13 +103,19 @@ def measure(name: str, rate: str, backends: list[str], rounds: int, torch: str |
             jobs += start(words, {"PYTHONPATH": str(ROOT)})
             lines += 2
         if torch:
-            jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name, "bf16"], {})
+            jobs += start_gloo(
+                [torch, str(ROOT / "bench" / "torch_worker.py"), control, name, "bf16"], {}
+            )
             lines += 2
         with ending(jobs):
             seconds, spans = in_turns(accept(lines), rounds, steps=TURN, warm_up=warm_up)
     result = dict[str, Any]()
     for way, taken in seconds.items():
-        shares = [max(line.exposed / line.seconds for line in ranks) for ranks in spans[way] if ranks[0].spans]
+        shares = [
+            max(line.exposed / line.seconds for line in ranks)
+            for ranks in spans[way]
+            if ranks[0].spans
+        ]
         result[way] = {
             "step_ms": [round(1e3 * q, 1) for q in np.percentile(taken, (25, 50, 75))],
             "exposed": round(float(np.median(shares)), 4) if shares else None,
@@ -119,16 +144,28 @@ def take_turns(backend: str, control: str, name: str) -> None:
     for schedule in ("staged", "eager"):
         for bits in TIMED:
             options = {"hook": HOOKS[bits]}
-            ways[f"fddp {schedule}, {bits} ({backend})"] = with_fddp(task, group, schedule, CAPS_MB[name], **options)
-        ways[f"fddp {schedule}, adaptive ({backend})"] = fitted(task, group, schedule, CAPS_MB[name])
-    ways[f"alone, staged ({backend})"] = with_fddp(task, by_itself(backend), "staged", CAPS_MB[name])
+            ways[f"fddp {schedule}, {bits} ({backend})"] = with_fddp(
+                task, group, schedule, CAPS_MB[name], **options
+            )
+        ways[f"fddp {schedule}, adaptive ({backend})"] = fitted(
+            task, group, schedule, CAPS_MB[name]
+        )
+    ways[f"alone, staged ({backend})"] = with_fddp(
+        task, by_itself(backend), "staged", CAPS_MB[name]
+    )
     obey(control, backend, group, ways)
 
 
 def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> Any:
     """A step whose bits are chosen, and chosen again, in its first steps."""
     caps = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"), cap_mb)
-    options = {"group": group, "has_aux": True, "schedule": schedule, "hook": hooks.adaptive((32,)), **caps}
+    options = {
+        "group": group,
+        "has_aux": True,
+        "schedule": schedule,
+        "hook": hooks.adaptive((32,)),
+        **caps,
+    }
     step = fddp.train_step(task.loss_fn, OPTIMIZER, **options)
     state = step.init(task.params, model_state=task.model_state)
     number = 0
@@ -153,7 +190,8 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
 
 
 def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep: bool) -> None:
-    """Prints bytes that steps tell beside those that cross the wire; the file keeps the other problems."""
+    """Prints bytes that steps tell beside those that cross the wire; the file keeps the other
+    problems."""
     results = saved("bits_told").get("bytes_told_and_sent", {})
     for name in problems:
         for backend in backends:
@@ -161,7 +199,9 @@ def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep:
             results[f"{name}, {backend}"] = found
             for hook, (told, sent) in found.items():
                 print(
-                    f"{name:7} {backend:5} {hook:17} {told:>13,} told {sent:>13,} sent: {sent / told:.4f}", flush=True
+                    f"{name:7} {backend:5} {hook:17} {told:>13,} told {sent:>13,} sent: "
+                    f"{sent / told:.4f}",
+                    flush=True,
                 )
             if keep:
                 print(save("bits_told", {"steps": steps, "bytes_told_and_sent": results}))

@@ -2,15 +2,16 @@
 
     sudo .venv/bin/python bench/bound.py [--problems mlp mlp640 gpt] [--turns 6] [--quick]
 
-On two hosts, one core each, the stages of a step are timed without traffic, and eager steps with it; the kernel tells
-how long each core was busy. Steps are then simulated with these times, one behind the other, with the messages in the
-best order that a search finds:
+On two hosts, one core each, the stages of a step are timed without traffic, and eager steps with
+it; the kernel tells how long each core was busy. Steps are then simulated with these times, one
+behind the other, with the messages in the best order that a search finds:
 
   bound     the larger of computing alone and of the bytes over the rate
-  order     no launcher beats it: a layer's next forward pass waits for its sum, and the sum for its backward pass
+  order     no launcher beats it: a layer's next forward pass waits for its sum, and the sum for its
+            backward pass
   cut       the same with each message in four, in any order
-  core      the order's, on a core that also sends: while traffic is under way it computes only in the time left over
-  own order the same in the order that fddp has chosen
+  core      the order's, on a core that also sends: while traffic is under way it computes only in
+            the time left over own order the same in the order that fddp has chosen
   measured  eager
 """
 
@@ -49,7 +50,9 @@ BACKENDS = ("mpi", "gloo")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", default=["mlp", "mlp640", "gpt"])
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="2 turns, nothing is saved")
@@ -59,9 +62,13 @@ def main() -> None:
             turns = 2 if args.quick else args.turns
             found = ask(backend, RATE, __file__, "--rank", backend, name, turns)
             against = found["step_ms"]["bound"]
-            words = ", ".join(f"{key} {ms:.0f} ({ms / against:.2f})" for key, ms in found["step_ms"].items())
+            words = ", ".join(
+                f"{key} {ms:.0f} ({ms / against:.2f})" for key, ms in found["step_ms"].items()
+            )
             share = found["core_for_traffic"]
-            print(f"{name:7} {backend:5} {words}; traffic takes {share:.0%} of the core", flush=True)
+            print(
+                f"{name:7} {backend:5} {words}; traffic takes {share:.0%} of the core", flush=True
+            )
             if not args.quick:
                 print(save("bound", saved("bound") | {f"{name}, {backend}": found}))
 
@@ -69,7 +76,10 @@ def main() -> None:
 def rank(backend: str, name: str, turns: int, path: Path) -> None:
     """Times a way without traffic and one with it, in turns; rank 0 simulates and writes."""
     group = fddp.init(backend)
-    ways = {"alone": Way(by_itself(backend), name, group.rank), "eager": Way(group, name, group.rank)}
+    ways = {
+        "alone": Way(by_itself(backend), name, group.rank),
+        "eager": Way(group, name, group.rank),
+    }
     for way in ways.values():
         way.steps(TRIED + 2)
     took: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
@@ -77,7 +87,10 @@ def rank(backend: str, name: str, turns: int, path: Path) -> None:
         for key, way in ways.items():
             group.barrier()
             took[key].append(way.steps(STEPS))
-    seconds = {key: group.all_reduce(np.median(np.array(values), axis=0), op="max") for key, values in took.items()}
+    seconds = {
+        key: group.all_reduce(np.median(np.array(values), axis=0), op="max")
+        for key, values in took.items()
+    }
     if group.is_main:
         path.write_text(json.dumps(evaluate(ways["alone"], ways["eager"].tasks, seconds)))
 
@@ -89,7 +102,9 @@ class Way:
         task = problem(name, seed=seed)
         cap = CAPS_MB[name]
         caps: Any = {"bucket_cap_mb": cap, "first_bucket_mb": cap, "last_bucket_mb": cap}
-        self._step = fddp.train_step(task.loss_fn, OPTIMIZER, group=group, has_aux=True, schedule="eager", **caps)
+        self._step = fddp.train_step(
+            task.loss_fn, OPTIMIZER, group=group, has_aux=True, schedule="eager", **caps
+        )
         self._state = self._step.init(task.params, model_state=task.model_state)
         self._batch = task.batch
         self._spans: dict[str, list[float]] = {}
@@ -134,8 +149,12 @@ def evaluate(alone: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) ->
     sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(alone.nbytes)}
     traffic = sum(sends.values())
     took = alone.seconds | sends
-    computed = sum(took.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate))
-    took |= {name: s * lone / computed for name, s in took.items() if name not in sends}  # what Python takes, spread
+    computed = sum(
+        took.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate)
+    )
+    took |= {
+        name: s * lone / computed for name, s in took.items() if name not in sends
+    }  # what Python takes, spread
     share = min(0.95, max(0.0, (busy - lone_busy) / traffic))
     core = Pace(1 - share, 1.0)
     in_four = took | {f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)}
@@ -171,8 +190,11 @@ def best(listed: TaskList, seconds: Mapping[str, float], pace: Pace) -> float:
     return least
 
 
-def period(listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str, float], pace: Pace) -> float:
-    """Seconds of a step, if many follow each other and each starts what it can while the last one's sums come."""
+def period(
+    listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str, float], pace: Pace
+) -> float:
+    """Seconds of a step, if many follow each other and each starts what it can while the last one's
+    sums come."""
     tasks = list[Task]()
     came = dict[Value, Value]()
     for number in range(SIMULATED):
@@ -182,7 +204,10 @@ def period(listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str,
         tasks += once
     took = {f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()}
     line = simulate(tasks, took, pace, queue=lambda task: task.kind)
-    last = max((span for span in line.compute if span.name.startswith(f"{SIMULATED - 1} ")), key=lambda span: span.end)
+    last = max(
+        (span for span in line.compute if span.name.startswith(f"{SIMULATED - 1} ")),
+        key=lambda span: span.end,
+    )
     name = last.name.split(" ", 1)[1]
     ends = {span.name: span.end for span in line.compute}
     half = SIMULATED // 2
@@ -194,10 +219,17 @@ def in_pieces(listed: TaskList, pieces: int) -> TaskList:
 
     def cut(task: Task) -> list[Task]:
         if not isinstance(task, Communicate):
-            reads = [piece for value in task.reads for piece in (of(value) if value.kind == "sum" else [value])]
+            reads = [
+                piece
+                for value in task.reads
+                for piece in (of(value) if value.kind == "sum" else [value])
+            ]
             return [task._replace(reads=tuple(reads))]
         (sum_, *_) = task.writes
-        return [task._replace(name=f"{task.name} {p}", writes=(piece,)) for p, piece in enumerate(of(sum_))]
+        return [
+            task._replace(name=f"{task.name} {p}", writes=(piece,))
+            for p, piece in enumerate(of(sum_))
+        ]
 
     def of(value: Value) -> list[Value]:
         return [Value(value.kind, value.number, str(p)) for p in range(pieces)]
@@ -205,9 +237,13 @@ def in_pieces(listed: TaskList, pieces: int) -> TaskList:
     return listed._replace(tasks=tuple(one for task in listed.tasks for one in cut(task)))
 
 
-def _renamed(task: Task, number: int, came: Mapping[Value, Value], here: Callable[[Value], Value]) -> Task:
+def _renamed(
+    task: Task, number: int, came: Mapping[Value, Value], here: Callable[[Value], Value]
+) -> Task:
     reads = (came[value] if value in came else here(value) for value in task.reads)
-    return task._replace(name=f"{number} {task.name}", reads=tuple(reads), writes=tuple(map(here, task.writes)))
+    return task._replace(
+        name=f"{number} {task.name}", reads=tuple(reads), writes=tuple(map(here, task.writes))
+    )
 
 
 def _at(number: int, value: Value) -> Value:

@@ -1,13 +1,16 @@
-"""Where does the time of a step go, and what does overlap buy?
+r"""Where does the time of a step go, and what does overlap buy?
 
-    sudo .venv/bin/python bench/breakdown.py [--problems mlp resnet18 gpt] [--backends gloo mpi] [--quick]
+    sudo .venv/bin/python bench/breakdown.py [--problems mlp resnet18 gpt] \
+        [--backends gloo mpi] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. The step whose traffic waits for the backward pass
-("after") and the one that overlaps ("staged") have the same buckets and take turns with a program of the forward pass
-alone. Shares are those of rank 0, medians over rounds, of the non-overlapped step.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. The step whose traffic waits for
+the backward pass ("after") and the one that overlaps ("staged") have the same buckets and take
+turns with a program of the forward pass alone. Shares are those of rank 0, medians over rounds, of
+the non-overlapped step.
 
   forward        the forward pass alone, which "staged" is taken to need as well
-  backward       the rest of what is computed before the update; longer with overlap: traffic needs the core too
+  backward       the rest of what is computed before the update; longer with overlap: traffic needs
+                 the core too
   communication  all of it in "after"; in "staged" only what is exposed, when nothing is computed
   optimizer      the update
   idle           nothing computed or sent: Python, placing rows
@@ -49,20 +52,26 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"])
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
+    parser.add_argument(
+        "--rank", nargs=3, help=argparse.SUPPRESS
+    )  # backend, problem, path: this is one of the hosts
     args = parser.parse_args()
     if args.rank:
         backend, name, path = args.rank
         return train(backend, name, path, args.rounds)
     rounds = 3 if args.quick else args.rounds
     results = {
-        f"{name}, {backend}": ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
+        f"{name}, {backend}": ask(
+            backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name
+        )
         for name in args.problems
         for backend in args.backends
     }
@@ -78,7 +87,9 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
     caps = {"bucket_cap_mb": CAP_MB, "first_bucket_mb": CAP_MB, "last_bucket_mb": CAP_MB}
-    ways = {schedule: way(task, group, schedule=schedule, **caps) for schedule in ("after", "staged")}
+    ways = {
+        schedule: way(task, group, schedule=schedule, **caps) for schedule in ("after", "staged")
+    }
     measured, seconds = watch(ways | {"forward": forward_only(task)}, group, rounds=rounds)
     if group.rank == 0:
         forward = seconds.pop("forward")
@@ -136,16 +147,29 @@ def parts(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
 
 def table(results: dict[str, Any]) -> Table:
     sheet = Table(title="shares of the step without overlap, %")
-    for head in ("problem", "schedule", "step ms (quartiles)", *PARTS, "sum", "staged / after", "hidden"):
+    for head in (
+        "problem",
+        "schedule",
+        "step ms (quartiles)",
+        *PARTS,
+        "sum",
+        "staged / after",
+        "hidden",
+    ):
         sheet.add_column(head, justify="left" if head in ("problem", "schedule") else "right")
     for name, result in results.items():
         for schedule, shares in result["parts"].items():
             step, gain = result["step"][schedule], result["staged / after"]
-            told = [f"{gain['median']:.3f}", f"{result['overlap_percent']:.0f} %"] if schedule == "staged" else ["", ""]
+            told = (
+                [f"{gain['median']:.3f}", f"{result['overlap_percent']:.0f} %"]
+                if schedule == "staged"
+                else ["", ""]
+            )
             sheet.add_row(
                 name,
                 schedule,
-                f"{step['median_ms']:.0f} ({step['quartile_1_ms']:.0f}–{step['quartile_3_ms']:.0f})",
+                f"{step['median_ms']:.0f} "
+                f"({step['quartile_1_ms']:.0f}–{step['quartile_3_ms']:.0f})",
                 *(f"{100 * shares[part]:.1f}" for part in PARTS),
                 f"{100 * sum(shares.values()):.1f}",
                 *told,
@@ -156,7 +180,11 @@ def table(results: dict[str, Any]) -> Table:
 def picture(results: dict[str, Any]) -> Path:
     """Draws both steps of each problem as bars."""
     drawing, (axis,) = figure(1, height=1 + 0.7 * len(results))
-    bars = {f"{name}, {kind}": shares for name, result in results.items() for kind, shares in result["parts"].items()}
+    bars = {
+        f"{name}, {kind}": shares
+        for name, result in results.items()
+        for kind, shares in result["parts"].items()
+    }
     left = np.zeros(len(bars))
     for part, colour in PARTS.items():
         widths = np.array([shares[part] for shares in bars.values()])

@@ -1,11 +1,12 @@
-"""How long does a step take with buckets of different sizes, on a real wire? (Paper, figures 7 and 8.)
+"""How long does a step take with buckets of different sizes, on a real wire? (Paper, figures 7 and
+8.)
 
     sudo .venv/bin/python bench/buckets.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; schedule "staged", all caps alive at once and in turn.
-Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB, or the cap where that is smaller, but
-for "one", a single bucket with everything. Of caps that give the same buckets the smallest stands for all; 25 is always
-there, as others are compared with it.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; schedule "staged", all caps alive
+at once and in turn. Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB,
+or the cap where that is smaller, but for "one", a single bucket with everything. Of caps that give
+the same buckets the smallest stands for all; 25 is always there, as others are compared with it.
 """
 
 import argparse
@@ -32,7 +33,9 @@ MOST_MB = 1000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", default=["mlp", "gpt"])
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--rounds", type=int, default=6)
@@ -42,7 +45,9 @@ def main() -> None:
     for name in args.problems:
         for backend in args.backends:
             title = f"{name}, {backend}"
-            found[title] = take_turns(__file__, backend, name, rounds=2 if args.quick else args.rounds)
+            found[title] = take_turns(
+                __file__, backend, name, rounds=2 if args.quick else args.rounds
+            )
             Console(width=100).print(table(title, found[title]))
     if not args.quick:
         print(save("buckets", {title: results(seconds) for title, seconds in found.items()}))
@@ -51,23 +56,32 @@ def main() -> None:
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """A step with each cap that gives other buckets than the smaller ones, and with the default."""
-    plans: dict[float, fddp.BucketPlan] = {cap: fddp.make_plan(task.params, bucket_cap_mb=cap) for cap in CAPS_MB}
+    plans: dict[float, fddp.BucketPlan] = {
+        cap: fddp.make_plan(task.params, bucket_cap_mb=cap) for cap in CAPS_MB
+    }
     chosen = different(plans) | {DEFAULT: plans[DEFAULT]}
-    named = {f"{cap:g} MiB, {len(plans[cap].buckets)}": staged(task, group, cap) for cap in sorted(chosen)}
+    named = {
+        f"{cap:g} MiB, {len(plans[cap].buckets)}": staged(task, group, cap)
+        for cap in sorted(chosen)
+    }
     everything = dict.fromkeys(("first_bucket_mb", "last_bucket_mb"), MOST_MB)
     return named | {"one": staged(task, group, MOST_MB, **everything)}
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
     (default,) = (took for name, took in seconds.items() if name.startswith(f"{DEFAULT:g} MiB"))
-    return {name: summary(took) | {"of_default": ratio(took, default)} for name, took in seconds.items()}
+    return {
+        name: summary(took) | {"of_default": ratio(took, default)} for name, took in seconds.items()
+    }
 
 
 def table(title: str, seconds: Mapping[str, np.ndarray]) -> Table:
     sheet = Table("cap and buckets", "ms a step", "quartiles", f"of {DEFAULT} MiB", title=title)
     for cap, row in results(seconds).items():
         quartiles = f"{row['quartile_1_ms']:.0f}–{row['quartile_3_ms']:.0f}"
-        sheet.add_row(cap, f"{row['median_ms']:.0f}", quartiles, f"{row['of_default']['median']:.3f}")
+        sheet.add_row(
+            cap, f"{row['median_ms']:.0f}", quartiles, f"{row['of_default']['median']:.3f}"
+        )
     return sheet
 
 
@@ -76,8 +90,12 @@ def picture(found: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
     sheet, axes = figure(len(found))
     for axis, (title, seconds) in zip(axes, found.items()):
         boxes = [1e3 * took for took in seconds.values()]
-        axis.boxplot(boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"})
-        axis.set_title(f"{title}: ms a step over the bucket cap, with the number of buckets", loc="left")
+        axis.boxplot(
+            boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"}
+        )
+        axis.set_title(
+            f"{title}: ms a step over the bucket cap, with the number of buckets", loc="left"
+        )
         axis.set_ylim(bottom=0)
     return save_picture("buckets", sheet, dpi=80)
 

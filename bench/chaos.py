@@ -1,11 +1,13 @@
-"""Does a training survive the night? Ranks are killed again and again, and it must end where the calm run ends.
+"""Does a training survive the night? Ranks are killed again and again, and it must end where the
+calm run ends.
 
     python bench/chaos.py [--steps 2000] [--every 20] [--seed 0] [--quick]
 
-Trains a small network with dropout, buffers, Adam, a dynamic loss scale and a hook with memory under `python -m fddp
-run`, on MPI and on Gloo: once in peace, once with a signal (SIGKILL, SIGSTOP, SIGSEGV or SIGABRT) to a rank that is
-drawn, about every so many seconds. Compares the digests of the whole states and all losses at the end, and tells how
-long it took from each signal to the next step.
+Trains a small network with dropout, buffers, Adam, a dynamic loss scale and a hook with memory
+under `python -m fddp run`, on MPI and on Gloo: once in peace, once with a signal (SIGKILL, SIGSTOP,
+SIGSEGV or SIGABRT) to a rank that is drawn, about every so many seconds. Compares the digests of
+the whole states and all losses at the end, and tells how long it took from each signal to the next
+step.
 """
 
 import argparse
@@ -50,11 +52,17 @@ class Fault:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000, help="of the training (default 2000)")
-    parser.add_argument("--every", type=float, default=20, help="seconds between two faults, about (default 20)")
+    parser.add_argument(
+        "--every", type=float, default=20, help="seconds between two faults, about (default 20)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="300 steps, a fault every 8 seconds; nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="300 steps, a fault every 8 seconds; nothing is saved"
+    )
     parser.add_argument("--rank", nargs=2, metavar=("FOLDER", "STEPS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -73,32 +81,52 @@ def main() -> None:
         }
         print(told(backend, results[backend]), flush=True)
     if not args.quick:
-        print(save("chaos", {"ranks": RANKS, "stall_s": STALL_S, "save_every": SAVE_EVERY, **results}))
+        print(
+            save("chaos", {"ranks": RANKS, "stall_s": STALL_S, "save_every": SAVE_EVERY, **results})
+        )
     if not all(result["equal"] for result in results.values()):
         sys.exit(1)
 
 
 def told(backend: str, result: dict[str, Any]) -> str:
     back = [fault["back_s"] for fault in result["faults"] if fault["back_s"] is not None]
-    kinds = ", ".join(f"{n} {kind}" for kind, n in Counter(fault["signal"] for fault in result["faults"]).items())
-    end = "the state and losses of the calm run" if result["equal"] else "ANOTHER STATE than the calm run"
+    kinds = ", ".join(
+        f"{n} {kind}" for kind, n in Counter(fault["signal"] for fault in result["faults"]).items()
+    )
+    end = (
+        "the state and losses of the calm run"
+        if result["equal"]
+        else "ANOTHER STATE than the calm run"
+    )
     return (
-        f"{backend}: {result['steps']} steps with {len(result['faults'])} faults ({kinds}) end with {end}; from a "
-        f"fault to the next step {np.median(back or np.nan):.1f} s, at most {max(back, default=np.nan):.1f}"
+        f"{backend}: {result['steps']} steps with {len(result['faults'])} faults ({kinds}) end "
+        f"with {end}; from a "
+        f"fault to the next step {np.median(back or np.nan):.1f} s, at most "
+        f"{max(back, default=np.nan):.1f}"
     )
 
 
-def run(backend: str, steps: int, every: float | None, draw: random.Random) -> tuple[dict[str, Any], list[Fault]]:
+def run(
+    backend: str, steps: int, every: float | None, draw: random.Random
+) -> tuple[dict[str, Any], list[Fault]]:
     """A training under `python -m fddp run`; what rank 0 has at its end, and the faults it had."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        env = os.environ | {"JAX_PLATFORMS": "cpu", "FDDP_FLIGHT_DIR": f"{folder}/flight", "FDDP_GRACE_S": "1"}
+        env = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "FDDP_FLIGHT_DIR": f"{folder}/flight",
+            "FDDP_GRACE_S": "1",
+        }
         script = [sys.executable, __file__, "--rank", name, str(steps)]
         words = ["-n", str(RANKS), "--restarts", "1000", "--by", BACKENDS[backend], "--", *script]
         with (folder / "log").open("w") as log:
             command = [sys.executable, "-m", "fddp", "run", *words]
             job = subprocess.Popen(
-                command, env=env, stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[1]
+                command,
+                env=env,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=Path(__file__).parents[1],
             )
             faults = strike(job, folder, every, draw)
         if job.returncode or not (folder / "end.json").exists():
@@ -107,7 +135,9 @@ def run(backend: str, steps: int, every: float | None, draw: random.Random) -> t
         return json.loads((folder / "end.json").read_text()), faults
 
 
-def strike(job: subprocess.Popen, folder: Path, every: float | None, draw: random.Random) -> list[Fault]:
+def strike(
+    job: subprocess.Popen, folder: Path, every: float | None, draw: random.Random
+) -> list[Fault]:
     """Sends signals until the job is over."""
     faults, struck, due = list[Fault](), 0.0, None
     until = time.monotonic() + LIMIT_S
@@ -122,7 +152,10 @@ def strike(job: subprocess.Popen, folder: Path, every: float | None, draw: rando
         elif due and now > due:
             fault, struck, due = Fault(draw.choice(SIGNALS), draw.randrange(RANKS), step), now, None
             with suppress(ProcessLookupError):  # the training has just ended
-                os.kill(int((folder / f"process {fault.rank}").read_text()), signal.Signals[fault.signal])
+                os.kill(
+                    int((folder / f"process {fault.rank}").read_text()),
+                    signal.Signals[fault.signal],
+                )
                 faults.append(fault)
     if job.poll() is None:
         job.terminate()
@@ -161,13 +194,17 @@ def train(folder: Path, steps: int) -> None:
     group = fddp.init(stall_s=STALL_S)
     (folder / f"process {group.rank}").write_text(str(os.getpid()))
     optimizer = fddp.dynamic_scale(optax.adam(1e-3), growth_interval=50)
-    step = fddp.train_step(loss_fn, optimizer, group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
+    step = fddp.train_step(
+        loss_fn, optimizer, group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0
+    )
     params = {"w": np.ones((32, 64), np.float32), "b": np.zeros(64, np.float32)}
     state = step.init(params, model_state=np.zeros(32, np.float32), rng=jax.random.key(1))
     with fddp.Checkpoints(folder / "saved", step, every=SAVE_EVERY) as checkpoints:
         state, losses = checkpoints.restore(state)
         losses = losses or []
-        rows = fddp.samples(len(data), 48, rank=group.rank, size=group.processes, start_step=int(state.step))
+        rows = fddp.samples(
+            len(data), 48, rank=group.rank, size=group.processes, start_step=int(state.step)
+        )
         for number, mine in zip(range(int(state.step), steps), rows):
             time.sleep(INPUT_S)
             state, info = step(state, data[mine])
@@ -178,9 +215,13 @@ def train(folder: Path, steps: int) -> None:
                 temporary.rename(folder / "step")
             checkpoints.save(state, losses)
     leaves = jax.tree.leaves(state._replace(rng=jax.random.key_data(state.rng)))
-    bits = b"".join(np.asarray(shard.data).tobytes() for x in leaves for shard in x.addressable_shards)
+    bits = b"".join(
+        np.asarray(shard.data).tobytes() for x in leaves for shard in x.addressable_shards
+    )
     # Also what each replica remembers for itself.
-    digest = sha256(group.all_gather(np.frombuffer(sha256(bits).digest(), np.uint8)).tobytes()).hexdigest()
+    digest = sha256(
+        group.all_gather(np.frombuffer(sha256(bits).digest(), np.uint8)).tobytes()
+    ).hexdigest()
     if group.rank == 0:
         (folder / "end.json").write_text(json.dumps({"losses": losses, "digest": digest}))
 

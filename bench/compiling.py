@@ -1,9 +1,11 @@
-"""How long does a first step compile: by jit, staged, by two ranks of one host, and with more layers under `lax.scan`?
+"""How long does a first step compile: by jit, staged, by two ranks of one host, and with more
+layers under `lax.scan`?
 
     python bench/compiling.py [--quick] [--only WORD]
 
-Seconds that the first step takes longer than the second one, each in a fresh process, or on two MPI ranks of this
-machine that begin together. `shared cache` gives these ranks an empty JAX_COMPILATION_CACHE_DIR in common.
+Seconds that the first step takes longer than the second one, each in a fresh process, or on two MPI
+ranks of this machine that begin together. `shared cache` gives these ranks an empty
+JAX_COMPILATION_CACHE_DIR in common.
 """
 
 import argparse
@@ -33,7 +35,9 @@ PATIENCE_S = 500
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="nothing is saved")
     parser.add_argument("--only", default="", help="cases whose name has this word")
     parser.add_argument("--alone", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
@@ -47,7 +51,10 @@ def main() -> None:
         "GPT of 6 layers, staged, 2 ranks": ("gpt", "staged", 2, False),
         "GPT of 6 layers, staged, 2 ranks, shared cache": ("gpt", "staged", 2, True),
         **{f"GPT of {n} layers, scanned, jit": (f"scanned:{n}", "jit", 1, False) for n in LAYERS},
-        **{f"GPT of {n} layers, scanned, staged": (f"scanned:{n}", "staged", 1, False) for n in LAYERS},
+        **{
+            f"GPT of {n} layers, scanned, staged": (f"scanned:{n}", "staged", 1, False)
+            for n in LAYERS
+        },
     }
     results = dict[str, float]()
     for name, case in cases.items():
@@ -63,11 +70,18 @@ def apart(model: str, way: str, ranks: int, shared: bool) -> float:
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}
         if shared:
-            env |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1"}
+            env |= {
+                "JAX_COMPILATION_CACHE_DIR": folder,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
+            }
         command = [sys.executable, __file__, "--alone", model, way]
         command = [MPIEXEC, "-n", str(ranks), *command] if ranks > 1 else command
-        told = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env, timeout=PATIENCE_S)
-    return max(json.loads(line)["seconds"] for line in told.stdout.splitlines() if line.startswith("{"))
+        told = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, check=True, env=env, timeout=PATIENCE_S
+        )
+    return max(
+        json.loads(line)["seconds"] for line in told.stdout.splitlines() if line.startswith("{")
+    )
 
 
 def first_step(model: str, way: Any) -> float:
@@ -79,7 +93,9 @@ def first_step(model: str, way: Any) -> float:
         state = params, optimizer.init(params)
         step: Any = jax.jit(_by_hand(loss_fn, optimizer), donate_argnums=0)
     else:
-        step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True, schedule=way, bucket_cap_mb=CAP)
+        step = fddp.train_step(
+            loss_fn, optimizer, group=group, has_aux=True, schedule=way, bucket_cap_mb=CAP
+        )
         state = step.init(params)
     seconds = list[float]()
     for _ in range(2):

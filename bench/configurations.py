@@ -1,10 +1,12 @@
-"""Does any configuration train to other parameters than plain JAX? Problems, options and batches are drawn at random.
+"""Does any configuration train to other parameters than plain JAX? Problems, options and batches
+are drawn at random.
 
     python bench/configurations.py [--count 504] [--seed 0] [--minutes 60] [--shards] [--quick]
 
-Each configuration trains for a few steps on up to eight devices of this process, and in `plain.py`, in float64. Options
-that do not go together are drawn as they come: an error that fddp raises in its own words, before anything has run,
-counts as refused. `--seed N --count 1` runs one again; `--more` goes on where an earlier run has ended.
+Each configuration trains for a few steps on up to eight devices of this process, and in `plain.py`,
+in float64. Options that do not go together are drawn as they come: an error that fddp raises in its
+own words, before anything has run, counts as refused. `--seed N --count 1` runs one again; `--more`
+goes on where an earlier run has ended.
 """
 
 import argparse
@@ -26,7 +28,20 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench import plain
-from bench.drawn import EXACT, NORMED, OUTER, RATE, ROUNDED, Drawn, buffers, draw, given, keys, loss_of, optimizer_of
+from bench.drawn import (
+    EXACT,
+    NORMED,
+    OUTER,
+    RATE,
+    ROUNDED,
+    Drawn,
+    buffers,
+    draw,
+    given,
+    keys,
+    loss_of,
+    optimizer_of,
+)
 from bench.drawn_shards import draw_shards
 from bench.record import save, saved
 
@@ -46,29 +61,45 @@ class Wrong(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--minutes", type=float, default=600.0, help="after which no other one begins")
+    parser.add_argument(
+        "--minutes", type=float, default=600.0, help="after which no other one begins"
+    )
     parser.add_argument("--quick", action="store_true", help="12 configurations, nothing is saved")
     parser.add_argument(
-        "--shards", action="store_true", help="states in shards, for which more is drawn than for others"
+        "--shards",
+        action="store_true",
+        help="states in shards, for which more is drawn than for others",
     )
-    parser.add_argument("--more", action="store_true", help="goes on behind those that are saved, and adds to them")
+    parser.add_argument(
+        "--more", action="store_true", help="goes on behind those that are saved, and adds to them"
+    )
     args = parser.parse_args()
     prepare()
     count = 12 if args.quick else args.count
-    draws, name = (draw_shards, "configurations_shards") if args.shards else (draw, "configurations")
+    draws, name = (
+        (draw_shards, "configurations_shards") if args.shards else (draw, "configurations")
+    )
     found = dict[int, Outcome]()
     earlier = saved(name) if args.more else {}
-    first, end = earlier.get("seeds", [args.seed])[-1] + args.more, time.perf_counter() + 60 * args.minutes
+    first, end = (
+        earlier.get("seeds", [args.seed])[-1] + args.more,
+        time.perf_counter() + 60 * args.minutes,
+    )
     for seed in range(first, first + count):
         drawn, begin = draws(seed), time.perf_counter()
         if begin > end:
             break
         found[seed] = outcome = judged(drawn)
         shown = f"{drawn}: " * (outcome.kind == "wrong")
-        print(f"{seed:5} {time.perf_counter() - begin:5.1f} s {outcome.kind} {shown}{outcome.words}", flush=True)
+        print(
+            f"{seed:5} {time.perf_counter() - begin:5.1f} s {outcome.kind} {shown}{outcome.words}",
+            flush=True,
+        )
         if seed % FORGET_EVERY == 0:
             jax.clear_caches()
     print(table(found))
@@ -81,9 +112,16 @@ def prepare() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update("jax_traceback_filtering", "off")  # whose words an error has is told by where it was raised
-    if jax.__version_info__ < (0, 11):  # XLA:CPU has kernels there that take longer to make than all the rest
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+    jax.config.update(
+        "jax_traceback_filtering", "off"
+    )  # whose words an error has is told by where it was raised
+    if jax.__version_info__ < (
+        0,
+        11,
+    ):  # XLA:CPU has kernels there that take longer to make than all the rest
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+        )
 
 
 def table(found: dict[int, Outcome]) -> str:
@@ -92,18 +130,24 @@ def table(found: dict[int, Outcome]) -> str:
     reasons = Counter(one.words[:60] for one in found.values() if one.kind == "refused")
     lines = [f"{kinds[kind]:5} {kind}" for kind in ("trained", "refused", "wrong")]
     lines[2:2] = [f"      {count:5} {words}" for words, count in reasons.most_common()]
-    return "\n".join([*lines, *(f"      {n:5} {one.words}" for n, one in found.items() if one.kind == "wrong")])
+    return "\n".join(
+        [*lines, *(f"      {n:5} {one.words}" for n, one in found.items() if one.kind == "wrong")]
+    )
 
 
 def results(found: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, Any]:
     """What is saved: counts, those of earlier seeds with them."""
-    kinds, reasons = Counter(one.kind for one in found.values()), Counter(earlier.get("refused", {}))
+    kinds, reasons = (
+        Counter(one.kind for one in found.values()),
+        Counter(earlier.get("refused", {})),
+    )
     reasons.update(one.words[:60] for one in found.values() if one.kind == "refused")
     return {
         "seeds": [earlier.get("seeds", [min(found)])[0], max(found)],
         "trained": earlier.get("trained", 0) + kinds["trained"],
         "refused": dict(reasons.most_common()),
-        "wrong": earlier.get("wrong", {}) | {str(n): one.words for n, one in found.items() if one.kind == "wrong"},
+        "wrong": earlier.get("wrong", {})
+        | {str(n): one.words for n, one in found.items() if one.kind == "wrong"},
     }
 
 
@@ -115,7 +159,9 @@ def judged(drawn: Drawn) -> Outcome:
 
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(TIMEOUT_S)
-    faulthandler.dump_traceback_later(2 * TIMEOUT_S, exit=True)  # where not even a signal comes through
+    faulthandler.dump_traceback_later(
+        2 * TIMEOUT_S, exit=True
+    )  # where not even a signal comes through
     try:
         with jax.enable_x64(drawn.x64):
             refused = trained(drawn)
@@ -124,7 +170,10 @@ def judged(drawn: Drawn) -> Outcome:
         return Outcome("wrong", str(error))
     except Exception as error:  # whatever it is, it is wrong
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome("wrong", f"{type(error).__name__} in {frame.filename}:{frame.lineno}: {str(error)[:600]}")
+        return Outcome(
+            "wrong",
+            f"{type(error).__name__} in {frame.filename}:{frame.lineno}: {str(error)[:600]}",
+        )
     finally:
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
@@ -141,21 +190,31 @@ def trained(drawn: Drawn) -> str:
     for call in drawn.calls:
         run = step if call.kind == "step" else step.no_sync
         before = state if drawn.options.get("donate") is False else None
-        kept = jax.tree.map(np.array, jax.tree.leaves(before._replace(rng=None))) if before is not None else None
+        kept = (
+            jax.tree.map(np.array, jax.tree.leaves(before._replace(rng=None)))
+            if before is not None
+            else None
+        )
         try:
             state_after, info = run(state, given(drawn, call))
         except (ValueError, TypeError) as error:
             words = own_words(error)
             if (call.kind, len(call.batches[0]["y"])) in known:
                 raise Wrong(f"refused late, in a call like an earlier one: {words}") from error
-            if gone := [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.is_deleted()]:
-                raise Wrong(f"refused, and {len(gone)} arrays of the state are gone: {words}") from error
+            if gone := [
+                x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.is_deleted()
+            ]:
+                raise Wrong(
+                    f"refused, and {len(gone)} arrays of the state are gone: {words}"
+                ) from error
             return words
         known.add((call.kind, len(call.batches[0]["y"])))
         if before is not None and kept is not None:
             for old, x in zip(kept, jax.tree.leaves(before._replace(rng=None))):
                 if not np.array_equal(old, np.asarray(x), equal_nan=old.dtype.kind in "fc"):
-                    raise Wrong("donate=False, and a step has written over the state that it was given")
+                    raise Wrong(
+                        "donate=False, and a step has written over the state that it was given"
+                    )
         state = state_after
         if call.kind == "no_sync":
             continue
@@ -170,28 +229,37 @@ def made(drawn: Drawn) -> fddp.TrainStep:
     optimizer: Any = optimizer_of(drawn)
     if drawn.scale:
         interval = plain.GROWTH_INTERVAL
-        optimizer = fddp.dynamic_scale(optimizer, initial=plain.INITIAL_SCALE, growth_interval=interval)
+        optimizer = fddp.dynamic_scale(
+            optimizer, initial=plain.INITIAL_SCALE, growth_interval=interval
+        )
     if drawn.local:
-        optimizer = fddp.local_steps(optimizer, **{**drawn.local, "outer": OUTER[drawn.local["outer"]]()})
+        optimizer = fddp.local_steps(
+            optimizer, **{**drawn.local, "outer": OUTER[drawn.local["outer"]]()}
+        )
     group = fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices()[: drawn.replicas]), "replica"))
     if drawn.hosts > 1:
         group = group.hierarchical(local=drawn.replicas // drawn.hosts)
     options: dict[str, Any] = dict(drawn.options)
     if drawn.ignored:
         options["ignore"] = lambda path: path == drawn.ignored
-    return fddp.train_step(loss_of(drawn), optimizer, group=group, has_aux="aux" in drawn.form, **options)
+    return fddp.train_step(
+        loss_of(drawn), optimizer, group=group, has_aux="aux" in drawn.form, **options
+    )
 
 
 def own_words(error: Exception) -> str:
     """What fddp says; where others say it, that is wrong."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if not Path(frame.filename).is_relative_to(ROOT / "fddp"):
-        raise Wrong(f"an error in {frame.filename}:{frame.lineno}, not fddp's: {str(error)[:600]}") from error
+        raise Wrong(
+            f"an error in {frame.filename}:{frame.lineno}, not fddp's: {str(error)[:600]}"
+        ) from error
     return str(error)
 
 
 def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
-    """The leaves that `local_steps` sends together: buckets in turn, each fragment from where its share of bytes is."""
+    """The leaves that `local_steps` sends together: buckets in turn, each fragment from where its
+    share of bytes is."""
     wanted, plan = drawn.local.get("fragments", 1), step.plan
     ends = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
     begins = [0]
@@ -202,7 +270,9 @@ def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
     return [[name for bucket in plan.buckets[a:b] for name in bucket.names] for a, b in spans]
 
 
-def compare(drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, told: plain.Told, number: int) -> None:
+def compare(
+    drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, told: plain.Told, number: int
+) -> None:
     """Holds a state and what a step told against the truth."""
     equal_on_all(drawn, state)
     if int(state.step) != number:
@@ -213,13 +283,19 @@ def compare(drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, told: pla
         if name not in got and not np.array_equal(np.asarray(whole.params[name]), x):
             raise Wrong(f"step {number} has changed {name}, which is not trained")
     if drawn.hook not in (*EXACT, *ROUNDED):
-        if not drawn.infinite and not all(np.all(np.isfinite(np.asarray(x, np.complex128))) for x in got.values()):
+        if not drawn.infinite and not all(
+            np.all(np.isfinite(np.asarray(x, np.complex128))) for x in got.values()
+        ):
             raise Wrong(f"after step {number} parameters are not finite")
         return
     close = Tolerance(drawn, number)
     close("params", got, told.params)
     if drawn.local:
-        close("shared", {n: x for n, x in state.opt_state.shared.items() if n in drawn.trained}, told.shared)
+        close(
+            "shared",
+            {n: x for n, x in state.opt_state.shared.items() if n in drawn.trained},
+            told.shared,
+        )
     else:
         inner = whole.opt_state
         if drawn.scale:
@@ -238,7 +314,9 @@ def compare(drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, told: pla
             raise Wrong(f"step {number} says leaves were used by {counts}, not {told.used}")
 
 
-def check_buffers(drawn: Drawn, close: "Tolerance", state: Any, whole: Any, told: plain.Told) -> None:
+def check_buffers(
+    drawn: Drawn, close: "Tolerance", state: Any, whole: Any, told: plain.Told
+) -> None:
     """Buffers of each replica; under `local_steps` their mean."""
     if drawn.local:
         mean = sum(np.asarray(x["mean"]) for x in told.buffers) / len(told.buffers)
@@ -263,7 +341,8 @@ def equal_on_all(drawn: Drawn, state: Any) -> None:
 
 
 class Tolerance:
-    """How far from the truth a number may be after so many steps, by the narrowest dtype that the training has."""
+    """How far from the truth a number may be after so many steps, by the narrowest dtype that the
+    training has."""
 
     def __init__(self, drawn: Drawn, steps: int) -> None:
         dtypes = [jnp.dtype(drawn.dtypes[name]) for name in drawn.trained]
@@ -273,15 +352,17 @@ class Tolerance:
         eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         x64 = eps < 1e-12 and drawn.calls[0].batches[0]["x"].dtype == np.float64
         self.number, self.exact = steps, eps < 1e-5
-        # 16 bits: each step rounds a gradient's sum and a parameter. Where an update does not shrink with its gradient,
-        # rounding may turn its sign.
+        # 16 bits: each step rounds a gradient's sum and a parameter. Where an update does not
+        # shrink with its gradient, rounding may turn its sign.
         turned = 2 * steps * RATE * (drawn.optimizer in NORMED)
         self.most = (1e-10 if x64 else 2e-5) if self.exact else 8 * steps * eps + turned
 
     def __call__(self, what: str, got: Any, expected: Any) -> None:
         if jax.tree.structure(got) != jax.tree.structure(expected):
             raise Wrong(f"{what} is {jax.tree.structure(got)}, not {jax.tree.structure(expected)}")
-        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)):
+        for (path, a), b in zip(
+            jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)
+        ):
             a, b = np.asarray(a, np.complex128), np.asarray(b, np.complex128)
             where = f"after step {self.number} {what}{jax.tree_util.keystr(path)}"
             if a.shape != b.shape:

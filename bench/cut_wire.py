@@ -2,9 +2,10 @@
 
     python bench/cut_wire.py [--count 5] [--quick]
 
-Two ranks on two hosts (`two_hosts.py`) train a tiny network with a stall of two seconds, over Gloo and MPI, bare and
-under `python -m fddp run`. The wire is pulled, or swallows all packets. What is noted: when the last process was gone,
-the exit codes, and what each watcher wrote down as the reason.
+Two ranks on two hosts (`two_hosts.py`) train a tiny network with a stall of two seconds, over Gloo
+and MPI, bare and under `python -m fddp run`. The wire is pulled, or swallows all packets. What is
+noted: when the last process was gone, the exit codes, and what each watcher wrote down as the
+reason.
 """
 
 import argparse
@@ -54,9 +55,13 @@ class Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=5, help="cuts of each kind (default 5)")
-    parser.add_argument("--quick", action="store_true", help="one of each kind, and nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="one of each kind, and nothing is saved"
+    )
     parser.add_argument("--rank", nargs=2, metavar=("BACKEND", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -69,7 +74,10 @@ def main() -> None:
         gone = [found.gone_s for found in some if found.gone_s is not None]
         good = sum(found.right for found in some)
         late = f"{np.median(gone or np.nan):.1f} s, at most {max(gone, default=np.nan):.1f}"
-        print(f"{backend:<5} {way:<5} {cut:<7} {good} of {len(some)} right; all gone after {late}", flush=True)
+        print(
+            f"{backend:<5} {way:<5} {cut:<7} {good} of {len(some)} right; all gone after {late}",
+            flush=True,
+        )
         for found in some:
             if not found.right:
                 print(found)
@@ -83,20 +91,30 @@ def tried(backend: str, way: str, cut: str) -> Found:
     if way == "bare":
         start = start_gloo if backend == "gloo" else start_mpi
     with two_hosts("1gbit"), tempfile.TemporaryDirectory() as folder:
-        env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "BENCH": folder, "FDDP_FLIGHT_DIR": f"{folder}/flight"}
+        env = {
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "BENCH": folder,
+            "FDDP_FLIGHT_DIR": f"{folder}/flight",
+        }
         quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         jobs = start([sys.executable, __file__, "--rank", backend, folder], env, **quiet)
         poll(lambda: Path(folder, "trains").exists(), LIMIT_S)
         for name in NAMES:
             subprocess.run(["ip", "netns", "exec", name, *CUTS[cut].split()], check=True)
         at = time.monotonic()
-        over = poll(lambda: all(job.poll() is not None for job in jobs) and not processes_of(folder), LIMIT_S)
+        over = poll(
+            lambda: all(job.poll() is not None for job in jobs) and not processes_of(folder),
+            LIMIT_S,
+        )
         gone = time.monotonic() - at
         for process in processes_of(folder):
             os.kill(process, signal.SIGKILL)
         codes = [job.wait() for job in jobs]
         flights = read_flights([f"{folder}/flight"])
-    return Found(backend, way, cut, round(gone, 2) if over else None, codes, [one["why"] for one in flights])
+    return Found(
+        backend, way, cut, round(gone, 2) if over else None, codes, [one["why"] for one in flights]
+    )
 
 
 def train(backend: str, folder: Path) -> None:

@@ -2,9 +2,10 @@
 
     python bench/cutting.py [--cores 1 --name cutting_one_core] [--quick]
 
-One process, one replica: schedule "staged" against the one program of "fused". Time is measured in turns in one
-process; compile time and peak memory in a fresh process each. Then the same problem in 1, 2, 4, … 64 buckets. With
-`--cores 1` as a host of bench/two_hosts.py does it: two threads of XLA on one core.
+One process, one replica: schedule "staged" against the one program of "fused". Time is measured in
+turns in one process; compile time and peak memory in a fresh process each. Then the same problem in
+1, 2, 4, … 64 buckets. With `--cores 1` as a host of bench/two_hosts.py does it: two threads of XLA
+on one core.
 """
 
 import argparse
@@ -33,8 +34,12 @@ OPTIMIZER = optax.sgd(1e-3)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cores", type=int, default=None, help="on how many (default: all that there are)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cores", type=int, default=None, help="on how many (default: all that there are)"
+    )
     parser.add_argument("--name", default="cutting", help="of the file in bench/results")
     parser.add_argument("--quick", action="store_true", help="few rounds, nothing is saved")
     parser.add_argument("--alone", nargs=2, metavar=("PROBLEM", "SCHEDULE"), help=argparse.SUPPRESS)
@@ -50,11 +55,15 @@ def main() -> None:
     for name, result in results.items():
         print(
             f"{name:9} {result['buckets']} buckets: time {result['staged / fused']['median']:.3f}, "
-            f"compile time {result['compile time']:.2f}, peak memory {result['peak memory']:.2f} of one program's"
+            f"compile time {result['compile time']:.2f}, peak memory {result['peak memory']:.2f} "
+            f"of one program's"
         )
     results["per bucket"] = per_bucket(rounds)
     for count, row in results["per bucket"].items():
-        print(f"{count:>3} buckets {row['median_ms']:8.2f} ms, {row['ms a bucket more']:+.3f} ms a bucket")
+        print(
+            f"{count:>3} buckets {row['median_ms']:8.2f} ms, {row['ms a bucket more']:+.3f} ms a "
+            f"bucket"
+        )
     if not args.quick:
         print(save(args.name, results))
 
@@ -96,7 +105,9 @@ def per_bucket(rounds: int) -> dict[int, dict[str, float]]:
     return {
         count: {
             **summary(seconds[str(count)]),
-            "ms a bucket more": round(1e3 * float(np.median(seconds[str(count)]) - base) / max(1, count - 1), 4),
+            "ms a bucket more": round(
+                1e3 * float(np.median(seconds[str(count)]) - base) / max(1, count - 1), 4
+            ),
         }
         for count in BUCKETS
     }
@@ -116,11 +127,18 @@ def alone(name: str, schedule: str) -> dict[str, float]:
     idle = _resident("VmRSS")
     for _ in range(3):
         jax.block_until_ready(run())
-    return {"first_step_s": first, "start_s": made - start, "idle_mb": idle, "peak_mb": _resident("VmHWM")}
+    return {
+        "first_step_s": first,
+        "start_s": made - start,
+        "idle_mb": idle,
+        "peak_mb": _resident("VmHWM"),
+    }
 
 
 def _resident(name: str) -> float:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)
+    )
     return int(line.split()[1]) / 1024
 
 
@@ -134,7 +152,9 @@ def _fresh(name: str, schedule: str) -> dict[str, float]:
 
 def _run(name: str, schedule: Any) -> tuple[Any, fddp.TrainStep]:
     task = problem(name, seed=0)
-    step = fddp.train_step(task.loss_fn, OPTIMIZER, has_aux=True, schedule=schedule, bucket_cap_mb=4)
+    step = fddp.train_step(
+        task.loss_fn, OPTIMIZER, has_aux=True, schedule=schedule, bucket_cap_mb=4
+    )
     return _runner(step, step.init(task.params, model_state=task.model_state), task.batch), step
 
 

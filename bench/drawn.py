@@ -1,4 +1,5 @@
-"""Random configurations: a small problem, an optimizer, options and batches, all of them from one seed."""
+"""Random configurations: a small problem, an optimizer, options and batches, all of them from one
+seed."""
 
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -38,11 +39,22 @@ PARTS: dict[str, Callable[[], Any]] = {
         RATE, eps=1e-2, weight_decay=0.1, mask=lambda params: by_name(params, True, False)
     ),
     "momentum of some": lambda: optax.chain(
-        optax.masked(optax.trace(0.9), lambda params: by_name(params, True, False)), optax.scale(-RATE)
+        optax.masked(optax.trace(0.9), lambda params: by_name(params, True, False)),
+        optax.scale(-RATE),
     ),
 }
 # Whose update may be as large as the rate, however small the gradient is.
-NORMED = ("adam", "adamw", "clip, adamw", "lars", "lion", "rmsprop", "MultiSteps", "multi_transform", "decay of some")
+NORMED = (
+    "adam",
+    "adamw",
+    "clip, adamw",
+    "lars",
+    "lion",
+    "rmsprop",
+    "MultiSteps",
+    "multi_transform",
+    "decay of some",
+)
 
 HOOKS: dict[str, Callable[[], fddp.Hook]] = {
     "allreduce": fddp.hooks.allreduce,
@@ -94,7 +106,8 @@ class Drawn:
     order: tuple[str, ...]
     """In which the loss uses the leaves; a tied one twice, one that nobody uses never."""
     form: frozenset[str]
-    """Of the loss: weighted, aux, model_state, rng, shared rng, branch, statistics (of all replicas' rows)."""
+    """Of the loss: weighted, aux, model_state, rng, shared rng, branch, statistics (of all
+    replicas' rows)."""
     rows: str
     """"rows", "stacked" or "joined"."""
     optimizer: str
@@ -126,7 +139,9 @@ class Drawn:
     @property
     def trained(self) -> tuple[str, ...]:
         """Leaves with gradients."""
-        return tuple(name for name, dtype in self.dtypes.items() if dtype != "int32" and name != self.ignored)
+        return tuple(
+            name for name, dtype in self.dtypes.items() if dtype != "int32" and name != self.ignored
+        )
 
 
 def draw(seed: int) -> Drawn:
@@ -149,7 +164,9 @@ def draw(seed: int) -> Drawn:
     infinite = chance(0.15) and rows != "joined"
     if infinite and chance(0.7):
         options["skip_nonfinite"] = True
-    calls = calls_of(pick, numbers, x64, dealt, options.get("accumulation_steps", 1), rows, infinite, bool(local))
+    calls = calls_of(
+        pick, numbers, x64, dealt, options.get("accumulation_steps", 1), rows, infinite, bool(local)
+    )
     return Drawn(
         seed=seed,
         x64=x64,
@@ -170,11 +187,19 @@ def draw(seed: int) -> Drawn:
     )
 
 
-FORMS = {"weighted": 0.3, "aux": 0.4, "model_state": 0.35, "rng": 0.25, "shared rng": 0.1, "branch": 0.12}
+FORMS = {
+    "weighted": 0.3,
+    "aux": 0.4,
+    "model_state": 0.35,
+    "rng": 0.25,
+    "shared rng": 0.1,
+    "branch": 0.12,
+}
 
 
 def order_of(pick: random.Random, leaves: Iterable[str], unused: float) -> list[str]:
-    """Draws the leaves in the order in which a loss uses them; one is unused with this chance, and one may be tied."""
+    """Draws the leaves in the order in which a loss uses them; one is unused with this chance, and
+    one may be tied."""
     order = list(leaves)
     pick.shuffle(order)
     if pick.random() < unused and len(order) > 1:
@@ -190,9 +215,18 @@ def form_of(pick: random.Random, order: Sequence[str]) -> set[str]:
     return form if len(set(order)) > 1 else form - {"branch"}
 
 
-def leaves_of(pick: random.Random, numbers: np.random.Generator, x64: bool) -> tuple[dict[str, str], dict[str, Any]]:
+def leaves_of(
+    pick: random.Random, numbers: np.random.Generator, x64: bool
+) -> tuple[dict[str, str], dict[str, Any]]:
     wide = ["float32", "float64"] if x64 else ["float32"]
-    families = [wide[-1:], ["float32"], wide, ["bfloat16"], ["float16"], ["float32", "bfloat16", "float16"]]
+    families = [
+        wide[-1:],
+        ["float32"],
+        wide,
+        ["bfloat16"],
+        ["float16"],
+        ["float32", "bfloat16", "float16"],
+    ]
     family = pick.choices(families, (6, 5, 3, 1.5, 1, 1))[0]
     dtypes, params = {}, {}
     for name in pick.sample("abcdefgh", pick.choice((2, 2, 2, 3, 3, 4, 5))):
@@ -219,7 +253,9 @@ def leaves_of(pick: random.Random, numbers: np.random.Generator, x64: bool) -> t
 
 def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, Any]:
     chance = lambda p: pick.random() < p  # noqa: E731
-    options: dict[str, Any] = {"schedule": pick.choice(("fused", "fused", "staged", "eager", "after"))}
+    options: dict[str, Any] = {
+        "schedule": pick.choice(("fused", "fused", "staged", "eager", "after"))
+    }
     draws: dict[str, tuple[float, Callable[[], Any]]] = {
         "shard": (0.08 if hooked else 0.3, lambda: pick.choice(("optimizer", "state"))),
         "bucket_cap_mb": (0.5, lambda: pick.choice((0, 0, 1e-5, 1e-4, [1e-5, 1e-4, 0]))),
@@ -280,7 +316,10 @@ def calls_of(
         parts = dealt * micro_batches
         batches: list[dict[str, Any]]
         if rows == "stacked":
-            batches = [_batch(numbers, dtype, count) | {"scale": dtype(numbers.uniform(1, 2))} for _ in range(parts)]
+            batches = [
+                _batch(numbers, dtype, count) | {"scale": dtype(numbers.uniform(1, 2))}
+                for _ in range(parts)
+            ]
         else:
             batches = [_batch(numbers, dtype, parts * count)]
         if infinite and number == bad:
@@ -313,7 +352,9 @@ def given(drawn: Drawn, call: Call) -> Any:
     share = np.repeat(np.array(call.active, np.float32), each)
     leads = np.zeros(len(share), bool)
     leads[np.argmax(share)] = True
-    return fddp.Joined(call.batches[0], share, np.ones_like(share) if call.divisor_of_all else share, leads)
+    return fddp.Joined(
+        call.batches[0], share, np.ones_like(share) if call.divisor_of_all else share, leads
+    )
 
 
 def buffers(drawn: Drawn) -> Any:
@@ -326,7 +367,10 @@ def buffers(drawn: Drawn) -> Any:
 def keys(drawn: Drawn) -> Any:
     """The random keys, or None."""
     found = {"own": jax.random.key(1)} if "rng" in drawn.form else {}
-    return found | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {}) or None
+    return (
+        found | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {})
+        or None
+    )
 
 
 def optimizer_of(drawn: Drawn) -> Any:
@@ -336,11 +380,14 @@ def optimizer_of(drawn: Drawn) -> Any:
 
 def by_name(params: Any, some: Any, others: Any) -> Any:
     """Divides leaves into two kinds, by the last letters of their names."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: some if path[0].key[-1] in "aceg" else others, params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: some if path[0].key[-1] in "aceg" else others, params
+    )
 
 
 def loss_of(drawn: Drawn) -> Callable[..., Any]:
-    """The loss of a configuration: a chain of its leaves, whose order is in no way that of the alphabet."""
+    """The loss of a configuration: a chain of its leaves, whose order is in no way that of the
+    alphabet."""
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         x = batch["x"]
@@ -351,9 +398,15 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
         for place, name in enumerate(chain):
             h = jnp.tanh(0.5 * h + _term(params[name], name, place, x, batch["word"]))
         if "branch" in drawn.form:
-            way = [lambda name=name: _term(params[name], name, 3, x, batch["word"]) for name in drawn.order[-2:]]
+            way = [
+                lambda name=name: _term(params[name], name, 3, x, batch["word"])
+                for name in drawn.order[-2:]
+            ]
             wide = jnp.result_type(*(jax.eval_shape(f).dtype for f in way))
-            h = jnp.tanh(0.5 * h + jax.lax.cond(batch["y"][0] > 0, *(lambda f=f: f().astype(wide) for f in way)))
+            h = jnp.tanh(
+                0.5 * h
+                + jax.lax.cond(batch["y"][0] > 0, *(lambda f=f: f().astype(wide) for f in way))
+            )
         if "statistics" in drawn.form:
             mean = jax.lax.pmean(jnp.mean(h), "replica")
             h = (h - mean) / jnp.sqrt(1 + jax.lax.pmean(jnp.mean((h - mean) ** 2), "replica"))
@@ -368,7 +421,10 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
         aux = {"distance": mean(jnp.abs(h))} if "aux" in drawn.form else None
         if model_state is not None:
             mean_x = jnp.mean(jnp.clip(batch["x"], -9, 9), axis=0).astype(model_state["mean"].dtype)
-            after = {"mean": 0.5 * model_state["mean"] + 0.5 * mean_x, "count": model_state["count"] + 1}
+            after = {
+                "mean": 0.5 * model_state["mean"] + 0.5 * mean_x,
+                "count": model_state["count"] + 1,
+            }
             return loss, (after, aux)
         return (loss, aux) if "aux" in drawn.form else loss
 

@@ -1,7 +1,8 @@
-"""Random configurations of states in shards, for which more is drawn than for others: all of it from one seed.
+"""Random configurations of states in shards, for which more is drawn than for others: all of it
+from one seed.
 
-Beside what `drawn.py` has there are sums over hosts first, losses with statistics of all rows, losses that compute in
-16 bits, and optimizers of parts of a tree.
+Beside what `drawn.py` has there are sums over hosts first, losses with statistics of all rows,
+losses that compute in 16 bits, and optimizers of parts of a tree.
 """
 
 import random
@@ -9,7 +10,17 @@ from typing import Any
 
 import numpy as np
 
-from bench.drawn import HOOKS, OPTIMIZERS, PARTS, Drawn, calls_of, form_of, leaves_of, options_of, order_of
+from bench.drawn import (
+    HOOKS,
+    OPTIMIZERS,
+    PARTS,
+    Drawn,
+    calls_of,
+    form_of,
+    leaves_of,
+    options_of,
+    order_of,
+)
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"shard": "optimizer"},
@@ -18,7 +29,8 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 # They sum each element by itself, and remember nothing, so that plain JAX says what comes out.
 BY_ELEMENT = ("allreduce", "bf16", "fp16", "quantize without memory")
-# What a loss with statistics of all rows goes without here: the rows of a replica are no longer a slice of all.
+# What a loss with statistics of all rows goes without here: the rows of a replica are no longer a
+# slice of all.
 OF_A_SLICE = {"model_state", "rng", "shared rng", "branch"}
 
 
@@ -60,7 +72,18 @@ def draw_shards(seed: int) -> Drawn:
         local={},
         infinite=False,
         params=params,
-        calls=tuple(calls_of(pick, numbers, x64, replicas, options.get("accumulation_steps", 1), rows, False, False)),
+        calls=tuple(
+            calls_of(
+                pick,
+                numbers,
+                x64,
+                replicas,
+                options.get("accumulation_steps", 1),
+                rows,
+                False,
+                False,
+            )
+        ),
         hosts=pick.choice((2, replicas // 2)) if replicas in (4, 8) and chance(0.5) else 1,
         narrow=chance(0.15),
     )

@@ -1,10 +1,12 @@
-"""Does a training that ends well end without a word? Its script ends soon after its last step, in several ways.
+"""Does a training that ends well end without a word? Its script ends soon after its last step, in
+several ways.
 
     python bench/endings.py [--trainings 200] [--loaded] [--quick]
 
-Two processes train for a few steps, fused and staged, over MPI and over Gloo, in turns. Handlers at Python's exit keep
-each process for a random while, as loggers do; some scripts look at their last loss, others end while their last step
-is still under way. `--loaded` lets two processes compute for nothing meanwhile.
+Two processes train for a few steps, fused and staged, over MPI and over Gloo, in turns. Handlers at
+Python's exit keep each process for a random while, as loggers do; some scripts look at their last
+loss, others end while their last step is still under way. `--loaded` lets two processes compute for
+nothing meanwhile.
 """
 
 import argparse
@@ -24,10 +26,12 @@ SIZE = 2
 TIMEOUT_S = 120
 SCRIPT = """
 import atexit, random, sys, time
-atexit.register(time.sleep, random.choice((0.0, 0.3, 1.5)))  # before fddp is imported: after all handlers of its own
+# Before fddp is imported: after all handlers of its own.
+atexit.register(time.sleep, random.choice((0.0, 0.3, 1.5)))
 import fddp, jax.numpy as jnp, optax
 group = fddp.init(sys.argv[1])
-step = fddp.train_step(lambda w, x: jnp.mean((x @ w @ w) ** 2), optax.adam(1e-3), group=group, schedule=sys.argv[2])
+loss = lambda w, x: jnp.mean((x @ w @ w) ** 2)
+step = fddp.train_step(loss, optax.adam(1e-3), group=group, schedule=sys.argv[2])
 state, looks = step.init(jnp.eye(500)), random.random() < 0.5
 for _ in range(random.Random(sys.argv[3]).randint(1, 12)):  # the same on both
     state, info = step(state, jnp.ones((64, 500)))
@@ -39,7 +43,9 @@ SPIN = "while True: pass"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trainings", type=int, default=200)
     parser.add_argument("--loaded", action="store_true", help="while two other processes compute")
     parser.add_argument("--quick", action="store_true", help="8 trainings, nothing is saved")
@@ -60,7 +66,10 @@ def main() -> None:
 
 def training(seed: int, backend: str, schedule: str) -> str:
     """Runs one training; what was wrong with its end, or ""."""
-    env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path(__file__).parents[1]))}
+    env = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path(__file__).parents[1])),
+    }
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, "-c", SCRIPT, backend, schedule, str(seed)]
     jobs = start(backend, SIZE, command, env, **pipes)
@@ -70,7 +79,9 @@ def training(seed: int, backend: str, schedule: str) -> str:
         for job in jobs:
             job.kill()
     waits = r"fddp: rank \d+ (of \d+ )?waits "  # on a busy machine, for ranks that start later
-    words = [line for line in re.findall(r"^fddp: .*", said, re.MULTILINE) if not re.match(waits, line)]
+    words = [
+        line for line in re.findall(r"^fddp: .*", said, re.MULTILINE) if not re.match(waits, line)
+    ]
     codes = [job.returncode for job in jobs]
     if not words and set(codes) == {0} and said.count("trained") == SIZE:
         return ""

@@ -2,9 +2,10 @@
 
     python bench/faults.py [--count 200] [--clean 2000] [--seed 0] [--quick]
 
-Draws faults at random (what, which rank, where, backend, schedule), breaks one rank of three that train a tiny network
-with a stall of one second, and notes what the ranks say and when all are gone. Then trains without a fault, with random
-pauses that are shorter than a stall, and counts the warnings.
+Draws faults at random (what, which rank, where, backend, schedule), breaks one rank of three that
+train a tiny network with a stall of one second, and notes what the ranks say and when all are gone.
+Then trains without a fault, with random pauses that are shorter than a stall, and counts the
+warnings.
 """
 
 import argparse
@@ -95,11 +96,17 @@ class Found:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=200, help="how many faults (default 200)")
-    parser.add_argument("--clean", type=int, default=2000, help="steps without a fault (default 2000)")
+    parser.add_argument(
+        "--clean", type=int, default=2000, help="steps without a fault (default 2000)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="4 faults and 50 steps, nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="4 faults and 50 steps, nothing is saved"
+    )
     parser.add_argument("--rank", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -119,28 +126,53 @@ def main() -> None:
     warnings = {backend: calm(backend, clean) for backend in BACKENDS}
     print(f"{clean} steps with pauses below a stall: {warnings} warnings")
     if not args.quick:
-        told = [asdict(case) | {k: v for k, v in asdict(found).items() if k != "text"} for case, found in results]
-        print(save("faults", {"stall_s": STALL_S, "ranks": SIZE, "clean": {"steps": clean, **warnings}, "cases": told}))
+        told = [
+            asdict(case) | {k: v for k, v in asdict(found).items() if k != "text"}
+            for case, found in results
+        ]
+        print(
+            save(
+                "faults",
+                {
+                    "stall_s": STALL_S,
+                    "ranks": SIZE,
+                    "clean": {"steps": clean, **warnings},
+                    "cases": told,
+                },
+            )
+        )
 
 
 def drawn(draw: random.Random) -> Case:
     schedule = draw.choice(SCHEDULES)
     place = "between" if schedule == "fused" else draw.choice(PLACES)
     fault = draw.choice(list(FAULTS))
-    return Case(fault, draw.randrange(SIZE), place, draw.choice(BACKENDS), schedule, STEPS + draw.randrange(20))
+    return Case(
+        fault,
+        draw.randrange(SIZE),
+        place,
+        draw.choice(BACKENDS),
+        schedule,
+        STEPS + draw.randrange(20),
+    )
 
 
 def right(case: Case, found: Found) -> bool:
     """Whether nobody but the broken rank was named, somebody was, and all have ended."""
     # Of those that mpiexec started it tells one code; who breaks by os._exit(0) has that one.
-    others = [code for rank, code in enumerate(found.codes) if len(found.codes) == 1 or rank != case.rank]
+    others = [
+        code for rank, code in enumerate(found.codes) if len(found.codes) == 1 or rank != case.rank
+    ]
     return found.named == [case.rank] and found.gone_s is not None and 0 not in others
 
 
 def line(case: Case, found: Found) -> str:
-    times = " ".join(f"{x:6.1f}" if x is not None else "  none" for x in (found.told_s, found.gone_s))
+    times = " ".join(
+        f"{x:6.1f}" if x is not None else "  none" for x in (found.told_s, found.gone_s)
+    )
     what = f"{case.fault:<10} rank {case.rank} {case.place:<8} {case.backend:<5} {case.schedule:<7}"
-    return f"{what} told, gone {times} s; named {found.named}; {found.foreign} other lines; left {len(found.left)}"
+    told = f"named {found.named}; {found.foreign} other lines; left {len(found.left)}"
+    return f"{what} told, gone {times} s; {told}"
 
 
 def summed_up(results: list[tuple[Case, Found]]) -> str:
@@ -154,11 +186,16 @@ def summed_up(results: list[tuple[Case, Found]]) -> str:
             gone = [found.gone_s for found in some if found.gone_s is not None]
             most = max(found.foreign for found in some)
             lines.append(
-                f"  {fault:<10} {len(some):3} times: told after {np.median(told or np.nan):.1f} s (at most "
-                f"{max(told, default=np.nan):.1f}), gone after {np.median(gone or np.nan):.1f} (at most "
+                f"  {fault:<10} {len(some):3} times: told after {np.median(told or np.nan):.1f} s "
+                f"(at most "
+                f"{max(told, default=np.nan):.1f}), gone after {np.median(gone or np.nan):.1f} (at "
+                f"most "
                 f"{max(gone, default=np.nan):.1f}); other lines at most {most}"
             )
-    lines.append(f"  left behind: {dict(Counter(name for _, found in results for name in found.left)) or 'nothing'}")
+    lines.append(
+        f"  left behind: "
+        f"{dict(Counter(name for _, found in results for name in found.left)) or 'nothing'}"
+    )
     return "\n".join(lines)
 
 
@@ -170,16 +207,32 @@ def tried(case: Case) -> Found:
     shared = set(map(str, Path("/dev/shm").iterdir()))
     with tempfile.TemporaryDirectory() as folder:
         words = [str(x) for x in asdict(case).values()]
-        env = {"JAX_PLATFORMS": "cpu", "FDDP_FLIGHT_DIR": f"{folder}/flight", "FDDP_GRACE_S": "1", "BENCH": folder}
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-        jobs = start(case.backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes)
+        env = {
+            "JAX_PLATFORMS": "cpu",
+            "FDDP_FLIGHT_DIR": f"{folder}/flight",
+            "FDDP_GRACE_S": "1",
+            "BENCH": folder,
+        }
+        pipes: Any = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "start_new_session": True,
+        }
+        jobs = start(
+            case.backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes
+        )
         said: list[tuple[float, str]] = []
-        readers = [threading.Thread(target=_read, args=(job.stdout, said), daemon=True) for job in jobs]
+        readers = [
+            threading.Thread(target=_read, args=(job.stdout, said), daemon=True) for job in jobs
+        ]
         for reader in readers:
             reader.start()
         until = time.monotonic() + LIMIT_S
         # A process that was just started does not have its environment yet.
-        while (any(job.poll() is None for job in jobs) or processes_of(folder)) and time.monotonic() < until:
+        while (
+            any(job.poll() is None for job in jobs) or processes_of(folder)
+        ) and time.monotonic() < until:
             time.sleep(0.05)
         gone, going = time.monotonic(), processes_of(folder)
         for process in going:
@@ -191,9 +244,13 @@ def tried(case: Case) -> Found:
         at = float(broken.read_text()) if broken.exists() else until
     words = FAULTS[case.fault][1]
     ours = [(when, text) for when, text in said if "fddp: " in text]
-    named = [(when, int(k)) for when, text in ours for k in re.findall(rf"rank (\d+) (?:{words})", text)]
+    named = [
+        (when, int(k)) for when, text in ours for k in re.findall(rf"rank (\d+) (?:{words})", text)
+    ]
     raised = case.fault == "raise"
-    foreign = [text for _, text in said if "fddp: " not in text and "[Gloo]" not in text and text.strip()]
+    foreign = [
+        text for _, text in said if "fddp: " not in text and "[Gloo]" not in text and text.strip()
+    ]
     return Found(
         told_s=round(min(when for when, _ in named) - at, 2) if named else None,
         named=sorted({rank for _, rank in named}),
@@ -211,7 +268,8 @@ def _read(stream: Any, said: list[tuple[float, str]]) -> None:
 
 
 def processes_of(folder: str) -> list[int]:
-    """All processes that were started for a case, watchers included: they have its folder in their environment."""
+    """All processes that were started for a case, watchers included: they have its folder in their
+    environment."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
@@ -230,7 +288,9 @@ def calm(backend: str, steps: int) -> int:
         words = ["nothing", "0", "between", backend, "staged", str(steps)]
         env = {"JAX_PLATFORMS": "cpu", "BENCH": folder}
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        jobs = start(backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes)
+        jobs = start(
+            backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes
+        )
         said = "".join(job.communicate(timeout=3600)[0] for job in jobs)
     if any(job.returncode for job in jobs):
         raise RuntimeError(f"{backend}: a job without a fault ended badly:\n{said}")
@@ -240,7 +300,9 @@ def calm(backend: str, steps: int) -> int:
 ### One rank
 
 
-def train(folder: str, fault: str, rank: str, place: str, backend: str, schedule: Any, step: str) -> None:
+def train(
+    folder: str, fault: str, rank: str, place: str, backend: str, schedule: Any, step: str
+) -> None:
     """Trains until it breaks, or the others do."""
     from dataclasses import replace
 
@@ -264,7 +326,9 @@ def train(folder: str, fault: str, rank: str, place: str, backend: str, schedule
 
     breaking = replace(group, transport=group.transport._replace(all_reduce=reduce))
     loss = lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2)  # noqa: E731
-    train_step = fddp.train_step(loss, optax.sgd(0.1), group=breaking, schedule=schedule, bucket_cap_mb=0)
+    train_step = fddp.train_step(
+        loss, optax.sgd(0.1), group=breaking, schedule=schedule, bucket_cap_mb=0
+    )
     state = train_step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
     pauses = random.Random(group.rank)
     for number in range(int(step) if fault == "nothing" else 1_000_000):

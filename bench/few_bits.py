@@ -1,10 +1,13 @@
-"""What do few bits cost in test loss? Digits and a GPT of bytes, several seeds, plain sums beside each hook.
+r"""What do few bits cost in test loss? Digits and a GPT of bytes, several seeds, plain sums beside
+each hook.
 
-    python bench/few_bits.py [--problems digits gpt] [--methods plain bf16 ...] [--seeds 5] [--first 0] [--quick]
+    python bench/few_bits.py [--problems digits gpt] [--methods plain bf16 ...] [--seeds 5] \
+        [--first 0] [--quick]
 
-The problems, their optimizers and four replicas are those of `bench/local_steps.py`. No clock decides anything here:
-the bits of adaptive are those that `fddp.fit_bits` would choose if stages took as long as they have gradients to make,
-and a link carried plain sums in twice, or in 16 times, the time of all of them. Each call adds to what is in the file.
+The problems, their optimizers and four replicas are those of `bench/local_steps.py`. No clock
+decides anything here: the bits of adaptive are those that `fddp.fit_bits` would choose if stages
+took as long as they have gradients to make, and a link carried plain sums in twice, or in 16 times,
+the time of all of them. Each call adds to what is in the file.
 """
 
 import argparse
@@ -28,7 +31,7 @@ import fddp
 from bench.local_steps import PROBLEMS, Problem, train
 from bench.record import save, saved, with_table
 from fddp import hooks
-from fddp.analysis.tuning.bits_on_paper import Message, fitting_bits
+from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
 from fddp.analysis.tuning.fitted_bits import EXPOSED
 
 REPLICAS, STEPS, QUICK_STEPS = 4, {"digits": 512, "gpt": 256}, 32
@@ -45,12 +48,18 @@ class Momentum(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["digits", "gpt"], choices=["digits", "gpt"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", default=["digits", "gpt"], choices=["digits", "gpt"]
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="number of the first seed")
-    parser.add_argument("--quick", action="store_true", help="one seed and few steps, nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and few steps, nothing is saved"
+    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     group = fddp.init("local")
@@ -63,10 +72,13 @@ def main() -> None:
                 begin = time.perf_counter()
                 test_loss, mib = one(group, name, method, seed, steps)
                 print(
-                    f"{name:7} {method:26} seed {seed}: {test_loss:.5f}, {time.perf_counter() - begin:.0f} s",
+                    f"{name:7} {method:26} seed {seed}: {test_loss:.5f}, "
+                    f"{time.perf_counter() - begin:.0f} s",
                     flush=True,
                 )
-                told = found.setdefault(method, {"test_loss": {}, "bytes_a_step": round(mib * 2**20 / steps)})
+                told = found.setdefault(
+                    method, {"test_loss": {}, "bytes_a_step": round(mib * 2**20 / steps)}
+                )
                 told["test_loss"][str(seed)] = round(test_loss, 5)
                 if not args.quick:
                     save("few_bits", {"replicas": REPLICAS, "problems": results})
@@ -82,18 +94,24 @@ def one(group: fddp.Group, name: str, method: str, seed: int, steps: int) -> tup
     return loss, mib
 
 
-def summing(hook: Callable[[int], fddp.Hook | None]) -> Callable[..., tuple[Problem, dict[str, Any]]]:
-    """A method that leaves the problem as it is; the hook is made of the steps before it begins, a tenth of all."""
+def summing(
+    hook: Callable[[int], fddp.Hook | None],
+) -> Callable[..., tuple[Problem, dict[str, Any]]]:
+    """A method that leaves the problem as it is; the hook is made of the steps before it begins, a
+    tenth of all."""
     return lambda group, name, problem: (problem, {"hook": hook(problem.steps // 10)})
 
 
 def one_bit(group: fddp.Group, name: str, problem: Problem) -> tuple[Problem, dict[str, Any]]:
-    """1-bit Adam, and SGD whose momentum travels in one bit: the variance is frozen when momentum begins to travel."""
+    """1-bit Adam, and SGD whose momentum travels in one bit: the variance is frozen when momentum
+    begins to travel."""
     del group
     start = problem.steps // 4
     hook = hooks.momentum(hooks.sign(), start=start)
     if name == "digits":
-        optimizer = from_momentum(optax.cosine_decay_schedule(1.0, problem.steps), start, variance=False)
+        optimizer = from_momentum(
+            optax.cosine_decay_schedule(1.0, problem.steps), start, variance=False
+        )
     else:
         rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, problem.steps // 10, problem.steps)
         clip = optax.clip_by_global_norm(1.0)
@@ -102,7 +120,8 @@ def one_bit(group: fddp.Group, name: str, problem: Problem) -> tuple[Problem, di
 
 
 def from_momentum(rate: Any, start: int, *, variance: bool) -> optax.GradientTransformation:
-    """Descends along the mean of gradients, divided by the root of their variance if asked; see docs/hooks.md."""
+    """Descends along the mean of gradients, divided by the root of their variance if asked; see
+    docs/hooks.md."""
 
     def init(params: Any) -> Momentum:
         zeros = jax.tree.map(jnp.zeros_like, params)
@@ -125,13 +144,17 @@ def adaptive(times: float) -> Callable[..., tuple[Problem, dict[str, Any]]]:
     """Bits that fit a link on which plain sums take so many times as long as the stages."""
 
     def method(group: fddp.Group, name: str, problem: Problem) -> tuple[Problem, dict[str, Any]]:
-        step = fddp.train_step(problem.loss_fn, problem.optimizer, group=group, bucket_cap_mb=CAPS[name])
+        step = fddp.train_step(
+            problem.loss_fn, problem.optimizer, group=group, bucket_cap_mb=CAPS[name]
+        )
         state = step.init(problem.params)
         step(state, next(problem.batches(0)))  # its plan is that of the step with bits
         nbytes = [bucket.nbytes for bucket in step.plan.buckets]
         # The first third of a step is the forward pass.
         ready = [1 / 3 + 2 / 3 * done / sum(nbytes) for done in accumulate(nbytes)]
-        messages = [Message(k, at, 1 + EXPOSED, n) for k, (at, n) in enumerate(zip(ready, nbytes))]
+        messages = [
+            SimulatedMessage(k, at, 1 + EXPOSED, n) for k, (at, n) in enumerate(zip(ready, nbytes))
+        ]
         bits = fitting_bits(messages, lambda k, bits: times * bits / 32 * nbytes[k] / sum(nbytes))
         print(f"{name}: {times:g} times, bits {bits}", flush=True)
         return problem, {"hook": hooks.adaptive(bits)}
@@ -153,13 +176,16 @@ METHODS: dict[str, Callable[..., tuple[Problem, dict[str, Any]]]] = {
 
 
 def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """For each method: test loss with its range, of plain with its range over seeds, and bytes a step."""
+    """For each method: test loss with its range, of plain with its range over seeds, and bytes a
+    step."""
     plain = found["methods"]["plain"]["test_loss"]
     told = list[tuple[str, ...]]()
     for method in [method for method in METHODS if method in found["methods"]]:
         run = found["methods"][method]
         losses = np.array([run["test_loss"][seed] for seed in run["test_loss"]])
-        of_plain = np.array([run["test_loss"][seed] / plain[seed] for seed in run["test_loss"] if seed in plain])
+        of_plain = np.array(
+            [run["test_loss"][seed] / plain[seed] for seed in run["test_loss"] if seed in plain]
+        )
         told.append(
             (
                 method,
@@ -188,7 +214,10 @@ def page(results: dict[str, Any]) -> str:
     """The tables in Markdown."""
     lines = list[str]()
     for name, found in results.items():
-        lines += [f"| {name}, {found['steps']} steps | {' | '.join(HEAD[1:])} |", "|---" * len(HEAD) + "|"]
+        lines += [
+            f"| {name}, {found['steps']} steps | {' | '.join(HEAD[1:])} |",
+            "|---" * len(HEAD) + "|",
+        ]
         lines += [f"| {' | '.join(row)} |" for row in rows(found)]
         lines.append("")
     return "\n".join(lines).strip()

@@ -1,13 +1,17 @@
-"""Does fddp do on a GPU what it says: train as plain JAX does, at no cost, over NCCL, from every launcher?
+"""Does fddp do on a GPU what it says: train as plain JAX does, at no cost, over NCCL, from every
+launcher?
 
     python bench/gpu.py [--quick] [--parts same cost …]
 
-One command for a machine with one GPU or several, within eight minutes. Each part runs in a process of its own and has
-a share of the time that is left, so that none hides another: one that fails or is late is told as that. Where there is
-no GPU the same command rehearses all parts on CPUs, over Gloo and with tiny models, and saves nothing.
+One command for a machine with one GPU or several, within eight minutes. Each part runs in a process
+of its own and has a share of the time that is left, so that none hides another: one that fails or
+is late is told as that. Where there is no GPU the same command rehearses all parts on CPUs, over
+Gloo and with tiny models, and saves nothing.
 
-  same       a fused step against plain JAX: losses and parameters after some steps, and whether bits are equal
-  ranks      losses over NCCL beside one replica's on the joined rows; two ranks share the GPU where there is one
+  same       a fused step against plain JAX: losses and parameters after some steps, and whether
+             bits are equal
+  ranks      losses over NCCL beside one replica's on the joined rows; two ranks share the GPU where
+             there is one
   cost       a fused step's time against a step by hand
   packing    packing and unpacking all gradients against a copy of as many bytes
   estimate   a step's time against the estimate of `fddp.audit`, at this chip's peak rates
@@ -16,8 +20,9 @@ no GPU the same command rehearses all parts on CPUs, over Gloo and with tiny mod
   scanned    a step over scanned layers with XLA's pipelined all-reduce, and without
   ahead      the program of `ranks`, and the memory of eight replicas, compiled ahead of time
 
-It needs jax[cuda], flax, optax, numpy and jaxtyping, and runs from a checkout. Part `ahead` uses XLA's compiler alone,
-the package jax-cuda13-pjrt, which jax[cuda13] brings. The exit status is 1 where a part has failed or is wrong.
+It needs jax[cuda], flax, optax, numpy and jaxtyping, and runs from a checkout. Part `ahead` uses
+XLA's compiler alone, the package jax-cuda13-pjrt, which jax[cuda13] brings. The exit status is 1
+where a part has failed or is wrong.
 """
 
 import argparse
@@ -67,16 +72,34 @@ PARTS = {
     "memory": Part(ranks.asked_of_memory, ranks.tell_memory, False, 1.5),
     "launchers": Part(launchers.asked, launchers.tell, False, 2),
     "scanned": Part(ranks.asked_of_scanned, ranks.tell_scanned, False, 1),
-    "ahead": Part(ahead.asked, ahead.tell, True, 1, {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}),
+    "ahead": Part(
+        ahead.asked,
+        ahead.tell,
+        True,
+        1,
+        {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+    ),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="these alone; nothing is saved")
-    parser.add_argument("--quick", action="store_true", help="tiny models and few rounds; nothing is saved")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        choices=PARTS,
+        default=list(PARTS),
+        help="these alone; nothing is saved",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny models and few rounds; nothing is saved"
+    )
     parser.add_argument("--out", help="write the figures into this file as well")
-    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # its name, the machine, a file: this is a part
+    parser.add_argument(
+        "--part", nargs=3, help=argparse.SUPPRESS
+    )  # its name, the machine, a file: this is a part
     args = parser.parse_args()
     if args.part:
         return answer(args.part[0], json.loads(args.part[1]), Path(args.part[2]))
@@ -104,7 +127,10 @@ def main() -> None:
 def head(machine: Machine) -> str:
     """The machine in words."""
     if not machine.on_gpu:
-        return "No GPU was found: this is a rehearsal on CPUs. Its times say nothing of GPUs, and nothing is saved."
+        return (
+            "No GPU was found: this is a rehearsal on CPUs. Its times say nothing of GPUs, and "
+            "nothing is saved."
+        )
     memory = f"{machine.memory_bytes / 2**30:.0f} GiB for JAX"
     return f"{machine.gpus} × {machine.kind}, {memory}, NCCL {machine.nccl or 'of unknown version'}"
 
@@ -120,7 +146,9 @@ def find(quick: bool, env: Mapping[str, str], folder: Path) -> Machine:
     return Machine(**found["figures"]["machine"])
 
 
-def run(name: str, machine: Machine, env: Mapping[str, str], path: Path, seconds: float) -> dict[str, Any]:
+def run(
+    name: str, machine: Machine, env: Mapping[str, str], path: Path, seconds: float
+) -> dict[str, Any]:
     """Asks one part.
 
     Args:
@@ -131,7 +159,8 @@ def run(name: str, machine: Machine, env: Mapping[str, str], path: Path, seconds
       seconds: that it may take.
 
     Returns:
-      Its figures by the name of what they are of, and under "failed" what ended it, if something did.
+      Its figures by the name of what they are of, and under "failed" what ended it, if something
+      did.
     """
     part = PARTS[name]
     seen = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.alone else {}
@@ -142,24 +171,38 @@ def run(name: str, machine: Machine, env: Mapping[str, str], path: Path, seconds
 
 
 def answer(name: str, given: Any, path: Path) -> None:
-    """Measures all that a part asks, in this process, and writes each answer down as soon as it is there."""
-    asked = {"machine": lambda: look(given)._asdict()} if name == "look" else PARTS[name].asked(Machine(*given))
+    """Measures all that a part asks, in this process, and writes each answer down as soon as it is
+    there."""
+    asked = (
+        {"machine": lambda: look(given)._asdict()}
+        if name == "look"
+        else PARTS[name].asked(Machine(*given))
+    )
     with path.open("a") as file:
         for what, measure in asked.items():
             try:
                 figures = measure()
-            except Exception as error:  # whatever XLA, NCCL or a launcher raises: the next one is still asked
+            except (
+                Exception
+            ) as error:  # whatever XLA, NCCL or a launcher raises: the next one is still asked
                 figures = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
             file.write(json.dumps({what: figures}) + "\n")
             file.flush()
 
 
-def _ended(name: str, given: str, env: Mapping[str, str], path: Path, seconds: float) -> dict[str, Any]:
+def _ended(
+    name: str, given: str, env: Mapping[str, str], path: Path, seconds: float
+) -> dict[str, Any]:
     """Runs a part to its end, or ends it."""
     command = [sys.executable, __file__, "--part", name, given, str(path)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            command, env=dict(env), cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=dict(env),
+            cwd=ROOT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code = process.wait(timeout=max(seconds, 1))

@@ -2,10 +2,10 @@
 
     python bench/guarding.py [--quick]
 
-Two ranks train a small GPT, a step each in turn: watched; watched by nobody (the watchers stopped, nothing written
-down); with replicas compared after each step, of which a hundredth is what `check_replicas_every=100` adds; and with
-what is not finite skipped. A watcher does in a pause what it put off while it was stopped, so the share of a core that
-it takes is told by itself, too.
+Two ranks train a small GPT, a step each in turn: watched; watched by nobody (the watchers stopped,
+nothing written down); with replicas compared after each step, of which a hundredth is what
+`check_replicas_every=100` adds; and with what is not finite skipped. A watcher does in a pause what
+it put off while it was stopped, so the share of a core that it takes is told by itself, too.
 """
 
 import argparse
@@ -36,9 +36,18 @@ BACKENDS, SCHEDULES = ("mpi", "gloo"), ("staged", "fused")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few rounds, for a look; nothing is saved")
-    parser.add_argument("--rank", nargs=4, metavar=("FOLDER", "BACKEND", "SCHEDULE", "ROUNDS"), help=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds, for a look; nothing is saved"
+    )
+    parser.add_argument(
+        "--rank",
+        nargs=4,
+        metavar=("FOLDER", "BACKEND", "SCHEDULE", "ROUNDS"),
+        help=argparse.SUPPRESS,
+    )
     args = parser.parse_args()
     if args.rank:
         measure(*args.rank)
@@ -49,22 +58,33 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 words = [folder, backend, schedule, "50" if args.quick else "800"]
                 env = {"JAX_PLATFORMS": "cpu", "NPROC": "1"}
-                with ending(start(backend, RANKS, [sys.executable, __file__, "--rank", *words], env)) as jobs:
+                with ending(
+                    start(backend, RANKS, [sys.executable, __file__, "--rank", *words], env)
+                ) as jobs:
                     for job in jobs:
                         job.wait(timeout=600)
-                found = results[f"{backend} {schedule}"] = json.loads(Path(folder, "found.json").read_text())
+                found = results[f"{backend} {schedule}"] = json.loads(
+                    Path(folder, "found.json").read_text()
+                )
             print(told(f"{backend} {schedule}", found), flush=True)
     if not args.quick:
         print(save("guarding", results))
 
 
 def told(name: str, found: dict[str, Any]) -> str:
-    lines, step = [f"{name}: a step of {found['unwatched']['median_ms']:.1f} ms"], found["unwatched"]["median_ms"]
+    lines, step = (
+        [f"{name}: a step of {found['unwatched']['median_ms']:.1f} ms"],
+        found["unwatched"]["median_ms"],
+    )
     for way in ("watched", "skipping"):
         of = found[f"{way} / unwatched"]
-        # Of a median of so many the error is 1.25 standard deviations over the root of their number.
+        # Of a median of so many the error is 1.25 standard deviations over the root of their
+        # number.
         error = 1.25 * (of["quartile_3"] - of["quartile_1"]) / 1.35 / np.sqrt(found["rounds"][way])
-        lines.append(f"  {way}: {of['median']:.4f} ± {error:.4f} ({of['quartile_1']:.4f} … {of['quartile_3']:.4f})")
+        lines.append(
+            f"  {way}: {of['median']:.4f} ± {error:.4f} ({of['quartile_1']:.4f} … "
+            f"{of['quartile_3']:.4f})"
+        )
     more = found["compared / watched"]["median"] - 1
     lines.append(f"  replicas compared: {more * step:.2f} ms each time, {more:.3f} % at every 100")
     lines.append(f"  a watcher: {found['watcher_share_of_a_core']:.2%} of a core")
@@ -90,7 +110,12 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
 
     def way(group: fddp.Group, **options: Any) -> Callable[[], Any]:
         step = fddp.train_step(
-            gpt.loss_fn(model), optax.adamw(1e-3), group=group, has_aux=True, schedule=schedule, **options
+            gpt.loss_fn(model),
+            optax.adamw(1e-3),
+            group=group,
+            has_aux=True,
+            schedule=schedule,
+            **options,
         )
         state = step.init(params)
 
@@ -127,9 +152,15 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
         times = {name: np.array(values) for name, values in seconds.items()}
         seldom = {name: times[name][::SELDOM] for name in ("watched", "unwatched")}
         found: dict[str, Any] = {name: summary(values[WARM_UP:]) for name, values in times.items()}
-        found["watched / unwatched"] = ratio(times["watched"][WARM_UP:], times["unwatched"][WARM_UP:])
-        found["skipping / unwatched"] = ratio(times["skipping"][WARM_UP:], seldom["unwatched"][WARM_UP:])
-        found["compared / watched"] = ratio(times["compared"][WARM_UP:], seldom["watched"][WARM_UP:])
+        found["watched / unwatched"] = ratio(
+            times["watched"][WARM_UP:], times["unwatched"][WARM_UP:]
+        )
+        found["skipping / unwatched"] = ratio(
+            times["skipping"][WARM_UP:], seldom["unwatched"][WARM_UP:]
+        )
+        found["compared / watched"] = ratio(
+            times["compared"][WARM_UP:], seldom["watched"][WARM_UP:]
+        )
         share = (_used_s(watcher) - before) / (time.monotonic() - began)
         told = {
             "rounds": {name: len(values) - WARM_UP for name, values in times.items()},
@@ -140,7 +171,9 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
 
 def _watcher() -> int:
     """The process that watches this one."""
-    told = subprocess.run(["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+    told = subprocess.run(
+        ["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True
+    ).stdout
     (line,) = [line for line in told.splitlines() if "watcher.main" in line]
     return int(line.split()[0])
 

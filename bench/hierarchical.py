@@ -1,10 +1,12 @@
-"""What does a sum over each host first, and then between the hosts, bring against a sum at once?
+r"""What does a sum over each host first, and then between the hosts, bring against a sum at once?
 
-    sudo .venv/bin/python bench/hierarchical.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
+    sudo .venv/bin/python bench/hierarchical.py [--problems mlp640 gpt] [--backends gloo mpi] \
+        [--quick]
 
-`group.hierarchical(local=2)` on two hosts joined by 1 Gbit/s (bench/two_hosts.py), two ranks on the one core of each:
-all-reduces between programs, inside a program, and staged steps with buckets of 4 MiB. Both ways are alive at once and
-take turns; a round counts as long as its slowest rank took. What crosses the wire is read off its counters.
+`group.hierarchical(local=2)` on two hosts joined by 1 Gbit/s (bench/two_hosts.py), two ranks on the
+one core of each: all-reduces between programs, inside a program, and staged steps with buckets of 4
+MiB. Both ways are alive at once and take turns; a round counts as long as its slowest rank took.
+What crosses the wire is read off its counters.
 
 Source: hierarchical all-reduce in Horovod.
 """
@@ -38,13 +40,19 @@ SENT = Path("/sys/class/net/wire/statistics/tx_bytes")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="*", default=["mlp640", "gpt"], help="of bench/problems.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="*", default=["mlp640", "gpt"], help="of bench/problems.py"
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--quick", action="store_true", help="2 rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # backend, path: this is one of the ranks
+    parser.add_argument(
+        "--rank", nargs=2, help=argparse.SUPPRESS
+    )  # backend, path: this is one of the ranks
     args = parser.parse_args()
     rounds = 2 if args.quick else args.rounds
     if args.rank:
@@ -67,7 +75,13 @@ def main() -> None:
             times = [f"{row[way]['median_ms']:.1f}" for way in (AT_ONCE, IN_LEVELS)]
             of = row["ratio"]
             share = f"{of['median']:.3f} ({of['quartile_1']:.3f}–{of['quartile_3']:.3f})"
-            sheet.add_row(backend, what, *times, share, ", ".join(f"{row[way]['wire_mib']:.1f}" for way in row["ways"]))
+            sheet.add_row(
+                backend,
+                what,
+                *times,
+                share,
+                ", ".join(f"{row[way]['wire_mib']:.1f}" for way in row["ways"]),
+            )
     Console(width=120).print(sheet)
     if not args.quick:
         print(save("hierarchical", {"local": LOCAL, "bucket_cap_mb": CAP_MB, "backends": results}))
@@ -96,7 +110,10 @@ def compared(group: fddp.Group, runs: dict[str, Callable[[], Any]], rounds: int)
     """How long both ways take, and what they send over the wire in both directions."""
     seconds = interleave(runs, rounds=rounds, warm_up=1, pause=group.barrier)
     slowest = {way: group.all_reduce(took, op="max") for way, took in seconds.items()}
-    rows = {way: summary(took) | {"wire_mib": wire_mib(group, runs[way])} for way, took in slowest.items()}
+    rows = {
+        way: summary(took) | {"wire_mib": wire_mib(group, runs[way])}
+        for way, took in slowest.items()
+    }
     return {"ways": list(rows), **rows, "ratio": ratio(slowest[IN_LEVELS], slowest[AT_ONCE])}
 
 

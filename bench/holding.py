@@ -2,9 +2,9 @@
 
     python -m bench.holding [mpi|gloo] [ranks]
 
-64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of this machine. Told are
-the most that a rank's resident memory grows while the state is made, by a function and of arrays, what of it the rank
-then holds, and the seconds.
+64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of
+this machine. Told are the most that a rank's resident memory grows while the state is made, by a
+function and of arrays, what of it the rank then holds, and the seconds.
 """
 
 import json
@@ -30,7 +30,9 @@ MIB = 2**20
 def make() -> dict[str, jax.Array]:
     """The parameters of a stack of equal layers."""
     keys = jax.random.split(jax.random.key(0), LEAVES)
-    return {f"layer_{k}": 0.02 * jax.random.normal(key, (WIDTH, WIDTH)) for k, key in enumerate(keys)}
+    return {
+        f"layer_{k}": 0.02 * jax.random.normal(key, (WIDTH, WIDTH)) for k, key in enumerate(keys)
+    }
 
 
 def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -40,19 +42,25 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def grown(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Runs something; tells by how much this process's resident memory grew, at most and for good, and the seconds."""
+    """Runs something; tells by how much this process's resident memory grew, at most and for good,
+    and the seconds."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     begin = time.perf_counter()
     made = jax.block_until_ready(run())
     seconds = time.perf_counter() - begin
     mib = {"peak_mib": resident("VmHWM") - before, "held_mib": resident("VmRSS") - before}
-    return made, {**{name: round(x / MIB, 1) for name, x in mib.items()}, "seconds": round(seconds, 2)}
+    return made, {
+        **{name: round(x / MIB, 1) for name, x in mib.items()},
+        "seconds": round(seconds, 2),
+    }
 
 
 def resident(name: str) -> int:
     """Bytes of resident memory: "VmRSS" now, "VmHWM" at most."""
-    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")]
+    (line,) = [
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")
+    ]
     return 1024 * int(line.split()[1])
 
 
@@ -70,7 +78,9 @@ def main(backend: str = "mpi", ranks: str = "4") -> None:
     found = {}
     for how in ("function", "arrays"):
         command = [sys.executable, "-m", "bench.holding", "rank", how]
-        with ending(start(backend, int(ranks), command, {"JAX_PLATFORMS": "cpu"}, stdout=-1, text=True)) as jobs:
+        with ending(
+            start(backend, int(ranks), command, {"JAX_PLATFORMS": "cpu"}, stdout=-1, text=True)
+        ) as jobs:
             texts = [job.communicate()[0] for job in jobs]
         (line,) = [line for text in texts for line in text.splitlines() if line.startswith("[{")]
         found[how] = json.loads(line)

@@ -1,4 +1,5 @@
-"""What do communication hooks save, and what do they cost in accuracy? A ResNet on handwritten digits, several seeds.
+"""What do communication hooks save, and what do they cost in accuracy? A ResNet on handwritten
+digits, several seeds.
 
 python bench/hooks.py [--quick]
 """
@@ -36,7 +37,9 @@ HOOKS: dict[str, fddp.Hook | None] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one seed and few steps, for a look")
     quick = parser.parse_args().quick
     jax.config.update("jax_num_cpu_devices", REPLICAS)
@@ -54,15 +57,20 @@ def main() -> None:
         table.add_row(name, spread, f"{behind:+.2f}", f"{sent:,}", f"{share:.3f}")
     Console(width=100).print(table)
     if not quick:
-        print(save("hooks", {"steps": steps, "replicas": REPLICAS, "batch": BATCH, "hooks": results}))
+        print(
+            save("hooks", {"steps": steps, "replicas": REPLICAS, "batch": BATCH, "hooks": results})
+        )
 
 
 def train(hook: fddp.Hook | None, steps: int, seed: int) -> tuple[float, int]:
-    """Accuracy on the held-out digits in percent, and the bytes that each replica sends in the last step."""
+    """Accuracy on the held-out digits in percent, and the bytes that each replica sends in the last
+    step."""
     model = resnet.PRESETS["18-digits"]
     images, labels, test_images, test_labels = data.split_digits()
     mean, std = images.mean(), images.std()
-    images, test_images = (((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images))
+    images, test_images = (
+        ((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images)
+    )
     rows = lambda chosen: {"image": images[chosen], "label": labels[chosen].astype(np.int32)}  # noqa: E731
 
     def accuracy(params: Any, batch: Any, model_state: Any) -> Any:

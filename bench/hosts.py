@@ -1,18 +1,23 @@
-"""How does a step grow with the number of hosts? 2, 4, 8 and 16 of them, whose computing is a wait; PyTorch DDP beside.
+r"""How does a step grow with the number of hosts? 2, 4, 8 and 16 of them, whose computing is a
+wait;
+PyTorch DDP beside.
 
-    sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--mbit 25] [--torch PYTHON] [--quick]
+    sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--mbit 25] \
+        [--torch PYTHON] [--quick]
 
-Network namespaces on a switch, 25 Mbit/s in each direction between a host and the switch, and layers of 0.25 MiB; at
-another rate layers are larger in proportion, and two cores carry fewer hosts. A layer sleeps as long as it would
-compute (`waiting` in bench/problems.py), so that two cores carry sixteen hosts; launchers, messages, their sums and
-updates are real. All ways are alive at once and take turns, four steps each. With `--each 2` there are two ranks on a
-host, and sums over each host first take turns with sums at once. What was measured before of other numbers of hosts,
-at other rates, or over other backends, stays in the file.
+Network namespaces on a switch, 25 Mbit/s in each direction between a host and the switch, and
+layers of 0.25 MiB; at another rate layers are larger in proportion, and two cores carry fewer
+hosts. A layer sleeps as long as it would compute (`waiting` in bench/problems.py), so that two
+cores carry sixteen hosts; launchers, messages, their sums and updates are real. All ways are alive
+at once and take turns, four steps each. With `--each 2` there are two ranks on a host, and sums
+over each host first take turns with sums at once. What was measured before of other numbers of
+hosts, at other rates, or over other backends, stays in the file.
 
-With `--project` steps are tuned on two hosts, and what `Tuning.at_scale` makes of that for all that were measured stays
-in the file too.
+With `--project` steps are tuned on two hosts, and what `Tuning.at_scale` makes of that for all that
+were measured stays in the file too.
 
-  bound       what no schedule can beat: the larger of a step without traffic and of the bytes over the rate
+  bound       what no schedule can beat: the larger of a step without traffic and of the bytes over
+              the rate
   efficiency  a step without traffic over a step: weak scaling
   busy        the share of this machine's cores that worked while the ways took turns
 """
@@ -55,20 +60,34 @@ Start = Callable[[Sequence[str], Mapping[str, str]], list[Popen]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8, 16])
     parser.add_argument("--each", type=int, default=1, help="ranks on a host")
     parser.add_argument("--mbit", type=int, default=MBIT, help="a second, of each host's wire")
     parser.add_argument("--backends", nargs="+", default=["gloo"], choices=["gloo", "mpi"])
-    parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
+    parser.add_argument(
+        "--torch", default=None, help="python of an environment with torch 2.13 (CPU)"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--project", action="store_true", help="from two hosts to the others, and nothing else")
+    parser.add_argument(
+        "--project", action="store_true", help="from two hosts to the others, and nothing else"
+    )
     parser.add_argument("--quick", action="store_true", help="1 round, nothing is saved")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is asked to end takes the hosts down first
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(1)
+    )  # whoever is asked to end takes the hosts down first
     rounds = 1 if args.quick else args.rounds
     if args.project:
-        keep({title: {**of, **told(title, of)} for told in [projections()] for title, of in saved("hosts").items()})
+        keep(
+            {
+                title: {**of, **told(title, of)}
+                for told in [projections()]
+                for title, of in saved("hosts").items()
+            }
+        )
         return
     for count in args.hosts:
         with switched(count, args.mbit) as hosts:
@@ -90,7 +109,8 @@ def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
     """Tunes on two hosts.
 
     Returns:
-      (title, what is saved of it) → the staged step that `Tuning.at_scale` projects, for one rank a host over Gloo.
+      (title, what is saved of it) → the staged step that `Tuning.at_scale` projects, for one rank a
+      host over Gloo.
     """
     with switched(2, MBIT) as hosts, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
@@ -115,7 +135,10 @@ def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
             return {}
         (one,) = projected(found, hop, found, (count,), ring)
         step_ms = 1e3 * one.step_s
-        print(f"{title}: projected {step_ms:.0f} ms, {step_ms / result['step_ms']['fddp staged (Gloo)'][1] - 1:+.1%}")
+        print(
+            f"{title}: projected {step_ms:.0f} ms, "
+            f"{step_ms / result['step_ms']['fddp staged (Gloo)'][1] - 1:+.1%}"
+        )
         return {"at_scale_ms": round(step_ms, 1)}
 
     return told
@@ -132,14 +155,29 @@ def switched(count: int, mbit: int) -> Iterator[Hosts]:
     Yields:
       The hosts.
     """
-    hosts = Hosts(tuple(f"fddp-{k}" for k in range(count)), tuple(f"10.77.1.{k + 1}" for k in range(count)))
+    hosts = Hosts(
+        tuple(f"fddp-{k}" for k in range(count)), tuple(f"10.77.1.{k + 1}" for k in range(count))
+    )
     burst = f"{round(BURST_S * mbit * 1e6 / 8)}b"
     with namespaces((SWITCH, *hosts.names)):
         ip("-n", SWITCH, "link", "add", "switch", "type", "bridge")
         ip("-n", SWITCH, "link", "set", "switch", "up")
         for k, name in enumerate(hosts.names):
             port = f"port{k}"
-            ip("link", "add", port, "netns", SWITCH, "type", "veth", "peer", "name", "wire", "netns", name)
+            ip(
+                "link",
+                "add",
+                port,
+                "netns",
+                SWITCH,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "wire",
+                "netns",
+                name,
+            )
             ip("-n", SWITCH, "link", "set", port, "master", "switch", "up")
             shape(SWITCH, port, f"{mbit}mbit", burst)
         connect(hosts, f"{mbit}mbit", burst)
@@ -150,7 +188,9 @@ def starts(hosts: Hosts, each: int, backends: Sequence[str], torch: str | None) 
     """What starts each job on emulated hosts, by the command of its ranks."""
     found: dict[str, Start] = {}
     for backend in backends:
-        found[backend] = partial(start_mpi if backend == "mpi" else start_gloo, each=each, hosts=hosts)
+        found[backend] = partial(
+            start_mpi if backend == "mpi" else start_gloo, each=each, hosts=hosts
+        )
     if torch:
         found[torch] = partial(start_gloo, each=each, hosts=hosts)
     return found
@@ -172,7 +212,8 @@ def measure(
     """Starts all jobs, lets their ways take turns, and evaluates.
 
     Args:
-      jobs: what starts each; by the backend of fddp, or by the python of an environment with PyTorch.
+      jobs: what starts each; by the backend of fddp, or by the python of an environment with
+        PyTorch.
       count: of the hosts.
       each: ranks on a host.
       mbit: a second, of each host's wire.
@@ -189,8 +230,15 @@ def measure(
             for job, start in jobs.items():
                 elements = str(ELEMENTS * mbit // MBIT)
                 fddp = [sys.executable, worker, job, control, str(each), elements]
-                torch = [job, str(ROOT / "bench" / "torch_worker.py"), control, f"waiting:{elements}"]
-                processes += start(fddp if job in ("gloo", "mpi") else torch, {"PYTHONPATH": str(ROOT)})
+                torch = [
+                    job,
+                    str(ROOT / "bench" / "torch_worker.py"),
+                    control,
+                    f"waiting:{elements}",
+                ]
+                processes += start(
+                    fddp if job in ("gloo", "mpi") else torch, {"PYTHONPATH": str(ROOT)}
+                )
             lines = accept(len(jobs) * count * each)
             before = busy_and_idle_s()
             seconds, _ = in_turns(lines, rounds, steps=STEPS, warm_up=warm_up)
@@ -198,7 +246,9 @@ def measure(
     return evaluate(seconds, count, mbit, busy / (busy + idle))
 
 
-def evaluate(seconds: Mapping[str, np.ndarray], count: int, mbit: int, busy: float) -> dict[str, Any]:
+def evaluate(
+    seconds: Mapping[str, np.ndarray], count: int, mbit: int, busy: float
+) -> dict[str, Any]:
     """Quartiles, and the bound.
 
     Args:
@@ -215,13 +265,17 @@ def evaluate(seconds: Mapping[str, np.ndarray], count: int, mbit: int, busy: flo
     alone = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
     result: dict[str, Any] = {
         "step_ms": {
-            way: [round(1e3 * q, 1) for q in np.percentile(took, (25, 50, 75))] for way, took in seconds.items()
+            way: [round(1e3 * q, 1) for q in np.percentile(took, (25, 50, 75))]
+            for way, took in seconds.items()
         },
         "traffic_ms": round(1e3 * traffic_s, 1),
         "busy": round(float(busy), 3),
     }
     if alone:
-        result |= {"alone_ms": round(1e3 * min(alone), 1), "bound_ms": round(1e3 * max(min(alone), traffic_s), 1)}
+        result |= {
+            "alone_ms": round(1e3 * min(alone), 1),
+            "bound_ms": round(1e3 * max(min(alone), traffic_s), 1),
+        }
     return result
 
 
@@ -241,14 +295,33 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     rows = [head, ["---"] * len(head)]
     for title, result in sorted(results.items(), key=_place):
         ways = result["step_ms"]
-        best = min((way for way in ways if "DDP" in way), key=lambda way: ways[way][1], default=None)
+        best = min(
+            (way for way in ways if "DDP" in way), key=lambda way: ways[way][1], default=None
+        )
         for way, (low, middle, high) in ways.items():
             if way == best or "DDP" not in way:
                 share = [f"{middle / result['bound_ms']:.2f}", f"{result['alone_ms'] / middle:.2f}"]
-                rows.append([title, way, f"{middle:.0f} ({low:.0f}–{high:.0f})", *share, f"{result['busy']:.2f}"])
+                rows.append(
+                    [
+                        title,
+                        way,
+                        f"{middle:.0f} ({low:.0f}–{high:.0f})",
+                        *share,
+                        f"{result['busy']:.2f}",
+                    ]
+                )
         if "at_scale_ms" in result:
             projected_ms = result["at_scale_ms"]
-            rows.append([title, "staged, by `Tuning.at_scale` from two hosts", f"{projected_ms:.0f}", "", "", ""])
+            rows.append(
+                [
+                    title,
+                    "staged, by `Tuning.at_scale` from two hosts",
+                    f"{projected_ms:.0f}",
+                    "",
+                    "",
+                    "",
+                ]
+            )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -1,4 +1,5 @@
-"""One rank of bench/hosts.py: runs a way of training when it is told to, and reports how long it took."""
+"""One rank of bench/hosts.py: runs a way of training when it is told to, and reports how long it
+took."""
 
 import sys
 from pathlib import Path
@@ -15,12 +16,16 @@ def main(backend: str, control: str, each: int, elements: int) -> None:
     task = waiting(group.rank, elements)
     cap_mb = elements / 2**18  # a bucket for each layer
     wire = {"gloo": "Gloo", "mpi": "MPI"}[backend]
-    ways = {f"{name} ({wire})": with_fddp(task, *way, cap_mb) for name, way in ways_of(group, each).items()}
+    ways = {
+        f"{name} ({wire})": with_fddp(task, *way, cap_mb)
+        for name, way in ways_of(group, each).items()
+    }
     obey(control, backend, group, ways)
 
 
 def ways_of(group: fddp.Group, each: int) -> dict[str, tuple[fddp.Group, str]]:
-    """Groups and schedules by name: with a rank on each host all schedules, with several sums over each host first."""
+    """Groups and schedules by name: with a rank on each host all schedules, with several sums over
+    each host first."""
     ways = {"fddp staged": (group, "staged"), "alone": (by_itself(group.backend), "staged")}
     if each == 1:
         return ways | {"fddp eager": (group, "eager"), "fddp after": (group, "after")}

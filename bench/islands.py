@@ -1,15 +1,18 @@
-"""What does a slow island cost, and one that is stopped, if islands wait for each other and if they do not?
+"""What does a slow island cost, and one that is stopped, if islands wait for each other and if they
+do not?
 
     python bench/islands.py [--only slow_island] [--seeds 3] [--seconds 8] [--quick]
 
-Three processes over Gloo train a small network on handwritten digits, 16 rows a step. A step is made 20 ms longer by
-sleeping, on the slow island 60 ms. Every method gets equally many seconds: rows per second of all islands, and the loss
-on rows that none has trained on. Then two islands train with an exchange after every eighth step, and one of them is
-stopped (SIGSTOP) for 10 s: the steps that the other makes meanwhile, and in the 10 s before. At last asynchronous SGD
-stands beside synchronous SGD at equal rows, without a clock: one island is three times slower, so that fast ones bring
-more rows, and the loss is told after equally many rows of all.
+Three processes over Gloo train a small network on handwritten digits, 16 rows a step. A step is
+made 20 ms longer by sleeping, on the slow island 60 ms. Every method gets equally many seconds:
+rows per second of all islands, and the loss on rows that none has trained on. Then two islands
+train with an exchange after every eighth step, and one of them is stopped (SIGSTOP) for 10 s: the
+steps that the other makes meanwhile, and in the 10 s before. At last asynchronous SGD stands beside
+synchronous SGD at equal rows, without a clock: one island is three times slower, so that fast ones
+bring more rows, and the loss is told after equally many rows of all.
 
-Source: Figure 1 of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server" (2013).
+Source: Figure 1 of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
+Parameter Server" (2013).
 """
 
 import argparse
@@ -46,7 +49,10 @@ MOMENTUM = optax.sgd(0.05, momentum=0.9)
 # Ways to train, by name: the optimizer, and whether islands make as many steps as they like.
 METHODS: dict[str, tuple[Any, bool]] = {
     "DDP": (optax.sgd(0.1), False),
-    "asynchronous SGD": (fddp.local_steps(optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1), True),
+    "asynchronous SGD": (
+        fddp.local_steps(optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1),
+        True,
+    ),
     "asynchronous SGD, staleness 4": (
         fddp.local_steps(optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1, max_staleness=4),
         True,
@@ -57,11 +63,17 @@ METHODS: dict[str, tuple[Any, bool]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the file keeps the other parts")
-    parser.add_argument("--quick", action="store_true", help="one seed and two seconds, nothing is saved")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, help="the file keeps the other parts"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and two seconds, nothing is saved"
+    )
     parser.add_argument("--rank", choices=["slow", "stopped"], help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -95,7 +107,16 @@ def ranks(kind: str, count: int, folder: Path, args: argparse.Namespace) -> Any:
 
 def start(kind: str, count: int, folder: Path, args: argparse.Namespace) -> list[Any]:
     folder.mkdir(exist_ok=True)
-    own = ["--rank", kind, "--folder", str(folder), "--seeds", str(args.seeds), "--seconds", str(args.seconds)]
+    own = [
+        "--rank",
+        kind,
+        "--folder",
+        str(folder),
+        "--seeds",
+        str(args.seeds),
+        "--seconds",
+        str(args.seconds),
+    ]
     return jobs.start("gloo", count, [sys.executable, __file__, *own], {"JAX_PLATFORMS": "cpu"})
 
 
@@ -114,7 +135,9 @@ def one_is_stopped(how: str, folder: Path, args: argparse.Namespace) -> dict[str
         for process in processes:
             process.wait()
     ends = np.array(json.loads((folder / "result.json").read_text()))
-    before, meanwhile = (int(np.sum((ends > t) & (ends <= t + STOPPED_S))) for t in (at - STOPPED_S, at))
+    before, meanwhile = (
+        int(np.sum((ends > t) & (ends <= t + STOPPED_S))) for t in (at - STOPPED_S, at)
+    )
     return {"steps_before": before, "steps_while_stopped": meanwhile}
 
 
@@ -131,7 +154,9 @@ def rank_of_slow(args: argparse.Namespace) -> None:
         (args.folder / "result.json").write_text(json.dumps(results))
 
 
-def train(group: fddp.Group, seed: int, optimizer: Any, free: bool, seconds: float) -> tuple[float, float]:
+def train(
+    group: fddp.Group, seed: int, optimizer: Any, free: bool, seconds: float
+) -> tuple[float, float]:
     """Rows per second of all islands, and the loss on rows that they have not trained on."""
     problem = digits(seed, 1)
     batches = own_batches(group.rank, seed)
@@ -154,12 +179,15 @@ def train(group: fddp.Group, seed: int, optimizer: Any, free: bool, seconds: flo
 
 
 def rank_of_stopped(args: argparse.Namespace) -> None:
-    """Trains for so long that the other island can be stopped meanwhile; rank 0 notes when its steps end."""
+    """Trains for so long that the other island can be stopped meanwhile; rank 0 notes when its
+    steps end."""
     group = fddp.init("gloo")
     problem = digits(0, 1)
     batches = own_batches(group.rank, 0)
     quorum = {"waits": None, "quorum": 1}[(args.folder / "how").read_text()]
-    step = fddp.train_step(problem.loss_fn, fddp.local_steps(MOMENTUM, every=8, quorum=quorum), group=group)
+    step = fddp.train_step(
+        problem.loss_fn, fddp.local_steps(MOMENTUM, every=8, quorum=quorum), group=group
+    )
     state, _ = step(step.init(problem.params), next(batches))
     group.barrier()
     if group.is_main:
@@ -176,7 +204,8 @@ def rank_of_stopped(args: argparse.Namespace) -> None:
 
 
 def equal_rows(seeds: int, most: int) -> dict[str, Any]:
-    """Test loss after so many rows of all islands, for each seed: steps of the fast islands, `most` at the end."""
+    """Test loss after so many rows of all islands, for each seed: steps of the fast islands, `most`
+    at the end."""
     slow = 3  # times
     ends = [k * most // POINTS for k in range(1, POINTS + 1)]
     counts = [[end // slow if island == SLOW else end for island in range(ISLANDS)] for end in ends]
@@ -185,8 +214,12 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
 
     def asynchronous(seed: int, some: list[int], **options: Any) -> float:
         problem = digits(seed, 1)
-        optimizer = fddp.local_steps(optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1, **options)
-        batches = [list(islice(own_batches(island, seed), count)) for island, count in enumerate(some)]
+        optimizer = fddp.local_steps(
+            optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1, **options
+        )
+        batches = [
+            list(islice(own_batches(island, seed), count)) for island, count in enumerate(some)
+        ]
         done = fddp.simulate_islands(
             problem.loss_fn,
             optimizer,
@@ -202,7 +235,9 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
         step = fddp.train_step(problem.loss_fn, optax.sgd(0.1), group=fddp.init("local"))
         state = step.init(problem.params)
         found = list[float]()
-        for number, each in enumerate(zip(*(own_batches(island, seed) for island in range(ISLANDS))), 1):
+        for number, each in enumerate(
+            zip(*(own_batches(island, seed) for island in range(ISLANDS))), 1
+        ):
             state, _ = step(state, jax.tree.map(lambda *x: np.concatenate(x), *each))
             if number * ISLANDS * ROWS == rows[len(found)]:
                 found.append(held_out(problem, state.params))
@@ -213,10 +248,15 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
     methods = {
         "synchronous SGD": synchronous,
         "asynchronous SGD": lambda seed: [asynchronous(seed, some) for some in counts],
-        "asynchronous SGD, staleness 4": lambda seed: [asynchronous(seed, some, max_staleness=4) for some in counts],
+        "asynchronous SGD, staleness 4": lambda seed: [
+            asynchronous(seed, some, max_staleness=4) for some in counts
+        ],
     }
     curves = {name: [method(seed) for seed in range(seeds)] for name, method in methods.items()}
-    return {"rows": rows, "test_loss": {name: np.round(curve, 5).tolist() for name, curve in curves.items()}}
+    return {
+        "rows": rows,
+        "test_loss": {name: np.round(curve, 5).tolist() for name, curve in curves.items()},
+    }
 
 
 def held_out(problem: Any, params: Any) -> float:

@@ -35,18 +35,23 @@ def start(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         env |= {"FDDP_SIZE": str(size), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
-    return [subprocess.Popen(command, env=env | {"FDDP_RANK": str(rank)}, **pipes) for rank in range(size)]
+    return [
+        subprocess.Popen(command, env=env | {"FDDP_RANK": str(rank)}, **pipes)
+        for rank in range(size)
+    ]
 
 
 @contextmanager
 def ending(jobs: Sequence[subprocess.Popen]) -> Iterator[Sequence[subprocess.Popen]]:
-    """Waits for processes that have nothing left to do when the block is left, and ends those that go on."""
+    """Waits for processes that have nothing left to do when the block is left, and ends those that
+    go on."""
     try:
         yield jobs
         _wait(jobs)
     finally:
         for job in jobs:
-            job.terminate()  # mpiexec ends its ranks when asked to; killed at once it would leave them
+            # mpiexec ends its ranks when asked to; killed at once it would leave them
+            job.terminate()
         _wait(jobs)
         for job in jobs:
             job.kill()  # asked to end, JAX speaks to the other ranks first, and these may be gone

@@ -1,10 +1,11 @@
-"""What does each idea of DDP add to the last? From one all-reduce per leaf after the backward pass to staged buckets.
+"""What does each idea of DDP add to the last? From one all-reduce per leaf after the backward pass
+to staged buckets.
 
     sudo .venv/bin/python bench/ladder.py [--problem mlp] [--backends gloo mpi] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; all rungs of a backend take turns. Accumulation takes
-four times the rows a step, so look at the time of a row. The percentages are those of `step.measure`, of rank 0. The
-leaves of "mlp" are 4 MiB each: its small buckets hold two.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; all rungs of a backend take turns.
+Accumulation takes four times the rows a step, so look at the time of a row. The percentages are
+those of `step.measure`, of rank 0. The leaves of "mlp" are 4 MiB each: its small buckets hold two.
 
 Source: Li et al. (VLDB 2020), sections 3.2.1 to 3.2.4.
 """
@@ -45,19 +46,25 @@ COLUMNS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problem", default="mlp", help="mlp, resnet18 or gpt")
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # backend, path: this is one of the hosts
+    parser.add_argument(
+        "--rank", nargs=2, help=argparse.SUPPRESS
+    )  # backend, path: this is one of the hosts
     args = parser.parse_args()
     if args.rank:
         backend, path = args.rank
         return climb(backend, args.problem, path, args.rounds)
     words = ["--problem", args.problem, "--rounds", 3 if args.quick else args.rounds, "--rank"]
-    results = {backend: ask(backend, args.rate, __file__, *words, backend) for backend in args.backends}
+    results = {
+        backend: ask(backend, args.rate, __file__, *words, backend) for backend in args.backends
+    }
     for backend, result in results.items():
         Console(width=150).print(table(f"{args.problem}, {backend}", result))
     if not args.quick:
@@ -96,7 +103,9 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
     many = jax.tree.map(lambda x: np.concatenate([x] * MICRO_BATCHES), task.batch)
     return {
         FIRST: rung("after", 0),
-        f"after, per leaf, {MICRO_BATCHES} parts": rung("after", 0, many, accumulation_steps=MICRO_BATCHES),
+        f"after, per leaf, {MICRO_BATCHES} parts": rung(
+            "after", 0, many, accumulation_steps=MICRO_BATCHES
+        ),
         "as ready, per leaf, waited for": rung(blocking, 0),
         "staged, per leaf": rung("staged", 0),
         f"after, {DEFAULT_MB:g} MiB": rung("after", DEFAULT_MB),
@@ -106,7 +115,8 @@ def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
 
 
 def blocking(group: fddp.Group, pieces: Pieces, donate: bool) -> Runner:
-    """A schedule: each all-reduce leaves when its gradients are ready, and the backward pass waits for it."""
+    """A schedule: each all-reduce leaves when its gradients are ready, and the backward pass waits
+    for it."""
     return in_order(group, partial(in_stages, group.placement, pieces), donate, compiled)
 
 

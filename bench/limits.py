@@ -12,8 +12,8 @@ MIB = 2**20
 def limit(mib: int) -> str:
     """Limits the memory of this process from now on.
 
-    A group of the kernel's counts what is resident. Where none can be made the heap is limited, which also counts what
-    is reserved and never touched.
+    A group of the kernel's counts what is resident. Where none can be made the heap is limited,
+    which also counts what is reserved and never touched.
 
     Args:
       mib: the most that it may have, MiB.

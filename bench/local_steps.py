@@ -1,16 +1,20 @@
-"""What does it cost in test loss that replicas train alone between synchronizations? Loss over bytes, several seeds.
+r"""What does it cost in test loss that replicas train alone between synchronizations? Loss over
+bytes, several seeds.
 
-    python bench/local_steps.py [--problems digits gpt] [--methods "local SGD" quorum] [--seeds 5] [--first 0] [--quick]
+    python bench/local_steps.py [--problems digits gpt] [--methods "local SGD" quorum] \
+        [--seeds 5] [--first 0] [--quick]
 
-Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small network and plain
-momentum, and a GPT of bytes (1.6 million parameters, Python's own sources) with AdamW. Bytes are what each replica
-sends in the whole training. Islands with a quorum are four, too, one replica each, and are simulated: their steps take
-0.5 to 1.5 s at random, in place of a clock. What bench/islands.py has found at equal rows is drawn beside.
+Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small
+network and plain momentum, and a GPT of bytes (1.6 million parameters, Python's own sources) with
+AdamW. Bytes are what each replica sends in the whole training. Islands with a quorum are four, too,
+one replica each, and are simulated: their steps take 0.5 to 1.5 s at random, in place of a clock.
+What bench/islands.py has found at equal rows is drawn beside.
 
-With --methods (the beginnings of names) and --first it can be run in parts: the file keeps the rest.
+With --methods (the beginnings of names) and --first it can be run in parts: the file keeps the
+rest.
 
-Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (2020), and Douillard et al., "DiLoCo"
-(2023).
+Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD" (2020), and
+Douillard et al., "DiLoCo" (2023).
 """
 
 import argparse
@@ -57,12 +61,23 @@ class Problem(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["digits", "gpt"], choices=["digits", "gpt"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", default=["digits", "gpt"], choices=["digits", "gpt"]
+    )
     parser.add_argument("--methods", nargs="+", default=[""], help="beginnings of their names")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first", type=int, default=0, help="number of the first seed; the file keeps those before it")
-    parser.add_argument("--quick", action="store_true", help="one seed and few steps, nothing is saved")
+    parser.add_argument(
+        "--first",
+        type=int,
+        default=0,
+        help="number of the first seed; the file keeps those before it",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="one seed and few steps, nothing is saved"
+    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     group = fddp.init("local")
@@ -83,7 +98,8 @@ def main() -> None:
 
 
 def together(results: dict[str, Any], first: int) -> dict[str, Any]:
-    """The results, behind those of earlier seeds and beside those of other problems, as the file has them."""
+    """The results, behind those of earlier seeds and beside those of other problems, as the file
+    has them."""
     before = saved("local_steps").get("problems", {})
     for name, found in results.items():
         known = before.get(name, {}).get("methods", {})
@@ -91,7 +107,9 @@ def together(results: dict[str, Any], first: int) -> dict[str, Any]:
             was = known[method]["test_loss"][:first] if first else []
             now["test_loss"] = [*was, *now["test_loss"]]
         merged = known | found["methods"]
-        found["methods"] = {method: merged[method] for method in methods(found["steps"]) if method in merged}
+        found["methods"] = {
+            method: merged[method] for method in methods(found["steps"]) if method in merged
+        }
         ddp = found["methods"].get("DDP", {}).get("mib_sent")
         for now in found["methods"].values():
             now["of_ddp"] = round(now["mib_sent"] / ddp, 5) if ddp else None
@@ -105,16 +123,27 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
         "DDP": {},
         **{f"local SGD, {k}": {"local": {"every": k}} for k in (2, 8, 32)},
         **{f"post-local SGD, {k}": {"local": {"every": k, "start": half}} for k in (2, 8, 32)},
-        **{f"SlowMo, {k}": {"local": {"every": k, "outer": optax.sgd(1.0, momentum=0.5)}} for k in (8, 32)},
+        **{
+            f"SlowMo, {k}": {"local": {"every": k, "outer": optax.sgd(1.0, momentum=0.5)}}
+            for k in (8, 32)
+        },
         **{f"DiLoCo, {k}": {"local": {"every": k, "outer": NESTEROV}} for k in (8, 32, 128)},
         "streaming DiLoCo, 32": {
             "local": {"every": 32, "outer": NESTEROV, "fragments": 3, "delay": 1, "mix": 0.5},
             "bucket_cap_mb": 0,
         },
         "local SGD in islands of two, 8": {"local": {"every": 8, "island": 2}},
-        **{f"DiLoCo in islands of two, {k}": {"local": {"every": k, "outer": NESTEROV, "island": 2}} for k in (8, 32)},
+        **{
+            f"DiLoCo in islands of two, {k}": {
+                "local": {"every": k, "outer": NESTEROV, "island": 2}
+            }
+            for k in (8, 32)
+        },
         **{f"quorum of three, {k}": {"local": {"every": k, "quorum": 3}} for k in (8, 32)},
-        **{f"quorum of one, {k}": {"local": {"every": k, "quorum": 1, "outer": QUARTER}} for k in (1, 8)},
+        **{
+            f"quorum of one, {k}": {"local": {"every": k, "quorum": 1, "outer": QUARTER}}
+            for k in (1, 8)
+        },
         **{
             f"quorum of one, 1, staleness {s}": {
                 "local": {"every": 1, "quorum": 1, "outer": QUARTER, "max_staleness": s}
@@ -128,7 +157,11 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
 
 
 def train(
-    group: fddp.Group, problem: Problem, seed: int, local: dict[str, Any] | None = None, **options: Any
+    group: fddp.Group,
+    problem: Problem,
+    seed: int,
+    local: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[float, float, float]:
     """Test loss, MiB that each replica sent, and seconds."""
     optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
@@ -143,7 +176,9 @@ def train(
     return test_loss, sent / MiB, time.perf_counter() - begin
 
 
-def train_without_waiting(problem: Problem, seed: int, optimizer: Any) -> tuple[float, float, float]:
+def train_without_waiting(
+    problem: Problem, seed: int, optimizer: Any
+) -> tuple[float, float, float]:
     """The same of islands with a quorum, simulated; each trains on its share of every batch."""
     begin = time.perf_counter()
     seconds = np.random.default_rng(seed).uniform(0.5, 1.5, (REPLICAS, problem.steps + 1))
@@ -168,7 +203,9 @@ def train_without_waiting(problem: Problem, seed: int, optimizer: Any) -> tuple[
 
 def digits(seed: int, steps: int) -> Problem:
     images, labels, test_images, test_labels = data.split_digits()
-    images, test_images = (x.reshape(len(x), -1).astype(np.float32) / 16 for x in (images, test_images))
+    images, test_images = (
+        x.reshape(len(x), -1).astype(np.float32) / 16 for x in (images, test_images)
+    )
 
     def loss(p: Any, batch: Any) -> Any:
         hidden = jax.nn.relu(batch["image"] @ p["first"] + p["bias"])
@@ -205,7 +242,9 @@ def byte_gpt(seed: int, steps: int) -> Problem:
 
     tests = np.random.default_rng(0).permutation(len(others))[:256].reshape(8, 32)
     held_out = [{"tokens": others[chosen].astype(np.int32)} for chosen in tests]
-    params, _ = gpt.init(model, jax.random.key(seed), {"tokens": jnp.zeros((1, length + 1), jnp.int32)})
+    params, _ = gpt.init(
+        model, jax.random.key(seed), {"tokens": jnp.zeros((1, length + 1), jnp.int32)}
+    )
     rate = optax.warmup_cosine_decay_schedule(0.0, 2e-3, steps // 10, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate))
     return Problem(loss, params, optimizer, batches, held_out, steps)
@@ -214,20 +253,36 @@ def byte_gpt(seed: int, steps: int) -> Problem:
 PROBLEMS = {"digits": digits, "gpt": byte_gpt}
 
 
-def told(name: str, found: dict[str, list[tuple[float, float, float]]], steps: int) -> dict[str, Any]:
+def told(
+    name: str, found: dict[str, list[tuple[float, float, float]]], steps: int
+) -> dict[str, Any]:
     """A table on the screen, and the same as data."""
     table = Table(
-        "method", "test loss (range)", "of DDP's", "MiB sent", "of DDP's", "s", title=f"{name}, {steps} steps"
+        "method",
+        "test loss (range)",
+        "of DDP's",
+        "MiB sent",
+        "of DDP's",
+        "s",
+        title=f"{name}, {steps} steps",
     )
-    ddp = np.mean([run[:2] for run in found["DDP"]], axis=0) if "DDP" in found else np.full(2, np.nan)
+    ddp = (
+        np.mean([run[:2] for run in found["DDP"]], axis=0) if "DDP" in found else np.full(2, np.nan)
+    )
     results = dict[str, Any]()
     for method, runs in found.items():
         losses, sent = np.array([run[0] for run in runs]), runs[0][1]
         spread = f"{losses.mean():.4f} ({losses.min():.4f}–{losses.max():.4f})"
         share = sent / ddp[1]
         seconds = f"{np.mean([run[2] for run in runs]):.1f}"
-        table.add_row(method, spread, f"{losses.mean() / ddp[0]:.3f}", f"{sent:.2f}", f"{share:.4f}", seconds)
-        results[method] = {"test_loss": losses.round(5).tolist(), "mib_sent": round(sent, 4), "of_ddp": round(share, 5)}
+        table.add_row(
+            method, spread, f"{losses.mean() / ddp[0]:.3f}", f"{sent:.2f}", f"{share:.4f}", seconds
+        )
+        results[method] = {
+            "test_loss": losses.round(5).tolist(),
+            "mib_sent": round(sent, 4),
+            "of_ddp": round(share, 5),
+        }
     Console(width=110).print(table)
     return {"steps": steps, "methods": results}
 
@@ -245,8 +300,16 @@ def picture(results: dict[str, Any]) -> Path:
             low, high = losses.mean() - losses.min(), losses.max() - losses.mean()
             look = {"fmt": "osD^"[k % 4], "color": f"C{family}", "capsize": 3}
             axis.errorbar(told["mib_sent"], losses.mean(), [[low], [high]], label=method, **look)
-        axis.set(xscale="log", yscale="log", xlabel="MiB sent by each replica", ylabel="test loss", title=name)
-        axis.legend(fontsize=6, ncols=2, loc="center left", bbox_to_anchor=(1.01, 0.5), borderaxespad=0)
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="MiB sent by each replica",
+            ylabel="test loss",
+            title=name,
+        )
+        axis.legend(
+            fontsize=6, ncols=2, loc="center left", bbox_to_anchor=(1.01, 0.5), borderaxespad=0
+        )
     return save_picture("local_steps", sheet, dpi=150)
 
 
@@ -255,7 +318,12 @@ def draw_curves(axis: Any, curves: dict[str, Any]) -> None:
     for method, losses in curves["test_loss"].items():
         axis.plot(curves["rows"], np.mean(losses, axis=0), label=method)
         axis.fill_between(curves["rows"], np.min(losses, axis=0), np.max(losses, axis=0), alpha=0.2)
-    axis.set(yscale="log", xlabel="rows of all islands", ylabel="test loss", title="digits, an island 3 times slower")
+    axis.set(
+        yscale="log",
+        xlabel="rows of all islands",
+        ylabel="test loss",
+        title="digits, an island 3 times slower",
+    )
     axis.legend(fontsize=6)
 
 

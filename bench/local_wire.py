@@ -1,10 +1,13 @@
-"""How much longer does a step take that sends a fragment, under `fddp.local_steps`, than one that sends nothing?
+r"""How much longer does a step take that sends a fragment, under `fddp.local_steps`, than one that
+sends nothing?
 
-    sudo .venv/bin/python bench/local_wire.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
+    sudo .venv/bin/python bench/local_wire.py [--problems mlp640 gpt] [--backends gloo mpi] \
+        [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, 16 steps between two synchronizations: all parameters
-at once behind the step that makes them (delay 0) or beside the next one (delay 1), or a quarter or an eighth of them
-so. A step counts as long as the slower host takes.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, 16 steps between two
+synchronizations: all parameters at once behind the step that makes them (delay 0) or beside the
+next one (delay 1), or a quarter or an eighth of them so. A step counts as long as the slower host
+takes.
 
 Source: Douillard et al., "Streaming DiLoCo with overlapping communication" (2025).
 """
@@ -38,13 +41,19 @@ WAYS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py"
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=3, help="of 16 steps each")
     parser.add_argument("--quick", action="store_true", help="two rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
+    parser.add_argument(
+        "--rank", nargs=3, help=argparse.SUPPRESS
+    )  # backend, problem, path: this is one of the hosts
     args = parser.parse_args()
     rounds = 2 if args.quick else args.rounds
     if args.rank:
@@ -56,8 +65,14 @@ def main() -> None:
             found = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
             results[f"{name}, {backend}"] = found
             for way, said in found.items():
-                times = f"{said['sends']['median_ms']:7.1f} ms, {said['alone']['median_ms']:7.1f} ms without"
-                print(f"{name}, {backend}, {way:20} {times}: {said['ratio']:.3f}; {said['mib']:.1f} MiB a fragment")
+                times = (
+                    f"{said['sends']['median_ms']:7.1f} ms, {said['alone']['median_ms']:7.1f} ms "
+                    f"without"
+                )
+                print(
+                    f"{name}, {backend}, {way:20} {times}: {said['ratio']:.3f}; {said['mib']:.1f} "
+                    f"MiB a fragment"
+                )
     if not args.quick:
         print(save("local_wire", results))
     return None
@@ -94,7 +109,13 @@ def training(task: Problem, group: fddp.Group, fragments: int, delay: int) -> An
     """A function that takes a step: its seconds, and the bytes that it sent."""
     optimizer = fddp.local_steps(optax.sgd(0.01), every=EVERY, fragments=fragments, delay=delay)
     step = fddp.train_step(
-        task.loss_fn, optimizer, group=group, has_aux=True, schedule="staged", bucket_cap_mb=2, last_bucket_mb=2
+        task.loss_fn,
+        optimizer,
+        group=group,
+        has_aux=True,
+        schedule="staged",
+        bucket_cap_mb=2,
+        last_bucket_mb=2,
     )
     state = step.init(task.params, model_state=task.model_state)
 

@@ -1,10 +1,12 @@
-"""What does it cost between two hosts that layers stand under `lax.scan`, or that BatchNorm speaks with all replicas?
+"""What does it cost between two hosts that layers stand under `lax.scan`, or that BatchNorm speaks
+with all replicas?
 
     sudo .venv/bin/python bench/loops.py [--problems gpt12 resnet18] [--backends Gloo MPI] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; buckets of 2 MiB. A GPT of 12 layers, written out and
-under `nn.scan`, staged and eager; ResNet-18 with the statistics of each replica's rows and with those of all rows. The
-ways take turns; a round counts as long as the slower rank took.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; buckets of 2 MiB. A GPT of 12
+layers, written out and under `nn.scan`, staged and eager; ResNet-18 with the statistics of each
+replica's rows and with those of all rows. The ways take turns; a round counts as long as the slower
+rank took.
 """
 
 import argparse
@@ -32,7 +34,9 @@ BASES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", default=list(BASES), choices=list(BASES))
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rounds", type=int, default=20)
@@ -51,7 +55,8 @@ def main() -> None:
 
 
 def compared(seconds: dict[str, np.ndarray], bases: dict[str, str]) -> dict[str, Any]:
-    """Milliseconds of each way, and how much longer it takes than the one that it is compared with."""
+    """Milliseconds of each way, and how much longer it takes than the one that it is compared
+    with."""
     ratios = {way: {"ratio": ratio(seconds[way], seconds[base])} for way, base in bases.items()}
     return {way: summary(took) | ratios.get(way, {}) for way, took in seconds.items()}
 

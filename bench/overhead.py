@@ -24,16 +24,25 @@ PROBLEMS = ("gpt:tiny:16", "resnet:18:4")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=PROBLEMS, help="model:preset:rows, of models/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", default=PROBLEMS, help="model:preset:rows, of models/"
+    )
     parser.add_argument("--name", default="overhead", help="of the result's file")
     parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     args = parser.parse_args()
-    results = {problem: measure(read(problem), rounds=5 if args.quick else 60) for problem in args.problems}
+    results = {
+        problem: measure(read(problem), rounds=5 if args.quick else 60) for problem in args.problems
+    }
     for name, result in results.items():
         time, memory = result["fddp / by hand"], result["extra_memory_in_gradients"]
         print(f"{name}: {time['median']:.3f} of the hand-written step's time", end=" ")
-        print(f"({time['quartile_1']:.3f} … {time['quartile_3']:.3f}), {memory:+.2f} copies of the gradients")
+        print(
+            f"({time['quartile_1']:.3f} … {time['quartile_3']:.3f}), {memory:+.2f} copies of the "
+            f"gradients"
+        )
     if not args.quick:
         print(save(args.name, results))
 
@@ -74,7 +83,9 @@ def needed(lowered: jax.stages.Lowered) -> int:
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
-def hand_written(loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def hand_written(
+    loss_fn: Callable[..., Any], optimizer: optax.GradientTransformation
+) -> Callable[..., Any]:
     """The step of a local script."""
 
     def step(mine: Any, batch: Any) -> Any:

@@ -1,18 +1,20 @@
-"""How much of the traffic hides behind the backward pass, on a real wire? fddp, the ways of JAX, and PyTorch DDP.
+"""How much of the traffic hides behind the backward pass, on a real wire? fddp, the ways of JAX,
+and PyTorch DDP.
 
     sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at once and take
-turns, four steps each, so that a slow moment of the machine hits all alike. PyTorch lives in an environment of its own:
-give the path of its python.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a problem are alive at
+once and take turns, four steps each, so that a slow moment of the machine hits all alike. PyTorch
+lives in an environment of its own: give the path of its python.
 
-  T_bound    the earliest end that stages, all-reduces and updates allow: stages and updates measured alone, all-reduces
-             in "after", on the rank that waits the least for the other; so a step may beat it by the noise of these
+  T_bound    the earliest end that stages, all-reduces and updates allow: stages and updates
+             measured alone, all-reduces in "after", on the rank that waits the least for the other;
+             so a step may beat it by the noise of these
   E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
-  E_beside   the same, where T_bound has stages, all-reduces and updates as they were beside each other: what is lost by
-             waiting alone, and not by sharing a core
-  exposed    (T - T_alone) / T_traffic: T_alone the fastest step without traffic, fddp's or PyTorch's, T_traffic the sum
-             of the all-reduces when nothing else runs
+  E_beside   the same, where T_bound has stages, all-reduces and updates as they were beside each
+             other: what is lost by waiting alone, and not by sharing a core
+  exposed    (T - T_alone) / T_traffic: T_alone the fastest step without traffic, fddp's or
+             PyTorch's, T_traffic the sum of the all-reduces when nothing else runs
 """
 
 import argparse
@@ -41,9 +43,13 @@ CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", default=["mlp", "mlp640", "resnet18", "gpt"])
-    parser.add_argument("--torch", default=None, help="python of an environment with torch 2.13 (CPU)")
+    parser.add_argument(
+        "--torch", default=None, help="python of an environment with torch 2.13 (CPU)"
+    )
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--name", default="overlap", help="of the files in bench/results")
@@ -54,7 +60,12 @@ def main() -> None:
     for name, result in results.items():
         print(f"\n{name}\n{table(result)}")
     if not args.quick:
-        print(save(args.name, {name: {k: v for k, v in r.items() if k != "spans"} for name, r in results.items()}))
+        print(
+            save(
+                args.name,
+                {name: {k: v for k, v in r.items() if k != "spans"} for name, r in results.items()},
+            )
+        )
         print(picture(args.name, results))
 
 
@@ -102,7 +113,8 @@ def in_turns(
       warm_up: (way) → its steps before those, which compile and in which eager tries its orders.
 
     Returns:
-      For each way the seconds of each step on its slowest rank, and each step's timelines on all ranks.
+      For each way the seconds of each step on its slowest rank, and each step's timelines on all
+      ranks.
     """
     talks = [line.makefile("rw") for line in lines]
     ranks: dict[str, list[Any]] = {}
@@ -121,32 +133,50 @@ def in_turns(
                     talk.flush()
                 told = [json.loads(talk.readline()) for talk in ranks[job]]
                 if turn >= 0:
-                    seconds[way] += [max(all_of) for all_of in zip(*(one["seconds"][1:] for one in told))]
-                    spans[way] += zip(*([_timeline(line) for line in one["timelines"][1:]] for one in told))
+                    seconds[way] += [
+                        max(all_of) for all_of in zip(*(one["seconds"][1:] for one in told))
+                    ]
+                    spans[way] += zip(
+                        *([_timeline(line) for line in one["timelines"][1:]] for one in told)
+                    )
     for end in (*talks, *lines):
         end.close()
     return {way: np.array(values) for way, values in seconds.items()}, spans
 
 
-def evaluate(seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timeline, ...]]]) -> dict[str, Any]:
+def evaluate(
+    seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timeline, ...]]]
+) -> dict[str, Any]:
     """Medians, bounds, efficiencies and exposed shares."""
     times = {way: float(np.median(values)) for way, values in seconds.items()}
     result: dict[str, Any] = {
-        "step_ms": {way: [round(1e3 * q, 1) for q in np.percentile(s, (25, 50, 75))] for way, s in seconds.items()},
+        "step_ms": {
+            way: [round(1e3 * q, 1) for q in np.percentile(s, (25, 50, 75))]
+            for way, s in seconds.items()
+        },
         "spans": {
-            way: sorted((line for line, *_ in steps), key=lambda line: line.seconds)[len(steps) // 2]
+            way: sorted((line for line, *_ in steps), key=lambda line: line.seconds)[
+                len(steps) // 2
+            ]
             for way, steps in spans.items()
         },
     }
     fastest = min(seconds for way, seconds in times.items() if way.startswith("alone"))
     for wire in ("Gloo", "MPI"):
-        staged, after, alone = (f"fddp staged ({wire})", f"fddp after ({wire})", f"alone, staged ({wire})")
+        staged, after, alone = (
+            f"fddp staged ({wire})",
+            f"fddp after ({wire})",
+            f"alone, staged ({wire})",
+        )
         stages, updates = _medians(spans[alone], "compute"), _medians(spans[alone], "update")
         sends = _medians(spans[after], "communication")
         # What is neither, Python, comes at the end, as it does in every way.
         updates[-1] += max(0.0, times[alone] - sum(stages) - sum(updates))
         bound = simulate(*outline(stages, sends, updates)).seconds
-        saved, lost = times[after] - times[staged], float(np.median([_waited(ranks) for ranks in spans[staged]]))
+        saved, lost = (
+            times[after] - times[staged],
+            float(np.median([_waited(ranks) for ranks in spans[staged]])),
+        )
         result[wire] = {
             "alone_ms": 1e3 * times[alone],
             "traffic_ms": 1e3 * sum(sends),
@@ -168,15 +198,22 @@ def _timeline(spans: Sequence[dict[str, Any]]) -> Timeline:
 
 def _waited(ranks: Sequence[Timeline]) -> float:
     """What a step took beyond the bound that its own stages, all-reduces and updates set."""
-    sends = np.min([[span.seconds for span in line.communication] for line in ranks], axis=0).tolist()
+    sends = np.min(
+        [[span.seconds for span in line.communication] for line in ranks], axis=0
+    ).tolist()
     took = lambda spans: [span.seconds for span in spans]  # noqa: E731
-    bounds = [simulate(*outline(took(line.compute), sends, took(line.updates))).seconds for line in ranks]
+    bounds = [
+        simulate(*outline(took(line.compute), sends, took(line.updates))).seconds for line in ranks
+    ]
     return max(line.seconds - bound for line, bound in zip(ranks, bounds))
 
 
 def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:
     """Of each span over steps; of the two ranks the one that waits less for the other."""
-    rows = [[[span.seconds for span in line.spans if span.kind == kind] for line in ranks] for ranks in steps]
+    rows = [
+        [[span.seconds for span in line.spans if span.kind == kind] for line in ranks]
+        for ranks in steps
+    ]
     return np.median(np.min(np.array(rows), axis=1), axis=0).tolist()
 
 
@@ -188,7 +225,9 @@ def table(result: dict[str, Any]) -> str:
     ]
     for key, value in result.items():
         if key not in ("step_ms", "spans"):
-            rows.append(f"{key:28} " + "  ".join(f"{name} {number:.2f}" for name, number in value.items()))
+            rows.append(
+                f"{key:28} " + "  ".join(f"{name} {number:.2f}" for name, number in value.items())
+            )
     return "\n".join(rows)
 
 
@@ -196,7 +235,14 @@ def picture(name: str, results: dict[str, Any]) -> Path:
     """Draws the timelines of a median step under each other."""
     sheet, axes = figure(len(results))
     for axis, (problem, result) in zip(axes, results.items()):
-        draw(axis, {way: line for way, line in result["spans"].items() if line.spans and way.startswith("fddp")})
+        draw(
+            axis,
+            {
+                way: line
+                for way, line in result["spans"].items()
+                if line.spans and way.startswith("fddp")
+            },
+        )
         axis.set_title(f"{problem}: computing (above) and sending (below)", loc="left")
     return save_picture(name, sheet, dpi=120)
 

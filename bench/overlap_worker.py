@@ -1,4 +1,5 @@
-"""One rank of bench/overlap.py: runs a way of training when it is told to, and reports how long it took."""
+"""One rank of bench/overlap.py: runs a way of training when it is told to, and reports how long it
+took."""
 
 import json
 import os
@@ -33,14 +34,17 @@ def main(backend: str, control: str, name: str, cap_mb: float) -> None:
     obey(control, backend, group, ways)
 
 
-def obey(control: str, job: str, group: fddp.Group, ways: Mapping[str, tuple[Step, Any, Step]]) -> None:
+def obey(
+    control: str, job: str, group: fddp.Group, ways: Mapping[str, tuple[Step, Any, Step]]
+) -> None:
     """Runs steps of a way when it is told to, and says how long each took.
 
     Args:
       control: the socket of the one who tells.
       job: the name of these ranks.
       group: the replicas.
-      ways: by name; a step, its timeline or None, and what waits for all that it has left under way.
+      ways: by name; a step, its timeline or None, and what waits for all that it has left under
+        way.
     """
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -56,7 +60,9 @@ def obey(control: str, job: str, group: fddp.Group, ways: Mapping[str, tuple[Ste
                 jax.block_until_ready(step())
                 seconds.append(time.perf_counter() - start)
                 lines.append([vars(span) for span in timeline().spans] if timeline else [])
-            jax.block_until_ready(rest())  # what the last step has left under way belongs to no other way
+            jax.block_until_ready(
+                rest()
+            )  # what the last step has left under way belongs to no other way
             _say(said, {"seconds": seconds, "timelines": lines})
 
 
@@ -75,7 +81,8 @@ def by_itself(backend: str) -> fddp.Group:
 
 
 def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
-    """fddp over MPI, and mpi4jax as its documentation shows it: one call per leaf inside one jit."""
+    """fddp over MPI, and mpi4jax as its documentation shows it: one call per leaf inside one
+    jit."""
     import mpi4jax
     from mpi4py import MPI
 
@@ -88,7 +95,10 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
         "fddp eager, shards (MPI)": with_fddp(task, group, "eager", cap_mb, shard="state"),
         "alone, staged (MPI)": with_fddp(task, alone, "staged", cap_mb),
         "mpi4jax per leaf": _by_hand(
-            task, group.size, lambda f: jax.jit(f, donate_argnums=0), partial(mpi4jax.allreduce, op=MPI.SUM)
+            task,
+            group.size,
+            lambda f: jax.jit(f, donate_argnums=0),
+            partial(mpi4jax.allreduce, op=MPI.SUM),
         ),
     }
 
@@ -97,7 +107,9 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
     """fddp over Gloo, and the ways of JAX's own documentation."""
     mesh = Mesh(jax.devices(), ("batch",), axis_types=(AxisType.Auto,))
     alone = by_itself("gloo")
-    spread = partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False)
+    spread = partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False
+    )
     return {
         "fddp staged (Gloo)": with_fddp(task, group, "staged", cap_mb),
         "fddp after (Gloo)": with_fddp(task, group, "after", cap_mb),
@@ -106,7 +118,11 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
         "alone, staged (Gloo)": with_fddp(task, alone, "staged", cap_mb),
         "alone, one program": with_fddp(task, alone, "fused", cap_mb),
         "shard_map, psum per leaf": _by_hand(
-            task, group.size, lambda f: jax.jit(spread(f), donate_argnums=0), lambda g: jax.lax.psum(g, "batch"), mesh
+            task,
+            group.size,
+            lambda f: jax.jit(spread(f), donate_argnums=0),
+            lambda g: jax.lax.psum(g, "batch"),
+            mesh,
         ),
         "shard_map, one flat psum": _by_hand(
             task,
@@ -116,12 +132,17 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
             mesh,
             whole=True,
         ),
-        "jit, NamedSharding": _by_hand(task, 1, lambda f: jax.jit(f, donate_argnums=0), lambda g: g, mesh),
+        "jit, NamedSharding": _by_hand(
+            task, 1, lambda f: jax.jit(f, donate_argnums=0), lambda g: g, mesh
+        ),
     }
 
 
-def with_fddp(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any) -> tuple[Step, Any, Step]:
-    """A step of fddp that waits for its loss, its timeline, and what waits for all that it has left under way."""
+def with_fddp(
+    task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any
+) -> tuple[Step, Any, Step]:
+    """A step of fddp that waits for its loss, its timeline, and what waits for all that it has left
+    under way."""
     step = fddp.train_step(
         task.loss_fn,
         OPTIMIZER,
@@ -144,14 +165,22 @@ def with_fddp(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **
 
 
 def _by_hand(
-    task: Problem, size: int, program: Any, total: Any, mesh: Mesh | None = None, *, whole: bool = False
+    task: Problem,
+    size: int,
+    program: Any,
+    total: Any,
+    mesh: Mesh | None = None,
+    *,
+    whole: bool = False,
 ) -> tuple[Step, Any, Step]:
     """A step as people write it: gradients, a sum over replicas, the optimizer."""
 
     def step(mine: Any, batch: Any) -> Any:
         params, opt_state, model_state = mine
         buffers = {} if model_state is None else {"model_state": model_state}
-        (loss, aux), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(params, batch, **buffers)
+        (loss, aux), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(
+            params, batch, **buffers
+        )
         if model_state is not None:
             model_state, aux = aux
         grads = total(grads) if whole else jax.tree.map(total, grads)
@@ -164,7 +193,9 @@ def _by_hand(
     batch = task.batch
     if mesh is not None:
         rows = NamedSharding(mesh, P("batch"))
-        mine = jax.tree.map(lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x), mine)
+        mine = jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x), mine
+        )
         batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)
 
     def run() -> Any:

@@ -1,7 +1,9 @@
-"""What plain JAX makes of a drawn configuration, in float64: loops, `jax.grad`, optax, and nothing of a step's.
+"""What plain JAX makes of a drawn configuration, in float64: loops, `jax.grad`, optax, and nothing
+of a step's.
 
-Where the loss of a row depends on that row alone, there is one batch of all rows. Else (buffers, random keys, branches,
-batches taken as they are, ranks without data) each replica's micro-batches are gone through one by one.
+Where the loss of a row depends on that row alone, there is one batch of all rows. Else (buffers,
+random keys, branches, batches taken as they are, ranks without data) each replica's micro-batches
+are gone through one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +33,8 @@ class Contribution(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a replica has: of those that train together the first one's is everybody's, but for the buffers."""
+    """What a replica has: of those that train together the first one's is everybody's, but for the
+    buffers."""
 
     params: Any
     """The trained leaves."""
@@ -52,7 +55,8 @@ class Told(NamedTuple):
     aux: Any
     scale: float
     shared: Any = None
-    """Under `local_steps` the parameters of the last synchronization; `params` are then the mean."""
+    """Under `local_steps` the parameters of the last synchronization; `params` are then the
+    mean."""
     used: dict[str, int] | None = None
 
 
@@ -88,7 +92,11 @@ class _Plain:
         params = wide(drawn.params)
         trained = {name: params[name] for name in drawn.trained}
         self.fixed = {name: x for name, x in params.items() if name not in trained}
-        buffers = {"mean": np.zeros(COLUMNS), "count": np.int32(0)} if "model_state" in drawn.form else None
+        buffers = (
+            {"mean": np.zeros(COLUMNS), "count": np.int32(0)}
+            if "model_state" in drawn.form
+            else None
+        )
         self.own = [Own(trained, jax.device_get(self.inner.init(trained)), buffers)] * drawn.dealt
         self.shared, self.outer_state = trained, jax.device_get(self.outer.init(trained))
         self.weights = np.zeros((drawn.dealt, max(1, len(fragments))))
@@ -99,16 +107,22 @@ class _Plain:
 
         def objective(trained: Any, fixed: Any, batch: Any, buffers: Any, rng: Any) -> Any:
             extra = {"model_state": buffers, "rng": rng}
-            value = loss_fn(trained | fixed, batch, **{name: x for name, x in extra.items() if x is not None})
+            value = loss_fn(
+                trained | fixed, batch, **{name: x for name, x in extra.items() if x is not None}
+            )
             value, aux = value if type(value) is tuple else (value, None)
             after = None
             if buffers is not None:
                 after, aux = aux  # pyright: ignore[reportGeneralTypeIssues]
-            loss, weight = value if isinstance(value, fddp.Weighted) else (value, jnp.float64(len(batch["y"])))
+            loss, weight = (
+                value if isinstance(value, fddp.Weighted) else (value, jnp.float64(len(batch["y"])))
+            )
             return loss, (weight, aux, after)
 
         def among_all(trained: Any, fixed: Any, batches: Any) -> Any:
-            each = jax.vmap(lambda batch: objective(trained, fixed, batch, None, None), axis_name="replica")
+            each = jax.vmap(
+                lambda batch: objective(trained, fixed, batch, None, None), axis_name="replica"
+            )
             loss, (weight, aux, _) = each(batches)
             weighed = jax.tree.map(lambda x: jnp.sum(weight * x), (loss, aux))
             return weighed[0], (*weighed, jnp.sum(weight))
@@ -144,7 +158,9 @@ class _Plain:
         mean = _mean(of_all)
         used = {name: sum(name in one.used for one in of_all) for name in drawn.trained}
         own, skipped = self._updated(self.own[0], mean[0], {name for name in used if used[name]})
-        buffers = [one.buffers for one in self.own] if skipped else self._landed(live, pending[-1].active)
+        buffers = (
+            [one.buffers for one in self.own] if skipped else self._landed(live, pending[-1].active)
+        )
         self.own = [own._replace(buffers=x) for x in buffers]
         self.shared = own.params
         loss, aux = mean[1:]
@@ -158,7 +174,9 @@ class _Plain:
             return live
         first = live[int(np.argmax(active))]
         if how == "mean":
-            first = first | {"mean": sum(x["mean"] for x, here in zip(live, active) if here) / sum(active)}
+            first = first | {
+                "mean": sum(x["mean"] for x, here in zip(live, active) if here) / sum(active)
+            }
         return [first] * len(live)
 
     # Steps of replicas that train alone
@@ -194,7 +212,9 @@ class _Plain:
         of, names, mix = weights[:, fragment], self.fragments[fragment], self.drawn.local["mix"]
         total = of.sum() or 1
         change = {
-            name: sum(w * (self.shared[name] - one.params[name]) for w, one in zip(of, sent)) / total for name in names
+            name: sum(w * (self.shared[name] - one.params[name]) for w, one in zip(of, sent))
+            / total
+            for name in names
         }
         grads = {name: change.get(name, np.zeros_like(x)) for name, x in self.shared.items()}
         moved, after = self.update[self.outer](grads, self.outer_state, self.shared)
@@ -204,7 +224,10 @@ class _Plain:
         self.own = [
             one._replace(
                 params=one.params
-                | {name: self.shared[name] + mix * (one.params[name] - self.shared[name]) for name in names}
+                | {
+                    name: self.shared[name] + mix * (one.params[name] - self.shared[name])
+                    for name in names
+                }
             )
             for one in self.own
         ]
@@ -217,17 +240,30 @@ class _Plain:
     # What batches contribute
 
     def _of_all(self, pending: list[Call]) -> Contribution:
-        batch = {name: np.concatenate([c.batches[0][name] for c in pending]) for name in pending[0].batches[0]}
-        (loss, (_, aux, _)), grads = self.gradient(self.own[0].params, self.fixed, wide(batch), None, None)
+        batch = {
+            name: np.concatenate([c.batches[0][name] for c in pending])
+            for name in pending[0].batches[0]
+        }
+        (loss, (_, aux, _)), grads = self.gradient(
+            self.own[0].params, self.fixed, wide(batch), None, None
+        )
         return Contribution(grads, loss, aux, 1, 1, self._used(batch))
 
     def _among_all(self, pending: list[Call]) -> Iterator[Contribution]:
-        """What each micro-batch contributes, of all replicas together: they have statistics in common."""
+        """What each micro-batch contributes, of all replicas together: they have statistics in
+        common."""
         for call in pending:
             for k in range(self.drawn.micro_batches):
-                parts = [self._part(call, r * self.drawn.micro_batches + k) for r in range(self.drawn.dealt)]
-                batches = wide({name: np.stack([part[name] for part in parts]) for name in parts[0]})
-                (_, (loss, aux, weight)), grads = self.gradient_among_all(self.own[0].params, self.fixed, batches)
+                parts = [
+                    self._part(call, r * self.drawn.micro_batches + k)
+                    for r in range(self.drawn.dealt)
+                ]
+                batches = wide(
+                    {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+                )
+                (_, (loss, aux, weight)), grads = self.gradient_among_all(
+                    self.own[0].params, self.fixed, batches
+                )
                 yield Contribution(grads, loss, aux, weight, weight, self._used(parts[0]))
 
     def _of_one(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
@@ -321,13 +357,21 @@ def _finite(grads: Any) -> bool:
 
 
 def _put_back(new: Any, old: Any, moves: dict[str, bool]) -> Any:
-    """An optimizer's state in which only what belongs to some leaves has moved: what lies under a leaf's name."""
+    """An optimizer's state in which only what belongs to some leaves has moved: what lies under a
+    leaf's name."""
 
     def chosen(path: Sequence[Any], x: Any, y: Any) -> Any:
         return x if all(moves.get(getattr(key, "key", ""), True) for key in path) else y
 
-    if isinstance(new, optax.transforms.PartitionState):  # a part of which no leaf moves counts no step
+    if isinstance(
+        new, optax.transforms.PartitionState
+    ):  # a part of which no leaf moves counts no step
         labels = by_name(moves, "adam", "sgd")
-        turns = {label: any(moves[name] for name in moves if labels[name] == label) for label in new.inner_states}
-        new = new._replace(inner_states={k: (new if turns[k] else old).inner_states[k] for k in turns})
+        turns = {
+            label: any(moves[name] for name in moves if labels[name] == label)
+            for label in new.inner_states
+        }
+        new = new._replace(
+            inner_states={k: (new if turns[k] else old).inner_states[k] for k in turns}
+        )
     return jax.tree_util.tree_map_with_path(chosen, new, old)

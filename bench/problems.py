@@ -1,4 +1,5 @@
-"""What is trained when traffic is measured: networks whose gradients take about as long to send as to compute."""
+"""What is trained when traffic is measured: networks whose gradients take about as long to send as
+to compute."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import numpy as np
 from models import gpt, mlp, resnet
 
 # 9.5 million parameters, 36 MiB of gradients.
-GPT_36MIB = gpt.GPT(vocabulary=256, layers=6, width=384, heads=6, kv_heads=2, hidden=1024, context=128)
+GPT_36MIB = gpt.GPT(
+    vocabulary=256, layers=6, width=384, heads=6, kv_heads=2, hidden=1024, context=128
+)
 # As many in twice as many layers.
 GPT_12 = gpt.GPT(vocabulary=256, layers=12, width=256, heads=4, kv_heads=2, hidden=704, context=128)
 
@@ -36,8 +39,8 @@ def problem(name: str, seed: int) -> Problem:
     """Makes a problem by name, with a rank's own rows.
 
     Args:
-      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt", "gpt12" (of 12 layers), "words" or
-        "waiting".
+      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt", "gpt12" (of 12
+        layers), "words" or "waiting".
       seed: of the rows.
 
     Returns:
@@ -61,9 +64,19 @@ def problem(name: str, seed: int) -> Problem:
 def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 512) -> Problem:
     """A table of words, of which a batch looks up few, and a network of 5 MiB behind it."""
     random, start = np.random.default_rng(seed), np.random.default_rng(0)
-    sizes = {"table": (vocabulary, width), "in": (width, 1024), "hidden": (1024, 1024), "out": (1024, width)}
-    params = {name: start.normal(size=size, scale=0.05).astype(np.float32) for name, size in sizes.items()}
-    batch = {"ids": random.integers(vocabulary, size=tokens), "y": random.normal(size=(tokens, width))}
+    sizes = {
+        "table": (vocabulary, width),
+        "in": (width, 1024),
+        "hidden": (1024, 1024),
+        "out": (1024, width),
+    }
+    params = {
+        name: start.normal(size=size, scale=0.05).astype(np.float32) for name, size in sizes.items()
+    }
+    batch = {
+        "ids": random.integers(vocabulary, size=tokens),
+        "y": random.normal(size=(tokens, width)),
+    }
 
     def loss_fn(p: Any, batch: Any) -> Any:
         x = jnp.tanh(p["table"][batch["ids"]] @ p["in"])
@@ -71,14 +84,22 @@ def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 
         return jnp.mean((x - batch["y"]) ** 2), {}
 
     return Problem(
-        loss_fn, params, None, jax.tree.map(lambda x: x.astype(np.float32 if x.ndim > 1 else np.int32), batch)
+        loss_fn,
+        params,
+        None,
+        jax.tree.map(lambda x: x.astype(np.float32 if x.ndim > 1 else np.int32), batch),
     )
 
 
 def waiting(
-    seed: int, elements: int = ELEMENTS, *, forward_s: float = FORWARD_S, backward_s: float = BACKWARD_S
+    seed: int,
+    elements: int = ELEMENTS,
+    *,
+    forward_s: float = FORWARD_S,
+    backward_s: float = BACKWARD_S,
 ) -> Problem:
-    """A network whose computing is a wait: as long as a computation would take, and hardly any work for the core.
+    """A network whose computing is a wait: as long as a computation would take, and hardly any work
+    for the core.
 
     Its layers add the mean of their parameters to each row.
 

@@ -1,7 +1,7 @@
 """Measured side by side, and written down with where it was measured.
 
-Machines are shared and noisy: what is compared runs interleaved in one process, and a ratio is the median over rounds
-of the ratios within a round.
+Machines are shared and noisy: what is compared runs interleaved in one process, and a ratio is the
+median over rounds of the ratios within a round.
 """
 
 import datetime
@@ -26,7 +26,11 @@ PACKAGES = ("jax", "flax", "optax", "mpi4py", "mpi4jax", "mpich")
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], Any]], *, rounds: int, warm_up: int = 2, pause: Callable[[], Any] = lambda: None
+    runs: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warm_up: int = 2,
+    pause: Callable[[], Any] = lambda: None,
 ) -> dict[str, np.ndarray]:
     """Times several functions in turn.
 
@@ -53,7 +57,11 @@ def interleave(
 def summary(seconds: np.ndarray) -> dict[str, float]:
     """Median and quartiles, in milliseconds."""
     low, middle, high = 1e3 * np.percentile(seconds, (25, 50, 75))
-    return {"median_ms": round(middle, 3), "quartile_1_ms": round(low, 3), "quartile_3_ms": round(high, 3)}
+    return {
+        "median_ms": round(middle, 3),
+        "quartile_1_ms": round(low, 3),
+        "quartile_3_ms": round(high, 3),
+    }
 
 
 def ratio(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
@@ -119,7 +127,9 @@ def with_table(page: str, text: str, by: str) -> str:
       The page.
     """
     begin, end = (f"<!-- {by}: {word} -->" for word in ("begin", "end"))
-    return re.sub(rf"{begin}.*?{end}", lambda _: f"{begin}\n\n{text}\n\n{end}", page, flags=re.DOTALL)
+    return re.sub(
+        rf"{begin}.*?{end}", lambda _: f"{begin}\n\n{text}\n\n{end}", page, flags=re.DOTALL
+    )
 
 
 def provenance() -> dict[str, Any]:
@@ -128,8 +138,14 @@ def provenance() -> dict[str, Any]:
     commit = ""
     with suppress(OSError):  # no git
         asked = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(asked, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
-    model = [line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+        commit = subprocess.run(
+            asked, cwd=root, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    model = [
+        line.split(":")[1].strip()
+        for line in _lines("/proc/cpuinfo")
+        if line.startswith("model name")
+    ]
     return {
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -153,7 +169,9 @@ def busy_and_idle_s(core: int | None = None) -> tuple[float, float]:
     """
     name = "cpu" if core is None else f"cpu{core}"
     (ticks,) = (line.split()[1:8] for line in _lines("/proc/stat") if line.split()[0] == name)
-    user, nice, system, idle, waits, *interrupts = (int(count) / os.sysconf("SC_CLK_TCK") for count in ticks)
+    user, nice, system, idle, waits, *interrupts = (
+        int(count) / os.sysconf("SC_CLK_TCK") for count in ticks
+    )
     return user + nice + system + sum(interrupts), idle + waits
 
 

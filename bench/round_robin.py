@@ -2,9 +2,10 @@
 
     sudo .venv/bin/python bench/round_robin.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 
-`fddp.round_robin([group] * k)` for k = 1, 3, 5 on two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each;
-schedule "staged", buckets of 4 MiB, all k alive at once and in turn. Under Gloo at most as many all-reduces run side by
-side as there are processes, so that 3 and 5 groups are both two lanes here.
+`fddp.round_robin([group] * k)` for k = 1, 3, 5 on two hosts joined by 1 Gbit/s
+(bench/two_hosts.py), one core each; schedule "staged", buckets of 4 MiB, all k alive at once and in
+turn. Under Gloo at most as many all-reduces run side by side as there are processes, so that 3 and
+5 groups are both two lanes here.
 """
 
 import argparse
@@ -30,7 +31,9 @@ LANES = {"Gloo": lambda groups: min(groups, 2), "MPI": lambda groups: groups}  #
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", default=["mlp", "gpt"])
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--rounds", type=int, default=8)
@@ -44,7 +47,10 @@ def main() -> None:
             found[f"{name}, {backend}"] = rows = results(seconds, LANES[backend])
             for groups, row in rows.items():
                 low, high, of_one = row["quartile_1_ms"], row["quartile_3_ms"], row["of_one_group"]
-                shares = f"{of_one['median']:.3f} ({of_one['quartile_1']:.3f}–{of_one['quartile_3']:.3f})"
+                shares = (
+                    f"{of_one['median']:.3f} "
+                    f"({of_one['quartile_1']:.3f}–{of_one['quartile_3']:.3f})"
+                )
                 times = (f"{row['median_ms']:.0f}", f"{low:.0f}–{high:.0f}")
                 sheet.add_row(name, backend, groups, str(row["lanes"]), *times, shares)
     Console(width=100).print(sheet)
@@ -58,9 +64,13 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     return {f"{count}": staged(task, fddp.round_robin([group] * count), CAP_MB) for count in GROUPS}
 
 
-def results(seconds: Mapping[str, np.ndarray], lanes: Callable[[int], int]) -> dict[str, dict[str, Any]]:
+def results(
+    seconds: Mapping[str, np.ndarray], lanes: Callable[[int], int]
+) -> dict[str, dict[str, Any]]:
     return {
-        groups: {"lanes": lanes(int(groups))} | summary(took) | {"of_one_group": ratio(took, seconds["1"])}
+        groups: {"lanes": lanes(int(groups))}
+        | summary(took)
+        | {"of_one_group": ratio(took, seconds["1"])}
         for groups, took in seconds.items()
     }
 
@@ -71,9 +81,19 @@ def picture(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
     for shift, count in enumerate(map(str, GROUPS)):
         rows = [result[count] for result in found.values()]
         middle = np.array([row["median_ms"] for row in rows])
-        reach = [middle - [row["quartile_1_ms"] for row in rows], [row["quartile_3_ms"] for row in rows] - middle]
+        reach = [
+            middle - [row["quartile_1_ms"] for row in rows],
+            [row["quartile_3_ms"] for row in rows] - middle,
+        ]
         places = np.arange(len(rows)) + 0.25 * (shift - 1)
-        axis.bar(places, middle, 0.23, yerr=reach, capsize=3, label=f"{count} group{'s' * (count != '1')}")
+        axis.bar(
+            places,
+            middle,
+            0.23,
+            yerr=reach,
+            capsize=3,
+            label=f"{count} group{'s' * (count != '1')}",
+        )
     axis.set_xticks(range(len(found)), list(found))
     axis.set_title("ms a step", loc="left")
     axis.legend(frameon=False)

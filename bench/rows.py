@@ -2,8 +2,9 @@
 
     sudo .venv/bin/python bench/rows.py [--backends Gloo MPI] [--quick]
 
-A table of 32,768 × 64 and a network of 5 MiB behind it, 512 tokens a rank, schedule "staged", on two hosts joined by 1
-Gbit/s (bench/two_hosts.py), one core each. The table travels as rows, or whole, as it does in a group of its own.
+A table of 32,768 × 64 and a network of 5 MiB behind it, 512 tokens a rank, schedule "staged", on
+two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. The table travels as rows, or
+whole, as it does in a group of its own.
 
 Source: Kim et al., "Parallax" (EuroSys 2019).
 """
@@ -25,7 +26,9 @@ ROWS, WHOLE = "rows", "whole"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--quick", action="store_true", help="two rounds, nothing is saved")
@@ -35,8 +38,13 @@ def main() -> None:
         seconds = take_turns(__file__, backend, "words", rounds=2 if args.quick else args.rounds)
         results[backend] = {way: summary(took) for way, took in seconds.items()}
         results[backend]["ratio"] = of = ratio(seconds[ROWS], seconds[WHOLE])
-        times = ", ".join(f"{way} {results[backend][way]['median_ms']:.1f} ms" for way in (ROWS, WHOLE))
-        print(f"{backend}: {times}: {of['median']:.3f} ({of['quartile_1']:.3f} to {of['quartile_3']:.3f})")
+        times = ", ".join(
+            f"{way} {results[backend][way]['median_ms']:.1f} ms" for way in (ROWS, WHOLE)
+        )
+        print(
+            f"{backend}: {times}: {of['median']:.3f} ({of['quartile_1']:.3f} to "
+            f"{of['quartile_3']:.3f})"
+        )
     if not args.quick:
         print(save("rows", results))
 

@@ -1,12 +1,14 @@
-"""The memory and the bytes that checkpoints cost each rank, of a state that it could not hold alone.
+"""The memory and the bytes that checkpoints cost each rank, of a state that it could not hold
+alone.
 
     python -m bench.saving [mpi|gloo] [ranks]
 
-64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of this machine. Told are
-for each rank the most that its resident memory grows, the rank's part of the state included: to a state that is saved
-twice; in another process to one that is restored into a form, and to one that is restored into another state. Then the
-bytes that it wrote. At last it trains: in turns some steps without a checkpoint, and as many in which one is saved and
-written. What the latter take longer is told as a share of a hundred steps.
+64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of
+this machine. Told are for each rank the most that its resident memory grows, the rank's part of the
+state included: to a state that is saved twice; in another process to one that is restored into a
+form, and to one that is restored into another state. Then the bytes that it wrote. At last it
+trains: in turns some steps without a checkpoint, and as many in which one is saved and written.
+What the latter take longer is told as a share of a hundred steps.
 """
 
 import json
@@ -49,15 +51,24 @@ def filled(group: fddp.Group, forms: fddp.TrainState) -> fddp.TrainState:
     def fill(x: Any) -> Any:
         if not is_shard(x):
             return group.placement.place(np.zeros(x.shape, x.dtype), fddp.comm.REPLICATED)
-        rows = np.full((x.parts.shape[0] // count, *x.parts.shape[1:]), 1.0 + group.rank, x.parts.dtype)
-        return Shard(group.placement.place(rows, group.placement.per_replica), x.shape, ranks=x.ranks, depth=x.depth)
+        rows = np.full(
+            (x.parts.shape[0] // count, *x.parts.shape[1:]), 1.0 + group.rank, x.parts.dtype
+        )
+        return Shard(
+            group.placement.place(rows, group.placement.per_replica),
+            x.shape,
+            ranks=x.ranks,
+            depth=x.depth,
+        )
 
     return jax.tree.map(fill, forms, is_leaf=is_shard)
 
 
 def resident(name: str) -> float:
     """MiB of resident memory: "VmRSS" now, "VmHWM" at most."""
-    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")]
+    (line,) = [
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")
+    ]
     return int(line.split()[1]) / 1024
 
 
@@ -81,15 +92,21 @@ def rank(folder: str, act: str) -> None:
     """What one rank does; rank 0 prints what all have found."""
     group = fddp.init()
     step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
-    forms = step.shapes({f"layer_{k}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for k in range(LEAVES)})
+    forms = step.shapes(
+        {f"layer_{k}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for k in range(LEAVES)}
+    )
     fddp.Checkpoints(folder, step).close()  # libraries are loaded
     watched = Watched()
-    {"save": saves, "restore": restores, "train": trains}[act](group, step, forms, Path(folder), watched)
+    {"save": saves, "restore": restores, "train": trains}[act](
+        group, step, forms, Path(folder), watched
+    )
     every = group.all_gather_object(watched.found)
     group.print(json.dumps(every))
 
 
-def saves(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched) -> None:
+def saves(
+    group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched
+) -> None:
     with watched("made"):
         state = jax.block_until_ready(filled(group, forms))
     with watched("saved"), fddp.Checkpoints(folder, step) as checkpoints:
@@ -102,10 +119,16 @@ def saves(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folde
     files = [file for file in newest.rglob("*") if file.is_file()]
     mine = [file for file in files if file.relative_to(newest).parts[0] == str(group.rank)]
     lists = [file for file in files if not file.relative_to(newest).parts[0].isdecimal()]
-    watched.found |= {"mib_written": mib(mine), "files_written": len(mine), "mib_of_lists": mib(lists)}
+    watched.found |= {
+        "mib_written": mib(mine),
+        "files_written": len(mine),
+        "mib_of_lists": mib(lists),
+    }
 
 
-def restores(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched) -> None:
+def restores(
+    group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched
+) -> None:
     for what, make in (("into_form", lambda: forms), ("into_state", lambda: filled(group, forms))):
         with watched(what), fddp.Checkpoints(folder, step) as checkpoints:
             state, _ = checkpoints.restore(make())
@@ -115,7 +138,9 @@ def restores(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, fo
         del state, first
 
 
-def trains(group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched) -> None:
+def trains(
+    group: fddp.Group, step: fddp.TrainStep, forms: fddp.TrainState, folder: Path, watched: Watched
+) -> None:
     state = filled(group, forms)
     rows = np.ones((1, WIDTH), np.float32)
     without, within, kept = list[float](), list[float](), list[float]()
@@ -154,9 +179,13 @@ def main(backend: str = "mpi", ranks: str = "4") -> None:
     try:
         for act in ("save", "restore", "train"):
             command = [sys.executable, "-m", "bench.saving", "rank", folder, act]
-            with ending(start(backend, int(ranks), command, {"JAX_PLATFORMS": "cpu"}, stdout=-1, text=True)) as jobs:
+            with ending(
+                start(backend, int(ranks), command, {"JAX_PLATFORMS": "cpu"}, stdout=-1, text=True)
+            ) as jobs:
                 texts = [job.communicate()[0] for job in jobs]
-            (line,) = [line for text in texts for line in text.splitlines() if line.startswith("[{")]
+            (line,) = [
+                line for text in texts for line in text.splitlines() if line.startswith("[{")
+            ]
             found[act] = json.loads(line)
             print(act, *found[act], sep="\n  ", flush=True)
     finally:

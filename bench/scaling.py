@@ -1,10 +1,12 @@
-"""How well does a step on two replicas tell what it takes on more? Projected to 4,096, checked on four.
+"""How well does a step on two replicas tell what it takes on more? Projected to 4,096, checked on
+four.
 
     python bench/scaling.py [--problem mlp] [--backend gloo] [--cap 4] [--quick]
 
-Two and four processes on this machine, over loopback. The hop of the ring comes from the all-reduces of the two. Four
-processes on fewer cores also compute more slowly, which is no matter of the link; so the projection to four is told
-twice: with the stages of the two, and with those that the four have when each runs alone.
+Two and four processes on this machine, over loopback. The hop of the ring comes from the
+all-reduces of the two. Four processes on fewer cores also compute more slowly, which is no matter
+of the link; so the projection to four is told twice: with the stages of the two, and with those
+that the four have when each runs alone.
 """
 
 import argparse
@@ -24,7 +26,9 @@ from fddp.schedules.timeline import Pace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problem", default="mlp")
     parser.add_argument("--backend", default="gloo", choices=["gloo", "mpi"])
     parser.add_argument("--cap", type=float, default=4.0)
@@ -49,7 +53,14 @@ def run(backend: str, name: str, size: int, rounds: int, cap_mb: float) -> dict[
     """Tunes with a single cap on so many processes of this machine."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        worker = [sys.executable, str(ROOT / "bench" / "tuning_worker.py"), backend, name, str(rounds), str(path)]
+        worker = [
+            sys.executable,
+            str(ROOT / "bench" / "tuning_worker.py"),
+            backend,
+            name,
+            str(rounds),
+            str(path),
+        ]
         env = {"PYTHONPATH": str(ROOT), "NPROC": "2"}
         with ending(start(backend, size, [*worker, str(cap_mb)], env)) as jobs:
             if any(job.wait(600) for job in jobs):
@@ -58,7 +69,8 @@ def run(backend: str, name: str, size: int, rounds: int, cap_mb: float) -> dict[
 
 
 def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
-    """Projected over measured on four, minus 1: an all-reduce of the largest bucket, and the step."""
+    """Projected over measured on four, minus 1: an all-reduce of the largest bucket, and the
+    step."""
     hop, (cap,) = hop_of(Link(**two["link"]), 2), four["caps"]
     largest, measured = max(cap["nbytes"]), cap["measured_ms"] / 1e3
 
@@ -77,7 +89,9 @@ def projections(two: dict[str, Any], algorithm: Algorithm) -> list[dict[str, flo
     return [vars(one) for one in projected(two, hop, two, REPLICAS, algorithm)]
 
 
-def projected(found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm) -> Any:
+def projected(
+    found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm
+) -> Any:
     """Projects what bench/tuning_worker.py found with a single cap.
 
     Args:
@@ -105,13 +119,23 @@ def projected(found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas:
 
 def table(results: dict[str, Any]) -> str:
     rows = [
-        f"{a['replicas']:8}  {1e3 * a['step_s']:9.1f}  {a['efficiency']:10.0%}  {1e3 * b['step_s']:9.1f}  "
+        f"{a['replicas']:8}  {1e3 * a['step_s']:9.1f}  {a['efficiency']:10.0%}  "
+        f"{1e3 * b['step_s']:9.1f}  "
         f"{b['efficiency']:10.0%}"
         for a, b in zip(results["projections"]["ring"], results["projections"]["tree"])
     ]
-    told = [f"{name.replace('_', ' ')}: projected {off:+.1%} of measured" for name, off in results["checks"].items()]
+    told = [
+        f"{name.replace('_', ' ')}: projected {off:+.1%} of measured"
+        for name, off in results["checks"].items()
+    ]
     return "\n".join(
-        [results["problem"], "replicas    ring ms  efficiency    tree ms  efficiency", *rows, "on four:", *told]
+        [
+            results["problem"],
+            "replicas    ring ms  efficiency    tree ms  efficiency",
+            *rows,
+            "on four:",
+            *told,
+        ]
     )
 
 

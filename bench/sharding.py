@@ -1,10 +1,11 @@
 """What does sharing the optimizer's state cost in time, and save in memory?
 
-    sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--ways …] [--quick]
+    sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--ways …]
+    [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, AdamW. Whole and shared state take turns of four
-steps, the first of which finds traffic of another training under way and does not count. Memory is counted from the
-arrays that a state holds, on rank 0.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, AdamW. Whole and shared state take
+turns of four steps, the first of which finds traffic of another training under way and does not
+count. Memory is counted from the arrays that a state holds, on rank 0.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), stage 1.
 """
@@ -38,7 +39,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "optimizer, staged": {"schedule": "staged", "shard": "optimizer"},
     "state, staged": {"schedule": "staged", "shard": "state"},
     "resharded, staged": {"schedule": "staged", "shard": "state", "reshard_after_forward": True},
-    "state, eager": {"schedule": "eager", "shard": "state"},
     "whole, eager": {"schedule": "eager"},
     "whole, after": {"schedule": "after"},
     "optimizer, after": {"schedule": "after", "shard": "optimizer"},
@@ -47,8 +47,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py"
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     told = "ways to hold a state; whole state under the same schedule is what they are held against"
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help=told)
@@ -57,7 +61,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--name", default="sharding", help="of the file in bench/results")
     parser.add_argument("--quick", action="store_true", help="two rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
+    parser.add_argument(
+        "--rank", nargs=3, help=argparse.SUPPRESS
+    )  # backend, problem, path: this is one of the hosts
     args = parser.parse_args()
     rounds = 2 if args.quick else args.rounds
     if args.rank:
@@ -66,26 +72,46 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            words = ["--rounds", rounds, "--cap", args.cap, "--ways", *args.ways, "--rank", backend, name]
+            words = [
+                "--rounds",
+                rounds,
+                "--cap",
+                args.cap,
+                "--ways",
+                *args.ways,
+                "--rank",
+                backend,
+                name,
+            ]
             results[f"{name}, {backend}"] = found = ask(backend, args.rate, __file__, *words)
             for way, told in found.items():
-                times = f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of whole"
+                times = (
+                    f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of "
+                    f"whole"
+                )
                 paper = f", on paper {told['on_paper_ms']:.1f} ms" if "on_paper_ms" in told else ""
-                memory = f"optimizer {told['optimizer_mib']:.1f} MiB, parameters {told['parameters_mib']:.1f} MiB"
+                memory = (
+                    f"optimizer {told['optimizer_mib']:.1f} MiB, parameters "
+                    f"{told['parameters_mib']:.1f} MiB"
+                )
                 print(f"{name}, {backend}, {way:17} {times}{paper}; {memory}")
     if not args.quick:
         print(save(args.name, results))
     return None
 
 
-def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float, chosen: list[str]) -> None:
+def one_host(
+    backend: str, name: str, path: str, rounds: int, cap_mb: float, chosen: list[str]
+) -> None:
     """One host's part."""
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
     ways = {way: Training(task, group, cap_mb, **WAYS[way]) for way in chosen}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     tried = TRIED if "whole, eager" in ways else STEPS
-    for turn in range(-tried // STEPS, rounds):  # until whole eager has the order of messages that stays
+    for turn in range(
+        -tried // STEPS, rounds
+    ):  # until whole eager has the order of messages that stays
         for way, training in ways.items():
             group.barrier()
             if turn == 0:
@@ -95,19 +121,32 @@ def one_host(backend: str, name: str, path: str, rounds: int, cap_mb: float, cho
             jax.block_until_ready(training.state)  # nor shall the next one find this one's
             seconds[way] += took if turn >= 0 else []
     on_paper = {
-        way: group.all_reduce(np.array(ways[way].on_paper()), op="max") for way in ways if way.endswith("eager")
+        way: group.all_reduce(np.array(ways[way].on_paper()), op="max")
+        for way in ways
+        if way.endswith("eager")
     }
     slower = {way: group.all_reduce(np.array(some), op="max") for way, some in seconds.items()}
     if group.rank == 0:
         said = {
             way: {
                 "step": summary(slower[way]),
-                "to_whole": ratio(slower[way], slower["whole, after" if way.endswith("after") else "whole, staged"]),
-                **({"to_state": ratio(slower[way], slower["state, staged"])} if way.startswith("resharded") else {}),
+                "to_whole": ratio(
+                    slower[way],
+                    slower["whole, after" if way.endswith("after") else "whole, staged"],
+                ),
+                **(
+                    {"to_state": ratio(slower[way], slower["state, staged"])}
+                    if way.startswith("resharded")
+                    else {}
+                ),
                 "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
                 "parameters_mib": round(held(training.state.params) / MiB, 2),
-                "sent_mib": round(int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2),
-                **({"on_paper_ms": round(1e3 * float(on_paper[way]), 1)} if way in on_paper else {}),
+                "sent_mib": round(
+                    int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2
+                ),
+                **(
+                    {"on_paper_ms": round(1e3 * float(on_paper[way]), 1)} if way in on_paper else {}
+                ),
             }
             for way, training in ways.items()
         }
@@ -119,9 +158,14 @@ class Training:
 
     def __init__(self, task: Problem, group: fddp.Group, cap_mb: float, **options: Any) -> None:
         caps = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"), cap_mb)
-        self.step = fddp.train_step(task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **caps, **options)
+        self.step = fddp.train_step(
+            task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **caps, **options
+        )
         self.seconds, self.nbytes = defaultdict[str, list[float]](list), dict[str, int]()
-        self.state, self.batch = self.step.init(task.params, model_state=task.model_state), task.batch
+        self.state, self.batch = (
+            self.step.init(task.params, model_state=task.model_state),
+            task.batch,
+        )
 
     def step_seconds(self) -> float:
         """Takes a step and waits for what it tells, as a loop does that prints it."""
@@ -136,27 +180,28 @@ class Training:
         return took
 
     def on_paper(self) -> float:
-        """Seconds of a step on paper, if it crosses the border: stages as long as beside traffic, all else as alone.
+        """Seconds of an eager step on paper: stages as long as beside traffic, updates as alone.
 
-        A gather is as long as the scatter of its bucket, which has the same bytes. Whole sums, some of which lie in two
-        steps, take the median time per byte.
+        Sums, some of which lie in two steps, take the median time per byte.
         """
-        listed, whole = self.step.tasks(self.state, self.batch), not self.step.options.shard
-        names = [task.name for task in listed.messages]
-        per_byte = np.median(
-            [t / self.nbytes[name] for name in names for t in self.seconds[name] if name in self.nbytes]
-        )
-
-        def alone(name: str) -> float:
-            if whole and name in names:
-                return float(self.nbytes[name] * per_byte)
-            return min(self.seconds[name.replace("gather", "bucket")])
-
-        took = {
-            task.name: float(np.median(self.seconds[task.name])) if task.kind == "compute" else alone(task.name)
-            for task in listed.tasks
-        }
-        return steady_seconds(listed.tasks, took, *([attrgetter("replaces")] if whole else []))
+        listed = self.step.tasks(self.state, self.batch)
+        names = {task.name for task in listed.messages}
+        rates = [
+            seconds / self.nbytes[name]
+            for name in names
+            for seconds in self.seconds[name]
+            if name in self.nbytes
+        ]
+        per_byte = float(np.median(rates))
+        took = dict[str, float]()
+        for task in listed.tasks:
+            if task.name in names:
+                took[task.name] = self.nbytes[task.name] * per_byte
+            elif task.kind == "compute":
+                took[task.name] = float(np.median(self.seconds[task.name]))
+            else:
+                took[task.name] = min(self.seconds[task.name])
+        return steady_seconds(listed.tasks, took, attrgetter("replaces"))
 
 
 def held(tree: Any) -> int:

@@ -1,12 +1,13 @@
-"""What does synchronizing only every k-th batch save, and what does it cost? (Paper, figures 10 and 11.)
+"""What does synchronizing only every k-th batch save, and what does it cost? (Paper, figures 10 and
+11.)
 
     sudo .venv/bin/python bench/skipping.py [--backends Gloo MPI] [--quick]
 
-Speed: `step.no_sync` for k - 1 batches and then a step, on two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core
-each; the MLP, schedule "staged", 8 batches in a turn for every k. Convergence: a perceptron of 85,000 parameters
-on scikit-learn's digits (the paper: MNIST), two replicas in one process, plain SGD; the loss of every batch (where k
-batches are synchronized, that of all k) under a low-pass filter of order 3, as in the paper. A batch is the rows of all
-replicas.
+Speed: `step.no_sync` for k - 1 batches and then a step, on two hosts joined by 1 Gbit/s
+(bench/two_hosts.py), one core each; the MLP, schedule "staged", 8 batches in a turn for every k.
+Convergence: a perceptron of 85,000 parameters on scikit-learn's digits (the paper: MNIST), two
+replicas in one process, plain SGD; the loss of every batch (where k batches are synchronized, that
+of all k) under a low-pass filter of order 3, as in the paper. A batch is the rows of all replicas.
 """
 
 import argparse
@@ -41,10 +42,14 @@ MODEL = mlp.MLP((64, 256, 256, 10))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="one round and few batches, nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="one round and few batches, nothing is saved"
+    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     fddp.init("local")
@@ -55,12 +60,27 @@ def main() -> None:
         speed[backend] = rows = results(take_turns(__file__, backend, "mlp", rounds=rounds))
         for k, row in rows.items():
             quartiles = f"{row['quartile_1_ms']:.0f}–{row['quartile_3_ms']:.0f}"
-            sheet.add_row(backend, k, f"{row['median_ms']:.0f}", quartiles, f"{row['of_every_batch']['median']:.3f}")
+            sheet.add_row(
+                backend,
+                k,
+                f"{row['median_ms']:.0f}",
+                quartiles,
+                f"{row['of_every_batch']['median']:.3f}",
+            )
     Console(width=100).print(sheet)
 
-    losses = {rows: {k: train(rows, rate, k, count) for k in EVERY} for rows, rate in PANELS.items()}
-    sheet = Table("rows, rate", *(f"every {k}" for k in EVERY), title="mean loss of the last tenth of the batches")
-    last = {f"{n}, {PANELS[n]}": {f"{k}": ends(x) for k, x in lines.items()} for n, lines in losses.items()}
+    losses = {
+        rows: {k: train(rows, rate, k, count) for k in EVERY} for rows, rate in PANELS.items()
+    }
+    sheet = Table(
+        "rows, rate",
+        *(f"every {k}" for k in EVERY),
+        title="mean loss of the last tenth of the batches",
+    )
+    last = {
+        f"{n}, {PANELS[n]}": {f"{k}": ends(x) for k, x in lines.items()}
+        for n, lines in losses.items()
+    }
     for title, ended in last.items():
         sheet.add_row(title, *(f"{value:.4f}" for value in ended.values()))
     Console(width=100).print(sheet)
@@ -75,21 +95,27 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    return {k: summary(took / BATCHES) | {"of_every_batch": ratio(took, seconds["1"])} for k, took in seconds.items()}
+    return {
+        k: summary(took / BATCHES) | {"of_every_batch": ratio(took, seconds["1"])}
+        for k, took in seconds.items()
+    }
 
 
 def train(rows: int, rate: float, every: int, count: int) -> list[float]:
     """Loss of so many batches, the parameters changed after every k-th one."""
     images, labels, *_ = data.split_digits()
     images = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 64)
-    # DDP adds the gradients of k batches up, fddp takes their mean: k times the rate is the same step.
+    # DDP adds the gradients of k batches up, fddp takes their mean: k times the rate is the same
+    # step.
     step = fddp.train_step(loss_fn, optax.sgd(rate * every))
     state, losses = step.init(MODEL.init(jax.random.key(0), images[:1])), []
     order = fddp.samples(len(images), rows, seed=0, drop_last=True)
     for turn, chosen in enumerate(islice(order, count)):
         batch = {"image": images[chosen], "label": labels[chosen].astype(np.int32)}
         state, info = (step.no_sync if (turn + 1) % every else step)(state, batch)
-        losses.append(float(info.loss))  # waits: of many steps under way XLA's few threads may all wait for each other
+        losses.append(
+            float(info.loss)
+        )  # waits: of many steps under way XLA's few threads may all wait for each other
     return losses
 
 
@@ -103,8 +129,11 @@ def ends(losses: list[float]) -> float:
     return round(float(np.mean(losses[-len(losses) // 10 :])), 5)
 
 
-def picture(speed: Mapping[str, Mapping[str, Any]], losses: Mapping[int, Mapping[int, list[float]]]) -> Path:
-    """Draws the time of a batch over k, and a panel of smoothed losses for every size of a batch."""
+def picture(
+    speed: Mapping[str, Mapping[str, Any]], losses: Mapping[int, Mapping[int, list[float]]]
+) -> Path:
+    """Draws the time of a batch over k, and a panel of smoothed losses for every size of a
+    batch."""
     sheet, axes = figure(1 + len(losses))
     for backend, rows in speed.items():
         axes[0].plot(list(rows), [row["median_ms"] for row in rows.values()], "o-", label=backend)
@@ -114,7 +143,9 @@ def picture(speed: Mapping[str, Mapping[str, Any]], losses: Mapping[int, Mapping
     for axis, (rows, lines) in zip(axes[1:], losses.items()):
         for k, line in lines.items():
             axis.plot(signal.filtfilt(low_pass[0], low_pass[1], line), label=f"every {k}")
-        axis.set_title(f"training loss over batches of {rows} rows, rate {PANELS[rows]}", loc="left")
+        axis.set_title(
+            f"training loss over batches of {rows} rows, rate {PANELS[rows]}", loc="left"
+        )
         axis.set_yscale("log")
     for axis in axes:
         axis.legend(frameon=False)

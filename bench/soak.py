@@ -2,8 +2,9 @@
 
     python bench/soak.py [--steps 2000] [--quick]
 
-Four processes over MPI, then four over Gloo, train a tiny network under schedule "staged", so that every step starts
-and ends its communication thread. Memory (RSS) and threads are read ten times on the way; the first tenth warms up.
+Four processes over MPI, then four over Gloo, train a tiny network under schedule "staged", so that
+every step starts and ends its communication thread. Memory (RSS) and threads are read ten times on
+the way; the first tenth warms up.
 """
 
 import argparse
@@ -25,7 +26,9 @@ READINGS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--quick", action="store_true", help="200 steps, nothing is saved")
     parser.add_argument("--rank", metavar="BACKEND", help=argparse.SUPPRESS)
@@ -37,7 +40,10 @@ def main() -> None:
     results = {backend: job(backend, steps) for backend in ("mpi", "gloo")}
     for backend, ranks in results.items():
         growth = max(r["rss_mb"][-1] / r["rss_mb"][0] for r in ranks)
-        print(f"{backend}: {steps} steps on {SIZE} ranks; memory grows {100 * (growth - 1):+.2f} % at most; {ranks[0]}")
+        print(
+            f"{backend}: {steps} steps on {SIZE} ranks; memory grows {100 * (growth - 1):+.2f} % "
+            f"at most; {ranks[0]}"
+        )
     if not args.quick:
         print(save("soak", {"steps": steps, **results}))
 
@@ -66,8 +72,14 @@ def soak(backend: str, steps: int) -> None:
     model = mlp.PRESETS["tiny"]
     batch = mlp.batch(model, 8, group.rank)
     params, _ = mlp.init(model, jax.random.key(0), batch)
-    caps: dict[str, Any] = {"bucket_cap_mb": 0.002, "first_bucket_mb": 0.002, "last_bucket_mb": 0.002}
-    step = fddp.train_step(mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, schedule="staged", **caps)
+    caps: dict[str, Any] = {
+        "bucket_cap_mb": 0.002,
+        "first_bucket_mb": 0.002,
+        "last_bucket_mb": 0.002,
+    }
+    step = fddp.train_step(
+        mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, schedule="staged", **caps
+    )
     state = step.init(params)
     rss, threads = [], []
     for number in range(steps):
@@ -76,7 +88,12 @@ def soak(backend: str, steps: int) -> None:
             jax.block_until_ready(info.loss)
             rss.append(round(_rss_mb(), 2))
             threads.append(threading.active_count())
-    line = {"rank": group.rank, "buckets": len(step.plan.buckets), "rss_mb": rss, "threads": threads}
+    line = {
+        "rank": group.rank,
+        "buckets": len(step.plan.buckets),
+        "rss_mb": rss,
+        "threads": threads,
+    }
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
     group.barrier()

@@ -4,16 +4,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fddp.schedules import simulate
-from fddp.schedules.gathers_ahead import NEXT, queue_of_gathers
+from fddp.schedules.queues import by_kind
 from fddp.schedules.tasks import NEW, RESULT, Task, Value
 
 STEPS = 4  # that are simulated: the last one takes as long as all that would follow
 
 
 def steady_seconds(
-    tasks: Sequence[Task], seconds: Mapping[str, float], late: Callable[[Value], Any] = lambda value: False
+    tasks: Sequence[Task],
+    seconds: Mapping[str, float],
+    late: Callable[[Value], Any] = lambda value: False,
 ) -> float:
-    """Simulates several steps in a row, and returns how long one takes after many like it: see `simulate`.
+    """Simulates several steps in a row, and returns how long one takes after many like it: see
+    `simulate`.
 
     Args:
       tasks: of a step that overlaps the next one.
@@ -25,22 +28,33 @@ def steady_seconds(
     """
     written = [name for task in tasks for name in task.writes]
     results = [name for name in written if name.kind in (NEW, RESULT)]
-    # The name by which a step reads a value → the name by which the step before it has written that value.
+    # The name by which a step reads a value → the name by which the step before it has written that
+    # value.
     before = {name.replaces: name for name in results if late(name)}
-    before |= {Value(name.kind, name.number): name for name in written if name.path == NEXT}
     several = list[Task]()
     took = dict[str, float]()
     ends = list[Value]()
     for step in range(STEPS):
         for place, task in enumerate(tasks):
-            reads = [_at(step - 1, before[name]) if name in before else _at(step, name) for name in task.reads]
+            reads = [
+                _at(step - 1, before[name]) if name in before else _at(step, name)
+                for name in task.reads
+            ]
             # A step begins when the one before it has returned, with all results that are not late.
-            reads += [_at(step - 1, name) for name in results if not late(name)] if place == 0 and step else []
+            reads += (
+                [_at(step - 1, name) for name in results if not late(name)]
+                if place == 0 and step
+                else []
+            )
             writes = tuple(_at(step, name) for name in task.writes)
-            several.append(task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes))
+            several.append(
+                task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes)
+            )
             took[several[-1].name] = seconds.get(task.name, 0.0)
-        ends.append(_at(step, [task.name for task in tasks if not set(results).isdisjoint(task.writes)][-1]))
-    ended = {span.name: span.end for span in simulate(several, took, queue=queue_of_gathers).spans}
+        ends.append(
+            _at(step, [task.name for task in tasks if not set(results).isdisjoint(task.writes)][-1])
+        )
+    ended = {span.name: span.end for span in simulate(several, took, queue=by_kind).spans}
     return ended[ends[-1]] - ended[ends[-2]]
 
 

@@ -2,8 +2,9 @@
 
     python bench/survivors.py [--quick]
 
-Over Gloo: MPICH ends them. One of three ranks kills itself; the others catch the error of the sum that broke off, join
-a world of two ranks, and go on there with a copy of the state before the step (`donate=False`). Nobody watches them.
+Over Gloo: MPICH ends them. One of three ranks kills itself; the others catch the error of the sum
+that broke off, join a world of two ranks, and go on there with a copy of the state before the step
+(`donate=False`). Nobody watches them.
 """
 
 import argparse
@@ -29,15 +30,23 @@ RANKS, LAST = 3, 20  # who has the highest number dies before this step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="one death, not ten; nothing is saved")
     parser.add_argument("--rank", metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        survive(int(os.environ["FDDP_RANK"]), Path(args.rank), int(os.environ["FDDP_COORDINATOR"].split(":")[1]))
+        survive(
+            int(os.environ["FDDP_RANK"]),
+            Path(args.rank),
+            int(os.environ["FDDP_COORDINATOR"].split(":")[1]),
+        )
         return
     times = [death() for _ in range(1 if args.quick else 10)]
-    after = dict(zip(("the error is caught", "they have met", "the next step is over"), zip(*times)))
+    after = dict(
+        zip(("the error is caught", "they have met", "the next step is over"), zip(*times))
+    )
     for what, seconds in after.items():
         print(f"{what} after {np.median(seconds):.2f} s (at most {max(seconds):.2f})")
     if not args.quick:
@@ -48,9 +57,17 @@ def death() -> list[float]:
     """Seconds from a death to what the slower survivor does."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        for job in start("gloo", RANKS, [sys.executable, __file__, "--rank", folder], env, stdout=subprocess.DEVNULL):
+        for job in start(
+            "gloo",
+            RANKS,
+            [sys.executable, __file__, "--rank", folder],
+            env,
+            stdout=subprocess.DEVNULL,
+        ):
             job.wait(timeout=120)
-        said = [np.array(Path(folder, str(rank)).read_text().split(), float) for rank in range(RANKS)]
+        said = [
+            np.array(Path(folder, str(rank)).read_text().split(), float) for rank in range(RANKS)
+        ]
     return np.round(np.max(said[:-1], axis=0) - said[-1], 2).tolist()
 
 
@@ -63,7 +80,9 @@ def survive(rank: int, folder: Path, port: int) -> None:
         jax.distributed.initialize(f"127.0.0.1:{port + RANKS - size}", size, rank)
         times.append(time.monotonic())
         group = fddp.mesh_group(jax.make_mesh((size,), ("replica",)))
-        step = fddp.train_step(lambda w, x: ((x @ w - 1) ** 2).mean(), optax.sgd(0.1), group=group, donate=False)
+        step = fddp.train_step(
+            lambda w, x: ((x @ w - 1) ** 2).mean(), optax.sgd(0.1), group=group, donate=False
+        )
         state = step.init(params)
         try:
             while size == RANKS or int(state.step) < 1:

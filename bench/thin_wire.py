@@ -3,9 +3,10 @@
     sudo .venv/bin/python bench/thin_wire.py [--steps 64] [--backends mpi] [--quick] # bytes
     python bench/thin_wire.py --losses [--seeds 5] [--first 0] [--steps 2000]        # losses
 
-Four ranks on two emulated hosts, 1 Gbit/s inside of each and 100 Mbit/s between them; the bytes between the hosts are
-the kernel's own counters, headers, watchers and all. An island is a host. The losses need no wire: four replicas on
-devices of one CPU train the GPT of bench/local_steps.py, on the same rows with every method.
+Four ranks on two emulated hosts, 1 Gbit/s inside of each and 100 Mbit/s between them; the bytes
+between the hosts are the kernel's own counters, headers, watchers and all. An island is a host. The
+losses need no wire: four replicas on devices of one CPU train the GPT of bench/local_steps.py, on
+the same rows with every method.
 
 Source: Douillard et al., "DiLoCo" (2023); PyTorch's `post_localSGD` with subgroups.
 """
@@ -39,22 +40,35 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "local SGD, islands of two": {"every": EVERY, "island": 2},
     "local SGD, 16, islands of two": {"every": EVERY // 2, "island": 2},
     "local SGD, 21, islands of two": {"every": 21, "island": 2},
-    "DES-LOC, islands of two": {"every": {"params": EVERY, "mu": 3 * EVERY, "nu": 6 * EVERY}, "island": 2},
+    "DES-LOC, islands of two": {
+        "every": {"params": EVERY, "mu": 3 * EVERY, "nu": 6 * EVERY},
+        "island": 2,
+    },
     "SlowMo, islands of two": {"every": EVERY, "island": 2, "outer": optax.sgd(1.0, momentum=0.5)},
     "DiLoCo, islands of two": {"every": EVERY, "island": 2, "outer": NESTEROV},
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", action="store_true", help="trains on devices of one CPU, and evaluates")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--losses", action="store_true", help="trains on devices of one CPU, and evaluates"
+    )
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--first", type=int, default=0, help="number of the first seed; the file keeps the others")
-    parser.add_argument("--steps", type=int, default=None, help="default: 64 for bytes, 2000 for losses")
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first seed; the file keeps the others"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=None, help="default: 64 for bytes, 2000 for losses"
+    )
     parser.add_argument("--quick", action="store_true", help="few steps, nothing is saved")
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, steps, path: this is one of the ranks
+    parser.add_argument(
+        "--rank", nargs=3, help=argparse.SUPPRESS
+    )  # backend, steps, path: this is one of the ranks
     args = parser.parse_args()
     if args.rank:
         backend, steps, path = args.rank
@@ -69,7 +83,9 @@ def main() -> None:
         steps = args.steps or 2 * EVERY
         methods = list(dict.fromkeys(["DDP", *args.methods]))
         for backend in args.backends:
-            found = ask(backend, BETWEEN, __file__, "--methods", *methods, "--rank", backend, steps, each=2)
+            found = ask(
+                backend, BETWEEN, __file__, "--methods", *methods, "--rank", backend, steps, each=2
+            )
             ddp = found["DDP"]["bytes_a_step"]
             for method, one in found.items():
                 one["of_ddp"] = round(one["bytes_a_step"] / ddp, 4)
@@ -98,7 +114,10 @@ def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
         optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
         step = fddp.train_step(problem.loss_fn, optimizer, group=group, schedule="staged")
         state = step.init(problem.params)
-        batches = [jax.tree.map(lambda x: x[group.rank :: 4], one) for one in islice(problem.batches(0), steps)]
+        batches = [
+            jax.tree.map(lambda x: x[group.rank :: 4], one)
+            for one in islice(problem.batches(0), steps)
+        ]
         for batch in batches[:EVERY]:  # compiles all kinds of steps
             state, _ = step(state, batch)
         jax.block_until_ready(state)
@@ -111,7 +130,10 @@ def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
         group.barrier()
         took = time.perf_counter() - begin
         nbytes = (counters() - before) / steps
-        found[method] = {"bytes_a_step": round(float(nbytes)), "ms_a_step": round(1e3 * took / steps, 1)}
+        found[method] = {
+            "bytes_a_step": round(float(nbytes)),
+            "ms_a_step": round(1e3 * took / steps, 1),
+        }
     if group.is_main:
         path.write_text(json.dumps(found))
 
@@ -140,7 +162,11 @@ def summary(results: dict[str, Any]) -> str:
         ddp = found.get("DDP", {})
         for method, one in found.items():
             seeds = sorted(one.keys() & ddp.keys())
-            share = np.mean([one[seed] for seed in seeds]) / np.mean([ddp[seed] for seed in seeds]) if seeds else np.nan
+            share = (
+                np.mean([one[seed] for seed in seeds]) / np.mean([ddp[seed] for seed in seeds])
+                if seeds
+                else np.nan
+            )
             lines.append(f"{steps} steps, {method}: {share:.4f} of DDP's ({len(seeds)} seeds)")
     return "\n".join(lines)
 

@@ -1,4 +1,5 @@
-"""One rank of PyTorch DDP for bench/overlap.py, in an environment of its own (torch 2.13, CPU): the same networks.
+"""One rank of PyTorch DDP for bench/overlap.py, in an environment of its own (torch 2.13, CPU): the
+same networks.
 
 Called as bench/overlap_worker.py is; imports nothing of this project.
 """
@@ -27,12 +28,16 @@ def main(control: str, name: str, bits: str = "") -> None:
     torch.set_num_threads(1)
     rank, size = int(os.environ["FDDP_RANK"]), int(os.environ["FDDP_SIZE"])
     host, port = os.environ["FDDP_COORDINATOR"].split(":")
-    dist.init_process_group("gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size
+    )
     _, _, elements = name.partition(":")  # of a layer that waits
     caps_mb = [layers * int(elements) / 2**18 for layers in CAPS_WAITING] if elements else CAPS_MB
     ways = {f"PyTorch DDP, {cap:g} MiB": _step(name, rank, cap) for cap in caps_mb}
     if bits == "bf16":
-        ways |= {f"PyTorch DDP, bf16, {cap:g} MiB": _step(name, rank, cap, _in_bf16) for cap in caps_mb}
+        ways |= {
+            f"PyTorch DDP, bf16, {cap:g} MiB": _step(name, rank, cap, _in_bf16) for cap in caps_mb
+        }
     ways["PyTorch, alone"] = _step(name, rank, None)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -60,7 +65,11 @@ def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
     name, _, elements = name.partition(":")
     models["waiting"] = partial(_waiting, elements)
     model, batch = models[name](rank)
-    module = model if cap_mb is None else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    module = (
+        model
+        if cap_mb is None
+        else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
+    )
     if hook is not None and isinstance(module, nn.parallel.DistributedDataParallel):
         module.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -74,7 +83,8 @@ def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
 
 
 def _in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's own hook; registered itself it is refused without a GPU, though Gloo sums these numbers."""
+    """PyTorch's own hook; registered itself it is refused without a GPU, though Gloo sums these
+    numbers."""
     return bf16_compress_hook(state, bucket)
 
 
@@ -107,7 +117,9 @@ class _Block(nn.Module):
         self.norms = nn.ModuleList([nn.BatchNorm2d(width), nn.BatchNorm2d(width)])
         self.short = nn.Sequential()
         if stride > 1 or inside != width:
-            self.short = nn.Sequential(nn.Conv2d(inside, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.short = nn.Sequential(
+                nn.Conv2d(inside, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norms[1](self.b(F.relu(self.norms[0](self.a(x)))))
@@ -115,23 +127,36 @@ class _Block(nn.Module):
 
 
 def _resnet18(rank: int) -> Any:
-    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    stem = [
+        nn.Conv2d(3, 64, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(64),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     widths = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     widths += [(128, 256, 2), (256, 256, 1), (256, 512, 2), (512, 512, 1)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 1000)]
     x = torch.randn(2, 3, 64, 64, generator=_rows(rank))
     y = torch.randint(1000, (2,), generator=_rows(rank))
-    return _WithLoss(nn.Sequential(*stem, *(_Block(*w) for w in widths), *head), F.cross_entropy), (x, y)
+    return _WithLoss(nn.Sequential(*stem, *(_Block(*w) for w in widths), *head), F.cross_entropy), (
+        x,
+        y,
+    )
 
 
 class _Layer(nn.Module):
-    def __init__(self, width: int = 384, heads: int = 6, kv_heads: int = 2, hidden: int = 1024) -> None:
+    def __init__(
+        self, width: int = 384, heads: int = 6, kv_heads: int = 2, hidden: int = 1024
+    ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
         kv = kv_heads * self.dim
         self.q, self.k, self.v = (nn.Linear(width, w, bias=False) for w in (width, kv, kv))
         self.o = nn.Linear(width, width, bias=False)
-        self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.gate, self.up = (
+            nn.Linear(width, hidden, bias=False),
+            nn.Linear(width, hidden, bias=False),
+        )
         self.down = nn.Linear(hidden, width, bias=False)
         self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
 
@@ -180,7 +205,9 @@ class _Wait(torch.autograd.Function):
     """Adds the mean of parameters, and waits: bench/problems.py's layer."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, forward_s: float, backward_s: float) -> Any:
+    def forward(
+        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, forward_s: float, backward_s: float
+    ) -> Any:
         ctx.shape, ctx.seconds = weights.shape, backward_s
         time.sleep(forward_s)
         return rows + weights.mean()
@@ -203,7 +230,10 @@ class _Waiting(nn.Module):
 
 
 def _waiting(elements: str, rank: int) -> Any:
-    return _WithLoss(_Waiting(int(elements)), F.mse_loss), (torch.randn(4, generator=_rows(rank)), torch.ones(4))
+    return _WithLoss(_Waiting(int(elements)), F.mse_loss), (
+        torch.randn(4, generator=_rows(rank)),
+        torch.ones(4),
+    )
 
 
 if __name__ == "__main__":

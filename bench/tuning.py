@@ -1,9 +1,11 @@
-"""Does `fddp.tune` find the best bucket cap, and how close is what it predicts? On a real wire, every cap run for real.
+r"""Does `fddp.tune` find the best bucket cap, and how close is what it predicts? On a real wire,
+every cap run for real.
 
-    sudo .venv/bin/python bench/tuning.py [--problems mlp resnet18 gpt] [--backends gloo mpi] [--quick]
+    sudo .venv/bin/python bench/tuning.py [--problems mlp resnet18 gpt] [--backends gloo mpi] \
+        [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. `tune` measures and predicts; then steps with every
-cap take turns, and the median over rounds of the slower rank is what counts.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. `tune` measures and predicts; then
+steps with every cap take turns, and the median over rounds of the slower rank is what counts.
 
   deviation   predicted / measured - 1, of each cap
   regret      the measured step with the cap that tune chose / the best measured step - 1
@@ -24,7 +26,9 @@ from fddp.schedules.timeline import Pace
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--problems", nargs="+", default=["mlp", "resnet18", "gpt"])
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
@@ -34,7 +38,9 @@ def main() -> None:
     results = {}
     for name in args.problems:
         for backend in args.backends:
-            results[f"{name}, {backend}"] = found = measure(name, backend, args.rate, 4 if args.quick else args.rounds)
+            results[f"{name}, {backend}"] = found = measure(
+                name, backend, args.rate, 4 if args.quick else args.rounds
+            )
             print(f"\n{name}, {backend}\n{table(found)}", flush=True)
     if not args.quick:
         print(save("tuning", results))
@@ -53,13 +59,15 @@ def measure(name: str, backend: str, rate: str, rounds: int) -> dict[str, Any]:
 
 def table(found: dict[str, Any]) -> str:
     rows = [
-        f"{row['cap_mb']:7g}  {len(row['nbytes']):7}  {row['predicted_ms']:9.1f}  {row['measured_ms']:8.1f}  "
+        f"{row['cap_mb']:7g}  {len(row['nbytes']):7}  {row['predicted_ms']:9.1f}  "
+        f"{row['measured_ms']:8.1f}  "
         f"{row['deviation']:+9.1%}{'  chosen' if row['cap_mb'] == found['chosen_mb'] else ''}"
         for row in found["caps"]
     ]
     return "\n".join(
         [
-            f"an all-reduce takes {Link(**found['link'])}; {Pace(**found['pace'])}; tuned in {found['tune_s']:.0f} s",
+            f"an all-reduce takes {Link(**found['link'])}; {Pace(**found['pace'])}; tuned in "
+            f"{found['tune_s']:.0f} s",
             "cap MiB  buckets  predicted  measured  deviation",
             *rows,
             f"regret {found['regret']:.1%}; tune's own check {found['deviation']:+.1%}",
@@ -72,8 +80,20 @@ def picture(results: dict[str, Any]) -> Path:
     sheet, axes = figure(len(results))
     for axis, (name, found) in zip(axes, results.items()):
         caps = [f"{row['cap_mb']:g}" for row in found["caps"]]
-        axis.plot(caps, [row["predicted_ms"] for row in found["caps"]], "--", color="tab:orange", label="predicted")
-        axis.plot(caps, [row["measured_ms"] for row in found["caps"]], "o-", color="tab:blue", label="measured")
+        axis.plot(
+            caps,
+            [row["predicted_ms"] for row in found["caps"]],
+            "--",
+            color="tab:orange",
+            label="predicted",
+        )
+        axis.plot(
+            caps,
+            [row["measured_ms"] for row in found["caps"]],
+            "o-",
+            color="tab:blue",
+            label="measured",
+        )
         axis.axvline(f"{found['chosen_mb']:g}", color="gray", linewidth=1, label="chosen")
         axis.set_title(f"{name}: ms a step over the bucket cap, MiB", loc="left")
         axis.set_ylim(bottom=0)

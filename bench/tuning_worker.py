@@ -1,4 +1,5 @@
-"""One rank of bench/tuning.py and bench/scaling.py: tunes a problem, then runs every cap that was simulated.
+"""One rank of bench/tuning.py and bench/scaling.py: tunes a problem, then runs every cap that was
+simulated.
 
 tuning_worker.py BACKEND PROBLEM ROUNDS PATH [CAP ...]
 """
@@ -35,9 +36,13 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
         caps_mb=caps_mb or CAPS_MB,
     )
     took = time.perf_counter() - start
-    runs = {str(one.bucket_cap_mb): staged(task, group, one.bucket_cap_mb) for one in tuning.candidates}
+    runs = {
+        str(one.bucket_cap_mb): staged(task, group, one.bucket_cap_mb) for one in tuning.candidates
+    }
     seconds = interleave(runs, rounds=rounds, pause=group.barrier)
-    measured = {cap: float(np.median(group.all_reduce(values, op="max"))) for cap, values in seconds.items()}
+    measured = {
+        cap: float(np.median(group.all_reduce(values, op="max"))) for cap, values in seconds.items()
+    }
     if group.rank == 0:
         found = {
             "link": tuning.link._asdict(),

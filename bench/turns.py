@@ -1,7 +1,8 @@
-"""Ways of training that take turns on two hosts joined by a wire: what several questions of bench/ share.
+"""Ways of training that take turns on two hosts joined by a wire: what several questions of bench/
+share.
 
-A question is a module of bench/ with a function `ways(task, group)` that names its ways. Both ranks make the same ways
-and run them in turn; a round counts as long as the slower rank took.
+A question is a module of bench/ with a function `ways(task, group)` that names its ways. Both ranks
+make the same ways and run them in turn; a round counts as long as the slower rank took.
 """
 
 import importlib
@@ -37,7 +38,9 @@ def main(question: str, backend: str, name: str, rounds: int, path: Path) -> Non
         path.write_text(json.dumps(slower))
 
 
-def take_turns(question: str, backend: str, name: str, *, rounds: int, rate: str = "1gbit") -> dict[str, np.ndarray]:
+def take_turns(
+    question: str, backend: str, name: str, *, rounds: int, rate: str = "1gbit"
+) -> dict[str, np.ndarray]:
     """Runs the ways of a question on two hosts; the first round compiles and does not count.
 
     Args:
@@ -53,7 +56,9 @@ def take_turns(question: str, backend: str, name: str, *, rounds: int, rate: str
     Raises:
       RuntimeError: a rank failed.
     """
-    seconds = ask(backend.lower(), rate, __file__, f"bench.{Path(question).stem}", backend, name, rounds)
+    seconds = ask(
+        backend.lower(), rate, __file__, f"bench.{Path(question).stem}", backend, name, rounds
+    )
     return {way: np.array(values) for way, values in seconds.items()}
 
 

@@ -1,9 +1,10 @@
 """Two hosts on one machine: network namespaces joined by a wire of a chosen rate, one core each.
 
-Traffic on loopback is limited by the CPU; here it is limited by the wire, so that overlap can be seen and measured on
-two cores. Needs root and iproute2.
+Traffic on loopback is limited by the CPU; here it is limited by the wire, so that overlap can be
+seen and measured on two cores. Needs root and iproute2.
 
-    python bench/two_hosts.py --rate 1gbit -- python models/train.py gpt     # MPI, one rank on each host
+    # MPI, one rank on each host
+    python bench/two_hosts.py --rate 1gbit -- python models/train.py gpt
     python bench/two_hosts.py --gloo -- python models/train.py gpt          # FDDP_* variables, Gloo
 """
 
@@ -47,9 +48,17 @@ BACKENDS = ("gloo", "mpi")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1gbit", help="rate of the wire, as tc writes it (default: 1gbit)")
-    parser.add_argument("--gloo", action="store_true", help="start the command with FDDP_* variables, not with mpiexec")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rate", default="1gbit", help="rate of the wire, as tc writes it (default: 1gbit)"
+    )
+    parser.add_argument(
+        "--gloo",
+        action="store_true",
+        help="start the command with FDDP_* variables, not with mpiexec",
+    )
     parser.add_argument("command", nargs="+", help="the command to run on both hosts")
     args = parser.parse_args()
     with two_hosts(args.rate):
@@ -70,7 +79,20 @@ def two_hosts(rate: str) -> Iterator[None]:
     """
     with namespaces(TWO.names):
         first, second = TWO.names
-        ip("link", "add", "wire", "netns", first, "type", "veth", "peer", "name", "wire", "netns", second)
+        ip(
+            "link",
+            "add",
+            "wire",
+            "netns",
+            first,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "wire",
+            "netns",
+            second,
+        )
         connect(TWO, rate)
         yield
 
@@ -86,10 +108,14 @@ def namespaces(names: Sequence[str]) -> Iterator[None]:
       RuntimeError: not root, or no iproute2.
     """
     if os.geteuid() != 0:
-        raise RuntimeError("emulated hosts need network namespaces, and these need root; run as root.")
+        raise RuntimeError(
+            "emulated hosts need network namespaces, and these need root; run as root."
+        )
     missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
     if missing:
-        raise RuntimeError(f"emulated hosts need {', '.join(missing)}: install iproute2 (and util-linux).")
+        raise RuntimeError(
+            f"emulated hosts need {', '.join(missing)}: install iproute2 (and util-linux)."
+        )
     _remove(names)
     try:
         for name in names:
@@ -100,7 +126,8 @@ def namespaces(names: Sequence[str]) -> Iterator[None]:
 
 
 def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
-    """Brings up each host's end of its wire, an interface of the name "wire", and waits until all are up.
+    """Brings up each host's end of its wire, an interface of the name "wire", and waits until all
+    are up.
 
     Args:
       hosts: the hosts, with their wires.
@@ -117,18 +144,47 @@ def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
         ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
         ip("-n", name, "link", "set", "wire", "up")
         ip("-n", name, "link", "set", "lo", "up")
-        # What most hosts use, whatever this machine prefers: BBR paces by timers, and these take a part of the core.
+        # What most hosts use, whatever this machine prefers: BBR paces by timers, and these take a
+        # part of the core.
         network = f"{address.rpartition('.')[0]}.0/24"
-        ip("-n", name, "route", "change", network, "dev", "wire", "src", address, "congctl", "cubic")
+        ip(
+            "-n",
+            name,
+            "route",
+            "change",
+            network,
+            "dev",
+            "wire",
+            "src",
+            address,
+            "congctl",
+            "cubic",
+        )
         shape(name, "wire", rate, burst)
     for name in hosts.names:
-        while b"state UP" not in subprocess.check_output(["ip", "-n", name, "link", "show", "wire"]):
+        while b"state UP" not in subprocess.check_output(
+            ["ip", "-n", name, "link", "show", "wire"]
+        ):
             time.sleep(0.05)
 
 
 def shape(name: str, device: str, rate: str, burst: str) -> None:
     """Limits the rate of what a device sends."""
-    words = ["tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", "50ms"]
+    words = [
+        "tc",
+        "qdisc",
+        "add",
+        "dev",
+        device,
+        "root",
+        "tbf",
+        "rate",
+        rate,
+        "burst",
+        burst,
+        "latency",
+        "50ms",
+    ]
     subprocess.run(["ip", "netns", "exec", name, *words], check=True)
 
 
@@ -159,7 +215,9 @@ def ask(backend: str, rate: str, script: str, *words: object, each: int = 1) -> 
         start = start_mpi if backend == "mpi" else start_gloo
         with ending(start(command, {"PYTHONPATH": str(ROOT)}, each)) as jobs:
             if any(job.wait(900) for job in jobs):
-                raise RuntimeError(f"{' '.join(command)} failed over {backend}; its error is above.")
+                raise RuntimeError(
+                    f"{' '.join(command)} failed over {backend}; its error is above."
+                )
         return json.loads(path.read_text())
 
 
@@ -168,9 +226,17 @@ def start_gloo(
 ) -> list[subprocess.Popen]:
     """Starts a command on each host, as so many ranks of each by FDDP_* variables."""
     size = len(hosts.names) * each
-    world = {**os.environ, "FDDP_SIZE": str(size), "FDDP_COORDINATOR": hosts.meeting, "NPROC": "2", **env}
+    world = {
+        **os.environ,
+        "FDDP_SIZE": str(size),
+        "FDDP_COORDINATOR": hosts.meeting,
+        "NPROC": "2",
+        **env,
+    }
     return [
-        subprocess.Popen([*_enter(hosts, rank // each), *command], env=world | {"FDDP_RANK": str(rank)}, **pipes)
+        subprocess.Popen(
+            [*_enter(hosts, rank // each), *command], env=world | {"FDDP_RANK": str(rank)}, **pipes
+        )
         for rank in range(size)
     ]
 
@@ -184,40 +250,77 @@ def start_mpi(
     return [_from_the_first(hosts, words, env, **pipes)]
 
 
-def start_run(command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any) -> list[subprocess.Popen]:
-    """Starts a command on both hosts by `python -m fddp run`; ranks that ask for Gloo know where to meet."""
+def start_run(
+    command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any
+) -> list[subprocess.Popen]:
+    """Starts a command on both hosts by `python -m fddp run`; ranks that ask for Gloo know where to
+    meet."""
     listed = ",".join(TWO.addresses)
-    words = [sys.executable, "-m", "fddp", "run", "-n", str(2 * each), "--hosts", listed, "--", *command]
+    words = [
+        sys.executable,
+        "-m",
+        "fddp",
+        "run",
+        "-n",
+        str(2 * each),
+        "--hosts",
+        listed,
+        "--",
+        *command,
+    ]
     return [_from_the_first(TWO, words, {"FDDP_COORDINATOR": TWO.meeting, **env}, **pipes)]
 
 
-def _from_the_first(hosts: Hosts, words: Sequence[str], env: Mapping[str, str], **pipes: Any) -> subprocess.Popen:
-    """Starts on the first host what starts an mpiexec there: it reaches the others over the wire."""
+def _from_the_first(
+    hosts: Hosts, words: Sequence[str], env: Mapping[str, str], **pipes: Any
+) -> subprocess.Popen:
+    """Starts on the first host what starts an mpiexec there: it reaches the others over the
+    wire."""
     folder = tempfile.mkdtemp(prefix="fddp-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     launcher = Path(folder) / "enter"
     entered = [
-        f'{address}) exec {" ".join(_enter(hosts, k))} sh -c "$*" ;;' for k, address in enumerate(hosts.addresses)
+        f'{address}) exec {" ".join(_enter(hosts, k))} sh -c "$*" ;;'
+        for k, address in enumerate(hosts.addresses)
     ]
     cases = "\n".join(entered)
     # Called as ssh is: options, host, command.
     launcher.write_text(
-        f'#!/bin/sh\nwhile [ "${{1#-}}" != "$1" ]; do shift; done\nhost=$1; shift\ncase $host in\n{cases}\nesac\n'
+        '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
+        f"host=$1; shift\ncase $host in\n{cases}\nesac\n"
     )
     launcher.chmod(0o755)
     enters = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(launcher)}
-    over_tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "wire", "NPROC": "2"}
-    # Here too on one core: mpiexec starts the ranks of its own host itself, and not by the launcher.
-    return subprocess.Popen([*_enter(hosts, 0), *words], env={**os.environ, **enters, **over_tcp, **env}, **pipes)
+    over_tcp = {
+        "MPIR_CVAR_CH4_NETMOD": "ofi",
+        "FI_PROVIDER": "tcp",
+        "FI_TCP_IFACE": "wire",
+        "NPROC": "2",
+    }
+    # Here too on one core: mpiexec starts the ranks of its own host itself, and not by the
+    # launcher.
+    return subprocess.Popen(
+        [*_enter(hosts, 0), *words], env={**os.environ, **enters, **over_tcp, **env}, **pipes
+    )
 
 
 def _enter(hosts: Hosts, host: int) -> list[str]:
     """The words that run a command on a host, and on one core."""
-    return ["ip", "netns", "exec", hosts.names[host], "taskset", "-c", str(host % (os.cpu_count() or 1))]
+    return [
+        "ip",
+        "netns",
+        "exec",
+        hosts.names[host],
+        "taskset",
+        "-c",
+        str(host % (os.cpu_count() or 1)),
+    ]
 
 
 def _remove(names: Sequence[str]) -> None:
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["ip", "netns", "list"], capture_output=True, text=True, check=True
+    ).stdout
     there = {line.split()[0] for line in listed.splitlines() if line}
     for name in names:
         if name in there:

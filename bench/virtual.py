@@ -2,8 +2,9 @@
 
     sudo .venv/bin/python bench/virtual.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, SGD. With one virtual replica on each host against the
-ordinary staged step, and with eight on each against eight micro-batches; steps take turns.
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, SGD. With one virtual replica on
+each host against the ordinary staged step, and with eight on each against eight micro-batches;
+steps take turns.
 """
 
 import argparse
@@ -27,19 +28,28 @@ EIGHT = 8
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "ordinary": ({}, "ordinary"),
     "virtual": ({"virtual_replicas": 2}, "ordinary"),
-    "ordinary, eight micro-batches": ({"accumulation_steps": EIGHT}, "ordinary, eight micro-batches"),
+    "ordinary, eight micro-batches": (
+        {"accumulation_steps": EIGHT},
+        "ordinary, eight micro-batches",
+    ),
     "virtual, eight each": ({"virtual_replicas": 2 * EIGHT}, "ordinary, eight micro-batches"),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py"
+    )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
-    parser.add_argument("--rank", nargs=3, help=argparse.SUPPRESS)  # backend, problem, path: this is one of the hosts
+    parser.add_argument(
+        "--rank", nargs=3, help=argparse.SUPPRESS
+    )  # backend, problem, path: this is one of the hosts
     args = parser.parse_args()
     rounds = 3 if args.quick else args.rounds
     if args.rank:
@@ -51,7 +61,10 @@ def main() -> None:
             found = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
             results[f"{name}, {backend}"] = found
             for way, told in found.items():
-                print(f"{name}, {backend}, {way:30} {told['step']['median_ms']:7.1f} ms, {told['ratio']['median']:.3f}")
+                print(
+                    f"{name}, {backend}, {way:30} {told['step']['median_ms']:7.1f} ms, "
+                    f"{told['ratio']['median']:.3f}"
+                )
     if not args.quick:
         print(save("virtual", results))
     return None
@@ -63,7 +76,10 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
     rows = problem(name, seed=group.rank)
     whole = len(next(iter(rows.batch.values())))
     task = rows._replace(
-        batch={key: np.resize(x, (-(-whole // EIGHT) * EIGHT, *x.shape[1:])) for key, x in rows.batch.items()}
+        batch={
+            key: np.resize(x, (-(-whole // EIGHT) * EIGHT, *x.shape[1:]))
+            for key, x in rows.batch.items()
+        }
     )
 
     def training(options: dict[str, Any]) -> Any:

@@ -53,7 +53,9 @@ def way(task: Problem, group: fddp.Group, batch: Any = None, **options: Any) -> 
     return Way(run, batch, step.timeline, tuple(bucket.nbytes for bucket in step.plan.buckets))
 
 
-def watch(ways: Mapping[str, Way], group: fddp.Group, *, rounds: int) -> tuple[dict[str, Measurement], dict[str, Any]]:
+def watch(
+    ways: Mapping[str, Way], group: fddp.Group, *, rounds: int
+) -> tuple[dict[str, Measurement], dict[str, Any]]:
     """Lets ways take turns, a step each.
 
     Args:
@@ -70,5 +72,8 @@ def watch(ways: Mapping[str, Way], group: fddp.Group, *, rounds: int) -> tuple[d
             group.barrier()
             watched = timed(run, [batch], timeline).steps
             steps[name] += watched if turn >= 0 else ()
-    seconds = {name: group.all_reduce(np.array([s.seconds for s in some]), op="max") for name, some in steps.items()}
+    seconds = {
+        name: group.all_reduce(np.array([s.seconds for s in some]), op="max")
+        for name, some in steps.items()
+    }
     return {name: Measurement(tuple(some)) for name, some in steps.items()}, seconds

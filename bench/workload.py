@@ -1,4 +1,5 @@
-"""A model of models/ with arrays: its loss, its first parameters, and a batch that lies on the device."""
+"""A model of models/ with arrays: its loss, its first parameters, and a batch that lies on the
+device."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,9 @@ class Workload(NamedTuple):
     model_state: Any
     batch: Any
 
-    def step(self, optimizer: optax.GradientTransformation, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    def step(
+        self, optimizer: optax.GradientTransformation, **options: Any
+    ) -> tuple[fddp.TrainStep, fddp.TrainState]:
         """A fused step and its first state.
 
         Args:

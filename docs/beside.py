@@ -1,4 +1,5 @@
-"""For mkdocs: pages and pictures that lie beside docs/, where a link in a page finds them without mkdocs too."""
+"""For mkdocs: pages and pictures that lie beside docs/, where a link in a page finds them without
+mkdocs too."""
 
 import re
 from pathlib import Path
@@ -16,7 +17,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     root = Path(config.config_file_path).parent
     for path in sorted(path for pattern in BESIDE for path in root.glob(pattern)):
         name = path.relative_to(root).as_posix()
-        file = File.generated(config, f"../{name}", abs_src_path=str(path), inclusion=InclusionLevel.INCLUDED)
+        file = File.generated(
+            config, f"../{name}", abs_src_path=str(path), inclusion=InclusionLevel.INCLUDED
+        )
         file.dest_uri = File.generated(config, name, content="").dest_uri
         files.append(file)
     return files
@@ -25,4 +28,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **others: Any) -> str:
     """Their own links into docs/ start, in the site, at its top."""
     del others
-    return re.sub(r"\]\((\.\./)*docs/", "](/", markdown) if page.file.src_uri.startswith("../") else markdown
+    return (
+        re.sub(r"\]\((\.\./)*docs/", "](/", markdown)
+        if page.file.src_uri.startswith("../")
+        else markdown
+    )

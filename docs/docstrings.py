@@ -37,10 +37,13 @@ class Shown(griffe.Extension):
         del others
         if obj.docstring:
             for pattern, shown in SHOWN.items():
-                obj.docstring.value = re.sub(pattern, shown, obj.docstring.value, flags=re.MULTILINE)
+                obj.docstring.value = re.sub(
+                    pattern, shown, obj.docstring.value, flags=re.MULTILINE
+                )
 
     def on_package(self, *, pkg: griffe.Module, **others: Any) -> None:
-        """Leaves out what is internal, and lets a room's name be a function that has its module's name."""
+        """Leaves out what is internal, and lets a room's name be a function that has its module's
+        name."""
         del others
         for path, names in INTERNAL.items():
             for name in names:

@@ -1,10 +1,12 @@
-"""Draws the first page's picture, docs/traffic.svg: one step with its traffic behind and under the backward pass.
+"""Draws the first page's picture, docs/traffic.svg: one step with its traffic behind and under the
+backward pass.
 
     uv run python docs/traffic.py
 
-Both steps are on paper. The seconds of their stages, updates and messages are measured: bench/results/tuning.json has
-them, for an MLP with a bucket for each of its layers, on two hosts joined by 1 Gbit/s, over Gloo. `simulate` runs the
-tasks as `fddp.tune` does; the same file says how long the staged step took when it was run.
+Both steps are on paper. The seconds of their stages, updates and messages are measured:
+bench/results/tuning.json has them, for an MLP with a bucket for each of its layers, on two hosts
+joined by 1 Gbit/s, over Gloo. `simulate` runs the tasks as `fddp.tune` does; the same file says how
+long the staged step took when it was run.
 """
 
 import json
@@ -29,7 +31,9 @@ def main() -> None:
 
 def steps() -> tuple[Timeline, Timeline]:
     """The step with its traffic behind the backward pass, and the one with its traffic under it."""
-    found = json.loads((ROOT / "bench" / "results" / "tuning.json").read_text())["results"]["mlp, gloo"]
+    found = json.loads((ROOT / "bench" / "results" / "tuning.json").read_text())["results"][
+        "mlp, gloo"
+    ]
     (cap,) = (row for row in found["caps"] if row["cap_mb"] == found["chosen_mb"])
     *updates, last = (update / 1e3 for update in cap["updates_ms"])
     updates = [*updates, last + found["idle_ms"] / 1e3]
@@ -44,9 +48,12 @@ def drawing(behind: Timeline, under: Timeline) -> str:
     """The picture as SVG, which a page scales down to the width of a phone."""
     scale = (WIDTH - 2) / behind.seconds
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 232" width="{WIDTH}" height="232" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 232" '
+        f'width="{WIDTH}" height="232" '
         'font-family="sans-serif" font-size="19">',
-        *_step(0, f"traffic behind the backward pass: {1e3 * behind.seconds:.0f} ms", behind, scale),
+        *_step(
+            0, f"traffic behind the backward pass: {1e3 * behind.seconds:.0f} ms", behind, scale
+        ),
         *_step(122, f"fddp, traffic under it: {1e3 * under.seconds:.0f} ms", under, scale),
         "</svg>",
     ]
@@ -64,7 +71,10 @@ def _step(top: int, title: str, line: Timeline, scale: float) -> list[str]:
             f'fill="{COLOURS[span.kind]}"/>'
         )
         if words := _words(span.name, width, len(line.compute)):
-            parts.append(f'<text x="{x + width / 2:.1f}" y="{y + 21}" fill="white" text-anchor="middle">{words}</text>')
+            parts.append(
+                f'<text x="{x + width / 2:.1f}" y="{y + 21}" fill="white" '
+                f'text-anchor="middle">{words}</text>'
+            )
     return parts
 
 

@@ -8,14 +8,18 @@
 
 `help(fddp.train_step)` tells more of a name.
 
-Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, preempted
-Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, meet, whole, Checkpoints
+Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
+preempted
+Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, meet, \
+whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
-Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, DynamicScaleState
+Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, \
+DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce, fit_bits, refit_bits, FittedBits
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, audit, Audit
+Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, \
+audit, Audit
 """
 
 from importlib import import_module
@@ -91,7 +95,7 @@ if TYPE_CHECKING:
     from fddp.modules.flax import from_linen as from_linen
     from fddp.modules.flax import from_nnx as from_nnx
 
-# Loaded when they are used: observers, and what needs Flax or TensorStore.
+# Loaded at first use: observers, and modules that need Flax or TensorStore.
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
@@ -116,6 +120,6 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *_LATER])
 
 
-# Here, for JAX may be used before fddp.init is called.
+# At import, since JAX may be used before fddp.init is called.
 expect_no_gpu()
 del expect_no_gpu

@@ -2,9 +2,9 @@
 
 Legend: B batch, T tokens, D width, N heads, h width of a head, V vocabulary.
 
-Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (NAACL 2019). Two departures:
-there is one segment, hence no segment embedding; and keys have no bias, because a softmax over the keys does
-not see it.
+Source: Devlin et al., "BERT: Pre-training of Deep Bidirectional Transformers" (NAACL 2019). Two
+departures: there is one segment, hence no segment embedding; and keys have no bias, because a
+softmax over the keys does not see it.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,9 @@ class Attention(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         B, T, D = x.shape
         split = (B, T, self.heads, D // self.heads)
-        dense = partial(nn.Dense, D, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=normal_init)
+        dense = partial(
+            nn.Dense, D, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=normal_init
+        )
         drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
 
         q = dense(name="query")(x).reshape(split)
@@ -47,7 +49,9 @@ class Attention(nn.Module):
         v = dense(name="value")(x).reshape(split)
 
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        scores = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide) * split[-1] ** -0.5
+        scores = (
+            jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=wide) * split[-1] ** -0.5
+        )
         weights = drop(nn.softmax(scores).astype(v.dtype))
         y = jnp.einsum("bnts,bsnh->btnh", weights, v).reshape(B, T, D)
         return dense(name="out")(y)
@@ -62,7 +66,9 @@ class FeedForward(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        dense = partial(nn.Dense, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=normal_init)
+        dense = partial(
+            nn.Dense, dtype=self.dtype, param_dtype=self.param_dtype, kernel_init=normal_init
+        )
         y = nn.gelu(dense(self.hidden, name="up")(x), approximate=False)
         return dense(x.shape[-1], name="down")(y)
 
@@ -107,14 +113,18 @@ class Bert(nn.Module):
         position = table(self.positions, name="position")
 
         x = drop(norm(name="embed_norm")(embed(tokens) + position(jnp.arange(tokens.shape[1]))))
-        # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py` scans a GPT's.
+        # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py`
+        # scans a GPT's.
         for i in range(self.layers):
             attention = Attention(self.heads, self.dropout, name=f"attention_{i}", **dtypes)
             feed_forward = FeedForward(self.hidden, name=f"feed_forward_{i}", **dtypes)
             x = norm(name=f"attention_norm_{i}")(x + drop(attention(x)))
             x = norm(name=f"feed_forward_norm_{i}")(x + drop(feed_forward(x)))
 
-        x = nn.gelu(nn.Dense(self.width, kernel_init=normal_init, name="head", **dtypes)(x), approximate=False)
+        x = nn.gelu(
+            nn.Dense(self.width, kernel_init=normal_init, name="head", **dtypes)(x),
+            approximate=False,
+        )
         bias = self.param("bias", nn.initializers.zeros, (self.vocabulary,), self.param_dtype)
         logits = embed.attend(norm(name="head_norm")(x))
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) + bias
@@ -138,8 +148,8 @@ def init(model: Bert, key: jax.Array, batch: dict[str, Any]) -> tuple[Any, None]
 def loss_fn(model: Bert) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """Returns the cross entropy of masked tokens, averaged over rows, with the accuracy beside it.
 
-    Each row is averaged over its own masked tokens first, so that the loss of a batch is the mean of the
-    losses of its equal shards whatever the masks.
+    Each row is averaged over its own masked tokens first, so that the loss of a batch is the mean
+    of the losses of its equal shards whatever the masks.
     """
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
@@ -157,7 +167,9 @@ def loss_fn(model: Bert) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]
     return loss
 
 
-def batch(model: Bert | str, rows: int, seed: int = 0, length: int | None = None) -> dict[str, np.ndarray]:
+def batch(
+    model: Bert | str, rows: int, seed: int = 0, length: int | None = None
+) -> dict[str, np.ndarray]:
     """Returns a synthetic batch in which every row hides the same number of tokens.
 
     Of the hidden tokens 80 % read [MASK], 10 % a random token and 10 % themselves, as in the paper.
@@ -169,8 +181,8 @@ def batch(model: Bert | str, rows: int, seed: int = 0, length: int | None = None
       length: the number of tokens T; the model's context if not given.
 
     Returns:
-      "tokens": what the model reads (rows, T); "targets": the true tokens (rows, T); "mask": where to predict
-      them, boolean (rows, T).
+      "tokens": what the model reads (rows, T); "targets": the true tokens (rows, T); "mask": where
+      to predict them, boolean (rows, T).
     """
     model = PRESETS[model] if isinstance(model, str) else model
     rng = np.random.default_rng(seed)
@@ -179,5 +191,7 @@ def batch(model: Bert | str, rows: int, seed: int = 0, length: int | None = None
     # A row of the argsort is a permutation: the numbers below n stand in exactly n places.
     mask = rng.random(shape).argsort(-1) < max(1, round(MASKED_SHARE * shape[1]))
     dice = rng.random(shape)
-    corrupt = np.where(dice < 0.8, MASK_TOKEN, np.where(dice < 0.9, noise, targets)).astype(np.int32)
+    corrupt = np.where(dice < 0.8, MASK_TOKEN, np.where(dice < 0.9, noise, targets)).astype(
+        np.int32
+    )
     return {"tokens": np.where(mask, corrupt, targets), "targets": targets, "mask": mask}

@@ -1,4 +1,5 @@
-"""Trains two encoders by contrast, as CLIP does: each picture against all texts, and each text against all pictures.
+"""Trains two encoders by contrast, as CLIP does: each picture against all texts, and each text
+against all pictures.
 
 python models/clip.py                                one replica
 
@@ -6,10 +7,12 @@ mpiexec -n 2 python models/clip.py                   two processes over MPI
 
 JAX_NUM_CPU_DEVICES=4 python models/clip.py          four devices of one process
 
-A loss sees the rows of one replica. It gathers the embeddings of all, so that it is the loss of the joined batch on any
-number of replicas. Pictures and texts are drawn: a pair shows the same eight hidden numbers, each in its own way.
+A loss sees the rows of one replica. It gathers the embeddings of all, so that it is the loss of the
+joined batch on any number of replicas. Pictures and texts are drawn: a pair shows the same eight
+hidden numbers, each in its own way.
 
-Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision" (2021).
+Source: Radford et al., "Learning Transferable Visual Models From Natural Language Supervision"
+(2021).
 """
 
 from typing import Any
@@ -63,7 +66,10 @@ def main(steps: int = 400, quick: bool = False) -> None:
     if group.rank == 0:
         print(f"{group.size} replicas, {ROWS} pairs in each step, each against all others")
         print(f"loss {float(losses[0]):.3f} → {float(losses[-1]):.3f} in {steps} steps")
-        print(f"the right text is the nearest for {found:.0%} of new pictures, by chance for {1 / ROWS:.1%}")
+        print(
+            f"the right text is the nearest for {found:.0%} of new pictures, by chance for "
+            f"{1 / ROWS:.1%}"
+        )
 
 
 def init(key: jax.Array) -> dict[str, Any]:
@@ -99,7 +105,9 @@ def loss_fn(axis_name: str | None) -> Any:
     return loss
 
 
-def embedded(params: dict[str, Any], name: str, batch: dict[str, Float[Array, "B n"]]) -> Float[Array, "B d"]:
+def embedded(
+    params: dict[str, Any], name: str, batch: dict[str, Float[Array, "B n"]]
+) -> Float[Array, "B d"]:
     """One tower's embeddings."""
     return jnp.asarray(Encoder().apply({"params": params[name]}, batch[name]))
 
@@ -107,10 +115,16 @@ def embedded(params: dict[str, Any], name: str, batch: dict[str, Float[Array, "B
 def pairs(rows: int, seed: int) -> dict[str, Float[np.ndarray, "rows n"]]:
     """Draws pictures and their texts, the same on all ranks."""
     world = np.random.default_rng(0)
-    maps = {name: world.normal(size=(HIDDEN, size)) for name, size in (("image", PIXELS), ("text", WORDS))}
+    maps = {
+        name: world.normal(size=(HIDDEN, size))
+        for name, size in (("image", PIXELS), ("text", WORDS))
+    }
     draw = np.random.default_rng((1, seed))
     hidden = draw.normal(size=(rows, HIDDEN))
-    seen = {name: np.tanh(hidden @ m) + 0.1 * draw.normal(size=(rows, m.shape[1])) for name, m in maps.items()}
+    seen = {
+        name: np.tanh(hidden @ m) + 0.1 * draw.normal(size=(rows, m.shape[1]))
+        for name, m in maps.items()
+    }
     return {name: x.astype(np.float32) for name, x in seen.items()}
 
 

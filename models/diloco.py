@@ -1,4 +1,5 @@
-"""Trains a GPT of bytes on hosts that a slow network joins: each trains alone, and they meet every so many steps.
+"""Trains a GPT of bytes on hosts that a slow network joins: each trains alone, and they meet every
+so many steps.
 
 mpiexec -n 2 python models/diloco.py                          two processes of this host
 
@@ -10,9 +11,10 @@ FDDP_RANK=0 FDDP_SIZE=2 FDDP_COORDINATOR=node1:4711 python models/diloco.py
 
 FDDP_RANK=1 FDDP_SIZE=2 FDDP_COORDINATOR=node1:4711 python models/diloco.py
 
-When they meet, what the replicas have taken off their parameters since is averaged, and is the gradient of an outer
-optimizer. So each sends as much as DDP does in one step, once in `every` steps. The outer optimizer takes no more steps
-than that, here ten, after which DDP's loss is still the lower one.
+When they meet, what the replicas have taken off their parameters since is averaged, and is the
+gradient of an outer optimizer. So each sends as much as DDP does in one step, once in `every`
+steps. The outer optimizer takes no more steps than that, here ten, after which DDP's loss is still
+the lower one.
 
 Source: Douillard et al., "DiLoCo" (2023), whose outer optimizer this is.
 """
@@ -28,11 +30,15 @@ import tyro
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 
 
-def main(every: int = 32, steps: int = 320, batch: int = 16, seed: int = 0, quick: bool = False) -> None:
+def main(
+    every: int = 32, steps: int = 320, batch: int = 16, seed: int = 0, quick: bool = False
+) -> None:
     """Trains on Python's own sources; every tenth file is held out.
 
     Args:
@@ -46,7 +52,9 @@ def main(every: int = 32, steps: int = 320, batch: int = 16, seed: int = 0, quic
     model = gpt.PRESETS["tiny" if quick else "bytes"]
     group = fddp.init()
     loss_fn, inner = gpt.loss_fn(model), optax.adamw(3e-3)
-    optimizer = fddp.local_steps(inner, outer=optax.sgd(0.7, momentum=0.9, nesterov=True), every=every)
+    optimizer = fddp.local_steps(
+        inner, outer=optax.sgd(0.7, momentum=0.9, nesterov=True), every=every
+    )
     step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True)
     params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
     state = step.init(params)
@@ -58,15 +66,21 @@ def main(every: int = 32, steps: int = 320, batch: int = 16, seed: int = 0, quic
         state, info = step(state, {"tokens": text[mine].astype(np.int32)})
         sent += int(np.sum(info.sent))
         if number % every == 0:
-            group.print(f"step {number}, loss {info.loss:.3f} on the rows of rank 0, {sent:,} bytes sent")
+            group.print(
+                f"step {number}, loss {info.loss:.3f} on the rows of rank 0, {sent:,} bytes sent"
+            )
 
     # One real step of DDP, to compare with.
     ddp = fddp.train_step(loss_fn, inner, group=group, has_aux=True)
     _, info = ddp(ddp.init(params), {"tokens": text[next(rows)].astype(np.int32)})
     of_ddp = steps * int(np.sum(info.sent))
     some = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(np.int32)
-    loss, _ = fddp.evaluate(loss_fn, state, [{"tokens": some}], group=group)  # of the replicas' mean
-    group.print(f"{group.size} replicas, {loss / math.log(2):.2f} bits per byte of the held-out files")
+    loss, _ = fddp.evaluate(
+        loss_fn, state, [{"tokens": some}], group=group
+    )  # of the replicas' mean
+    group.print(
+        f"{group.size} replicas, {loss / math.log(2):.2f} bits per byte of the held-out files"
+    )
     group.print(f"each replica sent {sent:,} bytes, DDP sends {of_ddp:,} in {steps} steps")
 
 

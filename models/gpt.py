@@ -1,11 +1,12 @@
 """A decoder-only language model of the Llama family.
 
-Legend: B batch, T tokens, D width, N query heads, K key-value heads, G = N / K query heads to one key-value
-head, h width of a head, V vocabulary.
+Legend: B batch, T tokens, D width, N query heads, K key-value heads, G = N / K query heads to one
+key-value head, h width of a head, V vocabulary.
 
-Sources: Vaswani et al., "Attention Is All You Need" (2017); Touvron et al., "LLaMA" (2023); Su et al.,
-"RoFormer" (2021) for rotary positions; Ainslie et al., "GQA" (2023) for grouped heads; Shazeer, "GLU Variants
-Improve Transformer" (2020); Fan et al., "LayerDrop" (2020) for layers left out in training.
+Sources: Vaswani et al., "Attention Is All You Need" (2017); Touvron et al., "LLaMA" (2023); Su et
+al., "RoFormer" (2021) for rotary positions; Ainslie et al., "GQA" (2023) for grouped heads;
+Shazeer, "GLU Variants Improve Transformer" (2020); Fan et al., "LayerDrop" (2020) for layers left
+out in training.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,9 @@ from jaxtyping import Array, Bool, Float, Int
 ### Layers
 
 
-def rotary(x: Float[Array, "B T N h"], positions: Int[Array, " T"], base: float = 10_000.0) -> Float[Array, "B T N h"]:
+def rotary(
+    x: Float[Array, "B T N h"], positions: Int[Array, " T"], base: float = 10_000.0
+) -> Float[Array, "B T N h"]:
     """Turns every pair of coordinates (i, i + h/2) by an angle that grows with the position.
 
     The inner product of two turned vectors depends on their positions only through the difference.
@@ -97,7 +100,9 @@ class Layer(nn.Module):
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         norm = partial(nn.RMSNorm, epsilon=1e-5, **dtypes)
         drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
-        attention = Attention(self.heads, self.kv_heads, self.residual_init, name="attention", **dtypes)
+        attention = Attention(
+            self.heads, self.kv_heads, self.residual_init, name="attention", **dtypes
+        )
         feed_forward = SwiGLU(self.hidden, self.residual_init, name="feed_forward", **dtypes)
         x = x + drop(attention(norm(name="attention_norm")(x)))
         return x + drop(feed_forward(norm(name="feed_forward_norm")(x)))
@@ -109,19 +114,14 @@ class Layer(nn.Module):
 class GPT(nn.Module):
     """Next-token logits for every prefix.
 
-    Attributes:
-      vocabulary: the number of tokens V.
-      layers: the number of layers, each of attention and a feed-forward layer.
-      width: the width D of the residual stream.
-      heads: the number of query heads N.
-      kv_heads: the number of key-value heads K, a divisor of N.
-      hidden: the width of the feed-forward layers.
-      context: the number of tokens T a synthetic batch has; the model itself reads any number.
-      dropout: the share of a layer's output that is dropped where an rng named "dropout" is given.
-      layer_drop: how likely a layer is left out, and not computed, where an rng named "layer_drop" is given. As in
-        LayerDrop nothing is rescaled; without the rng all layers run.
-      dtype: the dtype of the computation.
-      param_dtype: the dtype of the parameters.
+    Attributes: vocabulary: the number of tokens V. layers: the number of layers, each of attention
+      and a feed-forward layer. width: the width D of the residual stream. heads: the number of
+      query heads N. kv_heads: the number of key-value heads K, a divisor of N. hidden: the width of
+      the feed-forward layers. context: the number of tokens T a synthetic batch has; the model
+      itself reads any number. dropout: the share of a layer's output that is dropped where an rng
+      named "dropout" is given. layer_drop: how likely a layer is left out, and not computed, where
+      an rng named "layer_drop" is given. As in LayerDrop nothing is rescaled; without the rng all
+      layers run. dtype: the dtype of the computation. param_dtype: the dtype of the parameters.
     """
 
     vocabulary: int
@@ -142,21 +142,26 @@ class GPT(nn.Module):
         embed, norm = ends(self)
         x = drop(embed(tokens))
         kept = self.kept_layers()
-        # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py` has them in a scan.
+        # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py`
+        # has them in a scan.
         for i in range(self.layers):
             one = layer(self, f"layer_{i}")
             x = one(x) if kept is None else nn.cond(kept[i], Layer.__call__, lambda _, x: x, one, x)
         return head(embed, norm, x)
 
     def kept_layers(self) -> Bool[Array, " layers"] | None:
-        """Draws which layers run, the same for all rows; None: all, as at the start, when parameters are made."""
+        """Draws which layers run, the same for all rows; None: all, as at the start, when
+        parameters are made."""
         if not self.layer_drop or not self.has_rng("layer_drop") or self.is_initializing():
             return None
-        return jax.random.bernoulli(self.make_rng("layer_drop"), 1 - self.layer_drop, (self.layers,))
+        return jax.random.bernoulli(
+            self.make_rng("layer_drop"), 1 - self.layer_drop, (self.layers,)
+        )
 
 
 def ends(model: GPT) -> tuple[nn.Embed, nn.RMSNorm]:
-    """What lies before and behind the layers: the table of tokens, which serves both, and the last norm."""
+    """What lies before and behind the layers: the table of tokens, which serves both, and the last
+    norm."""
     dtypes: dict[str, Any] = {"dtype": model.dtype, "param_dtype": model.param_dtype}
     start = nn.initializers.normal(0.02)
     embed = nn.Embed(model.vocabulary, model.width, embedding_init=start, name="embed", **dtypes)
@@ -165,7 +170,8 @@ def ends(model: GPT) -> tuple[nn.Embed, nn.RMSNorm]:
 
 def layer(model: GPT, name: str) -> Layer:
     """One layer; all are alike."""
-    # Branches that add to the residual stream start smaller the more there are (Radford et al., 2019).
+    # Branches that add to the residual stream start smaller the more there are (Radford et al.,
+    # 2019).
     residual_init = nn.initializers.variance_scaling(0.5 / model.layers, "fan_in", "normal")
     shape = (model.heads, model.kv_heads, model.hidden, model.dropout, residual_init)
     return Layer(*shape, name=name, dtype=model.dtype, param_dtype=model.param_dtype)
@@ -205,13 +211,17 @@ def loss_fn(model: GPT) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
     return loss
 
 
-def score(logits: Float[Array, "B T V"], targets: Int[Array, "B T"]) -> tuple[jax.Array, dict[str, jax.Array]]:
+def score(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"]
+) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The mean cross entropy, and the share of tokens whose logit is the largest."""
     value = optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
     return value, {"accuracy": jnp.mean(logits.argmax(-1) == targets, dtype=value.dtype)}
 
 
-def batch(model: GPT | str, rows: int, seed: int = 0, length: int | None = None) -> dict[str, np.ndarray]:
+def batch(
+    model: GPT | str, rows: int, seed: int = 0, length: int | None = None
+) -> dict[str, np.ndarray]:
     """Returns uniform tokens (rows, T + 1): T inputs, and T targets one place later.
 
     Args:
@@ -222,4 +232,6 @@ def batch(model: GPT | str, rows: int, seed: int = 0, length: int | None = None)
     """
     model = PRESETS[model] if isinstance(model, str) else model
     shape = (rows, (length or model.context) + 1)
-    return {"tokens": np.random.default_rng(seed).integers(model.vocabulary, size=shape, dtype=np.int32)}
+    return {
+        "tokens": np.random.default_rng(seed).integers(model.vocabulary, size=shape, dtype=np.int32)
+    }

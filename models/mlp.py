@@ -2,7 +2,8 @@
 
 Legend: B batch, D width of a layer.
 
-Source: Rumelhart, Hinton and Williams, "Learning representations by back-propagating errors" (Nature 1986).
+Source: Rumelhart, Hinton and Williams, "Learning representations by back-propagating errors"
+(Nature 1986).
 """
 
 from collections.abc import Callable

@@ -1,23 +1,26 @@
-"""Trains the GPT on a mesh of two axes: replicas along one, the stages of each replica along the other.
+"""Trains the GPT on a mesh of two axes: replicas along one, the stages of each replica along the
+other.
 
 python models/pipeline.py                                              two replicas of four stages
 
 python models/pipeline.py --replicas 2 --stages 2 --micro-batches 4    four devices
 
-Each device of a replica holds a stage: some of the layers, which follow each other. The rows of a replica are cut into
-micro-batches. In one tick every stage works, each on another micro-batch; then each hands what it made to the next one.
-So S stages need M + S - 1 ticks for M micro-batches, and in (S - 1) / (M + S - 1) of them a stage has nothing to do
-and computes with zeros: the bubble. As in GPipe all forward ticks come before all backward ones; a stage keeps what
-entered it and computes the rest again. PipeDream's order, one forward, one backward, keeps fewer micro-batches at once;
-it is not what JAX makes of a loss that it differentiates.
+Each device of a replica holds a stage: some of the layers, which follow each other. The rows of a
+replica are cut into micro-batches. In one tick every stage works, each on another micro-batch; then
+each hands what it made to the next one. So S stages need M + S - 1 ticks for M micro-batches, and
+in (S - 1) / (M + S - 1) of them a stage has nothing to do and computes with zeros: the bubble. As
+in GPipe all forward ticks come before all backward ones; a stage keeps what entered it and computes
+the rest again. PipeDream's order, one forward, one backward, keeps fewer micro-batches at once; it
+is not what JAX makes of a loss that it differentiates.
 
-The pipeline is a loss in plain JAX, which runs on one device, too. What makes it one is where the parameters lie: XLA
-runs each stage where its layers are, and of the shift between two ticks it makes a permutation of neighbours. Embedding
-and head lie outside, and their table is cut by tokens over the same devices. fddp sums gradients over the replicas, of
-which each device sends those of its stage. On a machine without accelerators the devices are virtual CPUs.
+The pipeline is a loss in plain JAX, which runs on one device, too. What makes it one is where the
+parameters lie: XLA runs each stage where its layers are, and of the shift between two ticks it
+makes a permutation of neighbours. Embedding and head lie outside, and their table is cut by tokens
+over the same devices. fddp sums gradients over the replicas, of which each device sends those of
+its stage. On a machine without accelerators the devices are virtual CPUs.
 
-Sources: Huang et al., "GPipe" (2019); Narayanan et al., "PipeDream" (2019); Xu et al., "GSPMD" (2021), for a pipeline
-as a shift along a dim that is cut.
+Sources: Huang et al., "GPipe" (2019); Narayanan et al., "PipeDream" (2019); Xu et al., "GSPMD"
+(2021), for a pipeline as a shift along a dim that is cut.
 """
 
 import sys
@@ -36,11 +39,17 @@ from jaxtyping import Array, Float
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 from models.tensor_parallel import size_mib, two_axes
 
-PLACES = {"stages": PartitionSpec("stage"), "embed": PartitionSpec("stage"), "norm": PartitionSpec()}
+PLACES = {
+    "stages": PartitionSpec("stage"),
+    "embed": PartitionSpec("stage"),
+    "norm": PartitionSpec(),
+}
 
 
 def main(
@@ -56,7 +65,8 @@ def main(
 
     Args:
       replicas: how often there is the whole model.
-      stages: over how many devices each replica is spread; a divisor of the layers and of the 256 tokens.
+      stages: over how many devices each replica is spread; a divisor of the layers and of the 256
+        tokens.
       micro_batches: in how many parts a replica's 16 rows go through the stages; a divisor of 16.
       layers: how many the model has.
       steps: updates of the parameters.
@@ -68,7 +78,9 @@ def main(
     mesh = two_axes(replicas, stages, "stage")
     group = fddp.mesh_group(mesh)
     model = gpt.PRESETS["tiny"].clone(layers=layers)
-    step = fddp.train_step(loss_fn(model, micro_batches), optax.adamw(1e-2), group=group, has_aux=True)
+    step = fddp.train_step(
+        loss_fn(model, micro_batches), optax.adamw(1e-2), group=group, has_aux=True
+    )
     params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
     state = step.init(placed(in_stages(params, stages), mesh))
 
@@ -87,7 +99,9 @@ def main(
     print(step.plan)
 
 
-def loss_fn(model: gpt.GPT, micro_batches: int) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
+def loss_fn(
+    model: gpt.GPT, micro_batches: int
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
     """The loss of `gpt.loss_fn`, without dropout, for parameters in stages.
 
     Args:
@@ -95,15 +109,18 @@ def loss_fn(model: gpt.GPT, micro_batches: int) -> Callable[..., tuple[jax.Array
       micro_batches: in how many parts the rows of a replica go through the stages.
 
     Returns:
-      `loss(params, batch)`, with the accuracy beside it; it raises ValueError where the rows make no such parts.
+      `loss(params, batch)`, with the accuracy beside it; it raises ValueError where the rows make
+      no such parts.
     """
 
     def loss(params: Any, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
         inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         if micro_batches < 1 or len(inputs) % micro_batches:
             raise ValueError(
-                f"micro_batches={micro_batches}, and {len(inputs)} rows of a replica cannot be cut into so many equal "
-                "parts: take a divisor of the rows, or bring each replica a multiple of micro_batches."
+                f"micro_batches={micro_batches}, and {len(inputs)} rows of a replica cannot be cut "
+                f"into so many equal "
+                "parts: take a divisor of the rows, or bring each replica a multiple of "
+                "micro_batches."
             )
         embed, norm = gpt.ends(model)
         embed, norm = embed.bind({"params": params["embed"]}), norm.bind({"params": params["norm"]})
@@ -130,8 +147,8 @@ def pipeline(
     """
     stages = jax.tree.leaves(params)[0].shape[0]
     inside = [(0, 0)] * (entering.ndim - 1)  # the dims of a micro-batch
-    # What comes from outside, for each tick and stage: micro-batches for the first stage, zeros for the others. What a
-    # stage makes of zeros, in the bubble, nobody reads.
+    # What comes from outside, for each tick and stage: micro-batches for the first stage, zeros for
+    # the others. What a stage makes of zeros, in the bubble, nobody reads.
     outside = jnp.pad(entering[:, None], [(0, stages - 1), (0, stages - 1), *inside])
 
     def tick(made: Array, outside: Array) -> tuple[Array, Array]:
@@ -140,7 +157,8 @@ def pipeline(
         return made, made
 
     _, made = jax.lax.scan(tick, jnp.zeros_like(outside[0]), outside)
-    # `[:, -1]` would go from the last device to the first, and from there to all; of `take` XLA makes one sum.
+    # `[:, -1]` would go from the last device to the first, and from there to all; of `take` XLA
+    # makes one sum.
     return jnp.take(made[stages - 1 :], stages - 1, axis=1)
 
 
@@ -167,8 +185,8 @@ def in_stages(params: Any, stages: int) -> dict[str, Any]:
       stages: a divisor of the number of layers, and of that of tokens in the vocabulary.
 
     Returns:
-      The same numbers: under "stages" those of all layers, with dims (stages, layers of one stage) before each leaf's
-      own; "embed" and "norm" as they are.
+      The same numbers: under "stages" those of all layers, with dims (stages, layers of one stage)
+      before each leaf's own; "embed" and "norm" as they are.
 
     Raises:
       ValueError: layers or tokens cannot be dealt out equally.
@@ -178,7 +196,8 @@ def in_stages(params: Any, stages: int) -> dict[str, Any]:
     for count, what in ((len(layers), "layers"), (tokens, "tokens of the vocabulary")):
         if stages < 1 or count % stages:
             raise ValueError(
-                f"stages={stages}, and {count} {what} cannot be dealt out equally to so many: take a divisor of "
+                f"stages={stages}, and {count} {what} cannot be dealt out equally to so many: take "
+                f"a divisor of "
                 f"{count}, or another number of {what}."
             )
     stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(stages, -1, *x[0].shape), *layers)
@@ -186,8 +205,12 @@ def in_stages(params: Any, stages: int) -> dict[str, Any]:
 
 
 def placed(params: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Puts on each device its stage and its part of the embedding's table; the last norm lies whole everywhere."""
-    return {name: jax.device_put(part, NamedSharding(mesh, PLACES[name])) for name, part in params.items()}
+    """Puts on each device its stage and its part of the embedding's table; the last norm lies whole
+    everywhere."""
+    return {
+        name: jax.device_put(part, NamedSharding(mesh, PLACES[name]))
+        for name, part in params.items()
+    }
 
 
 if __name__ == "__main__":

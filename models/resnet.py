@@ -2,9 +2,10 @@
 
 Legend: B batch, H height, W width in pixels, C channels.
 
-Sources: He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016), the bottleneck's stride on its
-3x3 convolution; Goyal et al., "Accurate, Large Minibatch SGD" (2017) for the classifier's initialisation;
-Ioffe and Szegedy, "Batch Normalization" (ICML 2015); Wu and He, "Group Normalization" (ECCV 2018).
+Sources: He et al., "Deep Residual Learning for Image Recognition" (CVPR 2016), the bottleneck's
+stride on its 3x3 convolution; Goyal et al., "Accurate, Large Minibatch SGD" (2017) for the
+classifier's initialisation; Ioffe and Szegedy, "Batch Normalization" (ICML 2015); Wu and He, "Group
+Normalization" (ECCV 2018).
 """
 
 from collections.abc import Callable
@@ -25,23 +26,33 @@ from jaxtyping import Array, Float, Int
 Layer = Callable[..., nn.Module]
 
 
-def batch_norm(*, train: bool, axis_name: str | None, dtype: DTypeLike, param_dtype: DTypeLike) -> nn.BatchNorm:
-    """Normalises over the batch (over all replicas of `axis_name`, if given) and keeps running averages."""
+def batch_norm(
+    *, train: bool, axis_name: str | None, dtype: DTypeLike, param_dtype: DTypeLike
+) -> nn.BatchNorm:
+    """Normalises over the batch (over all replicas of `axis_name`, if given) and keeps running
+    averages."""
     return nn.BatchNorm(
         use_running_average=not train,
         momentum=0.9,
         axis_name=axis_name,
         dtype=dtype,
         param_dtype=param_dtype,
-        # Flax would create float32 averages and update them in float64: a buffer must not change its dtype.
+        # Flax would create float32 averages and update them in float64: a buffer must not change
+        # its dtype.
         force_float32_reductions=jnp.dtype(param_dtype).itemsize <= 4,
     )
 
 
 def group_norm(
-    *, train: bool, axis_name: str | None, dtype: DTypeLike, param_dtype: DTypeLike, groups: int = 32
+    *,
+    train: bool,
+    axis_name: str | None,
+    dtype: DTypeLike,
+    param_dtype: DTypeLike,
+    groups: int = 32,
 ) -> nn.GroupNorm:
-    """Normalises every example by itself: no buffers, and the same result on any number of replicas."""
+    """Normalises every example by itself: no buffers, and the same result on any number of
+    replicas."""
     del train, axis_name
     return nn.GroupNorm(groups, epsilon=1e-5, dtype=dtype, param_dtype=param_dtype)
 
@@ -64,7 +75,8 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions, the last four times as wide, beside a shortcut."""
+    """A 3x3 convolution between two 1x1 convolutions, the last four times as wide, beside a
+    shortcut."""
 
     features: int
     stride: int
@@ -87,16 +99,12 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """A stem, stages of residual blocks, and a linear classifier of the mean over all pixels.
 
-    Attributes:
-      stages: the blocks in each stage; every stage but the first halves the image and doubles the width.
-      block: the kind of block.
-      width: the features of a block in the first stage.
-      classes: the number of classes.
-      stem: "imagenet" is for 64 pixels and more (7x7, stride 2, max-pooling), "small" keeps the size (3x3).
-      norm: makes a normalisation layer; called as `batch_norm` and `group_norm` above.
-      axis_name: the axis over which BatchNorm joins its statistics.
-      channels: the channels of an image.
-      dtype: the dtype of the computation.
+    Attributes: stages: the blocks in each stage; every stage but the first halves the image and
+      doubles the width. block: the kind of block. width: the features of a block in the first
+      stage. classes: the number of classes. stem: "imagenet" is for 64 pixels and more (7x7, stride
+      2, max-pooling), "small" keeps the size (3x3). norm: makes a normalisation layer; called as
+      `batch_norm` and `group_norm` above. axis_name: the axis over which BatchNorm joins its
+      statistics. channels: the channels of an image. dtype: the dtype of the computation.
       param_dtype: the dtype of the parameters.
     """
 
@@ -115,7 +123,8 @@ class ResNet(nn.Module):
     def __call__(self, x: Float[Array, "B H W C"], *, train: bool) -> Float[Array, "B classes"]:
         dtypes: dict[str, Any] = {"dtype": self.dtype, "param_dtype": self.param_dtype}
         he_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-        # Padding is given in pixels, as in the paper: "SAME" would pad the right and the bottom more.
+        # Padding is given in pixels, as in the paper: "SAME" would pad the right and the bottom
+        # more.
         conv = partial(nn.Conv, use_bias=False, padding=0, kernel_init=he_init, **dtypes)
         norm = partial(self.norm, train=train, axis_name=self.axis_name, **dtypes)
 
@@ -124,12 +133,15 @@ class ResNet(nn.Module):
             x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
         else:
             x = nn.relu(norm()(conv(self.width, (3, 3), padding=1)(x)))
-        # Blocks are a Python loop, which one program can send block by block; `models/scanned.py` scans a GPT's.
+        # Blocks are a Python loop, which one program can send block by block; `models/scanned.py`
+        # scans a GPT's.
         for stage, blocks in enumerate(self.stages):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
                 x = self.block(self.width * 2**stage, stride, conv, norm)(x)
-        logits = nn.Dense(self.classes, kernel_init=nn.initializers.normal(0.01), **dtypes)(x.mean((1, 2)))
+        logits = nn.Dense(self.classes, kernel_init=nn.initializers.normal(0.01), **dtypes)(
+            x.mean((1, 2))
+        )
         return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
@@ -140,7 +152,9 @@ PRESETS: dict[str, ResNet] = {
     # The depth of ResNet-18 at a quarter of its width: enough for 8x8 digits, and quick on a CPU.
     "18-digits": ResNet((2, 2, 2, 2), width=16, classes=10, stem="small", channels=1),
     "tiny": ResNet((1, 1), width=8, classes=10, stem="small"),
-    "tiny-gn": ResNet((1, 1), width=8, classes=10, stem="small", norm=partial(group_norm, groups=4)),
+    "tiny-gn": ResNet(
+        (1, 1), width=8, classes=10, stem="small", norm=partial(group_norm, groups=4)
+    ),
 }
 
 
@@ -150,7 +164,9 @@ PRESETS: dict[str, ResNet] = {
 def has_buffers(model: ResNet) -> bool:
     """Whether the model's normalisation keeps batch statistics."""
     norm = model.norm(train=False, axis_name=None, dtype=model.dtype, param_dtype=model.param_dtype)
-    return "batch_stats" in jax.eval_shape(norm.init, jax.random.key(0), jnp.zeros((1, model.width)))
+    return "batch_stats" in jax.eval_shape(
+        norm.init, jax.random.key(0), jnp.zeros((1, model.width))
+    )
 
 
 def init(model: ResNet, key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any]:
@@ -164,8 +180,8 @@ def loss_fn(model: ResNet) -> Callable[..., tuple[jax.Array, Any]]:
     """Returns the mean cross entropy of the model, with its accuracy beside it.
 
     Returns:
-      `loss(params, batch, *, model_state) -> (loss, (model_state, aux))` where the model has buffers, and
-      `loss(params, batch) -> (loss, aux)` where it has none.
+      `loss(params, batch, *, model_state) -> (loss, (model_state, aux))` where the model has
+      buffers, and `loss(params, batch) -> (loss, aux)` where it has none.
     """
 
     def loss(params: Any, batch: dict[str, Any]):
@@ -188,14 +204,17 @@ def predict(
     return jnp.asarray(model.apply({"params": params, **buffers}, images, train=False))
 
 
-def batch(model: ResNet | str, rows: int, seed: int = 0, size: int | None = None) -> dict[str, np.ndarray]:
+def batch(
+    model: ResNet | str, rows: int, seed: int = 0, size: int | None = None
+) -> dict[str, np.ndarray]:
     """Returns normally distributed images (rows, size, size, C) and uniform labels (rows,).
 
     Args:
       model: a model or the name of a preset.
       rows: the number of images.
       seed: another seed, another batch.
-      size: height and width in pixels; 64 for the ImageNet stem and 8 for the small one if not given.
+      size: height and width in pixels; 64 for the ImageNet stem and 8 for the small one if not
+        given.
     """
     model = PRESETS[model] if isinstance(model, str) else model
     size = size or {"imagenet": 64, "small": 8}[model.stem]
@@ -206,6 +225,8 @@ def batch(model: ResNet | str, rows: int, seed: int = 0, size: int | None = None
     }
 
 
-def _score(logits: Any, labels: Int[Array, " B"] | np.ndarray) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
+def _score(
+    logits: Any, labels: Int[Array, " B"] | np.ndarray
+) -> tuple[Float[Array, ""], dict[str, Float[Array, ""]]]:
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     return loss, {"accuracy": jnp.mean(logits.argmax(-1) == labels, dtype=loss.dtype)}

@@ -1,11 +1,13 @@
-"""Trains a GPT of bytes in a job that may be ended at any time: the same command goes on where it was.
+"""Trains a GPT of bytes in a job that may be ended at any time: the same command goes on where it
+was.
 
-python models/resume.py                                               alone; end it by `kill`, and start it again
+python models/resume.py                                           alone; `kill` it, start it again
 
-python -m fddp run -n 2 --restarts 3 -- python models/resume.py       two processes; it starts them again if one dies
+python -m fddp run -n 2 --restarts 3 -- python models/resume.py   two processes, restarted
 
-A state is saved now and then. SIGTERM, which schedulers send before they take a machine away, ends the job after a
-step, the same on all ranks, once that step's state is saved. The bits at the end are those of a job that nobody ended.
+A state is saved now and then. SIGTERM, which schedulers send before they take a machine away, ends
+the job after a step, the same on all ranks, once that step's state is saved. The bits at the end
+are those of a job that nobody ended.
 """
 
 import hashlib
@@ -20,7 +22,9 @@ import tyro
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 
 
@@ -44,18 +48,24 @@ def main(
     """
     steps, model = (30, gpt.PRESETS["tiny"]) if quick else (steps, gpt.PRESETS["bytes"])
     group = fddp.init()
-    step = fddp.train_step(gpt.loss_fn(model.clone(dropout=0.1)), optax.adamw(3e-3), group=group, has_aux=True)
+    step = fddp.train_step(
+        gpt.loss_fn(model.clone(dropout=0.1)), optax.adamw(3e-3), group=group, has_aux=True
+    )
     params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
     state = step.init(params, rng=jax.random.key(seed))
 
     text, _ = data.read_text(None, model.context)
-    if fddp.preempted():  # asked for the first time it takes SIGTERM over, which then waits for the end of a step
+    if (
+        fddp.preempted()
+    ):  # asked for the first time it takes SIGTERM over, which then waits for the end of a step
         return
     with fddp.Checkpoints(folder, step, every=every) as checkpoints:
         state, _ = checkpoints.restore(state)
         start = int(state.step)
         group.print(f"begins after step {start} of {steps}")
-        rows = fddp.samples(len(text), batch, rank=group.rank, size=group.processes, seed=seed, start_step=start)
+        rows = fddp.samples(
+            len(text), batch, rank=group.rank, size=group.processes, seed=seed, start_step=start
+        )
         for number, mine in zip(range(start + 1, steps + 1), rows):
             state, info = step(state, {"tokens": text[mine].astype(np.int32)})
             ends = fddp.preempted()
@@ -70,7 +80,9 @@ def main(
 
 def digest(params: Any) -> str:
     """Of all bits."""
-    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))
+    ).hexdigest()[:16]
 
 
 if __name__ == "__main__":

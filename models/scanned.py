@@ -1,7 +1,9 @@
-"""The language model of `models/gpt.py` with its layers under `nn.scan`: one layer is compiled, for all of them.
+"""The language model of `models/gpt.py` with its layers under `nn.scan`: one layer is compiled, for
+all of them.
 
-The parameters of the layers are stacked along a first dim. Their gradients come from a loop; fddp runs it in parts, and
-sends the slices of the stack as the loop makes them, as it sends layers that are written out.
+The parameters of the layers are stacked along a first dim. Their gradients come from a loop; fddp
+runs it in parts, and sends the slices of the stack as the loop makes them, as it sends layers that
+are written out.
 """
 
 from typing import Any
@@ -36,7 +38,11 @@ class ScannedGPT(GPT):
 
 def scanned(model: GPT) -> ScannedGPT:
     """The same model with its layers under `nn.scan`."""
-    fields = {name: getattr(model, name) for name in model.__dataclass_fields__ if name not in ("parent", "name")}
+    fields = {
+        name: getattr(model, name)
+        for name in model.__dataclass_fields__
+        if name not in ("parent", "name")
+    }
     return ScannedGPT(**fields)
 
 

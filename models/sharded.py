@@ -4,10 +4,10 @@ JAX_NUM_CPU_DEVICES=4 python models/sharded.py     four devices of one process
 
 mpiexec -n 2 python models/sharded.py              two processes over MPI
 
-With `shard="state"` each replica keeps its part of the parameters and of AdamW's two moments, and with a function in
-place of parameters it never has more. A step gathers the parameters, layer after layer as a pass comes to them, drops
-them behind it, and scatters the gradients. Model, loss and optimizer are those of one device; clipping by the norm over
-all parameters is one more sum.
+With `shard="state"` each replica keeps its part of the parameters and of AdamW's two moments, and
+with a function in place of parameters it never has more. A step gathers the parameters, layer after
+layer as a pass comes to them, drops them behind it, and scatters the gradients. Model, loss and
+optimizer are those of one device; clipping by the norm over all parameters is one more sum.
 
 Source: Rajbhandari et al., "ZeRO" (2020), stage 3.
 """
@@ -24,18 +24,22 @@ import tyro
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 
 
-def main(steps: int = 200, batch: int = 16, save: Path | None = None, seed: int = 0, quick: bool = False) -> None:
+def main(
+    steps: int = 200, batch: int = 16, save: Path | None = None, seed: int = 0, quick: bool = False
+) -> None:
     """Trains on Python's own sources; every tenth file is held out.
 
     Args:
       steps: updates of the parameters.
       batch: rows a step, over all replicas.
-      save: a folder that all ranks see, for a checkpoint of the end, which goes on on any number of replicas, with
-        `shard` or without.
+      save: a folder that all ranks see, for a checkpoint of the end, which goes on on any number of
+        replicas, with `shard` or without.
       seed: decides the first parameters and the order of rows.
       quick: few steps of a tiny model, as the tests run it.
     """
@@ -52,8 +56,12 @@ def main(steps: int = 200, batch: int = 16, save: Path | None = None, seed: int 
     state = step.init(make)
     params = jax.eval_shape(make)
     whole = mib((params, jax.eval_shape(optimizer.init, params)))
-    held = mib(jax.tree.map(lambda x: x.addressable_shards[0].data, (state.params, state.opt_state)))
-    group.print(f"each of {group.size} replicas holds {held:.3f} MiB, the state has {whole:.3f} MiB")
+    held = mib(
+        jax.tree.map(lambda x: x.addressable_shards[0].data, (state.params, state.opt_state))
+    )
+    group.print(
+        f"each of {group.size} replicas holds {held:.3f} MiB, the state has {whole:.3f} MiB"
+    )
 
     text, held_out = data.read_text(None, model.context)
     rows = fddp.samples(len(text), batch, rank=group.rank, size=group.processes, seed=seed)

@@ -1,13 +1,15 @@
-"""Trains the GPT on a mesh of two axes: replicas along one, the parts of each replica along the other.
+"""Trains the GPT on a mesh of two axes: replicas along one, the parts of each replica along the
+other.
 
 python models/tensor_parallel.py                           four replicas of two devices
 
 python models/tensor_parallel.py --replicas 2 --parts 2    four devices
 
-Model and loss are those of one device. The parameters are placed as in Megatron-LM: the first matrices of attention and
-feed-forward by columns, the last ones by rows, so that every device has whole heads and hidden units of its own. XLA
-puts in the sums over the parts; fddp sums gradients over the replicas, of which each device sends the parts that it
-holds. On a machine without accelerators the devices are virtual CPUs.
+Model and loss are those of one device. The parameters are placed as in Megatron-LM: the first
+matrices of attention and feed-forward by columns, the last ones by rows, so that every device has
+whole heads and hidden units of its own. XLA puts in the sums over the parts; fddp sums gradients
+over the replicas, of which each device sends the parts that it holds. On a machine without
+accelerators the devices are virtual CPUs.
 
 Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
@@ -24,7 +26,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 
 COLUMNS, ROWS = PartitionSpec(None, "part"), PartitionSpec("part", None)
@@ -34,7 +38,9 @@ PLACES = {
 }
 
 
-def main(replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0, quick: bool = False) -> None:
+def main(
+    replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0, quick: bool = False
+) -> None:
     """Trains the tiny GPT on Python's own sources.
 
     Args:
@@ -68,13 +74,15 @@ def main(replicas: int = 4, parts: int = 2, steps: int = 60, seed: int = 0, quic
 
 
 def two_axes(replicas: int, parts: int, name: str = "part") -> Mesh:
-    """The first devices as a mesh; those of one replica are neighbours, along the second axis, of this name."""
+    """The first devices as a mesh; those of one replica are neighbours, along the second axis, of
+    this name."""
     devices = np.array(jax.devices()[: replicas * parts]).reshape(replicas, parts)
     return Mesh(devices, ("replica", name), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def placed(params: Any, mesh: Mesh) -> Any:
-    """Cuts the matrices of every layer, and the embedding's table by tokens; what is left lies whole everywhere."""
+    """Cuts the matrices of every layer, and the embedding's table by tokens; what is left lies
+    whole everywhere."""
 
     def place(path: Any, x: jax.Array) -> jax.Array:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -87,7 +95,10 @@ def placed(params: Any, mesh: Mesh) -> Any:
 def size_mib(params: Any) -> tuple[float, float]:
     """How large the parameters are, and one device's parts of them."""
     leaves = jax.tree.leaves(params)
-    whole, held = sum(x.nbytes for x in leaves), sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    whole, held = (
+        sum(x.nbytes for x in leaves),
+        sum(x.addressable_shards[0].data.nbytes for x in leaves),
+    )
     return whole / 2**20, held / 2**20
 
 

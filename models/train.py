@@ -1,4 +1,5 @@
-"""Trains a ResNet on handwritten digits or a GPT on Python's own sources, on as many replicas as you start.
+"""Trains a ResNet on handwritten digits or a GPT on Python's own sources, on as many replicas as
+you start.
 
 mpiexec -n 2 python models/train.py                   two processes over MPI
 
@@ -6,7 +7,7 @@ mpiexec -n 2 python models/train.py --backend gloo    the same over Gloo
 
 python models/train.py --replicas 4                   four devices of one process
 
-python models/train.py gpt --steps 200                a language model of bytes; all of the above holds for it too
+python models/train.py gpt --steps 200                a language model of bytes
 
 Rank 0 shows progress and, at the end, a page; it draws the loss curve in runs/.
 """
@@ -38,7 +39,9 @@ from rich.text import Text
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data, gpt, resnet
 
 
@@ -62,7 +65,8 @@ class Config:
     replicas: int = 1
     """CPU devices of this process, if it is alone; under mpiexec each process is a replica."""
     virtual_replicas: int | None = None
-    """Slices of the batch: training gives the same bits on any number of replicas that divides this one."""
+    """Slices of the batch: training gives the same bits on any number of replicas that divides this
+    one."""
     backend: Literal["nccl", "gloo", "mpi", "local"] | None = None
     """What carries the gradients; None: what fddp.init finds best."""
     bucket_cap_mb: float = 25
@@ -72,8 +76,8 @@ class Config:
     out: Path = Path("runs")
     """Folder for the loss curve."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """Folder for checkpoints: training saves there, and the same command goes on from the newest. Where no step is left
-    it tests that one."""
+    """Folder for checkpoints: training saves there, and the same command goes on from the newest.
+    Where no step is left it tests that one."""
     save_every: int = 100
     """With --resume: steps between two checkpoints; the last step is saved as well."""
     quick: bool = False
@@ -96,7 +100,9 @@ def main(config: Config) -> None:
         jax.config.update("jax_num_cpu_devices", config.replicas)
     group = fddp.init(config.backend)
     if config.replicas not in (1, group.size):
-        raise ValueError(f"--replicas {config.replicas} is for a process alone, on CPUs; this one is in {group}.")
+        raise ValueError(
+            f"--replicas {config.replicas} is for a process alone, on CPUs; this one is in {group}."
+        )
 
     console = screen(group)
     task = TASKS[config.model](config)
@@ -119,7 +125,8 @@ class Task(NamedTuple):
     batch: Callable[[Int[np.ndarray, " B"]], Any]
     """Rows, by their numbers."""
     test: Callable[[fddp.TrainState, fddp.Group], dict[str, str]]
-    """What a state can do on data that was held out, of which each process takes its part: lines for the page."""
+    """What a state can do on data that was held out, of which each process takes its part: lines
+    for the page."""
     rng: Any = None
     """A random key, if the loss draws numbers."""
 
@@ -135,7 +142,8 @@ class History:
     times: list[float] = field(default_factory=lambda: [time.perf_counter()])
 
     def note(self, info: fddp.StepInfo) -> None:
-        """Waits for a step. A loss that is no number ends the job: on every rank, as all see the same loss."""
+        """Waits for a step. A loss that is no number ends the job: on every rank, as all see the
+        same loss."""
         self.losses.append(float(info.loss))
         self.accuracies.append(float(info.aux["accuracy"]))
         self.times.append(time.perf_counter())
@@ -162,18 +170,30 @@ class History:
 ### Training
 
 
-def train(task: Task, config: Config, group: fddp.Group, console: Console) -> tuple[Any, fddp.BucketPlan, History]:
+def train(
+    task: Task, config: Config, group: fddp.Group, console: Console
+) -> tuple[Any, fddp.BucketPlan, History]:
     """The loop."""
     if config.steps < 1:
         raise ValueError(f"--steps must be 1 or more, got {config.steps}.")
     if config.batch % group.size or not 0 < config.batch <= task.rows:
-        raise ValueError(f"--batch must be a multiple of {group.size} up to {task.rows} rows, got {config.batch}.")
+        raise ValueError(
+            f"--batch must be a multiple of {group.size} up to {task.rows} rows, got "
+            f"{config.batch}."
+        )
     if not 0 <= config.layer_drop < 1 or (config.layer_drop and config.model != "gpt"):
-        raise ValueError(f"--layer-drop is for gpt and must be from 0 to below 1, got {config.layer_drop}.")
-    rate = optax.warmup_cosine_decay_schedule(0.0, config.learning_rate, config.steps // 10, config.steps)
+        raise ValueError(
+            f"--layer-drop is for gpt and must be from 0 to below 1, got {config.layer_drop}."
+        )
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.steps // 10, config.steps
+    )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     # A layer that no replica ran stays as it is, moments and all.
-    options: Any = {"bucket_cap_mb": config.bucket_cap_mb, "find_unused_parameters": config.layer_drop > 0}
+    options: Any = {
+        "bucket_cap_mb": config.bucket_cap_mb,
+        "find_unused_parameters": config.layer_drop > 0,
+    }
     options["virtual_replicas"] = config.virtual_replicas
     options["skip_nonfinite"] = True  # so no checkpoint holds what is no number
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
@@ -195,11 +215,13 @@ def loop(
     """Trains from the state's step up to the last; a state of the last one comes back as it is."""
     history, start = History(int(state.step)), int(state.step)
     if start > config.steps:
-        raise ValueError(f"--steps {config.steps}: the checkpoint in {config.resume} is of step {start}.")
+        raise ValueError(
+            f"--steps {config.steps}: the checkpoint in {config.resume} is of step {start}."
+        )
     if start == config.steps:
         return state, history
-    # This process reads its own rows only, in Grain's threads while the step before runs; a step has the same rows on
-    # any number of processes.
+    # This process reads its own rows only, in Grain's threads while the step before runs; a step
+    # has the same rows on any number of processes.
     own_rows = fddp.samples(
         task.rows,
         config.batch,
@@ -211,7 +233,9 @@ def loop(
         start_step=start,
     )
     rows = grain.MapDataset.source(list(islice(own_rows, config.steps - start)))
-    batches = rows.map(task.batch).to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=4))
+    batches = rows.map(task.batch).to_iter_dataset(
+        grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+    )
     flying = deque[fddp.StepInfo](maxlen=2)
     with progress(console) as bar:
         job = bar.add_task("", total=config.steps, completed=start, now="compiling")
@@ -219,7 +243,9 @@ def loop(
             state, info = step(state, batch)
             save(state, False)
             flying.append(info)
-            if len(flying) == 2:  # the host looks at a step once the next is on its way: neither waits for the other
+            if (
+                len(flying) == 2
+            ):  # the host looks at a step once the next is on its way: neither waits for the other
                 history.note(flying[0])
                 bar.update(job, advance=1, now=history.now(config.batch))
                 if bar.disable and history.step * 10 % config.steps < 10:
@@ -236,7 +262,8 @@ def loop(
 def saved(
     config: Config, step: fddp.TrainStep, state: fddp.TrainState
 ) -> Iterator[tuple[fddp.TrainState, Callable[[fddp.TrainState, bool], None]]]:
-    """Where to go on from, and what is to be called after each step: it saves now and then, or before the job ends.
+    """Where to go on from, and what is to be called after each step: it saves now and then, or
+    before the job ends.
 
     It is called with whether to save in any case, as once more after the last step.
     """
@@ -270,9 +297,13 @@ def chosen(presets: Mapping[str, Any], name: str) -> Any:
 def resnet_task(config: Config) -> Task:
     """Tells handwritten digits apart."""
     model = chosen(resnet.PRESETS, config.preset)
-    images, labels, test_images, test_labels = data.read_mnist(config.data) if config.data else data.split_digits()
+    images, labels, test_images, test_labels = (
+        data.read_mnist(config.data) if config.data else data.split_digits()
+    )
     mean, std = images.mean(), images.std()
-    images, test_images = (((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images))
+    images, test_images = (
+        ((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images)
+    )
 
     def batch(rows: Any) -> dict[str, np.ndarray]:
         return {"image": images[rows], "label": labels[rows].astype(np.int32)}
@@ -283,7 +314,9 @@ def resnet_task(config: Config) -> Task:
 
     def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
         count = len(test_images)
-        mine = np.array_split(np.arange(count)[group.rank :: group.processes], math.ceil(count / 500))
+        mine = np.array_split(
+            np.arange(count)[group.rank :: group.processes], math.ceil(count / 500)
+        )
         batches = ({"image": test_images[rows], "label": test_labels[rows]} for rows in mine)
         share = fddp.evaluate(right, state, batches, group=group)
         return {"test accuracy": f"{share:.2%}: {round(share * count):,} of {count:,} images"}
@@ -306,14 +339,21 @@ def gpt_task(config: Config) -> Task:
         return {"tokens": text[rows].astype(np.int32)}
 
     def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
-        tokens = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(np.int32)
+        tokens = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(
+            np.int32
+        )
         loss, aux = fddp.evaluate(loss_fn, state, [{"tokens": tokens}], group=group)
         params = jax.tree.map(np.asarray, state.params)
-        score = f"{loss / math.log(2):.2f} bits per byte, {aux['accuracy']:.0%} of the bytes foretold"
+        score = (
+            f"{loss / math.log(2):.2f} bits per byte, {aux['accuracy']:.0%} of the bytes foretold"
+        )
         return {"held-out files": score, "it writes": write(model, params, b"def ", 160)}
 
     params, _ = gpt.init(model, jax.random.key(config.seed), batch([0]))
-    title = f"GPT {config.preset} on {text.shape[0] * model.context / 1e6:.1f} MB of {config.data or 'Python sources'}"
+    title = (
+        f"GPT {config.preset} on {text.shape[0] * model.context / 1e6:.1f} MB of "
+        f"{config.data or 'Python sources'}"
+    )
     rng = jax.random.key(config.seed) if config.layer_drop else None
     return Task(title, loss_fn, params, None, len(text), batch, test, rng)
 
@@ -326,8 +366,13 @@ def write(model: gpt.GPT, params: Any, prompt: bytes, length: int) -> str:
         return tokens.at[i].set(jax.random.categorical(jax.random.key(i), logits / 0.7))
 
     tokens = np.frombuffer(prompt.ljust(length), np.uint8).astype(np.int32)
-    tokens = jax.jit(lambda tokens: jax.lax.fori_loop(len(prompt), length, draw_byte, tokens))(tokens)
-    return "".join(c if c.isprintable() or c == "\n" else "·" for c in bytes(tokens.tolist()).decode(errors="replace"))
+    tokens = jax.jit(lambda tokens: jax.lax.fori_loop(len(prompt), length, draw_byte, tokens))(
+        tokens
+    )
+    return "".join(
+        c if c.isprintable() or c == "\n" else "·"
+        for c in bytes(tokens.tolist()).decode(errors="replace")
+    )
 
 
 TASKS = {"resnet": resnet_task, "gpt": gpt_task}
@@ -337,7 +382,8 @@ TASKS = {"resnet": resnet_task, "gpt": gpt_task}
 
 
 def screen(group: fddp.Group) -> Console:
-    """What rank 0 writes on. Several ranks write lines, to a file perhaps: Open MPI gives one of them a terminal."""
+    """What rank 0 writes on. Several ranks write lines, to a file perhaps: Open MPI gives one of
+    them a terminal."""
     if group.processes > 1:
         return Console(width=100, force_terminal=False, quiet=not group.is_main)
     return Console(width=None if sys.stdout.isatty() else 100)
@@ -358,7 +404,9 @@ def draw(title: str, config: Config, history: History) -> Path:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     axes.plot(numbers, losses, color="#9db8d2", linewidth=0.8, label="each step")
-    axes.plot(numbers[last - 1 :], means, color="#1f4e79", linewidth=2, label=f"mean of the last {last}")
+    axes.plot(
+        numbers[last - 1 :], means, color="#1f4e79", linewidth=2, label=f"mean of the last {last}"
+    )
     axes.set(title=title, xlabel="step", ylabel="loss", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
@@ -369,7 +417,14 @@ def draw(title: str, config: Config, history: History) -> Path:
     return path
 
 
-def page(title: str, config: Config, group: fddp.Group, history: History, results: dict[str, str], plan: Any) -> Panel:
+def page(
+    title: str,
+    config: Config,
+    group: fddp.Group,
+    history: History,
+    results: dict[str, str],
+    plan: Any,
+) -> Panel:
     """What was trained, on what, how well, how fast."""
     devices = f"{group.size} × {jax.local_devices()[0].device_kind}"
     lines = {"replicas": f"{devices} · backend {group.backend} · processes: {group.processes}"}
@@ -379,7 +434,10 @@ def page(title: str, config: Config, group: fddp.Group, history: History, result
         loss, accuracy = np.mean(history.losses[-10:]), np.mean(history.accuracies[-10:])
         change = f"{history.losses[0]:.3f} → {loss:.3f}"
         lines["training loss"] = f"{change} · accuracy {accuracy:.1%} (mean of the last 10 steps)"
-        times = f"{history.step_seconds * 1e3:,.0f} ms a step (median) · {history.times[-1] - history.times[0]:,.0f} s"
+        times = (
+            f"{history.step_seconds * 1e3:,.0f} ms a step (median) · "
+            f"{history.times[-1] - history.times[0]:,.0f} s"
+        )
         lines["speed"] = f"{config.batch / history.step_seconds:,.0f} samples/s · {times}"
     lines |= results | {"try next": TRY_NEXT[config.model]}
     table = Table.grid(padding=(0, 2))
@@ -389,7 +447,9 @@ def page(title: str, config: Config, group: fddp.Group, history: History, result
         return Panel(table, title=title, border_style="cyan", padding=(1, 2))
     *buckets, foot = str(plan).splitlines()
     names = Text("\n".join(buckets), "dim", no_wrap=True, overflow="ellipsis")
-    return Panel(Group(table, "", names, Text(foot, "dim")), title=title, border_style="cyan", padding=(1, 2))
+    return Panel(
+        Group(table, "", names, Text(foot, "dim")), title=title, border_style="cyan", padding=(1, 2)
+    )
 
 
 TRY_NEXT = {

@@ -1,9 +1,12 @@
-"""A step of data-parallel training in plain JAX, as naive as it can be: the shortest form of `fddp.train_step`.
+"""A step of data-parallel training in plain JAX, as naive as it can be: the shortest form of
+`fddp.train_step`.
 
-The state lies whole on every replica, and each replica has an equal part of the rows. Nothing is sent before the last
-gradient is there, and every leaf is sent by itself. `docs/twin.md` goes through it and says what fddp does beyond.
+The state lies whole on every replica, and each replica has an equal part of the rows. Nothing is
+sent before the last gradient is there, and every leaf is sent by itself. `docs/twin.md` goes
+through it and says what fddp does beyond.
 
-Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB 2020), section 3.2.1.
+Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (VLDB
+2020), section 3.2.1.
 """
 
 from collections.abc import Callable
@@ -25,7 +28,9 @@ class State(NamedTuple):
 
 
 def train_step(
-    loss_fn: Callable[[Params, Batch], jax.Array], optimizer: optax.GradientTransformation, mesh: Mesh
+    loss_fn: Callable[[Params, Batch], jax.Array],
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
 ) -> Callable[[State, Batch], tuple[State, jax.Array]]:
     """Returns `(state, batch) -> (state, loss)` over the replicas along a mesh's axis "replica"."""
 
@@ -39,15 +44,21 @@ def train_step(
         # 2. All-reduce: one collective for each leaf gives every replica the same mean.
         gradients = jax.tree.map(mean_over_replicas, gradients)
 
-        # 3. Update: equal states and equal gradients make equal states, so that nothing else is sent.
+        # 3. Update: equal states and equal gradients make equal states, so that nothing else is
+        # sent.
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return State(params, opt_state), mean_over_replicas(loss)
 
     whole = PartitionSpec()
     in_rows = PartitionSpec("replica")
-    # Unchecked: a checked shard_map sums the gradients of whole parameters by itself, and hides the second step.
+    # Unchecked: a checked shard_map sums the gradients of whole parameters by itself, and hides the
+    # second step.
     step = jax.shard_map(
-        on_one_replica, mesh=mesh, in_specs=(whole, in_rows), out_specs=(whole, whole), check_vma=False
+        on_one_replica,
+        mesh=mesh,
+        in_specs=(whole, in_rows),
+        out_specs=(whole, whole),
+        check_vma=False,
     )
     return jax.jit(step)

@@ -1,4 +1,5 @@
-"""Trains a Linen module on handwritten digits: a loop with Flax's TrainState, and what becomes of its lines.
+"""Trains a Linen module on handwritten digits: a loop with Flax's TrainState, and what becomes of
+its lines.
 
 python models/with_linen.py                           one replica
 
@@ -15,11 +16,11 @@ With Flax's TrainState, its batch_stats added as in Flax's own example of ImageN
 
 here:
 
-    params, buffers = net.init(key, batch)
-    step, state = fddp.train_step(net.loss_fn, optimizer, group=group), step.init(params, model_state=buffers)
-    state, info = step(state, batch)
+    params, buffers = net.init(key, batch) step, state = fddp.train_step(net.loss_fn, optimizer,
+    group=group), step.init(params, model_state=buffers) state, info = step(state, batch)
 
-What evaluates, logs or saves a Flax TrainState need not change: `as_flax` makes one, of the same arrays.
+What evaluates, logs or saves a Flax TrainState need not change: `as_flax` makes one, of the same
+arrays.
 """
 
 import sys
@@ -37,7 +38,9 @@ from jaxtyping import Array, Float
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data
 
 
@@ -45,7 +48,9 @@ class Network(nn.Module):
     """Ten logits for each image of 8 × 8 pixels."""
 
     @nn.compact
-    def __call__(self, images: Float[Array, "B 8 8 1"], train: bool = False) -> Float[Array, "B 10"]:
+    def __call__(
+        self, images: Float[Array, "B 8 8 1"], train: bool = False
+    ) -> Float[Array, "B 10"]:
         x = nn.Conv(16, (3, 3))(images)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
         x = nn.relu(nn.Conv(32, (3, 3), strides=2)(x))
@@ -67,7 +72,9 @@ def loss(model: Any, batch: Any) -> Array:
 
 def accuracy(state: FlaxState, batch: Any) -> Array:
     """The share of images that are read right: a function of Flax's state, as it was."""
-    logits = state.apply_fn({"params": state.params, "batch_stats": state.batch_stats}, batch["image"])
+    logits = state.apply_fn(
+        {"params": state.params, "batch_stats": state.batch_stats}, batch["image"]
+    )
     return jnp.mean(logits.argmax(-1) == batch["label"])
 
 
@@ -85,7 +92,10 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     images, labels, *held_out = data.split_digits()
 
     def rows_of(images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        return {"image": (images[..., None] / 16).astype(np.float32), "label": labels.astype(np.int32)}
+        return {
+            "image": (images[..., None] / 16).astype(np.float32),
+            "label": labels.astype(np.int32),
+        }
 
     module, optimizer = Network(), optax.adamw(3e-3)
     net = fddp.from_linen(module, loss)
@@ -104,7 +114,9 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     group.print(f"{group.size} replicas, test accuracy {share:.1%}")
 
 
-def as_flax(state: fddp.TrainState, module: nn.Module, optimizer: optax.GradientTransformation) -> FlaxState:
+def as_flax(
+    state: fddp.TrainState, module: nn.Module, optimizer: optax.GradientTransformation
+) -> FlaxState:
     """The same arrays in Flax's state; the next step deletes them, as it writes where they lie."""
     return FlaxState(
         step=state.step,

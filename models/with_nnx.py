@@ -6,8 +6,8 @@ mpiexec -n 2 python models/with_nnx.py              two processes over MPI
 
 JAX_NUM_CPU_DEVICES=4 python models/with_nnx.py     four devices of one process
 
-Module and loss are those of one device. `fddp.from_nnx` makes a pure loss, parameters and buffers of them. At the end
-`net.module(state)` is the trained module, which is evaluated as any other.
+Module and loss are those of one device. `fddp.from_nnx` makes a pure loss, parameters and buffers
+of them. At the end `net.module(state)` is the trained module, which is evaluated as any other.
 """
 
 import sys
@@ -24,7 +24,9 @@ from jaxtyping import Array, Float
 
 import fddp
 
-sys.path.append(str(Path(__file__).parents[1]))  # where models is, with fddp installed and run from anywhere
+sys.path.append(
+    str(Path(__file__).parents[1])
+)  # where models is, with fddp installed and run from anywhere
 from models import data
 
 
@@ -46,7 +48,9 @@ class Network(nnx.Module):
 
 def loss(model: Network, batch: Any) -> Array:
     """The mean cross entropy."""
-    return optax.softmax_cross_entropy_with_integer_labels(model(batch["image"]), batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["image"]), batch["label"]
+    ).mean()
 
 
 def accuracy(model: Network, batch: Any) -> Array:
@@ -68,7 +72,10 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     images, labels, *held_out = data.split_digits()
 
     def rows_of(images: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        return {"image": (images[..., None] / 16).astype(np.float32), "label": labels.astype(np.int32)}
+        return {
+            "image": (images[..., None] / 16).astype(np.float32),
+            "label": labels.astype(np.int32),
+        }
 
     net = fddp.from_nnx(Network(nnx.Rngs(seed)), loss)
     step = fddp.train_step(net.loss_fn, optax.adamw(3e-3), group=group)

@@ -1,4 +1,5 @@
-"""Every test sees eight CPU devices in one process, float32 by default, and the same random examples each time."""
+"""Every test sees eight CPU devices in one process, float32 by default, and the same random
+examples each time."""
 
 import gc
 import hashlib
@@ -21,7 +22,11 @@ import fddp
 
 pytest.register_assert_rewrite("on_ranks.job")  # tests that two modules import
 
-collect_ignore = ["workers", "on_ranks", "step/typed_calls.py"]  # scripts, whose examples pytest would look for
+collect_ignore = [
+    "workers",
+    "on_ranks",
+    "step/typed_calls.py",
+]  # scripts, whose examples pytest would look for
 
 # Before any test asks for a device: JAX's backends start once and then keep what they were told.
 jax.config.update("jax_platforms", "cpu")
@@ -29,7 +34,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 os.environ |= UNOPTIMIZED  # also of what a test starts
 jax.config.update("jax_disable_most_optimizations", True)
 
-# Tracing makes many objects and few cycles: with Python's own thresholds the collector takes 7 % of the time.
+# Tracing makes many objects and few cycles: with Python's own thresholds the collector takes 7 % of
+# the time.
 gc.set_threshold(100_000, 50, 100)
 
 # XLA compiles for each new shape, so an example takes as long as it takes.
@@ -59,7 +65,8 @@ def processor() -> str:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker more than cores, for many tests wait; more than eight would need more memory than they save time."""
+    """One worker more than cores, for many tests wait; more than eight would need more memory than
+    they save time."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 

@@ -1,8 +1,10 @@
-"""Starts Python scripts in 0.1 s instead of 3: forks a process that has imported JAX, optax and fddp, and no backend.
+"""Starts Python scripts in 0.1 s instead of 3: forks a process that has imported JAX, optax and
+fddp, and no backend.
 
-`fork_server.py SOCKET` serves one pytest process until that process closes the connection. Each later connection starts
-one script: the request comes with two open files for stdout and stderr; the answers are the process id and, when the
-script has ended, its exit code. The script ends as under `python SCRIPT`: with its own exit hooks and excepthook.
+`fork_server.py SOCKET` serves one pytest process until that process closes the connection. Each
+later connection starts one script: the request comes with two open files for stdout and stderr; the
+answers are the process id and, when the script has ended, its exit code. The script ends as under
+`python SCRIPT`: with its own exit hooks and excepthook.
 """
 
 import json
@@ -71,7 +73,8 @@ def start(server: str, request: Request, out: int, err: int) -> Forked:
 
 
 def wait_for_request(path: str) -> Request:
-    """Serves requests; returns in a forked child, with its request. The server itself never returns."""
+    """Serves requests; returns in a forked child, with its request. The server itself never
+    returns."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
         listener.listen(64)

@@ -60,7 +60,8 @@ def with_dropout(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
 
 
 def of_fast(lookahead: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Lookahead, which expects gradients of the fast parameters alone, for those of all parameters."""
+    """Lookahead, which expects gradients of the fast parameters alone, for those of all
+    parameters."""
 
     def fast(grads: Any, _: Any) -> Any:
         return grads.fast

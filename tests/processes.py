@@ -1,6 +1,8 @@
-"""Starts real processes: ranks of MPI under mpiexec, or processes that find each other by FDDP_* variables (Gloo).
+"""Starts real processes: ranks of MPI under mpiexec, or processes that find each other by FDDP_*
+variables (Gloo).
 
-They get an environment of their own, in which warnings are errors, and an end: no test waits for ever.
+They get an environment of their own, in which warnings are errors, and an end: no test waits for
+ever.
 """
 
 import atexit
@@ -29,34 +31,39 @@ WORKERS = TESTS / "workers"
 HOLD = TESTS / "on_ranks" / "hold.py"  # the script whose ranks hold claims
 # conftest.py sets them.
 COMPILATION_CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-# Of this process's environment only what finds programs and files: neither its devices nor its launcher.
+# Of this process's environment only what finds programs and files: neither its devices nor its
+# launcher.
 INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", *COMPILATION_CACHE)
 END_S = 5.0
 # A last resort, ten times what the longest of these jobs takes on a quiet machine.
 JOB_S = 300.0
 # FDDP_GRACE_S where all ranks fail: nobody waits this long, however busy the machine is.
 PATIENT_S = "10"
-# A test's programs run a few times: most of their time goes to compiling. JAX's own switch leaves optimizations out;
-# before JAX 0.11 XLA:CPU also has kernels that take longer to make than all the rest of a small program.
+# A test's programs run a few times: most of their time goes to compiling. JAX's own switch leaves
+# optimizations out; before JAX 0.11 XLA:CPU also has kernels that take longer to make than all the
+# rest of a small program.
 OLD_KERNELS = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
 UNOPTIMIZED = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {OLD_KERNELS}".strip(),
 }
-# XLA's Gloo says so to stdout whenever it connects, and nothing silences it. The threads of two devices say it at once,
-# word by word: a line is a greeting if it consists of such words only.
+# XLA's Gloo says so to stdout whenever it connects, and nothing silences it. The threads of two
+# devices say it at once, word by word: a line is a greeting if it consists of such words only.
 GREETING = re.compile(
-    r"(\[Gloo\] Rank |is connected to|peer ranks\.|Expected number of connected peer ranks is :|\d|\s)+"
+    r"(\[Gloo\] Rank |is connected to|peer ranks\.|Expected number of connected peer ranks is "
+    r":|\d|\s)+"
 )
 # On a busy machine some ranks start later than others, who say so.
 WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
 
-# Warnings are errors, but for a program that another process is writing into the cache: JAX then compiles it.
+# Warnings are errors, but for a program that another process is writing into the cache: JAX then
+# compiles it.
 STRICT = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
 # What Python and JAX read when they are imported: a rank that needs another value is not forked.
 READ_AT_IMPORT = ("JAX_", "PYTHON")
 
-# (backend, processes) of every kind of job that is tested. Three processes show what powers of two hide.
+# (backend, processes) of every kind of job that is tested. Three processes show what powers of two
+# hide.
 QUICK_JOBS = [("mpi", 3), ("gloo", 2)]
 JOBS = [*QUICK_JOBS, ("mpi", 2), ("mpi", 4), ("gloo", 4)]
 
@@ -69,14 +76,24 @@ def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSe
 
 def on(quick: str) -> pytest.MarkDecorator:
     """One backend by default, the other one in the tier `slow`."""
-    marked = [pytest.param(one, marks=[] if one == quick else [pytest.mark.slow]) for one in ("mpi", "gloo")]
+    marked = [
+        pytest.param(one, marks=[] if one == quick else [pytest.mark.slow])
+        for one in ("mpi", "gloo")
+    ]
     return pytest.mark.parametrize("backend", marked)
 
 
 def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str) -> list[str]:
-    """Of what is tested on a job, under this name of a parameter, what this session asks for: a job does no more."""
-    given = [one.params for item in request.session.items if (one := getattr(item, "callspec", None))]
-    return [str(one[name]) for one in given if name in one and (one.get("backend"), one.get("size")) == (backend, size)]
+    """Of what is tested on a job, under this name of a parameter, what this session asks for: a job
+    does no more."""
+    given = [
+        one.params for item in request.session.items if (one := getattr(item, "callspec", None))
+    ]
+    return [
+        str(one[name])
+        for one in given
+        if name in one and (one.get("backend"), one.get("size")) == (backend, size)
+    ]
 
 
 class Process(Protocol):
@@ -96,7 +113,8 @@ class Outcome:
     outputs: tuple[str, ...]
     """What each rank wrote to stdout, then to stderr."""
     codes: tuple[int | None, ...]
-    """Exit code of each process that was started, mpiexec's alone under MPI; None: still running at the timeout."""
+    """Exit code of each process that was started, mpiexec's alone under MPI; None: still running at
+    the timeout."""
 
     @property
     def ended(self) -> bool:
@@ -146,7 +164,8 @@ def launch_with(
     folder: Path,
     timeout_s: float = JOB_S,
 ) -> Outcome:
-    """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some other launcher.
+    """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some
+    other launcher.
 
     Args:
       worlds: the variables of each rank.
@@ -166,14 +185,17 @@ def launch_with(
 def ended(
     folder: Path, backend: str, how: str, script: str = "ends.py", size: int = 2, grace_s: str = "1"
 ) -> tuple[str, ...]:
-    """What each rank shows of a script that ends badly; no process may go on, and none may end as if all were well."""
+    """What each rank shows of a script that ends badly; no process may go on, and none may end as
+    if all were well."""
     outcome = launch(backend, size, script, how, folder=folder, FDDP_GRACE_S=grace_s)
     assert outcome.ended
     assert 0 not in outcome.codes
     return outcome.outputs
 
 
-def _outcome(backend: str, size: int, processes: Sequence[Process], folder: Path, timeout_s: float) -> Outcome:
+def _outcome(
+    backend: str, size: int, processes: Sequence[Process], folder: Path, timeout_s: float
+) -> Outcome:
     _wait(processes, timeout_s)
     codes = tuple(process.poll() for process in processes)
     _kill(processes)
@@ -186,7 +208,9 @@ def _outcome(backend: str, size: int, processes: Sequence[Process], folder: Path
 
 def written(folder: Path, size: int) -> tuple[str, ...]:
     """What each rank, and the watcher beside it, which may outlive it, has written so far."""
-    return tuple("".join(_read(folder / f"{rank}.{kind}") for kind in ("out", "err")) for rank in range(size))
+    return tuple(
+        "".join(_read(folder / f"{rank}.{kind}") for kind in ("out", "err")) for rank in range(size)
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -195,7 +219,9 @@ def _environment() -> dict[str, str]:
     return kept | UNOPTIMIZED | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
 
 
-def _start_mpi(size: int, command: Sequence[str], folder: Path, env: dict[str, str]) -> list[subprocess.Popen]:
+def _start_mpi(
+    size: int, command: Sequence[str], folder: Path, env: dict[str, str]
+) -> list[subprocess.Popen]:
     mpiexec = [str(Path(sys.executable).parent / "mpiexec"), "-n", str(size)]
     files = [f"-outfile-pattern={folder}/%r.out", f"-errfile-pattern={folder}/%r.err"]
     python = [sys.executable, *STRICT, *command]
@@ -210,7 +236,10 @@ def _worlds(size: int) -> list[dict[str, str]]:
 def _start_gloo(
     worlds: Sequence[Mapping[str, str]], command: Sequence[str], folder: Path, env: dict[str, str]
 ) -> list[Process]:
-    return [_start_rank(command, folder / str(rank), {**world, **env}) for rank, world in enumerate(worlds)]
+    return [
+        _start_rank(command, folder / str(rank), {**world, **env})
+        for rank, world in enumerate(worlds)
+    ]
 
 
 def _start_rank(command: Sequence[str], output: Path, env: dict[str, str]) -> Process:
@@ -225,10 +254,12 @@ def _start_rank(command: Sequence[str], output: Path, env: dict[str, str]) -> Pr
 
 @cache
 def _server() -> str:
-    """The path of this process's fork server, which starts at the first call and ends with this process."""
+    """The path of this process's fork server, which starts at the first call and ends with this
+    process."""
     folder = Path(tempfile.mkdtemp())
     path = folder / "forks"
-    # A fork copies one thread only, so that the server must have no other: NumPy's library starts some.
+    # A fork copies one thread only, so that the server must have no other: NumPy's library starts
+    # some.
     env = _environment() | {"OPENBLAS_NUM_THREADS": "1"}
     command = [sys.executable, *STRICT, fork_server.__file__, str(path)]
     process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -248,7 +279,8 @@ def _server() -> str:
 
 
 def _start(command: Sequence[str], output: Path, env: dict[str, str]) -> subprocess.Popen:
-    """A process in a session of its own, so that it can be killed with its children and nobody else."""
+    """A process in a session of its own, so that it can be killed with its children and nobody
+    else."""
     with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
         return subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
 
@@ -285,4 +317,6 @@ def _signal(processes: Sequence[Process], send: Callable[[Process], None]) -> No
 
 def _read(path: Path) -> str:
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    return "".join(line for line in lines if not GREETING.fullmatch(line) and not WAITING.match(line))
+    return "".join(
+        line for line in lines if not GREETING.fullmatch(line) and not WAITING.match(line)
+    )

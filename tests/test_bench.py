@@ -42,7 +42,9 @@ def test_the_list_of_questions_is_complete():
 
 
 def test_the_list_of_what_needs_emulated_hosts_is_complete():
-    (told,) = re.findall(r"\n\n((?:(?!\n\n).)*) What they share:", (BENCH / "README.md").read_text(), re.DOTALL)
+    (told,) = re.findall(
+        r"\n\n((?:(?!\n\n).)*) What they share:", (BENCH / "README.md").read_text(), re.DOTALL
+    )
     uses = re.compile(r"^from bench\.(two_hosts import|turns import .*take_turns)", re.MULTILINE)
     need = {name for name in QUESTIONS if uses.search((BENCH / f"{name}.py").read_text())}
     assert set(re.findall(r"`(\w+)`", told)) == need
@@ -83,7 +85,9 @@ def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means()
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_no_step_measured_on_loopback_is_shorter_than_its_waits():
-    found = hosts.measure({"gloo": partial(start, "gloo", 2)}, 2, 1, 100, rounds=1, warm_up=lambda way: 1)
+    found = hosts.measure(
+        {"gloo": partial(start, "gloo", 2)}, 2, 1, 100, rounds=1, warm_up=lambda way: 1
+    )
     least = 1e3 * LAYERS * (FORWARD_S + BACKWARD_S)
     assert {way: low >= least for way, (low, _, _) in found["step_ms"].items()} == dict.fromkeys(
         ("fddp staged (Gloo)", "fddp eager (Gloo)", "fddp after (Gloo)", "alone (Gloo)"), True

@@ -1,11 +1,15 @@
-"""A training in shards, in a rehearsal of the one that no rank's memory could hold: `bench/beyond_memory.py`."""
+"""A training in shards, in a rehearsal of the one that no rank's memory could hold:
+`bench/beyond_memory.py`."""
 
 import pytest
 from processes import on
 
 from bench import beyond_memory
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # `on_ranks/` holds the parts of it: made, saved, restored
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow,
+]  # `on_ranks/` holds the parts of it: made, saved, restored
 
 
 @on("gloo")

@@ -40,16 +40,30 @@ def mpi_is_loaded_once(monkeypatch):
 
 def alone() -> dict[str, str]:
     """The environment of a shell: one device."""
-    return {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
 
 
 def test_plan_prints_the_plan_that_a_step_settles_on(group, capsys):
-    assert main(["plan", "models.resnet:tiny", "--bucket-cap-mb", "0.01", "--first-bucket-mb", "0.005"]) == 0
+    assert (
+        main(
+            ["plan", "models.resnet:tiny", "--bucket-cap-mb", "0.01", "--first-bucket-mb", "0.005"]
+        )
+        == 0
+    )
     model = resnet.PRESETS["tiny"]
     batch = resnet.batch(model, 8)
     params, model_state = resnet.init(model, jax.random.key(0), batch)
     step = fddp.train_step(
-        resnet.loss_fn(model), optax.sgd(0.1), group=group(1), has_aux=True, bucket_cap_mb=0.01, first_bucket_mb=0.005
+        resnet.loss_fn(model),
+        optax.sgd(0.1),
+        group=group(1),
+        has_aux=True,
+        bucket_cap_mb=0.01,
+        first_bucket_mb=0.005,
     )
     step(step.init(params, model_state=model_state), batch)
     assert capsys.readouterr().out.strip() == str(step.plan)
@@ -58,7 +72,16 @@ def test_plan_prints_the_plan_that_a_step_settles_on(group, capsys):
 @pytest.mark.aot
 def test_audit_prints_a_table_and_draws_a_picture(capsys, tmp_path):
     picture = tmp_path / "schedule.png"
-    words = ["audit", "models.gpt:tiny", "--target", "h100:8", "--bucket-cap-mb", "0.02", "--rows", "4"]
+    words = [
+        "audit",
+        "models.gpt:tiny",
+        "--target",
+        "h100:8",
+        "--bucket-cap-mb",
+        "0.02",
+        "--rows",
+        "4",
+    ]
     status = main([*words, "--picture", str(picture)])
     printed = capsys.readouterr().out
     assert "bucket 0" in printed and "h100:8: " in printed
@@ -115,7 +138,12 @@ def test_where_calls_of_one_program_differ_nothing_is_claimed(capsys, monkeypatc
 def test_doctor_names_what_is_here(capsys):
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    for words in (f"jax                     {jax.__version__}", "8 × cpu", "backend mpi", "rank 0 of 1"):
+    for words in (
+        f"jax                     {jax.__version__}",
+        "8 × cpu",
+        "backend mpi",
+        "rank 0 of 1",
+    ):
         assert words in printed
 
 
@@ -149,12 +177,20 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
                 "node1:6",
             ],
         ),
-        ({"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"}, ["rank 0 of 2, by Flux", "set FDDP_COORDINATOR=host:port"]),
-        ({"JOB_COMPLETION_INDEX": "1"}, ["rank 0 of 1, by alone", "JOB_COMPLETION_INDEX=1 comes from an Indexed Job"]),
+        (
+            {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"},
+            ["rank 0 of 2, by Flux", "set FDDP_COORDINATOR=host:port"],
+        ),
+        (
+            {"JOB_COMPLETION_INDEX": "1"},
+            ["rank 0 of 1, by alone", "JOB_COMPLETION_INDEX=1 comes from an Indexed Job"],
+        ),
     ],
     ids=lambda case: next(iter(case)),
 )
-def test_doctor_tells_which_launcher_and_variables_it_read_and_where_rank_0_is_met(env, told, capsys, monkeypatch):
+def test_doctor_tells_which_launcher_and_variables_it_read_and_where_rank_0_is_met(
+    env, told, capsys, monkeypatch
+):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
@@ -181,17 +217,29 @@ def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys)
     ("words", "told"),
     [
         (["plan", "gpt"], "module:preset"),
-        (["plan", "models/gpt.py:tiny"], "module:preset, models.gpt:tiny say; got 'models/gpt.py:tiny'"),
+        (
+            ["plan", "models/gpt.py:tiny"],
+            "module:preset, models.gpt:tiny say; got 'models/gpt.py:tiny'",
+        ),
         (["plan", "models.gpt:tiny", "--rows", "0"], "--rows must be 1 or more, got 0"),
         (["audit", "models.gpt:tiny", "--rows", "-3"], "--rows must be 1 or more, got -3"),
         (["tune", "models.mlp:tiny", "--rows", "0"], "--rows must be 1 or more, got 0"),
         (["measure", "models.mlp:tiny", "--steps", "0"], "--steps must be 1 or more, got 0"),
-        (["measure", "models.mlp:tiny", "--trace", "none/t.json"], "--trace: there is no folder none"),
-        (["audit", "models.mlp:tiny", "--picture", "none/x.png"], "--picture: there is no folder none"),
+        (
+            ["measure", "models.mlp:tiny", "--trace", "none/t.json"],
+            "--trace: there is no folder none",
+        ),
+        (
+            ["audit", "models.mlp:tiny", "--picture", "none/x.png"],
+            "--picture: there is no folder none",
+        ),
         (["plan", "models.nothing:tiny"], "No module named 'models.nothing'"),
         (["plan", "models.gpt:huge"], "presets tiny, bytes, 360m"),
         (["plan", "json:x"], "json has no PRESETS"),
-        (["plan", "models.gpt:tiny", "--bucket-cap-mb", "-1"], "bucket_cap_mb must be 0 or more MiB"),
+        (
+            ["plan", "models.gpt:tiny", "--bucket-cap-mb", "-1"],
+            "bucket_cap_mb must be 0 or more MiB",
+        ),
         (["audit", "models.gpt:tiny", "--target", "b300"], "a100, h100, h200"),
     ],
 )
@@ -226,7 +274,12 @@ def test_jax_used_before_init_starts_quietly():
     for words in ("import fddp, jax", "import jax, fddp"):
         script = f"{words}; jax.numpy.ones(2); fddp.init(); print(jax.default_backend())"
         run = subprocess.run(
-            [sys.executable, "-c", script], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+            [sys.executable, "-c", script],
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert run.stderr == ""
 
@@ -239,6 +292,9 @@ def test_doctor_names_an_mpiexec_that_is_not_mpi4pys(tmp_path, monkeypatch, caps
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     own = Path(sys.executable).with_name("mpiexec")
-    told = f"{'launcher':<22}  {own}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {other}, of Open MPI\n"
+    told = (
+        f"{'launcher':<22}  {own}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {other}, of Open "
+        f"MPI\n"
+    )
     assert told in printed
     assert f"{'backend mpi':<22}  ready: MPICH\n" in printed

@@ -1,4 +1,5 @@
-"""The scripts in models/ do what they say, run as a user runs them: fddp installed, in a folder of one's own."""
+"""The scripts in models/ do what they say, run as a user runs them: fddp installed, in a folder of
+one's own."""
 
 import os
 import re
@@ -37,10 +38,14 @@ def home(tmp_path: Path) -> Path:
 
 def environment(home: Path, **env: str) -> dict[str, str]:
     packages = Path(np.__file__).parents[1]
-    return os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{home}{os.pathsep}{packages}"} | env
+    return (
+        os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{home}{os.pathsep}{packages}"} | env
+    )
 
 
-def quick(home: Path, script: str, *words: str, devices: int = 1, before: tuple[str, ...] = ()) -> str:
+def quick(
+    home: Path, script: str, *words: str, devices: int = 1, before: tuple[str, ...] = ()
+) -> str:
     """What a script prints; it may warn of nothing."""
     command = [*before, *PYTHON, str(MODELS / script), "--quick", *words]
     env = environment(home, JAX_NUM_CPU_DEVICES=str(devices))
@@ -56,7 +61,10 @@ def two_ranks(home: Path, *command: str) -> Iterator[list[subprocess.Popen[str]]
     """Two processes that meet over Gloo; whatever happens none of them stays."""
     env = environment(home, FDDP_SIZE="2", FDDP_COORDINATOR=f"127.0.0.1:{free_port()}")
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    ranks = [subprocess.Popen(command, cwd=home, env=env | {"FDDP_RANK": str(rank)}, **streams) for rank in range(2)]
+    ranks = [
+        subprocess.Popen(command, cwd=home, env=env | {"FDDP_RANK": str(rank)}, **streams)
+        for rank in range(2)
+    ]
     try:
         yield ranks
     finally:
@@ -69,7 +77,10 @@ def numbers(pattern: str, said: str) -> list[float]:
     """Those of the only place where a script says so."""
     found = re.findall(pattern, said)
     assert len(found) == 1, said
-    return [float(number.replace(",", "")) for number in (found[0] if isinstance(found[0], tuple) else found)]
+    return [
+        float(number.replace(",", ""))
+        for number in (found[0] if isinstance(found[0], tuple) else found)
+    ]
 
 
 def losses(said: str) -> list[float]:
@@ -89,8 +100,12 @@ def test_the_training_script_learns_on_devices_of_one_process_and_draws_its_loss
     assert (home / "drawn" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("script", ["with_nnx.py", pytest.param("with_linen.py", marks=pytest.mark.slow)])
-def test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen(home: Path, script: str):
+@pytest.mark.parametrize(
+    "script", ["with_nnx.py", pytest.param("with_linen.py", marks=pytest.mark.slow)]
+)
+def test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen(
+    home: Path, script: str
+):
     said = quick(home, script, devices=2)
     assert losses(said)[-1] < 0.5 * losses(said)[0]
     assert numbers(r"2 replicas, test accuracy ([\d.]+)%", said)[0] > 85
@@ -101,9 +116,13 @@ def test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen(h
 def test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes(home: Path):
     with two_ranks(home, *PYTHON, str(MODELS / "diloco.py"), "--quick") as ranks:
         said, silent = (rank.communicate(timeout=300)[0] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(said + silent), said + silent
+    assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(said + silent), (
+        said + silent
+    )
     assert "loss" in said and "loss" not in silent
-    sent, of_ddp, steps = numbers(r"each replica sent ([\d,]+) bytes, DDP sends ([\d,]+) in (\d+) steps", said)
+    sent, of_ddp, steps = numbers(
+        r"each replica sent ([\d,]+) bytes, DDP sends ([\d,]+) in (\d+) steps", said
+    )
     # Of two replicas each sends what is summed once: the parameters, and beside them a few scalars.
     assert 4 * 4 * PARAMETERS <= sent <= 4 * (4 * PARAMETERS + 64)
     assert steps == 32 and steps * 4 * PARAMETERS <= of_ddp <= steps * (4 * PARAMETERS + 64)
@@ -116,7 +135,9 @@ def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     home: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
 ):
     said = quick(home, "sharded.py", "--save", "saved", devices=4)
-    held, whole = numbers(r"each of 4 replicas holds ([\d.]+) MiB, the state has ([\d.]+) MiB", said)
+    held, whole = numbers(
+        r"each of 4 replicas holds ([\d.]+) MiB, the state has ([\d.]+) MiB", said
+    )
     assert whole == pytest.approx(3 * 4 * PARAMETERS / 2**20, abs=1e-3)
     assert held == pytest.approx(whole / 4, abs=1e-3)
     assert losses(said)[-1] < 0.7 * losses(said)[0]
@@ -131,14 +152,20 @@ def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     _, held_out = data.read_text(None, model.context)
     rows = held_out[:: len(held_out) // 256 + 1].astype(np.int32)
     nats, _ = jax.jit(gpt.loss_fn(model))(state.params, {"tokens": rows})
-    assert numbers(r"([\d.]+) bits per byte", said)[0] == pytest.approx(float(nats) / np.log(2), abs=2e-4)
+    assert numbers(r"([\d.]+) bits per byte", said)[0] == pytest.approx(
+        float(nats) / np.log(2), abs=2e-4
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words", "says"),
     [
-        ("tensor_parallel.py", ["--replicas", "2"], ["2 replicas × 2 devices", "20 of 20 leaves in 1 bucket"]),
+        (
+            "tensor_parallel.py",
+            ["--replicas", "2"],
+            ["2 replicas × 2 devices", "20 of 20 leaves in 1 bucket"],
+        ),
         (
             "pipeline.py",
             ["--stages", "2", "--micro-batches", "4", "--layers", "2"],
@@ -176,7 +203,19 @@ def read_until(words: str, process: subprocess.Popen[str]) -> str:
 @pytest.mark.ranks
 def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(home: Path):
     example = str(MODELS / "resume.py")
-    supervised = (*PYTHON, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--")
+    supervised = (
+        *PYTHON,
+        "-m",
+        "fddp",
+        "run",
+        "-n",
+        "2",
+        "--by",
+        "processes",
+        "--restarts",
+        "3",
+        "--",
+    )
     with two_ranks(home, *PYTHON, example, "--quick", "--folder", "calm") as ranks:
         calm, _ = (rank.communicate(timeout=300)[0] for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(calm), calm
@@ -190,7 +229,9 @@ def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(h
     said += "".join(outputs)
     assert [rank.returncode for rank in ranks] == [0, 0], said
     (saved,) = numbers(r"told to end, saved after step (\d+)", said)
-    assert 0 < saved < 30 and [path.name for path in (home / "ended").iterdir()] == [f"{saved:.0f}"], said
+    assert 0 < saved < 30 and [path.name for path in (home / "ended").iterdir()] == [
+        f"{saved:.0f}"
+    ], said
     again = quick(home, "resume.py", "--folder", "ended", before=supervised)
     assert f"begins after step {saved:.0f} of 30" in again
     bits = re.compile(r"parameters ([0-9a-f]{16})")
@@ -221,7 +262,13 @@ TESTED = {
 
 
 def test_every_script_of_models_is_tested_here_and_stands_on_the_page():
-    scripts = {path.name for path in MODELS.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()}
+    scripts = {
+        path.name for path in MODELS.glob("*.py") if 'if __name__ == "__main__"' in path.read_text()
+    }
     page = (ROOT / "docs" / "examples.md").read_text()
     assert scripts == set(TESTED)
-    assert [name for name in scripts if f"`models/{name}`" not in page or f"python models/{name}" not in page] == []
+    assert [
+        name
+        for name in scripts
+        if f"`models/{name}`" not in page or f"python models/{name}" not in page
+    ] == []

@@ -1,4 +1,5 @@
-"""What a GPU is asked by bench/gpu.py can be asked on CPUs: every part ends, with figures that are right there too."""
+"""What a GPU is asked by bench/gpu.py can be asked on CPUs: every part ends, with figures that are
+right there too."""
 
 import json
 import os
@@ -26,7 +27,8 @@ def every_part(test):
 
 
 def rehearse(folder, *halves):
-    """What some parts of bench/gpu.py print and find; each half is a run of its own, next to the others."""
+    """What some parts of bench/gpu.py print and find; each half is a run of its own, next to the
+    others."""
     # One device, and no launcher's word, whatever pytest was started with.
     env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     command = [sys.executable, "bench/gpu.py", "--quick", "--parts"]
@@ -34,7 +36,9 @@ def rehearse(folder, *halves):
     printed, results = "", {}
     files = [folder / f"{names[0]}.json" for names in halves]
     commands = [[*command, *names, "--out", str(file)] for names, file in zip(halves, files)]
-    with ending([subprocess.Popen(words, cwd=ROOT, env=env, **pipes) for words in commands]) as jobs:
+    with ending(
+        [subprocess.Popen(words, cwd=ROOT, env=env, **pipes) for words in commands]
+    ) as jobs:
         for job, file in zip(jobs, files):
             printed = job.communicate(timeout=LAST_RESORT_S)[0]
             assert job.returncode == 0, printed
@@ -46,7 +50,9 @@ def rehearse(folder, *halves):
 @pytest.fixture(scope="module")
 def rehearsed(tmp_path_factory):
     """All parts: those of one process in one run, and those of ranks in another."""
-    halves = [[name for name, part in gpu.PARTS.items() if part.alone is alone] for alone in (True, False)]
+    halves = [
+        [name for name, part in gpu.PARTS.items() if part.alone is alone] for alone in (True, False)
+    ]
     return rehearse(tmp_path_factory.mktemp("gpu"), *halves)
 
 
@@ -76,14 +82,18 @@ def test_a_fused_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(
         assert last < first  # it has trained, and parameters have gone a way
         assert one["fddp"]["loss"] <= 1e-6 and one["fddp"]["way"] <= 1e-5
         # The measure sees what rounding does.
-        assert one["plain_again"]["bits_equal"] and 0 < one["plain_with_rows_reversed"]["way"] <= 1e-3
+        assert (
+            one["plain_again"]["bits_equal"] and 0 < one["plain_with_rows_reversed"]["way"] <= 1e-3
+        )
 
 
 @every_part
 def test_ranks_have_the_losses_of_one_replica_and_send_the_planned_buckets(rehearsed):
     (one,) = figures(rehearsed, "ranks").values()
     assert one["ranks"] == 2 and one["backend"] == "gloo"
-    assert one["losses"][-1] < one["losses"][0] and one["losses"] == pytest.approx(one["alone"], rel=1e-5)
+    assert one["losses"][-1] < one["losses"][0] and one["losses"] == pytest.approx(
+        one["alone"], rel=1e-5
+    )
     program = one["program"]
     assert program["buckets"] > 1
     assert program["starts"] == [f"bucket {k}" for k in range(program["buckets"])]
@@ -98,7 +108,8 @@ def test_the_times_of_a_step_by_hand_and_of_an_estimate_are_there(rehearsed):
     for one in figures(rehearsed, "cost").values():
         assert one["fddp / by hand"]["median"] > 0 and abs(one["extra_memory_in_gradients"]) < 1
     estimates = figures(rehearsed, "estimate")
-    # Three kernels and 16 rows: two operations a product, three products each but for the first input's gradient.
+    # Three kernels and 16 rows: two operations a product, three products each but for the first
+    # input's gradient.
     products = 2 * 16 * (3 * (16 * 32 + 32 * 32 + 32 * 8) - 16 * 32)
     assert estimates["mlp:tiny:16"]["GFLOP"] == pytest.approx(products / 1e9)
     assert all(one["measured / estimated"] > 1 for one in estimates.values())
@@ -108,10 +119,15 @@ def test_the_times_of_a_step_by_hand_and_of_an_estimate_are_there(rehearsed):
 def test_each_of_two_ranks_holds_half_of_what_is_shared(rehearsed):
     found = figures(rehearsed, "memory")
     whole, moments, all_of_it = (found[f"mlp:tiny:16, shard={shard}"] for shard in SHARDS)
-    assert moments["state_MiB"] == pytest.approx(whole["state_MiB"] * 2 / 3, rel=0.05)  # two of three are AdamW's
+    assert moments["state_MiB"] == pytest.approx(
+        whole["state_MiB"] * 2 / 3, rel=0.05
+    )  # two of three are AdamW's
     assert all_of_it["state_MiB"] == pytest.approx(whole["state_MiB"] / 2, rel=0.05)
     assert all_of_it["arguments_MiB"] < moments["arguments_MiB"] < whole["arguments_MiB"]
-    ahead = [figures(rehearsed, "ahead")[f"mlp:tiny:16, shard={shard}"]["arguments_MiB"] for shard in SHARDS]
+    ahead = [
+        figures(rehearsed, "ahead")[f"mlp:tiny:16, shard={shard}"]["arguments_MiB"]
+        for shard in SHARDS
+    ]
     assert ahead == sorted(ahead, reverse=True) and len(set(ahead)) == 3
 
 
@@ -119,7 +135,9 @@ def test_each_of_two_ranks_holds_half_of_what_is_shared(rehearsed):
 def test_ranks_of_every_launcher_train_together(rehearsed):
     found = figures(rehearsed, "launchers")
     assert {"fddp.launch", "python -m fddp run", "srun's variables, one GPU a task"} <= set(found)
-    assert any("torchrun" in name for name in found) and any("mpi" in name.lower() for name in found)
+    assert any("torchrun" in name for name in found) and any(
+        "mpi" in name.lower() for name in found
+    )
     for one in found.values():
         assert [(rank["rank"], rank["mean"]) for rank in one["ranks"]] == [(0, 0.5), (1, 0.5)]
 
@@ -127,7 +145,9 @@ def test_ranks_of_every_launcher_train_together(rehearsed):
 @every_part
 def test_scanned_layers_are_timed_with_the_option_of_xla_and_without(rehearsed):
     (one,) = figures(rehearsed, "scanned").values()
-    assert all(one[way]["median_ms"] > 0 and one[way]["program"]["collectives"] for way in ("on", "off"))
+    assert all(
+        one[way]["median_ms"] > 0 and one[way]["program"]["collectives"] for way in ("on", "off")
+    )
 
 
 @pytest.mark.ranks
@@ -170,7 +190,9 @@ def test_an_error_of_one_model_hides_none_of_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(gpu.PARTS, "same", part)
     gpu.answer("same", ONE, tmp_path / "said.jsonl")
     lines = (tmp_path / "said.jsonl").read_text().splitlines()
-    found = {"figures": {name: figures for line in lines for name, figures in json.loads(line).items()}}
+    found = {
+        "figures": {name: figures for line in lines for name, figures in json.loads(line).items()}
+    }
     assert rows("same", found, part.tell) == [
         ("same", "first", "FAILED", "RuntimeError: RESOURCE_EXHAUSTED: 80 GiB"),
         ("same", "second", "ok", "1.0 ms"),

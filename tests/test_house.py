@@ -34,7 +34,11 @@ def module(path: Path) -> str:
 
 def matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> list[str]:
     """Where a pattern matches in some files, with the text that it matches."""
-    return [f"{names(path)}: {match[0]}" for path in paths for match in pattern.finditer(path.read_text())]
+    return [
+        f"{names(path)}: {match[0]}"
+        for path in paths
+        for match in pattern.finditer(path.read_text())
+    ]
 
 
 def imports(path: Path) -> set[str]:
@@ -46,7 +50,9 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{names(path)} imports relatively"
             whole = node.module == "fddp"  # from fddp import flat
-            found |= {f"fddp.{alias.name}" for alias in node.names} if whole else {node.module or ""}
+            found |= (
+                {f"fddp.{alias.name}" for alias in node.names} if whole else {node.module or ""}
+            )
     return {name.partition(".")[2] for name in found if name.split(".")[0] == "fddp"}
 
 
@@ -72,15 +78,21 @@ def test_every_room_is_in_the_contract_and_says_what_it_is():
 @pytest.mark.steps
 def test_fddp_loads_neither_flax_nor_an_observer_before_it_is_asked():
     loaded = (
-        "import fddp, sys; print([name for name in ('flax', 'matplotlib', 'fddp.analysis') if name in sys.modules])"
+        "import fddp, sys; print([name for name in ('flax', 'matplotlib', 'fddp.analysis') if name "
+        "in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_models_know_nothing_of_the_library_but_the_users_scripts():
     users = [path for path in (ROOT / "models").rglob("*.py") if imports(path)]
-    assert users and [path.name for path in users if '__name__ == "__main__"' not in path.read_text()] == []
+    assert (
+        users
+        and [path.name for path in users if '__name__ == "__main__"' not in path.read_text()] == []
+    )
 
 
 def test_one_room_reads_what_jax_does_not_promise():
@@ -91,11 +103,16 @@ def test_one_room_reads_what_jax_does_not_promise():
     assert matches(inside, others) == []
 
 
-CORE = [path for path in MODULES if path.parent.name == "step" and path.stem not in ("options", "combinations")]
+CORE = [
+    path
+    for path in MODULES
+    if path.parent.name == "step" and path.stem not in ("options", "combinations")
+]
 
 
 def test_the_core_never_asks_of_which_kind_a_step_is():
-    """It is given a `Way`; options are checked where they are given, and picked from in `training`."""
+    """It is given a `Way`; options are checked where they are given, and picked from in
+    `training`."""
     kind = re.compile(r"\bif\b[^\n\"]*(virtual_replicas|local_steps|LocalSteps|\.shard\b)")
     assert matches(kind, CORE) == []
 
@@ -107,7 +124,9 @@ def test_a_module_is_one_documented_idea_of_at_most_300_lines():
     ideas = {"utils", "util", "base", "common", "helpers", "misc"}
     assert [names(path) for path in MODULES if path.stem in ideas] == []
     assert [names(path) for path in MODULES if len(path.read_text().splitlines()) > 300] == []
-    assert [names(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+    assert [
+        names(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))
+    ] == []
 
 
 def test_no_two_rooms_have_a_module_of_one_name():
@@ -118,7 +137,10 @@ def test_no_two_rooms_have_a_module_of_one_name():
 def test_no_check_disappears_under_python_O():
     trees = {names(path): ast.walk(ast.parse(path.read_text())) for path in MODULES}
     asserts = [
-        f"{path}:{node.lineno}" for path, nodes in trees.items() for node in nodes if isinstance(node, ast.Assert)
+        f"{path}:{node.lineno}"
+        for path, nodes in trees.items()
+        for node in nodes
+        if isinstance(node, ast.Assert)
     ]
     assert asserts == []
 
@@ -126,7 +148,11 @@ def test_no_check_disappears_under_python_O():
 ### Public names
 
 PUBLIC = {name: getattr(fddp, name) for name in dir(fddp) if not name.startswith("_")}
-PUBLIC = {name: value for name, value in PUBLIC.items() if getattr(value, "__module__", "").startswith("fddp.")}
+PUBLIC = {
+    name: value
+    for name, value in PUBLIC.items()
+    if getattr(value, "__module__", "").startswith("fddp.")
+}
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 METHODS = {
     f"{name}.{method}": value
@@ -142,12 +168,23 @@ def test_init_imports_every_public_name_by_name():
     for node in ast.walk(ast.parse((ROOT / "fddp" / "__init__.py").read_text())):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fddp"):
             assert all(alias.name == alias.asname for alias in node.names)
-    assert {"init", "train_step", "value_and_grad", "make_plan", "all_reduce", "grad_order"} <= set(FUNCTIONS)
+    assert {"init", "train_step", "value_and_grad", "make_plan", "all_reduce", "grad_order"} <= set(
+        FUNCTIONS
+    )
 
 
 def test_help_of_fddp_lists_every_public_name_once_in_a_group():
     groups = dict(re.findall(r"^([A-Z][a-z ]+): (.*)$", inspect.getdoc(fddp) or "", re.MULTILINE))
-    assert list(groups) == ["Start", "Train", "Losses", "Optimizers", "Data", "Hooks", "Buckets", "Look inside"]
+    assert list(groups) == [
+        "Start",
+        "Train",
+        "Losses",
+        "Optimizers",
+        "Data",
+        "Hooks",
+        "Buckets",
+        "Look inside",
+    ]
     assert sorted(", ".join(groups.values()).split(", ")) == sorted([*PUBLIC, "hooks"])
 
 
@@ -167,7 +204,9 @@ def undocumented(name: str, function: Callable[..., object]) -> list[str]:
     missing = [section for section in sections if section not in text]
     listed = text.partition("Args:")[2]
     missing += [p for p in args if not re.search(rf"^ *\**{p}:|\b{p}:", listed, re.MULTILINE)]
-    excepted = {("all_reduce", "axis_name")}  # described with `group`, of which it is the alternative
+    excepted = {
+        ("all_reduce", "axis_name")
+    }  # described with `group`, of which it is the alternative
     return [f"{name}: {part}" for part in missing if (name, part) not in excepted]
 
 
@@ -193,7 +232,11 @@ def test_help_explains_every_option_with_its_default():
 
 def test_the_package_is_described_without_a_person_or_a_host():
     project = PYPROJECT["project"]
-    assert project["description"] and project["keywords"] and "Typing :: Typed" in project["classifiers"]
+    assert (
+        project["description"]
+        and project["keywords"]
+        and "Typing :: Typed" in project["classifiers"]
+    )
     assert project["license"] == "Apache-2.0" and project["license-files"] == ["LICENSE"]
     text = (ROOT / "LICENSE").read_text()
     assert "Version 2.0, January 2004" in text and "Copyright 2026 The fddp authors" in text
@@ -201,10 +244,20 @@ def test_the_package_is_described_without_a_person_or_a_host():
 
 
 def test_the_package_is_typed_and_a_source_archive_is_sources():
-    """Of folders Hatchling takes all but caches; README, LICENSE and pyproject.toml it takes by itself."""
-    wheel, source = (PYPROJECT["tool"]["hatch"]["build"]["targets"][name] for name in ("wheel", "sdist"))
+    """Of folders Hatchling takes all but caches; README, LICENSE and pyproject.toml it takes by
+    itself."""
+    wheel, source = (
+        PYPROJECT["tool"]["hatch"]["build"]["targets"][name] for name in ("wheel", "sdist")
+    )
     assert (ROOT / "fddp" / "py.typed").is_file() and wheel["packages"] == ["fddp"]
-    assert set(source["only-include"]) == {"fddp", "models", "tests", "bench", "docs", "CHANGELOG.md"}
+    assert set(source["only-include"]) == {
+        "fddp",
+        "models",
+        "tests",
+        "bench",
+        "docs",
+        "CHANGELOG.md",
+    }
     assert source["exclude"] == ["bench/results"]
 
 
@@ -212,9 +265,15 @@ def test_the_readme_shows_all_of_itself_where_no_other_file_is():
     """An index page has its text alone: a link or a picture beside it would be broken there."""
     readme = (ROOT / PYPROJECT["project"]["readme"]).read_text()
     targets = re.findall(
-        r"\]\(([^)]*)\)|(?:src|href)=[\"']?([^\"'>\s]*)", re.sub(r"```.*?```", "", readme, flags=re.DOTALL)
+        r"\]\(([^)]*)\)|(?:src|href)=[\"']?([^\"'>\s]*)",
+        re.sub(r"```.*?```", "", readme, flags=re.DOTALL),
     )
-    assert [target for pair in targets for target in pair if target and not target.startswith(("https://", "#"))] == []
+    assert [
+        target
+        for pair in targets
+        for target in pair
+        if target and not target.startswith(("https://", "#"))
+    ] == []
 
 
 ### The tests
@@ -222,7 +281,9 @@ def test_the_readme_shows_all_of_itself_where_no_other_file_is():
 
 def test_the_name_of_a_test_is_a_claim_of_at_most_80_characters():
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
-    functions = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    ]
     assert [name for name in functions if name.startswith("test_") and len(name) > 80] == []
 
 
@@ -230,9 +291,13 @@ def test_the_name_of_a_test_is_a_claim_of_at_most_80_characters():
 
 
 def test_no_tracked_file_knows_one_machine():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     tracked = [path for path in listed.splitlines() if (ROOT / path).is_file()]
-    private = re.compile(r"/(work|home|root|Users)/|index[-_]url|//[^\s/]*(artifact|nexus|proxy|pypi\.(?!org))")
+    private = re.compile(
+        r"/(work|home|root|Users)/|index[-_]url|//[^\s/]*(artifact|nexus|proxy|pypi\.(?!org))"
+    )
     found = []
     for path in tracked:
         try:
@@ -245,8 +310,12 @@ def test_no_tracked_file_knows_one_machine():
 
 
 def test_ci_calls_only_scripts_that_run_here():
-    workflows = [yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")]
-    steps = [step for workflow in workflows for job in workflow["jobs"].values() for step in job["steps"]]
+    workflows = [
+        yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")
+    ]
+    steps = [
+        step for workflow in workflows for job in workflow["jobs"].values() for step in job["steps"]
+    ]
     scripts = [step["run"].split()[0] for step in steps if "run" in step]
     assert set(scripts) == {f".ci/{path.name}" for path in (ROOT / ".ci").iterdir()}
     assert all(os.access(ROOT / script, os.X_OK) for script in scripts)

@@ -40,7 +40,8 @@ def shapes(module: Any, model: Any, batch: Any) -> tuple[Any, Any, Any]:
 
 
 def value_and_grad(module: Any, model: Any) -> Any:
-    """Returns `(params, model_state, batch) -> ((loss, (model_state, aux)), gradients)` for every model."""
+    """Returns `(params, model_state, batch) -> ((loss, (model_state, aux)), gradients)` for every
+    model."""
     loss = module.loss_fn(model)
 
     def joined(params: Any, model_state: Any, batch: Any):
@@ -66,7 +67,9 @@ def evaluate(name: str) -> Any:
 ### Sizes
 
 
-@pytest.mark.quick("models.gpt-bytes-1623744-38", "models.resnet-18-11689512-62", "models.mlp-1024-8388608-8")
+@pytest.mark.quick(
+    "models.gpt-bytes-1623744-38", "models.resnet-18-11689512-62", "models.mlp-1024-8388608-8"
+)
 @pytest.mark.parametrize(
     ("module", "preset", "parameters", "leaves"),
     [
@@ -80,7 +83,8 @@ def evaluate(name: str) -> Any:
     ],
 )
 def test_presets_have_the_size_of_the_published_models(module, preset, parameters, leaves):
-    # BERT: 109,514,298 with two segment embeddings of 768 and twelve key biases of 768, which ours has not.
+    # BERT: 109,514,298 with two segment embeddings of 768 and twelve key biases of 768, which ours
+    # has not.
     model = module.PRESETS[preset]
     tree = jax.tree.leaves(shapes(module, model, module.batch(model, 1))[0])
     assert (sum(x.size for x in tree), len(tree)) == (parameters, leaves)
@@ -122,7 +126,9 @@ def test_models_are_deterministic_under_jit(name):
     jax.tree.map(np.testing.assert_array_equal, evaluate(name), compiled(name)(*again, batch))
 
 
-@pytest.mark.parametrize(("name", "choices"), [("resnet", 10), ("resnet-gn", 10), ("bert", 256), ("gpt", 256)])
+@pytest.mark.parametrize(
+    ("name", "choices"), [("resnet", 10), ("resnet-gn", 10), ("bert", 256), ("gpt", 256)]
+)
 def test_a_fresh_model_guesses_among_all_choices(name, choices):
     (loss, (_, aux)), _ = evaluate(name)
     assert abs(loss - math.log(choices)) < 0.1 * math.log(choices)
@@ -134,10 +140,14 @@ def test_float64_stays_float64(name):
     module, model = TINY[name]
     with jax.enable_x64(True):
         model = model.clone(dtype=jnp.float64, param_dtype=jnp.float64)
-        batch = {k: v.astype(float) if v.dtype == np.float32 else v for k, v in module.batch(model, ROWS).items()}
+        batch = {
+            k: v.astype(float) if v.dtype == np.float32 else v
+            for k, v in module.batch(model, ROWS).items()
+        }
         args = shapes(module, model, batch)
         assert all(x.dtype == jnp.float64 for x in jax.tree.leaves(args[:2]))
-        # Not one intermediate of forward and backward is narrower: none of the digits is lost on the way.
+        # Not one intermediate of forward and backward is narrower: none of the digits is lost on
+        # the way.
         trace = str(jax.make_jaxpr(value_and_grad(module, model))(*args))
         assert "f64[" in trace and "f32" not in trace and "f16" not in trace
 
@@ -195,7 +205,9 @@ def test_group_norm_has_no_buffers_and_treats_every_image_by_itself():
     params, model_state, batch = build("resnet-gn")
     assert model_state is None and not resnet.has_buffers(model)
     predict = jax.jit(partial(resnet.predict, model))
-    here, there = (predict(params, None, x) for x in (batch["image"], neighbours_replaced(batch["image"])))
+    here, there = (
+        predict(params, None, x) for x in (batch["image"], neighbours_replaced(batch["image"]))
+    )
     np.testing.assert_allclose(here[0], there[0], atol=1e-6)
     assert not np.allclose(here[1:], there[1:], atol=1e-4)
 
@@ -223,7 +235,9 @@ def test_batch_norm_over_an_axis_sees_the_whole_batch():
     outside = shapes(resnet, model, batch)[:2]
     assert jax.tree.structure(outside) == jax.tree.structure((params, model_state))
 
-    loss = jax.vmap(partial(resnet.loss_fn(model), params, model_state=model_state), axis_name="replica")
+    loss = jax.vmap(
+        partial(resnet.loss_fn(model), params, model_state=model_state), axis_name="replica"
+    )
     replicas = jax.jit(loss)(jax.tree.map(lambda x: x.reshape(2, ROWS // 2, *x.shape[1:]), batch))
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(lambda a, b: close(a.mean(0), b), replicas, whole)
@@ -257,9 +271,9 @@ def test_scanned_layers_compute_what_written_out_layers_do():
     batch = gpt.batch(model, 2)
     params, _ = gpt.init(model, jax.random.key(0), batch)
     stacked = scanned.stacked(params)
-    assert jax.tree.map(jnp.shape, scanned.init(looped, jax.random.key(0), batch)[0]) == jax.tree.map(
-        jnp.shape, stacked
-    )
+    assert jax.tree.map(
+        jnp.shape, scanned.init(looped, jax.random.key(0), batch)[0]
+    ) == jax.tree.map(jnp.shape, stacked)
     value, _ = jax.jit(gpt.loss_fn(model))(params, batch)
     again, _ = jax.jit(scanned.loss_fn(looped))(stacked, batch)
     np.testing.assert_allclose(again, value, rtol=1e-6)
@@ -269,7 +283,9 @@ def test_layers_that_are_left_out_might_as_well_not_be_there():
     model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.5)
     batch = gpt.batch(model, ROWS)
     params, _ = gpt.init(model, jax.random.key(0), batch)
-    value_and_grad = jax.jit(jax.value_and_grad(lambda p, rng: gpt.loss_fn(model)(p, batch, rng=rng)[0]))
+    value_and_grad = jax.jit(
+        jax.value_and_grad(lambda p, rng: gpt.loss_fn(model)(p, batch, rng=rng)[0])
+    )
     sizes = set()
     for seed in range(4):
         loss, grads = value_and_grad(params, jax.random.key(seed))
@@ -334,7 +350,9 @@ def test_bert_masks_the_same_number_in_every_row():
 
 def test_models_never_import_the_library():
     every = (Path(__file__).parents[1] / "models").glob("*.py")
-    files = [f for f in every if '__name__ == "__main__"' not in f.read_text()]  # the others are a user's scripts
+    files = [
+        f for f in every if '__name__ == "__main__"' not in f.read_text()
+    ]  # the others are a user's scripts
     assert len(files) >= 5
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

@@ -1,4 +1,5 @@
-"""Claims that every rank of a job over Gloo asserts for itself, in `on_ranks/`: each becomes a test of its name."""
+"""Claims that every rank of a job over Gloo asserts for itself, in `on_ranks/`: each becomes a test
+of its name."""
 
 from on_ranks.job import (  # noqa: F401
     pytest_generate_tests,

@@ -1,4 +1,5 @@
-"""A GPT in stages trains as on one device; its devices hold a stage each, and hand activations to their neighbours."""
+"""A GPT in stages trains as on one device; its devices hold a stage each, and hand activations to
+their neighbours."""
 
 from functools import cache
 from pathlib import Path
@@ -19,7 +20,9 @@ from models.tensor_parallel import size_mib, two_axes
 pytestmark = pytest.mark.steps
 
 ROOT = Path(__file__).parents[1]
-MODEL = gpt.PRESETS["tiny"].clone(layers=4, width=16, hidden=24, context=8, dtype=jnp.float64, param_dtype=jnp.float64)
+MODEL = gpt.PRESETS["tiny"].clone(
+    layers=4, width=16, hidden=24, context=8, dtype=jnp.float64, param_dtype=jnp.float64
+)
 ROWS = 12
 OPTIMIZER = optax.adamw(1e-2)
 BATCHES = [gpt.batch(MODEL, ROWS, seed=number) for number in range(3)]
@@ -75,7 +78,8 @@ def by_layers(params: Any) -> Any:
 
 @pytest.mark.quick("2-2-3")
 @pytest.mark.parametrize(
-    ("replicas", "stages", "micro_batches"), [(2, 2, 3), (1, 4, 2), pytest.param(4, 1, 3, marks=pytest.mark.slow)]
+    ("replicas", "stages", "micro_batches"),
+    [(2, 2, 3), (1, 4, 2), pytest.param(4, 1, 3, marks=pytest.mark.slow)],
 )
 def test_replicas_in_stages_end_where_one_device_does(x64, replicas, stages, micro_batches):
     _, state, losses = trained(replicas, stages, micro_batches)
@@ -110,7 +114,9 @@ def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_el
     forward, backward = ((0, 1), (2, 3)), ((1, 0), (3, 2))
     assert sorted(x.devices for x in in_ticks) == [forward, backward]
     rows = ROWS // 2 // 3
-    assert {array.dims for x in in_ticks for array in x.arrays} == {(1, rows, MODEL.context, MODEL.width)}
+    assert {array.dims for x in in_ticks for array in x.arrays} == {
+        (1, rows, MODEL.context, MODEL.width)
+    }
 
 
 def test_gradients_are_summed_over_the_devices_that_hold_the_same_stage(x64):
@@ -118,20 +124,26 @@ def test_gradients_are_summed_over_the_devices_that_hold_the_same_stage(x64):
     among_replicas = [x for x in audited().collectives if x.devices == ((0, 2), (1, 3))]
     loss_accuracy_and_weight = 3
     held = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params))
-    assert [array.dims for x in among_replicas for array in x.arrays] == [(held + loss_accuracy_and_weight,)]
+    assert [array.dims for x in among_replicas for array in x.arrays] == [
+        (held + loss_accuracy_and_weight,)
+    ]
 
 
 def test_what_the_stages_of_a_replica_send_each_other_is_no_problem_of_the_step_s(x64):
     audit = audited()
     own = [x for x, within in zip(audit.collectives, audit.within) if within]
-    assert {x.kind for x in own if x.inside} == {"collective-permute"} and len(own) == len(audit.collectives) - 1
+    assert {x.kind for x in own if x.inside} == {"collective-permute"} and len(own) == len(
+        audit.collectives
+    ) - 1
     assert "within a replica" in str(audit)
     (problem,) = audit.problems()
     assert problem.startswith("synchronous: bucket 0.")
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (2, 1), (4, 8), (3, 2)])
-def test_the_bubble_is_what_is_left_when_every_stage_has_seen_every_micro_batch(stages, micro_batches):
+def test_the_bubble_is_what_is_left_when_every_stage_has_seen_every_micro_batch(
+    stages, micro_batches
+):
     table = np.zeros((micro_batches + stages - 1, stages), bool)
     for number in range(micro_batches):
         for stage in range(stages):
@@ -146,8 +158,17 @@ def test_the_bubble_is_what_is_left_when_every_stage_has_seen_every_micro_batch(
 @pytest.mark.parametrize(
     ("stages", "vocabulary", "says"),
     [
-        (3, 255, "stages=3, and 4 layers cannot be dealt out equally to so many: take a divisor of 4"),
-        (4, 254, "stages=4, and 254 tokens of the vocabulary cannot be dealt out .*: take a divisor of 254"),
+        (
+            3,
+            255,
+            "stages=3, and 4 layers cannot be dealt out equally to so many: take a divisor of 4",
+        ),
+        (
+            4,
+            254,
+            "stages=4, and 254 tokens of the vocabulary cannot be dealt out .*: take a divisor of "
+            "254",
+        ),
         (0, 256, "stages=0, and 4 layers cannot"),
     ],
 )
@@ -159,6 +180,9 @@ def test_layers_and_tokens_that_stages_do_not_divide_are_an_error(x64, stages, v
 @pytest.mark.parametrize("micro_batches", [4, 0])
 def test_rows_that_micro_batches_do_not_divide_are_an_error(x64, micro_batches):
     step, state = in_stages(2, 2, micro_batches)
-    says = rf"micro_batches={micro_batches}, and 6 rows of a replica cannot be cut .* take a divisor of the rows"
+    says = (
+        rf"micro_batches={micro_batches}, and 6 rows of a replica cannot be cut .* take a divisor "
+        rf"of the rows"
+    )
     with pytest.raises(ValueError, match=says):
         step(state, BATCHES[0])

@@ -18,12 +18,17 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 (FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
 (THE_DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-# A script, and what it prints where the page says so. What stands beside one is titled PyTorch, and PyTorch's.
+# A script, and what it prints where the page says so. What stands beside one is titled PyTorch, and
+# PyTorch's.
 SCRIPTS = [
     pytest.param(script, printed, id=f"{name}-{number}")
     for name, page in PAGES.items()
     for number, (script, printed) in enumerate(
-        re.findall(r"```python(?: title=\"fddp\")?\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?", page, re.DOTALL)
+        re.findall(
+            r"```python(?: title=\"fddp\")?\n(.*?)```(?:\n\nprints\n\n```\n(.*?)```)?",
+            page,
+            re.DOTALL,
+        )
     )
 ]
 # Scripts as the lines that go and come: (before, after), which find the same.
@@ -107,14 +112,18 @@ def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():
 
 
 def test_ci_calls_the_readmes_test_command():
-    (command,) = re.findall(r"^(pip install uv && uv run --all-extras pytest)", README, re.MULTILINE)
+    (command,) = re.findall(
+        r"^(pip install uv && uv run --all-extras pytest)", README, re.MULTILINE
+    )
     # Quiet, but the same.
     assert command.replace("pip install", "pip install -q") in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_readme_names_the_first_page_and_that_leads_to_every_other():
     assert "`docs/index.md`" in README
-    assert [name for name in PAGES if name != "index.md" and f"]({name})" not in PAGES["index.md"]] == []
+    assert [
+        name for name in PAGES if name != "index.md" and f"]({name})" not in PAGES["index.md"]
+    ] == []
 
 
 ### docs/
@@ -144,7 +153,9 @@ def test_the_lines_of_the_examples_stand_in_their_scripts():
         (script,) = set(re.findall(r"models/\w+\.py", section))
         code = {line.strip() for line in (ROOT / script).read_text().splitlines()}
         (shown,) = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
-        assert [line for line in shown.splitlines() if line.strip() not in code | {""}] == [], script
+        assert [line for line in shown.splitlines() if line.strip() not in code | {""}] == [], (
+            script
+        )
 
 
 def test_the_pages_tell_every_variable_that_fddp_reads():
@@ -166,8 +177,14 @@ def test_every_name_of_fddp_exists(page):
 def test_every_file_and_test_exists(page):
     text = re.sub(r"```.*?```", "", page, flags=re.DOTALL)
     # `bench/overlap.py`, and the same inside a command; a test is named without its folder.
-    files = {file for span in re.findall(r"`([^`\n]+)`", text) for file in re.findall(r"[\w./-]+/[\w-]+\.\w+", span)}
-    assert [file for file in files if not (ROOT / file).exists() and not (ROOT / "fddp" / file).exists()] == []
+    files = {
+        file
+        for span in re.findall(r"`([^`\n]+)`", text)
+        for file in re.findall(r"[\w./-]+/[\w-]+\.\w+", span)
+    }
+    assert [
+        file for file in files if not (ROOT / file).exists() and not (ROOT / "fddp" / file).exists()
+    ] == []
     tests = set(re.findall(r"`(test_\w+)`", text))
     assert [test for test in tests if not list((ROOT / "tests").rglob(f"{test}.py"))] == []
 
@@ -181,24 +198,39 @@ def test_the_reading_order_names_ten_files_and_the_door_of_every_room():
     ten = re.findall(r"^\| `(\w+/\w+\.py)` \|", order, re.MULTILINE)
     doors = dict(re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)`", order, re.MULTILINE))
     assert len(ten) == 10 and set(ten) | set(doors.values()) <= set(files)
-    assert set(doors) == {path.parent.name for path in (ROOT / "fddp").glob("*/__init__.py")} - {"jax_internals"}
+    assert set(doors) == {path.parent.name for path in (ROOT / "fddp").glob("*/__init__.py")} - {
+        "jax_internals"
+    }
     assert all(path.startswith(f"{room}/") for room, path in doors.items())
 
 
 def test_the_table_of_imports_is_the_contract():
-    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    contract = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
+        "contracts"
+    ]
     rows = dict(re.findall(r"^\| `(\w+)` \| (`[^|]*`) \|$", PAGES["architecture.md"], re.MULTILINE))
-    for rule in (rule for rule in contract if rule["type"] == "forbidden" and " alone" in rule["name"]):
+    for rule in (
+        rule for rule in contract if rule["type"] == "forbidden" and " alone" in rule["name"]
+    ):
         (room,) = rule["source_modules"]
         may = set(re.findall(r"`(\w+)`", rows[room.partition(".")[2]]))
         assert not may & {name.partition(".")[2] for name in rule["forbidden_modules"]}, room
-        assert may == set(re.findall(r"[a-z]+", rule["name"].partition("imports")[2])) - {"and", "alone"}, room
+        assert may == set(re.findall(r"[a-z]+", rule["name"].partition("imports")[2])) - {
+            "and",
+            "alone",
+        }, room
 
 
 def test_the_path_of_a_step_is_the_rooms_that_it_imports():
-    """From the first room to the last: each of the drawing's rooms is imported by the one that calls it."""
-    (drawing,) = re.findall(r"From the call of a step.*?```\n(.*?)```", PAGES["architecture.md"], re.DOTALL)
+    """From the first room to the last: each of the drawing's rooms is imported by the one that
+    calls it."""
+    (drawing,) = re.findall(
+        r"From the call of a step.*?```\n(.*?)```", PAGES["architecture.md"], re.DOTALL
+    )
     drawn = re.findall(r"^[ │├└─]*(\w+)/", drawing, re.MULTILINE)
     assert drawn == ["step", "schedules", "losses", "buckets", "hooks", "optim"]
-    code = "".join((ROOT / "fddp" / "step" / name).read_text() for name in ("settle.py", "replica.py", "way.py"))
+    code = "".join(
+        (ROOT / "fddp" / "step" / name).read_text()
+        for name in ("settle.py", "replica.py", "way.py")
+    )
     assert all(f"from fddp.{room} import" in code for room in drawn[1:])

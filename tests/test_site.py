@@ -1,4 +1,5 @@
-"""The pages as a site: its nav has every page, its API every public name, every link a target, and it builds."""
+"""The pages as a site: its nav has every page, its API every public name, every link a target, and
+it builds."""
 
 import ast
 import inspect
@@ -30,13 +31,19 @@ def leaves(nav: Any) -> list[str]:
     """The pages that a nav names, or a part of it."""
     if isinstance(nav, str):
         return [nav]
-    return [page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(entry)]
+    return [
+        page for entry in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(entry)
+    ]
 
 
 def anchors(page: Path) -> set[str]:
     """What its headings can be linked to by."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
+    )
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 def test_the_nav_has_every_page_once():
@@ -57,7 +64,11 @@ def test_the_api_has_every_public_name_once():
 
 def test_every_public_field_says_what_it_is():
     """In a docstring below it, or among the `Attributes:` of its class."""
-    nodes = (node for path in (ROOT / "fddp").rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    nodes = (
+        node
+        for path in (ROOT / "fddp").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+    )
     public = set(re.findall(r"^::: fddp\.(\w+)$", API, re.MULTILINE))
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name in public]
     assert len(classes) > 15
@@ -74,8 +85,12 @@ def test_every_public_field_says_what_it_is():
 
 def test_the_api_has_every_hook():
     functions = inspect.getmembers(fddp.hooks, inspect.isfunction)
-    made = {name for name, make in functions if inspect.signature(make).return_annotation is fddp.Hook}
-    (listed,) = re.findall(r"^::: fddp\.hooks\n.*?members: \[(.*?)\]", API, re.DOTALL | re.MULTILINE)
+    made = {
+        name for name, make in functions if inspect.signature(make).return_annotation is fddp.Hook
+    }
+    (listed,) = re.findall(
+        r"^::: fddp\.hooks\n.*?members: \[(.*?)\]", API, re.DOTALL | re.MULTILINE
+    )
     assert set(listed.split(", ")) == made
 
 
@@ -83,7 +98,9 @@ def test_a_name_of_fddp_in_a_docstring_exists():
     """A page makes a link of it."""
     sources = "".join(path.read_text() for path in (ROOT / "fddp").rglob("*.py"))
     named = set(re.findall(r"`fddp\.(\w+)`", sources))
-    assert {"Options", "whole"} <= named and [name for name in named if not hasattr(fddp, name)] == []
+    assert {"Options", "whole"} <= named and [
+        name for name in named if not hasattr(fddp, name)
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -99,7 +116,10 @@ def test_every_link_leads_somewhere(page):
 def test_no_block_of_a_page_scrolls_sideways(page):
     """Where a window has 1,280 pixels; blocks with a title stand side by side."""
     blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
-    room = [(COLUMNS_BESIDE if "title=" in kind else COLUMNS, text.splitlines()) for kind, text in blocks]
+    room = [
+        (COLUMNS_BESIDE if "title=" in kind else COLUMNS, text.splitlines())
+        for kind, text in blocks
+    ]
     assert [line for columns, lines in room for line in lines if len(line) > columns] == []
 
 
@@ -120,7 +140,12 @@ def test_the_first_picture_shows_the_measured_stages():
 
 @pytest.mark.parametrize(
     ("row", "problem"),
-    [("MLP of 640 rows", "mlp640"), ("GPT", "gpt"), ("MLP of 1,024 rows", "mlp"), ("ResNet-18", "resnet18")],
+    [
+        ("MLP of 640 rows", "mlp640"),
+        ("GPT", "gpt"),
+        ("MLP of 1,024 rows", "mlp"),
+        ("ResNet-18", "resnet18"),
+    ],
 )
 def test_the_first_pages_table_says_what_was_measured(row, problem):
     (line,) = re.findall(rf"^\| {row}, .*$", (DOCS / "index.md").read_text(), re.MULTILINE)
@@ -129,7 +154,9 @@ def test_the_first_pages_table_says_what_was_measured(row, problem):
     ddp_ms = min(median for way, median in ms.items() if way.startswith("PyTorch DDP"))
     others_ms = [ms["jit, NamedSharding"], ms["alone, one program"], ms["PyTorch, alone"]]
     said = re.findall(r"\d+", " ".join(line.split("|")[2:]))
-    assert [int(number) for number in said] == [round(one) for one in (*fddp_ms, ddp_ms, *others_ms)]
+    assert [int(number) for number in said] == [
+        round(one) for one in (*fddp_ms, ddp_ms, *others_ms)
+    ]
 
 
 def measured(name: str) -> Any:
@@ -144,8 +171,14 @@ def test_the_site_builds_without_a_warning(tmp_path):
     """All the rest of what a page can be wrong in: mkdocs' own warnings are errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False
+    )
     assert done.returncode == 0, done.stderr
     steps = (tmp_path / "api" / "step" / "index.html").read_text()
-    assert 'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps  # the function, not its module
-    assert 'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.held"' not in steps  # internal
+    assert (
+        'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps
+    )  # the function, not its module
+    assert (
+        'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.held"' not in steps
+    )  # internal

@@ -1,4 +1,5 @@
-"""The training script: one command on any backend, the same losses on any number of replicas, a page at the end."""
+"""The training script: one command on any backend, the same losses on any number of replicas, a
+page at the end."""
 
 import gzip
 import io
@@ -38,9 +39,15 @@ WARNED = re.compile("warning|donated", re.IGNORECASE)
 
 
 def run(*command: str, cwd: Path, **env: str) -> str:
-    """Runs a command to its end, and shows what it said if that was a bad one; it may warn of nothing."""
+    """Runs a command to its end, and shows what it said if that was a bad one; it may warn of
+    nothing."""
     done = subprocess.run(
-        command, cwd=cwd, env=os.environ | {"JAX_PLATFORMS": "cpu"} | env, text=True, capture_output=True, timeout=600
+        command,
+        cwd=cwd,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | env,
+        text=True,
+        capture_output=True,
+        timeout=600,
     )
     said = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     assert done.returncode == 0, said
@@ -65,10 +72,21 @@ def on_two(group: fddp.Group) -> list[float]:
 def test_two_processes_under_mpiexec_end_with_one_page_and_a_curve(tmp_path: Path):
     if not MPIEXEC.exists():
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
-    output = run(str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, *TINY, "--bucket-cap-mb", "0.002", cwd=tmp_path)
+    output = run(
+        str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, *TINY, "--bucket-cap-mb", "0.002", cwd=tmp_path
+    )
     assert output.count("test accuracy") == 1, output
-    # In several buckets its clipping and its schedule leave an update later than the count which it reads.
-    for words in ("ResNet tiny", "2 × cpu", "backend mpi", "4/4 steps", "training loss", "samples/s", "in 5 buckets"):
+    # In several buckets its clipping and its schedule leave an update later than the count which it
+    # reads.
+    for words in (
+        "ResNet tiny",
+        "2 × cpu",
+        "backend mpi",
+        "4/4 steps",
+        "training loss",
+        "samples/s",
+        "in 5 buckets",
+    ):
         assert words in output, output
     assert (tmp_path / "runs" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
@@ -79,7 +97,11 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
     saving = replace(GPT, resume=tmp_path, save_every=5)
     task = train.TASKS["gpt"](saving)
     ended, _, whole = train.train(task, saving, group(2), QUIET)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "12", "5"]  # the last step's, too
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "10",
+        "12",
+        "5",
+    ]  # the last step's, too
     # Of a training that has ended the same command has the state, to test it.
     state, _, nothing = train.train(task, saving, group(2), QUIET)
     jax.tree.map(np.testing.assert_array_equal, state.params, ended.params)
@@ -99,7 +121,9 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
     *_, rest = train.train(task, saving, group(2), QUIET)
     assert (rest.start, rest.step, rest.losses) == (10, 12, whole.losses[10:])
     drawn: list[Any] = []
-    monkeypatch.setattr(train.Figure, "savefig", lambda figure, path, dpi: drawn.extend(figure.axes[0].get_lines()))
+    monkeypatch.setattr(
+        train.Figure, "savefig", lambda figure, path, dpi: drawn.extend(figure.axes[0].get_lines())
+    )
     train.draw("a GPT", replace(saving, out=tmp_path / "runs"), rest)
     assert [list(line.get_xdata()) for line in drawn] == [[11, 12], [11, 12]]
 
@@ -139,17 +163,24 @@ def test_a_command_that_has_finished_tests_again_what_it_saved(
 def test_the_readmes_first_command_warns_of_nothing(tmp_path: Path):
     if not MPIEXEC.exists():
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
-    assert "in 3 buckets" in run(str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, "--steps", "2", cwd=tmp_path)
+    assert "in 3 buckets" in run(
+        str(MPIEXEC), "-n", "2", *PYTHON, SCRIPT, "--steps", "2", cwd=tmp_path
+    )
 
 
 @pytest.mark.ranks
-@pytest.mark.slow  # rows of ranks: tests/data/test_sampler.py; two processes: the test under mpiexec
+# rows of ranks: tests/data/test_sampler.py; two processes: the test under mpiexec
+@pytest.mark.slow
 def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     tmp_path: Path, group: Callable[[int], fddp.Group]
 ):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        world = {"FDDP_SIZE": "2", "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}", "JAX_PLATFORMS": "cpu"}
+        world = {
+            "FDDP_SIZE": "2",
+            "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}",
+            "JAX_PLATFORMS": "cpu",
+        }
     ranks = [
         subprocess.Popen(
             [*PYTHON, SCRIPT, "gpt", *TINY, "--batch", "4"],
@@ -171,7 +202,9 @@ def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     assert "2 × cpu · backend gloo" in outputs[0] and "bits per byte" in outputs[0], outputs[0]
     assert "backend" not in outputs[1], outputs[1]
     alone = losses(replace(train.CONFIGS["gpt"], preset="tiny", steps=4, batch=4), group(1))
-    (shown,) = re.findall(r"training loss +([0-9.]+) → ([0-9.]+)", outputs[0])  # the first, and the mean of all four
+    (shown,) = re.findall(
+        r"training loss +([0-9.]+) → ([0-9.]+)", outputs[0]
+    )  # the first, and the mean of all four
     assert [float(loss) for loss in shown] == pytest.approx([alone[0], np.mean(alone)], abs=1e-3)
 
 
@@ -180,7 +213,9 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str], words: list
     with pytest.raises(SystemExit):
         train.read_config(words)
     options = set(re.findall(r"^\W (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    assert options == {f"--{field.name.replace('_', '-')}" for field in fields(train.Config)} - {"--model"}
+    assert options == {f"--{field.name.replace('_', '-')}" for field in fields(train.Config)} - {
+        "--model"
+    }
 
 
 def test_defaults_are_those_of_the_model_wherever_it_stands():
@@ -195,13 +230,17 @@ def test_defaults_are_those_of_the_model_wherever_it_stands():
 ### The loop
 
 
-def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(group: Callable[[int], fddp.Group]):
+def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(
+    group: Callable[[int], fddp.Group],
+):
     one, two = losses(GPT, group(1)), on_two(group(2))
     assert one == pytest.approx(two, abs=1e-4)
     assert two[-1] < two[0] - 0.5
 
 
-def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(group: Callable[[int], fddp.Group]):
+def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(
+    group: Callable[[int], fddp.Group],
+):
     every, dropped = on_two(group(2)), losses(replace(GPT, layer_drop=0.3), group(2))
     assert dropped[-1] < dropped[0] - 0.5
     assert dropped != pytest.approx(every, abs=1e-3)
@@ -210,7 +249,9 @@ def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(group: Calla
 @pytest.mark.quick("1-lines", "12-bar")
 @pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
 @pytest.mark.parametrize("steps", [1, 12])
-def test_progress_tells_no_loss_before_there_is_one(group: Callable[[int], fddp.Group], terminal: bool, steps: int):
+def test_progress_tells_no_loss_before_there_is_one(
+    group: Callable[[int], fddp.Group], terminal: bool, steps: int
+):
     page = io.StringIO()
     console = Console(file=page, width=100, force_terminal=terminal)
     config = replace(GPT, steps=steps)
@@ -227,13 +268,16 @@ def test_several_processes_write_lines_even_to_a_terminal(
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.delenv("TERM", raising=False)
     alone, first, second = (
-        train.screen(replace(group(2), processes=count, rank=rank)) for count, rank in ((1, 0), (2, 0), (2, 1))
+        train.screen(replace(group(2), processes=count, rank=rank))
+        for count, rank in ((1, 0), (2, 0), (2, 1))
     )
     assert alone.is_terminal and not first.is_terminal
     assert second.quiet and not first.quiet
 
 
-def test_a_loss_that_is_no_number_ends_training_and_names_the_step(group: Callable[[int], fddp.Group]):
+def test_a_loss_that_is_no_number_ends_training_and_names_the_step(
+    group: Callable[[int], fddp.Group],
+):
     task = train.TASKS["gpt"](GPT)
 
     def broken(params: Any, batch: Any) -> Any:
@@ -254,7 +298,9 @@ def test_a_loss_that_is_no_number_ends_training_and_names_the_step(group: Callab
         ({"preset": "huge"}, "--preset must be one of tiny, bytes, 360m, got 'huge'"),
     ],
 )
-def test_impossible_requests_are_told_apart(group: Callable[[int], fddp.Group], change: dict[str, Any], words: str):
+def test_impossible_requests_are_told_apart(
+    group: Callable[[int], fddp.Group], change: dict[str, Any], words: str
+):
     with pytest.raises(ValueError, match=words):
         losses(replace(GPT, **change), group(2))
 
@@ -269,7 +315,10 @@ def idx(array: np.ndarray) -> bytes:
 
 def test_mnist_files_are_read_packed_or_not(tmp_path: Path):
     rng = np.random.default_rng(0)
-    images, labels = rng.integers(256, size=(5, 28, 28), dtype=np.uint8), rng.integers(10, size=5, dtype=np.uint8)
+    images, labels = (
+        rng.integers(256, size=(5, 28, 28), dtype=np.uint8),
+        rng.integers(10, size=5, dtype=np.uint8),
+    )
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images[:2])))
@@ -281,7 +330,11 @@ def test_mnist_files_are_read_packed_or_not(tmp_path: Path):
 
     task = train.resnet_task(replace(train.CONFIGS["resnet"], preset="tiny", data=tmp_path))
     batch = task.batch(np.arange(5))
-    assert task.rows == 5 and batch["image"].shape == (5, 28, 28, 1) and batch["image"].dtype == np.float32
+    assert (
+        task.rows == 5
+        and batch["image"].shape == (5, 28, 28, 1)
+        and batch["image"].dtype == np.float32
+    )
 
 
 def test_other_files_are_refused(tmp_path: Path):
@@ -302,7 +355,9 @@ def test_every_byte_of_a_text_but_the_first_is_a_target_once():
     assert [bytes(row) for row in rows] == [b"abcd", b"defg", b"ghij"]
 
 
-def test_text_comes_from_files_of_which_some_are_held_out(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_text_comes_from_files_of_which_some_are_held_out(
+    group: Callable[[int], fddp.Group], tmp_path: Path
+):
     (tmp_path / "a.txt").write_bytes(b"a" * 100)
     config = replace(GPT, data=tmp_path)
     with pytest.raises(FileNotFoundError, match="it has 1"):
@@ -312,5 +367,7 @@ def test_text_comes_from_files_of_which_some_are_held_out(group: Callable[[int],
     assert set(task.batch(np.arange(task.rows))["tokens"].flat) == {ord("b")}
     step = fddp.train_step(task.loss_fn, optax.sgd(0.0), group=group(2), has_aux=True)
     results = task.test(step.init(task.params), group(2))
-    assert math.isclose(float(results["held-out files"].split()[0]), 8, abs_tol=0.5)  # 256 bytes, all alike
+    assert math.isclose(
+        float(results["held-out files"].split()[0]), 8, abs_tol=0.5
+    )  # 256 bytes, all alike
     assert results["it writes"].startswith("def ")

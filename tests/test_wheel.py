@@ -17,16 +17,23 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 UV = shutil.which("uv") or "uv"
 # Of its own path and packages a new environment must not hear.
-CLEAN = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-# What a user's machine does first, and what needs no more than the wheel: plans, steps on a mesh, two real processes.
+CLEAN = {
+    name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+}
+# What a user's machine does first, and what needs no more than the wheel: plans, steps on a mesh,
+# two real processes.
 SUBSET = ("tests/buckets", "tests/step/test_step.py", "tests/runtime/test_rendezvous.py")
 
-built_with_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="uv builds the archives: pip install uv")
+built_with_uv = pytest.mark.skipif(
+    shutil.which("uv") is None, reason="uv builds the archives: pip install uv"
+)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     """What a command prints; its last lines where it fails."""
-    done = subprocess.run(command, cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, f"{command}:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
     return done.stdout
 
@@ -61,7 +68,9 @@ def test_the_changelog_begins_with_what_is_unreleased_and_then_has_this_version(
 def test_the_page_says_which_jax_and_python_are_supported():
     page = (ROOT / "docs" / "releases.md").read_text()
     (jax,) = (one for one in PROJECT["dependencies"] if one.startswith("jax>"))
-    pythons = [one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)]
+    pythons = [
+        one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)
+    ]
     assert f"| JAX | `{jax}` |" in page and f"| Python | {', '.join(pythons)} |" in page
 
 
@@ -71,7 +80,9 @@ def test_the_page_says_which_jax_and_python_are_supported():
 @pytest.mark.steps
 @built_with_uv
 def test_the_wheel_holds_the_packages_files_and_nothing_else(built):
-    listed = subprocess.run(["git", "ls-files", "fddp"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "fddp"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     info = f"fddp-{PROJECT['version']}.dist-info"
     described = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")}
     held = members(only(built, f"fddp-{PROJECT['version']}-py3-none-any.whl"))
@@ -96,11 +107,22 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
 @built_with_uv
 @pytest.mark.slow
 def test_the_wheel_alone_passes_the_tests(built, tmp_path):
-    """In an environment that holds nothing else of fddp, in a folder that holds its tests and its models only."""
+    """In an environment that holds nothing else of fddp, in a folder that holds its tests and its
+    models only."""
     python = tmp_path / "environment" / "bin" / "python"
     run(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "environment", cwd=tmp_path)
     tools = [f"{name}=={version(name)}" for name in ("pytest", "pytest-xdist", "hypothesis", "jax")]
-    run(UV, "pip", "install", "--quiet", "--python", python, only(built, "*.whl"), *tools, cwd=tmp_path)
+    run(
+        UV,
+        "pip",
+        "install",
+        "--quiet",
+        "--python",
+        python,
+        only(built, "*.whl"),
+        *tools,
+        cwd=tmp_path,
+    )
     for name in ("tests", "models"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)  # how pytest is called

@@ -1,4 +1,5 @@
-"""A net whose forward order is not the reverse of its ready order, and its training in plain JAX."""
+"""A net whose forward order is not the reverse of its ready order, and its training in plain
+JAX."""
 
 from typing import Any
 
@@ -13,8 +14,8 @@ ADAM = optax.adam(0.05)
 
 
 def tied_params(layers: int) -> Any:
-    """The embedding is used first, and ready last, for it is used at the end too; and the skipped layer's gradient is
-    ready early, though it is used early."""
+    """The embedding is used first, and ready last, for it is used at the end too; and the skipped
+    layer's gradient is ready early, though it is used early."""
     return {
         "embedding": np.random.default_rng(0).normal(size=(7, 4)),
         "skipped": np.random.default_rng(1).normal(size=(4, 4)),

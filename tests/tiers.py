@@ -8,12 +8,14 @@ import pytest
 
 
 def crossed(**values: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrizes a test by all combinations of its arguments' values; in a mapping, by their names.
+    """Parametrizes a test by all combinations of its arguments' values; in a mapping, by their
+    names.
 
     In the default tier are a few combinations, in which each value occurs.
     """
     named = [
-        list(x.items()) if isinstance(x, Mapping) else [(str(value), value) for value in x] for x in values.values()
+        list(x.items()) if isinstance(x, Mapping) else [(str(value), value) for value in x]
+        for x in values.values()
     ]
     diagonal = {tuple(x[k % len(x)][0] for x in named) for k in range(max(len(x) for x in named))}
     cases = []

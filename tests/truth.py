@@ -34,7 +34,8 @@ def by_plain_jax(
 
     Args:
       loss: `loss(params, batch)`, a scalar.
-      optimizer: receives the loss as `value` and the gradients as `grad` if it takes extra arguments.
+      optimizer: receives the loss as `value` and the gradients as `grad` if it takes extra
+        arguments.
       params: the first parameters.
       batches: the joined batch of each step.
       parts: how many equal parts of the rows, such as micro-batches, a step takes the mean loss of.
@@ -42,8 +43,8 @@ def by_plain_jax(
     Returns:
       The parameters and the optimizer's state after the last step, and the losses of all steps.
     """
-    # A program of its own for each call: arrays of NumPy that a loss closes over are constants of the
-    # program, which JAX remembers, while the program lives, in the precision that was set.
+    # A program of its own for each call: arrays of NumPy that a loss closes over are constants of
+    # the program, which JAX remembers, while the program lives, in the precision that was set.
     step = jax.jit(partial(_step, loss, optimizer, parts))
     params = jax.tree.map(jnp.asarray, params)
     opt_state, losses, history = optimizer.init(params), list[jax.Array](), list[Any]()

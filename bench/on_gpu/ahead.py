@@ -18,11 +18,15 @@ REPLICAS = 8
 
 
 def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Audits the step of the part `ranks`, and reads what memory a state needs that eight replicas share."""
+    """Audits the step of the part `ranks`, and reads what memory a state needs that eight replicas
+    share."""
     if machine.chip is None:
         return {}
     name = machine.held
-    memory = {f"{name}, shard={shard!r}": partial(memory_of, name, machine.chip, shard) for shard in SHARDS}
+    memory = {
+        f"{name}, shard={shard!r}": partial(memory_of, name, machine.chip, shard)
+        for shard in SHARDS
+    }
     return {RANKED: partial(audited, RANKED, f"{machine.chip}:{machine.ranks}"), **memory}
 
 
@@ -82,7 +86,10 @@ def told(audit: Audit) -> dict[str, Any]:
 def tell(figures: dict[str, Any]) -> str:
     """The figures in words."""
     if "arguments_MiB" in figures:
-        needs = f"{figures['arguments_MiB']:.2f} MiB of arguments and {figures['more_MiB']:.2f} beside them"
+        needs = (
+            f"{figures['arguments_MiB']:.2f} MiB of arguments and {figures['more_MiB']:.2f} beside "
+            f"them"
+        )
         return f"{needs} on each of {figures['target']}"
     return program_words(figures)
 
@@ -90,7 +97,8 @@ def tell(figures: dict[str, Any]) -> str:
 def program_words(figures: dict[str, Any]) -> str:
     """What an audit found, in words."""
     return (
-        f"{figures['asynchronous']} of {figures['collectives']} collectives asynchronous, {figures['buckets']} buckets "
+        f"{figures['asynchronous']} of {figures['collectives']} collectives asynchronous, "
+        f"{figures['buckets']} buckets "
         f"planned, {figures['heavy']} heavy operations; started: {', '.join(figures['starts'])}"
     )
 

@@ -1,4 +1,5 @@
-"""What a fused step costs on one replica: against a step by hand, and packing against a copy of as many bytes."""
+"""What a fused step costs on one replica: against a step by hand, and packing against a copy of as
+many bytes."""
 
 from collections.abc import Callable
 from functools import partial
@@ -18,14 +19,17 @@ from fddp.buckets.packing import pack, unpack
 
 def asked_of_steps(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times a step of each model, and the same by hand."""
-    return {name: lambda name=name: measure(read(name), rounds=machine.rounds) for name in machine.timed}
+    return {
+        name: lambda name=name: measure(read(name), rounds=machine.rounds) for name in machine.timed
+    }
 
 
 def tell_steps(figures: dict[str, Any]) -> str:
     """The figures in words."""
     time = figures["fddp / by hand"]
     return (
-        f"{time['median']:.3f} ({time['quartile_1']:.3f} … {time['quartile_3']:.3f}) of a step by hand, "
+        f"{time['median']:.3f} ({time['quartile_1']:.3f} … {time['quartile_3']:.3f}) of a step by "
+        f"hand, "
         f"which takes {figures['by hand']['median_ms']:.2f} ms; "
         f"{figures['extra_memory_in_gradients']:+.2f} copies of the gradients in memory"
     )
@@ -54,7 +58,11 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
     # Adding a number that is not known beforehand: XLA would hand a mere copy through.
     copied = jax.jit(lambda tree, zero: jax.tree.map(lambda x: x + zero.astype(x.dtype), tree))
     zero = jax.numpy.zeros(())
-    runs = {"copy": lambda: copied(buckets, zero), "pack": lambda: packed(params), "unpack": lambda: opened(buckets)}
+    runs = {
+        "copy": lambda: copied(buckets, zero),
+        "pack": lambda: packed(params),
+        "unpack": lambda: opened(buckets),
+    }
     seconds = interleave(runs, rounds=2 * machine.rounds)
     nbytes = sum(bucket.nbytes for bucket in plan.buckets)
     rate = 2 * nbytes / float(np.median(seconds["copy"]))
@@ -63,7 +71,9 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
         "MiB": nbytes / 2**20,
         "buckets": len(plan.buckets),
         "copy_bytes_per_s": rate,
-        "copy / peak": rate / CHIPS[machine.chip].memory_bytes_per_s if machine.on_gpu and machine.chip else None,
+        "copy / peak": rate / CHIPS[machine.chip].memory_bytes_per_s
+        if machine.on_gpu and machine.chip
+        else None,
         **{f"{way}_us": 1e6 * float(np.median(values)) for way, values in seconds.items()},
         **{f"{way} / copy": ratio(seconds[way], seconds["copy"]) for way in ("pack", "unpack")},
         **({} if whole else {"wrong": "what was unpacked is not what was packed"}),
@@ -76,6 +86,7 @@ def tell_packing(figures: dict[str, Any]) -> str:
     share = "" if peak is None else f", {peak:.0%} of the memory's peak"
     return (
         f"{figures['MiB']:.1f} MiB in {figures['buckets']} buckets: packing takes "
-        f"{figures['pack / copy']['median']:.2f} and unpacking {figures['unpack / copy']['median']:.2f} of a copy, "
+        f"{figures['pack / copy']['median']:.2f} and unpacking "
+        f"{figures['unpack / copy']['median']:.2f} of a copy, "
         f"which moves {figures['copy_bytes_per_s'] / 1e9:.0f} GB/s{share}"
     )

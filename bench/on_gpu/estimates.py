@@ -44,12 +44,20 @@ def beside(name: str, machine: Machine) -> dict[str, Any]:
         return measured
     module = parse(step.lower(state, workload.batch).compile().as_text() or "")
     line = estimate(module, find_collectives(module), read_target(f"{machine.chip}:1"))
-    flops = sum(one.flops for at, inside in next(module.schedules()).lines for one in work(module, at, inside))
+    flops = sum(
+        one.flops
+        for at, inside in next(module.schedules()).lines
+        for one in work(module, at, inside)
+    )
     return measured | {
         "estimated_ms": 1e3 * line.seconds,
         "measured / estimated": float(np.median(seconds)) / line.seconds,
         "GFLOP": flops / 1e9,
-        **({} if line.seconds > 0 and flops > 0 else {"wrong": "no product was found in the compiled program"}),
+        **(
+            {}
+            if line.seconds > 0 and flops > 0
+            else {"wrong": "no product was found in the compiled program"}
+        ),
     }
 
 
@@ -59,6 +67,7 @@ def tell(figures: dict[str, Any]) -> str:
     if "estimated_ms" not in figures:
         return f"{measured}; fddp knows no peak rates of this GPU"
     return (
-        f"{measured}, {figures['estimated_ms']:.3f} estimated at the peak rates of {figures['chip']} "
+        f"{measured}, {figures['estimated_ms']:.3f} estimated at the peak rates of "
+        f"{figures['chip']} "
         f"({figures['measured / estimated']:.2f} times), {figures['GFLOP']:.1f} GFLOP"
     )

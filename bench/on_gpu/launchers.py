@@ -1,4 +1,5 @@
-"""Which GPU does each rank get, by each launcher that is here? Where one is missing, its variables are set by hand."""
+"""Which GPU does each rank get, by each launcher that is here? Where one is missing, its variables
+are set by hand."""
 
 import json
 import os
@@ -31,9 +32,14 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Starts ranks by fddp itself, and by torchrun, mpirun and srun or their variables."""
     size = str(machine.ranks)
     run = (sys.executable, "-m", "fddp", "run", "-n", size, "--by", "processes", SCRIPT[1])
-    ways = {"fddp.launch": partial(_launched, machine), "python -m fddp run": partial(_started, machine, run)}
+    ways = {
+        "fddp.launch": partial(_launched, machine),
+        "python -m fddp run": partial(_started, machine, run),
+    }
     if torchrun := _installed("torchrun"):
-        ways["torchrun"] = partial(_started, machine, (torchrun, "--nproc-per-node", size, "--no-python", *SCRIPT))
+        ways["torchrun"] = partial(
+            _started, machine, (torchrun, "--nproc-per-node", size, "--no-python", *SCRIPT)
+        )
     else:
         ways["torchrun's variables"] = partial(_by_hand, machine, _torchrun, _all)
     if mpirun := _installed("mpirun"):
@@ -42,7 +48,9 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
         ways["Open MPI's variables"] = partial(_by_hand, machine, _open_mpi, _all)
     if (srun := _installed("srun")) and _slurm_answers():
         own = ("--gpus-per-task=1",) if machine.gpus > 1 else ()
-        ways["srun"] = partial(_started, machine, (srun, "--immediate=10", "-N1", "-n", size, *own, *SCRIPT))
+        ways["srun"] = partial(
+            _started, machine, (srun, "--immediate=10", "-N1", "-n", size, *own, *SCRIPT)
+        )
     ways["srun's variables, one GPU a task"] = partial(_by_hand, machine, _srun, _one)
     if machine.gpus > 1:
         ways["srun's variables, all GPUs a task"] = partial(_by_hand, machine, _srun, _all)
@@ -52,7 +60,9 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
 def tell(figures: dict[str, Any]) -> str:
     """The figures in words."""
     backends = sorted({one["backend"] for one in figures["ranks"]})
-    got = ", ".join(f"rank {one['rank']} → {' and '.join(one['gpus']) or 'the CPU'}" for one in figures["ranks"])
+    got = ", ".join(
+        f"rank {one['rank']} → {' and '.join(one['gpus']) or 'the CPU'}" for one in figures["ranks"]
+    )
     return f"{got}; over {' and '.join(backends)}"
 
 
@@ -61,8 +71,12 @@ def _judged(machine: Machine, way: Callable[[], list[dict[str, Any]]]) -> dict[s
     size = machine.ranks
     gpus = [gpu for one in ranks for gpu in one["gpus"]]
     wrong = ""
-    if [one["rank"] for one in ranks] != list(range(size)) or any(one["mean"] != (size - 1) / 2 for one in ranks):
-        wrong = " ".join((f"not all of {size} ranks have trained together", *(one["said"] for one in ranks)))
+    if [one["rank"] for one in ranks] != list(range(size)) or any(
+        one["mean"] != (size - 1) / 2 for one in ranks
+    ):
+        wrong = " ".join(
+            (f"not all of {size} ranks have trained together", *(one["said"] for one in ranks))
+        )
     elif machine.gpus > 1 and len(set(gpus)) != size:
         wrong = "ranks share GPUs though there is one for each"
     elif machine.on_gpu and len(gpus) != size:
@@ -86,20 +100,27 @@ def _started(machine: Machine, command: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _by_hand(
-    machine: Machine, variables: Callable[[int, int], Mapping[str, str]], shown: Callable[[Machine, int], str]
+    machine: Machine,
+    variables: Callable[[int, int], Mapping[str, str]],
+    shown: Callable[[Machine, int], str],
 ) -> list[dict[str, Any]]:
     """Starts each rank with the variables of a launcher."""
     size = machine.ranks
     meet = {"FDDP_COORDINATOR": _free()}
     env = os.environ | shared(machine, os.environ) | meet
-    gpus = [{"CUDA_VISIBLE_DEVICES": shown(machine, rank)} if machine.gpus > 1 else {} for rank in range(size)]
+    gpus = [
+        {"CUDA_VISIBLE_DEVICES": shown(machine, rank)} if machine.gpus > 1 else {}
+        for rank in range(size)
+    ]
     return _said([(SCRIPT, {**env, **variables(rank, size), **gpus[rank]}) for rank in range(size)])
 
 
 def _said(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[dict[str, Any]]:
     """Runs commands side by side, and reads what the ranks have printed."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with ending([subprocess.Popen(command, env=dict(env), **pipes) for command, env in commands]) as jobs:
+    with ending(
+        [subprocess.Popen(command, env=dict(env), **pipes) for command, env in commands]
+    ) as jobs:
         texts = [job.communicate(timeout=PATIENCE_S)[0] for job in jobs]
     lines = [line.partition(which_gpu.MARK)[2] for text in texts for line in text.splitlines()]
     found = [json.loads(line) for line in lines if line]
@@ -112,7 +133,13 @@ def _said(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[d
 
 
 def _torchrun(rank: int, size: int) -> Mapping[str, str]:
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": 29500}
+    place = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": size,
+        "MASTER_PORT": 29500,
+    }
     return {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -122,7 +149,14 @@ def _open_mpi(rank: int, size: int) -> Mapping[str, str]:
 
 
 def _srun(rank: int, size: int) -> Mapping[str, str]:
-    place = {"PROCID": rank, "STEP_NUM_TASKS": size, "LOCALID": rank, "JOB_ID": 1, "NTASKS": size, "STEP_ID": 0}
+    place = {
+        "PROCID": rank,
+        "STEP_NUM_TASKS": size,
+        "LOCALID": rank,
+        "JOB_ID": 1,
+        "NTASKS": size,
+        "STEP_ID": 0,
+    }
     return {
         **{f"SLURM_{name}": str(value) for name, value in place.items()},
         "SLURM_STEP_NODELIST": "localhost",
@@ -152,7 +186,9 @@ def _installed(program: str) -> str | None:
 def _slurm_answers() -> bool:
     """Whether there is a Slurm behind its commands."""
     try:
-        return subprocess.run(["sinfo"], capture_output=True, timeout=5, check=False).returncode == 0
+        return (
+            subprocess.run(["sinfo"], capture_output=True, timeout=5, check=False).returncode == 0
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
 

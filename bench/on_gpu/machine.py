@@ -11,15 +11,17 @@ from fddp.analysis.auditing.gpus import CHIPS
 from fddp.analysis.doctor import installed
 
 ROOT = Path(__file__).parents[2]
-# module:preset:rows of a replica, the quickest to compile first: what the time is too short for comes last. Of the GPT
-# of 360 million parameters 8 layers of 32 are written out, and all are under a scan.
+# module:preset:rows of a replica, the quickest to compile first: what the time is too short for
+# comes last. Of the GPT of 360 million parameters 8 layers of 32 are written out, and all are under
+# a scan.
 LARGE = ("mlp:1024:2048", "scanned:360m:4", "bert:base:32", "resnet:50:64", "gpt:360m@8:4")
 MIDDLE = ("mlp:1024:512", "scanned:bytes:32", "bert:base:8", "resnet:18:32", "gpt:bytes:32")
 TINY = ("mlp:tiny:16", "scanned:tiny:4", "bert:tiny:4", "resnet:tiny:8", "gpt:tiny:4")
 LARGE_BYTES = 60e9
 RANKS = 8  # at most
-# On CPUs a part compiles for longer than it computes: JAX's own switch leaves optimizations out, and before JAX 0.11
-# XLA:CPU also has kernels that take longer to make than all the rest of a small program.
+# On CPUs a part compiles for longer than it computes: JAX's own switch leaves optimizations out,
+# and before JAX 0.11 XLA:CPU also has kernels that take longer to make than all the rest of a small
+# program.
 REHEARSAL = {
     "JAX_NUM_CPU_DEVICES": "1",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
@@ -49,8 +51,13 @@ class Machine(NamedTuple):
 
     @property
     def chip(self) -> str | None:
-        """The name under which fddp knows the GPU's peak rates; None: it knows none. On CPUs an H100 stands in."""
-        return next((chip for chip in CHIPS if chip in self.kind.lower()), None) if self.on_gpu else "h100"
+        """The name under which fddp knows the GPU's peak rates; None: it knows none. On CPUs an
+        H100 stands in."""
+        return (
+            next((chip for chip in CHIPS if chip in self.kind.lower()), None)
+            if self.on_gpu
+            else "h100"
+        )
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -109,7 +116,8 @@ def look(quick: bool) -> Machine:
 
 
 def variables(env: Mapping[str, str], cache: str) -> dict[str, str]:
-    """The environment of a part: the checkout first, memory taken as it is needed, programs compiled once for all.
+    """The environment of a part: the checkout first, memory taken as it is needed, programs
+    compiled once for all.
 
     Args:
       env: this process's own.
@@ -136,7 +144,8 @@ def one_gpu(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared(machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ranks: a GPU each, or one GPU for all, which NCCL allows from version 2.30 on if it is told.
+    """The variables of ranks: a GPU each, or one GPU for all, which NCCL allows from version 2.30
+    on if it is told.
 
     Args:
       machine: the GPUs.
@@ -145,10 +154,15 @@ def shared(machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
     Returns:
       The variables that differ.
     """
-    # Two threads of XLA:CPU. And no folder of programs: ranks of a GPU share the work of compiling, and one that finds
-    # its program there would leave the others waiting.
+    # Two threads of XLA:CPU. And no folder of programs: ranks of a GPU share the work of compiling,
+    # and one that finds its program there would leave the others waiting.
     ours = {"NPROC": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if not machine.on_gpu or machine.gpus > 1:
         return ours
     fraction = f"{0.8 / machine.ranks:.2f}"
-    return {**ours, **one_gpu(env), "NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_CLIENT_MEM_FRACTION": fraction}
+    return {
+        **ours,
+        **one_gpu(env),
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "XLA_CLIENT_MEM_FRACTION": fraction,
+    }

@@ -1,6 +1,8 @@
-"""Ranks over NCCL: the losses of one replica, the program of the audit, the memory of shared states, scanned layers.
+"""Ranks over NCCL: the losses of one replica, the program of the audit, the memory of shared
+states, scanned layers.
 
-Where there is one GPU two ranks share it. Their times then say nothing of a job with a GPU for each rank.
+Where there is one GPU two ranks share it. Their times then say nothing of a job with a GPU for each
+rank.
 """
 
 import os
@@ -28,7 +30,10 @@ AS_IT_IS = "as fddp has it"
 WAYS: dict[str, dict[str, str]] = {
     AS_IT_IS: {},
     "on": PIPELINED_ROUNDS,
-    "off": {name: value.replace("True", "False").replace("_ON", "_OFF") for name, value in PIPELINED_ROUNDS.items()},
+    "off": {
+        name: value.replace("True", "False").replace("_ON", "_OFF")
+        for name, value in PIPELINED_ROUNDS.items()
+    },
 }
 
 
@@ -88,14 +93,19 @@ def train() -> dict[str, Any]:
         "alone": alone,
         "largest_difference": apart,
         "program": program,
-        **({} if apart <= LOSS else {"wrong": f"losses differ from one replica's by {apart:.1e} of them"}),
+        **(
+            {}
+            if apart <= LOSS
+            else {"wrong": f"losses differ from one replica's by {apart:.1e} of them"}
+        ),
     }
 
 
 def tell_training(figures: dict[str, Any]) -> str:
     """The figures in words."""
     return (
-        f"{figures['ranks']} ranks over {figures['backend']}: losses of {len(figures['losses'])} steps within "
+        f"{figures['ranks']} ranks over {figures['backend']}: losses of {len(figures['losses'])} "
+        f"steps within "
         f"{figures['largest_difference']:.1e} of one replica's; {program_words(figures['program'])}"
     )
 
@@ -106,7 +116,10 @@ def tell_training(figures: dict[str, Any]) -> str:
 def asked_of_memory(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Trains with each kind of `shard`, in fresh processes: nothing sets a device's peak back."""
     name = machine.held
-    return {f"{name}, shard={shard!r}": lambda shard=shard: on_ranks(machine, use, name, shard)[0] for shard in SHARDS}
+    return {
+        f"{name}, shard={shard!r}": lambda shard=shard: on_ranks(machine, use, name, shard)[0]
+        for shard in SHARDS
+    }
 
 
 def use(name: str, shard: Any) -> dict[str, Any]:
@@ -145,8 +158,10 @@ def tell_memory(figures: dict[str, Any]) -> str:
     peak = figures["peak_MiB"]
     measured = "the device tells no peak" if peak is None else f"the device's peak is {peak:.1f}"
     return (
-        f"of {figures['ranks']} ranks each holds {figures['state_MiB']:.2f} MiB of state; the step has "
-        f"{figures['arguments_MiB']:.2f} of arguments and {figures['more_MiB']:.2f} beside them; {measured}"
+        f"of {figures['ranks']} ranks each holds {figures['state_MiB']:.2f} MiB of state; the step "
+        f"has "
+        f"{figures['arguments_MiB']:.2f} of arguments and {figures['more_MiB']:.2f} beside them; "
+        f"{measured}"
     )
 
 
@@ -174,14 +189,20 @@ def scanned(name: str, rounds: int) -> dict[str, Any]:
     seen = dict[str, Any]()
     runs = dict[str, Callable[[], Any]]()
     for way, options in WAYS.items():
-        step, state = workload.step(optax.sgd(1e-3), group=_group_with(options) if options else group, donate=False)
+        step, state = workload.step(
+            optax.sgd(1e-3), group=_group_with(options) if options else group, donate=False
+        )
         runs[way] = partial(step, state, mine)
         seen[way] = told(fddp.audit(step, state, mine))
     seconds = interleave(runs, rounds=rounds, pause=group.barrier)
     return {
         "ranks": group.size,
         **{
-            way: {**summary(seconds[way]), "ratio": ratio(seconds[way], seconds[AS_IT_IS]), "program": seen[way]}
+            way: {
+                **summary(seconds[way]),
+                "ratio": ratio(seconds[way], seconds[AS_IT_IS]),
+                "program": seen[way],
+            }
             for way in WAYS
         },
     }
@@ -190,7 +211,8 @@ def scanned(name: str, rounds: int) -> dict[str, Any]:
 def tell_scanned(figures: dict[str, Any]) -> str:
     """The figures in words."""
     times = "; ".join(
-        f"{way} {figures[way]['median_ms']:.2f} ms ({figures[way]['ratio']['median']:.3f})" for way in WAYS
+        f"{way} {figures[way]['median_ms']:.2f} ms ({figures[way]['ratio']['median']:.3f})"
+        for way in WAYS
     )
     program = figures[AS_IT_IS]["program"]
     return (

@@ -1,8 +1,9 @@
 """Does a fused step train as plain JAX does, on one replica?
 
-Products are taken in full float32: with TF32, the default on GPUs, two programs differ by more than fddp ever would.
-What rounding does is told by plain JAX itself. It is run once more, for not every program of XLA gives the same bits
-each time on a GPU; and with the rows in the reverse order, which adds the same numbers in another one.
+Products are taken in full float32: with TF32, the default on GPUs, two programs differ by more than
+fddp ever would. What rounding does is told by plain JAX itself. It is run once more, for not every
+program of XLA gives the same bits each time on a GPU; and with the rows in the reverse order, which
+adds the same numbers in another one.
 """
 
 from collections.abc import Callable
@@ -18,7 +19,8 @@ from bench.overhead import hand_written
 from bench.workload import read
 
 STEPS = 5
-# Of a loss, and of the way that the parameters have gone; or this many times what the order of the rows makes.
+# Of a loss, and of the way that the parameters have gone; or this many times what the order of the
+# rows makes.
 LOSS, WAY, TIMES = 1e-5, 1e-3, 10
 
 
@@ -62,7 +64,10 @@ def compare(name: str) -> dict[str, Any]:
         again = _difference(plain(work.batch), expected, work.params)
         rows = jax.tree.map(lambda x: x[::-1], work.batch)
         turned = _difference(plain(rows), expected, work.params)
-    fine = all(ours[what] <= max(limit, TIMES * turned[what]) for what, limit in (("loss", LOSS), ("way", WAY)))
+    fine = all(
+        ours[what] <= max(limit, TIMES * turned[what])
+        for what, limit in (("loss", LOSS), ("way", WAY))
+    )
     return {
         "steps": STEPS,
         "first_and_last_loss": [expected[0][0], expected[0][-1]],
@@ -80,12 +85,16 @@ def tell(figures: dict[str, Any]) -> str:
     again = "its bits" if figures["plain_again"]["bits_equal"] else "other bits"
     turned = figures["plain_with_rows_reversed"]
     return (
-        f"{bits} after {figures['steps']} steps: losses differ by {ours['loss']:.1e}, parameters by {ours['way']:.1e} "
-        f"of their way; plain JAX again has {again}, with rows reversed {turned['loss']:.1e} and {turned['way']:.1e}"
+        f"{bits} after {figures['steps']} steps: losses differ by {ours['loss']:.1e}, parameters "
+        f"by {ours['way']:.1e} "
+        f"of their way; plain JAX again has {again}, with rows reversed {turned['loss']:.1e} and "
+        f"{turned['way']:.1e}"
     )
 
 
-def _difference(one: tuple[list[float], Any], other: tuple[list[float], Any], start: Any) -> dict[str, Any]:
+def _difference(
+    one: tuple[list[float], Any], other: tuple[list[float], Any], start: Any
+) -> dict[str, Any]:
     apart, gone, equal = _apart(one[1], other[1], start)
     return {
         "loss": max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(one[0], other[0])),
@@ -96,7 +105,10 @@ def _difference(one: tuple[list[float], Any], other: tuple[list[float], Any], st
 
 @jax.jit
 def _apart(one: Any, other: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How far two ends are from each other, how far one is from the start, and whether the two have equal bits."""
+    """How far two ends are from each other, how far one is from the start, and whether the two have
+    equal bits."""
     norm = optax.tree.norm
-    equal = jnp.array([jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))])
+    equal = jnp.array(
+        [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))]
+    )
     return norm(optax.tree.sub(one, other)), norm(optax.tree.sub(other, start)), jnp.all(equal)

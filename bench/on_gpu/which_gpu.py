@@ -43,7 +43,9 @@ def which() -> dict[str, Any]:
         "processes": group.processes,
         "backend": group.backend,
         "shown": shown,
-        "gpus": [names[k] if shown and k < len(names) else str(k) for k in numbers] if on_gpu else [],
+        "gpus": [names[k] if shown and k < len(names) else str(k) for k in numbers]
+        if on_gpu
+        else [],
         "mean": mean,
         "said": said,
     }

@@ -9,7 +9,9 @@ import jax
 from bench.on_gpu.machine import RANKED, Machine
 
 
-def rows(name: str, result: dict[str, Any], tell: Callable[[dict[str, Any]], str]) -> list[tuple[str, ...]]:
+def rows(
+    name: str, result: dict[str, Any], tell: Callable[[dict[str, Any]], str]
+) -> list[tuple[str, ...]]:
     """One part's rows of the table.
 
     Args:
@@ -20,9 +22,14 @@ def rows(name: str, result: dict[str, Any], tell: Callable[[dict[str, Any]], str
     Returns:
       Cells.
     """
-    found = [(name, what, verdict(figures), _said(figures, tell)) for what, figures in result["figures"].items()]
+    found = [
+        (name, what, verdict(figures), _said(figures, tell))
+        for what, figures in result["figures"].items()
+    ]
     if "failed" in result:
-        found.append((name, f"after {result['seconds']:.0f} s", "FAILED", _end_of(result["failed"])))
+        found.append(
+            (name, f"after {result['seconds']:.0f} s", "FAILED", _end_of(result["failed"]))
+        )
     return found or [(name, "", "–", "there is nothing to ask on this machine")]
 
 
@@ -41,12 +48,21 @@ def sentence(machine: Machine, results: dict[str, Any]) -> str:
     Returns:
       A sentence.
     """
-    said = [words for words in (_same(results), _ranks(results), _cost(results), _estimate(results)) if words]
+    said = [
+        words
+        for words in (_same(results), _ranks(results), _cost(results), _estimate(results))
+        if words
+    ]
     bad = [f"{name} ({what})" for name, what in unsound(results)]
-    where = f"{machine.gpus} × {machine.kind}" if machine.on_gpu else "CPUs, in a rehearsal of what a GPU is asked"
+    where = (
+        f"{machine.gpus} × {machine.kind}"
+        if machine.on_gpu
+        else "CPUs, in a rehearsal of what a GPU is asked"
+    )
     date = datetime.datetime.now(datetime.UTC).date()
     told = "; ".join(said) or "nothing was measured"
-    return f"On {where} (JAX {jax.__version__}, {date}): {told}.{' Not so: ' + ', '.join(bad) + '.' if bad else ''}"
+    failed = f" Not so: {', '.join(bad)}." if bad else ""
+    return f"On {where} (JAX {jax.__version__}, {date}): {told}.{failed}"
 
 
 def unsound(results: dict[str, Any]) -> list[tuple[str, str]]:
@@ -57,7 +73,10 @@ def unsound(results: dict[str, Any]) -> list[tuple[str, str]]:
         for what, figures in result["figures"].items()
         if verdict(figures) != "ok"
     ]
-    return [*inside, *((name, "ended early") for name, result in results.items() if "failed" in result)]
+    return [
+        *inside,
+        *((name, "ended early") for name, result in results.items() if "failed" in result),
+    ]
 
 
 def _same(results: dict[str, Any]) -> str:
@@ -66,26 +85,40 @@ def _same(results: dict[str, Any]) -> str:
         return ""
     equal = sum(one["fddp"]["bits_equal"] for one in found.values())
     most = max(one["fddp"]["loss"] for one in found.values())
-    return f"a fused step trains {len(found)} models as plain JAX does ({equal} to the bit, losses within {most:.0e})"
+    return (
+        f"a fused step trains {len(found)} models as plain JAX does ({equal} to the bit, losses "
+        f"within {most:.0e})"
+    )
 
 
 def _ranks(results: dict[str, Any]) -> str:
     one = _sound(results, "ranks").get(RANKED)
     if one is None:
         return ""
-    how = f"{one['ranks']} ranks over {one['backend'].upper() if one['backend'] == 'nccl' else one['backend'].title()}"
+    how = (
+        f"{one['ranks']} ranks over "
+        f"{one['backend'].upper() if one['backend'] == 'nccl' else one['backend'].title()}"
+    )
     return f"{how} have one replica's losses within {one['largest_difference']:.0e}"
 
 
 def _cost(results: dict[str, Any]) -> str:
     ratios = [one["fddp / by hand"]["median"] for one in _sound(results, "cost").values()]
-    return f"a fused step takes {min(ratios):.2f} to {max(ratios):.2f} of a step by hand" if ratios else ""
+    return (
+        f"a fused step takes {min(ratios):.2f} to {max(ratios):.2f} of a step by hand"
+        if ratios
+        else ""
+    )
 
 
 def _estimate(results: dict[str, Any]) -> str:
     found = _sound(results, "estimate").values()
     times = [one["measured / estimated"] for one in found if "measured / estimated" in one]
-    return f"and {min(times):.1f} to {max(times):.1f} times what `fddp.audit` estimates" if times else ""
+    return (
+        f"and {min(times):.1f} to {max(times):.1f} times what `fddp.audit` estimates"
+        if times
+        else ""
+    )
 
 
 def _sound(results: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Observers of a step: where its time went, which bucket cap is best, what its compiled program really does.
+"""Observers of a step: its time, the best bucket cap, and the compiled program.
 
-Nothing below imports this room; `fddp` loads it when one of its names is used.
+Nothing below imports this room; `fddp` loads it at the first use of one of its names.
 """

@@ -1,4 +1,4 @@
-"""Reports what this installation can do, line by line, and what to do about the rest."""
+"""Reports the abilities of this installation, and advice for the missing ones."""
 
 import importlib.util
 import os
@@ -18,68 +18,85 @@ from fddp.runtime import hints, missing_compiler, mpi_vendors, read_launch, spok
 PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
 
 
-class Finding(NamedTuple):
-    """One line of the report."""
+class ReportLine(NamedTuple):
+    """A line of the report."""
 
     what: str
     found: str
     advice: str = ""
-    """Advice, where something is missing."""
+    """Advice if something is missing, else empty."""
 
 
-def examine() -> tuple[Finding, ...]:
-    """Looks at versions, devices, launchers and backends of this process.
+def examine() -> tuple[ReportLine, ...]:
+    """Examines versions, devices, launchers and backends of this process.
 
-    Returns:
-      The findings; those with advice are worth a look.
-
-    Example:
-      >>> examine()[0].what
-      'Python'
+    >>> examine()[0].what
+    'Python'
     """
     return tuple(_findings())
 
 
-def _findings() -> Iterator[Finding]:
-    yield Finding("Python", platform.python_version())
+def _findings() -> Iterator[ReportLine]:
+    yield ReportLine("Python", platform.python_version())
     for name in PACKAGES:
-        found = installed(name)
-        yield Finding(name, found or "missing", "" if found else f"pip install {name}")
+        status = installed(name)
+        yield ReportLine(name, status or "missing", "" if status else f"pip install {name}")
     yield _unless_it_fails("devices", _devices)
     yield _unless_it_fails("launched as", _launched)
-    said = spoken(os.environ)
-    yield Finding("launchers' variables", " ".join(f"{name}={value}" for name, value in said.items()) or "none")
-    if said:
+    variables = spoken(os.environ)
+    yield ReportLine(
+        "launchers' variables",
+        " ".join(f"{name}={value}" for name, value in variables.items()) or "none",
+    )
+    if variables:
         yield _unless_it_fails("rank 0 is met at", _meeting)
-    yield Finding("backend local", "ready: the devices of this process")
-    yield Finding("backend gloo", "ready: CPUs of several processes")
-    *found, vendor = _mpi()
-    yield Finding("backend mpi", *found)
-    yield Finding("launcher", *_launcher(vendor))
+    yield ReportLine("backend local", "ready: the devices of this process")
+    yield ReportLine("backend gloo", "ready: CPUs of several processes")
+    *status, vendor = _mpi()
+    yield ReportLine("backend mpi", *status)
+    yield ReportLine("launcher", *_launcher(vendor))
     yield _unless_it_fails("backend nccl", _nccl)
     missing = missing_compiler()
-    yield Finding("fddp.audit(target=…)", "not ready" if missing else "ready: a100, h100 and h200", missing or "")
+    yield ReportLine(
+        "fddp.audit(target=…)",
+        "not ready" if missing else "ready: a100, h100 and h200",
+        missing or "",
+    )
     yield _unless_it_fails("same bits each time", _bits)
-    yield Finding("compilation cache", _cache())
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield ReportLine("compilation cache", _cache())
+    threads = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     scarce = threads < 2 and "NPROC" not in os.environ
-    advice = "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass" if scarce else ""
-    yield Finding("cores of this process", str(threads), advice)
+    advice = (
+        "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass"
+        if scarce
+        else ""
+    )
+    yield ReportLine("cores of this process", str(threads), advice)
 
 
-def _unless_it_fails(what: str, look: Callable[[], tuple[str, str]]) -> Finding:
-    """Looks, and reports an error as a finding: a look that fails must not hide the others."""
+def _unless_it_fails(topic: str, look: Callable[[], tuple[str, str]]) -> ReportLine:
+    """Returns the finding of `look`, or its error as a finding: later lines must still appear."""
     try:
-        return Finding(what, *look())
-    except Exception as error:  # whatever JAX raises where it finds no device
-        asked = os.environ.get("JAX_PLATFORMS", "")
-        return Finding(what, "cannot be told", str(error) or f"JAX has no devices; JAX_PLATFORMS is {asked!r}")
+        return ReportLine(topic, *look())
+    except Exception as error:  # JAX raises several types if it has no device
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        return ReportLine(
+            topic,
+            "cannot be told",
+            str(error) or f"JAX has no devices; JAX_PLATFORMS is {platforms!r}",
+        )
 
 
 def _cache() -> str:
     folder = compilation_cache()
     limit = cache_small_programs()
-    return f"{folder}, of programs that take {limit:g} s or longer" if folder else "none: JAX_COMPILATION_CACHE_DIR"
+    return (
+        f"{folder}, of programs that take {limit:g} s or longer"
+        if folder
+        else "none: JAX_COMPILATION_CACHE_DIR"
+    )
 
 
 def _devices() -> tuple[str, str]:
@@ -89,7 +106,9 @@ def _devices() -> tuple[str, str]:
 
 def _launched() -> tuple[str, str]:
     launch = read_launch(os.environ)
-    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", " ".join(hints(launch, os.environ))
+    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", " ".join(
+        hints(launch, os.environ)
+    )
 
 
 def _meeting() -> tuple[str, str]:
@@ -102,9 +121,12 @@ def _meeting() -> tuple[str, str]:
 
 
 def _bits() -> tuple[str, str]:
-    found = small_gradient()
-    told = f"{CALLS} calls of a compiled gradient gave {found} result{'s' * (found > 1)}"
-    return told, f"virtual_replicas cannot promise equal bits here. {ONE_THREAD}" if found > 1 else ""
+    count = small_gradient()
+    text = f"{CALLS} calls of a compiled gradient gave {count} result{'s' * (count > 1)}"
+    return (
+        text,
+        f"virtual_replicas cannot promise equal bits here. {ONE_THREAD}" if count > 1 else "",
+    )
 
 
 def _nccl() -> tuple[str, str]:
@@ -112,48 +134,61 @@ def _nccl() -> tuple[str, str]:
 
 
 def _mpi() -> tuple[str, str, str | None]:
-    """Looks for MPI: returns the finding, the advice, and the vendor of mpi4py's MPI."""
+    """Returns the status of MPI, advice, and the vendor of mpi4py's MPI."""
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
     if missing:
-        words = " ".join([*mpi_vendors.without_cuda(), "pip install"])
-        how = f"pip install mpich where there is no system MPI, then {words} {' '.join(missing)}"
-        return f"{' and '.join(missing)} missing", how, None
-    # Packages that were built against an MPI that is not here are installed and yet do not load.
+        command = " ".join([*mpi_vendors.without_cuda(), "pip install"])
+        advice = (
+            f"pip install mpich where there is no system MPI, then {command} {' '.join(missing)}"
+        )
+        return f"{' and '.join(missing)} missing", advice, None
+    # Installed packages do not load if they were built against an absent MPI.
     vendor, problem = mpi_vendors.loaded()
     if vendor is None:
-        return "does not load", f"{problem}; mpi4py finds no MPI: pip install mpich, or install a system MPI", None
+        return (
+            "does not load",
+            f"{problem}; mpi4py finds no MPI: pip install mpich, or install a system MPI",
+            None,
+        )
     if problem:
         return "does not load", f"{problem}: {mpi_vendors.rebuild(vendor)}", vendor
     return f"ready: {vendor}", "", vendor
 
 
 def _launcher(vendor: str | None) -> tuple[str, str]:
-    """The launcher to take, and what is wrong with the one that comes first on the PATH."""
+    """Returns the launcher to use, and advice if the first on the PATH is of another MPI."""
     srun = shutil.which("srun")
     if srun and "SLURM_JOB_ID" in os.environ:
         return srun, ""
-    found = list(mpi_vendors.launchers(vendor))
-    if not found:
+    launchers = list(mpi_vendors.launchers(vendor))
+    if not launchers:
         return srun or "none found", "" if srun else "pip install mpich brings mpiexec"
-    start, its = found[0]
-    typed = shutil.which("mpiexec")
-    known = dict(found)
-    if vendor and its != vendor:
-        return f"{start} ({its or 'whose?'})", f"mpi4py has {vendor}, whose mpiexec is not here: install it"
-    if vendor and typed and known.get(typed) != vendor:
-        return start, f"mpi4py has {vendor}; plain mpiexec is {typed}, of {known.get(typed) or 'another MPI'}"
-    return start, ""
+    launcher, launcher_vendor = launchers[0]
+    mpiexec = shutil.which("mpiexec")
+    vendors = dict(launchers)
+    if vendor and launcher_vendor != vendor:
+        return (
+            f"{launcher} ({launcher_vendor or 'whose?'})",
+            f"mpi4py has {vendor}, whose mpiexec is not here: install it",
+        )
+    if vendor and mpiexec and vendors.get(mpiexec) != vendor:
+        return (
+            launcher,
+            f"mpi4py has {vendor}; plain mpiexec is {mpiexec}, "
+            f"of {vendors.get(mpiexec) or 'another MPI'}",
+        )
+    return launcher, ""
 
 
 def _idle_gpus() -> str:
-    """Advice where there is a driver that JAX does not use."""
+    """Returns advice if JAX does not use an installed NVIDIA driver."""
     if jax.default_backend() == "cpu" and Path("/dev/nvidiactl").exists():
         return "there is an NVIDIA driver: pip install 'jax[cuda13]', and no JAX_PLATFORMS=cpu"
     return ""
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, or None where it is missing."""
+    """Returns the version of a package, or None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,8 +1,8 @@
-"""Whether a loss is a mean over its rows, tried before a training.
+"""Tests before training if a loss is a mean over its rows.
 
-Replicas divide the rows of a batch. The mean of their gradients is the gradient of the whole batch if the loss is a
-mean over rows, or says what it is a mean over (`fddp.Weighted`). A loss that is neither trains to other parameters on
-each number of replicas, and nothing else would tell.
+Replicas divide the rows of a batch. The mean of their gradients is the gradient of the full batch
+if the loss is a mean over rows or returns its weight (`fddp.Weighted`). Any other loss trains to
+different parameters on each number of replicas, and no other check detects that.
 """
 
 from collections.abc import Callable
@@ -21,40 +21,54 @@ from fddp.step import check_arrays, check_rows
 from fddp.wording import leaf_name
 
 SHOWN = 6
-NOISE = 3.0  # up to so many times the difference between two keys, random numbers may be why halves and whole differ
+# Random numbers may explain a difference up to this multiple of the difference between two keys.
+NOISE = 3.0
 CAUSES = """The usual causes, and what to do:
 - a sum over the rows: take the mean;
 - a mean over the rows that a mask leaves: return fddp.Weighted(mean, mask.sum());
-- numbers normalized over the batch (advantages, say): normalize them before the step, or over all replicas' rows, with
+- numbers normalized over the batch (advantages, say): normalize them before the step, or over all \
+replicas' rows, with
   jax.lax.pmean over group.axis_name;
-- BatchNorm over the rows of each replica, as DDP has it: fddp.BatchNorm(axis_name=group.axis_name) takes all rows;
+- BatchNorm over the rows of each replica, as DDP has it: \
+fddp.BatchNorm(axis_name=group.axis_name) takes all rows;
 - contrast among the rows: jax.lax.all_gather over group.axis_name brings everybody's."""
 
 
 class Checked(NamedTuple):
-    """The findings of `check`; `print(it)` says what to do."""
+    """The findings of `check`; `print` shows them with advice."""
 
     equal: bool
-    """Whether halves of the rows, averaged by their weights, have the gradients of the whole batch."""
+    """True if the weighted mean of the gradients of halves is the gradient of the full batch."""
     rows: int
-    """The number of rows that were looked at."""
+    """Number of rows in the comparison."""
     leaves: tuple[tuple[str, float], ...]
-    """The leaves whose gradients differ, and by which share of their size; the largest first."""
+    """Leaves with different gradients, and the relative differences; the largest first."""
     factor: float | None = None
-    """The factor by which all gradients of the whole are larger, where it is one number."""
+    """The full batch's gradients divided by those of halves, if one number for all leaves."""
     random: bool = False
-    """Whether another random key gives other gradients: differences as small as that prove nothing."""
+    """True if gradients depend on the random key: differences of that size prove nothing."""
 
     def __str__(self) -> str:
         if self.equal:
             random = ", as far as its random numbers let see" if self.random else ""
-            return f"The loss is a mean over its rows{random}: halves of {self.rows} rows have the whole's gradients."
-        shown = [f"  {name or 'params'}: by {share:.2g} of its size" for name, share in self.leaves[:SHOWN]]
+            return (
+                f"The loss is a mean over its rows{random}: halves of {self.rows} rows have the "
+                "whole's gradients."
+            )
+        shown = [
+            f"  {name or 'params'}: by {share:.2g} of its size"
+            for name, share in self.leaves[:SHOWN]
+        ]
         more = [f"  and {len(self.leaves) - SHOWN} more leaves"] if len(self.leaves) > SHOWN else []
-        head = f"The loss is no mean over its rows: halves of {self.rows} rows have other gradients than the whole."
+        head = (
+            f"The loss is no mean over its rows: halves of {self.rows} rows have other gradients "
+            "than the whole."
+        )
         if self.factor:
             times = f"Those of the whole are {self.factor:.3g} times as large"
-            return "\n".join([head, *shown, *more, f"{times}: the loss is a sum over its rows; take the mean."])
+            return "\n".join(
+                [head, *shown, *more, f"{times}: the loss is a sum over its rows; take the mean."]
+            )
         return "\n".join([head, *shown, *more, CAUSES])
 
 
@@ -68,26 +82,28 @@ def check(
     rng: Any = None,
     axis_name: str = AXIS,
 ) -> Checked:
-    """Tells whether a loss is a mean over its rows, so that replicas may divide them; on this process alone.
+    """Checks if a loss is a mean over its rows, so that replicas may divide them.
 
-    The gradient of the whole batch is compared with Σ w·g ÷ Σ w of its halves: of the first and the second half of the
-    rows, and of every other row. Halves draw from the same random key.
+    It runs on this process only. It compares the gradient of the full batch with Σ w·g ÷ Σ w of two
+    halves: the first and second half of the rows, then the even and odd rows. Both halves use the
+    same random key.
 
     Args:
       loss_fn: as for `fddp.train_step`.
-      params: a tree of arrays, the first parameters say; where all gradients are zero nothing can be told.
-      batch: rows, two at least; of an odd number the last one is left out.
+      params: a tree of arrays, such as the initial parameters. If all gradients are zero, the check
+        is meaningless.
+      batch: at least two rows; the last of an odd number is ignored.
       has_aux: as for `fddp.train_step`.
       model_state: as for `step.init`.
-      rng: a random key, or a tree of them.
-      axis_name: the axis over which the loss has collectives: `group.axis_name`.
+      rng: a random key, or a tree of keys.
+      axis_name: the axis of the loss's collectives: `group.axis_name`.
 
     Returns:
-      What was found.
+      The findings.
 
     Raises:
-      ValueError: the batch is no rows, or there are fewer than two.
-      TypeError: the loss returns something else than promised.
+      ValueError: the batch has no rows, or fewer than two.
+      TypeError: the loss returns another structure than `has_aux` and `model_state` promise.
 
     Example:
       >>> import fddp, jax.numpy as jnp
@@ -102,7 +118,9 @@ def check(
     check_callable("check", "loss_fn", loss_fn)
     check_arrays(params)
     batch = jax.device_get(jax.tree.map(rows_here, batch))
-    rows = check_rows(batch, "; of batches that are no rows nothing can be divided, and nothing is to be checked")
+    rows = check_rows(
+        batch, "; of batches that are no rows nothing can be divided, and nothing is to be checked"
+    )
     if rows < 2:
         raise ValueError(f"fddp.check: the batch must have two rows at least, got {rows}.")
     chosen = differentiable(jax.tree.leaves(params))
@@ -111,53 +129,68 @@ def check(
     names = [leaf_name(paths[i]) for i in chosen]
 
     @jax.jit
-    def mean_of(parts: Any, key: Any) -> list[Any]:
-        """The gradients of replicas that have a part of the rows each."""
+    def mean_of(shards: Any, key: Any) -> list[Any]:
+        """Returns the mean gradients of replicas, from one shard of the rows per replica."""
         start = Pending(None, model_state, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
-        one = lambda part: contribute(objective, chosen, params, start, key, part).sums  # noqa: E731
-        each = jax.vmap(one, axis_name=axis_name)(parts)
-        total = jax.tree.map(lambda x: jnp.sum(x, axis=0), each)
-        return [g / jnp.where(total.weight == 0, 1, total.weight).astype(g.dtype) for g in total.grads]
+        sums_of = lambda x: contribute(objective, chosen, params, start, key, x).sums  # noqa: E731
+        sums = jax.vmap(sums_of, axis_name=axis_name)(shards)
+        total = jax.tree.map(lambda x: jnp.sum(x, axis=0), sums)
+        return [
+            g / jnp.where(total.weight == 0, 1, total.weight).astype(g.dtype) for g in total.grads
+        ]
 
     half = rows // 2
     even = jax.tree.map(lambda x: x[: 2 * half], batch)
-    alone = jax.tree.map(lambda x: x[None], even)
-    in_order = jax.tree.map(lambda x: x.reshape(2, half, *x.shape[1:]), even)
-    in_turn = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(half, 2, *x.shape[1:]), 0, 1), even)
-    whole = mean_of(alone, rng)
-    again = whole if rng is None else mean_of(alone, _another(rng))
-    return _compared(names, 2 * half, whole, [mean_of(in_order, rng), mean_of(in_turn, rng)], again)
+    single = jax.tree.map(lambda x: x[None], even)
+    contiguous = jax.tree.map(lambda x: x.reshape(2, half, *x.shape[1:]), even)
+    strided = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(half, 2, *x.shape[1:]), 0, 1), even)
+    full = mean_of(single, rng)
+    redrawn = full if rng is None else mean_of(single, _another(rng))
+    return _compared(
+        names, 2 * half, full, [mean_of(contiguous, rng), mean_of(strided, rng)], redrawn
+    )
 
 
-def _compared(names: list[str], rows: int, whole: list[Any], halves: list[list[Any]], again: list[Any]) -> Checked:
-    most = max((float(jnp.max(jnp.abs(g), initial=0)) for g in whole), default=0.0)
+def _compared(
+    names: list[str],
+    rows: int,
+    full: list[jax.Array],
+    halves: list[list[jax.Array]],
+    redrawn: list[jax.Array],
+) -> Checked:
+    """Compares gradients of the full batch with those of halves, and with those of another key."""
+    largest = max((float(jnp.max(jnp.abs(g), initial=0)) for g in full), default=0.0)
     differing = list[tuple[str, float]]()
     noisy = False
     for k, name in enumerate(names):
-        size = max(float(jnp.max(jnp.abs(whole[k]), initial=0)), 1e-3 * most) or 1.0
-        least = float(jnp.finfo(whole[k].dtype).eps) ** 0.5
-        noise = _apart(whole[k], again[k]) / size
-        share = max(_apart(whole[k], half[k]) / size for half in halves)
-        noisy |= noise > least
-        if not share <= max(least, NOISE * noise):
+        size = max(float(jnp.max(jnp.abs(full[k]), initial=0)), 1e-3 * largest) or 1.0
+        tolerance = float(jnp.finfo(full[k].dtype).eps) ** 0.5
+        noise = _apart(full[k], redrawn[k]) / size
+        share = max(_apart(full[k], half[k]) / size for half in halves)
+        noisy |= noise > tolerance
+        if not share <= max(tolerance, NOISE * noise):
             differing.append((name, share))
     differing.sort(key=lambda pair: -pair[1])
-    return Checked(not differing, rows, tuple(differing), _factor(whole, halves) if differing else None, noisy)
+    return Checked(
+        not differing, rows, tuple(differing), _factor(full, halves) if differing else None, noisy
+    )
 
 
-def _apart(a: Any, b: Any) -> float:
+def _apart(a: jax.Array, b: jax.Array) -> float:
     return float(jnp.max(jnp.abs(a - b), initial=0))
 
 
-def _factor(whole: list[Any], halves: list[list[Any]]) -> float | None:
-    """The factor by which the whole's gradients are larger than those of halves, if it is one number for all."""
-    large = np.concatenate([np.asarray(g, complex).reshape(-1) for g in whole] * len(halves))
+def _factor(full: list[jax.Array], halves: list[list[jax.Array]]) -> float | None:
+    """Returns the full batch's gradients over those of halves, if one number above 1.5."""
+    large = np.concatenate([np.asarray(g, complex).reshape(-1) for g in full] * len(halves))
     small = np.concatenate([np.asarray(g, complex).reshape(-1) for half in halves for g in half])
     if not np.any(small):
         return None
     factor = float(np.real(np.vdot(small, large) / np.vdot(small, small)))
-    one = np.allclose(large, factor * small, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(large))))
-    return factor if one and factor > 1.5 else None
+    proportional = np.allclose(
+        large, factor * small, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(large)))
+    )
+    return factor if proportional and factor > 1.5 else None
 
 
 def _another(rng: Any) -> Any:

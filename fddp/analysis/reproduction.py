@@ -1,7 +1,7 @@
-"""Whether training gives the same bits on other numbers of replicas: tried, not believed.
+"""Tests if training gives equal bits on different numbers of replicas.
 
-The promise of virtual replicas rests on one thing that fddp cannot give: that a compiled program gives the same bits
-whenever it is called. XLA:CPU does not promise that where it has more than one thread (jax#39741).
+The promise of virtual replicas rests on a condition outside fddp: a compiled program must give
+equal bits at each call. XLA:CPU does not promise that with more than one thread (jax#39741).
 
 Source: `bitwise reproducibility` in Levanter; thinking machines' count of distinct completions.
 """
@@ -20,24 +20,27 @@ from fddp.comm import mesh_group
 from fddp.training import train_step
 
 CALLS = 50
-ONE_THREAD = "XLA:CPU may add in another order where it has more threads than one (jax#39741): NPROC=1 gives it one."
+ONE_THREAD = (
+    "XLA:CPU may add in another order where it has more threads than one (jax#39741): "
+    "NPROC=1 gives it one."
+)
 BATCHES = 4
 
 
 class Reproduction(NamedTuple):
-    """The digests that were found; `print` shows them."""
+    """The digests of several runs; `print` shows them."""
 
     model: str
     steps: int
     virtual: int
     digests: tuple[tuple[int, str], ...]
-    """A digest of the last state and all losses, for each number of replicas."""
+    """Number of replicas, and the digest of the last state and all losses."""
     distinct: int
-    """The number of different results, bit by bit, that `CALLS` calls of one program gave."""
+    """Number of bitwise different results in `CALLS` calls of one program."""
 
     @property
     def equal(self) -> bool:
-        """Whether the bits are the same, and may be relied on."""
+        """True if the bits are equal on all numbers of replicas, and at each call."""
         return self.distinct == 1 and len({digest for _, digest in self.digests}) == 1
 
     def __str__(self) -> str:
@@ -45,7 +48,12 @@ class Reproduction(NamedTuple):
         head = f"{self.model}, {self.steps} steps of {self.virtual} virtual replicas"
         if self.distinct > 1:
             return "\n".join(
-                [head, *rows, f"no claim: {CALLS} calls of one program gave {self.distinct} results. {ONE_THREAD}"]
+                [
+                    head,
+                    *rows,
+                    f"no claim: {CALLS} calls of one program gave {self.distinct} results. "
+                    f"{ONE_THREAD}",
+                ]
             )
         return "\n".join([head, *rows, "equal" if self.equal else "different"])
 
@@ -53,27 +61,22 @@ class Reproduction(NamedTuple):
 def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int) -> Reproduction:
     """Trains a model on several numbers of this process's devices.
 
-    Args:
-      model: module:preset, "models.gpt:tiny"; None: a small net.
-      steps: how many steps.
-      replicas: how many replicas, each time.
-      rows: rows of a virtual replica, of which there are as many as the least number that all `replicas` divide.
-
-    Returns:
-      The digests.
-
-    Raises:
-      ValueError: there is no such model, or there are not as many devices.
+    The model is module:preset, or None for a small net. The number of virtual replicas, of `rows`
+    rows each, is the least common multiple of `replicas`. Raises ValueError for an unknown model or
+    too few devices.
     """
     if max(replicas) > jax.local_device_count():
         raise ValueError(
-            f"{max(replicas)} replicas need as many devices, and this process has {jax.local_device_count()}."
+            f"{max(replicas)} replicas need as many devices, and this process has "
+            f"{jax.local_device_count()}."
         )
     virtual = int(np.lcm.reduce(replicas))
     loss_fn, (params, model_state), batches = _problem(model, rows * virtual)
 
     def digest(count: int) -> str:
-        group = mesh_group(jax.make_mesh((count,), ("replica",), devices=jax.local_devices()[:count]))
+        group = mesh_group(
+            jax.make_mesh((count,), ("replica",), devices=jax.local_devices()[:count])
+        )
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
         step = train_step(loss_fn, optimizer, group=group, has_aux=True, virtual_replicas=virtual)
         state = step.init(params, model_state=model_state)
@@ -84,38 +87,48 @@ def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int)
         return _digest((state, losses))
 
     def gradients() -> Any:
-        given = {} if model_state is None else {"model_state": model_state}
-        return jax.jit(jax.grad(lambda p: loss_fn(p, one, **given)[0]))
+        buffers = {} if model_state is None else {"model_state": model_state}
+        return jax.jit(jax.grad(lambda p: loss_fn(p, micro_batch, **buffers)[0]))
 
-    one = jax.tree.map(lambda x: x[:rows], batches[0])
-    found = tuple((count, digest(count)) for count in replicas)
-    return Reproduction(model or "a small net", steps, virtual, found, distinct(gradients(), params))
+    micro_batch = jax.tree.map(lambda x: x[:rows], batches[0])
+    digests = tuple((count, digest(count)) for count in replicas)
+    return Reproduction(
+        model or "a small net", steps, virtual, digests, distinct(gradients(), params)
+    )
 
 
 def distinct(f: Callable[..., Any], *args: Any) -> int:
-    """Calls a compiled function again and again, and counts its different results, bit by bit."""
+    """Counts the bitwise different results of `CALLS` calls of a compiled function."""
     return len({_digest(f(*args)) for _ in range(CALLS)})
 
 
 def small_gradient() -> int:
-    """Counts the different results, bit by bit, of a small net's gradient, with products large enough for threads."""
+    """Counts the bitwise different gradients of a small net with products for several threads."""
     loss_fn, (params, _), batches = _problem(None, 256)
     return distinct(jax.jit(jax.grad(lambda p: loss_fn(p, batches[0])[0])), params)
 
 
 def _problem(model: str | None, rows: int) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
-    """A loss, its first parameters and buffers, and some batches."""
+    """Returns a loss, its initial parameters and buffers, and several batches."""
     if model is not None:
         module, preset = read_model(model)
-        chosen = module.PRESETS[preset]
-        batches = [module.batch(chosen, rows, seed=k) for k in range(BATCHES)]
-        return module.loss_fn(chosen), module.init(chosen, jax.random.key(0), batches[0]), batches
+        config = module.PRESETS[preset]
+        batches = [module.batch(config, rows, seed=k) for k in range(BATCHES)]
+        return (
+            module.loss_fn(config),
+            module.init(config, jax.random.key(0), batches[0]),
+            batches,
+        )
 
-    def loss_fn(params: Any, x: Any) -> tuple[Any, Any]:
+    def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> tuple[Any, Any]:
         return jnp.mean((jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["out"]) ** 2), ()
 
     draw = np.random.default_rng(0)
-    params = {"bias": np.zeros(128), "hidden": draw.normal(size=(64, 128)) / 8, "out": draw.normal(size=(128, 64)) / 11}
+    params = {
+        "bias": np.zeros(128),
+        "hidden": draw.normal(size=(64, 128)) / 8,
+        "out": draw.normal(size=(128, 64)) / 11,
+    }
     batches = [draw.normal(size=(rows, 64)).astype(np.float32) for _ in range(BATCHES)]
     return loss_fn, (jax.tree.map(np.float32, params), None), batches
 

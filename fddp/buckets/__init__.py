@@ -1,7 +1,8 @@
-"""Buckets: the plan that assigns every gradient to a message, and the packing that follows it.
+"""Buckets: the plan that assigns every gradient to a message, and the packing of messages.
 
-A plan is integers and names, computed once. Packing follows it. So do the parts of leaves that one device of a replica
-holds, and the small numbers that travel behind a bucket. This room imports no other.
+A plan is integers and names, computed once. `packing` follows it, and so do the layouts of shards,
+of tensor-parallel parts, of table rows and of the scalars behind a bucket. This room imports no
+other.
 """
 
 from fddp.buckets.assignment import Caps as Caps
@@ -40,14 +41,14 @@ from fddp.buckets.plan import at_least as at_least
 from fddp.buckets.plan import place_scalars as place_scalars
 from fddp.buckets.plan import widened as widened
 from fddp.buckets.shards import Shard as Shard
-from fddp.buckets.shards import as_rows as as_rows
 from fddp.buckets.shards import copy_of as copy_of
+from fddp.buckets.shards import insert_shards as insert_shards
 from fddp.buckets.shards import is_shard as is_shard
-from fddp.buckets.shards import join as join
 from fddp.buckets.shards import of_rows as of_rows
 from fddp.buckets.shards import own_part as own_part
 from fddp.buckets.shards import pack_rows as pack_rows
 from fddp.buckets.shards import plan_of_parts as plan_of_parts
+from fddp.buckets.shards import split_into_shards as split_into_shards
 from fddp.buckets.shards import stacked as stacked
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import there as there

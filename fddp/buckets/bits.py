@@ -1,27 +1,22 @@
-"""Turns arrays into integers of the same bits, whose sum is a broadcast where all replicas but one have zeros."""
-
-from typing import Any
+"""Reinterprets arrays as integers of the same bits: their sum with zeros is an exact broadcast."""
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 
 def to_words(x: Array) -> Array:
-    """Turns an array into integers of the same bits, whose sum is a broadcast where all replicas but one have zeros.
+    """Reinterprets an array of any dtype, or random keys, as integers or booleans.
 
-    A sum of floats is no broadcast: it loses the sign of a zero, the payload of a NaN and, on CPUs, subnormal numbers.
-
-    Args:
-      x: an array of any dtype, also random keys.
-
-    Returns:
-      Integers or booleans.
+    If all other replicas add zeros, a sum of the words broadcasts the array. A sum of floats would
+    lose the sign of a zero, the payload of a NaN and, on CPUs, subnormal numbers.
     """
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return x.astype(jnp.int8) if sub_byte(x.dtype) else x  # XLA sends no integers of less than 8 bits
+        # XLA has no collectives for integers of less than 8 bits.
+        return x.astype(jnp.int8) if sub_byte(x.dtype) else x
     if sub_byte(x.dtype):
         x = x.astype(jnp.float16)  # holds them exactly
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -30,7 +25,7 @@ def to_words(x: Array) -> Array:
 
 
 def from_words(words: Array, like: Array) -> Array:
-    """Turns integers back into an array of the dtype of `like`: the inverse of `to_words`."""
+    """Reinterprets words as an array of the dtype of `like`: the inverse of `to_words`."""
     dtype = like.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(like))
@@ -43,8 +38,8 @@ def from_words(words: Array, like: Array) -> Array:
     return jax.lax.bitcast_convert_type(words, dtype)
 
 
-def sub_byte(dtype: Any) -> bool:
-    """Whether a number has less than 8 bits."""
+def sub_byte(dtype: DTypeLike) -> bool:
+    """True if an element has less than 8 bits."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.iinfo(dtype).bits < 8
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8

@@ -1,9 +1,9 @@
-"""The plan of buckets, which says in which bucket each gradient travels: frozen integers and names, no arrays.
+"""The bucket plan: integers and names that assign gradients to buckets, and buckets to messages.
 
-A plan is computed once, from shapes and from the order in which gradients become ready. Everything that later moves
-data (packing, the schedules, the audit) follows it. Two replicas that agree on its digest agree on every message.
+A plan is computed once, from shapes and from the order in which gradients become ready. Packing,
+schedules and the audit follow it. Replicas whose plans have equal digests send equal messages.
 
-Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2; `Reducer` in PyTorch's `reducer.cpp`.
+Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2; PyTorch's `reducer.cpp`.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ class Leaf:
     name: str
     """Path in the tree: "Dense_0/kernel"."""
     shape: tuple[int, ...]
-    """Its dims."""
+    """Length of each dim."""
     dtype: np.dtype
-    """The dtype in which it travels."""
+    """Dtype in which it is sent."""
 
     @property
     def size(self) -> int:
@@ -40,7 +40,6 @@ class Leaf:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.size * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -48,14 +47,14 @@ class Leaf:
 
 
 class Rows(NamedTuple):
-    """Rows that a message has room for, where a gradient touches few: `most` of the `of` rows that the leaf has."""
+    """Capacity of a message of table rows: at most `most` of the leaf's `of` rows."""
 
     most: int
     of: int
 
 
 class Slice(NamedTuple):
-    """Some rounds of a loop over layers: a slice along the first dim of what has a slice for each round."""
+    """Rounds `begin` to `end` of a loop over layers: a slice of a stack along its first dim."""
 
     begin: int
     end: int
@@ -63,53 +62,52 @@ class Slice(NamedTuple):
     def __str__(self) -> str:
         return f"[{self.begin}:{self.end}]"
 
-    def dims(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        """The dims of this slice of an array with the dims `whole`."""
-        return self.end - self.begin, *whole[1:]
+    def dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of this slice of an array."""
+        return self.end - self.begin, *shape[1:]
 
 
 class Travelling(NamedTuple):
-    """A leaf of a plan, or the slice of one, that travels in one piece."""
+    """A leaf, or a slice of it, that is sent in one message."""
 
     leaf: int
-    """The number of the leaf."""
+    """Index of the leaf in the plan."""
     slice: Slice | None = None
-    """None: all of it."""
+    """The slice. None: the whole leaf."""
     loop: int = 0
-    """The number of the loop that makes the slice, or the leaf round by round."""
+    """Number of the loop that computes the slice, or computes the leaf round by round."""
     rounds: int = 1
-    """The number of equal parts along its first dim that travel one by one, as a loop makes them in its rounds."""
+    """Number of equal parts along the first dim, summed one by one as the loop computes them."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Leaves of one dtype that travel together, in the order in which they lie in the bucket."""
+    """Leaves of one dtype that are sent together, in the order of the bucket."""
 
     leaves: tuple[int, ...]
-    """Numbers of the leaves in the plan."""
+    """Indices of the leaves in the plan."""
     names: tuple[str, ...]
     """Names of the leaves."""
     dtype: np.dtype
-    """The dtype of all leaves."""
+    """Dtype of all leaves."""
     size: int
     """Number of elements."""
     rows: Rows | None = None
-    """The room for rows, if its only leaf travels as rows with their numbers; the rest then travels only if a replica
-    has more rows than that. None: all of it travels."""
+    """Capacity of its message of table rows, if its only leaf is sent as (row number, row). The
+    bucket itself follows only if a replica touches more rows. None: the bucket is dense."""
     slice: Slice | None = None
-    """The slice of its leaves that travels, if a loop makes their gradients slice by slice; None: all of them."""
+    """The slice of each leaf, if a loop computes gradients slice by slice. None: whole leaves."""
     rounds: int = 1
-    """The number of parts, one behind the other, that are summed one by one. Each holds an equal part of every leaf,
-    which a loop makes in one of its rounds."""
+    """Number of consecutive parts, summed one by one, each with an equal part of every leaf."""
 
     @property
     def word(self) -> int:
-        """Bytes of one word of the message of rows: those of a real number of this dtype."""
+        """Bytes of a word in the message of rows: those of a real number of this dtype."""
         return np.dtype(jnp.finfo(self.dtype).dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel; of a bucket in rows those of its message of rows."""
+        """Bytes to send; for a bucket in rows, the bytes of its message of rows."""
         if self.rows is None:
             return self.size * self.dtype.itemsize
         width = self.size // self.rows.of
@@ -117,25 +115,27 @@ class Bucket:
 
 
 class Message(NamedTuple):
-    """One message of a step: an all-reduce, or rows that are gathered."""
+    """One message of a step: a bucket, the table rows of a bucket, or only the scalars."""
 
     bucket: int | None
-    """The bucket that travels in it; None: the scalars alone."""
+    """Index of its bucket. None: it carries only the scalars."""
     scalars: bool = False
-    """Whether loss, metrics and buffers travel at its end."""
+    """True if it ends with loss, metrics and buffers."""
     rows: bool = False
-    """Whether it carries the bucket's rows; the next message then carries the rest of the bucket, if there is any."""
+    """True for the table rows of the bucket. The next message then holds the bucket itself."""
 
     @property
     def name(self) -> str:
-        return "tail" if self.bucket is None else f"{'rows' if self.rows else 'bucket'} {self.bucket}"
+        return (
+            "tail" if self.bucket is None else f"{'rows' if self.rows else 'bucket'} {self.bucket}"
+        )
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets in launch order, over the leaves of one tree, and the messages in which they travel.
+    """The buckets of a tree in launch order, and the messages that carry them.
 
-    Leaves that no bucket names do not travel: `pack` passes them over and `unpack` leaves `None` in their place.
+    Leaves outside all buckets are not sent: `pack` skips them and `unpack` returns `None` for them.
     """
 
     leaves: tuple[Leaf, ...]
@@ -143,71 +143,93 @@ class BucketPlan:
     buckets: tuple[Bucket, ...]
     """The buckets, in launch order."""
     treedef: Any
-    """The structure of the tree."""
+    """Structure of the tree."""
     messages: tuple[Message, ...]
-    """The messages of a step, in order: one for each bucket, before it one with its rows if it travels as rows, and one
-    more where the scalars travel alone."""
+    """One per bucket, preceded by its table rows, and one for scalars that no bucket carries."""
     parts: int = 1
-    """Number of equal parts in which each leaf is scattered and gathered, one a replica; 1: it is summed whole."""
+    """Number of equal shards of each leaf, one per replica. 1: leaves are summed whole."""
     collectives: tuple[str, ...] = ()
-    """The kinds of collectives that the loss holds, in JAX's words; they travel beside the messages."""
+    """JAX's names of the loss's own collectives, which run in addition to the messages."""
 
     def travelling(self, bucket: Bucket) -> tuple[Leaf, ...]:
-        """Gives the leaves of a bucket with the dims in which they travel in it.
+        """Returns the leaves of a bucket with the shapes in which they are sent.
 
         Args:
-          bucket: one of the plan's.
+          bucket: a bucket of this plan.
 
         Returns:
-          The leaves; where slices travel, in the forms of slices.
+          The leaves, or their slices if the bucket holds slices.
         """
         leaves = [self.leaves[i] for i in bucket.leaves]
         if bucket.slice is None:
             return tuple(leaves)
-        return tuple(replace(x, name=f"{x.name}{bucket.slice}", shape=bucket.slice.dims(x.shape)) for x in leaves)
+        return tuple(
+            replace(x, name=f"{x.name}{bucket.slice}", shape=bucket.slice.dims(x.shape))
+            for x in leaves
+        )
 
     @property
     def padding(self) -> int:
-        """Bytes of padding: zeros behind leaves, or layers, whose size the number of parts does not divide."""
+        """Bytes of zeros that pad leaves, or the layers of stacks, to a multiple of `parts`."""
         leaves = [self.leaves[i] for i in {i for bucket in self.buckets for i in bucket.leaves}]
-        return sum((math.prod(part_of(x.shape, self.parts)) * self.parts - x.size) * x.dtype.itemsize for x in leaves)
+        return sum(
+            (math.prod(part_of(x.shape, self.parts)) * self.parts - x.size) * x.dtype.itemsize
+            for x in leaves
+        )
 
     @property
     def carrier(self) -> Message:
-        """The message in which loss, metrics and buffers travel."""
+        """The message that carries loss, metrics and buffers."""
         return next(message for message in self.messages if message.scalars)
 
     @property
     def summary(self) -> str:
         """The plan in a few words: "2 of 2 leaves in 1 bucket, 0.001 MiB"."""
-        sent = len({i for b in self.buckets for i in b.leaves})
+        count = len({i for b in self.buckets for i in b.leaves})
         total = sum(b.nbytes for b in self.buckets) / MiB
-        return f"{sent} of {len(self.leaves)} leaves in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB"
+        return (
+            f"{count} of {len(self.leaves)} leaves "
+            f"in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB"
+        )
 
     @cached_property
     def digest(self) -> str:
-        """A hash of names, shapes, dtypes and layout: equal digests mean equal messages."""
-        buckets = (f"{one.leaves} {one.rows or one.slice or ''}{_in_rounds(one)}".rstrip() for one in self.buckets)
-        parts = [f"in {self.parts} parts"] if self.parts > 1 else []
-        text = [*map(str, self.leaves), *buckets, *map(str, self.messages), *parts]
+        """A hash of names, shapes, dtypes and layout. Equal digests mean equal messages."""
+        buckets = (
+            f"{b.leaves} {b.rows or b.slice or ''}{_in_rounds(b)}".rstrip() for b in self.buckets
+        )
+        shards = [f"in {self.parts} parts"] if self.parts > 1 else []
+        text = [*map(str, self.leaves), *buckets, *map(str, self.messages), *shards]
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         rows = [
-            (str(i), str(len(b.leaves)), f"{b.nbytes / MiB:.3f}", str(b.dtype), _abridged(b.names) + _told(b))
-            for i, b in enumerate(self.buckets)
+            (
+                str(k),
+                str(len(bucket.leaves)),
+                f"{bucket.nbytes / MiB:.3f}",
+                str(bucket.dtype),
+                _abridged(bucket.names) + _told(bucket),
+            )
+            for k, bucket in enumerate(self.buckets)
         ]
-        head = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
+        header = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
         carrier = self.carrier
-        tail = "travel in one all-reduce of their own" if carrier.bucket is None else f"ride in {carrier.name}"
-        padding = _counted(self.padding, "byte")
-        foot = (
-            self.summary,
-            *[f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"] * (self.parts > 1),
-            *[f"the loss has collectives of its own: {', '.join(self.collectives)}"] * bool(self.collectives),
-            f"loss and metrics {tail}; digest {self.digest}",
+        scalars = (
+            "travel in one all-reduce of their own"
+            if carrier.bucket is None
+            else f"ride in {carrier.name}"
         )
-        return "\n".join([*table([head, *rows]), *foot])
+        padding = _counted(self.padding, "byte")
+        footer = (
+            self.summary,
+            *[f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"]
+            * (self.parts > 1),
+            *[f"the loss has collectives of its own: {', '.join(self.collectives)}"]
+            * bool(self.collectives),
+            f"loss and metrics {scalars}; digest {self.digest}",
+        )
+        return "\n".join([*table([header, *rows]), *footer])
 
     _repr_html_ = preformatted
 
@@ -215,67 +237,51 @@ class BucketPlan:
 def place_scalars(
     plan: BucketPlan, dtype: DTypeLike = np.float32, *, early: bool = False, exact: bool = True
 ) -> BucketPlan:
-    """Chooses the message in which loss, metrics and buffers travel: the last bucket that can hold them, or the first.
+    """Appends the scalars (loss, metrics, buffers) to the last bucket that holds `dtype` exactly.
 
-    Messages of 16-bit words, and hooks, would round them. Where no bucket can hold them they travel in one tiny
-    all-reduce of their own.
+    With `early` it is the first such bucket, as every update needs the summed weight. Without one,
+    or if a hook rounds buckets or unused ones are skipped (`exact=False`), they get an all-reduce.
 
-    Args:
-      plan: the buckets.
-      dtype: a real dtype that holds every scalar.
-      early: whether they travel early, as those of a step do: a bucket is then used while the next one travels, or is
-        sent only if a replica used one of its leaves.
-      exact: whether buckets arrive as they were sent; not so when a hook changes them, or when they may not be sent.
-
-    Returns:
-      The plan, with its messages.
-
-    Example:
-      >>> import numpy as np
-      >>> from fddp import make_plan
-      >>> plan = make_plan({"w": np.zeros(3, np.float32), "b": np.zeros(3, np.float32)}, bucket_cap_mb=0)
-      >>> [message.scalars for message in plan.messages], [m.name for m in place_scalars(plan, exact=False).messages]
-      ([False, True], ['bucket 0', 'bucket 1', 'tail'])
+    >>> from fddp import make_plan
+    >>> plan = make_plan({"w": np.zeros(3, "f4"), "b": np.zeros(3, "f4")}, bucket_cap_mb=0)
+    >>> [message.scalars for message in plan.messages]
+    [False, True]
+    >>> [message.name for message in place_scalars(plan, exact=False).messages]
+    ['bucket 0', 'bucket 1', 'tail']
     """
     bits = jnp.finfo(dtype).bits
     count = len(plan.buckets)
     wide = [k for k in range(count) if exact and _holds(plan.buckets[k], bits)]
     carrier = wide[0 if early else -1] if wide else None
-    buckets = list[Message]()
-    for k, bucket in enumerate(plan.buckets):
-        buckets += [Message(k, rows=True), Message(k)] if bucket.rows else [Message(k, k == carrier)]
-    alone = [Message(None, True)] if carrier is None else []
-    return replace(plan, messages=(*alone, *buckets) if early else (*buckets, *alone))
+    messages = list[Message]()
+    for k, b in enumerate(plan.buckets):
+        messages += [Message(k, rows=True), Message(k)] if b.rows else [Message(k, k == carrier)]
+    tail = [Message(None, True)] if carrier is None else []
+    return replace(plan, messages=(*tail, *messages) if early else (*messages, *tail))
 
 
 def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
-    """Makes a plan of the same buckets, whose floats are summed in a wider dtype.
-
-    Args:
-      plan: the buckets.
-      least: a float dtype; a leaf is summed in a dtype that holds the numbers of this one and of the leaf's own.
-
-    Returns:
-      The plan; integers stay as they are.
-    """
+    """Returns the plan with its float dtypes widened to hold all numbers of `least`."""
     leaves = tuple(replace(leaf, dtype=at_least(leaf.dtype, least)) for leaf in plan.leaves)
     buckets = tuple(replace(bucket, dtype=at_least(bucket.dtype, least)) for bucket in plan.buckets)
     return replace(plan, leaves=leaves, buckets=buckets)
 
 
 def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
-    """The dtype that holds all numbers of two dtypes; an integer dtype is returned as it is."""
-    return np.dtype(jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype)
+    """Promotes a float dtype to hold all numbers of `least`; returns an integer dtype unchanged."""
+    return np.dtype(
+        jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype
+    )
 
 
 def _holds(bucket: Bucket, bits: int) -> bool:
-    """Whether floats of `bits` bits can travel behind a bucket."""
+    """True if floats of `bits` bits can be appended to a bucket."""
     floats = jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
     return floats and bucket.rows is None and bucket.rounds == 1
 
 
 def _abridged(names: tuple[str, ...], width: int = 64) -> str:
-    """All names, or the first and the last where they are too many for a line."""
+    """Joins the names, or the first and the last if they do not fit in a line."""
     text = ", ".join(names)
     return text if len(text) <= width else f"{names[0]}, …, {names[-1]}"
 

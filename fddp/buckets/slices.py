@@ -1,4 +1,4 @@
-"""Buckets of slices: what a loop over layers makes in some of its rounds travels before the loop ends."""
+"""Slices of stacked gradients, sent in separate buckets before their loop over layers ends."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,38 +22,32 @@ def fill_buckets(
     bucket_cap_mb: Caps = 25,
     **caps: Any,
 ) -> dict[int, list[Travelling]]:
-    """Finds how many rounds of a loop make gradients that fill a bucket.
+    """Cuts stacked gradients into slices of as many rounds as fill a bucket.
 
-    Args:
-      tree: as for `make_plan`.
-      loops: leaf index → number of the loop that makes its gradient slice by slice, and of its rounds.
-      groups: as for `make_plan`; a leaf that is in a group travels whole.
-      bucket_cap_mb: likewise; of several caps the last one counts.
-      **caps: caps of the first and the last bucket, which do not matter here.
+    `loops` maps the index of a leaf to the number of the loop that computes its gradient slice by
+    slice, and to the number of rounds. Leaves with a group are left out, and so are loops whose
+    rounds all fit into one bucket. Of several caps the last one counts.
 
-    Returns:
-      The slices of the leaves of which a bucket holds less than all rounds.
-
-    Example:
-      >>> import numpy as np
-      >>> tree = {"bias": np.zeros((6, 256), np.float32), "kernel": np.zeros((6, 256, 256), np.float32)}
-      >>> [str(one.slice) for one in fill_buckets(tree, {0: (3, 6), 1: (3, 6)}, bucket_cap_mb=1)[0]]
-      ['[0:3]', '[3:6]']
+    >>> import numpy as np
+    >>> tree = {"bias": np.zeros((6, 256), "f4"), "kernel": np.zeros((6, 256, 256), "f4")}
+    >>> slices = fill_buckets(tree, {0: (3, 6), 1: (3, 6)}, bucket_cap_mb=1)
+    >>> [str(entry.slice) for entry in slices[0]]
+    ['[0:3]', '[3:6]']
     """
     del caps
     leaves = make_plan(tree, order=()).leaves
-    alone = [i for i in loops if group_keys([leaves[i].name], groups)[0] is None]
-    free = [i for i in alone if leaves[i].shape[0] == loops[i][1] > 0]
+    ungrouped = [i for i in loops if group_keys([leaves[i].name], groups)[0] is None]
+    stacks = [i for i in ungrouped if leaves[i].shape[0] == loops[i][1] > 0]
     cap = bucket_cap_mb[-1] if isinstance(bucket_cap_mb, Sequence) else bucket_cap_mb
-    made: dict[int, list[Travelling]] = {}
-    for i in free:
+    slices: dict[int, list[Travelling]] = {}
+    for i in stacks:
         loop, length = loops[i]
-        nbytes = sum(leaves[k].nbytes for k in free if loops[k][0] == loop) / length
+        nbytes = sum(leaves[k].nbytes for k in stacks if loops[k][0] == loop) / length
         rounds = max(1, int(min(length, cap * MiB / nbytes))) if nbytes else length
         begins = range(0, length, rounds)
         if len(begins) > 1:
-            made[i] = [Travelling(i, Slice(at, min(at + rounds, length)), loop) for at in begins]
-    return made
+            slices[i] = [Travelling(i, Slice(k, min(k + rounds, length)), loop) for k in begins]
+    return slices
 
 
 def fill_rounds(
@@ -64,42 +58,50 @@ def fill_rounds(
     groups: Groups | None = None,
     **caps: Any,
 ) -> dict[int, list[Travelling]]:
-    """Finds the stacks that are summed in the loop that makes them, a row of each in every round.
+    """Selects the stacks to sum round by round in the loop that computes them.
 
-    These are the stacks of a loop and a dtype that do not fit into a bucket. XLA sends nothing else while a loop with
-    sums runs; so they are summed behind the loop if what is ready before it, and could travel meanwhile, is more.
+    These are the stacks of a loop and dtype that do not fit into a bucket. XLA sends nothing else
+    while a loop with sums runs. So they are summed after the loop if at least as many bytes of
+    other gradients are ready before it, and could be sent meanwhile.
 
-    Args:
-      tree: as for `make_plan`.
-      loops: leaf index → place of the loop that makes its gradient row by row, and number of its rounds.
-      places: leaf index → place of the last equation that makes its gradient.
-      groups: as for `make_plan`; a leaf that is in a group travels by itself.
-      **caps: as for `make_plan`.
+    `loops` maps the index of a leaf to the place of its loop in the program and the number of
+    rounds, `places` to the place of the last equation of its gradient.
 
-    Returns:
-      What travels of these leaves: all rounds.
-
-    Example:
-      >>> import numpy as np
-      >>> tree = {"head": np.zeros(256, np.float32), "kernel": np.zeros((6, 256, 256), np.float32)}
-      >>> fill_rounds(tree, {1: (3, 6)}, {0: 2, 1: 3}, bucket_cap_mb=1)[1][0].rounds
-      6
+    >>> import numpy as np
+    >>> tree = {"head": np.zeros(256, np.float32), "kernel": np.zeros((6, 256, 256), np.float32)}
+    >>> fill_rounds(tree, {1: (3, 6)}, {0: 2, 1: 3}, bucket_cap_mb=1)[1][0].rounds
+    6
     """
     leaves = make_plan(tree, order=()).leaves
-    of_dtypes = [{i: loops[i] for i in loops if leaves[i].dtype == dtype} for dtype in {leaves[i].dtype for i in loops}]
-    stacks = {i: some[i] for some in of_dtypes for i in fill_buckets(tree, some, groups=groups, **caps)}
+    loops_by_dtype = [
+        {i: loops[i] for i in loops if leaves[i].dtype == dtype}
+        for dtype in {leaves[i].dtype for i in loops}
+    ]
+    stacks = {
+        i: same_dtype[i]
+        for same_dtype in loops_by_dtype
+        for i in fill_buckets(tree, same_dtype, groups=groups, **caps)
+    }
 
     def worth(loop: int) -> bool:
-        before = sum(leaves[i].nbytes for i, place in places.items() if place < loop and i not in stacks)
-        return before < sum(leaves[i].nbytes for i, (other, _) in stacks.items() if other == loop)
+        before = sum(
+            leaves[i].nbytes for i, place in places.items() if place < loop and i not in stacks
+        )
+        return before < sum(leaves[i].nbytes for i, (place, _) in stacks.items() if place == loop)
 
-    return {i: [Travelling(i, None, *of)] for i, of in stacks.items() if worth(of[0])}
+    return {i: [Travelling(i, None, *loop)] for i, loop in stacks.items() if worth(loop[0])}
 
 
-def cut_in_layers(tree: Any, loops: Mapping[int, tuple[int, int]], parts: int) -> dict[int, tuple[int, int]]:
-    """Those of the leaves that loops make which lie in parts layer by layer: of one cut as a whole no layer travels."""
+def cut_in_layers(
+    tree: Any, loops: Mapping[int, tuple[int, int]], num_shards: int
+) -> dict[int, tuple[int, int]]:
+    """Selects the leaves of loops whose shards are cut layer by layer: others have no slices."""
     leaves = jax.tree.leaves(tree)
-    return {i: loop for i, loop in loops.items() if depth_of(leaves[i].size, leaves[i].shape, parts) > 1}
+    return {
+        i: loop
+        for i, loop in loops.items()
+        if depth_of(leaves[i].size, leaves[i].shape, num_shards) > 1
+    }
 
 
 def plan_with_slices(
@@ -111,31 +113,29 @@ def plan_with_slices(
     groups: Groups | None = None,
     **caps: Any,
 ) -> BucketPlan:
-    """Makes a plan in which the slices that some rounds of a loop make share a bucket, for each dtype.
+    """Makes a plan in which the slices of the same rounds of a loop share a bucket per dtype.
 
-    Args:
-      tree: as for `make_plan`.
-      touched: as for `plan_with_table_rows`.
-      replicas: likewise.
-      order: what travels, in the order in which it becomes ready; a leaf travels whole, or in slices.
-      groups: as for `make_plan`; of leaves that travel whole.
-      **caps: likewise.
-
-    Returns:
-      The plan.
+    `order` lists whole leaves and slices as they become ready; `groups` are for whole leaves. The
+    further arguments are those of `plan_with_table_rows`.
     """
-    if not any(_by_rounds(one) for one in order):
-        numbers = [one.leaf for one in order]
-        return plan_with_table_rows(tree, touched, replicas, order=numbers, groups=groups, **caps)
-    whole = make_plan(tree, order=())
+    if not any(_by_rounds(entry) for entry in order):
+        indices = [entry.leaf for entry in order]
+        return plan_with_table_rows(tree, touched, replicas, order=indices, groups=groups, **caps)
+    leaf_plan = make_plan(tree, order=())
     leaves = jax.tree.leaves(tree)
-    asked = group_keys([whole.leaves[one.leaf].name for one in order], groups)
+    user_keys = group_keys([leaf_plan.leaves[entry.leaf].name for entry in order], groups)
     keys = [
-        ("rounds", one.loop, one.slice) if _by_rounds(one) else key and ("group", key) for one, key in zip(order, asked)
+        ("rounds", entry.loop, entry.slice) if _by_rounds(entry) else key and ("group", key)
+        for entry, key in zip(order, user_keys)
     ]
+    # Plans a list of the entries; its leaves are named by their index.
     plan = plan_with_table_rows(
-        [_form(leaves[one.leaf], one) for one in order],
-        {at: touched[one.leaf] for at, one in enumerate(order) if one.leaf in touched and not _by_rounds(one)},
+        [_form(leaves[entry.leaf], entry) for entry in order],
+        {
+            k: touched[entry.leaf]
+            for k, entry in enumerate(order)
+            if entry.leaf in touched and not _by_rounds(entry)
+        },
         replicas,
         order=range(len(order)),
         groups=lambda name: keys[int(name)],
@@ -143,20 +143,29 @@ def plan_with_slices(
     )
 
     def of_leaves(bucket: Bucket) -> Bucket:
-        inside = [order[at] for at in bucket.leaves]
-        names = tuple(f"{whole.leaves[one.leaf].name}{one.slice or ''}" for one in inside)
-        numbers = tuple(one.leaf for one in inside)
-        rounds = inside[0].rounds
-        return replace(bucket, leaves=numbers, names=names, slice=inside[0].slice, rounds=rounds)
+        entries = [order[k] for k in bucket.leaves]
+        names = tuple(
+            f"{leaf_plan.leaves[entry.leaf].name}{entry.slice or ''}" for entry in entries
+        )
+        indices = tuple(entry.leaf for entry in entries)
+        rounds = entries[0].rounds
+        return replace(bucket, leaves=indices, names=names, slice=entries[0].slice, rounds=rounds)
 
-    return replace(plan, leaves=whole.leaves, treedef=whole.treedef, buckets=tuple(map(of_leaves, plan.buckets)))
+    return replace(
+        plan,
+        leaves=leaf_plan.leaves,
+        treedef=leaf_plan.treedef,
+        buckets=tuple(map(of_leaves, plan.buckets)),
+    )
 
 
-def _by_rounds(one: Travelling) -> bool:
-    """Whether it shares a bucket with what the same rounds of the same loop make, whatever the caps say."""
-    return one.slice is not None or one.rounds > 1
+def _by_rounds(entry: Travelling) -> bool:
+    """True if the entry shares a bucket with the same rounds of its loop, whatever the caps."""
+    return entry.slice is not None or entry.rounds > 1
 
 
-def _form(leaf: Any, one: Travelling) -> jax.ShapeDtypeStruct:
+def _form(leaf: jax.Array | jax.ShapeDtypeStruct, entry: Travelling) -> jax.ShapeDtypeStruct:
     shape = np.shape(leaf)
-    return jax.ShapeDtypeStruct(shape if one.slice is None else one.slice.dims(shape), leaf.dtype)
+    return jax.ShapeDtypeStruct(
+        shape if entry.slice is None else entry.slice.dims(shape), leaf.dtype
+    )

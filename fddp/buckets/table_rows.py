@@ -1,9 +1,11 @@
-"""Sends an embedding's gradient as the rows that it touched, with their numbers, in place of the whole table.
+"""Sends an embedding's gradient as its touched rows with their numbers, not as the whole table.
 
-A message of rows has room for a fixed number of them, and is gathered. Rows that find no room are left in the bucket,
-which is all-reduced if any replica says that it has some left. So the sum is exact however many rows are touched.
+A message of rows has a fixed capacity, and is all-gathered. Rows beyond the capacity stay in the
+bucket, which is all-reduced if any replica has such rows. So the sum is exact for any number of
+touched rows.
 
-Source: `sparse=True` of `Embedding` in PyTorch, whose gradients DDP gathers; Kim et al., "Parallax" (EuroSys 2019).
+Source: `sparse=True` of `Embedding` in PyTorch, whose gradients DDP gathers; Kim et al., "Parallax"
+(EuroSys 2019).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,18 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32, Shaped, UInt
+from jaxtyping import Array, Int32, PyTree, Shaped, UInt
 
 from fddp.buckets.assignment import make_plan
 from fddp.buckets.bits import from_words, to_words
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Rows
 
-WORTH_BYTES = 64 * 1024  # as many take about as long as the messages that rows add
+WORTH_BYTES = 64 * 1024  # sending these takes about as long as the additional messages of rows
 
 
 def plan_with_table_rows(
-    tree: Any,
+    tree: PyTree,
     touched: Mapping[int, int],
     replicas: int,
     *,
@@ -32,107 +34,108 @@ def plan_with_table_rows(
     groups: Groups | None = None,
     **caps: Any,
 ) -> BucketPlan:
-    """Makes a plan in which leaves travel as rows where that saves much, each in a bucket of its own.
+    """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved.
 
-    Args:
-      tree: as for `make_plan`.
-      touched: leaf index → number of its rows that a replica's gradient touches; leaves without an entry stay whole.
-      replicas: number of replicas, which gather the rows.
-      order: as for `make_plan`.
-      groups: likewise; a leaf that is in a group stays whole.
-      **caps: likewise.
+    `touched` maps the index of a leaf to the number of rows that a replica's gradient touches. A
+    leaf with a group is sent dense. The further arguments are those of `make_plan`.
 
-    Returns:
-      The plan.
-
-    Example:
-      >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
-      >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
-      [None, Rows(most=64, of=9000)]
-      >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 8000}, 2, order=(0, 1)).buckets]
-      [None]
+    >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
+    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
+    [None, Rows(most=64, of=9000)]
+    >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 8000}, 2, order=(0, 1)).buckets]
+    [None]
     """
     leaves = make_plan(tree, order=order).leaves
     keys = dict(zip(order, group_keys([leaves[i].name for i in order], groups)))
-    alone = {i: _bucket_of_rows(i, leaves[i], touched.get(i, 0)) for i in order if keys[i] is None}
-    few = [one for i, one in alone.items() if one is not None and _saved(one, leaves[i], replicas) >= WORTH_BYTES]
-    away = {one.leaves[0] for one in few}
-    plan = make_plan(tree, order=[i for i in order if i not in away], groups=groups, **caps)
-    ready = {i: at for at, i in enumerate(order)}
-    return replace(plan, buckets=tuple(sorted([*plan.buckets, *few], key=lambda one: ready[one.leaves[-1]])))
+    ungrouped = {
+        i: _bucket_of_rows(i, leaves[i], touched.get(i, 0)) for i in order if keys[i] is None
+    }
+    sparse = [
+        bucket
+        for i, bucket in ungrouped.items()
+        if bucket is not None and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES
+    ]
+    sparse_leaves = {bucket.leaves[0] for bucket in sparse}
+    plan = make_plan(
+        tree, order=[i for i in order if i not in sparse_leaves], groups=groups, **caps
+    )
+    position = {i: k for k, i in enumerate(order)}
+    return replace(
+        plan,
+        buckets=tuple(
+            sorted([*plan.buckets, *sparse], key=lambda bucket: position[bucket.leaves[-1]])
+        ),
+    )
 
 
-def take_table_rows(bucket: Bucket, flat: Shaped[Array, " n"]) -> tuple[UInt[Array, " words"], Shaped[Array, " n"]]:
-    """Takes the rows that are not zero out of a bucket.
+def take_table_rows(
+    bucket: Bucket, flat: Shaped[Array, " n"]
+) -> tuple[UInt[Array, " words"], Shaped[Array, " n"]]:
+    """Splits a gradient into a message of its nonzero rows, up to the capacity, and the residual.
 
-    Args:
-      bucket: a bucket that travels as rows.
-      flat: its gradient.
-
-    Returns:
-      The message: numbers and rows as words, and a last word that says whether more rows are touched than there is room
-      for; and the gradient without these rows.
+    The message holds words: the row numbers, the rows, and a flag that is set if rows remain in the
+    residual.
     """
     rows = _rows(bucket)
     table = flat.reshape(rows.of, -1)
     touched = jnp.any(table != 0, axis=1)
     (numbers,) = jnp.nonzero(touched, size=rows.most, fill_value=rows.of)
     values = to_words(table.at[numbers].get(mode="fill", fill_value=0)).reshape(-1)
-    more = jnp.sum(touched) > rows.most
-    words = [_number_words(numbers.astype(jnp.int32), values.dtype), values, more[None].astype(values.dtype)]
+    overflow = jnp.sum(touched) > rows.most
+    words = [
+        _number_words(numbers.astype(jnp.int32), values.dtype),
+        values,
+        overflow[None].astype(values.dtype),
+    ]
     return jnp.concatenate(words), table.at[numbers].set(0, mode="drop").reshape(-1)
 
 
-def add_table_rows(bucket: Bucket, words: UInt[Array, " words"], left: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
-    """Adds up the rows of all replicas: with one replica the inverse of `take_table_rows`.
+def add_table_rows(
+    bucket: Bucket, words: UInt[Array, " words"], residual: Shaped[Array, " n"]
+) -> Shaped[Array, " n"]:
+    """Adds the gathered rows of all replicas to the summed residual.
 
-    Rows are added replica by replica, in one order, which gives all replicas the same bits. Rows of 16-bit floats are
-    added in 32 bits, and rounded once.
-
-    Args:
-      bucket: a bucket that travels as rows.
-      words: the words of all replicas, one replica behind the other.
-      left: the sum of the gradients without these rows.
-
-    Returns:
-      The sum of the bucket.
+    Rows are added replica by replica, so that all replicas compute the same bits. Rows of 16-bit
+    floats are added in 32 bits, and rounded once.
     """
     rows = _rows(bucket)
-    table = left.reshape(rows.of, -1)
-    form = (rows.most, table.shape[1])
-    parts = (2,) if jnp.issubdtype(left.dtype, jnp.complexfloating) else ()
-    numbers = rows.most * _words_of_number(words.dtype)
+    table = residual.reshape(rows.of, -1)
+    shape = (rows.most, table.shape[1])
+    components = (2,) if jnp.issubdtype(residual.dtype, jnp.complexfloating) else ()
+    header_size = rows.most * _words_of_number(words.dtype)
 
-    def add(total: Array, one: Array) -> tuple[Array, None]:
-        which, values, _ = jax.lax.split(one, [numbers, one.size - numbers - 1, 1])
-        values = from_words(values.reshape(*parts, *form), left)
-        return total.at[_numbers(which)].add(values.astype(total.dtype), mode="drop"), None
+    def add(total: Array, message: Array) -> tuple[Array, None]:
+        header, values, _ = jax.lax.split(message, [header_size, message.size - header_size - 1, 1])
+        values = from_words(values.reshape(*components, *shape), residual)
+        return total.at[_numbers(header)].add(values.astype(total.dtype), mode="drop"), None
 
-    wide = jnp.promote_types(left.dtype, jnp.float32)
+    wide = jnp.promote_types(residual.dtype, jnp.float32)
     total, _ = jax.lax.scan(add, table.astype(wide), words.reshape(-1, _length(bucket)))
-    return total.astype(left.dtype).reshape(-1)
+    return total.astype(residual.dtype).reshape(-1)
 
 
 def flags(bucket: Bucket, replicas: int) -> tuple[int, ...]:
-    """Places of the flags among the words of all replicas: each flag says whether a replica has rows left."""
+    """Places of the overflow flags in the gathered words: the last word of each replica."""
     words = _length(bucket)
     return tuple(range(words - 1, replicas * words, words))
 
 
 def _length(bucket: Bucket) -> int:
-    """Number of words that one replica sends."""
+    """Number of words per replica."""
     return bucket.nbytes // bucket.word
 
 
 def _bucket_of_rows(i: int, leaf: Leaf, touched: int) -> Bucket | None:
-    """The bucket of a leaf in rows; None if none is touched, or if its numbers have less than 16 bits."""
+    """Returns a bucket of rows; None if no row is touched, or for floats of less than 16 bits."""
     if not (touched and leaf.shape and leaf.size) or jnp.finfo(leaf.dtype).bits < 16:
         return None
-    return Bucket((i,), (leaf.name,), leaf.dtype, leaf.size, Rows(min(touched, leaf.shape[0]), leaf.shape[0]))
+    return Bucket(
+        (i,), (leaf.name,), leaf.dtype, leaf.size, Rows(min(touched, leaf.shape[0]), leaf.shape[0])
+    )
 
 
 def _saved(rows: Bucket, leaf: Leaf, replicas: int) -> int:
-    """Bytes that a replica saves: it sends its rows to p − 1 others, and for an all-reduce 2 (p − 1)/p of the leaf."""
+    """Bytes saved per replica: it sends its rows p − 1 times instead of 2 (p − 1)/p of the leaf."""
     return (replicas - 1) * (2 * leaf.nbytes // replicas - rows.nbytes)
 
 
@@ -142,7 +145,7 @@ def _rows(bucket: Bucket) -> Rows:
     return bucket.rows
 
 
-# The number of a row has 32 bits: two words of 16 bits, or one word of 32 or more.
+# A row number has 32 bits: two words of 16 bits, or one wider word.
 
 
 def _words_of_number(dtype: np.dtype) -> int:
@@ -156,5 +159,9 @@ def _number_words(numbers: Int32[Array, " rows"], dtype: np.dtype) -> UInt[Array
 
 
 def _numbers(words: UInt[Array, " words"]) -> Int32[Array, " rows"]:
-    each = _words_of_number(words.dtype)
-    return words.astype(jnp.int32) if each == 1 else jax.lax.bitcast_convert_type(words.reshape(-1, each), jnp.int32)
+    count = _words_of_number(words.dtype)
+    return (
+        words.astype(jnp.int32)
+        if count == 1
+        else jax.lax.bitcast_convert_type(words.reshape(-1, count), jnp.int32)
+    )

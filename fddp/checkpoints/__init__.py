@@ -1,6 +1,6 @@
-"""A state saved now and then, and the newest whole checkpoint to go on from; loaded when it is used.
+"""Checkpoints of a training: periodic saves, and a restore of the newest intact one.
 
-This room imports training, sharding, step, buckets and comm.
+This room imports training, sharding, step, buckets and comm. It is loaded on first use.
 """
 
 from fddp.checkpoints.checkpoints import Checkpoints as Checkpoints

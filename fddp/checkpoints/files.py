@@ -1,8 +1,9 @@
-"""A folder of checkpoints: each is a folder of its own, there as a whole or not at all.
+"""The files of checkpoints: each checkpoint is a folder that is complete or does not exist.
 
-A checkpoint is written under another name, and renamed once it is complete: a process that is killed leaves the older
-ones as they were. In it lies a list of all files and their digests: a checkpoint is whole if it has such a list and the
-files are as it says. They are compared before any is read: of damaged ones a reader may make numbers, or a noise.
+A checkpoint is written under a temporary name, and renamed once it is complete: a killed process
+leaves older checkpoints unchanged. It contains a list of all files and their digests, and is intact
+if the list exists and all digests match. Digests are compared before any array is read: a reader
+may return wrong numbers from damaged files, or fail with an obscure error.
 """
 
 import errno
@@ -19,90 +20,77 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 LIST = "fddp.json"
-BEGUN = re.compile(r"(\d+)\.(orbax-checkpoint-tmp(-\d+)?|begun\.[0-9a-f]{8}\.\d+(\.replaced)?)|met\.[0-9a-f]{8}")
-"""Names of what is being written, and not of a user's files; Orbax wrote older checkpoints."""
+BEGUN = re.compile(
+    r"(\d+)\.(orbax-checkpoint-tmp(-\d+)?|begun\.[0-9a-f]{8}\.\d+(\.replaced)?)|met\.[0-9a-f]{8}"
+)
+"""Names of unfinished folders, unlike those of a user's files; Orbax wrote older checkpoints."""
 
 
 class Listed(NamedTuple):
     """The list of a checkpoint."""
 
     told: Mapping[str, Any]
-    """Values that were saved beside the arrays."""
+    """Values saved with the arrays."""
     forms: Mapping[str, tuple[str, Sequence[int]]]
-    """The dtype and the dims of each array, by its name."""
+    """Name of an array → its dtype and dims."""
     files: Mapping[str, str]
-    """The digest of each file, by its path in the checkpoint."""
+    """Path of a file in the checkpoint → its digest."""
     cuts: Mapping[str, Sequence[tuple[int, int]]] = {}
-    """The number of parts along each dim, and the length of one, for arrays in which one part lies behind the other, as
-    devices of a replica held them."""
+    """Name of an array → for each dim the number of parts, and the length of a part. Such an array
+    is stored part after part, as the devices of a replica held it."""
 
 
 def swept(path: Path, token: str, quiet_s: float) -> list[str]:
-    """Removes what killed processes began to write.
+    """Removes unfinished folders that killed processes left; returns the names of active ones.
 
-    Args:
-      path: the folder of checkpoints.
-      token: is in the names of what this job writes, which stays.
-      quiet_s: seconds for which a killed process has changed nothing.
-
-    Returns:
-      The names of what changed within that time, which stays: another job may be writing it.
-
-    Raises:
-      OSError: the folder cannot be read.
+    A folder is active if a file in it changed within `quiet_s` seconds: another job may be writing
+    it. The folders of this job have `token` in their names and stay.
     """
     active = list[str]()
-    for begun in path.iterdir():
-        if BEGUN.fullmatch(begun.name) and f".{token}" not in begun.name:
-            if time.time() - max(file.lstat().st_mtime for file in (begun, *begun.rglob("*"))) < quiet_s:
-                active.append(begun.name)
+    for staging in path.iterdir():
+        if BEGUN.fullmatch(staging.name) and f".{token}" not in staging.name:
+            if (
+                time.time() - max(file.lstat().st_mtime for file in (staging, *staging.rglob("*")))
+                < quiet_s
+            ):
+                active.append(staging.name)
             else:
-                shutil.rmtree(begun, ignore_errors=True)
+                shutil.rmtree(staging, ignore_errors=True)
     return active
 
 
 def numbers(path: Path) -> tuple[list[int], list[int]]:
-    """Finds the checkpoints of a folder.
+    """Finds the numbers of finished checkpoints, newest first, and of unfinished ones.
 
-    Args:
-      path: the folder.
-
-    Returns:
-      The numbers of those that have a list, the newest first; and of those that have none: a process is writing them,
-      or was killed meanwhile, or somebody else wrote them, and they count as none.
+    A folder without a list is unfinished: its process still writes, was killed, or is not fddp.
     """
     names = [entry.name for entry in path.iterdir()]
-    found = {int(name) for name in names if name.isdecimal()}
-    finished = {number for number in found if _has_list(path / str(number))}
-    begun = {int(match[1]) for match in map(BEGUN.fullmatch, names) if match and match[1]}
-    return sorted(finished, reverse=True), sorted(found - finished | begun)
+    numbered = {int(name) for name in names if name.isdecimal()}
+    finished = {number for number in numbered if _has_list(path / str(number))}
+    unfinished = {int(match[1]) for match in map(BEGUN.fullmatch, names) if match and match[1]}
+    return sorted(finished, reverse=True), sorted(numbered - finished | unfinished)
 
 
-def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int, opened: float) -> None:
-    """Makes a checkpoint of what is written; one of the same number is replaced, and older ones are removed.
+def finish(
+    path: Path, staging: Path, number: int, listed: Listed, keep: int, opened: float
+) -> None:
+    """Adds the list to a written checkpoint, renames it to its number, and removes old checkpoints.
 
-    Args:
-      path: the folder of checkpoints.
-      begun: what is written, in it.
-      number: of the new checkpoint.
-      listed: its list.
-      keep: how many of the newest to keep.
-      opened: the time at which this job opened the folder.
-
-    Raises:
-      OSError: the disk is full, say, or another job has saved this number since; nothing older is touched.
+    A checkpoint of the same number is replaced, unless another job saved it after `opened`, the
+    time at which this job opened the folder. An OSError leaves older checkpoints untouched.
     """
     text = json.dumps(listed._asdict())
-    write_at_once(begun / LIST, json.dumps([_digest(text.encode()), text]))
-    _sync(begun)
-    if (path / str(number)).exists():  # a damaged one, or one of a run that went on from an older one
+    write_at_once(staging / LIST, json.dumps([_digest(text.encode()), text]))
+    _sync(staging)
+    # It exists if it is damaged, or if this run resumed from an older one.
+    if (path / str(number)).exists():
         _check_replaced(path / str(number), listed.told["job"], opened)
-        replaced = begun.with_name(f"{begun.name}.replaced")
+        replaced = staging.with_name(f"{staging.name}.replaced")
         (path / str(number)).rename(replaced)
-        begun.rename(path / str(number))
+        staging.rename(path / str(number))
         shutil.rmtree(replaced, ignore_errors=True)
     else:
-        begun.rename(path / str(number))
+        staging.rename(path / str(number))
     _sync(path)
     older = [old for old in numbers(path)[0] if old < number]
     for old in older[keep - 1 :]:
@@ -110,34 +98,21 @@ def finish(path: Path, begun: Path, number: int, listed: Listed, keep: int, open
 
 
 def read_list(folder: Path) -> Listed | str:
-    """Reads the list of a checkpoint.
-
-    Args:
-      folder: the checkpoint.
-
-    Returns:
-      The list, or what is wrong with it.
-    """
+    """Reads the list of a checkpoint, or returns a description of its damage."""
     try:
         with _open(folder / LIST) as file:
             digest, text = json.loads(file.read())
-        return _listed(json.loads(text)) if digest == _digest(text.encode()) else f"{LIST} is damaged"
+        return (
+            _listed(json.loads(text)) if digest == _digest(text.encode()) else f"{LIST} is damaged"
+        )
     except OSError as error:
         return f"{LIST} cannot be read: {error.strerror}"
-    except Exception:  # JSON of any other kind, or too deep
+    except Exception:  # JSON of another structure, or nested too deeply
         return f"{LIST} is damaged"
 
 
 def wrong(folder: Path, files: Mapping[str, str]) -> str:
-    """Compares files with their digests.
-
-    Args:
-      folder: the checkpoint.
-      files: the digest of each.
-
-    Returns:
-      What is wrong with the first that is not as it was; "" where all are.
-    """
+    """Compares files with their digests, and describes the first damage; "" if all files match."""
     for name, digest in files.items():
         try:
             if _digest_of(folder / name) != digest:
@@ -149,29 +124,22 @@ def wrong(folder: Path, files: Mapping[str, str]) -> str:
     return ""
 
 
-def digests(folder: Path, inside: Path, known: Collection[str] = ()) -> dict[str, str]:
-    """Digests files.
-
-    Args:
-      folder: the checkpoint.
-      inside: a folder in it, or itself.
-      known: the files whose digests are known.
-
-    Returns:
-      The digest of each other file there, by its path in the checkpoint.
-    """
-    paths = {str(path.relative_to(folder)): path for path in sorted(inside.rglob("*")) if path.is_file()}
-    return {name: _digest_of(path) for name, path in paths.items() if name not in known}
+def digests(folder: Path, inside: Path, skip: Collection[str] = ()) -> dict[str, str]:
+    """Computes the digests of all files in `inside` except `skip`, by path relative to `folder`."""
+    paths = {
+        str(path.relative_to(folder)): path for path in sorted(inside.rglob("*")) if path.is_file()
+    }
+    return {name: _digest_of(path) for name, path in paths.items() if name not in skip}
 
 
 def write_at_once(path: Path, text: str) -> None:
-    """Writes a file that is there as a whole or not at all."""
-    begun = path.with_suffix(".tmp")
-    with begun.open("w") as file:
+    """Writes a file atomically."""
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    begun.replace(path)
+    temporary.replace(path)
 
 
 def _digest(data: bytes) -> str:
@@ -184,23 +152,34 @@ def _digest_of(path: Path) -> str:
 
 
 def _open(path: Path) -> BufferedReader:
-    """Opens a file; a pipe or a device might never end."""
+    """Opens a regular file; a pipe or a device might never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path.open("rb")
 
 
 def _listed(fields: Any) -> Listed:
-    """Takes from a list what this version knows; a later one may have added fields."""
-    forms = {name: (str(dtype), [int(n) for n in dims]) for name, (dtype, dims) in fields["forms"].items()}
+    """Reads the fields of a list; ignores fields that later versions add."""
+    forms = {
+        name: (str(dtype), [int(n) for n in dims])
+        for name, (dtype, dims) in fields["forms"].items()
+    }
     files = {name: str(digest) for name, digest in fields["files"].items()}
-    cuts = {name: [(int(n), int(width)) for n, width in dims] for name, dims in fields.get("cuts", {}).items()}
+    cuts = {
+        name: [(int(n), int(width)) for n, width in dims]
+        for name, dims in fields.get("cuts", {}).items()
+    }
     values = fields["told"]
-    return Listed({**values, "place": values["place"], "replicas": int(values["replicas"])}, forms, files, cuts)
+    return Listed(
+        {**values, "place": values["place"], "replicas": int(values["replicas"])},
+        forms,
+        files,
+        cuts,
+    )
 
 
 def _has_list(folder: Path) -> bool:
-    """Whether a checkpoint has a list; one that cannot be looked at counts, so that it is named as unreadable."""
+    """True if a checkpoint has a list, or an inaccessible one, to be reported as unreadable."""
     try:
         return bool((folder / LIST).stat())
     except OSError as error:
@@ -208,14 +187,20 @@ def _has_list(folder: Path) -> bool:
 
 
 def _check_replaced(folder: Path, job: str, opened: float) -> None:
-    """Refuses to replace a checkpoint that another job has saved since this one opened the folder."""
+    """Refuses to replace a checkpoint that another job saved after `opened`."""
     old = read_list(folder)
-    if isinstance(old, Listed) and old.told.get("job") != job and (folder / LIST).stat().st_mtime > opened:
-        raise FileExistsError(f"another job has saved {folder} since this one began: give each job its own folder")
+    if (
+        isinstance(old, Listed)
+        and old.told.get("job") != job
+        and (folder / LIST).stat().st_mtime > opened
+    ):
+        raise FileExistsError(
+            f"another job has saved {folder} since this one began: give each job its own folder"
+        )
 
 
 def _sync(folder: Path) -> None:
-    """Makes the names in a folder outlive a loss of power."""
+    """Syncs the entries of a folder to disk, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -22,45 +22,34 @@ class Folder(NamedTuple):
     group: Group
     path: Path
     shared: bool
-    """Whether all ranks write where rank 0 reads; else rank 0 alone uses it."""
+    """True if all ranks write into the folder that rank 0 reads; else only rank 0 uses it."""
     opened: float
-    """The time at which it was opened."""
+    """Time of opening."""
     refusal: str = ""
-    """The reason why nothing can be written there; "" where it can."""
+    """Reason for which the folder cannot be written; "" if it can."""
 
 
 def located(path: str | PathLike[str]) -> Path:
-    """Finds the folder that a user's path names, and refuses an empty path and a URL."""
+    """Returns the absolute path of a user's folder; refuses an empty path and a URL."""
     if not isinstance(path, str | PathLike):
         raise TypeError(f"Checkpoints: path must be a str or a path, got {path!r}.")
     name = os.fsdecode(path)
     if re.match(r"$|[A-Za-z][\w+.-]+:/", name):  # of "gs://…" a Path leaves "gs:/…"
         raise ValueError(
-            f"Checkpoints: path must be a folder of a file system, got {name!r}: give the path at which a bucket is "
-            "mounted, and '.' for the current folder."
+            f"Checkpoints: path must be a folder of a file system, got {name!r}: give the path at "
+            "which a bucket is mounted, and '.' for the current folder."
         )
     return Path(name).expanduser().absolute()
 
 
 def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
-    """Opens a folder, and finds who sees it; every rank calls it.
+    """Opens a folder and finds out whether all ranks see it; every rank calls it.
 
-    Args:
-      group: the ranks.
-      path: the folder.
-      token: a word that was never used before, the same on all ranks.
-      shard: what of a state lies in shards, as the user says it.
-
-    Returns:
-      The folder; a read-only folder can be restored from, and rank 0 reads for all ranks.
-
-    Raises:
-      ValueError: something lies in shards, and a rank does not see the folder; on every rank.
-      ModuleNotFoundError: TensorStore is not installed.
-      RuntimeError: rank 0 cannot open the folder; on every rank.
+    `token` is a unique word, equal on all ranks, and `shard` the step's option: with it all ranks
+    must see the folder. From a read-only folder rank 0 reads for all ranks.
     """
     meeting = path / f"met.{token}"
-    alone = Folder(group, path, False, time.time())
+    folder = Folder(group, path, False, time.time())
 
     def open_folder() -> str:
         check_installed()
@@ -74,44 +63,28 @@ def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
             return str(error.strerror)
         return ""
 
-    if refusal := group.broadcast_object(on_all(alone, open_folder)):
-        return alone._replace(refusal=refusal)
+    if refusal := group.broadcast_object(on_all(folder, open_folder)):
+        return folder._replace(refusal=refusal)
     blind = not_seen(group, meeting)
     if blind and shard:
         raise ValueError(
-            f"Checkpoints: ranks {blind} do not see {path} as rank 0 does, or may not write there. With "
-            f"shard={shard!r} each rank writes its part: give a folder that all hosts share."
+            f"Checkpoints: ranks {blind} do not see {path} as rank 0 does, or may not write there. "
+            f"With shard={shard!r} each rank writes its part: give a folder that all hosts share."
         )
-    return alone._replace(shared=not blind)
+    return folder._replace(shared=not blind)
 
 
 def on_all(folder: Folder, act: Callable[[], Any]) -> Any:
-    """Acts on every rank, which calls it; an error of one is everybody's.
-
-    Args:
-      folder: what the ranks are at, for the error.
-      act: may raise; sends nothing.
-
-    Returns:
-      This rank's finding.
-    """
+    """Runs `act`, without collectives in it, on every rank; if a rank fails, all ranks raise."""
     return verify(folder.group, f"checkpoints in {folder.path}", act, nothing_to_compare)
 
 
 def on_rank_0(folder: Folder, act: Callable[[], Any]) -> Any:
-    """Lets rank 0 act for all, which call it; its error is everybody's.
-
-    Args:
-      folder: as for `on_all`.
-      act: likewise.
-
-    Returns:
-      What rank 0 finds, and None on the others.
-    """
+    """Runs `act` as `on_all` does, but only on rank 0; returns None on the other ranks."""
     return on_all(folder, act if folder.group.rank == 0 else lambda: None)
 
 
-def say(line: str) -> None:
-    """Tells the user."""
-    with suppress(OSError):  # the disk that is full may be that of stderr
+def remark(line: str) -> None:
+    """Prints a line to stderr."""
+    with suppress(OSError):  # stderr may be on the disk that is full
         print(f"fddp: {line}", file=sys.stderr, flush=True)

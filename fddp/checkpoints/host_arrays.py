@@ -1,8 +1,9 @@
-"""A state as arrays of hosts that are written to files, and back: over any backend, to as many replicas or to others.
+"""Converts a state to host arrays for files, and back, on any backend and any number of replicas.
 
-What replicas hold apart is an array of which each process writes the pieces that it has: of a shard some columns, with
-a row for each layer that is cut by itself. Where devices of a replica hold parts of an array, the rows of one part lie
-behind those of another, and the list says so. What is equal on all is written by rank 0.
+Each process writes its own pieces of an array that replicas hold in parts. A shard is written as an
+array with one row for each layer that is cut separately, and a process writes some columns. If the
+devices of a replica hold parts of an array, its rows are stored part after part, and the list
+records it. Rank 0 writes replicated arrays.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,18 +15,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding
+from jax.typing import ArrayLike
 
 from fddp.buckets import UNCUT, DeviceCut, Shard, is_shard, of_rows, part_dims, stacked
 from fddp.checkpoints.files import Listed
 from fddp.checkpoints.pending import of_other_replicas, with_pending
 from fddp.checkpoints.state_forms import (
     OWN,
+    by_path,
     check_fits,
     is_key,
     is_row,
     key_impl,
-    named,
     of_flat_words,
     part_of_state,
     word_form,
@@ -38,36 +40,26 @@ from fddp.step import TrainState
 
 
 def lies_apart(group: Group, state: TrainState) -> bool:
-    """Whether rank 0 has less than all of a state; the same on all ranks."""
-    return any(is_shard(x) or is_row(group, name) or not _here(x) for name, x in named(state).items())
+    """True if rank 0 holds less than all of a state; equal on all ranks."""
+    return any(
+        is_shard(x) or is_row(group, name) or not _here(x) for name, x in by_path(state).items()
+    )
 
 
-def held(group: Group, state: TrainState) -> list[Portion]:
-    """The pieces of a state that this process writes, in memory of their own.
-
-    Args:
-      group: the replicas.
-      state: of a step over them.
-
-    Returns:
-      The arrays of which it has pieces.
-    """
-    portions = [_held(group, name, x) for name, x in named(state).items()]
-    return [one._replace(pieces=_copied(one.pieces)) for one in portions if one.pieces and prod(one.dims)]
+def copy_local(group: Group, state: TrainState) -> list[Portion]:
+    """Copies the pieces of a state that this process writes."""
+    portions = [_held(group, name, x) for name, x in by_path(state).items()]
+    return [
+        portion._replace(pieces=_copied(portion.pieces))
+        for portion in portions
+        if portion.pieces and prod(portion.dims)
+    ]
 
 
-def gathered(group: Group, state: TrainState) -> list[Portion]:
-    """All of a state in arrays of rank 0; every rank calls it, for what is a rank's own is sent.
-
-    Args:
-      group: the replicas.
-      state: of a step over them.
-
-    Returns:
-      The arrays; none on the other ranks.
-    """
+def copy_gathered(group: Group, state: TrainState) -> list[Portion]:
+    """Copies a whole state on rank 0, and nothing on the other ranks; every rank calls it."""
     portions = list[Portion]()
-    for name, x in named(state).items():
+    for name, x in by_path(state).items():
         x = _copies(group, words(x)) if is_shard(x) else words(x)
         if is_row(group, name):
             x = np.concatenate(group.all_gather(x))
@@ -79,106 +71,113 @@ def gathered(group: Group, state: TrainState) -> list[Portion]:
 
 
 def _copies(group: Group, x: Shard) -> Any:
-    """A whole array, or all its copies along a first dim."""
+    """Returns the whole array of a shard, or the stack of its copies."""
     if not x.copies or x.nodes is None:
         return whole(stacked(x, group.size), group=group)
     dims = x.parts.shape
     count = 1 if group.placement.on_mesh else group.size
     flat = replace(x, shape=(count * dims[0], *dims[1:]), copies=False, nodes=None, depth=1)
-    rows = np.asarray(whole(flat, group=group)).reshape(group.size, -1, dims[-1] if x.depth > 1 else 1)
+    rows = np.asarray(whole(flat, group=group)).reshape(
+        group.size, -1, dims[-1] if x.depth > 1 else 1
+    )
     copies = [rows[list(node)].reshape(-1, *dims[1:]) for node in x.nodes]
-    return np.stack([np.asarray(of_rows(jnp.asarray(one), x.shape, x.depth)) for one in copies])
+    return np.stack([np.asarray(of_rows(jnp.asarray(copy), x.shape, x.depth)) for copy in copies])
 
 
 def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState) -> TrainState:
-    """Lays a checkpoint out as a state of this group; each process reads what it holds, leaf by leaf.
+    """Reads a checkpoint into a state like `like`; each process reads its own pieces, leaf by leaf.
 
-    Args:
-      group: the replicas.
-      number: of the checkpoint.
-      listed: its list; it is of as many replicas, or of others.
-      read: reads ranges of its arrays.
-      like: arrays, or forms from `step.shapes`. What hooks of other replicas remembered is taken from it.
-
-    Returns:
-      The state.
-
-    Raises:
-      ValueError: the checkpoint is of another model, optimizer or hook, or there is no form for its pending gradients.
+    `like` has arrays, or forms from `step.shapes`. If the checkpoint is of another number of
+    replicas, the hooks' memory is taken from `like`. A checkpoint of another training is a
+    ValueError.
     """
     like = with_pending(group, listed, like)
-    leaves = named(like)
-    forgotten = check_fits(group, number, listed, leaves)
-    if any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in forgotten):
+    leaves = by_path(like)
+    retained = check_fits(group, number, listed, leaves)
+    if any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in retained):
         raise ValueError(
-            f"the checkpoint is of {listed.told['replicas']} replicas and these are {group.size}: what the hook "
-            "remembers starts anew, so restore into a state from step.init."
+            f"the checkpoint is of {listed.told['replicas']} replicas and these are {group.size}: "
+            "what the hook remembers starts anew, so restore into a state from step.init."
         )
 
     def filled(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
-        """Reads a range; what an array without elements has is nowhere."""
-        return read(name, dims, place) if prod(dims) else np.zeros(dims, listed.forms[name][0])[place]
+        """Reads a range; arrays without elements are not stored."""
+        return (
+            read(name, dims, place) if prod(dims) else np.zeros(dims, listed.forms[name][0])[place]
+        )
 
     def leaf(name: str, x: Any) -> Any:
         read = of_other_replicas(group, listed, name, filled)
-        return x if name in forgotten else _laid(group, name, x, _in_order(listed, name, x, read))
+        return x if name in retained else _laid(group, name, x, _in_order(listed, name, x, read))
 
-    return jax.tree.structure(like, is_leaf=is_shard).unflatten([leaf(name, x) for name, x in leaves.items()])
+    return jax.tree.structure(like, is_leaf=is_shard).unflatten(
+        [leaf(name, x) for name, x in leaves.items()]
+    )
 
 
 def _held(group: Group, name: str, x: Any) -> Portion:
-    """An array, and the pieces of it that this process writes."""
+    """Returns an array's description and the pieces that this process writes."""
     if is_shard(x):
         return _held_columns(group, name, words(x))
     x = words(x)
     if is_row(group, name):
         return Portion(name, (group.size, *x.shape[1:]), x.shape, [(_own_row(group, x), x)])
     if _on_mesh(x):
-        pieces = [(_closed(one.index, x.shape), one.data) for one in x.addressable_shards if one.replica_id == 0]
+        pieces = [
+            (_closed(part.index, x.shape), part.data)
+            for part in x.addressable_shards
+            if part.replica_id == 0
+        ]
         return Portion(name, x.shape, x.sharding.shard_shape(x.shape), pieces)
     return _everything(name, x) if group.rank == 0 else Portion(name, x.shape, x.shape, ())
 
 
 def _held_columns(group: Group, name: str, x: Shard) -> Portion:
-    """The pieces of a shard that this process writes, without padding: of nodes that have all of it the first does."""
-    lies = _lying(group, x)
-    writes = {replica for node in (lies.sharing if x.copies else lies.sharing[:1]) for replica in node}
+    """Returns this process's pieces of a shard, unpadded; of equal nodes the first writes."""
+    layout = _lying(group, x)
+    writers = {
+        replica for node in (layout.sharing if x.copies else layout.sharing[:1]) for replica in node
+    }
     pieces = list[tuple[Index, Any]]()
     for place, part in _own_parts(group, x):
-        replica, rows = _owner(group, lies, place)
-        layers, columns = lies.of(replica, rows)
-        if replica in writes and columns.start < columns.stop:
-            mine = np.asarray(part).reshape(-1, lies.width)[:, : columns.stop - columns.start]
-            pieces.append(((layers, columns), mine))
-    return Portion(name, lies.dims, (lies.depth // x.cut.parts, lies.width), pieces)
+        replica, rows = _owner(group, layout, place)
+        layers, columns = layout.of(replica, rows)
+        if replica in writers and columns.start < columns.stop:
+            piece = np.asarray(part).reshape(-1, layout.width)[:, : columns.stop - columns.start]
+            pieces.append(((layers, columns), piece))
+    return Portion(name, layout.dims, (layout.depth // x.cut.parts, layout.width), pieces)
 
 
 def _own_parts(group: Group, x: Shard) -> Iterator[tuple[Index, Any]]:
-    """The parts that this process writes, each with its place."""
+    """Yields the parts of a shard on this process, each with its range in `x.parts`."""
     if not group.placement.on_mesh:
         yield _closed((), x.parts.shape), x.parts
         return
-    parts = x.parts if _on_mesh(x.parts) else group.placement.place(x.parts, group.placement.per_replica)
-    for one in parts.addressable_shards:
-        if one.replica_id == 0:  # some devices of a replica may hold the same
-            yield _closed(one.index, parts.shape), one.data
+    array = (
+        x.parts
+        if _on_mesh(x.parts)
+        else group.placement.place(x.parts, group.placement.per_replica)
+    )
+    for part in array.addressable_shards:
+        if part.replica_id == 0:  # devices of a replica may hold copies
+            yield _closed(part.index, array.shape), part.data
 
 
 def _everything(name: str, x: Any) -> Portion:
     return Portion(name, x.shape, x.shape, [(_closed((), x.shape), x)])
 
 
-def _copied(pieces: Iterable[tuple[Index, Any]]) -> list[tuple[Index, np.ndarray]]:
-    """Takes copies, for the next step may write where the state lies."""
+def _copied(pieces: Iterable[tuple[Index, ArrayLike]]) -> list[tuple[Index, np.ndarray]]:
+    """Copies pieces, since the next step may reuse the memory of the state."""
     return [(place, np.array(x)) for place, x in pieces]
 
 
 def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
-    """Reads this process's pieces into an array like another one."""
+    """Reads this process's pieces into an array like `x`."""
     like = word_form(x)
     if is_shard(x):
-        parts = _laid_columns(group, name, like, _sharding(group, name, x.parts, apart=True), read)
-        return replace(x, parts=of_flat_words(parts, x.parts))
+        flat = _laid_columns(group, name, like, _sharding(group, name, x.parts, apart=True), read)
+        return replace(x, parts=of_flat_words(flat, x.parts))
 
     def piece(place: Any) -> np.ndarray:
         if is_row(group, name):
@@ -191,98 +190,103 @@ def _laid(group: Group, name: str, x: Any, read: Read) -> Any:
     return jax.random.wrap_key_data(array, impl=key_impl(x)) if is_key(x) else array
 
 
-def _laid_columns(group: Group, name: str, x: Shard, where: Any, read: Read) -> jax.Array:
-    """Reads this process's columns of a shard, and fills them up with zeros."""
-    lies = _lying(group, x)
+def _laid_columns(group: Group, name: str, x: Shard, sharding: Sharding, read: Read) -> jax.Array:
+    """Reads this process's columns of a shard, and pads them with zeros."""
+    layout = _lying(group, x)
 
     def part(place: Any) -> np.ndarray:
         place = _closed(place, x.parts.shape)
-        mine = read(name, lies.dims, lies.of(*_owner(group, lies, place)))
-        filled = np.pad(mine, ((0, 0), (0, lies.width - mine.shape[1])))
-        return filled.reshape([one.stop - one.start for one in place])
+        piece = read(name, layout.dims, layout.of(*_owner(group, layout, place)))
+        padded = np.pad(piece, ((0, 0), (0, layout.width - piece.shape[1])))
+        return padded.reshape([dim.stop - dim.start for dim in place])
 
-    return jax.make_array_from_callback(x.parts.shape, where, part)
+    return jax.make_array_from_callback(x.parts.shape, sharding, part)
 
 
-class Lying(NamedTuple):
-    """The place of replicas' parts in an array of layers and columns."""
+class StoredLayout(NamedTuple):
+    """The layout of replicas' parts in a stored array of layers and columns."""
 
     sharing: Nodes
-    """The sets of replicas that each have all of it, or a copy of it."""
+    """The sets of replicas that hold all of the array, or a copy of it."""
     dims: tuple[int, int]
-    """The layers, of all copies, and the columns."""
+    """Number of layers, of all copies, and number of columns."""
     depth: int
-    """Number of layers that a replica has."""
+    """Number of layers of a replica."""
     width: int
-    """Number of columns that a replica has, padding included."""
+    """Number of columns of a replica, including padding."""
 
     def of(self, replica: int, rows: slice) -> tuple[slice, slice]:
-        """The layers that are these rows of a replica's part, and its columns, without padding."""
-        ((node, place),) = [(n, node.index(replica)) for n, node in enumerate(self.sharing) if replica in node]
+        """Returns the range in the array of some rows of a replica's part, without padding."""
+        ((node, place),) = [
+            (n, node.index(replica)) for n, node in enumerate(self.sharing) if replica in node
+        ]
         layers = node * self.depth % self.dims[0]
         begin, end = (min(self.dims[1], at * self.width) for at in (place, place + 1))
         return slice(layers + rows.start, layers + rows.stop), slice(begin, end)
 
 
-def _lying(group: Group, x: Shard) -> Lying:
-    """Finds how a shard lies; copies of replicas lie behind each other as an array of all, those of nodes as layers."""
+def _lying(group: Group, x: Shard) -> StoredLayout:
+    """Finds the layout of a shard. Copies of nodes are layers; copies of replicas are one array."""
     whole_copies = x.copies and x.nodes is None
     sharing = (tuple(range(group.size)),) if whole_copies else group.sharing
     size = prod(stacked(x, group.size).shape if whole_copies else x.shape)
     copies = len(sharing) if x.copies else 1
     width = part_dims(size, len(sharing[0]), x.depth)[-1]
-    return Lying(sharing, (copies * x.depth, size // x.depth), x.depth, width)
+    return StoredLayout(sharing, (copies * x.depth, size // x.depth), x.depth, width)
 
 
-def _owner(group: Group, lies: Lying, place: Index) -> tuple[int, slice]:
-    """The replica whose part lies at a place of the array of all parts, and the rows of its part that do."""
+def _owner(group: Group, layout: StoredLayout, place: Index) -> tuple[int, slice]:
+    """Returns the replica with a range of the array of all parts, and the rows in its part."""
     begin = place[0].start
-    a_replica = lies.depth if lies.depth > 1 else max(1, lies.width)
-    replica = begin // a_replica if group.placement.on_mesh else group.rank
-    if lies.depth == 1:
+    replica_length = layout.depth if layout.depth > 1 else max(1, layout.width)
+    replica = begin // replica_length if group.placement.on_mesh else group.rank
+    if layout.depth == 1:
         return replica, slice(0, 1)
-    first = begin % a_replica
+    first = begin % replica_length
     return replica, slice(first, first + place[0].stop - begin)
 
 
 def _in_order(listed: Listed, name: str, x: Any, read: Read) -> Read:
-    """Reads an array in the order of its elements that a leaf has, whoever held parts of it when it was saved."""
-    saved = DeviceCut(dims=tuple((number, length) for number, length in listed.cuts.get(name, ())))
-    wanted = x.cut if is_shard(x) else UNCUT
-    if saved.dims == wanted.dims:
+    """Makes a `Read` in the order of `x`; the saved array may be cut among devices differently."""
+    saved_cut = DeviceCut(dims=tuple((n, length) for n, length in listed.cuts.get(name, ())))
+    new_cut = x.cut if is_shard(x) else UNCUT
+    if saved_cut.dims == new_cut.dims:
         return read
 
     @cache
     def whole() -> np.ndarray:
-        dims = (saved.parts, *saved.of_device(x.shape))
-        return wanted.stacked(saved.joined(read(name, dims, tuple(map(slice, dims))), x.shape))
+        dims = (saved_cut.parts, *saved_cut.of_device(x.shape))
+        return new_cut.stacked(saved_cut.joined(read(name, dims, tuple(map(slice, dims))), x.shape))
 
     return lambda name, dims, place: whole().reshape(dims)[place]
 
 
-def _own_row(group: Group, x: Any) -> Index:
+def _own_row(group: Group, x: jax.Array | jax.ShapeDtypeStruct) -> Index:
     return (slice(group.rank, group.rank + 1), *_closed((), x.shape[1:]))
 
 
 def _closed(place: Index, shape: tuple[int, ...]) -> Index:
-    """The same range with its ends in numbers; of dims that are not named all."""
-    named = (*place, *[slice(None)] * (len(shape) - len(place)))
-    return tuple(slice(*one.indices(n)[:2]) for one, n in zip(named, shape))
+    """Returns the range with explicit ends, and with all of the missing dims."""
+    all_dims = (*place, *[slice(None)] * (len(shape) - len(place)))
+    return tuple(slice(*dim.indices(n)[:2]) for dim, n in zip(all_dims, shape))
 
 
 def _sharding(group: Group, name: str, x: Any, apart: bool = False) -> Any:
-    """Finds where an array lies, or where one of this form would."""
+    """Returns the sharding of an array, or the sharding for an array of this form."""
     if isinstance(x, jax.Array):
         return x.sharding if apart else words(x).sharding
     if axes := group.placement.other_axes:
         raise ValueError(
-            f"a form does not say where the parts of {name} lie along {', '.join(map(repr, axes))}: restore into a "
-            "state from step.init."
+            f"a form does not say where the parts of {name} lie along "
+            f"{', '.join(map(repr, axes))}: restore into a state from step.init."
         )
-    where = group.placement.place(np.zeros(()), REPLICATED).sharding
+    replicated = group.placement.place(np.zeros(()), REPLICATED).sharding
     if not group.placement.on_mesh:
-        return where
-    return NamedSharding(where.mesh, group.placement.per_replica if apart or part_of_state(name) in OWN else REPLICATED)
+        return replicated
+    return NamedSharding(
+        replicated.mesh,
+        group.placement.per_replica if apart or part_of_state(name) in OWN else REPLICATED,
+    )
 
 
 def _on_mesh(x: Any) -> bool:

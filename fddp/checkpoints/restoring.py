@@ -1,108 +1,109 @@
-"""The newest whole checkpoint is found by all ranks together, and read."""
+"""Finds the newest intact checkpoint, jointly on all ranks, and reads it."""
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from fddp.checkpoints.files import Listed, numbers, read_list, wrong
-from fddp.checkpoints.folder import Folder, on_rank_0, say
+from fddp.checkpoints.folder import Folder, on_rank_0, remark
 from fddp.checkpoints.state_forms import part_of_state
-from fddp.checkpoints.stored_arrays import Read, reader
+from fddp.checkpoints.stored_arrays import Read, open_reader
 
 # The number of a checkpoint, and its list.
 Found: TypeAlias = tuple[int, Listed]
 
 
-def newest(folder: Folder, wait: Callable[[], Any]) -> Found | None:
-    """Finds the newest checkpoint that is whole; every rank calls it, and rank 0 says what is wrong with newer ones.
+def newest(folder: Folder, wait: Callable[[], object]) -> Found | None:
+    """Finds the newest intact checkpoint; every rank calls it, and rank 0 reports damaged ones.
 
-    Args:
-      folder: the checkpoints.
-      wait: waits until nothing is being written.
-
-    Returns:
-      The checkpoint, the same on all ranks; None where there is none.
-
-    Raises:
-      RuntimeError: there are some, but none is whole; on every rank.
+    Returns the same on all ranks, None without checkpoints; raises RuntimeError if all are damaged.
+    `wait` waits for rank 0's writer.
     """
 
     def listed() -> tuple[list[tuple[int, Listed | str]], list[int]]:
         wait()
-        finished, begun = numbers(folder.path)
-        return [(number, read_list(folder.path / str(number))) for number in finished], begun
+        finished, unfinished = numbers(folder.path)
+        return [(number, read_list(folder.path / str(number))) for number in finished], unfinished
 
-    finished, begun = folder.group.broadcast_object(on_rank_0(folder, listed))
+    finished, unfinished = folder.group.broadcast_object(on_rank_0(folder, listed))
     damaged = list[str]()
-    found = None
-    for number, one in finished:
-        error = _wrong(folder, number, one)
-        if isinstance(one, Listed) and not error:
-            found = number, one
+    checkpoint = None
+    for number, listing in finished:
+        error = _wrong(folder, number, listing)
+        if isinstance(listing, Listed) and not error:
+            checkpoint = number, listing
             break
         damaged.append(f"step {number} ({error})")
     if folder.group.rank == 0:
-        _tell(folder, found, damaged, begun)
-    if damaged and found is None:
+        _tell(folder, checkpoint, damaged, unfinished)
+    if damaged and checkpoint is None:
         raise RuntimeError(
-            f"none of the checkpoints in {folder.path} is whole: {'; '.join(damaged)}; to begin anew move them away."
+            f"none of the checkpoints in {folder.path} is whole: {'; '.join(damaged)}; to begin "
+            "anew move them away."
         )
-    return found
+    return checkpoint
 
 
 def source(folder: Folder, number: int, listed: Listed) -> Read:
-    """Makes a function that reads ranges of a checkpoint's arrays; every rank calls it.
+    """Makes the `Read` of a checkpoint; every rank calls it.
 
-    Args:
-      folder: the checkpoints.
-      number: of the checkpoint.
-      listed: its list.
-
-    Returns:
-      The function; where rank 0 alone sees the folder, it reads in what rank 0 has handed round.
+    If only rank 0 sees the folder, it broadcasts all arrays, and ranges are read from memory.
     """
-    read = reader(folder.path / str(number), listed.forms)
+    read = open_reader(folder.path / str(number), listed.forms)
     if folder.shared:
         return read
-    forms = {name: (dtype, tuple(dims)) for name, (dtype, dims) in listed.forms.items() if prod(dims)}
+    forms = {
+        name: (dtype, tuple(dims)) for name, (dtype, dims) in listed.forms.items() if prod(dims)
+    }
 
     def everything() -> dict[str, np.ndarray]:
-        return {name: read(name, dims, tuple(map(slice, dims))) for name, (_, dims) in forms.items()}
+        return {
+            name: read(name, dims, tuple(map(slice, dims))) for name, (_, dims) in forms.items()
+        }
 
-    mine = on_rank_0(folder, everything)
+    arrays = on_rank_0(folder, everything)
     leaves = {
-        name: folder.group.broadcast(mine[name] if mine else np.zeros(dims, jnp.dtype(dtype)))
+        name: folder.group.broadcast(arrays[name] if arrays else np.zeros(dims, jnp.dtype(dtype)))
         for name, (dtype, dims) in forms.items()
     }
     return lambda name, dims, place: leaves[name].reshape(dims)[place]
 
 
 def _wrong(folder: Folder, number: int, listed: Listed | str) -> str:
-    """Compares files with their digests, each rank some of them; "" if all are as they were."""
+    """Compares files with their digests, divided among ranks; "" if all files match."""
     if isinstance(listed, str):
         return listed
     group, path, shared, *_ = folder
     names = sorted(listed.files)
-    mine = names[group.rank :: group.processes] if shared else names if group.rank == 0 else []
-    found = wrong(path / str(number), {name: listed.files[name] for name in mine})
-    return next(filter(None, group.all_gather_object(found)), "")
+    local_names = (
+        names[group.rank :: group.processes] if shared else names if group.rank == 0 else []
+    )
+    damage = wrong(path / str(number), {name: listed.files[name] for name in local_names})
+    return next(filter(None, group.all_gather_object(damage)), "")
 
 
-def _tell(folder: Folder, found: Found | None, damaged: Sequence[str], begun: Sequence[int]) -> None:
-    if begun:
-        say(f"checkpoints in {folder.path} that were not finished, and count as none: step {begun}.")
-    if found and damaged:
-        say(f"checkpoints in {folder.path} that are not whole: {'; '.join(damaged)}.")
+def _tell(
+    folder: Folder, checkpoint: Found | None, damaged: Sequence[str], unfinished: Sequence[int]
+) -> None:
+    if unfinished:
+        remark(
+            f"checkpoints in {folder.path} that were not finished, and count as none: "
+            f"step {unfinished}."
+        )
+    if checkpoint and damaged:
+        remark(f"checkpoints in {folder.path} that are not whole: {'; '.join(damaged)}.")
 
 
 def report_restored(folder: Folder, number: int, listed: Listed) -> None:
-    """Reports on rank 0 where training goes on, and what is lost on another number of replicas."""
+    """Reports on rank 0 the restored step, and the loss of the hooks' memory on other replicas."""
     if folder.group.rank != 0:
         return
-    say(f"training goes on from step {number}, from {folder.path}.")
-    if (before := listed.told["replicas"]) != folder.group.size:
-        hooks = "; the memory of hooks starts again" * any(part_of_state(name) == "hook_state" for name in listed.forms)
-        say(f"it was on {before} replicas and is on {folder.group.size}{hooks}.")
+    remark(f"training goes on from step {number}, from {folder.path}.")
+    if (saved_replicas := listed.told["replicas"]) != folder.group.size:
+        hooks = "; the memory of hooks starts again" * any(
+            part_of_state(name) == "hook_state" for name in listed.forms
+        )
+        remark(f"it was on {saved_replicas} replicas and is on {folder.group.size}{hooks}.")

@@ -1,102 +1,95 @@
-"""A checkpoint is written by several ranks, each on a thread of its own, and finished by rank 0's."""
+"""Writes a checkpoint jointly: each rank on a background thread, and rank 0 finishes it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
 from fddp.buckets import is_shard
 from fddp.checkpoints.files import Listed, digests, finish, swept
-from fddp.checkpoints.folder import Folder, say
-from fddp.checkpoints.host_arrays import gathered, held, lies_apart
+from fddp.checkpoints.folder import Folder, remark
+from fddp.checkpoints.host_arrays import copy_gathered, copy_local, lies_apart
 from fddp.checkpoints.pending import metrics_literal
-from fddp.checkpoints.reports import WAIT_S, collected, part, report, report_failure
-from fddp.checkpoints.state_forms import form, named
-from fddp.checkpoints.stored_arrays import Portion, join, write
+from fddp.checkpoints.reports import WAIT_S, collect_reports, part, report, report_failure
+from fddp.checkpoints.state_forms import by_path, form
+from fddp.checkpoints.stored_arrays import Portion, write, write_contents
 from fddp.step import TrainState
 
 
 class Saved(NamedTuple):
-    """A checkpoint that is to be written, as far as one rank writes it."""
+    """One rank's part of a checkpoint to be written."""
 
     number: int
-    """The step after which it was made."""
+    """Number of the step."""
     portions: list[Portion]
-    """The arrays that this rank writes, with its pieces of them."""
+    """This rank's pieces of the arrays."""
     listed: Listed
     """The checkpoint's list, without files."""
     writers: Sequence[int]
     """The ranks that write."""
 
 
-def taken(folder: Folder, number: int, state: TrainState, told: Any) -> Saved:
-    """Copies what this rank writes of a state; every rank calls it.
-
-    Args:
-      folder: the checkpoints.
-      number: the step after which the state was made.
-      state: from the last step.
-      told: what is saved beside it.
-
-    Returns:
-      The copies.
-    """
+def copy_part(folder: Folder, number: int, state: TrainState, values: Mapping[str, Any]) -> Saved:
+    """Copies this rank's part of a state, to be saved with `values`; every rank calls it."""
     group, _, shared, *_ = folder
     together = shared and lies_apart(group, state)
-    portions = held(group, state) if shared else gathered(group, state)
-    leaves = named(state)
+    portions = copy_local(group, state) if shared else copy_gathered(group, state)
+    leaves = by_path(state)
     forms = {name: form(group, name, x) for name, x in leaves.items()}
     cuts = {name: x.cut.dims for name, x in leaves.items() if shared and is_shard(x) and x.cut.dims}
-    listed = Listed({**told, "metrics": metrics_literal(state)}, forms, {}, cuts)
+    listed = Listed({**values, "metrics": metrics_literal(state)}, forms, {}, cuts)
     return Saved(number, portions, listed, range(group.processes if together else 1))
 
 
 def sweep(folder: Folder, token: str) -> None:
-    """Removes what killed jobs began to write, and names what another job may be writing."""
+    """Removes unfinished folders of killed jobs; reports those of jobs that may be running."""
     if active := swept(folder.path, token, WAIT_S):
-        say(
-            f"another job has written {', '.join(active)} in {folder.path} within {WAIT_S / 60:.0f} minutes: if it "
-            "still runs, give each job its own folder; if it was killed, a later save removes this."
+        remark(
+            f"another job has written {', '.join(active)} in {folder.path} within "
+            f"{WAIT_S / 60:.0f} minutes: if it still runs, give each job its own folder; if it was "
+            "killed, a later save removes this."
         )
 
 
-def written(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callable[[], bool]) -> Exception | None:
-    """Writes what this rank has of a checkpoint; rank 0 waits for the others, and finishes it. Sends nothing.
+def write_part(
+    folder: Folder, staging: Path, saved: Saved, keep: int, ending: Callable[[], bool]
+) -> Exception | None:
+    """Writes this rank's part into `staging`; rank 0 waits for the other ranks and finishes.
 
-    Args:
-      folder: the checkpoints.
-      begun: where all ranks write; the same on all, and new.
-      saved: what to write; forgotten leaf by leaf.
-      keep: how many of the newest checkpoints to keep.
-      ending: whether training has ended with an error.
-
-    Returns:
-      The error that was told, or None.
+    Calls no collective. The arrays of `saved` are freed one by one. Returns the error that it
+    printed, or None.
     """
     rank = folder.group.rank
     failure = None
     try:
-        write(part(begun, rank), (saved.portions.pop() for _ in range(len(saved.portions))))
-        report(begun, rank)
-    except Exception as error:  # training goes on without it, and may have more room the next time
+        write(part(staging, rank), (saved.portions.pop() for _ in range(len(saved.portions))))
+        report(staging, rank)
+    except Exception as error:  # training continues, and a later save may find more space
         failure = error
-        report_failure(begun, rank, error)
+        report_failure(staging, rank, error)
     if rank == 0:
         try:
-            _finish(folder, begun, saved, keep, ending)
+            _finish(folder, staging, saved, keep, ending)
         except Exception as error:
             failure = failure or error
-            rmtree(begun, ignore_errors=True)
+            rmtree(staging, ignore_errors=True)
     if failure is None:
         return None
-    which = f"rank {rank}'s part of " if rank else ""
-    say(f"{which}the checkpoint of step {saved.number} could not be written: {type(failure).__name__}: {failure}")
-    return failure.with_traceback(None)  # which would keep what was to be written
+    owner = f"rank {rank}'s part of " if rank else ""
+    remark(
+        f"{owner}the checkpoint of step {saved.number} could not be written: "
+        f"{type(failure).__name__}: {failure}"
+    )
+    return failure.with_traceback(None)  # a traceback would keep the arrays alive
 
 
-def _finish(folder: Folder, begun: Path, saved: Saved, keep: int, ending: Callable[[], bool]) -> None:
-    """Makes a checkpoint of what all ranks have written, once they have."""
-    files = collected(begun, saved.writers, ending)
-    join(begun, [part(begun, writer) for writer in saved.writers])
-    files |= digests(begun, begun, files)
-    finish(folder.path, begun, saved.number, saved.listed._replace(files=files), keep, folder.opened)
+def _finish(
+    folder: Folder, staging: Path, saved: Saved, keep: int, ending: Callable[[], bool]
+) -> None:
+    """Waits for all ranks, and makes their parts a checkpoint."""
+    files = collect_reports(staging, saved.writers, ending)
+    write_contents(staging, [part(staging, writer) for writer in saved.writers])
+    files |= digests(staging, staging, files)
+    finish(
+        folder.path, staging, saved.number, saved.listed._replace(files=files), keep, folder.opened
+    )

@@ -1,4 +1,4 @@
-"""The leaves of a state by their names, and their forms: what a checkpoint must have to be one of this training."""
+"""Names and forms of the leaves of a state, and their comparison with those of a checkpoint."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,135 +16,132 @@ from fddp.step import TrainState
 from fddp.wording import leaf_name
 
 OWN = ("hook_state", "accumulated")
-"""The parts of a state that each replica has for itself, along a first dim."""
+"""The fields of a state whose rows along a first dim belong to the replicas."""
 
 
-def named(state: TrainState) -> dict[str, Any]:
-    """Names the leaves of a state by their paths.
-
-    Args:
-      state: arrays, or their forms.
-
-    Returns:
-      The leaves in their order; a shard is one.
-
-    Raises:
-      ValueError: two leaves have one name, and only one would be saved.
-    """
-    found = dict[str, Any]()
+def by_path(state: TrainState) -> dict[str, Any]:
+    """Path → leaf of a state of arrays or forms, in order; a shard is a leaf."""
+    leaves = dict[str, Any]()
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shard):
         name = leaf_name(path)
-        if name in found:
-            raise ValueError(f"two leaves of the state are called {name!r}, and only one would be saved: rename a key.")
-        found[name] = x if hasattr(x, "dtype") or is_shard(x) else np.asarray(x, jnp.result_type(x))  # a user's number
-    return found
+        if name in leaves:
+            raise ValueError(
+                f"two leaves of the state are called {name!r}, and only one would be saved: rename "
+                "a key."
+            )
+        # A user's number may have no dtype.
+        leaves[name] = (
+            x if hasattr(x, "dtype") or is_shard(x) else np.asarray(x, jnp.result_type(x))
+        )
+    return leaves
 
 
 def check_fits(group: Group, number: int, listed: Listed, leaves: Mapping[str, Any]) -> set[str]:
-    """Refuses the checkpoint of another training.
+    """Refuses a checkpoint whose leaves differ from those of the state to restore.
 
-    Args:
-      group: the replicas.
-      number: of the checkpoint.
-      listed: its list.
-      leaves: of the state that is wanted, by their names.
-
-    Returns:
-      The names of leaves that the checkpoint has no use for: what hooks of other replicas remembered.
-
-    Raises:
-      ValueError: it is of another model, optimizer or hook, or has gradients pending, for which there is no form.
+    Returns the names of leaves to leave as they are: the hooks' memory, on another number of
+    replicas.
     """
-    before = listed.told["replicas"]
-    forgotten = {name for name in leaves if part_of_state(name) == "hook_state" and before != group.size}
-    # Keys of dicts: a search in a list of thousands of leaves takes seconds.
+    saved_replicas = listed.told["replicas"]
+    retained = {
+        name
+        for name in leaves
+        if part_of_state(name) == "hook_state" and saved_replicas != group.size
+    }
+    # Dicts, for lookups: searches in lists of thousands of leaves would take seconds.
     forms = {name: form(group, name, x) for name, x in leaves.items()}
-    wanted = {_described(group, *item): None for item in forms.items() if item[0] not in forgotten}
-    got = {_described(group, *item): None for item in listed.forms.items() if item[0] not in forgotten}
-    more = [x for x in got if x not in wanted]
-    less = [x for x in wanted if x not in got]
-    if not more and not less:
-        return forgotten
-    pending, expected = (any(part_of_state(name) == "accumulated" for name in some) for some in (listed.forms, leaves))
-    advice = "; its gradients were pending: give a state that step.no_sync returned" if pending > expected else ""
-    if before != group.size and any(is_shard(x) and x.copies for x in leaves.values()):
-        advice += f"; replicas that train alone (fddp.local_steps) go on where there are as many, {before}"
+    required = {_described(group, *item): None for item in forms.items() if item[0] not in retained}
+    saved = {
+        _described(group, *item): None for item in listed.forms.items() if item[0] not in retained
+    }
+    extra = [x for x in saved if x not in required]
+    missing = [x for x in required if x not in saved]
+    if not extra and not missing:
+        return retained
+    pending, expected = (
+        any(part_of_state(name) == "accumulated" for name in names)
+        for names in (listed.forms, leaves)
+    )
+    advice = (
+        "; its gradients were pending: give a state that step.no_sync returned"
+        if pending > expected
+        else ""
+    )
+    if saved_replicas != group.size and any(is_shard(x) and x.copies for x in leaves.values()):
+        advice += (
+            "; replicas that train alone (fddp.local_steps) go on where there are as many, "
+            f"{saved_replicas}"
+        )
     raise ValueError(
-        f"the checkpoint of step {number} is of another training: it has {shortened(more) or 'nothing else'}, and "
-        f"lacks {shortened(less) or 'nothing'}{advice}."
+        f"the checkpoint of step {number} is of another training: it has "
+        f"{shortened(extra) or 'nothing else'}, and lacks {shortened(missing) or 'nothing'}"
+        f"{advice}."
     )
 
 
 def form(group: Group, name: str, x: Any) -> tuple[str, list[int]]:
-    """Finds the dtype and the dims of a whole leaf; of copies and rows that replicas have, of all of them.
-
-    Args:
-      group: the replicas.
-      name: of the leaf.
-      x: an array, a shard, or a form; a random key counts as its words.
-
-    Returns:
-      Both, as a list of files holds them.
-    """
-    of_words = word_form(x)
+    """Dtype and dims of a stored leaf: of the whole array, or of all replicas' copies or rows."""
+    stored_form = word_form(x)
     if is_shard(x):
-        return str(of_words.parts.dtype), list(stacked(of_words, group.size).shape)
-    dims = [group.size, *of_words.shape[1:]] if is_row(group, name) else list(of_words.shape)
-    return str(of_words.dtype), dims
+        return str(stored_form.parts.dtype), list(stacked(stored_form, group.size).shape)
+    dims = [group.size, *stored_form.shape[1:]] if is_row(group, name) else list(stored_form.shape)
+    return str(stored_form.dtype), dims
 
 
 def part_of_state(name: str) -> str:
-    """The field of a state in which a leaf of this name lies."""
+    """The field of the state that holds a leaf of this name."""
     return name.split("/")[0]
 
 
 def is_row(group: Group, name: str) -> bool:
-    """Whether each rank has an array of its own there, of its replica: without a mesh no array is of all."""
+    """True if each rank has a separate array of its replica, as groups without a mesh have."""
     return not group.placement.on_mesh and part_of_state(name) in OWN
 
 
 def words(x: Any) -> Any:
-    """Puts its words in the place of a random key, and of each key of a shard: one more dim."""
+    """Converts random keys to their words, with one more dim; other arrays are unchanged."""
     if not is_shard(x):
         return jax.random.key_data(x) if is_key(x) else x
     if not is_key(x.parts):
         return x
-    # The words of each replica's keys lie where the keys do.
+    # The words lie on the replica of their keys.
     return _shard_of_words(x, jax.jit(_flat_words, out_shardings=x.parts.sharding)(x.parts))
 
 
 def word_form(x: Any) -> Any:
-    """The form of `words(x)`, of an array or a form."""
+    """The form of `words(x)`, for an array or a form."""
     if is_shard(x):
         return _shard_of_words(x, jax.eval_shape(_flat_words, x.parts)) if is_key(x.parts) else x
     return jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
 
 
-def _flat_words(keys: Any) -> Any:
+def _flat_words(keys: jax.Array) -> jax.Array:
     return jax.random.key_data(resharded(keys, REPLICATED)).reshape(-1)
 
 
-def _shard_of_words(keys: Shard, flat: Any) -> Shard:
+def _shard_of_words(keys: Shard, flat: jax.Array | jax.ShapeDtypeStruct) -> Shard:
     return replace(keys, parts=flat, shape=(*keys.shape, flat.size // max(1, keys.parts.size)))
 
 
 def of_flat_words(flat: jax.Array, like: Any) -> jax.Array:
-    """Puts random keys in the place of their words, where `like` is some; else gives the array as it is."""
+    """Converts words back to random keys if `like` holds keys; else returns the array unchanged."""
     if not is_key(like):
         return flat
     impl = key_impl(like)
 
     def keys(flat: jax.Array) -> jax.Array:
-        return jax.random.wrap_key_data(resharded(flat, REPLICATED).reshape(*like.shape, -1), impl=impl)
+        return jax.random.wrap_key_data(
+            resharded(flat, REPLICATED).reshape(*like.shape, -1), impl=impl
+        )
 
     return jax.jit(keys, out_shardings=flat.sharding)(flat)
 
 
 def key_impl(x: Any) -> Any:
-    """Finds the kind of a random key, or of the form of one."""
-    found = list[Any]()
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), x)
-    return found[0]
+    """The implementation of a random key, or of the form of a key."""
+    impls = list[Any]()
+    jax.eval_shape(lambda key: impls.append(jax.random.key_impl(key)), x)
+    return impls[0]
 
 
 def is_key(x: Any) -> bool:
@@ -153,6 +150,6 @@ def is_key(x: Any) -> bool:
 
 def _described(group: Group, name: str, form: tuple[str, Sequence[int]]) -> str:
     dtype, shape = form
-    if part_of_state(name) == "accumulated":  # sums fit any number of replicas
+    if part_of_state(name) == "accumulated":  # pending sums fit any number of replicas
         shape = [group.size, *shape[1:]]
     return f"{name} {dtype}{list(shape)}"

@@ -1,9 +1,9 @@
-"""Arrays in files: written in parts, by several processes, and read in ranges, by as many others as there are.
+"""Arrays in files: several processes write pieces, and any number of processes read ranges.
 
-Each process writes a database of its own: a few large files, however many arrays there are. At the end one process
-joins the databases in a table of contents, which is small; nobody reads or copies numbers for it.
+Each process writes a database of a few large files, for any number of arrays. At the end one
+process joins the databases by a small table of contents, without reading or copying array data.
 
-Source: TensorStore's zarr arrays in OCDBT, in the form in which Orbax writes them, too.
+Source: TensorStore's zarr arrays in OCDBT, in the format of Orbax.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,64 +13,59 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
-BATCH_BYTES = 32 * 2**20  # of these one file is made
-OLD = "default"  # where Orbax puts what belongs to no item of the user's
+BATCH_BYTES = 32 * 2**20  # least size of a file, except the last
+OLD = "default"  # Orbax's folder for arrays without an item name
 
 Index: TypeAlias = tuple[slice, ...]
-# (name of an array, dims in which to see it, range) → the numbers of the range.
+# (name of an array, dims of its view, range in the view) → the numbers in the range.
 Read: TypeAlias = Callable[[str, tuple[int, ...], Index], np.ndarray]
 
 
 class Portion(NamedTuple):
-    """An array of a checkpoint, as far as one process writes it."""
+    """One process's pieces of an array."""
 
     name: str
-    """Its path in the state."""
+    """Path in the state."""
     dims: tuple[int, ...]
     """Dims of the whole array."""
     chunk: tuple[int, ...]
-    """Dims of a piece; those at the end of the array may be smaller."""
+    """Dims of a piece; pieces at the end of the array may be smaller."""
     pieces: Sequence[tuple[Index, np.ndarray]]
-    """Ranges, and what is there."""
+    """Ranges and their values."""
 
 
 def check_installed() -> None:
-    """Refuses to go on without TensorStore.
-
-    Raises:
-      ModuleNotFoundError: it is not installed.
-    """
+    """Raises ModuleNotFoundError if TensorStore is not installed."""
     try:
         import tensorstore  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("fddp.Checkpoints needs TensorStore: pip install tensorstore.") from error
+        raise ModuleNotFoundError(
+            "fddp.Checkpoints needs TensorStore: pip install tensorstore."
+        ) from error
 
 
 def write(folder: Path, portions: Iterable[Portion]) -> None:
-    """Writes one process's pieces.
+    """Writes one process's pieces of nonempty arrays into a new folder.
 
-    Args:
-      folder: of this process; it is made.
-      portions: of arrays with at least one element; taken one by one, so that what is written need not be kept.
-
-    Raises:
-      Exception: TensorStore's, if the disk is full, say.
+    The portions are read one by one, so that each can be freed once it is written.
     """
     import tensorstore as ts
 
-    folder.mkdir(parents=True, exist_ok=True)  # a process may have nothing to write, as another node writes it
+    # A process may have no pieces, if another node writes them.
+    folder.mkdir(parents=True, exist_ok=True)
     context = _context()
-    # What is written in one transaction is one file.
+    # Each transaction is one file.
     transaction = ts.Transaction()
     size = 0
-    for one in portions:
-        for place, piece in one.pieces:
+    for portion in portions:
+        for place, piece in portion.pieces:
             x = _storable(piece)
             array = ts.open(
-                _spec(folder, one.name) | {"metadata": {"compressor": None}, "store_data_equal_to_fill_value": True},
+                _spec(folder, portion.name)
+                | {"metadata": {"compressor": None}, "store_data_equal_to_fill_value": True},
                 dtype=ts.dtype(x.dtype),
-                shape=one.dims,
-                chunk_layout=ts.ChunkLayout(chunk_shape=one.chunk),
+                shape=portion.dims,
+                chunk_layout=ts.ChunkLayout(chunk_shape=portion.chunk),
                 create=True,
                 open=True,
                 context=context,
@@ -85,33 +80,27 @@ def write(folder: Path, portions: Iterable[Portion]) -> None:
     transaction.commit_sync()
 
 
-def join(folder: Path, parts: Iterable[Path]) -> None:
-    """Makes the table of contents of what several processes have written.
-
-    Args:
-      folder: of the checkpoint.
-      parts: folders of the processes, in it.
-    """
+def write_contents(folder: Path, part_folders: Iterable[Path]) -> None:
+    """Writes the table of contents of a checkpoint from the processes' folders in it."""
     import tensorstore as ts
 
     context = _context()
     transaction = ts.Transaction(atomic=True)
-    joined = ts.KvStore.open(_database(folder), context=context).result().with_transaction(transaction)
-    databases = [ts.KvStore.open(_database(part), context=context).result() for part in parts]
+    joined = (
+        ts.KvStore.open(_database(folder), context=context).result().with_transaction(transaction)
+    )
+    databases = [
+        ts.KvStore.open(_database(part), context=context).result() for part in part_folders
+    ]
     for copying in [database.experimental_copy_range_to(joined) for database in databases]:
         copying.result()
     transaction.commit_sync()
 
 
-def reader(folder: Path, forms: Mapping[str, tuple[str, Sequence[int]]]) -> Read:
-    """Makes a function that reads ranges of a checkpoint's arrays.
+def open_reader(folder: Path, forms: Mapping[str, tuple[str, Sequence[int]]]) -> Read:
+    """Makes the `Read` of a checkpoint, also of Orbax's; `forms` maps names to dtype and dims.
 
-    Args:
-      folder: of a checkpoint, or of one that Orbax wrote.
-      forms: the dtype and the dims of each array.
-
-    Returns:
-      `read(name, dims, range)`: where an array was saved with other dims all of it is read, then the range taken.
+    An array that was saved with other dims is read as a whole.
     """
     import tensorstore as ts
 
@@ -119,8 +108,10 @@ def reader(folder: Path, forms: Mapping[str, tuple[str, Sequence[int]]]) -> Read
     by_orbax = (folder / OLD).is_dir()
 
     def read(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
-        # Orbax leaves out what is all zeros.
-        spec = _spec(folder / OLD if by_orbax else folder, name) | {"fill_missing_data_reads": by_orbax}
+        # Orbax omits chunks of zeros.
+        spec = _spec(folder / OLD if by_orbax else folder, name) | {
+            "fill_missing_data_reads": by_orbax
+        }
         array = ts.open(spec, open=True, context=context).result()
         alike = array.shape == dims
         x = (array[place] if alike else array).read().result().view(jnp.dtype(forms[name][0]))
@@ -130,7 +121,7 @@ def reader(folder: Path, forms: Mapping[str, tuple[str, Sequence[int]]]) -> Read
 
 
 def _storable(x: np.ndarray) -> np.ndarray:
-    """The same bytes in a dtype that TensorStore has; it has no uint4."""
+    """Views an array of a dtype that TensorStore lacks, such as uint4, as unsigned integers."""
     import tensorstore as ts
 
     try:
@@ -141,7 +132,7 @@ def _storable(x: np.ndarray) -> np.ndarray:
 
 
 def _context() -> Any:
-    """Resources of TensorStore's: no memory for what was read, as nothing is read twice."""
+    """Makes a TensorStore context without a cache, since nothing is read twice."""
     import tensorstore as ts
 
     return ts.Context({"cache_pool": {"total_bytes_limit": 0}})

@@ -1,8 +1,8 @@
-"""The replicas of a training, and the collectives that join them.
+"""The replicas of a training, and their collectives.
 
-A group is replicas with equal parameters: devices along an axis of a mesh, or ranks of MPI. Here are the collectives of
-their programs and of their hosts, the placement of their arrays, and the checks that ranks agree.
-This room imports no other.
+A group is a set of replicas with equal parameters: devices along an axis of a mesh, or MPI ranks.
+The room holds the collectives of their programs and of their hosts, the placement of their arrays,
+and the checks that ranks agree. This room imports no other.
 """
 
 from fddp.comm.addresses import host_key as host_key
@@ -19,7 +19,7 @@ from fddp.comm.by_level import Level as Level
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
 from fddp.comm.communicator import add_bytes as add_bytes
-from fddp.comm.communicator import added as added
+from fddp.comm.communicator import add_rows as add_rows
 from fddp.comm.communicator import all_reduce_bytes as all_reduce_bytes
 from fddp.comm.communicator import as_uint32 as as_uint32
 from fddp.comm.communicator import axis_communicator as axis_communicator
@@ -33,7 +33,7 @@ from fddp.comm.host_bytes import hosted as hosted
 from fddp.comm.islands import islands_in_nodes as islands_in_nodes
 from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal
-from fddp.comm.journal import alone as alone
+from fddp.comm.journal import unwatched as unwatched
 from fddp.comm.lane import Lane as Lane
 from fddp.comm.levels import Nodes as Nodes
 from fddp.comm.meanwhile import reports as reports

@@ -1,4 +1,4 @@
-"""Addresses at which the processes of a group reach each other, beside the transport of their messages."""
+"""Addresses by which the processes of a group reach each other outside of its collectives."""
 
 import socket
 import struct
@@ -14,29 +14,35 @@ SIOCGIFADDR = 0x8915
 
 
 def on_one_host(group: "Group") -> bool:
-    """Whether all processes of a group reach each other over the loopback device; every process calls it."""
+    """Returns True if all processes of a group share a loopback device; every process calls it."""
     keys = group.hosts.all_gather(np.frombuffer(host_key().encode()[:80].ljust(80), np.uint8))
     return bool(np.all(keys == keys[0]))
 
 
 def own_addresses() -> list[str]:
-    """Addresses at which other hosts may reach this one: those of its network devices."""
-    import fcntl  # of POSIX alone
+    """Returns this host's IPv4 addresses except loopback, or its name if it has none."""
+    import fcntl  # POSIX only
 
-    found = list[str]()
+    addresses = list[str]()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
+                answer = fcntl.ioctl(
+                    probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+                )
+                addresses.append(socket.inet_ntoa(answer[20:24]))
             except OSError:
                 continue
-    return [address for address in found if not address.startswith("127.")] or [socket.gethostname()]
+    return [address for address in addresses if not address.startswith("127.")] or [
+        socket.gethostname()
+    ]
 
 
 def host_key() -> str:
-    """A key that is equal for processes that reach each other over the loopback device."""
+    """Returns a key of kernel and network namespace, equal if processes share a loopback device."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(Path("/proc/self/ns/net").readlink())
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(
+            Path("/proc/self/ns/net").readlink()
+        )
     except OSError:
         return socket.gethostname()

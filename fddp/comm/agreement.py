@@ -1,7 +1,7 @@
-"""Compares what ranks must agree on, before anything depends on it.
+"""Compares ranks before anything depends on their agreement.
 
-Source: `_verify_param_shape_across_processes` in PyTorch's `distributed.py`. Unlike there, names, dtypes and options
-are compared too, and every rank raises the same error.
+Source: `_verify_param_shape_across_processes` in PyTorch's `distributed.py`. fddp also compares
+names, dtypes and options, and raises the same error on every rank.
 """
 
 import json
@@ -22,80 +22,62 @@ if TYPE_CHECKING:  # a group compares, too
 Found = TypeVar("Found")
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
-BESIDE = 16  # bytes that each rank may send along with the description, and that are not compared
+BESIDE = 16  # uncompared bytes that each rank may add to its description
 
 
 def verify(
-    group: "Group", what: str, find: Callable[[], Found], describe: Callable[[Any], Iterable[str]] = list
+    group: "Group",
+    subject: str,
+    find: Callable[[], Found],
+    describe: Callable[[Any], Iterable[str]] = list,
 ) -> Found:
-    """Finds something on every rank and compares the descriptions; where they differ, or one rank fails, all fail.
+    """Returns the result of `find` if its description is equal on all ranks, else raises on all.
 
-    All messages have a fixed size until every rank knows the length of the longest description.
-
-    Args:
-      group: the ranks that compare.
-      what: name of the thing described, for the message: "parameters", say.
-      find: finds it; may raise an error about this rank's input.
-      describe: describes what was found, line by line, and may raise as well. Left out: what was found is the lines.
-
-    Returns:
-      This rank's finding.
-
-    Raises:
-      ValueError: the descriptions differ; the message says where, by rank.
-      Exception: the error of `find`, on every rank: its own error where all agree, else its message by rank.
-      RuntimeError: an earlier error has left the ranks at different places.
+    `find` and `describe` may raise. If all ranks fail alike, each raises its own error. Otherwise
+    the error names `subject` ("parameters", for example) and lists the differences by rank.
     """
-    found, _ = verify_beside(group, what, find, describe, lambda found: b"")
-    return found
+    result, _ = verify_beside(group, subject, find, describe, lambda result: b"")
+    return result
 
 
 def verify_beside(
     group: "Group",
-    what: str,
+    subject: str,
     find: Callable[[], Found],
-    describe: Callable[[Any], Iterable[str]],
-    beside: Callable[[Any], bytes],
+    describe: Callable[[Found], Iterable[str]],
+    attach: Callable[[Found], bytes],
 ) -> tuple[Found, list[bytes]]:
-    """Does what `verify` does, and carries a few bytes of each rank to all ranks in the same message.
+    """Does the same as `verify`, and gathers at most `BESIDE` uncompared bytes from each rank.
 
-    Args:
-      group: as for `verify`.
-      what: likewise.
-      find: likewise.
-      describe: likewise.
-      beside: gives at most `BESIDE` bytes of what was found, which may differ between ranks.
-
-    Returns:
-      This rank's finding; and the bytes that each rank sent along, padded with zeros, in order of rank.
-
-    Raises:
-      Exception: as for `verify`.
+    Both are one message. Returns the result of `find`, and each rank's bytes, padded with zeros.
     """
     group.recovery.resume()
     failure = None
-    found: Any = None
-    told = b""
+    result: Any = None
+    attachment = b""
     try:
-        found = find()
-        lines = list(describe(found))
-        told = beside(found)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+        result = find()
+        lines = list(describe(result))
+        attachment = attach(result)
+    except Exception as error:  # the other ranks must learn of any error
         failure = error
         lines = [f"{type(error).__name__}: {error}"]
     text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
-    mine = sha256(text).digest() + told.ljust(BESIDE, b"\0")
-    every = [row.tobytes() for row in group.all_gather(np.frombuffer(mine, np.uint8))]
-    if len({row[:-BESIDE] for row in every}) == 1:
+    # A message of fixed size: ranks at different places would otherwise exchange unequal sizes.
+    message = sha256(text).digest() + attachment.ljust(BESIDE, b"\0")
+    messages = [row.tobytes() for row in group.all_gather(np.frombuffer(message, np.uint8))]
+    if len({row[:-BESIDE] for row in messages}) == 1:
         if failure is not None:
             raise failure
-        return found, [row[-BESIDE:] for row in every]
-    raise _disagreement(what, [json.loads(report) for report in gather_bytes(group, text)]) from failure
+        return result, [row[-BESIDE:] for row in messages]
+    raise _disagreement(
+        subject, [json.loads(report) for report in gather_bytes(group, text)]
+    ) from failure
 
 
-def nothing_to_compare(found: Any) -> tuple[str, ...]:
-    """Describes a finding that may differ between ranks, by no lines: then `verify` compares only whether all could."""
-    del found
+def nothing_to_compare(result: object) -> tuple[str, ...]:
+    """Describes a result by no lines: `verify` then compares only whether `find` raised."""
+    del result
     return ()
 
 
@@ -107,7 +89,7 @@ def described(title: str, tree: Any) -> list[str]:
 
 
 def shortened(lines: Sequence[str], between: str = "; ", most: int = 6) -> str:
-    """Joins the first `most` lines into one, and counts the others."""
+    """Joins the first `most` lines, and counts the remaining ones."""
     more = f", and {len(lines) - most} more" if len(lines) > most else ""
     return between.join(lines[:most]) + more
 
@@ -118,15 +100,17 @@ def _form(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
 
-def _disagreement(what: str, reports: list[dict[str, Any]], most: int = 6) -> Exception:
+def _disagreement(subject: str, reports: list[dict[str, Any]], most: int = 6) -> Exception:
     failed = [rank for rank, report in enumerate(reports) if report["failed"]]
     if failed:
         texts = [f"rank {rank}: {reports[rank]['lines'][0]}" for rank in failed]
         kind = ERRORS.get(reports[failed[0]]["lines"][0].split(":")[0], RuntimeError)
-        return kind(f"{what}: {len(failed)} of {len(reports)} ranks failed.\n" + "\n".join(texts[:most]))
-    everywhere = set.intersection(*(set(report["lines"]) for report in reports))
+        return kind(
+            f"{subject}: {len(failed)} of {len(reports)} ranks failed.\n" + "\n".join(texts[:most])
+        )
+    common = set.intersection(*(set(report["lines"]) for report in reports))
     texts = []
     for rank, report in enumerate(reports):
-        own = [line for line in report["lines"] if line not in everywhere]
-        texts.append(f"rank {rank}: {shortened(own) or 'nothing more'}")
-    return ValueError(f"ranks differ in their {what}.\n" + "\n".join(texts))
+        differences = [line for line in report["lines"] if line not in common]
+        texts.append(f"rank {rank}: {shortened(differences) or 'nothing more'}")
+    return ValueError(f"ranks differ in their {subject}.\n" + "\n".join(texts))

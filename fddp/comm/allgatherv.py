@@ -1,4 +1,4 @@
-"""Gathers bytes from every process, which may have unequally many."""
+"""Gathers bytes of unequal length from every process."""
 
 from typing import TYPE_CHECKING
 
@@ -11,22 +11,17 @@ CHUNK_BYTES = 64 * 2**20
 
 
 def gather_bytes(group: "Group", data: bytes) -> list[bytes]:
-    """Collects bytes from every process, in packed chunks of at most 64 MiB from each.
+    """Returns the bytes of each process on every process, sent in chunks of at most 64 MiB.
 
-    Args:
-      group: the ranks that gather; every rank calls it.
-      data: this rank's bytes, any number of them.
-
-    Returns:
-      The bytes of each process, in order of rank.
-
-    Example:
-      >>> import fddp
-      >>> gather_bytes(fddp.init(), b"abc")
-      [b'abc']
+    >>> import fddp
+    >>> gather_bytes(fddp.init(), b"abc")
+    [b'abc']
     """
     lengths = group.all_gather(np.int64(len(data))).tolist()
     padded = np.frombuffer(data.ljust(max(lengths)), np.uint8)
-    chunks = [group.all_gather(padded[at : at + CHUNK_BYTES]) for at in range(0, padded.size, CHUNK_BYTES)]
+    chunks = [
+        group.all_gather(padded[begin : begin + CHUNK_BYTES])
+        for begin in range(0, padded.size, CHUNK_BYTES)
+    ]
     rows = np.concatenate([np.zeros((group.processes, 0), np.uint8), *chunks], axis=1)
     return [row[:length].tobytes() for row, length in zip(rows, lengths)]

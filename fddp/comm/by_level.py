@@ -1,6 +1,7 @@
-"""The replicas that a collective is for: all of a group, or some of them among themselves.
+"""Levels of a collective: all replicas of a group, or subsets of them.
 
-Where sums go over nodes first, replicas of one node speak with each other, and so do those of one place on each node.
+Where sums go over nodes first, the subsets are the replicas of one node, and the replicas at one
+position on each node.
 """
 
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
@@ -10,14 +11,15 @@ Carrier = TypeVar("Carrier")
 
 
 class ByLevel(NamedTuple, Generic[Carrier]):
-    """The collectives of some replicas of a group."""
+    """Collectives of one replica at each level below all replicas."""
 
     shards: Carrier
-    """All replicas, and the parts are those of a node: a sum that is scattered over a node goes on between nodes."""
+    """All replicas, with parts per node: a sum that is scattered over a node continues between
+    nodes."""
     node: Carrier
-    """The replicas of this one's node."""
+    """The replicas of this replica's node."""
     network: Carrier
-    """The replicas that have this one's place, one on each node."""
+    """The replicas at this replica's position, one on each node."""
     neighbours: Carrier | None = None
-    """The replicas that have this one's place, one in each island of its node, where nodes have several islands; see
-    `islands_in_nodes`."""
+    """The replicas at this replica's position, one in each island of its node; None: a node is one
+    island, see `islands_in_nodes`."""

@@ -1,4 +1,4 @@
-"""Arrays as hosts send them, in bytes, and made of bytes again."""
+"""Converts arrays to the bytes that hosts exchange, and back."""
 
 from typing import Any
 
@@ -10,33 +10,33 @@ from fddp.comm.placement import whole_here
 
 
 def one_array(x: Any) -> np.ndarray:
-    """Makes one array of an argument, and refuses trees, text and objects."""
+    """Converts an argument to one array, and refuses trees, text and objects."""
     try:
         array = np.asarray(x)
     except (ValueError, TypeError):  # arrays of unequal shapes, random keys
         array = np.asarray(None)
     if array.dtype.kind in "OUSMm":
         raise TypeError(
-            f"all_gather and all_reduce of a group take one numeric array or number, got {type(x).__name__} "
-            f"{x!r:.80}: call them for each leaf, with jax.tree.map(group.all_reduce, tree); all_gather_object takes "
-            "any object."
+            "all_gather and all_reduce of a group take one numeric array or number, got "
+            f"{type(x).__name__} {x!r:.80}: call them for each leaf, with "
+            "jax.tree.map(group.all_reduce, tree); all_gather_object takes any object."
         )
     return array
 
 
 def hosted(x: Any) -> np.ndarray:
-    """Brings an array to the host; of random keys their words."""
+    """Copies an array to the host; random keys become their words."""
     return np.asarray(whole_here(jax.random.key_data(x) if _is_key(x) else x))
 
 
 def from_hosted(value: np.ndarray, like: Any) -> Any:
-    """Makes random keys of words, where `like` is some; else leaves the array as it is."""
+    """Converts words to random keys if `like` holds keys, else returns the array unchanged."""
     if not _is_key(like):
         return value
     return jax.random.wrap_key_data(jnp.asarray(value), impl=jax.random.key_impl(like))
 
 
-def from_bytes(data: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def from_bytes(data: bytes | memoryview, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape).copy()
 
 

@@ -1,4 +1,4 @@
-"""Islands inside of nodes: three levels, the replicas of an island, the islands of a node, and all.
+"""Islands inside of nodes: sums over an island, the islands of a node, and all nodes.
 
 Source: `HierarchicalModelAverager` in PyTorch.
 """
@@ -10,15 +10,11 @@ from fddp.comm.levels import islands_of
 
 
 def islands_in_nodes(group: Group, size: int) -> Group:
-    """Makes a group that knows the islands of each node; every process calls it.
+    """Adds the level "neighbours" to a group: the replicas at one position in a node's islands.
 
-    Args:
-      group: one with nodes.
-      size: replicas of an island, one behind the other on their node; it divides those of a node.
-
-    Returns:
-      The group, with the level "neighbours": the replicas of one place in the islands of a node. Its nodes are the
-      islands; where an island is one replica they are as they were, so that a sum over all goes over them first.
+    Islands are `size` consecutive replicas of a node, and become the nodes of the new group.
+    Islands of one replica leave the nodes unchanged, so that a sum over all goes over them first.
+    Every process calls it.
     """
     nodes = group.nodes or group.sharing
     islands, neighbours = islands_of(nodes, size)

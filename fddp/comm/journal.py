@@ -1,7 +1,6 @@
-"""The journal of a process: what it does, noted where it happens.
+"""The journal of a process: callbacks that record its progress.
 
-A group knows its journal as these functions. They do nothing in a process that nobody watches; those of a watched one
-are made by `fddp.watching`.
+They do nothing in an unwatched process; `fddp.watching` makes those of a watched process.
 """
 
 from collections.abc import Callable
@@ -14,9 +13,9 @@ class Finding(NamedTuple):
     """The last finding of the watchers of all ranks."""
 
     end: bool
-    """Whether this rank is to end."""
+    """True if this rank must end."""
     words: str
-    """The reason, for a person."""
+    """The reason, as text for the user."""
 
 
 def _block(*_: Any) -> AbstractContextManager[None]:
@@ -28,37 +27,39 @@ def _note(*_: Any) -> None: ...
 
 @dataclass
 class Journal:
-    """The functions by which a process notes what it does; the groups that it is a member of share them."""
+    """Callbacks by which a process records its progress, shared by all of its groups."""
 
     step: Callable[[int], AbstractContextManager[None]] = _block
-    """`step(processes)`: notes a step of so many processes, from its first task to its last."""
+    """`step(processes)`: records a step of this many processes, from its first task to its last."""
     call: Callable[[str, int], AbstractContextManager[None]] = _block
-    """`call(name, processes)`: notes a collective of the hosts of so many processes."""
+    """`call(name, processes)`: records a collective of the hosts of this many processes."""
     message: Callable[[str, int], AbstractContextManager[None]] = _block
-    """`message(name, nbytes)`: notes a message, from when it leaves until its sum is there; on any thread."""
+    """`message(name, nbytes)`: records a message until its sum is received; on any thread."""
     say: Callable[[str], None] = _note
-    """Notes what the main thread begins."""
+    """Records the current activity of the main thread."""
     between: Callable[[], None] = _note
-    """Notes that the main thread is between two steps, and makes progress."""
+    """Records that the main thread is between two steps, and makes progress."""
     computed: Callable[[float], None] = _note
-    """Notes the seconds that the step under way has computed, where they are known."""
+    """Records the seconds of computation in the current step, if they are known."""
     launched: Callable[[Any], None] = _note
-    """Notes the results of a step for which Python does not wait: the step is over when the last one is ready."""
+    """Records the results of an asynchronous step, which ends when the last of them is ready."""
     adds: Callable[[int], None] = _note
-    """`adds(processes)`: notes a batch without a message, which a step of so many processes will send."""
+    """`adds(processes)`: records a batch without a message, for a later step of this many
+    processes."""
     goes_on: Callable[[int], None] = _note
-    """Notes that this process continues a training that was saved after a step, by the step's number."""
+    """Records the number of the saved step from which this process continues."""
     stall_s: float = 30.0
-    """Seconds for which nothing may move while this process waits for others."""
+    """Seconds without progress after which this process counts as stalled while it waits for
+    others."""
     finding: Callable[[], Finding] = lambda: Finding(False, "")
-    """Reads what the watchers have found so far."""
+    """Reads the watchers' finding so far."""
     ask_to_stop: Callable[[], None] = _note
-    """Notes that this process is to end soon; the handler of a signal may call it."""
+    """Requests that this process end soon; safe in a signal handler."""
     stops: Callable[[], bool] = lambda: False
-    """Whether all ranks stop now: ranks that ask equally often get the same answer."""
+    """Returns True if all ranks stop now: the n-th call gets the same answer on every rank."""
 
 
-def alone() -> Journal:
-    """Makes the journal of a process that is alone: nobody watches it, but it can be told to end."""
-    asked = list[bool]()
-    return Journal(ask_to_stop=lambda: asked.append(True), stops=lambda: bool(asked))
+def unwatched() -> Journal:
+    """Makes the journal of an unwatched process, which records only requests to stop."""
+    requests = list[bool]()
+    return Journal(ask_to_stop=lambda: requests.append(True), stops=lambda: bool(requests))

@@ -1,4 +1,4 @@
-"""Reports to a person on stderr while a process is busy."""
+"""Reports on stderr while a process is busy."""
 
 import shutil
 import sys
@@ -11,28 +11,20 @@ CLEAR = "\x1b[K"  # erases the rest of the line
 
 @contextmanager
 def reports(state: Callable[[], str], first_s: float, next_s: float) -> Iterator[None]:
-    """Says on stderr how things stand after a while, and again now and then, until the block ends.
+    """Prints `fddp: {state()}` on stderr after `first_s` seconds, then every `next_s` seconds.
 
-    On a terminal a line takes the place of the one before, where it fits. Errors of the block pass through.
+    The reports end with the block. On a terminal each line overwrites the previous line if it fits.
+    Errors of the block pass through.
 
-    Args:
-      state: says in a few words how things stand.
-      first_s: seconds until the first line.
-      next_s: seconds from each line to the next.
-
-    Yields:
-      Nothing.
-
-    Example:
-      >>> with reports(lambda: "waiting", 60.0, 60.0):
-      ...     pass
+    >>> with reports(lambda: "waiting", 60.0, 60.0):
+    ...     pass
     """
     done = threading.Event()
-    # It reports from a thread of its own: the block may be inside one call for minutes.
+    # A thread reports: the block may be inside one call for minutes.
     thread = threading.Thread(target=_report, args=(state, done, first_s, next_s), daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the process can have no more threads: then there are no reports
+    except RuntimeError:  # the process can have no more threads, and gets no reports
         done.set()
     try:
         yield
@@ -50,6 +42,11 @@ def _report(state: Callable[[], str], done: threading.Event, first_s: float, nex
             seconds = next_s
             text = f"fddp: {state()}"
             rewritten = sys.stderr.isatty() and len(text) < shutil.get_terminal_size().columns
-            print(f"\r{text}{CLEAR}" if rewritten else text, end="" if rewritten else "\n", file=sys.stderr, flush=True)
+            print(
+                f"\r{text}{CLEAR}" if rewritten else text,
+                end="" if rewritten else "\n",
+                file=sys.stderr,
+                flush=True,
+            )
         if rewritten:
             print(file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The placement of replicas along one axis of a mesh: the devices of their programs, and how XLA compiles these."""
+"""The placement of replicas along one axis of a mesh, and the XLA options of their programs."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -12,11 +12,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike
 from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS, over_axes
 
-# By default XLA merges all buckets into one all-reduce, scatter or gather: on CPU without any limit, on GPU up to 30
-# MiB. XLA:CPU drops barriers before it puts instructions in order; ranks whose programs differ would then call
-# collectives in different orders. It compiles loops of less than 1 KiB as small calls, and aborts at a barrier inside
-# of such a loop (`jax.checkpoint` in a scan). On GPUs before Hopper XLA's scheduler overlaps nothing by default.
-CPU_OPTIONS = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander,small-while-loop-hoisting"}
+# By default XLA merges all buckets into one all-reduce, scatter or gather: on CPU without a limit,
+# on GPU up to 30 MiB. XLA:CPU drops barriers before it orders instructions; ranks with different
+# programs would then call collectives in different orders. It compiles loops of less than 1 KiB as
+# small calls, and aborts at a barrier inside of such a loop (`jax.checkpoint` in a scan). On GPUs
+# before Hopper XLA's scheduler overlaps nothing by default.
+CPU_OPTIONS = {
+    "xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander,"
+    "small-while-loop-hoisting"
+}
 GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
@@ -29,18 +33,12 @@ GPU_OPTIONS = {
 
 @functools.cache
 def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
-    """Makes the placement of replicas along one axis of a mesh.
-
-    Args:
-      mesh: devices of one or several processes.
-      axis_name: the axis along which replicas lie; the devices of one replica lie along the other axes.
-
-    Returns:
-      The placement.
-    """
+    """Makes the placement of replicas along one axis; a replica's devices lie along the others."""
     single = mesh.shape[axis_name] == mesh.size  # a replica is one device
     if not single:  # XLA partitions the loss along the other axes
-        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+        mesh = Mesh(
+            mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names)
+        )
     per_replica = PartitionSpec(axis_name)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options = CPU_OPTIONS if on_cpu else GPU_OPTIONS
@@ -50,11 +48,15 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
 
     spec = (lambda x: REPLICATED) if single else partial(_along_others, mesh, axis_name)
 
-    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
-        # `over_axes` sets check_vma=False: gradients stay each replica's own until we sum them, not leaf by leaf.
-        spread = over_axes(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name})
-        # Replicas of several devices leave arguments where `place` put them. The shardings of results are given too:
-        # XLA finds that arrays without elements are equal everywhere, and the next program would refuse them.
+    def program(
+        f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()
+    ) -> jax.stages.Wrapped:
+        # `over_axes` sets check_vma=False: else JAX sums the gradients over replicas, leaf by leaf.
+        spread = over_axes(
+            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={axis_name}
+        )
+        # Replicas of several devices leave arguments where `place` put them. Results have
+        # shardings, too: XLA replicates empty arrays, and the next program would refuse them.
         specs = {"in_shardings": in_specs, "out_shardings": out_specs} if single else {}
         places: Any = jax.tree.map(sharding, specs)
         return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
@@ -62,16 +64,16 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
     def place(tree: Any, where: PartitionSpec) -> Any:
         if single:
             return placed_alike(tree, sharding(where))
-        # The parts that the devices of a replica hold stay theirs.
+        # The parts of an array stay on their devices of a replica.
         return jax.tree.map(lambda x: placed(x, sharding(_with_replicas(where, spec(x)))), tree)
 
     def feed(rows: Any) -> Any:
-        # A program takes the host's arrays by itself, and much faster, unless other processes hold some of them.
+        # A program copies a host's arrays by itself, and much faster, if they are on no other host.
         if fed_by_programs and not _committed(rows):
             return rows
         return place(rows, per_replica)
 
-    def together(arrays: Sequence[Any], where: PartitionSpec) -> Any:
+    def together(arrays: Sequence[jax.Array], where: PartitionSpec) -> Any:
         first, *more = arrays[0].shape or (1,)
         times = 1 if where == REPLICATED else mesh.shape[axis_name]
         shape = (times * first, *more) if arrays[0].shape else ()
@@ -83,7 +85,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         on_mesh=True,
         per_replica=per_replica,
         replicas_in_array=mesh.shape[axis_name],
-        # With several steps under way all threads of XLA:CPU may wait in all-reduces, for devices that have none left.
+        # Steps in flight may block all threads of XLA:CPU in all-reduces that wait for a device.
         shares_cores=on_cpu and mesh.size > len(first_devices(mesh)),
         overlaps=not on_cpu,
         view=view,
@@ -91,15 +93,17 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         program=program,
         place=place,
         holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
-        # The part of an array on one device may have its mesh, along whose axes JAX would lay all results.
-        each=lambda x: tuple(jax.device_put(part.data, part.device) for part in x.addressable_shards),
+        # A part may have the mesh of its array, and JAX would place all results along its axes.
+        each=lambda x: tuple(
+            jax.device_put(part.data, part.device) for part in x.addressable_shards
+        ),
         together=together,
         feed=feed,
     )
 
 
 def first_devices(mesh: Mesh) -> list[Any]:
-    """One device of each process, in the order of the mesh."""
+    """Returns one device of each process, in the order of the mesh."""
     first: dict[int, Any] = {}
     for device in mesh.devices.flat:
         first.setdefault(device.process_index, device)
@@ -107,18 +111,18 @@ def first_devices(mesh: Mesh) -> list[Any]:
 
 
 def _along_others(mesh: Mesh, axis_name: str, x: Any) -> PartitionSpec:
-    """Reads how the user placed an array along the axes of a mesh beside that of the replicas."""
-    own = getattr(x, "sharding", None)
-    if not isinstance(own, NamedSharding) or not _same_devices(own.mesh, mesh):
+    """Reads an array's spec along the axes of a mesh other than the replicas'."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not _same_devices(sharding.mesh, mesh):
         return REPLICATED
-    entries = [_without(entry, axis_name) for entry in own.spec]
+    entries = [_without(entry, axis_name) for entry in sharding.spec]
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
 
 
 def _with_replicas(where: PartitionSpec, along_others: PartitionSpec) -> PartitionSpec:
-    """Adds the replicas' axis to the spec of an array along the others, if the array has rows of each replica."""
+    """Adds the replicas' axis to the spec along the other axes, if `where` is per replica."""
     if where == REPLICATED:
         return along_others
     (axis,) = where
@@ -127,17 +131,21 @@ def _with_replicas(where: PartitionSpec, along_others: PartitionSpec) -> Partiti
     return PartitionSpec((axis, *within), *more)
 
 
-def _same_devices(mesh: Any, other: Mesh) -> bool:
-    return isinstance(mesh, Mesh) and mesh.shape == other.shape and bool(np.all(mesh.devices == other.devices))
+def _same_devices(candidate: object, mesh: Mesh) -> bool:
+    return (
+        isinstance(candidate, Mesh)
+        and candidate.shape == mesh.shape
+        and bool(np.all(candidate.devices == mesh.devices))
+    )
 
 
 def _without(entry: Any, axis_name: str) -> Any:
-    """Takes an axis out of an entry of a spec, for an array that is equal along it."""
+    """Drops an axis from an entry of a spec: the array is equal along it."""
     if isinstance(entry, tuple):
         return tuple(axis for axis in entry if axis != axis_name) or None
     return None if entry == axis_name else entry
 
 
 def _committed(tree: Any) -> bool:
-    """Whether the user has put some of these arrays on a device of their own choice."""
+    """Returns True if the user has put an array of the tree on a device."""
     return any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(tree))

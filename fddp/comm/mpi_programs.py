@@ -1,4 +1,4 @@
-"""The placement of replicas that are ranks of MPI: their programs, in which MPI carries out a loss's collectives."""
+"""The placement of MPI ranks: MPI runs the collectives of a loss inside their programs."""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -9,40 +9,48 @@ from jax.sharding import PartitionSpec
 
 from fddp.comm.communicator import mpi_communicator
 from fddp.comm.mpi_words import mpi_words
-from fddp.comm.placement import AXIS, REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike, trace
-from fddp.comm.translation import run_translated, speaks
+from fddp.comm.placement import (
+    AXIS,
+    REPLICATED,
+    WHOLE,
+    Placement,
+    held_alike,
+    placed,
+    placed_alike,
+    trace,
+)
+from fddp.comm.translation import has_collectives, run_translated
 from fddp.jax_internals import without_jit
 
 
 def mpi_placement(comm: Any) -> Placement:
-    """Makes the placement of replicas of one device a process, without a mesh: every array lies on that device.
+    """Makes the placement of one device per process, without a mesh.
 
-    Args:
-      comm: an mpi4py communicator that nothing else uses, for the collectives of losses.
-
-    Returns:
-      The placement.
+    `comm` is an mpi4py communicator for the collectives of losses only.
     """
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     words = mpi_words(comm, mpi_communicator(comm))
 
-    def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> jax.stages.Wrapped:
+    def program(
+        f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()
+    ) -> jax.stages.Wrapped:
         del in_specs, out_specs
 
         @wraps(f)
         def run(*args: Any) -> Any:
-            closed, made = trace(placement, f, *args)
-            if without_jit() and not speaks(closed.jaxpr, AXIS):
-                return f(*args)  # with its values, not with names of them
+            closed, shapes = trace(placement, f, *args)
+            if without_jit() and not has_collectives(closed.jaxpr, AXIS):
+                return f(*args)  # with concrete values, not tracers
             return jax.tree.unflatten(
-                jax.tree.structure(made), run_translated(closed, jax.tree.leaves(args), AXIS, words)
+                jax.tree.structure(shapes),
+                run_translated(closed, jax.tree.leaves(args), AXIS, words),
             )
 
         return jax.jit(run, donate_argnums=tuple(donate))
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         del spec
-        return placed_alike(tree, here)
+        return placed_alike(tree, sharding)
 
     placement = Placement(
         axis_name=AXIS,
@@ -56,9 +64,11 @@ def mpi_placement(comm: Any) -> Placement:
         spec=lambda x: REPLICATED,
         program=program,
         place=place,
-        holds=partial(held_alike, here),
+        holds=partial(held_alike, sharding),
         each=lambda x: (x,),
         together=lambda arrays, spec: arrays[0],
-        feed=partial(jax.tree.map, lambda x: placed(x, here) if isinstance(x, jax.Array) else x),
+        feed=partial(
+            jax.tree.map, lambda x: placed(x, sharding) if isinstance(x, jax.Array) else x
+        ),
     )
     return placement

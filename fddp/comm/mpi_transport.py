@@ -1,4 +1,4 @@
-"""Collectives of MPI that leave the core to others while they wait: between programs, or in one that only sends."""
+"""Collectives of MPI that free the core while they wait, between programs or inside a program."""
 
 import time
 import weakref
@@ -24,16 +24,11 @@ ALIGNMENT = 64
 
 
 def mpi_transport(comm: Any) -> Transport:
-    """Makes collectives of mpi4py between programs.
+    """Makes the collectives between programs on an mpi4py communicator without other users.
 
-    mpi4jax's own call spins on a core that the backward pass needs. MPI's nonblocking call, asked less and less often,
-    leaves it free. An array is sent in several messages: one is on the wire while another is being added up.
-
-    Args:
-      comm: an mpi4py communicator that nothing else uses.
-
-    Returns:
-      The transport.
+    mpi4jax's call spins on a core that the backward pass needs. MPI's nonblocking call, polled less
+    and less often, leaves it free. An array is sent in several messages: one is on the wire while
+    MPI adds up another.
     """
     from mpi4py import MPI
 
@@ -43,64 +38,66 @@ def mpi_transport(comm: Any) -> Transport:
     def all_reduce(x: jax.Array) -> jax.Array:
         if comm.size == 1:
             return x
-        sent = jax.device_get(mpi_word(x))
-        received = like(sent)
-        parts = zip(np.array_split(sent, MESSAGES), np.array_split(received, MESSAGES))
-        wait_for([comm.Iallreduce(mine, total, op=MPI.SUM) for mine, total in parts])
+        summand = jax.device_get(mpi_word(x))
+        received = like(summand)
+        messages = zip(np.array_split(summand, MESSAGES), np.array_split(received, MESSAGES))
+        poll_until_done(
+            [comm.Iallreduce(message, total, op=MPI.SUM) for message, total in messages]
+        )
         return jax.device_put(received, device).astype(x.dtype)
 
     def reduce_scatter(x: jax.Array) -> jax.Array:
         if comm.size == 1:
             return x
-        sent = jax.device_get(mpi_word(x))
-        received = like(sent[: sent.size // comm.size])
-        wait_for([comm.Ireduce_scatter_block(sent, received, op=MPI.SUM)])
+        summand = jax.device_get(mpi_word(x))
+        received = like(summand[: summand.size // comm.size])
+        poll_until_done([comm.Ireduce_scatter_block(summand, received, op=MPI.SUM)])
         return jax.device_put(received, device).astype(x.dtype)
 
     def all_gather(x: jax.Array) -> jax.Array:
         if comm.size == 1:
             return x
-        sent = jax.device_get(x)
-        received = like(sent, comm.size)
-        wait_for([_bytes_of(comm.Iallgather)(sent, received)])
+        shard = jax.device_get(x)
+        received = like(shard, comm.size)
+        poll_until_done([_bytes_of(comm.Iallgather)(shard, received)])
         return jax.device_put(received, device)
 
     def tree_reduce(x: jax.Array, blocks: int) -> jax.Array:
         if comm.size == 1:
             return x
-        sent = jax.device_get(for_each(x, blocks))
-        received = like(sent.reshape(-1)).reshape(sent.shape)
-        wait_for([_bytes_of(comm.Ialltoall)(sent, received)])
+        rows = jax.device_get(for_each(x, blocks))
+        received = like(rows.reshape(-1)).reshape(rows.shape)
+        poll_until_done([_bytes_of(comm.Ialltoall)(rows, received)])
         return all_gather(added(jax.device_put(received, device), blocks))[: x.size // blocks]
 
     for_each = jax.jit(partial(parts_for_each, comm.size), static_argnums=1)
     added = jax.jit(sum_of_parts, static_argnums=1)
-    return Transport(all_reduce, reduce_scatter, all_gather, tree_reduce, waiting_communicator(comm))
+    return Transport(
+        all_reduce, reduce_scatter, all_gather, tree_reduce, waiting_communicator(comm)
+    )
 
 
 def waiting_communicator(comm: Any) -> Communicator:
-    """Makes collectives inside of a program that leave the core to others while they wait, as those between programs.
+    """Makes collectives inside a program that free the core while they wait, as in `mpi_transport`.
 
-    Args:
-      comm: an mpi4py communicator that one thread at a time uses.
-
-    Returns:
-      The communicator.
+    One thread at a time may use the mpi4py communicator.
     """
     from mpi4py import MPI
 
     like = receive_buffers()
 
-    def collective(begin: Callable[[np.ndarray, np.ndarray], Any], rows: int = 1) -> Callable[[jax.Array], jax.Array]:
-        def run(x: Any) -> np.ndarray:
-            sent = np.ascontiguousarray(x).reshape(-1)
-            received = like(sent, rows)
-            wait_for([begin(sent, received)])
+    def collective(
+        begin: Callable[[np.ndarray, np.ndarray], Any], rows: int = 1
+    ) -> Callable[[jax.Array], jax.Array]:
+        def run(x: jax.Array) -> np.ndarray:
+            message = np.ascontiguousarray(x).reshape(-1)
+            received = like(message, rows)
+            poll_until_done([begin(message, received)])
             return received.reshape(rows, *x.shape)
 
         def call(x: jax.Array) -> jax.Array:
-            back = jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)
-            return io_callback(run, back, x, ordered=True)
+            form = jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)
+            return io_callback(run, form, x, ordered=True)
 
         return call
 
@@ -111,15 +108,15 @@ def waiting_communicator(comm: Any) -> Communicator:
 
 
 def _bytes_of(begin: Callable[..., Any]) -> Callable[..., Any]:
-    """A collective that only moves numbers, as one of bytes: MPI knows not all of them."""
-    return lambda sent, received: begin(sent.view(np.uint8), received.view(np.uint8))
+    """Makes a collective without arithmetic move bytes: MPI lacks some dtypes."""
+    return lambda message, received: begin(message.view(np.uint8), received.view(np.uint8))
 
 
-def wait_for(requests: Sequence[Any]) -> None:
-    """Waits for messages: asks less and less often whether all are done, each time several times in a row.
+def poll_until_done(requests: Sequence[Any]) -> None:
+    """Polls messages until all are done, in bursts at growing intervals.
 
-    MPI works only while it is asked, one step each time, and a message takes many steps. Asked only once, it would
-    leave what has arrived unread, and the link idle, until the next time.
+    MPI progresses one step per poll, and a message takes many steps. A single poll would leave
+    arrived data unread, and the link idle, until the next poll.
     """
     from mpi4py import MPI
 
@@ -130,30 +127,27 @@ def wait_for(requests: Sequence[Any]) -> None:
 
 
 def receive_buffers() -> Callable[..., Shaped[np.ndarray, " n"]]:
-    """Makes a function that gives arrays to receive into; call it from one thread at a time.
+    """Makes an allocator of receive buffers that reuses memory, for one thread at a time.
 
-    The first write to each page of fresh memory is slow. So memory is given out again as soon as nobody reads it.
+    The first write to each page of fresh memory is slow. `like(x, times=1)` returns an
+    uninitialized array of `times` the size of `x` and of its dtype, aligned so that XLA takes it
+    over without a copy. Its memory is reused when the array and its readers (views, JAX arrays) are
+    deleted.
 
-    Returns:
-      `like(x, times=1)`: gives an array of `times` the size of `x` and of its dtype, with arbitrary content, aligned so
-      that XLA takes it over without a copy. Its memory is given out again when the array and all that look into it
-      (views, JAX arrays) are gone.
-
-    Example:
-      >>> import numpy as np
-      >>> like = receive_buffers()
-      >>> first = like(np.zeros(3))
-      >>> address = first.ctypes.data
-      >>> del first
-      >>> like(np.ones(3)).ctypes.data == address
-      True
+    >>> import numpy as np
+    >>> like = receive_buffers()
+    >>> first = like(np.zeros(3))
+    >>> address = first.ctypes.data
+    >>> del first
+    >>> like(np.ones(3)).ctypes.data == address
+    True
     """
     idle: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
     def like(x: Shaped[np.ndarray, " n"], times: int = 1) -> Shaped[np.ndarray, " m"]:
         spare = idle[times * x.nbytes]
         room = spare.pop() if spare else _aligned(times * x.nbytes)
-        # Made over a memoryview, `.data`: views then keep this very array alive, and not only the memory below it.
+        # Made from a memoryview (`.data`): views then keep this array alive, not only its memory.
         view = np.frombuffer(room.data, x.dtype)
         weakref.finalize(view, spare.append, room)
         return view

@@ -1,4 +1,4 @@
-"""Recovery from an error: a rank that catches it may go on, if all ranks are at the same message."""
+"""Recovery from an error: ranks may continue after it if all are at the same message."""
 
 import atexit
 import math
@@ -17,16 +17,17 @@ PATIENCE_S = 10.0
 
 
 class Recovery:
-    """Counts the messages of a rank to its group, and decides whether it may send again after an error.
+    """Counts the messages of a rank to its group, and decides whether it may send after an error.
 
-    If a rank alone failed between its messages and then began anew, its first message would meet a later one of the
-    other ranks.
+    If a single rank failed between its messages and started a step again, its first message would
+    meet a later message of the other ranks.
     """
 
     def __init__(self, meet: Callable[[int, float], bool]) -> None:
-        """Args:
-        meet: (place, seconds) → whether all ranks ask with the same place, within so many seconds of the first. All get
-            the same answer. It must not use the messages of the group.
+        """Stores `meet(place, seconds)`, which sends none of the group's messages.
+
+        It returns True on every rank if all call it with the same place, within `seconds` of the
+        first call.
         """
         self._meet = meet
         self._lock = threading.Lock()
@@ -34,70 +35,70 @@ class Recovery:
         self._failed = self._lost = False
 
     def sends(self) -> None:
-        """Notes that a message leaves; on any thread."""
+        """Counts a message before it is sent, on any thread."""
         with self._lock:
             self._sent += 1
 
     def __enter__(self) -> None:
-        """Begins a step, whose end notes an error that came after messages had left."""
+        """Begins a step; `__exit__` then records an error if the step has sent messages."""
         self.resume()
         self._before = self._sent
 
-    def __exit__(self, kind: Any, *error: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is not None:
             self._failed = self._sent > self._before
 
     def fail(self) -> None:
-        """Notes an error outside any step, and makes sure, as the next step would, that all ranks are at one place.
-
-        Raises:
-          RuntimeError: as in `resume`.
-        """
+        """Records an error outside of any step, and resumes at once."""
         self._failed = True
         self.resume()
 
     def resume(self) -> None:
-        """Makes sure, after an error that was noted, that all ranks are at the same message.
+        """Compares the messages of all ranks after a recorded error.
 
-        Raises:
-          RuntimeError: they are not, or did not come in time.
+        Raises a RuntimeError if ranks are at different messages, or not here within `PATIENCE_S`.
         """
         if self._failed and not self._lost:
             self._lost = True
-            atexit.register(leave, 1.0)  # the script may catch the error, and others wait for this process
+            # The script may catch the error, and the other ranks wait for the end of this process.
+            atexit.register(leave, 1.0)
             if self._meet(self._sent, PATIENCE_S):
                 self._failed = self._lost = False
                 atexit.unregister(leave)
         if self._failed:
             raise RuntimeError(
-                f"an earlier error left this rank at message {self._sent} of its group, and not all ranks came back "
-                f"from an error there within {PATIENCE_S:g} s: what they send would no longer fit together. Start the "
-                "script anew on all ranks; a group cannot be made anew while some of its ranks wait inside a step."
+                f"an earlier error left this rank at message {self._sent} of its group, and not "
+                f"all ranks came back from an error there within {PATIENCE_S:g} s: what they send "
+                "would no longer fit together. Start the script anew on all ranks; a group cannot "
+                "be made anew while some of its ranks wait inside a step."
             )
 
 
 def mpi_meet(comm: Any) -> Callable[[int, float], bool]:
-    """Makes the `meet` of MPI's ranks, on a communicator that nothing else uses."""
-    kept: list[Any] = []  # buffers live on: MPI may write into them after a rank has given up waiting
+    """Makes the `meet` of MPI ranks, on an mpi4py communicator without other users."""
+    # Buffers are never freed: MPI may write into them after a rank has stopped waiting.
+    buffers: list[Any] = []
 
     def gather(number: int) -> tuple[np.ndarray, Callable[[], bool]]:
-        mine = np.array([number], int)
+        message = np.array([number], int)
         numbers = np.zeros(comm.size, int)
-        kept.append((comm.Iallgather(mine, numbers), mine, numbers))
-        return numbers, kept[-1][0].Test
+        buffers.append((comm.Iallgather(message, numbers), message, numbers))
+        return numbers, buffers[-1][0].Test
 
     def meet(place: int, seconds: float) -> bool:
-        places, came = gather(place)
-        together = poll(came, seconds) and bool(np.all(places == place))
-        # A second round: a rank that comes too late hears that another has given up.
-        answers, told = gather(together)
-        return together and poll(told, math.inf) and bool(np.all(answers))
+        places, places_done = gather(place)
+        equal = poll(places_done, seconds) and bool(np.all(places == place))
+        # A second round: a rank that is too late learns that another rank has stopped waiting.
+        answers, answers_done = gather(equal)
+        return equal and poll(answers_done, math.inf) and bool(np.all(answers))
 
     return meet
 
 
-def service_meet(find_client: Callable[[], Any], processes: Sequence[int]) -> Callable[[int, float], bool]:
-    """Makes the `meet` of jax.distributed's processes at its coordination service; finds the client only then."""
+def service_meet(
+    find_client: Callable[[], Any], processes: Sequence[int]
+) -> Callable[[int, float], bool]:
+    """Makes the `meet` of processes at the coordination service of `jax.distributed`."""
 
     def meet(place: int, seconds: float) -> bool:
         if len(processes) == 1:
@@ -113,7 +114,7 @@ def service_meet(find_client: Callable[[], Any], processes: Sequence[int]) -> Ca
 
 
 def poll(done: Callable[[], bool], seconds: float) -> bool:
-    """Asks until `done()` is true or the seconds are over; returns whether it was true."""
+    """Polls `done()` until it is True, for at most some seconds, and returns its last result."""
     end = time.monotonic() + seconds
     while not done():
         if time.monotonic() > end:
@@ -123,13 +124,12 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
 
 
 def leave(after_s: float = 0.0) -> None:
-    """Ends this process with status 1, whatever the script catches; what it has printed is seen.
+    """Flushes its output and ends this process with status 1, past all handlers of the script.
 
-    Args:
-      after_s: seconds to wait before, as others may be ending by themselves.
+    It waits `after_s` seconds before, as other ranks may end by themselves.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or nobody reads it
+        with suppress(OSError, ValueError):  # closed, or without a reader
             stream.flush()
     time.sleep(after_s)
     os._exit(1)

@@ -1,7 +1,7 @@
-"""Joins several groups of the same processes, which take the buckets in turn.
+"""Joins groups of the same processes; buckets alternate between their communicators.
 
-One communicator sends one bucket at a time, and one flow of messages may not fill a fast link. With several
-communicators as many buckets are under way at once.
+One communicator sends one bucket at a time, and one flow of messages may not fill a fast link.
+Several communicators have as many buckets in flight.
 
 Source: Li et al. (VLDB 2020), section 5.4; `_round_robin_process_groups` in `torch.distributed`.
 """
@@ -15,25 +15,27 @@ from fddp.wording import check_has
 
 
 def round_robin(groups: Sequence[Group]) -> Group:
-    """Makes one group of several over the same processes; every process calls it with equally many.
+    """Joins groups of the same processes into one group with concurrent all-reduces.
 
-    Bucket k of a step that runs as several programs (schedule "staged" or "after") goes to group k modulo their number,
-    on all ranks alike. "staged" has as many all-reduces under way as there are groups. Inside one program (schedule
-    "fused") XLA launches the sums itself. The first group does all else, such as the collectives of hosts.
+    A step of several programs (schedule "staged" or "after") sends bucket k through group k modulo
+    their number, and "staged" has as many all-reduces in flight. In one program (schedule "fused")
+    XLA launches the sums itself. The first group carries all other traffic. Every process calls it.
 
-    Under MPI every group has communicators of its own. Under Gloo XLA has one for each order of the devices, so no
-    more sums run side by side than there are processes; further groups take turns. Where a process has several devices,
-    or sums go over nodes first, all groups share one.
+    Under MPI every group has its own communicators. Under Gloo XLA has one communicator for each
+    order of the devices, so at most as many sums run concurrently as there are processes; more
+    groups have no effect. If a process has several devices, or sums go over nodes first, all groups
+    share one.
 
     Args:
-      groups: groups of the same processes in the same order, such as `[group] * 3`.
+      groups: groups of the same processes in the same order, such as `[group] * 3`; equally many on
+        every process.
 
     Returns:
       The group.
 
     Raises:
-      ValueError: no group, groups of other processes or devices, or another number of groups on another rank; on every
-        rank of the first group.
+      ValueError: no group, groups of other processes or devices, or unequal numbers of groups; on
+        every rank of the first group.
 
     Example:
       >>> import fddp
@@ -66,4 +68,7 @@ def _described(groups: Sequence[Group]) -> list[str]:
 def _form(group: Group) -> str:
     along = f" along {group.axis_name!r}" if group.axis_name else ""
     nodes = f", over nodes of {group.local} first," if group.local else ""
-    return f"{group.size} replicas of backend {group.backend!r}{along}{nodes} on processes {list(group.global_ranks)}"
+    return (
+        f"{group.size} replicas of backend {group.backend!r}{along}{nodes} on processes "
+        f"{list(group.global_ranks)}"
+    )

@@ -1,4 +1,4 @@
-"""The job's secret, and the signatures that it gives: a process without it is not a rank.
+"""The secret of a job, and signatures with it: a process without the secret is not a rank.
 
 Source: challenge and response by HMAC (RFC 2104), as in Python's `multiprocessing.connection`.
 """
@@ -11,21 +11,21 @@ SECRET = "FDDP_SECRET"
 
 
 def new_secret() -> str:
-    """A fresh secret for a job; also a challenge that was never used before."""
+    """Returns a fresh secret for a job, or a fresh challenge."""
     return secrets.token_hex(16)
 
 
-def signature(*parts: str | bytes) -> str:
+def signature(*values: str | bytes) -> str:
     """Signs values with the job's secret; without a secret the signature proves nothing."""
     signing = hmac.new(os.fsencode(os.environ.get(SECRET, "")), digestmod="sha256")
-    for part in parts:
-        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
+    for value in values:
+        data = value.encode(errors="surrogateescape") if isinstance(value, str) else value
         signing.update(len(data).to_bytes(8, "big"))  # 'ab', 'c' are not 'a', 'bc'
         signing.update(data)
     return signing.hexdigest()
 
 
-def signed(found: object, *parts: str | bytes) -> bool:
-    """Whether a value is the signature of these values; takes equally long for all wrong ones."""
-    text = found.encode(errors="replace") if isinstance(found, str) else b""
-    return hmac.compare_digest(text, signature(*parts).encode())
+def signed(claim: object, *values: str | bytes) -> bool:
+    """Returns True if `claim` is the values' signature, in equal time for all false claims."""
+    text = claim.encode(errors="replace") if isinstance(claim, str) else b""
+    return hmac.compare_digest(text, signature(*values).encode())

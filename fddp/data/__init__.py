@@ -1,4 +1,4 @@
-"""Rows: those that a process reads, ranks that run out of them, and the rows of all ranks together.
+"""The rows of a process: sampling, ranks with unequal numbers of batches, and gathering.
 
 This room imports losses, comm and runtime.
 """

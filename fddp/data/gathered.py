@@ -1,4 +1,4 @@
-"""Gathers the rows of all ranks, as many as each has.
+"""Gathers unequal numbers of rows from all ranks.
 
 Source: `gather_all_tensors` in torchmetrics; `gather_for_metrics` in Accelerate.
 """
@@ -15,19 +15,20 @@ from fddp.runtime import group_of
 
 
 def gather_rows(tree: Any, *, group: Group | None = None) -> Any:
-    """Puts the rows of all ranks one behind the other, in order of rank, on every rank; every rank calls it.
+    """Concatenates the rows of all ranks, in order of rank, on every rank; every rank calls it.
 
     Args:
-      tree: arrays, predictions say, whose first dim counts rows: of equal structure, dtypes and other dims on all
-        ranks, with any number of rows, none too.
+      tree: arrays of rows along the first dim, for example predictions. Structure, dtypes and other
+        dims are equal on all ranks; the number of rows may differ, and be 0.
       group: the ranks that gather; None: the group of `fddp.init()`.
 
     Returns:
-      The tree with the rows of all ranks, as NumPy's arrays on the host.
+      The tree with the rows of all ranks, as NumPy arrays.
 
     Raises:
-      ValueError: the forms of a row differ between ranks, or there are no rows to count; on every rank.
-      TypeError: a leaf is no array of numbers; on every rank.
+      ValueError: the shapes or dtypes of a row differ between ranks, or an array has no dims; on
+        every rank.
+      TypeError: a leaf is not an array of numbers; on every rank.
 
     Example:
       >>> import fddp, numpy as np
@@ -41,29 +42,38 @@ def gather_rows(tree: Any, *, group: Group | None = None) -> Any:
         rows = jax.tree_util.tree_map_with_path(_row, tree)
         return rows, [np.asarray(x) for x in jax.tree.leaves(tree)]
 
-    _, hosted = verify(group, "rows", find, lambda found: described("a row of", found[0]))
+    _, hosted = verify(group, "rows", find, lambda result: described("a row of", result[0]))
     counts = np.array([len(x) for x in hosted], np.int64)
-    every = gather_bytes(group, counts.tobytes() + b"".join(x.tobytes() for x in hosted))
-    apart = [_read(data, hosted) for data in every]
-    return jax.tree.unflatten(jax.tree.structure(tree), [np.concatenate(parts) for parts in zip(*apart)])
+    messages = gather_bytes(group, counts.tobytes() + b"".join(x.tobytes() for x in hosted))
+    rank_arrays = [_read(data, hosted) for data in messages]
+    return jax.tree.unflatten(
+        jax.tree.structure(tree), [np.concatenate(arrays) for arrays in zip(*rank_arrays)]
+    )
 
 
-def _row(path: Any, x: Any) -> jax.ShapeDtypeStruct:
-    """The form of a row."""
+def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
+    """Returns shape and dtype of a row."""
     name = f"the array{jax.tree_util.keystr(path)}"
     dtype = getattr(x, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind in "OSU":
-        raise TypeError(f"fddp.gather_rows: {name} must be an array of numbers, got {dtype or type(x).__name__}.")
+        raise TypeError(
+            f"fddp.gather_rows: {name} must be an array of numbers, got "
+            f"{dtype or type(x).__name__}."
+        )
     if not x.shape:
-        raise ValueError(f"fddp.gather_rows: {name} has no dims, and rows lie along the first: give x[None].")
+        raise ValueError(
+            f"fddp.gather_rows: {name} has no dims, and rows lie along the first: give x[None]."
+        )
     return jax.ShapeDtypeStruct(x.shape[1:], dtype)
 
 
 def _read(data: bytes, like: list[np.ndarray]) -> list[np.ndarray]:
-    """Reads what one rank sent: the number of rows of each of its arrays, then the arrays."""
+    """Reads one rank's message: the number of rows of each array, then the arrays."""
     counts = np.frombuffer(data, np.int64, len(like))
     shapes = [(int(count), *x.shape[1:]) for count, x in zip(counts, like)]
-    ends = np.cumsum([counts.nbytes, *(np.prod(shape, dtype=int) * x.itemsize for shape, x in zip(shapes, like))])
+    ends = np.cumsum(
+        [counts.nbytes, *(np.prod(shape, dtype=int) * x.itemsize for shape, x in zip(shapes, like))]
+    )
     return [
         np.frombuffer(data[begin:end], x.dtype).reshape(shape)
         for begin, end, shape, x in zip(ends[:-1], ends[1:], shapes, like)

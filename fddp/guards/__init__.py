@@ -1,4 +1,4 @@
-"""Watches over values: replicas that are no longer equal, and gradients that are not finite.
+"""Checks of values: unequal replicas, and non-finite gradients.
 
 This room imports step, buckets and comm.
 """

@@ -1,4 +1,4 @@
-"""Steps that were skipped, as their gradients were not finite: who made them so says it, and nobody waits for it."""
+"""Counts steps skipped for non-finite gradients, and prints the first such gradient."""
 
 import sys
 from collections import deque
@@ -10,55 +10,64 @@ from fddp.buckets import BucketPlan
 from fddp.comm import Group
 from fddp.step import StepInfo
 
-MOST = 16  # steps under way; more the host does not run ahead
+MOST = 16  # steps in flight: the host runs no further ahead
 
 
 class Skips:
-    """The steps of a training that were skipped."""
+    """The skipped steps of a training."""
 
     def __init__(self) -> None:
         self.count = 0
-        """The number of them, as far as is known."""
+        """Number of skipped steps among those read so far."""
         self._going = deque[tuple[int, StepInfo]]()
 
-    def note(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
-        """Notes a step, and tells of those that are over whether they were skipped.
+    def note(
+        self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo
+    ) -> None:
+        """Adds step `number`, then counts and prints the skipped steps among those that have ended.
 
-        Args:
-          group: the replicas.
-          plan: the order of readiness.
-          chosen: numbers of the trained leaves.
-          number: of the step.
-          info: what it told.
+        `plan` has the ready order of leaves, and `chosen` the numbers of the trained leaves.
         """
         if info.skipped is None:
             return
         self._going.append((number, info))
-        while self._going and (len(self._going) > MOST or self._going[0][1].skipped.is_ready()):  # type: ignore
+        while self._going and (
+            len(self._going) > MOST or self._going[0][1].skipped.is_ready()  # type: ignore
+        ):
             number, info = self._going.popleft()
             if any(_here(info.skipped)):
                 self.count += 1
-                # A loss scale is searched by skipped steps: these are counted, and not printed.
+                # A loss scale is found by skipped steps: they are counted, but not printed.
                 if info.broken is not None:
                     self._tell(group, plan, chosen, number, info)
 
-    def _tell(self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo) -> None:
-        ready = list(dict.fromkeys(i for bucket in plan.buckets for i in bucket.leaves))  # a stack may be in several
+    def _tell(
+        self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo
+    ) -> None:
+        # A stack may be in several buckets.
+        ready = list(dict.fromkeys(i for bucket in plan.buckets for i in bucket.leaves))
         name = f"fddp: rank {group.rank} of {group.processes}: step {number} was skipped"
-        each = _here(info.broken)
-        devices = len(each) // (group.size // group.processes)  # of a replica
-        for replica, broken in enumerate(each[::devices]):
+        flags = _here(info.broken)
+        devices = len(flags) // (group.size // group.processes)  # of a replica
+        for replica, broken in enumerate(flags[::devices]):
             leaves = [i for i in ready if i in chosen and broken[chosen.index(i)]]
             if leaves:
-                of = f"its gradient of {plan.leaves[leaves[0]].name} was the first that is not finite"
-                several = f" on replica {replica}" if group.size > group.processes else ""
+                reason = (
+                    f"its gradient of {plan.leaves[leaves[0]].name} was the first that is not "
+                    "finite"
+                )
+                where = f" on replica {replica}" if group.size > group.processes else ""
                 more = f" ({len(leaves)} of {len(ready)} are not)" if len(leaves) > 1 else ""
-                print(f"{name}: {of}{several}{more}.", file=sys.stderr, flush=True)
+                print(f"{name}: {reason}{where}{more}.", file=sys.stderr, flush=True)
                 return
         if group.rank == 0:
-            print(f"{name}: the mean gradients are not finite; its own are.", file=sys.stderr, flush=True)
+            print(
+                f"{name}: the mean gradients are not finite; its own are.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _here(x: Any) -> list[np.ndarray]:
-    """The values of each of this process's replicas."""
+    """Returns the values of each of this process's devices."""
     return [np.asarray(shard.data) for shard in x.addressable_shards]

@@ -1,4 +1,4 @@
-"""Reads a compiled program's text: its instructions, their cost, and the collectives among them.
+"""Parses the text of a compiled program: its instructions, their cost, and its collectives.
 
 A step compares the collectives of all ranks' programs; an audit compares them with the plan.
 This room imports no other.

@@ -1,7 +1,8 @@
-"""The collectives of a scheduled program, and the computation that each overlaps with.
+"""The collectives of a scheduled program, and the computation that overlaps with each.
 
-On a GPU an all-reduce is two instructions, start and done; the instructions between them run beside it. A collective
-that is one instruction, or that XLA has marked as synchronous, holds the program up.
+On a GPU an asynchronous all-reduce is two instructions, start and done; the instructions between
+them overlap with it. A collective of a single instruction blocks the program, as does a collective
+marked by XLA as synchronous.
 """
 
 from dataclasses import dataclass
@@ -15,34 +16,34 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: when it starts and when it is waited for, as places in its schedule."""
+    """A collective, with the positions of its start and its done in the schedule."""
 
     kind: str
-    """"all-reduce", say."""
+    """A name of `KINDS`."""
     arrays: tuple[Array, ...]
-    """The arrays that it sends; several where XLA has merged several collectives."""
+    """Its operands; several if XLA has merged several collectives."""
     groups: str
-    """The groups of devices that talk among themselves, as XLA writes them."""
+    """The groups of devices, as XLA writes them."""
     op_name: str
-    """The path of Python functions and named scopes it came from, as JAX writes it; may be empty."""
+    """Path of Python functions and named scopes, as JAX writes it; may be empty."""
     start: int
-    """The place where it starts."""
+    """Position of its start."""
     done: int
-    """The place where it is waited for; the place where it starts if it is synchronous."""
+    """Position of its done; equal to `start` if it is synchronous."""
     loops: int
     """Number of loops around it."""
     rounds: int
-    """Number of times that it is sent: the rounds of these loops."""
+    """Number of executions: the product of these loops' rounds."""
     branches: int
     """Number of conditionals around it."""
     heavy: int
-    """Matrix products and convolutions that are scheduled between start and done; in a loop those of one round."""
+    """Number of instructions between start and done with products or convolutions, in a round."""
     flops: int
-    """Their floating-point operations, in all rounds."""
+    """Floating-point operations of these instructions, in all rounds."""
     pipelined: bool = False
-    """Whether each round of its loop sends what the round before has made, so that all of a round can run beside it."""
+    """True if each round sends values of the previous round, and so overlaps with all of it."""
     ahead: bool = False
-    """Whether each round of its loop brings what the next round reads, so that all of a round can run beside it."""
+    """True if each round receives values of the next round, and so overlaps with all of it."""
 
     @property
     def asynchronous(self) -> bool:
@@ -50,12 +51,12 @@ class Collective:
 
     @property
     def inside(self) -> bool:
-        """Whether it stands in a loop or in a branch, whose places are not the program's own."""
+        """True if it is in a loop or a branch: its positions are not those of the program."""
         return self.loops + self.branches > 0
 
     @property
     def devices(self) -> Devices:
-        """The groups of devices as numbers: places in the order of the mesh; empty: all devices are one group."""
+        """The groups as positions in the mesh; empty if all devices form one group."""
         return device_groups(self.groups)
 
     @property
@@ -68,43 +69,53 @@ class Collective:
 
 
 def find_collectives(module: Module) -> tuple[Collective, ...]:
-    """Finds a program's collectives.
+    """Finds the collectives of a program, in order of their start, with loops and branches last.
 
-    Args:
-      module: the program; if it is not scheduled, places are those of its text.
-
-    Returns:
-      Its collectives in the order in which they start, those inside loops and branches last.
+    Without a schedule, positions are those in the text.
     """
-    return tuple(collective for schedule in module.schedules() for collective in _of_schedule(module, schedule))
+    return tuple(
+        collective
+        for schedule in module.schedules()
+        for collective in _of_schedule(module, schedule)
+    )
 
 
 def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
     lines = schedule.lines
     works = [work(module, line, computation) for line, computation in lines]
-    ends = {line.operands[0]: at for at, (line, _) in enumerate(lines) if line.opcode.endswith("-done")}
+    done_positions = {
+        line.operands[0]: position
+        for position, (line, _) in enumerate(lines)
+        if line.opcode.endswith("-done")
+    }
     collectives = []
-    for at, (line, computation) in enumerate(lines):
+    for position, (line, computation) in enumerate(lines):
         sender = _sender(module, line)
         if sender is None:
             continue
-        waits = module.scheduled and line.opcode.endswith("-start") and '"is_sync":true' not in line.attributes
-        done = ends.get(line.name, at) if waits else at
-        under = works[at + 1 : done]
+        is_async = (
+            module.scheduled
+            and line.opcode.endswith("-start")
+            and '"is_sync":true' not in line.attributes
+        )
+        done = done_positions.get(line.name, position) if is_async else position
+        overlapped = works[position + 1 : done]
         collectives.append(
             Collective(
                 kind=next(kind for kind in KINDS if sender.opcode.startswith(kind)),
-                arrays=tuple(x for name in line.operands for x in computation[name].result),
+                arrays=tuple(array for name in line.operands for array in computation[name].result),
                 groups=sender.groups,
                 op_name=line.op_name or sender.op_name,
-                start=at,
+                start=position,
                 done=done,
                 loops=schedule.loops,
                 rounds=schedule.rounds,
                 branches=schedule.branches,
-                heavy=sum(map(bool, under)),
-                flops=schedule.rounds * sum(one.flops for found in under for one in found),
-                pipelined=schedule.loops > 0 and all(_is_given(computation, name) for name in line.operands),
+                heavy=sum(map(bool, overlapped)),
+                flops=schedule.rounds
+                * sum(product.flops for products in overlapped for product in products),
+                pipelined=schedule.loops > 0
+                and all(_is_given(computation, name) for name in line.operands),
                 ahead=schedule.loops > 0 and _is_handed_on(computation, line.name),
             )
         )
@@ -112,7 +123,7 @@ def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
 
 
 def _is_given(computation: Computation, name: str) -> bool:
-    """Whether a value is there when its computation begins, be it under another name or as a copy."""
+    """Returns True if a value is an input of its computation, possibly renamed or copied."""
     instruction = computation[name]
     while instruction.opcode in ("copy", "bitcast", "get-tuple-element"):
         instruction = computation[instruction.operands[0]]
@@ -120,24 +131,29 @@ def _is_given(computation: Computation, name: str) -> bool:
 
 
 def _is_handed_on(computation: Computation, name: str) -> bool:
-    """Whether nothing reads a value in its computation, which gives it back, be it under another name or as a copy."""
+    """Returns True if a computation only returns a value, possibly renamed or copied."""
     readers = [line for line in computation.values() if name in line.operands]
-    waits = ("copy", "bitcast", "get-tuple-element")
-    same = (line.opcode in waits or line.opcode.endswith("-done") for line in readers)
-    each = zip(readers, same)
-    return all(_is_handed_on(computation, line.name) if on else line.opcode == "tuple" for line, on in each)
+    renaming = ("copy", "bitcast", "get-tuple-element")
+    renames = (line.opcode in renaming or line.opcode.endswith("-done") for line in readers)
+    pairs = zip(readers, renames)
+    return all(
+        _is_handed_on(computation, line.name) if renamed else line.opcode == "tuple"
+        for line, renamed in pairs
+    )
 
 
 def _sender(module: Module, line: Instruction) -> Instruction | None:
-    """The collective that an instruction starts: the instruction itself, or the one that an `async-start` wraps."""
+    """The collective that an instruction starts, itself or the content of an `async-start`."""
     if line.opcode == "async-start":
-        inner = (part for name in line.calls for part in module.computations[name].values())
-        return next((part for part in inner if _is_collective(part)), None)
+        wrapped = (
+            instruction for name in line.calls for instruction in module.computations[name].values()
+        )
+        return next((instruction for instruction in wrapped if _is_collective(instruction)), None)
     return line if _is_collective(line) else None
 
 
 def sends(module: Module, line: Instruction) -> bool:
-    """Whether an instruction starts a collective."""
+    """Returns True if an instruction starts a collective."""
     return _sender(module, line) is not None
 
 

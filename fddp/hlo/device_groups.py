@@ -1,4 +1,4 @@
-"""Reads the groups of devices of a collective, which XLA writes in three ways.
+"""Parses the device groups of a collective, in the three notations of XLA.
 
 Source: `replica_group.cc` and `tile_assignment.cc` in XLA.
 """
@@ -13,37 +13,38 @@ AXIS = r"'([^']+)'"
 
 
 def device_groups(text: str) -> Devices:
-    """Reads the groups of a collective.
+    """Parses the device groups of a collective, as positions in the mesh.
 
-    Args:
-      text: the groups as XLA writes them. "{{0,2},{1,3}}" lists them, as it lists the pairs of a permutation;
-        "[2,2]<=[2,2]T(1,0)" means numbers from 0, in a shape, transposed, and dealt out; "mesh['a'=2,'b'=2] {'a'}"
-        means groups along axes of a mesh.
+    "{{0,2},{1,3}}" lists the groups, or the pairs of a permutation. "[2,2]<=[2,2]T(1,0)" reshapes
+    the numbers from 0, transposes them and cuts them into groups. "mesh['a'=2,'b'=2] {'a'}" groups
+    along axes of a mesh. An empty text is no group: all devices form one. Any other text raises a
+    ValueError.
 
-    Returns:
-      The devices of each group, as places in the order of the mesh; no group: all devices are one group.
-
-    Raises:
-      ValueError: the text is written otherwise.
-
-    Example:
-      >>> [device_groups(x) for x in ("{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)", "mesh['a'=2,'b'=2] {'a'}")]
-      [((0, 2), (1, 3)), ((0, 2), (1, 3)), ((0, 2), (1, 3))]
+    >>> texts = "{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)", "mesh['a'=2,'b'=2] {'a'}"
+    >>> [device_groups(text) for text in texts]
+    [((0, 2), (1, 3)), ((0, 2), (1, 3)), ((0, 2), (1, 3))]
     """
     if re.fullmatch(r"\{(\{[\d,]+\},?)*\}|", text):
         return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text))
     if tiles := re.fullmatch(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape = _numbers(tiles[3])
         order = _numbers(tiles[4]) if tiles[4] else None
-        return _dealt_out(np.arange(math.prod(shape)).reshape(shape).transpose(order), int(tiles[2]))
+        return _dealt_out(
+            np.arange(math.prod(shape)).reshape(shape).transpose(order), int(tiles[2])
+        )
     if re.fullmatch(rf"mesh\[(?:{AXIS}=\d+,?)+\] \{{(?:{AXIS},?)+\}}", text):
-        mesh, _, along = text.partition("] ")
+        mesh, _, grouped = text.partition("] ")
         sizes = {name: int(size) for name, size in re.findall(rf"{AXIS}=(\d+)", mesh)}
-        chosen = re.findall(AXIS, along)
-        order = [*(name for name in sizes if name not in chosen), *chosen]
+        group_axes = re.findall(AXIS, grouped)
+        order = [*(name for name in sizes if name not in group_axes), *group_axes]
         ids = np.arange(math.prod(sizes.values())).reshape(*sizes.values())
-        return _dealt_out(ids.transpose([*map([*sizes].index, order)]), math.prod(sizes[name] for name in chosen))
-    raise ValueError(f"the devices of a collective are written in a way that fddp cannot read: {text}")
+        return _dealt_out(
+            ids.transpose([*map([*sizes].index, order)]),
+            math.prod(sizes[name] for name in group_axes),
+        )
+    raise ValueError(
+        f"the devices of a collective are written in a way that fddp cannot read: {text}"
+    )
 
 
 def _dealt_out(ids: np.ndarray, size: int) -> Devices:

@@ -1,9 +1,9 @@
-"""Hooks, which sum a message over replicas: plainly, in few bits, sparse, with low rank, or not at all.
+"""Hooks that sum a message over replicas: plainly, in few bits, sparsely, or with low rank.
 
-Hooks compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))` begins with plain
-sums. A hook's memory is in the units of the step it comes from, Σ w·g, and is added to the next step's gradients
-whatever its weights are. The memory of a parameter that no replica used in a step is lost. This room imports buckets
-and comm.
+Hooks compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))`
+begins with plain sums. A hook's memory has the units of its step, Σ w·g, and is added to the next
+step's gradients whatever their weights. Memory that was added to the sum of a parameter is lost if
+no replica used the parameter. This room imports buckets and comm.
 
 Source: `ddp_comm_hooks` in PyTorch.
 """
@@ -30,7 +30,7 @@ from fddp.hooks.narrow import noop as noop
 from fddp.hooks.reductions import PLAIN as PLAIN
 from fddp.hooks.reductions import Reduction as Reduction
 from fddp.hooks.reductions import all_finite as all_finite
-from fddp.hooks.reductions import on_each_device as on_each_device
+from fddp.hooks.reductions import per_device as per_device
 from fddp.hooks.reductions import plain_bytes as plain_bytes
 from fddp.hooks.reductions import reductions as reductions
 from fddp.hooks.reductions import summed as summed

@@ -1,6 +1,7 @@
-"""A hook that sends each bucket in bits of its own, as many as fit under what is computed.
+"""A hook that sends each bucket with its own number of bits, as many as computing can hide.
 
-Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 6.2.3, which leaves the level of compression open.
+Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 6.2.3, which leaves the level of
+compression open.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +23,20 @@ BITS = (32, 16, 8, 4, 1)
 
 
 def adaptive(bits: Sequence[int] = (8,)) -> Hook:
-    """Sends each bucket in as many bits a number as it is given: 32, 16, 8, 4 or 1.
+    """Sends each bucket with its own number of bits: 32, 16, 8, 4 or 1.
 
-    `fddp.fit_bits` measures and chooses them, `fddp.refit_bits` chooses again. What is lost is added to the next step's
-    gradients and sums, in the same memory whatever the bits are: a step with other bits goes on from the state.
+    `fddp.fit_bits` measures and chooses them, `fddp.refit_bits` chooses again. Errors are added to
+    the next step's gradients and sums. Their memory has the same form for all bits, so a step with
+    other bits continues from the state.
 
     Args:
-      bits: of each bucket in turn; the last ones hold for all that follow.
+      bits: bits per number of each bucket; the last entry holds for all further buckets.
 
     Returns:
       The hook.
 
     Raises:
-      ValueError: no bits, or others than these.
+      ValueError: bits is empty, or contains other numbers.
 
     Example:
       >>> import fddp
@@ -43,40 +45,47 @@ def adaptive(bits: Sequence[int] = (8,)) -> Hook:
     """
     check_has("__iter__", "adaptive: bits", bits, "a sequence of numbers, [8]")
     if not bits or not set(bits) <= set(BITS):
-        raise ValueError(f"adaptive: bits must be some of {', '.join(map(str, BITS))}, got {bits!r}.")
+        raise ValueError(
+            f"adaptive: bits must be some of {', '.join(map(str, BITS))}, got {bits!r}."
+        )
     name = f"adaptive({', '.join(map(str, bits))})"
-    codes = {16: floats(jnp.bfloat16), 8: integers(8, BLOCK), 4: integers(4, BLOCK), 1: signs(BLOCK)}
+    codes = {
+        16: floats(jnp.bfloat16),
+        8: integers(8, BLOCK),
+        4: integers(4, BLOCK),
+        1: signs(BLOCK),
+    }
     hooks: dict[int, Any] = {n: coded(code, name, error_feedback=True) for n, code in codes.items()}
     hooks[32] = _plain(hooks[16].init)
 
-    def of(bucket: GradBucket | GradRows) -> Any:
+    def hook_of(bucket: GradBucket | GradRows) -> Any:
         return hooks[bits[min(bucket.number, len(bits) - 1)]]
 
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        return of(bucket).apply(comm, bucket, state)
+    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        return hook_of(bucket).apply(comm, bucket, memory)
 
-    def scatter(comm: Communicator, bucket: GradRows, state: State) -> tuple[Array, State]:
-        return of(bucket).scatter(comm, bucket, state)
+    def scatter(comm: Communicator, bucket: GradRows, memory: State) -> tuple[Array, State]:
+        return hook_of(bucket).scatter(comm, bucket, memory)
 
     return Hook(hooks[16].init, apply, name, scatter=scatter, bits=tuple(bits))
 
 
 def _plain(init: Callable[[jax.ShapeDtypeStruct], Any]) -> Hook:
-    """Sums plainly, with all that a code has lost of earlier numbers, and loses nothing."""
+    """Sums plainly, and adds the errors of codes in earlier steps."""
 
-    def left(state: State) -> list[Array]:
-        return [leaf["sent"] + leaf["summed"] for leaf in state]
+    def errors(memory: State) -> list[Array]:
+        return [leaf["sent"] + leaf["summed"] for leaf in memory]
 
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
         if not is_float(bucket.buffer.dtype):
-            return comm.all_reduce(bucket.buffer), state
-        more = jnp.concatenate([x.reshape(-1) for x in left(state)])
-        return comm.all_reduce(bucket.buffer + more), jax.tree.map(jnp.zeros_like, state)
+            return comm.all_reduce(bucket.buffer), memory
+        residual = jnp.concatenate([x.reshape(-1) for x in errors(memory)])
+        return comm.all_reduce(bucket.buffer + residual), jax.tree.map(jnp.zeros_like, memory)
 
-    def scatter(comm: Communicator, bucket: GradRows, state: State) -> tuple[Array, State]:
+    def scatter(comm: Communicator, bucket: GradRows, memory: State) -> tuple[Array, State]:
         if not is_float(bucket.buffer.dtype):
-            return comm.reduce_scatter(bucket.buffer), state
-        rows = bucket.buffer + bucket.rows_of(left(state))
-        return comm.reduce_scatter(rows), jax.tree.map(jnp.zeros_like, state)
+            return comm.reduce_scatter(bucket.buffer), memory
+        rows = bucket.buffer + bucket.rows_of(errors(memory))
+        return comm.reduce_scatter(rows), jax.tree.map(jnp.zeros_like, memory)
 
     return Hook(init, apply, "plain", scatter=scatter)

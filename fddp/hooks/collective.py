@@ -1,6 +1,7 @@
-"""The bucketed all-reduce by itself, for people who write their own step.
+"""The bucketed all-reduce as a function, for users who write their own step.
 
-Source: `allreduce_coalesced` in `torch.distributed`; `flatten_util.ravel_pytree` in JAX for the way there and back.
+Source: `allreduce_coalesced` in `torch.distributed`; `flatten_util.ravel_pytree` in JAX for packing
+and its inverse.
 """
 
 from dataclasses import replace
@@ -23,22 +24,24 @@ def all_reduce(
     op: str = "sum",
     hook: Hook | None = None,
 ) -> Any:
-    """Sums a tree over replicas, one all-reduce per bucket; for use inside `jax.shard_map`, or a jitted step under MPI.
+    """Sums a tree over replicas, one all-reduce per bucket.
+
+    Call it inside `jax.shard_map`, or in a jitted step under MPI.
 
     Args:
-      tree: arrays with the shapes and dtypes of the plan's leaves, each replica's own.
-      plan: the buckets in which leaves travel.
+      tree: this replica's arrays, with the shapes and dtypes of the plan's leaves.
+      plan: the plan of the buckets.
       axis_name: the mesh axis to sum over; or
       group: the group whose replicas to sum over.
       op: "sum", or "mean": the sum divided by the number of replicas.
-      hook: a hook without a memory, which sums each bucket; None: the plain sum.
+      hook: a hook without memory that sums each bucket. None: the plain sum.
 
     Returns:
-      The reduced tree; leaves that do not travel under the plan stay each replica's own.
+      The reduced tree. Leaves outside all buckets are returned unchanged.
 
     Raises:
-      ValueError: not exactly one of axis_name and group, another op, a hook that needs a state, or a tree that does not
-        fit the plan.
+      ValueError: not exactly one of axis_name and group, another op, a hook with memory, or a tree
+        that does not fit the plan.
 
     Example:
       >>> import fddp, jax, jax.numpy as jnp
@@ -46,12 +49,15 @@ def all_reduce(
       >>> mesh, grads = Mesh(jax.devices(), "replica"), {"w": jnp.ones(3), "b": jnp.zeros(())}
       >>> plan = fddp.make_plan(grads)
       >>> mean = lambda g: fddp.all_reduce(g, plan, axis_name="replica", op="mean")
-      >>> jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(grads)["w"].tolist()
+      >>> mean = jax.shard_map(mean, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+      >>> mean(grads)["w"].tolist()
       [1.0, 1.0, 1.0]
     """
     check_plan("fddp.all_reduce", plan)
     if (axis_name is None) == (group is None):
-        raise ValueError(f"give one of axis_name and group, got axis_name={axis_name!r} and group={group!r}.")
+        raise ValueError(
+            f"give one of axis_name and group, got axis_name={axis_name!r} and group={group!r}."
+        )
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}.")
     if hook is not None:
@@ -63,15 +69,21 @@ def all_reduce(
     if group is not None:
         comm = group.communicator
     else:
-        comm = axis_communicator(str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend())
-    whole = replace(
+        comm = axis_communicator(
+            str(axis_name), jax.lax.axis_size(axis_name), jax.default_backend()
+        )
+    dense_plan = replace(
         plan,
         buckets=tuple(replace(bucket, rows=None) for bucket in plan.buckets),
         messages=tuple(map(Message, range(len(plan.buckets)))),
     )
     sums = [
-        summed(comm, way, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
-        for way, bucket, buffer in zip(reductions(whole, hook, None), plan.buckets, pack(plan, tree))
+        summed(comm, reduction, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
+        for reduction, bucket, buffer in zip(
+            reductions(dense_plan, hook, None), plan.buckets, pack(plan, tree)
+        )
     ]
     reduced = unpack(plan, [total / comm.size for total in sums] if op == "mean" else sums)
-    return jax.tree.map(lambda own, new: own if new is None else new, tree, reduced, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda old, new: old if new is None else new, tree, reduced, is_leaf=lambda x: x is None
+    )

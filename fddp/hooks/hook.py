@@ -1,8 +1,8 @@
-"""The type of communication hooks, which sum a bucket over replicas in place of the plain sum.
+"""Communication hooks: pairs of pure functions that replace the plain sum of a bucket.
 
-A `Hook` is a pair of pure functions. `apply` runs on every replica, with that replica's own bucket, and talks to the
-others through a `Communicator`. Its memory until the next step (a rounding error, a warm start) is kept for each leaf
-of the parameters, so that it outlives a new plan and can be saved.
+`apply` runs on every replica with the replica's bucket, and communicates through a `Communicator`.
+The memory of a hook (a rounding error, a warm start) is stored for each leaf of the parameters, so
+that it survives a new plan, and can be saved.
 
 Source: `register_comm_hook` and `GradBucket` in PyTorch.
 """
@@ -22,31 +22,31 @@ State = tuple[Any, ...]
 
 
 class GradBucket(NamedTuple):
-    """A bucket as a hook gets it; named as in PyTorch."""
+    """The bucket that a hook sums; named as in PyTorch."""
 
     buffer: Shaped[Array, " n"]
     """This replica's contributions, Σ w·g over its micro-batches, leaf after leaf."""
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    """Shape and dtype of each leaf in it."""
+    """Shape and dtype of each leaf."""
     number: int = 0
-    """Its place in the plan (PyTorch's `index`)."""
+    """Index of the bucket in the plan (PyTorch's `index`)."""
 
 
 class GradRows(NamedTuple):
-    """A bucket that is scattered: row i is for replica i, which has that part of each leaf."""
+    """The bucket that a hook scatters: row i holds the shards of replica i."""
 
     buffer: Shaped[Array, "replicas n"]
     """This replica's contributions."""
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    """Shape and dtype of each leaf in it."""
+    """Shape and dtype of each leaf."""
     rows_of: Callable[[Sequence[Array]], Shaped[Array, "replicas n"]]
-    """Leaves → rows that have them where the buffer has them."""
+    """Leaves → rows, in the layout of the buffer."""
     leaves_of: Callable[[Shaped[Array, "replicas n"]], list[Array]]
     """Rows → leaves: the inverse."""
     true: Bool[np.ndarray, "replicas n"]
-    """Marks the numbers of leaves; the others are padding."""
+    """Mask of the elements that are not padding."""
     number: int = 0
-    """Its place in the plan (PyTorch's `index`)."""
+    """Index of the bucket in the plan (PyTorch's `index`)."""
 
 
 class Hook(NamedTuple):
@@ -62,19 +62,24 @@ class Hook(NamedTuple):
     """
 
     init: Callable[[jax.ShapeDtypeStruct], Any]
-    """A leaf's shape and dtype → each replica's first memory for it: a tree of arrays, () for nothing."""
+    """Shape and dtype of a leaf → each replica's initial memory for it: a tree of arrays, () for
+    none."""
     apply: Callable[[Communicator, GradBucket, State], tuple[Array, State]]
-    """(comm, bucket, memory of its leaves) → (sum, new memory). The sum is like the buffer, and equal on all replicas.
-    The function must call the comm's collectives in the same order on every replica."""
+    """(comm, bucket, memory of its leaves) → (sum, new memory). The sum has the shape and dtype of
+    the buffer, and is equal on all replicas. Every replica must call the collectives of `comm` in
+    the same order."""
     name: str = "a hook of the user's own"
-    """The name, which must be equal on all ranks."""
+    """Name of the hook, equal on all ranks."""
     by_element: bool = False
-    """Whether it sums each element by itself, without a memory: then slices of a leaf may travel one by one."""
+    """True if it sums each element separately, without a memory. Slices of a leaf can then be sent
+    one by one."""
     scatter: Callable[[Communicator, GradRows, State], tuple[Array, State]] | None = None
-    """(comm, rows, memory of their leaves) → (this replica's row of the sum, new memory): half of what `apply` does,
-    for a state in shards, where nobody needs all of a sum. None: each replica takes its part of what `apply` makes."""
+    """(comm, rows, memory of their leaves) → (this replica's row of the sum, new memory): the first
+    half of `apply`, for a state in shards. None: `apply` is called, and each replica takes its
+    shards of the sum."""
     bits: tuple[int, ...] = ()
-    """The bits of a number in each bucket in turn, the last ones for all that follow, where it is given them."""
+    """Bits per number of each bucket, the last for all further buckets; () if the hook has no such
+    option."""
 
     def __repr__(self) -> str:
         return f"Hook({self.name})"
@@ -84,26 +89,26 @@ def allreduce() -> Hook:
     """Sums buckets plainly (PyTorch's `allreduce_hook`)."""
     return Hook(
         nothing,
-        lambda comm, bucket, state: (comm.all_reduce(bucket.buffer), state),
+        lambda comm, bucket, memory: (comm.all_reduce(bucket.buffer), memory),
         "allreduce",
         by_element=True,
-        scatter=lambda comm, rows, state: (comm.reduce_scatter(rows.buffer), state),
+        scatter=lambda comm, rows, memory: (comm.reduce_scatter(rows.buffer), memory),
     )
 
 
-def split(bucket: GradBucket) -> list[Array]:
-    """Splits a bucket's buffer into its leaves."""
+def split_bucket(bucket: GradBucket) -> list[Array]:
+    """Splits the buffer of a bucket into its leaves."""
     pieces = jax.lax.split(bucket.buffer, [math.prod(leaf.shape) for leaf in bucket.leaves])
     return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, bucket.leaves)]
 
 
 def nothing(leaf: jax.ShapeDtypeStruct) -> tuple[()]:
-    """The first memory of a hook that has none."""
+    """Initial memory of a hook without memory."""
     del leaf
     return ()
 
 
 def check_hook(name: str, hook: Any) -> Hook:
-    """Returns a hook as it is, and refuses all else."""
+    """Returns a hook unchanged, and raises TypeError for other values."""
     check_has("apply", name, hook, "a fddp.Hook, one of fddp.hooks")
     return hook

@@ -1,4 +1,4 @@
-"""The memory of a hook: kept for each leaf of the parameters, used for each message."""
+"""The memory of a hook: stored for each leaf of the parameters, and used for each message."""
 
 from typing import Any
 
@@ -9,25 +9,20 @@ Memory = tuple[Any, ...]
 
 
 def by_message(plan: BucketPlan, hook_state: Any) -> Memory:
-    """Arranges a hook's memory by messages.
-
-    Args:
-      plan: the plan of the messages.
-      hook_state: a tree like the parameters, with the memory for a leaf in its place.
-
-    Returns:
-      For each message the memory for its leaves, in their order.
-    """
+    """Rearranges a tree of memories, one per parameter, into the memories of each message."""
     leaves = plan.treedef.flatten_up_to(hook_state)
-    places = [() if message.bucket is None else plan.buckets[message.bucket].leaves for message in plan.messages]
-    return tuple(tuple(leaves[i] for i in place) for place in places)
+    indices = [
+        () if message.bucket is None else plan.buckets[message.bucket].leaves
+        for message in plan.messages
+    ]
+    return tuple(tuple(leaves[i] for i in message_leaves) for message_leaves in indices)
 
 
 def by_leaf(plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
-    """Arranges a hook's memory by leaves: the inverse of `by_message`; leaves that do not travel keep their memory."""
+    """Returns memories to their tree: the inverse of `by_message`. Unsent leaves keep theirs."""
     leaves = plan.treedef.flatten_up_to(hook_state)
-    for message, remembered in zip(plan.messages, memory):
+    for message, leaf_memories in zip(plan.messages, memory):
         if message.bucket is not None:
-            for i, new in zip(plan.buckets[message.bucket].leaves, remembered):
-                leaves[i] = new
+            for i, leaf_memory in zip(plan.buckets[message.bucket].leaves, leaf_memories):
+                leaves[i] = leaf_memory
     return plan.treedef.unflatten(leaves)

@@ -1,10 +1,10 @@
-"""A hook that sends the momentum of gradients through another hook, for an optimizer whose variance is frozen.
+"""A hook that sends the momentum of gradients, for optimizers with a frozen variance.
 
-What is nearly the same in every step survives few bits better than what is new: so 1-bit Adam compresses momentum. To
-compress gradients and to take their momentum afterwards is not the same, as no code of few bits is linear.
+Few bits lose less of slowly changing values than of new ones, so 1-bit Adam compresses the
+momentum. The momentum of compressed gradients would differ, since codes of few bits are not linear.
 
-Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (ICML
-2021), algorithm 1.
+Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's
+Convergence Speed" (ICML 2021), algorithm 1.
 """
 
 from collections.abc import Callable
@@ -15,27 +15,27 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
-from fddp.hooks.hook import GradBucket, Hook, State, check_hook, split
+from fddp.hooks.hook import GradBucket, Hook, State, check_hook, split_bucket
 from fddp.wording import check_whole
 
 
 def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
-    """Gives the optimizer the mean gradient for some steps, and then their momentum, which `hook` sums.
+    """Sums gradients plainly for some steps, and then their momentum by `hook`.
 
-    From then on a replica sends b1·m + (1 − b1)·g of the common momentum m and its own gradient g, and what comes back
-    is the new m. The optimizer must take it so: see 1-bit Adam in `docs/hooks.md`. Replicas must bring equally many
-    rows in each step.
+    From then on a replica with the gradient g sends b1·m + (1 − b1)·g, where m is the common
+    momentum. The result is the new m. It replaces the gradient in the optimizer: see 1-bit Adam in
+    `docs/hooks.md`. Replicas must have equal numbers of rows in each step.
 
     Args:
-      hook: sums the momentum: `sign()`, say.
-      start: number of steps before it begins.
+      hook: the hook that sums the momentum, such as `sign()`.
+      start: number of steps before the momentum is sent.
       b1: decay of the momentum, from 0 to below 1.
 
     Returns:
       The hook.
 
     Raises:
-      ValueError: a number is out of its range.
+      ValueError: an argument is out of its range.
     """
     check_hook("momentum: hook", hook)
     check_whole("momentum: start", start, 0)
@@ -43,37 +43,39 @@ def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
         raise ValueError(f"momentum: b1 must be 0 or more and below 1, got {b1!r}.")
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
-        mean = jnp.zeros(leaf.shape, leaf.dtype)
-        return {"step": jnp.zeros((), jnp.int32), "momentum": mean, "hook": hook.init(leaf)}
+        zeros = jnp.zeros(leaf.shape, leaf.dtype)
+        return {"step": jnp.zeros((), jnp.int32), "momentum": zeros, "hook": hook.init(leaf)}
 
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
-        before = jnp.concatenate([leaf["momentum"].reshape(-1) for leaf in state])
+    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        old_momentum = jnp.concatenate([leaf["momentum"].reshape(-1) for leaf in memory])
 
-        def plain(comm: Communicator, own: State) -> Any:
+        def plain(comm: Communicator, hook_memory: State) -> Any:
             total = comm.all_reduce(bucket.buffer)
-            return total, _decayed(before, total, b1), own
+            return total, _decayed(old_momentum, total, b1), hook_memory
 
-        def through_hook(comm: Communicator, own: State) -> Any:
-            mine = bucket._replace(buffer=_decayed(before / comm.size, bucket.buffer, b1))
-            total, own = hook.apply(comm, mine, own)
-            return total, total, own
+        def through_hook(comm: Communicator, hook_memory: State) -> Any:
+            summand = bucket._replace(buffer=_decayed(old_momentum / comm.size, bucket.buffer, b1))
+            total, hook_memory = hook.apply(comm, summand, hook_memory)
+            return total, total, hook_memory
 
         def counted(phase: Callable[[Communicator, State], Any]) -> Callable[[State], Any]:
-            def run(own: State) -> Any:
-                made, sent = count_aside(comm, phase, own)
-                return *made, as_uint32(sent)
+            def run(hook_memory: State) -> Any:
+                outputs, nbytes = count_aside(comm, phase, hook_memory)
+                return *outputs, as_uint32(nbytes)
 
             return run
 
-        step = state[0]["step"]
-        own = tuple(leaf["hook"] for leaf in state)
-        total, new, own, sent = jax.lax.cond(step < start, counted(plain), counted(through_hook), own)
-        add_bytes(comm, sent)
-        each = zip(split(bucket._replace(buffer=new)), own)
-        return total, tuple({"step": step + 1, "momentum": x, "hook": memory} for x, memory in each)
+        step = memory[0]["step"]
+        hook_memory = tuple(leaf["hook"] for leaf in memory)
+        total, new_momentum, hook_memory, nbytes = jax.lax.cond(
+            step < start, counted(plain), counted(through_hook), hook_memory
+        )
+        add_bytes(comm, nbytes)
+        leaves = zip(split_bucket(bucket._replace(buffer=new_momentum)), hook_memory)
+        return total, tuple({"step": step + 1, "momentum": m, "hook": x} for m, x in leaves)
 
     return Hook(init, apply, f"momentum({hook.name}, start={start}, b1={b1})")
 
 
-def _decayed(before: Array, new: Array, b1: float) -> Array:
-    return (b1 * before + (1 - b1) * new).astype(new.dtype)
+def _decayed(momentum: Array, gradient: Array, b1: float) -> Array:
+    return (b1 * momentum + (1 - b1) * gradient).astype(gradient.dtype)

@@ -1,4 +1,4 @@
-"""A hook that sends only the largest numbers of a bucket, and remembers the rest."""
+"""A hook that sends only the largest numbers of a bucket."""
 
 import math
 from typing import Any
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fddp.comm import Communicator
-from fddp.hooks.hook import GradBucket, Hook, State, split
+from fddp.hooks.hook import GradBucket, Hook, State, split_bucket
 from fddp.hooks.narrow import is_float
 from fddp.wording import check_number, check_switch
 
 
 def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
-    """Sends only each replica's largest numbers and their places (Aji and Heafield 2017; Stich et al. 2018).
+    """Sends each replica's largest numbers and places (Aji, Heafield 2017; Stich et al. 2018).
 
     Args:
       ratio: share of a bucket's numbers that is sent, above 0 and up to 1.
-      error_feedback: whether numbers that were not sent are added to the next step's gradients.
+      error_feedback: whether unsent numbers are added to the next step's gradients.
 
     Returns:
-      The hook. Every replica gets all replicas' numbers, as they are: 8 (p − 1) bytes for each, 12 (p − 1) in float64,
-      so ratio × p should be small.
+      The hook. It gathers the numbers of all p replicas: 8 (p − 1) bytes per number, 12 (p − 1) in
+      float64. So ratio × p should be small.
 
     Raises:
       ValueError: ratio is out of its range.
@@ -33,33 +33,42 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
         raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
 
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
-        # Numbers that are not finite, NaN too, are sent before all others, or the other replicas would not see them.
-        _, where = jax.lax.top_k(jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), math.ceil(ratio * x.size))
-        largest = x[where].astype(jnp.promote_types(x.dtype, jnp.float32))
-        words = jax.lax.bitcast_convert_type(largest, jnp.int32)  # two words for a number of 64 bits
-        gathered = comm.all_gather(jnp.concatenate([where.astype(jnp.int32), words.reshape(-1)]))
-        places, everybodys = jnp.split(gathered, [where.size], axis=1)
-        values = jax.lax.bitcast_convert_type(everybodys.reshape(-1, *words.shape[1:]), largest.dtype)
+        # Numbers that are not finite rank first, or other replicas would not see them.
+        _, local_places = jax.lax.top_k(
+            jnp.where(jnp.isfinite(x), jnp.abs(x), jnp.inf), math.ceil(ratio * x.size)
+        )
+        largest = x[local_places].astype(jnp.promote_types(x.dtype, jnp.float32))
+        # Two words for a number of 64 bits.
+        words = jax.lax.bitcast_convert_type(largest, jnp.int32)
+        gathered = comm.all_gather(
+            jnp.concatenate([local_places.astype(jnp.int32), words.reshape(-1)])
+        )
+        places, all_words = jnp.split(gathered, [local_places.size], axis=1)
+        values = jax.lax.bitcast_convert_type(
+            all_words.reshape(-1, *words.shape[1:]), largest.dtype
+        )
 
-        def with_one(total: Array, of_replica: tuple[Array, Array]) -> tuple[Array, None]:
-            # One replica after the other: a GPU adds equal places in any order, and replicas would drift apart.
-            where, numbers = of_replica
-            return total.at[where].add(numbers.astype(x.dtype), unique_indices=True), None
+        def add_replica(total: Array, message: tuple[Array, Array]) -> tuple[Array, None]:
+            # Replica by replica: a GPU adds equal places in any order, and replicas would diverge.
+            replica_places, numbers = message
+            return total.at[replica_places].add(numbers.astype(x.dtype), unique_indices=True), None
 
-        total, _ = jax.lax.scan(with_one, jnp.zeros_like(x), (places, values.reshape(places.shape)))
-        return total, jnp.zeros_like(x).at[where].set(x[where])
+        total, _ = jax.lax.scan(
+            add_replica, jnp.zeros_like(x), (places, values.reshape(places.shape))
+        )
+        return total, jnp.zeros_like(x).at[local_places].set(x[local_places])
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback and is_float(leaf.dtype) else ()
 
-    def apply(comm: Communicator, bucket: GradBucket, state: State) -> tuple[Array, State]:
+    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
         buffer = bucket.buffer
         if not is_float(buffer.dtype):
-            return comm.all_reduce(buffer), state
+            return comm.all_reduce(buffer), memory
         if not error_feedback:
-            return reduce(comm, buffer)[0], state
-        wanted = buffer + jnp.concatenate([left.reshape(-1) for left in state])
-        total, sent = reduce(comm, wanted)
-        return total, tuple(split(bucket._replace(buffer=wanted - sent)))
+            return reduce(comm, buffer)[0], memory
+        compensated = buffer + jnp.concatenate([residual.reshape(-1) for residual in memory])
+        total, payload = reduce(comm, compensated)
+        return total, tuple(split_bucket(bucket._replace(buffer=compensated - payload)))
 
     return Hook(init, apply, f"topk({ratio}, error_feedback={error_feedback})")

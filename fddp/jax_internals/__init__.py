@@ -1,8 +1,8 @@
-"""All that fddp reads of JAX and no version of it promises: the one place to mend when a new JAX has changed inside.
+"""All uses of JAX's internals, which a new version may change without notice: repair them here.
 
-Elsewhere a program is only inputs, constants, equations and outputs, as `jax.extend.core` names them, and an equation
-its inputs, its outputs and a name. `tests/test_jax_internals.py` tries everything here on the JAX that is installed.
-Every other room imports this room, which imports none.
+For the other rooms a program is inputs, constants, equations and outputs, as in `jax.extend.core`,
+and an equation is inputs, outputs and a name. `tests/test_jax_internals.py` tests this room with
+the installed JAX. Every other room imports this room, which imports none.
 """
 
 from fddp.jax_internals.arrays import given_away as given_away

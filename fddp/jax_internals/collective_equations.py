@@ -1,4 +1,4 @@
-"""Collectives as equations: their names, the axes that they go over, and what else lies in their parameters."""
+"""Collectives as equations: their names, their axes and their other parameters."""
 
 from typing import Any
 
@@ -8,24 +8,30 @@ COLLECTIVES = {
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "ppermute", "pgather", "pbroadcast"),
     *("all_gather", "all_gather_invariant", "all_to_all", "reduce_scatter", "ragged_all_to_all"),
 }
-# It says nothing to anybody, and yet it needs an axis.
+# It sends nothing, but it needs an axis.
 INDEX = "axis_index"
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
-    """The axes that a collective goes over; after `vmap` also numbers of dims. Relies on `axes` and `axis_name`."""
+    """Returns the axes of a collective, after `vmap` also numbers of dims.
+
+    Relies on `axes` and `axis_name`.
+    """
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 def sets_of(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...] | None:
-    """The sets of replicas that speak among themselves; None: all are one set. Relies on `axis_index_groups`."""
+    """Returns the sets of replicas of a collective; None: all replicas are one set.
+
+    Relies on `axis_index_groups`.
+    """
     sets = eqn.params.get("axis_index_groups")
     return None if sets is None else tuple(map(tuple, sets))
 
 
 def gathered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
-    """The dim of an `all_gather`'s result along which replicas lie, and whether it was there before.
+    """Returns the dim along which an `all_gather` joins, and False if this dim is new.
 
     Relies on `all_gather_dimension` and `tiled`.
     """
@@ -33,15 +39,21 @@ def gathered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
 
 
 def scattered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
-    """The dim that a `reduce_scatter` cuts, and whether it stays. Relies on `scatter_dimension` and `tiled`."""
+    """Returns the dim along which a `reduce_scatter` cuts, and False if it drops this dim.
+
+    Relies on `scatter_dimension` and `tiled`.
+    """
     return eqn.params["scatter_dimension"], eqn.params["tiled"]
 
 
 def exchanged_dims(eqn: JaxprEqn) -> tuple[int, int]:
-    """The dim that an `all_to_all` cuts, and the one that it joins. Relies on `split_axis` and `concat_axis`."""
+    """Returns the dims along which an `all_to_all` cuts and joins.
+
+    Relies on `split_axis` and `concat_axis`.
+    """
     return eqn.params["split_axis"], eqn.params["concat_axis"]
 
 
 def ways_of(eqn: JaxprEqn) -> list[tuple[int, int]]:
-    """The pairs (from, to) of a `ppermute`. Relies on `perm`."""
+    """Returns the pairs (source, target) of a `ppermute`. Relies on `perm`."""
     return [(source, target) for source, target in eqn.params["perm"]]

@@ -1,4 +1,4 @@
-"""JAX's configuration, as it holds in one thread; and XLA's."""
+"""JAX's configuration of a thread, and XLA's options."""
 
 import os
 from collections.abc import Callable
@@ -13,94 +13,95 @@ from jax._src.interpreters import partial_eval
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-# Settings without a name of their own in `jax.config`: meshes, metadata, where to compute.
+# Settings without a name in `jax.config`: meshes, metadata, default devices.
 UNNAMED = tuple(
     setting
     for module in (config, mesh)
     for setting in vars(module).values()
     if isinstance(setting, config.config_ext.Config) and not isinstance(setting, config.State)
 )
-# Those of `jax.set_mesh`, which JAX 0.12 has in another module.
+# The settings of `jax.set_mesh`; JAX 0.12 has them in another module.
 MESH = tuple(
     setting
     for module in (config, mesh)
     for name in ("abstract_mesh_context_manager", "device_context")
     if (setting := getattr(module, name, None))
 )
-# It says which thread may start programs of several processes: to take it along would be to switch it off.
+# Names the thread that may start programs of several processes: a copy would switch it off.
 LEFT = {"jax_thread_guard"}
 
-# XLA of JAX 0.11.1 writes all-reduces of a few MiB between GPUs of a host as kernels of its own, and computes nothing
-# beside those of 16 bits, which hides no traffic. Earlier ones do not know the option that leaves them to NCCL.
+# XLA of JAX 0.11.1 has its own kernels for all-reduces of a few MiB between GPUs of a host, and
+# computes nothing during those of 16 bits: their traffic is not hidden. The option leaves them to
+# NCCL; earlier versions do not know it.
 OVERLAP_OPTIONS: dict[str, str] = (
-    {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 11, 1) else {}
+    {"xla_gpu_experimental_use_collective_kernels": ""}
+    if jax.__version_info__ >= (0, 11, 1)
+    else {}
 )
 
 
-# What a round of a loop sends starts in that round and is awaited in the next one, and what it needs is gathered in the
-# round before, only if XLA is told to. JAX 0.11.1 came with other names for it.
+# With these options a loop awaits the messages of a round in the next round, and gathers the inputs
+# of a round in the round before. JAX 0.11.1 renamed them.
 PIPELINED_ROUNDS: dict[str, str] = (
     {
         f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"
         for kind in ("all_reduce", "all_gather", "reduce_scatter")
     }
     if jax.__version_info__ >= (0, 11, 1)
-    else {f"xla_gpu_enable_pipelined_{kind}": "True" for kind in ("all_reduce", "all_gather", "reduce_scatter")}
+    else {
+        f"xla_gpu_enable_pipelined_{kind}": "True"
+        for kind in ("all_reduce", "all_gather", "reduce_scatter")
+    }
 )
 
 
 def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Makes a function that works in every thread under JAX's configuration as it is here and now.
+    """Makes a function that runs in any thread under this thread's current configuration of JAX.
 
-    `with jax.enable_x64(True)` and all contexts of its kind hold only in the thread that enters them. Contexts of
-    `jax.make_user_context` are not taken along: JAX keeps no list of them.
+    `with jax.enable_x64(True)` and similar contexts hold only in the thread that enters them.
+    Contexts of `jax.make_user_context` are not copied: JAX has no list of them.
 
-    Args:
-      f: a function.
-
-    Returns:
-      The function, to be called in any thread.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from concurrent.futures import ThreadPoolExecutor
-      >>> ask = lambda: jnp.zeros(()).dtype.name
-      >>> with ThreadPoolExecutor(1) as thread, jax.enable_x64(True):
-      ...     [thread.submit(f).result() for f in (ask, with_configuration(ask))]
-      ['float32', 'float64']
+    >>> import jax, jax.numpy as jnp
+    >>> from concurrent.futures import ThreadPoolExecutor
+    >>> default = lambda: jnp.zeros(()).dtype.name
+    >>> with ThreadPoolExecutor(1) as thread, jax.enable_x64(True):
+    ...     [thread.submit(f).result() for f in (default, with_configuration(default))]
+    ['float32', 'float64']
     """
     named = [state for name, state in config.config_states.items() if name not in LEFT]
-    values = [(setting, setting.get_local()) for setting in (*named, *UNNAMED)]
-    here = [(setting, value) for setting, value in values if value is not config.config_ext.unset]
+    pairs = [(setting, setting.get_local()) for setting in (*named, *UNNAMED)]
+    values = [(setting, value) for setting, value in pairs if value is not config.config_ext.unset]
 
     @wraps(f)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         with ExitStack() as stack:
-            for setting, value in here:
+            for setting, value in values:
                 stack.enter_context(_set(setting, value))
             return f(*args, **kwargs)
 
     return call
 
 
-# What is transferred inside counts as asked for, as by `jax.device_put`: `jax.transfer_guard("disallow")` lets it pass.
+# Transfers inside this context count as explicit, as by `jax.device_put`:
+# `jax.transfer_guard("disallow")` permits them.
 asked_for = config.explicit_device_put_scope
 
 
 def without_jit() -> bool:
-    """Whether this is inside of `jax.disable_jit()`."""
+    """True inside `jax.disable_jit()`."""
     return config.disable_jit.value
 
 
 def compilation_cache() -> str | None:
-    """The folder of JAX's compilation cache; None: it is not used."""
+    """Returns the folder of JAX's compilation cache, or None if it is not used."""
     return config.compilation_cache_dir.value if config.enable_compilation_cache.value else None
 
 
 def cache_small_programs() -> float:
-    """Lets JAX's compilation cache take programs of 0.1 s, unless the user has set a limit; gives the limit in seconds.
+    """Lowers the limit of JAX's compilation cache to 0.1 s unless the user set one; returns it.
 
-    Stages of a step compile in less than JAX's limit of 1 s. Relies on `Config.values` and on JAX's name of the limit.
+    The stages of a step compile in less than JAX's limit of 1 s. Relies on `Config.values` and on
+    JAX's name of the limit.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     if compilation_cache() and jax.config.values[name] == 1.0 and name.upper() not in os.environ:
@@ -109,12 +110,12 @@ def cache_small_programs() -> float:
 
 
 def transformed() -> bool:
-    """Whether this is inside of a function that JAX traces: under jit, grad, vmap and their like."""
+    """True inside a function that JAX traces, as under jit, grad or vmap."""
     return not core.trace_state_clean()
 
 
 def staged_out(arguments: Any) -> bool:
-    """Whether JAX traces this call for a program that runs later, as under jit, but not for grad, vmap or shard_map.
+    """True if JAX traces a call for a later program, as jit does, but not grad, vmap or shard_map.
 
     Relies on `jax._src.interpreters.partial_eval`.
     """
@@ -124,23 +125,23 @@ def staged_out(arguments: Any) -> bool:
 
 
 def context_mesh() -> jax.sharding.Mesh:
-    """The mesh that `jax.set_mesh` has set, or one without axes. Relies on `jax._src.mesh`."""
+    """Returns the mesh of `jax.set_mesh`, or a mesh without axes. Relies on `jax._src.mesh`."""
     return mesh.get_concrete_mesh()
 
 
 def without_context_mesh(f: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Makes a function that runs as if no mesh was set: its programs name their own.
+    """Makes a function that runs as if no mesh were set, since its programs name their meshes.
 
-    JAX refuses an array or a `jax.shard_map` of another mesh than that of `jax.set_mesh`. While JAX
-    traces, the mesh stays: the function is then a part of the user's program. Relies on the settings
-    that `jax.set_mesh` has.
+    JAX refuses arrays and a `jax.shard_map` of another mesh than that of `jax.set_mesh`. While JAX
+    traces, the mesh stays: the function is then a part of the user's program. Relies on the
+    settings of `jax.set_mesh`.
     """
 
     @wraps(f)
     def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
         if transformed() or jax.sharding.get_abstract_mesh().empty:
             return f(*args, **kwargs)
-        # Left unset, as before any mesh was set: JAX would compile anew for a mesh without axes.
+        # Unset, as before any `set_mesh`: JAX would compile again for a mesh without axes.
         before = [setting.swap_local(config.config_ext.unset) for setting in MESH]
         try:
             return f(*args, **kwargs)
@@ -152,6 +153,8 @@ def without_context_mesh(f: Callable[Args, Result]) -> Callable[Args, Result]:
 
 
 def _set(setting: Any, value: Any) -> Any:
-    """A context in which a setting has a value in this thread."""
-    # A named one may have more to do than to be set: the guards of transfers are kept elsewhere too.
-    return setting(value) if isinstance(setting, config.State) else config.UserContext(setting, value)
+    """Makes a context in which a setting has a value in this thread."""
+    # Named settings may do more than store a value: transfer guards are stored elsewhere, too.
+    return (
+        setting(value) if isinstance(setting, config.State) else config.UserContext(setting, value)
+    )

@@ -1,51 +1,47 @@
-"""Tells equal programs by their equations, before they are traced anew or lowered."""
+"""Recognizes equal programs by their equations, before they are traced again or lowered."""
 
 from collections.abc import Hashable
 from typing import Any
 
 import numpy as np
 
-from fddp.jax_internals.jaxprs import ClosedJaxpr, Literal
+from fddp.jax_internals.jaxprs import ClosedJaxpr, Literal, Var
 
 
 def form_of_program(closed: ClosedJaxpr) -> Hashable:
-    """Makes the form of a program: programs of equal forms compute the same, in the same way.
+    """Makes a hashable form of a program; programs of equal forms compute the same in the same way.
 
-    Programs inside of an equation are equal if they are one object, as the body of a loop is in each part of it. A
-    program with a parameter that nothing can be compared with is equal to none but itself. Relies on the parameters and
-    on `ctx` of equations, which JAX keeps one of for each setting.
+    Inner programs are equal only if they are the same object, as the body of a loop is in each part
+    of the loop. A program with an unhashable parameter equals only itself. The program must live as
+    long as its form is used. Relies on the parameters and on `ctx` of equations: JAX has a single
+    `ctx` per setting.
 
-    Args:
-      closed: the program, which has to live as long as its form is used.
-
-    Returns:
-      Its form.
-
-    Example:
-      >>> import jax
-      >>> twice, thrice = (jax.make_jaxpr(lambda x, by=by: by * x)(1.0) for by in (2.0, 3.0))
-      >>> form_of_program(twice) == form_of_program(jax.make_jaxpr(lambda y: 2.0 * y)(1.0))
-      True
-      >>> form_of_program(twice) == form_of_program(thrice)
-      False
+    >>> import jax
+    >>> twice, thrice = (jax.make_jaxpr(lambda x, by=by: by * x)(1.0) for by in (2.0, 3.0))
+    >>> form_of_program(twice) == form_of_program(jax.make_jaxpr(lambda y: 2.0 * y)(1.0))
+    True
+    >>> form_of_program(twice) == form_of_program(thrice)
+    False
     """
     jaxpr = closed.jaxpr
     numbers = {var: number for number, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
-    def told(atom: Any) -> Hashable:
+    def atom_form(atom: Var | Literal) -> Hashable:
         return (atom.aval, _bits(atom.val)) if isinstance(atom, Literal) else numbers[atom]
 
     equations = list[Hashable]()
     for eqn in jaxpr.eqns:
-        given = tuple(map(told, eqn.invars))
+        inputs = tuple(map(atom_form, eqn.invars))
         params = tuple((name, _bits(value)) for name, value in sorted(eqn.params.items()))
         numbers.update((var, len(numbers) + k) for k, var in enumerate(eqn.outvars))
-        equations.append((eqn.primitive, given, params, tuple(var.aval for var in eqn.outvars), eqn.ctx))
+        equations.append(
+            (eqn.primitive, inputs, params, tuple(var.aval for var in eqn.outvars), eqn.ctx)
+        )
     form = (
         tuple(map(id, closed.consts)),
         tuple(var.aval for var in (*jaxpr.constvars, *jaxpr.invars)),
         tuple(equations),
-        tuple(map(told, jaxpr.outvars)),
+        tuple(map(atom_form, jaxpr.outvars)),
     )
     try:
         hash(form)
@@ -55,7 +51,7 @@ def form_of_program(closed: ClosedJaxpr) -> Hashable:
 
 
 def _bits(value: Any) -> Any:
-    """The value, with its type; numbers as bits, so that 0 is not −0, nor 1 True."""
+    """Returns the value with its type, and numbers as bits, so that 0 ≠ −0 and 1 ≠ True."""
     if isinstance(value, bool | int | float | complex | np.generic | np.ndarray):
         array = np.asarray(value)
         return type(value), array.dtype, array.shape, array.tobytes()

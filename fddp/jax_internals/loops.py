@@ -1,4 +1,4 @@
-"""Loops: their programs, and how they run with other programs."""
+"""Loops: their programs, and runs of a loop with other programs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -12,49 +12,58 @@ Item = TypeVar("Item")
 
 
 def scan_body(eqn: JaxprEqn) -> tuple[ClosedJaxpr, dict[str, Any]]:
-    """The program of a round, and `length`, `reverse`, `unroll` as `jax.lax.scan` takes them. Relies on their names."""
+    """Returns the program of a round, and `length`, `reverse` and `unroll` for `jax.lax.scan`.
+
+    Relies on their names.
+    """
     return eqn.params["jaxpr"], {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
 
 def shorter_scan(eqn: JaxprEqn, length: int, args: Sequence[Any]) -> list[Any]:
-    """Runs some of a `scan`'s rounds. Relies on its parameters `length`, `unroll` and `jaxpr`, and on `bind`."""
-    return eqn.primitive.bind(*args, **{**eqn.params, "length": length, "unroll": min(length, eqn.params["unroll"])})
+    """Runs `length` rounds of a `scan`.
+
+    Relies on its parameters `length`, `unroll` and `jaxpr`, and on `bind`.
+    """
+    return eqn.primitive.bind(
+        *args, **{**eqn.params, "length": length, "unroll": min(length, eqn.params["unroll"])}
+    )
 
 
 def while_programs(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ClosedJaxpr]:
-    """The test and the body of a `while`. Relies on the parameters `cond_jaxpr` and `body_jaxpr`."""
+    """Returns test and body of a `while`. Relies on parameters `cond_jaxpr` and `body_jaxpr`."""
     return eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
 
 
-def run_while(eqn: JaxprEqn, test: Callable[..., Any], body: Callable[..., Any], carry: Any, more: Any = ()) -> Any:
-    """Runs a `while` by other functions of (carry, more). Relies on a test that `vmap` gives a result for each row.
+def run_while(
+    eqn: JaxprEqn, test: Callable[..., Any], body: Callable[..., Any], carry: Any, more: Any = ()
+) -> Any:
+    """Runs a `while` with other functions of (carry, more).
 
-    The loop then runs until no row goes on; `body` leaves the other rows of the carry unchanged.
+    Relies on `vmap`, which gives the test a result for each row: the loop then runs until all rows
+    are done, and rows that are done keep their carry.
     """
     if not while_programs(eqn)[0].out_avals[0].shape:  # pyright: ignore[reportAttributeAccessIssue]
-        return jax.lax.while_loop(lambda state: test(*state), lambda state: body(*state), (carry, more))
+        return jax.lax.while_loop(
+            lambda state: test(*state), lambda state: body(*state), (carry, more)
+        )
 
     def each(state: Any) -> Any:
-        going = test(*state)
-        new, more = body(*state)
-        goes = [jax.lax.broadcast_in_dim(going, x.shape, range(going.ndim)) for x in new]
-        return list(map(jax.lax.select, goes, new, state[0])), more
+        active = test(*state)
+        new_carry, more = body(*state)
+        masks = [jax.lax.broadcast_in_dim(active, x.shape, range(active.ndim)) for x in new_carry]
+        return list(map(jax.lax.select, masks, new_carry, state[0])), more
 
     return jax.lax.while_loop(lambda state: jnp.any(test(*state)), each, (carry, more))
 
 
 def loop_parts(eqn: JaxprEqn, items: Iterable[Item]) -> tuple[list[Item], list[Item], list[Item]]:
-    """Parts what belongs to the inputs of a loop. Relies on the parameters that count them.
+    """Splits one item per input of a loop into the three kinds of inputs.
 
-    Args:
-      eqn: a `scan` or a `while`.
-      items: one for each of its inputs.
-
-    Returns:
-      Those of a `scan`'s constants, carry and rows; of a `while`'s constants of the test, constants of the body and
-      carry.
+    These are constants, carry and rows of a `scan`, or constants of the test, constants of the body
+    and carry of a `while`. Relies on the parameters that count them.
     """
-    if "ft_in" in eqn.params:  # a scan's, since 0.11: a tree of constants, one of carry and one of rows
+    # A scan's parameter since JAX 0.11: trees of constants, carry and rows.
+    if "ft_in" in eqn.params:
         first, second, _ = map(len, eqn.params["ft_in"].unpack())
     else:
         names = {"scan": ("num_consts", "num_carry"), "while": ("cond_nconsts", "body_nconsts")}

@@ -1,4 +1,4 @@
-"""Files that the profiler has written."""
+"""Reads the files of the profiler."""
 
 import warnings
 from pathlib import Path
@@ -8,41 +8,38 @@ import jax
 
 
 class Event(NamedTuple):
-    """Something that the profiler saw."""
+    """An event in a profile."""
 
     name: str
     start_ns: float
     duration_ns: float
     stats: dict[str, Any]
-    """All else that the profiler tells of it."""
+    """The remaining attributes, by name."""
 
 
 class Plane(NamedTuple):
-    """The place of events: the host, or an accelerator."""
+    """The events of the host or of an accelerator."""
 
     name: str
     events: tuple[Event, ...]
 
 
 def read_profile(path: str | Path) -> tuple[Plane, ...]:
-    """Reads the file that `jax.profiler.trace` has written. Relies on the attributes of planes, lines and events.
+    """Reads a file `*.xplane.pb` of `jax.profiler.trace`.
 
-    jaxlib 0.11 makes the type of an event's stats when it first needs it, and leaves its module out. Of that Python
-    3.12 warns, and where warnings are errors jaxlib ends the process: this one must be none.
-
-    Args:
-      path: the file, `*.xplane.pb`.
-
-    Returns:
-      Its planes.
+    Relies on the attributes of planes, lines and events. On first use jaxlib 0.11 makes a type
+    without `__module__` for an event's stats, and Python 3.12 warns. The warning is suppressed: as
+    an error it would end the process.
     """
 
-    def event(seen: Any) -> Event:
-        return Event(seen.name, seen.start_ns, seen.duration_ns, dict(seen.stats))
+    def event(x: Any) -> Event:
+        return Event(x.name, x.start_ns, x.duration_ns, dict(x.stats))
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "builtin type .* has no __module__ attribute", DeprecationWarning)
+        warnings.filterwarnings(
+            "ignore", "builtin type .* has no __module__ attribute", DeprecationWarning
+        )
         return tuple(
-            Plane(plane.name, tuple(event(seen) for line in plane.lines for seen in line.events))
+            Plane(plane.name, tuple(event(x) for line in plane.lines for x in line.events))
             for plane in jax.profiler.ProfileData.from_file(str(path)).planes
         )

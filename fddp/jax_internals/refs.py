@@ -1,4 +1,4 @@
-"""Programs that write to Refs (`jax.new_ref`), as programs of values."""
+"""Converts programs that write to Refs (`jax.new_ref`) to programs of values."""
 
 from collections.abc import Sequence
 
@@ -9,28 +9,31 @@ from fddp.jax_internals.jaxprs import ClosedJaxpr, Jaxpr, inner_programs
 
 
 def without_refs(closed: ClosedJaxpr, axes: Sequence[tuple[str, int]] = ()) -> ClosedJaxpr:
-    """Puts values in place of the `jax.new_ref`s of a program. Relies on `discharge_state`, `extend_axis_env_nd`.
+    """Replaces the `jax.new_ref`s of a program by values; `axes` are those of its collectives.
 
-    Args:
-      closed: the program.
-      axes: name and size of the axes of its collectives.
-
-    Returns:
-      The program.
-
-    Raises:
-      ValueError: the program closes over a Ref, or makes a Ref inside an inner program.
+    A Ref that the program closes over, or makes inside an inner program, is a ValueError. Relies on
+    `discharge_state` and `extend_axis_env_nd`.
     """
-    if any(isinstance(getattr(var.aval, "inner_aval", None), core.AbstractValue) for var in closed.jaxpr.constvars):
-        raise ValueError("a loss closes over a Ref (jax.new_ref): return what it changes as model_state or aux.")
+    if any(
+        isinstance(getattr(var.aval, "inner_aval", None), core.AbstractValue)
+        for var in closed.jaxpr.constvars
+    ):
+        raise ValueError(
+            "a loss closes over a Ref (jax.new_ref): return what it changes as model_state or aux."
+        )
     if not _makes_refs(closed.jaxpr):
         return closed
     with core.extend_axis_env_nd(axes):
         plain = discharge_state(closed)
     if _makes_refs(plain.jaxpr):
-        raise ValueError("a loss makes a Ref (jax.new_ref) inside a loop or a branch: make it outside.")
+        raise ValueError(
+            "a loss makes a Ref (jax.new_ref) inside a loop or a branch: make it outside."
+        )
     return plain
 
 
 def _makes_refs(jaxpr: Jaxpr) -> bool:
-    return any(eqn.primitive.name == "new_ref" or any(map(_makes_refs, inner_programs(eqn))) for eqn in jaxpr.eqns)
+    return any(
+        eqn.primitive.name == "new_ref" or any(map(_makes_refs, inner_programs(eqn)))
+        for eqn in jaxpr.eqns
+    )

@@ -1,20 +1,18 @@
-"""JAX's coordination service, by itself: a script that loads jaxlib alone."""
+"""Runs JAX's coordination service without JAX: a script that loads only jaxlib."""
 
 import os
 import sys
 
-# Seconds without a sign of life after which JAX ends all processes in its own words: the watchers do so sooner, or know
-# better. And those that it waits for all at the end, its default.
+# Seconds without a heartbeat until JAX ends all processes: a week, as the watchers act earlier and
+# know more. `SHUTDOWN_S` is JAX's default wait for all processes at the end.
 HEARTBEAT_S = 7 * 86_400
 SHUTDOWN_S = 300
 
 
 def serve(address: str, size: int) -> None:
-    """Serves until nobody holds the other end of stdin. Relies on `jaxlib._jax.get_distributed_runtime_service`.
+    """Serves `size` processes at `address` (host:port) until stdin is closed.
 
-    Args:
-      address: host:port at which to listen.
-      size: the number of processes.
+    Relies on `jaxlib._jax.get_distributed_runtime_service`.
     """
     times = {"heartbeat_timeout": HEARTBEAT_S, "shutdown_timeout": SHUTDOWN_S}
     try:
@@ -26,4 +24,5 @@ def serve(address: str, size: int) -> None:
         return
     print("listens", flush=True)
     sys.stdin.read()
-    os._exit(0)  # at its end the service would wait for processes that are gone, or behind a wire that is cut
+    # A regular exit would wait for processes that have ended or lost their connection.
+    os._exit(0)

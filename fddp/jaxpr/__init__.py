@@ -1,7 +1,8 @@
-"""The backward pass as equations, known before it runs.
+"""Reads and rewrites programs, as lists of equations that are known before they run.
 
-This room reads three things off the equations: the order in which gradients become ready, the stages into which a
-program is cut, and the parameters that it uses. This room imports no other.
+It finds the order in which gradients become ready and the parameters that a loss uses. It cuts
+programs into stages, splits and fuses their loops, and runs updates on parts of leaves.
+This room imports no other.
 """
 
 from fddp.jaxpr.by_output import Piece as Piece
@@ -18,9 +19,9 @@ from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.in_rounds import in_rounds as in_rounds
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import is_used_up as is_used_up
-from fddp.jaxpr.leaves import merge as merge
+from fddp.jaxpr.leaves import join_leaves as join_leaves
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
-from fddp.jaxpr.leaves import split as split
+from fddp.jaxpr.leaves import split_leaves as split_leaves
 from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.loop_fusion import fused_loops as fused_loops
 from fddp.jaxpr.order import first_uses as first_uses
@@ -31,7 +32,7 @@ from fddp.jaxpr.part_kinds import Kind as Kind
 from fddp.jaxpr.part_kinds import Same as Same
 from fddp.jaxpr.part_kinds import Whole as Whole
 from fddp.jaxpr.part_passes import Stay as Stay
-from fddp.jaxpr.part_passes import kinds as kinds
+from fddp.jaxpr.part_passes import result_kinds as result_kinds
 from fddp.jaxpr.part_passes import stays as stays
 from fddp.jaxpr.part_program import AtHome as AtHome
 from fddp.jaxpr.part_program import Ranks as Ranks
@@ -41,7 +42,6 @@ from fddp.jaxpr.readings import in_readings as in_readings
 from fddp.jaxpr.readings import run_in_readings as run_in_readings
 from fddp.jaxpr.rounds import Stack as Stack
 from fddp.jaxpr.rounds import in_slices as in_slices
-from fddp.jaxpr.rounds import slices_made as slices_made
 from fddp.jaxpr.rounds import stacks as stacks
 from fddp.jaxpr.row_origins import made_row_by_row as made_row_by_row
 from fddp.jaxpr.row_origins import places as places
@@ -51,5 +51,5 @@ from fddp.jaxpr.stages import cut as cut
 from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used
 from fddp.jaxpr.used_at_run_time import tracked as tracked
-from fddp.jaxpr.weight_rows import Rows as Rows
+from fddp.jaxpr.weight_rows import LayerWeights as LayerWeights
 from fddp.jaxpr.weight_rows import read_by_rows as read_by_rows

@@ -1,7 +1,7 @@
-"""Finds the inputs that a program reads in fewer bits than they have: they may travel in these.
+"""Finds inputs that a program casts to a narrower dtype at every read: they can be sent in it.
 
-A loss in mixed precision casts its parameters before it computes with them. Cast before or behind a gather, they are
-the same numbers.
+A loss in mixed precision casts its parameters before it computes with them. The numbers are the
+same if the cast precedes the gather.
 
 Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1.
 """
@@ -26,26 +26,22 @@ from fddp.jaxpr.equations import variables
 
 
 def read_in(closed: ClosedJaxpr) -> list[np.dtype | None]:
-    """Finds the float dtype to which a program casts an input wherever it reads it.
+    """Finds the narrower float dtype to which a program casts an input at every read, or None.
 
-    Args:
-      closed: the program.
-
-    Returns:
-      For each input a dtype of fewer bits than its own; None where something reads more of it.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> loss = lambda w, b: jnp.sum(jnp.tanh(w.astype(jnp.bfloat16)) + b)
-      >>> read_in(jax.make_jaxpr(jax.grad(loss))(jnp.float32(1), jnp.float32(1)))
-      [dtype(bfloat16), None]
+    >>> import jax, jax.numpy as jnp
+    >>> loss = lambda w, b: jnp.sum(jnp.tanh(w.astype(jnp.bfloat16)) + b)
+    >>> read_in(jax.make_jaxpr(jax.grad(loss))(jnp.float32(1), jnp.float32(1)))
+    [dtype(bfloat16), None]
     """
-    found = _dtypes(closed.jaxpr)
-    return [dtype if _narrower(dtype, var.aval) else None for var, dtype in zip(closed.jaxpr.invars, found)]
+    dtypes = _dtypes(closed.jaxpr)
+    return [
+        dtype if _narrower(dtype, var.aval) else None
+        for var, dtype in zip(closed.jaxpr.invars, dtypes)
+    ]
 
 
 def _dtypes(jaxpr: Jaxpr) -> list[np.dtype | None]:
-    """The one dtype in which each input of a program is read; None where there are several, or none."""
+    """The dtype to which all reads of an input cast it, or None."""
     read: dict[Any, set[Any]] = {var: set() for var in jaxpr.invars}
     for eqn in jaxpr.eqns:
         for var, dtype in zip(eqn.invars, _of_inputs(eqn)):
@@ -57,19 +53,19 @@ def _dtypes(jaxpr: Jaxpr) -> list[np.dtype | None]:
 
 
 def _of_inputs(eqn: JaxprEqn) -> list[np.dtype | None]:
-    """The dtypes in which an equation reads its inputs, None where it reads all of one."""
+    """The dtypes to which an equation casts its inputs; None for a read without a cast."""
     if eqn.primitive.name == "convert_element_type":
         form: Any = eqn.outvars[0].aval
         return [form.dtype]
     if eqn.primitive.name in WRAPPERS | REMATERIALISED:
         return _dtypes(called_program(eqn).jaxpr)
     if eqn.primitive.name == "scan":
-        constants, carry, rows = loop_parts(eqn, _dtypes(scan_body(eqn)[0].jaxpr))
-        return [*constants, *(None for _ in carry), *rows]
+        constants, carry, layers = loop_parts(eqn, _dtypes(scan_body(eqn)[0].jaxpr))
+        return [*constants, *(None for _ in carry), *layers]
     return [None for _ in eqn.invars]
 
 
-def _narrower(dtype: Any, own: Any) -> bool:
-    if dtype is None or not all(jnp.issubdtype(one, jnp.floating) for one in (dtype, own.dtype)):
+def _narrower(dtype: np.dtype | None, form: Any) -> bool:
+    if dtype is None or not all(jnp.issubdtype(x, jnp.floating) for x in (dtype, form.dtype)):
         return False
-    return dtype.itemsize < own.dtype.itemsize
+    return dtype.itemsize < form.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Writes a program as one list of equations, and finds the cheap ones and those that talk to other replicas."""
+"""Flattens a program into a list of equations, and finds those that are cheap or collective."""
 
 import hashlib
 import re
@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from fddp.jax_internals import (
     COLLECTIVES,
@@ -24,37 +25,56 @@ from fddp.jax_internals import (
     new_variable,
 )
 
-# Equations that XLA fuses into those that read their result, and repeats there rather than store it.
+# XLA fuses these equations into the readers of their results, and repeats them there rather than
+# store a result.
 CHEAP = {
     *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
-    *("eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n", "clamp", "stop_gradient"),
-    *("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "convert_element_type", "iota", "copy", "transpose"),
+    *(
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "and",
+        "or",
+        "not",
+        "xor",
+        "select_n",
+        "clamp",
+        "stop_gradient",
+    ),
+    *(
+        "broadcast_in_dim",
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "convert_element_type",
+        "iota",
+        "copy",
+        "transpose",
+    ),
     "dynamic_slice",
 }
 
 
 def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> ClosedJaxpr:
-    """Writes the contents of nested `jit`s in their places, so that the program is one list of equations.
+    """Inlines the nested `jit`s of a program, or the equations named in `calls`.
 
-    Args:
-      closed: any program.
-      calls: names of the equations whose contents are written out: those of `CALLS`, or fewer.
-
-    Returns:
-      An equal program without these. Loops, branches and, by default, rematerialised parts stay single equations; but
-      not a part that holds a loop over layers, whose rounds are then equations like those of any other loop.
+    Loops, branches and, by default, rematerialised functions stay single equations. A
+    rematerialised function with a loop over layers is inlined, so that the loop is like any other.
     """
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
 
-    def write(inner: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        # Every name is made anew: JAX shares the body of a function that is called twice.
+    def write(inner: ClosedJaxpr, args: Sequence[Var | Literal]) -> list[Any]:
+        # Every variable is replaced: JAX shares the body of a function between its calls.
         names: dict[Var, Any] = dict(zip(inner.jaxpr.invars, args))
         for var, value in zip(inner.jaxpr.constvars, inner.consts):
             names[var] = new_variable(var)
             consts[names[var]] = value
 
-        def read(atom: Any) -> Any:
+        def read(atom: Var | Literal) -> Any:
             return atom if isinstance(atom, Literal) else names[atom]
 
         for eqn in inner.jaxpr.eqns:
@@ -74,42 +94,35 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 
 
 def collectives(closed: ClosedJaxpr) -> set[str]:
-    """Names of the collectives in a program, at any depth: sums and exchanges over a mesh axis, or MPI's."""
+    """Names of the collectives in a program, at any depth: those over a mesh axis, or MPI's."""
     return _collectives(closed.jaxpr)
 
 
 def text_digest(closed: ClosedJaxpr) -> str:
-    """A hash of a program's equations, without the addresses of functions in this process."""
+    """Hashes a program's equations, without the addresses of functions in this process."""
     return hashlib.sha256(re.sub("0x[0-9a-f]+", "", str(closed.jaxpr)).encode()).hexdigest()
 
 
-def variables(atoms: Iterable[Any]) -> Iterator[Var]:
-    """The variables among the inputs or outputs of equations; the others are literals."""
+def variables(atoms: Iterable[Var | Literal]) -> Iterator[Var]:
+    """The variables among the inputs or outputs of equations, without the literals."""
     return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
-def makers(eqns: Sequence[JaxprEqn], values: Iterable[Var], also: Iterable[JaxprEqn] = ()) -> list[JaxprEqn]:
-    """Finds the equations by which values are made.
-
-    Args:
-      eqns: the equations to choose from.
-      values: what is wanted.
-      also: equations that are wanted besides, with those that make what they read.
-
-    Returns:
-      The equations, in order.
-    """
-    wanted = set(values)
+def makers(
+    eqns: Sequence[JaxprEqn], values: Iterable[Var], also: Iterable[JaxprEqn] = ()
+) -> list[JaxprEqn]:
+    """Selects, in order, the equations of `also`, and those that they or `values` depend on."""
+    required = set(values)
     ids = set(map(id, also))
-    made: list[JaxprEqn] = []
+    selected: list[JaxprEqn] = []
     for eqn in reversed(eqns):
-        if id(eqn) in ids or not wanted.isdisjoint(eqn.outvars):
-            made.append(eqn)
-            wanted.update(variables(eqn.invars))
-    return made[::-1]
+        if id(eqn) in ids or not required.isdisjoint(eqn.outvars):
+            selected.append(eqn)
+            required.update(variables(eqn.invars))
+    return selected[::-1]
 
 
-def value_of(values: Mapping[Var, Any], atom: Any) -> Any:
+def value_of(values: Mapping[Var, Array], atom: Var | Literal) -> Any:
     """The value of a variable, or of a literal as an array."""
     if not isinstance(atom, Literal):
         return values[atom]
@@ -118,13 +131,9 @@ def value_of(values: Mapping[Var, Any], atom: Any) -> Any:
 
 
 def cheap(eqn: JaxprEqn) -> bool:
-    """Whether an equation works element by element, without sums or transcendental functions.
+    """Returns True if XLA fuses an equation into its neighbours, at next to no cost.
 
-    Args:
-      eqn: an equation.
-
-    Returns:
-      Whether XLA fuses it into its neighbours, where it costs next to nothing.
+    Such equations are elementwise, without transcendental functions, or rearrange elements.
     """
     if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
         return all(cheap(inner) for body in inner_programs(eqn) for inner in body.eqns)
@@ -132,17 +141,20 @@ def cheap(eqn: JaxprEqn) -> bool:
 
 
 def _loops(eqn: JaxprEqn) -> bool:
-    """Whether a rematerialised part holds a `scan`, be it in a nested `jit`."""
+    """Returns True if a rematerialised function contains a `scan`, possibly in a nested `jit`."""
     nested = WRAPPERS | REMATERIALISED
-    inside = called_program(eqn).jaxpr.eqns
-    return any(one.primitive.name == "scan" or (one.primitive.name in nested and _loops(one)) for one in inside)
+    body = called_program(eqn).jaxpr.eqns
+    return any(
+        inner.primitive.name == "scan" or (inner.primitive.name in nested and _loops(inner))
+        for inner in body
+    )
 
 
 def _collectives(jaxpr: Jaxpr) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in COLLECTIVES or name.endswith("_mpi"):
-            found.add(name)
-        found = found.union(*(_collectives(inner) for inner in inner_programs(eqn)))
-    return found
+            names.add(name)
+        names = names.union(*(_collectives(inner) for inner in inner_programs(eqn)))
+    return names

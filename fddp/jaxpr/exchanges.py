@@ -1,7 +1,7 @@
-"""Takes a program's collectives over the replicas' axis out of it, so that they travel between its stages.
+"""Takes a program's collectives over the replicas' axis out of it, to run between its stages.
 
-What an equation is given becomes an output of the program, and what it makes an input that comes later. Equations that
-stand in the way of loops and branches stay there.
+The inputs of a collective become outputs of the program, and its results become inputs that arrive
+later. Collectives inside loops and branches stay.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,93 +28,100 @@ from fddp.jaxpr.flow import arrival, flow
 
 @dataclass(frozen=True)
 class Exchange:
-    """Some collectives that leave together."""
+    """Collectives that are launched together."""
 
     name: str
-    """Their names, in JAX's words."""
+    """Their names in JAX, joined by commas."""
     run: Callable[..., list[Any]]
-    """`run(*what this replica gives)` → what comes back."""
+    """`run(*this replica's operands)` → results."""
     given: int
-    """Number of arrays that it is given."""
+    """Number of operands."""
     back: tuple[jax.ShapeDtypeStruct, ...]
-    """The forms of what comes back."""
+    """Shapes and dtypes of the results, with a first dim of 1."""
     after: int
-    """The time at which the last of the program's inputs comes that it waits for."""
+    """Time of arrival of the last input that the operands depend on."""
 
 
 class Apart(NamedTuple):
     """A program without its collectives."""
 
     run: Callable[..., list[Any]]
-    """(*its inputs, *what comes back) → [*its outputs, *what is given]; exchanged arrays have a first dim of 1."""
+    """(*inputs, *results of exchanges) → [*outputs, *operands of exchanges]; exchanged arrays have
+    a first dim of 1."""
     exchanges: tuple[Exchange, ...]
     """The collectives, in order."""
 
 
-def apart(closed: ClosedJaxpr, axis_name: str | None, comes: Mapping[int, int]) -> Apart | None:
-    """Takes the collectives out of a program.
+def apart(closed: ClosedJaxpr, axis_name: str | None, arrivals: Mapping[int, int]) -> Apart | None:
+    """Takes the collectives over an axis out of a program; None if it has none at the top level.
 
-    Args:
-      closed: the program.
-      axis_name: the axis that they go over; None: no axis.
-      comes: number of an input → when it comes; the others are there from 0.
-
-    Returns:
-      The program, to be traced, and its collectives; None if it has none outside of loops and branches.
+    `arrivals` maps the position of an input to its time of arrival, 0 if omitted.
     """
     program = straighten(closed)
     jaxpr = program.jaxpr
     batches = _batches(program, axis_name)
     if not batches:
         return None
-    when = arrival(jaxpr, comes)
+    when = arrival(jaxpr, arrivals)
     exchanges = [_exchange(program, eqns, when) for eqns in batches]
     first = {id(eqns[0]): eqns for eqns in batches}
-    others = {id(eqn) for eqns in batches for eqn in eqns[1:]}
+    following = {id(eqn) for eqns in batches for eqn in eqns[1:]}
 
     def run(*args: Any) -> list[Any]:
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.consts)) | dict(zip(jaxpr.invars, args))
-        came = iter(args[len(jaxpr.invars) :])
-        gives = list[Any]()
-        # What later collectives of a batch are given may be made, by cheap equations, behind the first one.
+        values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.consts)) | dict(
+            zip(jaxpr.invars, args)
+        )
+        results = iter(args[len(jaxpr.invars) :])
+        operands = list[Any]()
+        # Cheap equations after a batch's first collective may compute operands of later ones.
         for eqn in _in_order(jaxpr.eqns, batches):
             if id(eqn) in first:
                 eqns = first[id(eqn)]
-                gives += [value_of(values, var)[None] for var in _operands(eqns)]
-                values.update((var, next(came)[0]) for var in _made(eqns))
-            elif id(eqn) not in others:
-                made = run_as_it_is(program, eqn, [value_of(values, atom) for atom in eqn.invars])
-                values.update(zip(eqn.outvars, made))
-        return [*(value_of(values, atom) for atom in jaxpr.outvars), *gives]
+                operands += [value_of(values, var)[None] for var in _operands(eqns)]
+                values.update((var, next(results)[0]) for var in _made(eqns))
+            elif id(eqn) not in following:
+                outputs = run_as_it_is(
+                    program, eqn, [value_of(values, atom) for atom in eqn.invars]
+                )
+                values.update(zip(eqn.outvars, outputs))
+        return [*(value_of(values, atom) for atom in jaxpr.outvars), *operands]
 
     return Apart(run, tuple(exchanges))
 
 
 def _batches(program: ClosedJaxpr, axis_name: str | None) -> list[list[JaxprEqn]]:
-    """The collectives, in order; those that wait for nothing costly behind the first of a batch join it."""
+    """Groups the collectives, in order.
+
+    A collective joins the last batch if its operands wait for no costly equation after the batch's
+    first collective.
+    """
     jaxpr = program.jaxpr
-    numbers = count_up()
+    positions = count_up()
 
-    def made(eqn: JaxprEqn, places: list[int]) -> list[int]:
-        number = next(numbers)
-        return [max(places, default=-1) if cheap(eqn) else number] * len(eqn.outvars)
+    def last_positions(eqn: JaxprEqn, inputs: list[int]) -> list[int]:
+        position = next(positions)
+        return [max(inputs, default=-1) if cheap(eqn) else position] * len(eqn.outvars)
 
-    place = flow(jaxpr, [-1] * len(jaxpr.invars), made, lambda atom: -1)
+    last_costly = flow(jaxpr, [-1] * len(jaxpr.invars), last_positions, lambda atom: -1)
     batches = list[list[JaxprEqn]]()
     begin = 0
-    for at, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive.name not in COLLECTIVES or axis_name not in axes_of(eqn) or not _operands([eqn]):
+    for position, eqn in enumerate(jaxpr.eqns):
+        if (
+            eqn.primitive.name not in COLLECTIVES
+            or axis_name not in axes_of(eqn)
+            or not _operands([eqn])
+        ):
             continue
-        if batches and max(map(place, eqn.invars), default=-1) < begin:
+        if batches and max(map(last_costly, eqn.invars), default=-1) < begin:
             batches[-1].append(eqn)
         else:
             batches.append([eqn])
-            begin = at
+            begin = position
     return batches
 
 
 def _in_order(eqns: Sequence[JaxprEqn], batches: Sequence[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
-    """The equations, with those that a batch needs in front of its first collective."""
+    """Orders the equations so that all operands of a batch precede its first collective."""
     maker = {var: eqn for eqn in eqns for var in eqn.outvars}
     first = {id(batch[0]): batch for batch in batches}
     done = set[int]()
@@ -123,29 +130,50 @@ def _in_order(eqns: Sequence[JaxprEqn], batches: Sequence[Sequence[JaxprEqn]]) -
     def put(eqn: JaxprEqn) -> None:
         pending = [(eqn, False)]
         while pending:
-            one, ready = pending.pop()
-            if id(one) in done:
+            current, ready = pending.pop()
+            if id(current) in done:
                 continue
             if ready:
-                done.add(id(one))
-                ordered.append(one)
+                done.add(id(current))
+                ordered.append(current)
                 continue
-            pending.append((one, True))
-            needed = [var for other in first.get(id(one), [one]) for var in other.invars]
-            pending += [(maker[var], False) for var in needed if not isinstance(var, Literal) and var in maker]
+            pending.append((current, True))
+            inputs = [var for eqn in first.get(id(current), [current]) for var in eqn.invars]
+            pending += [
+                (maker[var], False)
+                for var in inputs
+                if not isinstance(var, Literal) and var in maker
+            ]
 
     for eqn in eqns:
         put(eqn)
     return ordered
 
 
-def _exchange(program: ClosedJaxpr, eqns: Sequence[JaxprEqn], when: Callable[[Any], int]) -> Exchange:
-    given = _operands(eqns)
-    made = _made(eqns)
-    names = ["psum_scatter" if eqn.primitive.name == "reduce_scatter" else eqn.primitive.name for eqn in eqns]
-    back = tuple(jax.ShapeDtypeStruct((1, *var.aval.shape), var.aval.dtype) for var in made)  # pyright: ignore[reportAttributeAccessIssue]
-    run = jaxpr_as_fun(make_program(program, eqns, given, made))
-    return Exchange(", ".join(dict.fromkeys(names)), run, len(given), back, max(map(when, given), default=0))
+def _exchange(
+    program: ClosedJaxpr, eqns: Sequence[JaxprEqn], when: Callable[[Var | Literal], int]
+) -> Exchange:
+    operands = _operands(eqns)
+    results = _made(eqns)
+    names = [
+        "psum_scatter" if eqn.primitive.name == "reduce_scatter" else eqn.primitive.name
+        for eqn in eqns
+    ]
+    forms = tuple(
+        jax.ShapeDtypeStruct(
+            (1, *var.aval.shape),  # pyright: ignore[reportAttributeAccessIssue]
+            var.aval.dtype,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        for var in results
+    )
+    run = jaxpr_as_fun(make_program(program, eqns, operands, results))
+    return Exchange(
+        ", ".join(dict.fromkeys(names)),
+        run,
+        len(operands),
+        forms,
+        max(map(when, operands), default=0),
+    )
 
 
 def _operands(eqns: Sequence[JaxprEqn]) -> list[Var]:

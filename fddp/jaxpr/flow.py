@@ -1,13 +1,13 @@
-"""Carries a fact about values through a program, from its inputs on.
+"""Propagates facts about values through a program, from its inputs to its outputs.
 
-The caller says what a fact is, and how an equation hands it on: the leaves that a value came from, the rows that it
-touches, the moment at which it can be made.
+The caller defines a fact and its way through an equation. A fact is, for example, the leaves that a
+value depends on, its number of nonzero table rows, or its time of arrival.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from fddp.jax_internals import Jaxpr, JaxprEqn, Literal
+from fddp.jax_internals import Jaxpr, JaxprEqn, Literal, Var
 
 Fact = TypeVar("Fact")
 
@@ -16,45 +16,39 @@ def flow(
     jaxpr: Jaxpr,
     inputs: Sequence[Fact],
     through: Callable[[JaxprEqn, list[Fact]], Sequence[Fact]],
-    source: Callable[[Any], Fact],
-) -> Callable[[Any], Fact]:
-    """Finds a fact about each value of a program.
+    source: Callable[[Var | Literal], Fact],
+) -> Callable[[Var | Literal], Fact]:
+    """Computes a fact about each value of a program; returns value → fact.
 
-    Args:
-      jaxpr: the program.
-      inputs: the facts of its inputs.
-      through: (equation, facts of its inputs) → facts of its outputs; called once for each equation, in their order.
-      source: gives the fact of a literal or a constant.
+    `inputs` are the facts of the program's inputs, and `source` gives those of literals and
+    constants. `through` maps an equation and the facts of its inputs to the facts of its outputs;
+    it is called once for each equation, in order.
 
-    Returns:
-      value → its fact.
-
-    Example:
-      >>> import jax
-      >>> program = jax.make_jaxpr(lambda x, y: x * y + 1.0)(1.0, 2.0).jaxpr
-      >>> depth = flow(program, [0, 5], lambda eqn, given: [max(given) + 1], lambda literal: 0)
-      >>> depth(program.outvars[0])
-      7
+    >>> import jax
+    >>> program = jax.make_jaxpr(lambda x, y: x * y + 1.0)(1.0, 2.0).jaxpr
+    >>> depth = flow(program, [0, 5], lambda eqn, depths: [max(depths) + 1], lambda literal: 0)
+    >>> depth(program.outvars[0])
+    7
     """
-    facts: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs))
+    facts: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs))
 
-    def of(atom: Any) -> Fact:
+    def fact(atom: Var | Literal) -> Fact:
         return facts[atom] if not isinstance(atom, Literal) and atom in facts else source(atom)
 
     for eqn in jaxpr.eqns:
-        facts.update(zip(eqn.outvars, through(eqn, [of(atom) for atom in eqn.invars])))
-    return of
+        facts.update(zip(eqn.outvars, through(eqn, [fact(atom) for atom in eqn.invars])))
+    return fact
 
 
-def arrival(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> Callable[[Any], int]:
-    """Finds when a value can be made, if a program's inputs come one after the other.
+def arrival(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> Callable[[Var | Literal], int]:
+    """Finds when each value can be computed; returns value → the last arrival of its inputs.
 
-    Args:
-      jaxpr: the program.
-      inputs: number of an input → when it comes; the others are there from 0.
-
-    Returns:
-      value → when the last input that it is made of comes.
+    `inputs` maps the position of an input to its time of arrival, 0 if omitted.
     """
-    comes = [inputs.get(number, 0) for number in range(len(jaxpr.invars))]
-    return flow(jaxpr, comes, lambda eqn, given: [max(given, default=0)] * len(eqn.outvars), lambda atom: 0)
+    times = [inputs.get(position, 0) for position in range(len(jaxpr.invars))]
+    return flow(
+        jaxpr,
+        times,
+        lambda eqn, arrivals: [max(arrivals, default=0)] * len(eqn.outvars),
+        lambda atom: 0,
+    )

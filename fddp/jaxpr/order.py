@@ -1,7 +1,8 @@
 """The order in which gradients become ready and parameters are used, read off the program.
 
-`jax.make_jaxpr(jax.value_and_grad(loss))` is a straight program, known before it runs. A gradient's place in it is the
-moment at which it becomes ready. DDP learns this order from hooks in the first iteration; here the program tells it.
+`jax.make_jaxpr(jax.value_and_grad(loss))` is a straight-line program, known before it runs. The
+position of a gradient in it is the moment at which it becomes ready. DDP learns this order from
+hooks in the first iteration.
 
 Source: Li et al. (VLDB 2020), section 3.2.3; `Reducer::rebuild_buckets` in PyTorch's `reducer.cpp`.
 """
@@ -15,7 +16,7 @@ import jax
 from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var
 from fddp.jaxpr.equations import cheap, straighten
 from fddp.jaxpr.flow import flow
-from fddp.jaxpr.leaves import differentiable, merge, split
+from fddp.jaxpr.leaves import differentiable, join_leaves, split_leaves
 from fddp.wording import check_has
 
 
@@ -25,10 +26,11 @@ def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[in
     Args:
       loss_fn: `loss_fn(params, *args) -> loss` or `-> (loss, aux)`.
       params: tree of arrays or `jax.ShapeDtypeStruct`s.
-      *args: the loss's other arguments, or their shapes.
+      *args: the other arguments of the loss, or their shapes.
 
     Returns:
-      Indices of the leaves of `params`, first ready first. Leaves without a gradient (integers) are not named.
+      Indices of the leaves of `params`, first ready first. Leaves without a gradient (integers)
+      are omitted.
 
     Example:
       >>> import jax.numpy as jnp
@@ -42,60 +44,52 @@ def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[in
     chosen = differentiable(leaves)
 
     def loss(trainable: Sequence[Any], fixed: Sequence[Any], *args: Any) -> Any:
-        value = loss_fn(treedef.unflatten(merge(chosen, trainable, fixed)), *args)
+        value = loss_fn(treedef.unflatten(join_leaves(chosen, trainable, fixed)), *args)
         return value[0] if isinstance(value, tuple) else value
 
-    trainable, fixed = split(chosen, leaves)
+    trainable, fixed = split_leaves(chosen, leaves)
     closed = jax.make_jaxpr(jax.grad(loss))(trainable, fixed, *args)
     return tuple(chosen[k] for k in ready_order(closed, len(chosen)))
 
 
 def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
-    """Orders the first outputs of a program by the place of the last costly equation that makes them.
+    """Orders the first `count` outputs of a program by the last costly equation each depends on.
 
-    JAX casts a gradient back to its parameter's dtype where it reverses the parameter's own cast, often at the very
-    end. The cast delays nothing: the gradient is ready when the value that is cast is ready.
-
-    Args:
-      closed: the program.
-      count: number of outputs to order.
-
-    Returns:
-      Their numbers. Outputs of one equation (a `scan` over layers gives all at once) are in reverse order, DDP's guess.
+    Casts delay nothing. JAX casts a gradient back when it reverses the cast of the parameter, often
+    at the very end, but the gradient is ready as soon as the uncast value is. Outputs of the same
+    equation (a `scan` over layers) are in reverse order, DDP's guess.
     """
     jaxpr = straighten(closed).jaxpr
-    numbers = count_up()
+    positions = count_up()
 
-    def made(eqn: JaxprEqn, places: list[int]) -> list[int]:
-        at = next(numbers)
-        return [max(places, default=-1) if cheap(eqn) else at] * len(eqn.outvars)
+    def ready_positions(eqn: JaxprEqn, inputs: list[int]) -> list[int]:
+        position = next(positions)
+        return [max(inputs, default=-1) if cheap(eqn) else position] * len(eqn.outvars)
 
-    # A gradient that no equation makes (a constant, an input) is ready before the first.
-    place = flow(jaxpr, [-1] * len(jaxpr.invars), made, lambda atom: -1)
-    return tuple(sorted(range(count), key=lambda k: (place(jaxpr.outvars[k]), -k)))
+    # A gradient without an equation (a constant, an input) is ready before all others.
+    ready = flow(jaxpr, [-1] * len(jaxpr.invars), ready_positions, lambda atom: -1)
+    return tuple(sorted(range(count), key=lambda k: (ready(jaxpr.outvars[k]), -k)))
 
 
 def first_uses(closed: ClosedJaxpr) -> list[int]:
-    """Finds the first costly equation that reads each input of a program.
+    """Positions of the first costly equations that read each input of a program.
 
-    A cast of all parameters at the beginning is not a use: the equations that read the cast parameters are.
+    A cast of all parameters at the beginning is not a use, but the equations that read its results
+    are. The position of an unused input is the number of equations.
 
-    Args:
-      closed: the program.
-
-    Returns:
-      For each input the number of that equation, or the count of all equations where there is none.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> first_uses(jax.make_jaxpr(lambda a, b: jnp.sin(b) + jnp.sin(2 * a))(1.0, 1.0))
-      [2, 0]
+    >>> import jax, jax.numpy as jnp
+    >>> first_uses(jax.make_jaxpr(lambda a, b: jnp.sin(b) + jnp.sin(2 * a))(1.0, 1.0))
+    [2, 0]
     """
     jaxpr = straighten(closed).jaxpr
     uses: dict[Var, int] = {}
-    for at, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        used = min((uses.get(var, len(jaxpr.eqns)) for var in eqn.outvars), default=at) if cheap(eqn) else at
+    for position, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        use = (
+            min((uses.get(var, len(jaxpr.eqns)) for var in eqn.outvars), default=position)
+            if cheap(eqn)
+            else position
+        )
         for atom in eqn.invars:
             if not isinstance(atom, Literal):
-                uses[atom] = min(used, uses.get(atom, used))
+                uses[atom] = min(use, uses.get(atom, use))
     return [uses.get(var, len(jaxpr.eqns)) for var in jaxpr.invars]

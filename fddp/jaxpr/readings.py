@@ -1,8 +1,9 @@
-"""Gives a program its weights in groups, each shortly before it is read, and once more for the backward pass.
+"""Gathers a program's weights in groups, shortly before each pass reads them.
 
-A group of weights is read in the forward pass, and again in the backward pass, from the other end. In between nobody
-needs it. What is cheap and made of weights alone, a copy in 16 bits say, is made anew with them: it would else outlive
-them. Of a stack of layers that only loops read, each round of a loop is given its own layer.
+A group of weights is read in the forward pass, and again, in reverse order, in the backward pass.
+In between it is not needed. Cheap values computed from weights alone, such as a 16-bit copy, are
+recomputed after the second gather, or they would outlive the weights. If only loops read a stack of
+layers, each round receives its own layer.
 
 Source: PyTorch's FSDP2, whose `reshard_after_forward` does so with hooks on modules.
 """
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts, run_as_it_is
 from fddp.jaxpr.equations import cheap, makers, straighten, value_of, variables
 from fddp.jaxpr.flow import flow
-from fddp.jaxpr.weight_rows import Rows, read_by_rows, read_whole, rows_needed, run_by_rows
+from fddp.jaxpr.weight_rows import LayerWeights, read_by_rows, read_whole, rows_needed, run_by_rows
 
-# (group, values that must be there before it comes) → its weights, by the numbers of inputs; and these values
+# (group, values that must exist before its gather) → its weights by position of the input, and
+# these values
 Bring: TypeAlias = Callable[[int, Mapping[Var, Any]], tuple[Mapping[int, Any], Mapping[Var, Any]]]
 
 
@@ -29,197 +31,230 @@ class Reading(NamedTuple):
 
     group: int
     begin: int
-    """The place of the first of these equations."""
+    """Position of the first of these equations."""
 
 
 class InReadings(NamedTuple):
-    """A program whose weights come in groups."""
+    """A program whose weights are gathered in groups."""
 
     closed: ClosedJaxpr
     eqns: Sequence[JaxprEqn]
-    """The equations of the forward pass, and all others behind them."""
+    """The equations of the forward pass, then those of the backward pass."""
     of_weights: Sequence[JaxprEqn]
-    """Equations that are done anew whenever weights come; they are not among the others."""
+    """The equations that run after each gather; `eqns` does not contain them."""
     readings: Sequence[Reading]
     """The readings, in order."""
     stacks: Mapping[Var, tuple[int, int]]
-    """The weights of which loops read rows, and nobody anything else → number of the input, and its group."""
+    """Stacks that only loops read, layer by layer → position of the input, and its group."""
 
     @property
     def times(self) -> Counter[int]:
-        """Counts how often each group comes; a loop brings all rows of a group once."""
+        """Number of gathers of each group; a loop gathers all layers of a group once."""
         groups = {var: group for var, (_, group) in self.stacks.items()}
         in_loops = (group for eqn in self.eqns for group in rows_needed(eqn, groups))
         return Counter([*(reading.group for reading in self.readings), *in_loops])
 
 
 def in_readings(
-    closed: ClosedJaxpr, groups: Mapping[int, int], forward: Collection[int], rounds: Mapping[int, int]
+    closed: ClosedJaxpr,
+    groups: Mapping[int, int],
+    forward: Collection[int],
+    rounds: Mapping[int, int],
 ) -> InReadings:
-    """Finds where a program reads its weights.
+    """Finds the readings of a program's weights, for `run_in_readings`.
 
-    Args:
-      closed: the program.
-      groups: number of an input that is a weight → its group.
-      forward: numbers of the outputs that the forward pass makes.
-      rounds: a group of stacks that loops may read row by row → the number of rows.
+    `groups` maps the position of an input, a weight, to its group. `forward` are the positions of
+    the outputs of the forward pass. `rounds` maps a group of stacks to its number of layers, if
+    loops may read it layer by layer.
 
-    Returns:
-      The program, for `run_in_readings`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> loss = lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w[0]) @ w[1]))
-      >>> program = jax.make_jaxpr(jax.value_and_grad(loss))([jnp.eye(2), jnp.eye(2)], jnp.ones(2))
-      >>> [reading.group for reading in in_readings(program, {0: 0, 1: 1}, [0], {}).readings]
-      [0, 1]
+    >>> import jax, jax.numpy as jnp
+    >>> loss = lambda w, x: jnp.sum(jnp.sin(jnp.sin(x @ w[0]) @ w[1]))
+    >>> program = jax.make_jaxpr(jax.value_and_grad(loss))([jnp.eye(2), jnp.eye(2)], jnp.ones(2))
+    >>> [reading.group for reading in in_readings(program, {0: 0, 1: 1}, [0], {}).readings]
+    [0, 1]
     """
-    in_rows = {number: rounds[group] for number, group in groups.items() if group in rounds}
-    program = read_by_rows(closed, in_rows) if in_rows else straighten(closed)
-    stacks = _stacks(program, groups, in_rows)
-    of = _groups_of(program, {n: group for n, group in groups.items() if program.jaxpr.invars[n] not in stacks})
+    depths = {position: rounds[group] for position, group in groups.items() if group in rounds}
+    program = read_by_rows(closed, depths) if depths else straighten(closed)
+    stacks = _stacks(program, groups, depths)
+    groups_of = _groups_of(
+        program, {n: group for n, group in groups.items() if program.jaxpr.invars[n] not in stacks}
+    )
     passes = _passes(program, forward)
-    again = [eqn for eqns in passes for eqn in eqns if any(map(of, eqn.outvars))]
-    ids = set(map(id, again))
-    first, rest = ([eqn for eqn in eqns if id(eqn) not in ids] for eqns in passes)
-    read = [eqn.invars for eqn in (*first, *rest)]
-    readings = _found([_read(of, atoms) for atoms in (*read, program.jaxpr.outvars)], len(first))
-    return InReadings(program, [*first, *rest], again, list(readings), stacks)
+    of_weights = [eqn for eqns in passes for eqn in eqns if any(map(groups_of, eqn.outvars))]
+    ids = set(map(id, of_weights))
+    first, second = ([eqn for eqn in eqns if id(eqn) not in ids] for eqns in passes)
+    inputs = [eqn.invars for eqn in (*first, *second)]
+    readings = _found(
+        [_read(groups_of, atoms) for atoms in (*inputs, program.jaxpr.outvars)], len(first)
+    )
+    return InReadings(program, [*first, *second], of_weights, list(readings), stacks)
 
 
-def run_in_readings(program: InReadings, args: Sequence[Any], bring: Bring, rows: Mapping[int, Rows]) -> list[Any]:
-    """Runs a program under a trace, with weights that come shortly before they are read.
+def run_in_readings(
+    program: InReadings,
+    args: Sequence[jax.Array | None],
+    bring: Bring,
+    sources: Mapping[int, LayerWeights],
+) -> list[Any]:
+    """Runs a program under a trace, and gathers weights shortly before they are read.
 
-    While one group is read the next one comes, and no other: it comes after all that was made, and came, before that.
-    A loop's rows come after the loop before it that is given rows, so that no row of it waits long.
+    It prefetches a single group: while group k is read, group k + 1 is gathered, behind a barrier
+    on the values computed and gathered before. The layers of a loop are gathered after the previous
+    loop with gathered layers, so that no layer waits long.
 
-    Args:
-      program: from `in_readings`.
-      args: the inputs, None in place of weights.
-      bring: brings a group.
-      rows: a group of stacks → what its rows are made of, where loops read them row by row.
-
-    Returns:
-      The outputs.
+    `args` are the inputs, with None in place of weights; `bring` gathers a group. `sources` maps a
+    group of stacks that loops read layer by layer to the source of its layers.
     """
     jaxpr = program.closed.jaxpr
-    given = {var: x for var, x in zip(jaxpr.invars, args) if x is not None}
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.closed.consts)) | given
-    made = list[Var]()  # the value that was made last
-    came = list[dict[Var, Any]]()
-    looped = list[Var]()  # what the last loop made that was given rows
+    inputs = {var: x for var, x in zip(jaxpr.invars, args) if x is not None}
+    values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.closed.consts)) | inputs
+    newest = list[Var]()  # the value computed last
+    gathered = list[dict[Var, Any]]()
+    loop_output = list[Var]()  # a value of the last loop with gathered layers
 
-    def come(count: int) -> None:
-        for reading in program.readings[len(came) : count]:
-            before = {var: values[var] for var in made}
-            # Of the group that came last one array will do, a small one: it may be copied.
-            late = [min(weights, key=lambda var: weights[var].size) for weights in came[-1:]]
-            weights, after = bring(reading.group, before | {var: came[-1][var] for var in late})
-            values.update((var, after[var]) for var in made)
-            came[-1:] = [weights | {var: after[var] for var in late} for weights in came[-1:]]
-            came.append({jaxpr.invars[number]: x for number, x in weights.items()})
+    def gather(count: int) -> None:
+        for reading in program.readings[len(gathered) : count]:
+            before = {var: values[var] for var in newest}
+            # A single array of the last group is enough; a small array, since it may be copied.
+            smallest = [
+                min(weights, key=lambda var: weights[var].size) for weights in gathered[-1:]
+            ]
+            weights, after = bring(
+                reading.group, before | {var: gathered[-1][var] for var in smallest}
+            )
+            values.update((var, after[var]) for var in newest)
+            gathered[-1:] = [
+                weights | {var: after[var] for var in smallest} for weights in gathered[-1:]
+            ]
+            gathered.append({jaxpr.invars[position]: x for position, x in weights.items()})
 
     begins = dict[int, list[int]]()
     for k, reading in enumerate(program.readings):
         begins.setdefault(reading.begin, []).append(k)
-    for place, eqn in enumerate([*program.eqns, None]):
-        for k in begins.get(place, []):
-            come(k + 2)
-            values.update(came[k])
-            _make_anew(program, values, set(came[k]))
+    for position, eqn in enumerate([*program.eqns, None]):
+        for k in begins.get(position, []):
+            gather(k + 2)
+            values.update(gathered[k])
+            _make_anew(program, values, set(gathered[k]))
         if eqn is not None:
             if program.stacks.keys().isdisjoint(variables(eqn.invars)):
                 _run(program, eqn, values)
             else:
-                behind, rows = _behind({var: values[var] for var in looped}, rows)
-                values.update(behind)
-                values.update(zip(eqn.outvars, run_by_rows(eqn, partial(value_of, values), program.stacks, rows)))
-                looped = [*filter(_is_numbers, eqn.outvars)][:1]
-            made = [*filter(_is_numbers, eqn.outvars)][:1] or made
+                barred, sources = _behind({var: values[var] for var in loop_output}, sources)
+                values.update(barred)
+                values.update(
+                    zip(
+                        eqn.outvars,
+                        run_by_rows(eqn, partial(value_of, values), program.stacks, sources),
+                    )
+                )
+                loop_output = [*filter(_is_numbers, eqn.outvars)][:1]
+            newest = [*filter(_is_numbers, eqn.outvars)][:1] or newest
     return [value_of(values, atom) for atom in jaxpr.outvars]
 
 
-def _behind(before: Mapping[Var, Any], rows: Mapping[int, Rows]) -> tuple[dict[Var, Any], dict[int, Rows]]:
-    """Lets rows wait for some values; gives both. XLA would else bring them for all loops at once, and keep them."""
-    values, given = jax.lax.optimization_barrier((list(before.values()), [one.given for one in rows.values()]))
-    each = zip(rows.items(), given)
-    return dict(zip(before, values)), {group: one._replace(given=x) for (group, one), x in each}
+def _behind(
+    before: Mapping[Var, Any], sources: Mapping[int, LayerWeights]
+) -> tuple[dict[Var, Any], dict[int, LayerWeights]]:
+    """Puts a barrier between values and the sources of layers; returns both.
+
+    XLA would otherwise gather for all loops at once, and keep the layers.
+    """
+    values, arrays = jax.lax.optimization_barrier(
+        (list(before.values()), [source.given for source in sources.values()])
+    )
+    pairs = zip(sources.items(), arrays)
+    return dict(zip(before, values)), {
+        group: source._replace(given=x) for (group, source), x in pairs
+    }
 
 
-def _passes(program: ClosedJaxpr, forward: Collection[int]) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """The equations of the forward pass, and the other ones that somebody needs, in order."""
+def _passes(
+    program: ClosedJaxpr, forward: Collection[int]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Splits the live equations into the forward pass and all others, in order."""
     eqns = program.jaxpr.eqns
     outputs = program.jaxpr.outvars
-    needed = makers(eqns, variables(outputs), filter(acts, eqns))
-    wanted = list(variables(outputs[number] for number in forward))
-    ids = set(map(id, makers(eqns, wanted)))
-    end = max((place for place, eqn in enumerate(needed) if id(eqn) in ids), default=-1)
-    # What is printed before the loss is there belongs to the forward pass.
-    ids = set(map(id, makers(eqns, wanted, filter(acts, needed[:end]))))
-    return [eqn for eqn in needed if id(eqn) in ids], [eqn for eqn in needed if id(eqn) not in ids]
+    live = makers(eqns, variables(outputs), filter(acts, eqns))
+    forward_outputs = list(variables(outputs[position] for position in forward))
+    ids = set(map(id, makers(eqns, forward_outputs)))
+    end = max((position for position, eqn in enumerate(live) if id(eqn) in ids), default=-1)
+    # A print before the loss belongs to the forward pass.
+    ids = set(map(id, makers(eqns, forward_outputs, filter(acts, live[:end]))))
+    return [eqn for eqn in live if id(eqn) in ids], [eqn for eqn in live if id(eqn) not in ids]
 
 
-def _stacks(program: ClosedJaxpr, groups: Mapping[int, int], rows: Mapping[int, int]) -> dict[Var, tuple[int, int]]:
-    """The weights of the groups of which nothing is read but rows, by loops."""
-    lengths = {program.jaxpr.invars[number]: length for number, length in rows.items()}
-    whole = read_whole(program, lengths)
-    of = {program.jaxpr.invars[number]: (number, groups[number]) for number in rows}
-    kept = {of[var][1] for var in whole}
-    return {var: (number, group) for var, (number, group) in of.items() if group not in kept}
+def _stacks(
+    program: ClosedJaxpr, groups: Mapping[int, int], depths: Mapping[int, int]
+) -> dict[Var, tuple[int, int]]:
+    """The stacks of the groups that only loops read, layer by layer."""
+    lengths = {program.jaxpr.invars[position]: length for position, length in depths.items()}
+    whole_stacks = read_whole(program, lengths)
+    stacks = {program.jaxpr.invars[position]: (position, groups[position]) for position in depths}
+    whole_groups = {stacks[var][1] for var in whole_stacks}
+    return {
+        var: (position, group)
+        for var, (position, group) in stacks.items()
+        if group not in whole_groups
+    }
 
 
-def _groups_of(program: ClosedJaxpr, groups: Mapping[int, int]) -> Callable[[Any], frozenset[int]]:
-    """Finds the groups that a value is made of, where it is cheap and made of weights alone; else it has none."""
+def _groups_of(
+    program: ClosedJaxpr, groups: Mapping[int, int]
+) -> Callable[[Var | Literal], frozenset[int]]:
+    """Returns value → its groups, if it is a cheap function of weights alone; else no group."""
     jaxpr = program.jaxpr
     nothing = frozenset[int]()
 
-    def made(eqn: JaxprEqn, given: list[frozenset[int]]) -> list[frozenset[int]]:
-        alone = all(of or isinstance(atom, Literal) for of, atom in zip(given, eqn.invars))
-        of = nothing.union(*given) if alone and cheap(eqn) and not acts(eqn) else nothing
-        return [of] * len(eqn.outvars)
+    def through(eqn: JaxprEqn, inputs: list[frozenset[int]]) -> list[frozenset[int]]:
+        only_weights = all(
+            input_groups or isinstance(atom, Literal)
+            for input_groups, atom in zip(inputs, eqn.invars)
+        )
+        union = nothing.union(*inputs) if only_weights and cheap(eqn) and not acts(eqn) else nothing
+        return [union] * len(eqn.outvars)
 
     inputs = [frozenset({groups[n]}) if n in groups else nothing for n in range(len(jaxpr.invars))]
-    return flow(jaxpr, inputs, made, lambda atom: nothing)
+    return flow(jaxpr, inputs, through, lambda atom: nothing)
 
 
-def _read(of: Callable[[Any], frozenset[int]], atoms: Iterable[Any]) -> list[int]:
-    return sorted(frozenset[int]().union(*map(of, variables(atoms))))
+def _read(
+    groups_of: Callable[[Var | Literal], frozenset[int]], atoms: Iterable[Var | Literal]
+) -> list[int]:
+    return sorted(frozenset[int]().union(*map(groups_of, variables(atoms))))
 
 
 def _found(reads: Sequence[Sequence[int]], border: int) -> Iterator[Reading]:
-    """The readings, in order.
+    """Yields the readings in order, from the groups read at each position.
 
-    A group that is read until the forward pass ends stays for the backward pass: it would come again at once.
-
-    Args:
-      reads: the groups that each place reads.
-      border: the place at which the forward pass has ended.
+    The forward pass ends at position `border`. A group that is read until then stays for the
+    backward pass, which would gather it again at once.
     """
-    begun = dict[int, int]()
+    begins = dict[int, int]()
     latest = dict[int, int]()
-    for place, groups in enumerate(reads):
-        if place == border:
-            last = max(begun.values(), default=0)
-            begun = {group: begin for group, begin in begun.items() if latest[group] >= last}
+    for position, groups in enumerate(reads):
+        if position == border:
+            last = max(begins.values(), default=0)
+            begins = {group: begin for group, begin in begins.items() if latest[group] >= last}
         for group in groups:
-            latest[group] = place
-            if group not in begun:
-                begun[group] = place
-                yield Reading(group, place)
+            latest[group] = position
+            if group not in begins:
+                begins[group] = position
+                yield Reading(group, position)
 
 
 def _make_anew(program: InReadings, values: dict[Var, Any], fresh: set[Var]) -> None:
-    """Does the equations of weights again that read fresh values, where all that they read is there."""
+    """Runs the equations of weights that read fresh values, if all their inputs exist."""
     for eqn in program.of_weights:
-        given = set(variables(eqn.invars))
-        if fresh & given and given <= values.keys():
+        inputs = set(variables(eqn.invars))
+        if fresh & inputs and inputs <= values.keys():
             _run(program, eqn, values)
             fresh.update(eqn.outvars)
 
 
 def _run(program: InReadings, eqn: JaxprEqn, values: dict[Var, Any]) -> None:
-    made = run_as_it_is(program.closed, eqn, [value_of(values, atom) for atom in eqn.invars])
-    values.update(zip(eqn.outvars, made))
+    outputs = run_as_it_is(program.closed, eqn, [value_of(values, atom) for atom in eqn.invars])
+    values.update(zip(eqn.outvars, outputs))
 
 
 def _is_numbers(var: Var) -> bool:

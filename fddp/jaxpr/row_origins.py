@@ -1,10 +1,10 @@
-"""Finds the loop of whose rows values are made, row by row, and what else they are made of.
+"""Finds values computed from the layers of a loop, layer by layer, and their other inputs.
 
-What is computed behind a loop, of its rows and of what was there before it, can be computed inside of the loop.
+If these other inputs do not depend on the loop, the computation can move into the loop.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fddp.jax_internals import (
     ClosedJaxpr,
@@ -24,91 +24,91 @@ from fddp.jaxpr.rounds import Stack, form_of, with_slices
 
 
 def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
-    """Finds the outputs of a program that one of its loops could make, row by row, to the end.
-
-    Args:
-      closed: the program.
-
-    Returns:
-      Number of such an output → the loop. All that is computed behind the loop can be computed inside of it.
-    """
+    """Finds the outputs that a loop could compute to the end; returns position → stack."""
     jaxpr = straighten(closed).jaxpr
-    found: dict[int, Stack] = {}
-    for number, atom in enumerate(jaxpr.outvars):
-        origin = None if isinstance(atom, Literal) else origin_of(jaxpr, [atom], [], len(jaxpr.eqns))
+    stacks: dict[int, Stack] = {}
+    for position, atom in enumerate(jaxpr.outvars):
+        origin = (
+            None if isinstance(atom, Literal) else origin_of(jaxpr, [atom], [], len(jaxpr.eqns))
+        )
         if origin:
-            found[number] = Stack(origin.loop, scan_body(jaxpr.eqns[origin.loop])[1]["length"])
-    return found
+            stacks[position] = Stack(origin.loop, scan_body(jaxpr.eqns[origin.loop])[1]["length"])
+    return stacks
 
 
 def places(closed: ClosedJaxpr) -> list[int]:
-    """Finds the place, among a program's equations, of the last one that each of its outputs is made by; -1: none."""
+    """Positions of the equations that compute the outputs of a program; -1 without an equation."""
     jaxpr = straighten(closed).jaxpr
-    place = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    return [-1 if isinstance(atom, Literal) else place.get(atom, -1) for atom in jaxpr.outvars]
+    maker = {var: position for position, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    return [-1 if isinstance(atom, Literal) else maker.get(atom, -1) for atom in jaxpr.outvars]
 
 
 class Origin(NamedTuple):
-    """A loop of whose rows some values are made, row by row."""
+    """A loop, and the way from its layers to some values."""
 
     loop: int
-    """The place of the loop in its program."""
+    """Position of the loop in its program."""
     between: tuple[JaxprEqn, ...]
-    """The equations that make the values of the loop's rows, in order."""
+    """The equations from the loop's layers to the values, in order."""
     needs: frozenset[Var]
-    """The values beside these rows that the equations read; none of them comes from the loop."""
+    """The other inputs of these equations; none depends on the loop."""
 
 
-def origin_of(jaxpr: Jaxpr, rows: Sequence[Any], whole: Sequence[Any], end: int) -> Origin | None:
-    """Finds the last loop of whose rows values are made, if all else that they are made of is there before it.
+def origin_of(
+    jaxpr: Jaxpr, values: Sequence[Var | Literal], whole_values: Sequence[Var | Literal], end: int
+) -> Origin | None:
+    """Finds the last loop whose layers some values are computed from, or None.
 
-    Args:
-      jaxpr: the program.
-      rows: the values.
-      whole: others, which must be there before the loop.
-      end: the place of the equation that reads both.
+    The equation at position `end` reads `values` layer by layer, and `whole_values` whole. The
+    whole values, and all other inputs on the way, must not depend on the loop.
     """
-    place = _last_loop(jaxpr, rows, end)
-    if place is None:
+    position = _last_loop(jaxpr, values, end)
+    if position is None:
         return None
-    loop = jaxpr.eqns[place]
+    loop = jaxpr.eqns[position]
     length = scan_body(loop)[1]["length"]
-    late = _reached(jaxpr.eqns[place:end], loop)
-    wanted = late.intersection(variables(rows))
-    needs = {*variables(rows), *variables(whole)} - wanted
+    dependent = _reached(jaxpr.eqns[position:end], loop)
+    layered = dependent.intersection(variables(values))
+    needs = {*variables(values), *variables(whole_values)} - layered
     between: list[JaxprEqn] = []
-    for eqn in reversed(jaxpr.eqns[place + 1 : end]):
-        if wanted.isdisjoint(eqn.outvars):
+    for eqn in reversed(jaxpr.eqns[position + 1 : end]):
+        if layered.isdisjoint(eqn.outvars):
             continue
         read = set(rows_read(eqn))
-        given = set(variables(eqn.invars))
+        inputs = set(variables(eqn.invars))
         if not read or not all(_in_rows(atom, length) for atom in (*read, *eqn.outvars)):
             return None
         between.append(eqn)
-        wanted |= given & late & read
-        needs |= given - read | given - late
+        layered |= inputs & dependent & read
+        needs |= inputs - read | inputs - dependent
     carried = len(loop_parts(loop, loop.invars)[1])
-    alone = needs.isdisjoint(late) and wanted.isdisjoint(loop.outvars[:carried])
-    fit = all(_in_rows(atom, length) for atom in rows)
-    # What runs earlier than it stands holds no loop, so that loops run in their order.
-    moved = [eqn for eqn in makers(jaxpr.eqns[place + 1 : end], needs) if eqn.primitive.name == "scan"]
-    return Origin(place, tuple(reversed(between)), frozenset(needs)) if alone and fit and not moved else None
+    independent = needs.isdisjoint(dependent) and layered.isdisjoint(loop.outvars[:carried])
+    divisible = all(_in_rows(atom, length) for atom in values)
+    # Equations that move in front of this loop hold no loop, so that loops stay in order.
+    moved_loops = [
+        eqn for eqn in makers(jaxpr.eqns[position + 1 : end], needs) if eqn.primitive.name == "scan"
+    ]
+    return (
+        Origin(position, tuple(reversed(between)), frozenset(needs))
+        if independent and divisible and not moved_loops
+        else None
+    )
 
 
-def _last_loop(jaxpr: Jaxpr, rows: Sequence[Any], end: int) -> int | None:
-    wanted = set(variables(rows))
-    for place in reversed(range(end)):
-        eqn = jaxpr.eqns[place]
-        if wanted.isdisjoint(eqn.outvars):
+def _last_loop(jaxpr: Jaxpr, values: Sequence[Var | Literal], end: int) -> int | None:
+    layered = set(variables(values))
+    for position in reversed(range(end)):
+        eqn = jaxpr.eqns[position]
+        if layered.isdisjoint(eqn.outvars):
             continue
         if eqn.primitive.name == "scan":
-            return place
-        wanted.update(rows_read(eqn))
+            return position
+        layered.update(rows_read(eqn))
     return None
 
 
 def _reached(eqns: Sequence[JaxprEqn], first: JaxprEqn) -> set[Var]:
-    """The values that are made of what an equation makes, with these."""
+    """The outputs of an equation, and the values that depend on them."""
     reached = set(first.outvars)
     for eqn in eqns:
         if not reached.isdisjoint(variables(eqn.invars)):
@@ -117,25 +117,30 @@ def _reached(eqns: Sequence[JaxprEqn], first: JaxprEqn) -> set[Var]:
 
 
 def rows_read(eqn: JaxprEqn) -> list[Var]:
-    """The inputs of which an equation makes rows of its result, row by row; all others are read whole.
+    """The inputs that an equation reads layer by layer; all others are read whole.
 
-    A row is an equal part along the first dim. Reshaping keeps the order of elements, and so the parts.
+    A layer is an equal piece along the first dim. A reshape keeps the order of elements, and so the
+    layers.
     """
     name = eqn.primitive.name
     if name in ELEMENTWISE:
         return with_slices(eqn)
-    keeps = name in RESHAPES and not permutes(eqn)
-    beside = (name == "concatenate" and not joins_first_dim(eqn)) or pads_rows(eqn)
-    return list(variables(eqn.invars[:1] if name == "pad" else eqn.invars)) if keeps or beside else []
+    keeps_order = name in RESHAPES and not permutes(eqn)
+    extends = (name == "concatenate" and not joins_first_dim(eqn)) or pads_rows(eqn)
+    return (
+        list(variables(eqn.invars[:1] if name == "pad" else eqn.invars))
+        if keeps_order or extends
+        else []
+    )
 
 
-def _in_rows(atom: Any, length: int) -> bool:
-    """Whether an array has so many equal parts along its first dim."""
+def _in_rows(atom: Var | Literal, length: int) -> bool:
+    """Returns True if the first dim of an array divides into `length` layers."""
     dims = form_of(atom)[0]
     return bool(dims and length) and dims[0] % length == 0
 
 
-def row_dims(atom: Any, length: int) -> tuple[int, ...]:
-    """The dims of one of these parts."""
-    first, *others = form_of(atom)[0]
-    return first // length, *others
+def row_dims(atom: Var | Literal, length: int) -> tuple[int, ...]:
+    """The dims of each of `length` equal layers of an array."""
+    first, *inner = form_of(atom)[0]
+    return first // length, *inner

@@ -1,8 +1,10 @@
-"""Finds the parameters that a loss may use, or uses for sure, in its program.
+"""Finds the parameters that a loss may use, or certainly uses, from its program.
 
-Every value carries the set of leaves it came from; an equation hands on the union of its inputs' sets.
+Every value carries the set of leaves that it depends on; the outputs of an equation have the union
+of its inputs' sets.
 
-Source: DDP's `find_unused_parameters`: `prepare_for_backward` in PyTorch's `reducer.cpp`; here decided by the program.
+Source: DDP's `find_unused_parameters`: `prepare_for_backward` in PyTorch's `reducer.cpp`; decided
+here by the program.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ from fddp.jax_internals import (
     OWN_DERIVATIVE,
     Jaxpr,
     JaxprEqn,
+    Literal,
+    Var,
     branches,
     called_program,
     is_for_platforms,
@@ -30,26 +34,19 @@ from fddp.jaxpr.flow import flow
 from fddp.jaxpr.leaves import differentiable
 
 Sources = frozenset[int]
-"""The leaves that a value came from, as numbers of masks. Mask i marks leaf i alone; later masks mark several."""
+"""Leaves that a value depends on, as numbers of masks. Mask i marks leaf i, later masks several."""
 Choose = Callable[..., Sources]
-"""Joins the sets of branches, of which a run takes one: `frozenset.union` (may use), `.intersection` (uses surely)."""
+"""Joins the sets of branches: `frozenset.union` (may use) or `.intersection` (certainly uses)."""
 NOTHING: Sources = frozenset()
 Sets = list[Sources]
 
 
 def statically_used(f: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) -> tuple[bool, ...]:
-    """Finds the leaves that a loss may use, whichever branches it takes.
+    """Marks the leaves with a path to the loss in any branch; `f` returns the loss or (loss, aux).
 
-    Args:
-      f: `f(leaves) -> loss` or `-> (loss, aux)`.
-      leaves: arrays or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      For each leaf whether any path leads from it to the loss.
-
-    Example:
-      >>> statically_used(lambda w: jax.lax.cond(w[0] > 0, lambda: w[0], lambda: w[1]), [1.0, 2.0, 3.0])
-      (True, True, False)
+    >>> loss = lambda w: jax.lax.cond(w[0] > 0, lambda: w[0], lambda: w[1])
+    >>> statically_used(loss, [1.0, 2.0, 3.0])
+    (True, True, False)
     """
     jaxpr = without_refs(jax.make_jaxpr(f)(leaves)).jaxpr
     loss = _flow(jaxpr, origins(leaves), frozenset.union)[0]
@@ -57,45 +54,52 @@ def statically_used(f: Callable[[Sequence[Any]], Any], leaves: Sequence[Any]) ->
 
 
 def origins(leaves: Sequence[Any]) -> Sets:
-    """Gives each leaf the set of itself alone, if it can have a gradient; else the empty set."""
+    """The set {i} for leaf i if it can have a gradient, else the empty set."""
     inexact = set(differentiable(leaves))
     return [frozenset({i} & inexact) for i in range(len(leaves))]
 
 
 def _flow(jaxpr: Jaxpr, inputs: Sets, choose: Choose) -> Sets:
-    """Finds the sets of a program's outputs from those of its inputs."""
-    of = flow(jaxpr, inputs, partial(flow_through, choose=choose), of_no_leaf)
-    return [of(atom) for atom in jaxpr.outvars]
+    """Computes the sets of a program's outputs from those of its inputs."""
+    sources = flow(jaxpr, inputs, partial(flow_through, choose=choose), of_no_leaf)
+    return [sources(atom) for atom in jaxpr.outvars]
 
 
-def of_no_leaf(atom: Any) -> Sources:
+def of_no_leaf(atom: Var | Literal) -> Sources:
     """The set of a literal or a constant."""
     del atom
     return NOTHING
 
 
 def flow_through(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
-    """Finds the sets of one equation's outputs."""
+    """Computes the sets of an equation's outputs from those of its inputs."""
     name = eqn.primitive.name
     if name == "stop_gradient":
         outputs = [NOTHING]
     elif name == "cond":
-        # Branches for platforms, not for data, are chosen by XLA: all count.
+        # XLA chooses between branches for platforms: all count.
         choose = frozenset.union if is_for_platforms(eqn) else choose
-        outputs = [choose(*same) for same in zip(*(_flow(b.jaxpr, inputs[1:], choose) for b in branches(eqn)))]
+        outputs = [
+            choose(*sets)
+            for sets in zip(*(_flow(b.jaxpr, inputs[1:], choose) for b in branches(eqn)))
+        ]
     elif name == "scan":
         outputs = _flow_of_scan(eqn, inputs, choose)
     elif name == "while":
         consts, carry = loop_parts(eqn, inputs)[1:]
-        rounds, _ = _rounds(lambda carry: _flow(while_programs(eqn)[1].jaxpr, [*consts, *carry], choose), carry)
-        outputs = [choose(*same) for same in zip(*rounds)]  # any number of rounds may be the last
+        rounds, _ = _rounds(
+            lambda carry: _flow(while_programs(eqn)[1].jaxpr, [*consts, *carry], choose), carry
+        )
+        outputs = [choose(*sets) for sets in zip(*rounds)]  # any round may be the last
     elif name in CALLS and len(called_program(eqn).jaxpr.invars) == len(inputs):
         outputs = _flow(called_program(eqn).jaxpr, inputs, choose)
         if name in OWN_DERIVATIVE:
             outputs = [sources | ignored_inputs(eqn, inputs) for sources in outputs]
     else:
         outputs = [NOTHING.union(*inputs)] * len(eqn.outvars)
-    return [sources if can_have_gradient(var) else NOTHING for var, sources in zip(eqn.outvars, outputs)]
+    return [
+        sources if can_have_gradient(var) else NOTHING for var, sources in zip(eqn.outvars, outputs)
+    ]
 
 
 def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
@@ -111,11 +115,14 @@ def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
     last = length if length < len(rounds) else start + (length - start) % (len(rounds) - start)
     nothing = [NOTHING] * len(closed.jaxpr.outvars[count:])
     outputs = zip(nothing, *(body(carry)[count:] for carry in rounds[:length]))
-    return [*rounds[last], *(frozenset.union(*same) for same in outputs)]
+    return [*rounds[last], *(frozenset.union(*sets) for sets in outputs)]
 
 
 def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]:
-    """Finds the sets of a loop's carry before each round, until they repeat; and the round that they go back to."""
+    """Computes the sets of a loop's carry before each round, until they repeat.
+
+    The second result is the round at which the cycle starts.
+    """
     rounds = [carry]
     while (after := body(rounds[-1])) not in rounds:
         rounds.append(after)
@@ -123,10 +130,12 @@ def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]
 
 
 def ignored_inputs(eqn: JaxprEqn, inputs: Sets) -> Sources:
-    """The leaves that an equation's inputs come from and none of its outputs does."""
-    return NOTHING.union(*inputs).difference(*_flow(called_program(eqn).jaxpr, inputs, frozenset.union))
+    """The leaves that an equation's inputs depend on, but none of its outputs."""
+    return NOTHING.union(*inputs).difference(
+        *_flow(called_program(eqn).jaxpr, inputs, frozenset.union)
+    )
 
 
-def can_have_gradient(var: Any) -> bool:
-    """Whether a value can have a gradient."""
+def can_have_gradient(var: Var | Literal) -> bool:
+    """Returns True if a value is of float or complex dtype."""
     return jnp.issubdtype(getattr(var.aval, "dtype", np.bool_), jnp.inexact)

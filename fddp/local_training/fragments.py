@@ -1,6 +1,6 @@
-"""A fragment of the parameters between islands: what they send of it, and what they make of it when it comes back.
+"""A fragment of the parameters: its pseudo-gradient, and the outer step with the mean over islands.
 
-An island sends its pseudo-gradient, shared − local parameters. With the mean of all the outer optimizer makes a step.
+The pseudo-gradient of an island is shared − local parameters.
 
 Source: Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025).
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from fddp.buckets import BucketPlan, Messages, is_shard, place_scalars, scalar_dtype
 from fddp.comm import Communicator
@@ -25,7 +25,7 @@ from fddp.step import Facts, Replica, TrainState, average, with_trained
 
 @dataclass(frozen=True)
 class Fragment:
-    """Some buckets that are synchronized together, from one replica's point of view."""
+    """Buckets that are synchronized at the same step, for one replica."""
 
     steps: LocalSteps
     replica: Replica
@@ -33,87 +33,97 @@ class Fragment:
     of: BucketPlan
     """The plan of all buckets."""
     scalars: Any
-    """A dtype that holds loss, metrics, weights and buffers."""
+    """A dtype for loss, metrics, weights and buffers."""
 
     def check(self) -> None:
-        """Refuses more fragments than there are buckets.
-
-        Raises:
-          ValueError: there are.
-        """
+        """Raises ValueError if fragments outnumber buckets."""
         count = len(self.of.buckets)
-        of = self.steps.fragments
-        if count < of:
+        fragments = self.steps.fragments
+        if count < fragments:
             raise ValueError(
-                f"local_steps cannot make {of} fragments of {count} bucket{'s' * (count > 1)}: give fewer fragments, "
-                "or a smaller bucket_cap_mb."
+                f"local_steps cannot make {fragments} fragments of {count} "
+                f"bucket{'s' * (count > 1)}: give fewer fragments, or a smaller bucket_cap_mb."
             )
 
     @property
     def renews(self) -> tuple[int, ...]:
-        """The numbers of the means that begin anew when it lands: that over a node, too, where it is all parameters."""
+        """Numbers of the means that restart with it: a fragment of all parameters includes the mean
+        over a node."""
         node = self.steps.node if self.steps.fragments == 1 else None
         return (self.number,) if node is None else (self.number, node)
 
-    def changed(self, local: LocalState, view: TrainState, rows: Any) -> Messages:
-        """Makes the messages: a part of the weighted pseudo-gradient (shared − local), and the island's buffers."""
+    def changed(self, local: LocalState, view: TrainState, rows: PyTree) -> Messages:
+        """Packs the weighted pseudo-gradient (shared − local), and the island's buffers."""
         changes = jax.tree.map(
-            lambda goes, old, new: old - new if goes else None,
+            lambda included, old, new: old - new if included else None,
             self.travels,
             self._own(local.shared),
             self._own(trained_leaves(self.replica, view.params)),
         )
-        buffers, _ = average().send(self._others, self._buffers(view.model_state), self._joined(rows))
+        buffers, _ = average().send(
+            self._others, self._buffers(view.model_state), self._joined(rows)
+        )
         return self.wire.packed(view.opt_state.weight[self.number], changes, buffers)
 
-    def landed(self, local: LocalState, own: TrainState, mean: Averaged) -> tuple[LocalState, TrainState]:
-        """A step of the outer optimizer, and with what this replica goes on."""
-        came = iter(x for x in self.wire.unpacked(mean.buckets) if x is not None)
-        grads = jax.tree.map(lambda goes, x: next(came) if goes else jnp.zeros_like(x), self.travels, local.shared)
+    def landed(
+        self, local: LocalState, state: TrainState, mean: Averaged
+    ) -> tuple[LocalState, TrainState]:
+        """Takes an outer step, and mixes its result with the local parameters."""
+        arrays = iter(x for x in self.wire.unpacked(mean.buckets) if x is not None)
+        grads = jax.tree.map(
+            lambda included, x: next(arrays) if included else jnp.zeros_like(x),
+            self.travels,
+            local.shared,
+        )
         shared, outer = update(self.steps.outer, grads, local.outer, local.shared, self.travels)
-        before = trained_leaves(self.replica, own.params)
-        mine = jax.tree.map(
-            lambda old, new: self.wire.part(new) if is_shard(old) else new, before, shared, is_leaf=is_shard
+        local_params = trained_leaves(self.replica, state.params)
+        shared_params = jax.tree.map(
+            lambda old, new: self.wire.part(new) if is_shard(old) else new,
+            local_params,
+            shared,
+            is_leaf=is_shard,
         )
 
-        def mixed(goes: int, old: Any, new: Array) -> Any:
-            before = old.parts if is_shard(old) else old
-            after = new + self.steps.mix * (before - new) if goes else before
-            return replace(old, parts=after) if is_shard(old) else after
+        def mixed(included: int, old: Any, new: Array) -> Any:
+            old_values = old.parts if is_shard(old) else old
+            new_values = new + self.steps.mix * (old_values - new) if included else old_values
+            return replace(old, parts=new_values) if is_shard(old) else new_values
 
-        params = jax.tree.map(mixed, self.travels, before, mine)
-        own = own._replace(params=with_trained(own.params, params))
-        buffers = self._buffers(own.model_state)
-        after = average().land(self._others, buffers, mean.more, None)
-        own = own if after is None else own._replace(model_state=after)
-        return local._replace(shared=shared, outer=outer), own
+        params = jax.tree.map(mixed, self.travels, local_params, shared_params)
+        state = state._replace(params=with_trained(state.params, params))
+        buffers = self._buffers(state.model_state)
+        model_state = average().land(self._others, buffers, mean.more, None)
+        state = state if model_state is None else state._replace(model_state=model_state)
+        return local._replace(shared=shared, outer=outer), state
 
     @cached_property
     def wire(self) -> Wire:
-        """Its way to the other islands."""
-        parts = self.steps.replicas(self.replica.group.parts)
+        """Its messages between islands."""
+        num_parts = self.steps.replicas(self.replica.group.parts)
         buckets = tuple(self.of.buckets[k] for k in self.numbers)
-        whole = place_scalars(replace(self.of, buckets=buckets, parts=parts), self.scalars, exact=False)
+        plan = place_scalars(
+            replace(self.of, buckets=buckets, parts=num_parts), self.scalars, exact=False
+        )
 
-        def named(one: Reduction) -> Reduction:
-            if one.bucket is None:
-                return one
-            number = self.numbers[one.bucket]
-            # What hooks remember of pseudo-gradients stands behind what they remember of gradients.
+        def named(reduction: Reduction) -> Reduction:
+            if reduction.bucket is None:
+                return reduction
+            number = self.numbers[reduction.bucket]
+            # The hooks' memory of pseudo-gradients follows their memory of gradients.
             messages = [message.bucket for message in self.of.messages]
-            place = None if one.memory is None else len(messages) + messages.index(number)
-            return one._replace(name=f"bucket {number}", bucket=number, memory=place)
+            index = None if reduction.memory is None else len(messages) + messages.index(number)
+            return reduction._replace(name=f"bucket {number}", bucket=number, memory=index)
 
-        level = "all" if parts == 1 else "network"
-        return Wire(self.replica.group, whole, level, self.scalars, self.replica.options.hook, named)
+        level = "all" if num_parts == 1 else "network"
+        return Wire(self.replica.group, plan, level, self.scalars, self.replica.options.hook, named)
 
     @cached_property
     def travels(self) -> Any:
-        """A tree like the trained parameters: 1 for those in the fragment, 0 for others."""
-        inside = {i for bucket in self.wire.whole.buckets for i in bucket.leaves}
+        """Tree like the parameters: 1 for leaves in the fragment, 0 for other trained leaves."""
+        included = {i for bucket in self.wire.whole.buckets for i in bucket.leaves}
         chosen = self.replica.chosen(self.of.treedef.unflatten(self.of.leaves))
         return self.of.treedef.unflatten(
-            [int(i in inside) if i in chosen else None for i in range(len(self.of.leaves))]
+            [int(i in included) if i in chosen else None for i in range(len(self.of.leaves))]
         )
 
     @cached_property
@@ -121,40 +131,36 @@ class Fragment:
         """Numbers of its buckets."""
         count = len(self.of.buckets)
         ends = [0, *accumulate(bucket.nbytes for bucket in self.of.buckets)]
-        of = self.steps.fragments
-        # Each begins where its share of the bytes does, and has a bucket at least.
-        begins = [0]
-        for k in range(1, of):
-            nearest = min(range(count), key=lambda at: abs(ends[at] - k * ends[-1] / of))
-            begins.append(min(max(nearest, begins[-1] + 1), count - of + k))
-        return list(range(begins[self.number], [*begins, count][self.number + 1]))
+        fragments = self.steps.fragments
+        # Fragments divide the bytes evenly, with at least one bucket each.
+        starts = [0]
+        for k in range(1, fragments):
+            nearest = min(range(count), key=lambda i: abs(ends[i] - k * ends[-1] / fragments))
+            starts.append(min(max(nearest, starts[-1] + 1), count - fragments + k))
+        return list(range(starts[self.number], [*starts, count][self.number + 1]))
 
-    def _own(self, tree: Any) -> Any:
-        """This replica's parts of trained leaves, in place of shards and of whole leaves."""
-        return jax.tree.map(lambda x: x.parts if is_shard(x) else self.wire.part(x), tree, is_leaf=is_shard)
+    def _own(self, tree: PyTree) -> Any:
+        """Replaces trained leaves, sharded or whole, by this replica's parts."""
+        return jax.tree.map(
+            lambda x: x.parts if is_shard(x) else self.wire.part(x), tree, is_leaf=is_shard
+        )
 
-    def _buffers(self, model_state: Any) -> Any:
-        """Buffers go with the first fragment."""
+    def _buffers(self, model_state: PyTree) -> Any:
+        """Returns the buffers for the first fragment, which carries them, else None."""
         return model_state if self.number == 0 else None
 
     @property
     def _others(self) -> Communicator:
-        """The replicas of this place in each island."""
+        """The replicas at this position in all islands."""
         return self.replica.group.communicator.at(self.wire.level)
 
-    def _joined(self, rows: Any) -> Any:
-        """Rows by which buffers are averaged; those of islands count whatever data their replicas have left."""
+    def _joined(self, rows: PyTree) -> Any:
+        """Returns the rows as weights of the mean of buffers; None for islands of several replicas,
+        which count even without data."""
         return rows if self.wire.whole.parts == 1 else None
 
 
 def scalars_of(facts: Facts) -> Any:
-    """Finds a dtype that holds loss, metrics, weights and buffers.
-
-    Args:
-      facts: of the step.
-
-    Returns:
-      The dtype.
-    """
+    """Finds a dtype for loss, metrics, weights and buffers."""
     weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
     return scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))

@@ -1,6 +1,7 @@
-"""The words between islands and the keeper of the shared parameters, over TCP: a line of JSON, then arrays' bytes.
+"""Protocol between islands and their server, over TCP: a JSON header line, then bytes of arrays.
 
-Both know the arrays' forms, so that only bytes travel. Numbers of a host go as they lie in its memory.
+Both ends know the shapes and dtypes of the arrays, so that only bytes are sent, in the byte order
+of the host.
 """
 
 import json
@@ -12,80 +13,54 @@ from typing import Any
 
 import numpy as np
 
-MOST = 65536  # bytes of a line
+MOST = 65536  # bytes of a header
 
 
-def tell(door: socket.socket, line: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
-    """Sends a line, and arrays behind it.
+def send_frame(
+    connection: socket.socket, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
+) -> None:
+    """Sends a header and arrays; raises OSError if the peer closes or times out."""
+    for view in (memoryview(json.dumps(header).encode() + b"\n"), *map(_bytes, arrays)):
+        while view:  # the timeout of sendall would limit the total time of a steady transfer
+            view = view[connection.send(view) :]
 
-    Args:
-      door: the connection.
-      line: what can be written as JSON.
-      arrays: as many as the other side expects.
 
-    Raises:
-      OSError: the connection is gone, or takes nothing for longer than its timeout.
+def hear(connection: socket.socket, until: float = math.inf) -> dict[str, Any]:
+    """Receives a header, before a deadline of the monotonic clock.
+
+    It raises OSError if the peer closes, times out or sends another protocol.
     """
-    for left in (memoryview(json.dumps(line).encode() + b"\n"), *map(_bytes, arrays)):
-        while left:  # sendall's timeout counts for all of it, however steadily bytes go
-            left = left[door.send(left) :]
-
-
-def hear(door: socket.socket, until: float = math.inf) -> dict[str, Any]:
-    """Receives a line, and none of what stands behind it.
-
-    Args:
-      door: the connection.
-      until: time of the monotonic clock at which the line is to be complete.
-
-    Returns:
-      The line.
-
-    Raises:
-      OSError: the connection is gone, or what came is no line, or nothing came for longer than its timeout.
-    """
-    heard = bytearray()
-    while not heard.endswith(b"\n"):
-        # A line is short, and rare: it is read so that the arrays behind it stay where they are.
-        byte = door.recv(1)
-        if not byte or len(heard) > MOST or time.monotonic() > until:
+    received = bytearray()
+    while not received.endswith(b"\n"):
+        # Single bytes leave the arrays behind the header in the socket; headers are short and rare.
+        byte = connection.recv(1)
+        if not byte or len(received) > MOST or time.monotonic() > until:
             raise ConnectionResetError("the connection has ended")
-        heard += byte
+        received += byte
     try:
-        line = json.loads(heard)
+        header = json.loads(received)
     except (ValueError, RecursionError):
-        line = None
-    if not isinstance(line, dict):
+        header = None
+    if not isinstance(header, dict):
         raise ConnectionResetError("the connection brings no lines of this job")
-    return line
+    return header
 
 
-def hear_arrays(door: socket.socket, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Receives arrays.
-
-    Args:
-      door: the connection.
-      like: arrays of the same shapes and dtypes.
-
-    Returns:
-      The arrays, in memory of their own.
-
-    Raises:
-      OSError: as for `hear`.
-    """
-    return [_array(door, x) for x in like]
+def hear_arrays(connection: socket.socket, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Receives new arrays with the shapes and dtypes of `like`."""
+    return [_array(connection, x) for x in like]
 
 
 def _bytes(x: np.ndarray) -> memoryview:
     return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
-def _array(door: socket.socket, like: np.ndarray) -> np.ndarray:
+def _array(connection: socket.socket, like: np.ndarray) -> np.ndarray:
     data = np.empty(like.nbytes, np.uint8)
-    left = data.data
-    while left:
-        count = door.recv_into(left)
+    view = data.data
+    while view:
+        count = connection.recv_into(view)
         if not count:
             raise ConnectionResetError("the connection has ended")
-        left = left[count:]
+        view = view[count:]
     return data.view(like.dtype).reshape(like.shape)

@@ -1,4 +1,4 @@
-"""Islands of one process that take turns: simulated with given seconds, or made again from a log.
+"""Islands that take turns in one process: simulated with given step times, or replayed from a log.
 
 No clock is read and nothing waits, so that the result depends on the arguments alone.
 """
@@ -11,24 +11,24 @@ from typing import Any, NamedTuple
 
 from fddp.jax_internals import without_context_mesh
 from fddp.local_training.island_state import Island, version_of
-from fddp.local_training.merge_log import Line, Meeting, Merged
+from fddp.local_training.merge_log import Line, MeetingLine, Merged
 from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
 from fddp.optim import Arrival, LocalSteps, Met, Quorum, due_at
 from fddp.step import TrainState
 
-# (state, batch) → (state, what the step tells)
+# (state, batch) → (state, info)
 Step = Callable[[TrainState, Any], tuple[TrainState, Any]]
 
 
 class Islands(NamedTuple):
-    """The result of islands that train in turn."""
+    """The result of a simulation or a replay."""
 
     params: Any
-    """The newest shared parameters, on the host."""
+    """Latest shared parameters, on the host."""
     states: tuple[TrainState, ...]
-    """The state of each island."""
+    """State of each island."""
     log: tuple[Line, ...]
-    """The order of the merges."""
+    """Order of the merges."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class InTurn:
     optimizer: LocalSteps
     islands: Sequence[Island]
     steps: Sequence[Step]
-    """The step of each island."""
+    """Step of each island."""
     merging: Merging
     shared: SharedParams
     states: list[TrainState]
@@ -46,15 +46,7 @@ class InTurn:
     log: list[Line] = field(default_factory=list)
 
     def train(self, island: int, until: Callable[[int], bool]) -> bool:
-        """Lets an island train until a step is the last one for now.
-
-        Args:
-          island: its number.
-          until: whether the step of a number is the last one.
-
-        Returns:
-          Whether it came to that step; else it has no more batches.
-        """
+        """Trains an island up to the step that satisfies `until`; False if batches end first."""
         number = int(self.states[island].step)
         for batch in self.batches[island]:
             self.states[island], _ = self.steps[island](self.states[island], batch)
@@ -64,117 +56,123 @@ class InTurn:
         return False
 
     def due(self, number: int) -> bool:
-        """Whether an island sends after the step of a number."""
+        """True if an island sends after this step."""
         return bool(self.optimizer.sends(number, Met())[0])
 
     @without_context_mesh
     def given(self, island: int) -> Contribution:
-        """The contribution of an island."""
+        """Returns the contribution of an island."""
         return self.islands[island].contribution(self.states[island])
 
     def merge(self, contributions: Sequence[Contribution]) -> None:
-        """Merges contributions, and notes their order."""
+        """Merges contributions, and logs their order."""
         self.shared = merge(self.merging, self.shared, contributions)
         islands, began, weights, steps, _ = zip(*contributions)
         self.log.append(Merged(self.shared.version, islands, began, weights, steps))
 
     @without_context_mesh
     def land(self, island: int, shared: SharedParams, mix: float) -> None:
-        """Lets an island go on with shared parameters, and a share of its own."""
+        """Mixes shared parameters into the state of an island."""
         self.states[island] = self.islands[island].landed(mix, self.states[island], shared)
 
     def meet(self) -> None:
-        """Lets all islands go on with the newest parameters."""
-        self.log.append(Meeting(self.shared.version))
+        """Gives all islands the latest shared parameters."""
+        self.log.append(MeetingLine(self.shared.version))
         for island in range(len(self.states)):
             self.land(island, self.shared, 0.0)
 
 
-def simulate(islands: InTurn, rule: Quorum, seconds: Callable[[int, int], float]) -> None:
-    """Trains islands whose steps take given seconds, until all have no more batches and meet.
+def train_in_order(islands: InTurn, rule: Quorum, seconds: Callable[[int, int], float]) -> None:
+    """Trains islands until their batches end and all meet; `seconds(island, step)` times a step."""
+    waiting = dict[int, tuple[float, Contribution]]()
+    arrival_times = dict[int, float]()  # of the next contribution of each island
+    versions = dict.fromkeys(
+        range(len(islands.states)), islands.shared.version
+    )  # of the active islands
+    finished = set[int]()  # islands that have sent their last contribution
 
-    Args:
-      islands: at their beginning.
-      rule: of the quorum.
-      seconds: (island, number of the step) → the seconds that it takes.
-    """
-    came = dict[int, tuple[float, Contribution]]()
-    comes = dict[int, float]()  # when the next contribution of each island does
-    began = dict.fromkeys(range(len(islands.states)), islands.shared.version)  # of those that take part
-    over = set[int]()  # those that have sent their last contribution
-
-    def set_out(island: int, now: float) -> None:
-        before = int(islands.states[island].step)
+    def set_out(island: int, start: float) -> None:
+        first = int(islands.states[island].step)
         if not islands.train(island, islands.due):
-            over.add(island)
+            finished.add(island)
         last = int(islands.states[island].step)
-        if last > before:
-            comes[island] = now + sum(seconds(island, number) for number in range(before + 1, last + 1))
+        if last > first:
+            arrival_times[island] = start + sum(
+                seconds(island, number) for number in range(first + 1, last + 1)
+            )
         else:
-            del began[island]
+            del versions[island]
 
     for island in range(len(islands.states)):
         set_out(island, 0.0)
-    while comes or came:
-        arrivals = [Arrival(island, at) for island, (at, _) in came.items()]
-        due = due_at(rule, islands.shared.version, began, arrivals)
-        following = min(comes, key=lambda island: (comes[island], island), default=-1)
-        if due is None or (comes and comes[following] <= due):
-            came[following] = comes.pop(following), islands.given(following)
+    while arrival_times or waiting:
+        arrivals = [Arrival(island, at) for island, (at, _) in waiting.items()]
+        due = due_at(rule, islands.shared.version, versions, arrivals)
+        following = min(
+            arrival_times, key=lambda island: (arrival_times[island], island), default=-1
+        )
+        if due is None or (arrival_times and arrival_times[following] <= due):
+            waiting[following] = arrival_times.pop(following), islands.given(following)
             continue
-        chosen = [came[island][1] for island in sorted(came)]
-        came = {}
-        islands.merge(chosen)
-        for one in chosen:
-            if one.island in over:  # it waits for the meeting
-                del began[one.island]
+        contributions = [waiting[island][1] for island in sorted(waiting)]
+        waiting = {}
+        islands.merge(contributions)
+        for contribution in contributions:
+            if contribution.island in finished:  # it waits for the meeting
+                del versions[contribution.island]
                 continue
-            islands.land(one.island, islands.shared, islands.optimizer.mix)
-            began[one.island] = islands.shared.version
-            set_out(one.island, due)
+            islands.land(contribution.island, islands.shared, islands.optimizer.mix)
+            versions[contribution.island] = islands.shared.version
+            set_out(contribution.island, due)
     islands.meet()
 
 
 def replay(islands: InTurn, log: Iterable[Line]) -> None:
-    """Trains islands in the order of a log.
-
-    Args:
-      islands: at the beginning of the training that the log is of.
-      log: its lines.
-
-    Raises:
-      ValueError: the log does not belong to this training.
-    """
+    """Trains islands in the order of a log; raises ValueError if the log is of another training."""
     lines = list(log)
-    needed = Counter(began for line in lines if isinstance(line, Merged) for began in line.began)
-    kept = {islands.shared.version: islands.shared}
+    uses = Counter(began for line in lines if isinstance(line, Merged) for began in line.began)
+    history = {islands.shared.version: islands.shared}
     for line in lines:
-        if isinstance(line, Meeting):
+        if isinstance(line, MeetingLine):
             islands.meet()
             continue
         if line.version != islands.shared.version + 1:
             raise ValueError(
-                f"version {line.version} follows version {islands.shared.version} in the log: it is of a training that "
-                "went on from a checkpoint, or not whole."
+                f"version {line.version} follows version {islands.shared.version} in the log: it "
+                "is of a training that went on from a checkpoint, or not whole."
             )
-        islands.merge([_again(islands, kept, *one) for one in zip(line.islands, line.began, line.weights, line.steps)])
-        kept[islands.shared.version] = islands.shared
-        needed.subtract(line.began)
-        kept = {version: shared for version, shared in kept.items() if needed[version] > 0}
+        islands.merge(
+            [
+                _again(islands, history, *record)
+                for record in zip(line.islands, line.began, line.weights, line.steps)
+            ]
+        )
+        history[islands.shared.version] = islands.shared
+        # Versions that no later line uses are dropped.
+        uses.subtract(line.began)
+        history = {version: shared for version, shared in history.items() if uses[version] > 0}
 
 
 def _again(
-    islands: InTurn, kept: dict[int, SharedParams], island: int, began: int, weight: float, step: int
+    islands: InTurn,
+    history: dict[int, SharedParams],
+    island: int,
+    began: int,
+    weight: float,
+    step: int,
 ) -> Contribution:
-    """An island's contribution, made once more."""
+    """Recomputes a contribution, and compares it with its record."""
     if version_of(islands.states[island]) != began:
-        islands.land(island, kept[began], islands.optimizer.mix)
+        islands.land(island, history[began], islands.optimizer.mix)
     islands.train(island, lambda number: number == step)
-    given = islands.given(island)
-    # Replicas of an island add their weights in another order.
-    if (given.began, given.step) != (began, step) or not isclose(given.weight, weight, rel_tol=1e-5):
+    contribution = islands.given(island)
+    # Weights differ by rounding: the replicas of an island add them in another order.
+    if (contribution.began, contribution.step) != (began, step) or not isclose(
+        contribution.weight, weight, rel_tol=1e-5
+    ):
         raise ValueError(
-            f"island {island} came in the log with step {step} and weight {weight:g}, and now with step {given.step} "
-            f"and weight {given.weight:g}: give the loss, the optimizer and the batches of that training."
+            f"island {island} came in the log with step {step} and weight {weight:g}, and now with "
+            f"step {contribution.step} and weight {contribution.weight:g}: give the loss, the "
+            "optimizer and the batches of that training."
         )
-    return given
+    return contribution

@@ -1,16 +1,17 @@
-"""A replica inside of an island: replicas that train together, with a state that is their island's own.
+"""A replica within an island, whose replicas train jointly and have a state of their own.
 
-What an island changes is held as copies: each replica has one for itself. Where the replicas of an island share the
-state, the parts of each island make up its copy.
+Each replica holds a local copy of the arrays that its island changes. Where an island shards its
+state, the shards of its replicas make up the copy.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
-from fddp.buckets import Shard, is_shard, join, of_rows, whole_forms
+from fddp.buckets import Shard, insert_shards, is_shard, of_rows, whole_forms
 from fddp.comm import Group
 from fddp.losses import Joined
 from fddp.losses import Shared as Alike
@@ -19,7 +20,7 @@ from fddp.step import Copy, Cut, Held, Replica, TrainState, Way
 
 
 class Trains(NamedTuple):
-    """The state that the replicas of an island have beside parameters and buffers."""
+    """The optimizer state of a step within an island."""
 
     opt_state: Any
     """State of the inner optimizer."""
@@ -27,35 +28,31 @@ class Trains(NamedTuple):
     """Σ w that the island has trained on since the last mean of each kind (`LocalState.weight`)."""
 
 
-def inside(replica: Replica, way: Way) -> Replica:
-    """Makes of a replica one that knows of no other island.
+def within_island(replica: Replica, way: Way) -> Replica:
+    """Restricts a replica to its island, which holds its state in the given way.
 
-    Args:
-      replica: one of all.
-      way: the way in which the replicas of an island hold a state.
-
-    Returns:
-      The replica; the nodes of its group are the islands.
+    The nodes of the replica's group are the islands.
     """
     group = replica.group
-    carriers = {"communicator": group.communicator.at("node"), "transport": group.transport.at("node")}
+    carriers = {
+        "communicator": group.communicator.at("node"),
+        "transport": group.transport.at("node"),
+    }
     return replace(replica, group=replace(group, size=group.parts, **carriers), way=way)
 
 
-def hold(way: Way, replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy) -> Held:
-    """Holds an island's own state: in parts what its replicas share, in copies all else that they change.
+def hold(
+    way: Way,
+    replica: Replica,
+    trained: PyTree,
+    opt_state: PyTree,
+    model_state: PyTree,
+    cut: Cut,
+    copy: Copy,
+) -> Held:
+    """Builds an island's state: shards of arrays that its replicas share, local copies of others.
 
-    Args:
-      way: of the replicas of an island.
-      replica: one of all.
-      trained: the parameters that are trained, None in place of others.
-      opt_state: a `LocalState` or an `IslandState`.
-      model_state: the buffers.
-      cut: cuts an array into parts.
-      copy: makes a copy.
-
-    Returns:
-      What is held.
+    `opt_state` is a `LocalState` or an `IslandState`; `trained` has None for untrained parameters.
     """
     group = replica.group
 
@@ -68,50 +65,45 @@ def hold(way: Way, replica: Replica, trained: Any, opt_state: Any, model_state: 
     params, inner, _ = way.hold(replica, trained, opt_state.inner, model_state, cut_in_each, copy)
     params = jax.tree.map(lambda x, part: copy(x) if part is None else part, trained, params)
     inner = jax.tree.map(kept, inner, is_leaf=is_shard)
-    held = shared_held(opt_state, copy)._replace(inner=inner, weight=copy(opt_state.weight))
-    return params, held, jax.tree.map(copy, model_state)
+    local = shared_held(opt_state, copy)._replace(inner=inner, weight=copy(opt_state.weight))
+    return params, local, jax.tree.map(copy, model_state)
 
 
-def shared_held(opt_state: Any, copy: Copy) -> Any:
-    """Holds shared parameters: islands that do not wait have each taken others, so that these are an island's own."""
+def shared_held(opt_state: PyTree, copy: Copy) -> Any:
+    """Copies the shared parameters of asynchronous islands, whose versions differ."""
     if isinstance(opt_state, LocalState):
         return opt_state
-    shared, version, outer, *others = opt_state
-    return IslandState(*jax.tree.map(copy, (shared, version, outer)), *others)
+    shared, version, outer, *local_fields = opt_state
+    return IslandState(*jax.tree.map(copy, (shared, version, outer)), *local_fields)
 
 
-def own_view(state: TrainState, shards: Any) -> TrainState:
-    """A state as one replica sees it whose island trains alone: its own parameters, inner state and buffers.
+def own_view(state: TrainState, shards: Sequence[Array]) -> TrainState:
+    """Returns the state of one replica's island, with `Trains` as optimizer state.
 
-    Args:
-      state: what is equal on all replicas.
-      shards: what is not.
-
-    Returns:
-      The state, with `Trains` for the optimizer; in shards is what the replicas of an island share.
+    Arrays that the replicas of an island share stay shards.
     """
-    held: TrainState = own_copies(join(state, shards))
-    return held._replace(opt_state=Trains(held.opt_state.inner, held.opt_state.weight))
+    view: TrainState = own_copies(insert_shards(state, shards))
+    return view._replace(opt_state=Trains(view.opt_state.inner, view.opt_state.weight))
 
 
-def own_copies(held: Any) -> Any:
-    """A replica's own arrays in place of copies, the rest as it is."""
+def own_copies(tree: PyTree) -> Any:
+    """Replaces local copies by this replica's plain arrays."""
 
     def own(x: Any) -> Any:
         return x.parts.reshape(x.shape) if is_shard(x) and x.nodes is None else x
 
-    return jax.tree.map(own, held, is_leaf=is_shard)
+    return jax.tree.map(own, tree, is_leaf=is_shard)
 
 
-def trained_leaves(replica: Replica, params: Any) -> Any:
-    """The tree with None in place of leaves that are not trained, whether leaves are shards or not."""
+def trained_leaves(replica: Replica, params: PyTree) -> Any:
+    """Replaces untrained leaves, sharded or not, by None."""
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_shard)
     chosen = replica.chosen(whole_forms(params))
     return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
 
 def whole_view(group: Group, view: TrainState) -> TrainState:
-    """The same with whole parameters, which are gathered inside of the island."""
+    """Gathers whole parameters inside the island."""
     gather = group.communicator.at("node").all_gather
 
     def whole(x: Any) -> Any:
@@ -123,13 +115,16 @@ def whole_view(group: Group, view: TrainState) -> TrainState:
     return view._replace(params=jax.tree.map(whole, view.params, is_leaf=is_shard))
 
 
-def own_rows(rows: Any) -> Any:
-    """Rows as an island counts them that trains alone: without data for nothing, whatever the others divide by."""
+def own_rows(rows: PyTree) -> Any:
+    """Counts only rows with data in the divisor, since islands train separately."""
     return rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
 
 
-def keys_of_island(group: Group, rng: Any) -> Any:
-    """Random keys of an island, inside of which replicas are numbered anew; where all draw alike they do so still."""
+def keys_of_island(group: Group, rng: PyTree) -> Any:
+    """Folds the island's number into random keys, except those that all replicas share.
+
+    The replica's number, which a step folds in later, counts within the island.
+    """
     number = group.communicator.at("network").replica_index()
 
     def fold(key: Any) -> Any:

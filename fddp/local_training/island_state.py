@@ -1,7 +1,7 @@
-"""An island's side of a merge: what it has learned since it began, and the shared parameters that it goes on with.
+"""An island's side of a merge: its pseudo-gradient, and its state after the exchange.
 
-Both are computed with NumPy on the host, where the parameters travel from and to, so that they have the same bits
-wherever the island trains. Each process of an island does so, with the same result.
+NumPy computes both on the host, where the messages start and end, so that the bits do not depend on
+the island's device. Each process of an island computes the same result.
 """
 
 from dataclasses import dataclass, replace
@@ -20,73 +20,72 @@ from fddp.step import Replica, TrainState, with_trained
 
 @dataclass(frozen=True)
 class Island:
-    """An island, from the point of view of one of its processes."""
+    """An island, as seen by one of its processes."""
 
     replica: Replica
     """One of its replicas."""
     number: int
     places: tuple[int, ...]
-    """Numbers of this process's replicas, counted inside of the island."""
+    """Positions of this process's replicas within the island."""
     members: Group
-    """Its processes; the first of them speaks with the keeper."""
+    """Its processes; the first one talks to the server."""
 
     def contribution(self, state: TrainState) -> Contribution:
-        """The pseudo-gradient, and what goes with it; every process of the island calls it.
-
-        Args:
-          state: the island's.
-
-        Returns:
-          The contribution; it waits for the state to be there.
-        """
-        held: IslandState = state.opt_state
-        pairs = zip(leaves_of(held.shared), self._whole(self._trained(state.params)))
-        weight = float(_here(held.weight)[0])
-        return Contribution(self.number, version_of(state), weight, number_of(state), [old - new for old, new in pairs])
+        """Computes the pseudo-gradient, after waiting for the state; collective in the island."""
+        opt_state: IslandState = state.opt_state
+        pairs = zip(copy_leaves(opt_state.shared), self._whole(self._trained(state.params)))
+        weight = float(_here(opt_state.weight)[0])
+        return Contribution(
+            self.number,
+            version_of(state),
+            weight,
+            number_of(state),
+            [old - new for old, new in pairs],
+        )
 
     def landed(self, mix: float, state: TrainState, newest: SharedParams) -> TrainState:
-        """The state with which the island goes on; every process of the island calls it.
+        """Mixes received parameters into the state, with a share `mix` of the local ones.
 
-        Args:
-          mix: share of its own parameters that it keeps.
-          state: the island's.
-          newest: the shared parameters; without a state of the outer optimizer its own stays as it is.
-
-        Returns:
-          The state; it has trained on nothing yet since.
+        It also resets the weight. If `newest` has no outer state, the old one remains. Collective
+        in the island.
         """
-        held: IslandState = state.opt_state
+        previous: IslandState = state.opt_state
         trained = self._trained(state.params)
-        own = self._whole(trained) if mix else newest.params
-        mixed = [(new + mix * (old - new)).astype(new.dtype) if mix else new for old, new in zip(own, newest.params)]
-        opt_state = held._replace(
-            shared=self._put(held.shared, newest.params),
-            version=self._put(held.version, [np.int32(newest.version)]),
-            outer=self._put(held.outer, newest.outer) if newest.outer else held.outer,
-            weight=self._put(held.weight, [np.zeros_like(_here(held.weight))]),
+        local_params = self._whole(trained) if mix else newest.params
+        mixed = [
+            (new + mix * (old - new)).astype(new.dtype) if mix else new
+            for old, new in zip(local_params, newest.params)
+        ]
+        opt_state = previous._replace(
+            shared=self._put(previous.shared, newest.params),
+            version=self._put(previous.version, [np.int32(newest.version)]),
+            outer=self._put(previous.outer, newest.outer) if newest.outer else previous.outer,
+            weight=self._put(previous.weight, [np.zeros_like(_here(previous.weight))]),
         )
         params = with_trained(state.params, self._put(trained, mixed))
         return state._replace(params=params, opt_state=opt_state)
 
     def _trained(self, params: Any) -> Any:
-        """The parameters that are trained, in shards, None in place of others."""
+        """Replaces untrained parameters by None."""
         return jax.tree.map(lambda x: x if is_shard(x) else None, params, is_leaf=is_shard)
 
     def _whole(self, tree: Any) -> list[np.ndarray]:
-        """The island's own arrays, on the host; those of which each replica holds a part are gathered."""
+        """Copies the island's arrays to the host, gathered from shards."""
 
         def whole(x: Shard) -> np.ndarray:
             if x.nodes is None or not x.parts.size:
                 return _here(x)
-            pieces = sorted(x.parts.addressable_shards, key=lambda one: one.index[0].start or 0)
-            mine = np.stack([np.asarray(piece.data) for piece in pieces])
-            rows = jnp.asarray(self.members.all_gather(mine)).reshape(-1, *mine.shape[1:])
+            pieces = sorted(x.parts.addressable_shards, key=lambda piece: piece.index[0].start or 0)
+            local_rows = np.stack([np.asarray(piece.data) for piece in pieces])
+            rows = jnp.asarray(self.members.all_gather(local_rows)).reshape(
+                -1, *local_rows.shape[1:]
+            )
             return np.asarray(of_rows(rows, x.shape, x.depth))
 
         return [whole(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
 
     def _put(self, like: Any, leaves: Leaves) -> Any:
-        """Puts arrays where this process's replicas hold a tree's, in memory that nothing else uses."""
+        """Places new copies of arrays on this process's replicas, laid out as in a tree."""
         placement = self.replica.group.placement
         count = self.replica.group.parts
 
@@ -94,53 +93,55 @@ class Island:
             flat = np.reshape(x, -1)
             rows = [flat] * len(self.places)
             if shard.nodes is not None:
-                rows = [np.asarray(own_part(x, count, jnp.int32(place), shard.depth)) for place in self.places]
-            return replace(shard, parts=placement.place(jnp.array(np.concatenate(rows)), placement.per_replica))
+                rows = [
+                    np.asarray(own_part(x, count, jnp.int32(place), shard.depth))
+                    for place in self.places
+                ]
+            return replace(
+                shard, parts=placement.place(jnp.array(np.concatenate(rows)), placement.per_replica)
+            )
 
         shards, tree = jax.tree.flatten(like, is_leaf=is_shard)
         return tree.unflatten(list(map(put, shards, leaves)))
 
 
 def island_of(steps: LocalSteps, replica: Replica) -> Island:
-    """Finds the island of this process; its processes call it together.
+    """Finds the island of this process; collective in the island.
 
-    Args:
-      steps: the optimizer.
-      replica: one of this process's.
-
-    Returns:
-      The island.
-
-    Raises:
-      ValueError: a process has replicas of several islands.
+    It raises ValueError if a process has replicas of several islands.
     """
     group = replica.group
-    each = group.size // group.processes
+    per_process = group.size // group.processes
     size = steps.replicas(group.parts)
-    if size % each:
+    if size % per_process:
         raise ValueError(
-            f"an island that does not wait is a process, or several, and this group has {group.size} replicas in "
-            f"{group.processes}, with islands of {size}: start a process for each island, give local_steps island= a "
-            f"multiple of {each}, or let fddp.simulate_islands show what they would do."
+            "an island that does not wait is a process, or several, and this group has "
+            f"{group.size} replicas in {group.processes}, with islands of {size}: start a process "
+            f"for each island, give local_steps island= a multiple of {per_process}, or let "
+            "fddp.simulate_islands show what they would do."
         )
     islands = group.nodes if group.nodes and size > 1 else [(k,) for k in range(group.size)]
-    ((number, mine),) = [(k, among) for k, among in enumerate(islands) if group.rank * each in among]
-    places = tuple(mine.index(group.rank * each + k) for k in range(each))
-    return Island(replica, number, places, group.subgroup(sorted({one // each for one in mine})))
+    ((number, replicas),) = [
+        (k, numbers) for k, numbers in enumerate(islands) if group.rank * per_process in numbers
+    ]
+    places = tuple(replicas.index(group.rank * per_process + k) for k in range(per_process))
+    return Island(
+        replica, number, places, group.subgroup(sorted({k // per_process for k in replicas}))
+    )
 
 
 def number_of(state: TrainState) -> int:
-    """The number of steps that an island has made."""
+    """Number of steps of an island."""
     return int(_here(state.step))
 
 
 def version_of(state: TrainState) -> int:
-    """The version of the shared parameters that an island has taken last."""
+    """Version of the shared parameters that an island received last."""
     return int(_here(state.opt_state.version))
 
 
-def leaves_of(tree: Any) -> list[np.ndarray]:
-    """An island's own arrays, on the host, of which each replica has a copy."""
+def copy_leaves(tree: Any) -> list[np.ndarray]:
+    """Copies arrays that each replica of an island holds whole to the host."""
     return [_here(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
 
 

@@ -1,4 +1,4 @@
-"""The step that ran last: its number says which step is due, and what that one sends to other islands."""
+"""The number of the last step, and with it the exchanges that are due in the next one."""
 
 from typing import Any, NamedTuple
 
@@ -9,25 +9,17 @@ from fddp.schedules import Promise
 
 
 class LastStep(NamedTuple):
-    """The step that ran last, or is due."""
+    """The last step, or the one that is due."""
 
     step: Any = None
-    """Its number, as it was returned: perhaps still computed."""
+    """`state.step` of its result, perhaps not computed yet."""
     number: int = 0
     met: Met = Met()
-    """The synchronizations around it."""
+    """Synchronizations around it."""
 
     def following(self, steps: LocalSteps, step: Any) -> tuple["LastStep", tuple[int, ...]]:
-        """Finds the step that is due.
-
-        Args:
-          steps: says what is due.
-          step: the number that the state has, perhaps still computed or promised.
-
-        Returns:
-          The step, and the numbers of what it sends.
-        """
-        # The number itself is not asked for, where it is known: it may still be computed.
+        """Returns the step after `step`, a state's number, and the exchanges due in it."""
+        # The last result is recognized by identity: its number may still be in computation.
         if isinstance(step, Promise) and step is not self.step:
             step = step.result()
         number = self.number + 1 if step is self.step else int(jax.device_get(step)) + 1

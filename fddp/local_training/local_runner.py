@@ -1,4 +1,4 @@
-"""The way of replicas that train alone, and its runner: the step's number says which kind of step is due."""
+"""The way of replicas that train separately, and its runner of the three kinds of step."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -9,31 +9,36 @@ import jax
 from fddp.comm import Group, nothing_to_compare, verify
 from fddp.hooks import Hook
 from fddp.local_training.fragments import Fragment, scalars_of
-from fddp.local_training.inside import hold, inside, keys_of_island, own_rows, own_view, whole_view
+from fddp.local_training.inside import (
+    hold,
+    keys_of_island,
+    own_rows,
+    own_view,
+    whole_view,
+    within_island,
+)
 from fddp.local_training.last_step import LastStep
 from fddp.local_training.local_pieces import Local
 from fddp.local_training.own_means import own_means
-from fddp.local_training.remembered import by_kind, first_memory, in_places, memory_forms
+from fddp.local_training.remembered import (
+    by_messages_and_leaves,
+    first_memory,
+    in_places,
+    memory_forms,
+)
 from fddp.local_training.trained_alone import by_itself, counted
 from fddp.local_training.wire import RANGE
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import LocalState, LocalSteps, check_fields
-from fddp.schedules import Pieces, Runner, Schedule, rehearse
+from fddp.schedules import Pieces, Runner, Schedule, StepInputs, StepOutputs, rehearse
 from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, Replica, TrainState, Way
 
-TOGETHER = (-1,)  # a step that averages gradients; other numbers are those of what it sends to other islands
+# The kind of a step that averages gradients. All other kinds are the numbers of its exchanges.
+TOGETHER = (-1,)
 
 
-def alone(steps: LocalSteps, inner: Way) -> Way:
-    """Makes the way.
-
-    Args:
-      steps: the optimizer, made by `fddp.local_steps`.
-      inner: the way in which the replicas of an island hold a state.
-
-    Returns:
-      The way.
-    """
+def local_way(steps: LocalSteps, inner: Way) -> Way:
+    """Makes the way of local steps, whose islands hold their state in the way `inner`."""
     return inner._replace(
         name=LOCAL,
         more=(ALONE if steps.island == 1 else ISLANDS,),
@@ -54,8 +59,8 @@ def alone(steps: LocalSteps, inner: Way) -> Way:
 def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, params: Any) -> str:
     if steps.start and replica.options.shard == "state":
         raise ValueError(
-            f"local_steps: start={steps.start} cannot go with shard='state', as the parameters that islands begin with "
-            "are whole: give shard='optimizer', or start=0."
+            f"local_steps: start={steps.start} cannot go with shard='state', as the parameters "
+            "that islands begin with are whole: give shard='optimizer', or start=0."
         )
     trained = replica.trained(params)
     check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)
@@ -65,15 +70,17 @@ def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, para
 def _seen(replica: Replica, state: TrainState) -> TrainState:
     if not isinstance(state.opt_state, LocalState):
         raise ValueError(
-            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made with {LOCAL}: begin "
-            "with step.init(fddp.whole(state.params))."
+            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
+            f"with {LOCAL}: begin with step.init(fddp.whole(state.params))."
         )
     return state._replace(opt_state=state.opt_state.inner)
 
 
 def _remembers(steps: LocalSteps, replica: Replica, hook: Hook, forms: Any) -> Any:
-    parts = steps.replicas(replica.group.parts)
-    return first_memory(hook, forms, parts, RANGE, averages=bool(steps.start) or parts > 1)
+    island_size = steps.replicas(replica.group.parts)
+    return first_memory(
+        hook, forms, island_size, RANGE, averages=bool(steps.start) or island_size > 1
+    )
 
 
 def _accumulate(
@@ -89,62 +96,62 @@ def _accumulate(
     if steps.replicas(replica.group.parts) == 1 and not inner.apart:
         return replica.accumulate(view, pending, own_rows(rows))
     view = whole_view(replica.group, view)._replace(rng=keys_of_island(replica.group, view.rng))
-    return inside(replica, inner).accumulate(view, pending, own_rows(rows))
+    return within_island(replica, inner).accumulate(view, pending, own_rows(rows))
 
 
-def _runner(steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
-    return local_runner(schedule, *kinds(steps, inner, replica, facts), replica.group, replica.options.donate)
+def _runner(
+    steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts
+) -> Runner:
+    return local_runner(
+        schedule, *kinds(steps, inner, replica, facts), replica.group, replica.options.donate
+    )
 
 
 def kinds(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
-    """Makes the kinds of step.
-
-    Args:
-      steps: the optimizer.
-      inner: the way in which the replicas of an island hold a state.
-      replica: one of all.
-      facts: of the step.
-
-    Returns:
-      The steps of islands, and the pieces of a step that averages the gradients of all replicas.
-    """
+    """Makes the local steps of islands, and the pieces of a step that averages all gradients."""
     scalars = scalars_of(facts)
-    fragments = [Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)]
+    fragments = [
+        Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)
+    ]
     for fragment in fragments:
         fragment.check()
     counts = counted(facts, isinstance(facts.batch, Joined))
-    one = steps.replicas(replica.group.parts) == 1 and not inner.apart
-    island = by_itself(replica, counts) if one else inner.pieces(inside(replica, inner), counts)
-    together = inner.pieces(replace(replica, way=inner), counts)
-    local = Local(replica, island, steps, facts.plan, [*fragments, *own_means(steps, inner, replica, facts, scalars)])
-    return local, local.together(together)
+    single = steps.replicas(replica.group.parts) == 1 and not inner.apart
+    island = (
+        by_itself(replica, counts)
+        if single
+        else inner.pieces(within_island(replica, inner), counts)
+    )
+    synchronous = inner.pieces(replace(replica, way=inner), counts)
+    local = Local(
+        replica,
+        island,
+        steps,
+        facts.plan,
+        [*fragments, *own_means(steps, inner, replica, facts, scalars)],
+    )
+    return local, local.together(synchronous)
 
 
 class Latest(NamedTuple):
-    """The step that ran last, or is due, and what runs it."""
+    """The last step, or the one that is due, and its runner."""
 
     last: LastStep
     runner: Runner
 
 
-def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Group, donate: bool) -> Runner:
-    """Makes the runner; the schedule makes each kind of step when that is first due.
+def local_runner(
+    schedule: Schedule, local: Local, synchronous: Pieces, group: Group, donate: bool
+) -> Runner:
+    """Makes a runner that schedules each kind of step when it is first due.
 
-    Args:
-      schedule: launches the programs of each kind.
-      local: makes the pieces of each kind.
-      together: the pieces of a step that averages gradients.
-      group: the replicas.
-      donate: whether programs may reuse the state's memory.
-
-    Returns:
-      The runner, which counts steps as `state.step` does.
+    With `donate` programs may reuse the memory of the state.
     """
 
     @cache
     def of_kind(kind: tuple[int, ...]) -> Runner:
-        others = {TOGETHER: lambda: together, (): local.alone}
-        return schedule(group, others[kind]() if kind in others else local.sends(kind), donate)
+        makers = {TOGETHER: lambda: synchronous, (): local.alone}
+        return schedule(group, makers[kind]() if kind in makers else local.sends(kind), donate)
 
     first = of_kind((0,))
     latest = Latest(LastStep(), first)
@@ -155,15 +162,18 @@ def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Grou
         last, kind = latest.last.following(local.steps, state.step)
         return Latest(last, of_kind(TOGETHER if last.number <= local.steps.start else kind))
 
-    def run(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> tuple[Any, Any, Any]:
-        nonlocal latest
-        now = due(state)
-        result, shards, places = now.runner.run(state, pending, shards, in_places(memory), rows)
-        latest = now._replace(last=now.last._replace(step=result[0].step))
-        return result, shards, by_kind(places)
+    def with_places(inputs: StepInputs) -> StepInputs:
+        return inputs._replace(memory=in_places(inputs.memory))
 
-    def lower(state: Any, pending: Any, shards: Any, memory: Any, rows: Any) -> jax.stages.Lowered:
-        return due(state).runner.lower(state, pending, shards, in_places(memory), rows)  # type: ignore
+    def run(inputs: StepInputs) -> StepOutputs:
+        nonlocal latest
+        current = due(inputs.state)
+        outputs = current.runner.run(with_places(inputs))
+        latest = current._replace(last=current.last._replace(step=outputs.result[0].step))
+        return outputs._replace(memory=by_messages_and_leaves(outputs.memory))
+
+    def lower(inputs: StepInputs) -> jax.stages.Lowered:
+        return due(inputs.state).runner.lower(with_places(inputs))  # type: ignore
 
     def rehearse_all(*arguments: Any) -> None:
         def attempt() -> None:
@@ -176,9 +186,9 @@ def local_runner(schedule: Schedule, local: Local, together: Pieces, group: Grou
     return Runner(
         run,
         None if first.lower is None else lower,
-        None if first.timeline is None else lambda: latest.runner.timeline(),  # pyright: ignore[reportOptionalCall]
-        lambda state, *rest: due(state).runner.tasks(state, *rest),
-        lambda state, pending, shards, memory, rows: first.footprint(state, pending, shards, in_places(memory), rows),
+        None if first.timeline is None else lambda: latest.runner.timeline(),  # type: ignore
+        lambda state, *arguments: due(state).runner.tasks(state, *arguments),
+        lambda inputs: first.footprint(with_places(inputs)),
         first.promises,
         rehearse_all,
     )

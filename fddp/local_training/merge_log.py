@@ -1,6 +1,6 @@
-"""The written order of merges: a line of JSON for each, with which a run can be made again.
+"""The log of merges: one JSON line per merge, from which `fddp.replay_islands` repeats a run.
 
-An asynchronous run depends on who came first. With the order of its merges all else is determined.
+An asynchronous run depends on the order of arrivals. The order of its merges determines all else.
 """
 
 import json
@@ -10,67 +10,53 @@ from typing import NamedTuple
 
 
 class Merged(NamedTuple):
-    """One merge; the contributions in the order in which they were added."""
+    """A merge, with its contributions in the order of addition."""
 
     version: int
-    """The version that it made."""
+    """Version of its result."""
     islands: tuple[int, ...]
     began: tuple[int, ...]
-    """The version that each island began from."""
+    """Version that each island trained from."""
     weights: tuple[float, ...]
-    """The weight of each contribution, before it is discounted by its age."""
+    """Weight of each contribution, before the discount."""
     steps: tuple[int, ...]
-    """The number of steps that each island had made in all."""
+    """Total number of steps of each island."""
 
 
-class Meeting(NamedTuple):
-    """A meeting: all islands took this version."""
+class MeetingLine(NamedTuple):
+    """A meeting, at which all islands receive one version."""
 
     met: int
 
 
 # A line of the log.
-Line = Merged | Meeting
+Line = Merged | MeetingLine
 
 
-def written(line: Line) -> str:
-    """Writes a line of the log.
+def serialize(line: Line) -> str:
+    """Serializes a line of the log.
 
-    Args:
-      line: a merge, or a meeting.
-
-    Returns:
-      JSON.
-
-    Example:
-      >>> written(Merged(3, (2, 0), (1, 2), (8.0, 8.0), (4, 6)))
-      '{"version": 3, "islands": [2, 0], "began": [1, 2], "weights": [8.0, 8.0], "steps": [4, 6]}'
+    >>> written(Merged(3, (2, 0), (1, 2), (8.0, 8.0), (4, 6)))
+    '{"version": 3, "islands": [2, 0], "began": [1, 2], "weights": [8.0, 8.0], "steps": [4, 6]}'
     """
     return json.dumps(line._asdict())
 
 
 def read_log(log: str | Path | Iterable[Line]) -> list[Line]:
-    """Reads a log.
-
-    Args:
-      log: its file, or its lines.
-
-    Returns:
-      The lines.
-
-    Raises:
-      ValueError: a line is none.
-    """
+    """Reads the lines of a log file; parsed lines pass unchanged."""
     if not isinstance(log, str | Path):
         return list(log)
-    return [_read(text, f"{log}, line {number}") for number, text in enumerate(Path(log).read_text().splitlines(), 1)]
+    return [
+        _read(text, f"{log}, line {number}")
+        for number, text in enumerate(Path(log).read_text().splitlines(), 1)
+    ]
 
 
 def _read(text: str, where: str) -> Line:
     try:
         fields = json.loads(text)
         if fields.keys() == {"met"}:
-            return Meeting(fields["met"])
+            return MeetingLine(fields["met"])
         lists = {name: tuple(x) for name, x in fields.items() if name != "version"}
         return Merged(fields["version"], **lists)
     except (ValueError, TypeError, AttributeError, KeyError) as error:

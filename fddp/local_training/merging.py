@@ -1,12 +1,13 @@
 """The merge of islands' pseudo-gradients into the shared parameters: a step of the outer optimizer.
 
-The gradient is Σ w·d(age)·Δ ÷ Σ w. Here Δ is what an island has taken off the parameters that it began from, w is how
-much it has trained on, and its age is the number of merges since it began. What the factor d takes from an old
-contribution is given to no other.
+The gradient is Σ w·d(age)·Δ ÷ Σ w. Δ is an island's pseudo-gradient, w the amount of data that the
+island trained on, and its age the number of merges since the island received the shared parameters.
+The discount d is not in the divisor, so a discounted contribution makes the outer step smaller.
 
-Everything is a list of leaves, so that the keeper of the shared parameters needs to know no tree.
+Everything is a list of leaves, so that the server needs no tree structures.
 
-Source: Decoupled DiLoCo (arXiv 2604.21428); Zhang et al., "Staleness-aware Async-SGD" (2016) for the factor.
+Source: Decoupled DiLoCo (arXiv 2604.21428); Zhang et al., "Staleness-aware Async-SGD" (2016) for
+the factor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -28,93 +29,82 @@ class SharedParams(NamedTuple):
     """The shared parameters."""
 
     version: int
-    """Number of merges that made them."""
+    """Number of merges so far."""
     params: Leaves
-    """The leaves that are trained."""
+    """Trained leaves."""
     outer: Leaves
-    """The state of the outer optimizer."""
+    """State of the outer optimizer."""
 
 
 class Contribution(NamedTuple):
-    """A pseudo-gradient that an island sends."""
+    """A pseudo-gradient of an island."""
 
     island: int
     began: int
-    """The version that the island began from."""
+    """Version that the island trained from."""
     weight: float
     """Σ w that it has trained on since."""
     step: int
-    """The number of steps that it has made in all."""
+    """Total number of its steps."""
     change: Leaves
-    """The parameters that it began from minus its own."""
+    """The pseudo-gradient: parameters of version `began` − local parameters."""
 
 
 class Merging(NamedTuple):
     """The two programs of a merge."""
 
     add: Callable[[Leaves, Leaves, Any, Any], Leaves]
-    """(sums, change, weight, age) → the sums with this contribution."""
+    """(sums, change, weight, age) → sums with this contribution."""
     step: Callable[[Leaves, Leaves, Leaves, Any], tuple[Leaves, Leaves]]
-    """(parameters, outer state, sums, Σ weight) → the next parameters and outer state."""
+    """(parameters, outer state, sums, Σ weight) → next parameters and outer state."""
 
 
-def merge(merging: Merging, shared: SharedParams, contributions: Iterable[Contribution]) -> SharedParams:
-    """Merges contributions, in the order in which they are given.
-
-    Args:
-      merging: the programs.
-      shared: the parameters before.
-      contributions: one or more.
-
-    Returns:
-      The next version.
-    """
+def merge(
+    merging: Merging, shared: SharedParams, contributions: Iterable[Contribution]
+) -> SharedParams:
+    """Merges one or more contributions, added in their order."""
     number = jax.dtypes.canonicalize_dtype(np.float64).type
     sums: Leaves = [np.zeros(np.shape(x), sum_dtype(x)) for x in shared.params]
     weight = 0.0
-    for one in contributions:
-        sums = merging.add(sums, one.change, number(one.weight), np.int32(shared.version - one.began))
-        weight += one.weight
+    for contribution in contributions:
+        sums = merging.add(
+            sums,
+            contribution.change,
+            number(contribution.weight),
+            np.int32(shared.version - contribution.began),
+        )
+        weight += contribution.weight
     params, outer = merging.step(shared.params, shared.outer, sums, number(weight))
-    return SharedParams(shared.version + 1, [np.asarray(x) for x in params], [np.asarray(x) for x in outer])
+    return SharedParams(
+        shared.version + 1, [np.asarray(x) for x in params], [np.asarray(x) for x in outer]
+    )
 
 
 def first_shared(steps: LocalSteps, params: Any) -> SharedParams:
-    """The shared parameters that a training begins with.
-
-    Args:
-      steps: the optimizer.
-      params: the tree of parameters.
-
-    Returns:
-      The parameters, with a new state of the outer optimizer.
-    """
+    """Initializes the shared parameters and the state of the outer optimizer, on the host."""
     hosted = jax.tree.map(np.asarray, params)
     outer = [np.asarray(x) for x in jax.tree.leaves(steps.outer.init(hosted))]
     return SharedParams(0, jax.tree.leaves(hosted), outer)
 
 
 def merging_of(steps: LocalSteps, params: Any) -> Merging:
-    """Makes the two programs, uncompiled.
-
-    Args:
-      steps: the optimizer.
-      params: the tree of parameters, or their forms.
-
-    Returns:
-      The programs, as functions of JAX.
-    """
+    """Builds the two programs, uncompiled."""
     tree = jax.tree.structure(params)
     state_tree = jax.tree.structure(jax.eval_shape(steps.outer.init, params))
     discount = steps.quorum.discount if steps.quorum else None
 
-    def add(sums: Leaves, change: Leaves, weight: Any, age: Any) -> Leaves:
-        counted = weight if discount is None else weight * discount(age)
-        return [total + jnp.asarray(counted, total.dtype) * x for total, x in zip(sums, change)]
+    def add(sums: Leaves, change: Leaves, weight: jax.Array, age: jax.Array) -> Leaves:
+        factor = weight if discount is None else weight * discount(age)
+        return [total + jnp.asarray(factor, total.dtype) * x for total, x in zip(sums, change)]
 
-    def step(params: Leaves, outer: Leaves, sums: Leaves, weight: Any) -> tuple[Leaves, Leaves]:
-        whole = jnp.where(weight == 0, 1, weight)
-        grads = [(total / jnp.asarray(whole, total.dtype)).astype(x.dtype) for total, x in zip(sums, params)]
+    def step(
+        params: Leaves, outer: Leaves, sums: Leaves, weight: jax.Array
+    ) -> tuple[Leaves, Leaves]:
+        divisor = jnp.where(weight == 0, 1, weight)
+        grads = [
+            (total / jnp.asarray(divisor, total.dtype)).astype(x.dtype)
+            for total, x in zip(sums, params)
+        ]
         trees = tree.unflatten(grads), state_tree.unflatten(outer), tree.unflatten(params)
         new, state = update(steps.outer, *trees)
         return jax.tree.leaves(new), jax.tree.leaves(state)
@@ -123,7 +113,7 @@ def merging_of(steps: LocalSteps, params: Any) -> Merging:
 
 
 def on_this_host(merging: Merging) -> Merging:
-    """Compiles the two programs for this process's CPU, when they are called."""
+    """Compiles the two programs for this host's CPU, at their first call."""
     cpu = host_cpu()
 
     def compiled(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,14 +130,7 @@ def on_this_host(merging: Merging) -> Merging:
 
 
 def merge_forms(shared: SharedParams) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The forms of the two programs' arguments, to compile them for.
-
-    Args:
-      shared: the parameters.
-
-    Returns:
-      The arguments of each, as `jax.ShapeDtypeStruct`s.
-    """
+    """Shapes and dtypes of the arguments of both programs, for their compilation."""
 
     def form(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
@@ -161,5 +144,5 @@ def merge_forms(shared: SharedParams) -> tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 def sum_dtype(x: Any) -> np.dtype:
-    """The dtype in which changes of a parameter are added."""
+    """Dtype of the sum of a parameter's pseudo-gradients."""
     return at_least(x.dtype, jnp.float32)

@@ -1,10 +1,12 @@
-"""Means of arrays that each island holds as its own: moments of its optimizer, or its parameters over a node.
+"""Means of an island's local arrays: moments of its optimizer, or its parameters over a node.
 
-Each is a plain mean, in which an island weighs as much as it has trained on since the last one. No hook sums it: a
-second moment that is rounded to zero would be divided by, and hooks remember gradients and pseudo-gradients. Parameters
-travel as changes since the last synchronization, as pseudo-gradients do, so that few bits are lost.
+Each is a plain mean, in which an island's weight is the data it has trained on since the last one.
+No hook sums it: a second moment that is rounded to zero would become a divisor, and the memory of
+hooks covers only gradients and pseudo-gradients. Parameters are sent as changes since the last
+synchronization, like pseudo-gradients, so that rounding to a narrow dtype costs less.
 
-Source: Iacob et al., "DES-LOC" (arXiv 2505.22549), algorithm 1; `HierarchicalModelAverager` in PyTorch.
+Source: Iacob et al., "DES-LOC" (arXiv 2505.22549), algorithm 1; `HierarchicalModelAverager` in
+PyTorch.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from fddp.buckets import Messages, Shard, cut_as_leaf, is_shard, make_plan, own_part, part_dims
 from fddp.comm import Level
@@ -28,77 +30,84 @@ from fddp.wording import leaf_name
 
 @dataclass(frozen=True)
 class OwnMean:
-    """A mean of some of an island's own arrays, from one replica's point of view."""
+    """A mean of some local arrays of an island, for one replica."""
 
     number: int
     wire: Wire
     read: Callable[[TrainState], list[Any]]
-    """Gives the arrays that a replica has, in shards where it has a part of them."""
+    """State → arrays of a replica, as shards where it holds a part."""
     write: Callable[[TrainState, list[Any]], TrainState]
-    """Puts others in their place."""
+    """(state, arrays) → state with these arrays."""
     origin: Callable[[LocalState], list[Any]] | None = None
-    """Gives whole arrays, equal on all islands, from which changes are told; None: arrays travel as they are."""
+    """State → whole arrays, equal on all islands, as origin of changes; None: arrays are sent as
+    values."""
     mix: float = 0.0
-    """Share of its own arrays that a replica keeps."""
+    """Share of its local arrays that a replica retains."""
 
     @property
     def renews(self) -> tuple[int, ...]:
-        """The numbers of the means that begin anew when it lands."""
+        """Numbers of the means that restart with it."""
         return (self.number,)
 
-    def changed(self, local: LocalState, view: TrainState, rows: Any) -> Messages:
-        """Makes the messages: a part of the weighted arrays."""
+    def changed(self, local: LocalState, view: TrainState, rows: PyTree) -> Messages:
+        """Packs this replica's part of the weighted arrays."""
         del rows
-        own = self.read(view)
-        arrays = self._from_origin(local, own, list(map(_array, own)))
-        return self.wire.packed(view.opt_state.weight[self.number], list(map(self.wire.part, arrays)), None)
+        leaves = self.read(view)
+        arrays = self._from_origin(local, leaves, list(map(_array, leaves)))
+        return self.wire.packed(
+            view.opt_state.weight[self.number], list(map(self.wire.part, arrays)), None
+        )
 
-    def landed(self, local: LocalState, own: TrainState, mean: Averaged) -> tuple[LocalState, TrainState]:
-        """The island's arrays become the mean; where no island has trained they stay."""
-        held = self.read(own)
-        # What has no elements has not travelled.
-        came = [_array(x) if new is None else new for x, new in zip(held, self.wire.unpacked(mean.buckets))]
+    def landed(
+        self, local: LocalState, state: TrainState, mean: Averaged
+    ) -> tuple[LocalState, TrainState]:
+        """Replaces the island's arrays by the mean, unless no island has trained."""
+        leaves = self.read(state)
+        # Arrays without elements are not sent.
+        arrays = [
+            _array(x) if new is None else new
+            for x, new in zip(leaves, self.wire.unpacked(mean.buckets))
+        ]
 
         def after(x: Any, new: Array) -> Any:
-            before = _array(x)
-            new = new + self.mix * (before - new) if self.mix else new
-            chosen = jnp.where(mean.weight == 0, before, new).astype(before.dtype)
+            old = _array(x)
+            new = new + self.mix * (old - new) if self.mix else new
+            chosen = jnp.where(mean.weight == 0, old, new).astype(old.dtype)
             return replace(x, parts=chosen) if is_shard(x) else chosen
 
-        return local, self.write(own, list(map(after, held, self._from_origin(local, held, came))))
+        return local, self.write(
+            state, list(map(after, leaves, self._from_origin(local, leaves, arrays)))
+        )
 
-    def _from_origin(self, local: LocalState, held: Sequence[Any], arrays: list[Array]) -> list[Array]:
-        """Origin − arrays, which takes changes for arrays, and arrays for changes; without an origin they stay."""
+    def _from_origin(
+        self, local: LocalState, leaves: Sequence[Any], arrays: list[Array]
+    ) -> list[Array]:
+        """Returns origin − arrays, which converts between arrays and changes both ways."""
         if self.origin is None:
             return arrays
         group = self.wire.group
 
-        def cut(x: Any, whole: Array) -> Array:
+        def cut(x: Any, origin: Array) -> Array:
             if not is_shard(x):
-                return whole
-            return own_part(whole, group.parts, group.communicator.at("shards").replica_index(), x.depth)
+                return origin
+            return own_part(
+                origin, group.parts, group.communicator.at("shards").replica_index(), x.depth
+            )
 
-        return [cut(x, whole) - array for x, whole, array in zip(held, self.origin(local), arrays)]
+        return [
+            cut(x, origin) - array for x, origin, array in zip(leaves, self.origin(local), arrays)
+        ]
 
 
-def own_means(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts, scalars: Any) -> list[OwnMean]:
-    """Makes the means that `local_steps(every=)` names beside the parameters.
-
-    Args:
-      steps: the optimizer.
-      inner: the way in which the replicas of an island hold a state.
-      replica: one of all.
-      facts: of the step.
-      scalars: a dtype that holds weights.
-
-    Returns:
-      The means, in the order of their numbers.
-    """
+def own_means(
+    steps: LocalSteps, inner: Way, replica: Replica, facts: Facts, scalars: Any
+) -> list[OwnMean]:
+    """Makes the further means of `local_steps(every=)`, in the order of their numbers."""
     trained = replica.trained(facts.state.params)
     params, opt_state, _ = _held_forms(inner, replica, trained, facts.state.opt_state)
     fields = fields_of(facts.state.opt_state, trained)
-    several = steps.replicas(replica.group.parts)
-    wired = partial(_wire, replica, several, scalars)
+    island_size = steps.replicas(replica.group.parts)
+    wired = partial(_wire, replica, island_size, scalars)
 
     def over_node(number: int) -> OwnMean:
         read = lambda view: _leaves(trained_leaves(replica, view.params))  # noqa: E731
@@ -108,24 +117,26 @@ def own_means(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts, sca
             return view._replace(params=with_trained(view.params, treedef.unflatten(leaves)))
 
         wire = wired(NODE, params, range(len(_leaves(params))), "neighbours")
-        return OwnMean(number, wire, read, write, lambda local: jax.tree.leaves(local.shared), steps.mix)
+        return OwnMean(
+            number, wire, read, write, lambda local: jax.tree.leaves(local.shared), steps.mix
+        )
 
     def of_field(number: int, name: str) -> OwnMean:
-        places = fields[name]
+        positions = fields[name]
 
         def read(view: TrainState) -> list[Any]:
             leaves = _leaves(view.opt_state.opt_state)
-            return [leaves[at] for at in places]
+            return [leaves[k] for k in positions]
 
         def write(view: TrainState, arrays: list[Any]) -> TrainState:
-            held: Trains = view.opt_state
-            leaves, treedef = jax.tree.flatten(held.opt_state, is_leaf=is_shard)
-            new = dict(zip(places, arrays))
-            opt_state = treedef.unflatten([new.get(at, x) for at, x in enumerate(leaves)])
-            return view._replace(opt_state=held._replace(opt_state=opt_state))
+            trains: Trains = view.opt_state
+            leaves, treedef = jax.tree.flatten(trains.opt_state, is_leaf=is_shard)
+            new_leaves = dict(zip(positions, arrays))
+            opt_state = treedef.unflatten([new_leaves.get(k, x) for k, x in enumerate(leaves)])
+            return view._replace(opt_state=trains._replace(opt_state=opt_state))
 
-        level = "all" if several == 1 else "network"
-        return OwnMean(number, wired(name, opt_state, places, level), read, write)
+        level = "all" if island_size == 1 else "network"
+        return OwnMean(number, wired(name, opt_state, positions, level), read, write)
 
     names = enumerate((name for name, _ in steps.others), start=steps.fragments)
     return [over_node(number) if name == NODE else of_field(number, name) for number, name in names]
@@ -133,47 +144,49 @@ def own_means(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts, sca
 
 def _wire(
     replica: Replica,
-    several: int,
+    island_size: int,
     scalars: Any,
     name: str,
-    held: Any,
-    places: Sequence[int],
+    tree: PyTree,
+    positions: Sequence[int],
     level: Level,
 ) -> Wire:
-    """The wire of some arrays, given the forms of all that a replica holds."""
-    named = jax.tree_util.tree_leaves_with_path(held, is_leaf=is_shard)
-    chosen = [named[at] for at in places]
-    # Where an island holds arrays in parts these go as they are; single numbers, which it never cuts, go with them.
-    parts = 1 if any(is_shard(x) for _, x in chosen) else several
+    """Makes the wire of the leaves at some positions of a replica's tree."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_shard)
+    chosen = [leaves[k] for k in positions]
+    # Parts that an island holds are sent unchanged, together with its scalars, which are never cut.
+    num_parts = 1 if any(is_shard(x) for _, x in chosen) else island_size
     forms = [_array(x) for _, x in chosen]
-    travelling = [k for k, x in reversed(list(enumerate(forms))) if x.size]
-    whole = replace(make_plan(forms, order=travelling, **replica.options.bucketing), parts=parts)
+    order = [k for k, x in reversed(list(enumerate(forms))) if x.size]
+    plan = replace(make_plan(forms, order=order, **replica.options.bucketing), parts=num_parts)
 
-    def told(one: Reduction) -> Reduction:
-        if one.bucket is None:
-            return one._replace(name=f"{name} weight", carries="weight")
-        first, *more = (leaf_name(chosen[k][0]) for k in whole.buckets[one.bucket].leaves)
+    def told(reduction: Reduction) -> Reduction:
+        if reduction.bucket is None:
+            return reduction._replace(name=f"{name} weight", carries="weight")
+        first, *more = (leaf_name(chosen[k][0]) for k in plan.buckets[reduction.bucket].leaves)
         carries = f"{first} and {len(more)} more" if more else first
-        return one._replace(name=f"{name} {one.bucket}", bucket=None, carries=carries)
+        return reduction._replace(name=f"{name} {reduction.bucket}", bucket=None, carries=carries)
 
-    return Wire(replica.group, whole, level, scalars, None, told)
+    return Wire(replica.group, plan, level, scalars, None, told)
 
 
-def _held_forms(inner: Way, replica: Replica, trained: Any, opt_state: Any) -> Any:
-    """The forms of what a replica of an island holds: in shards what it holds a part of."""
-    parts = replica.group.parts
+def _held_forms(inner: Way, replica: Replica, trained: PyTree, opt_state: PyTree) -> Any:
+    """Shapes and dtypes of a replica's arrays in an island, with shards for its parts."""
+    count = replica.group.parts
     shapes = [x.shape for x in jax.tree.leaves(trained)]
 
     def cut(x: Any, leaf: int) -> Shard:
-        depth, _ = cut_as_leaf(x.size, shapes[leaf], parts)
-        return Shard(jax.ShapeDtypeStruct(part_dims(x.size, parts, depth), x.dtype), x.shape, depth=depth)
+        depth, _ = cut_as_leaf(x.size, shapes[leaf], count)
+        return Shard(
+            jax.ShapeDtypeStruct(part_dims(x.size, count, depth), x.dtype), x.shape, depth=depth
+        )
 
     params, opt_state, buffers = inner.hold(replica, trained, opt_state, None, cut, lambda x: x)
     params = jax.tree.map(lambda x, part: x if part is None else part, trained, params)
     return params, opt_state, buffers
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: PyTree) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_shard)
 
 

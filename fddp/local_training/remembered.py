@@ -1,8 +1,8 @@
-"""The memory of hooks where replicas train alone: of gradients and of pseudo-gradients, each for itself.
+"""The memory of hooks under local steps, separate for gradients and pseudo-gradients.
 
-What a message loses belongs to that message, and comes back when the next one of the same numbers is sent: of a
-fragment's pseudo-gradient when this fragment is sent again. Gradients that replicas average before they train alone, or
-inside of an island, have other units, so what these lose is never added to a pseudo-gradient.
+A hook adds the error of a message to the next message of the same leaves: of a pseudo-gradient, at
+the next exchange of its fragment. Gradients, which replicas average at first or within an island,
+have other units than pseudo-gradients, so the errors of one are never added to the other.
 """
 
 from typing import Any
@@ -19,52 +19,44 @@ GRADIENT = "gradient"
 CHANGE = "pseudo-gradient"
 
 
-def first_memory(hook: Hook, forms: Any, parts: int, least: Any, averages: bool) -> Any:
-    """Makes the first memory of one replica.
+def first_memory(hook: Hook, leaves: Any, num_parts: int, min_dtype: Any, averages: bool) -> Any:
+    """Initializes the memory of one replica for each trained leaf, by kind; () where unused.
 
-    Args:
-      hook: sums gradients and pseudo-gradients.
-      forms: the forms of trained leaves.
-      parts: number of parts of a leaf of which each replica of an island sends one.
-      least: floats of a pseudo-gradient are summed in a dtype that holds the numbers of this one.
-      averages: whether gradients are averaged, too, now and then or inside of an island.
-
-    Returns:
-      A tree like `forms`, with a memory for each kind in place of a leaf; () for what nothing is remembered of.
+    Each replica of an island sends one of `num_parts` parts of a pseudo-gradient, in a dtype that
+    holds the range of `min_dtype`. Gradients need memory if `averages` is true: if replicas average
+    them, at first or within an island.
     """
 
     def of_leaf(leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
-        depth = depth_of(leaf.size, leaf.shape, parts)
-        part = jax.eval_shape(lambda x: own_part(x, parts, jnp.int32(0), depth), leaf)
-        change = jax.ShapeDtypeStruct(part.shape, at_least(leaf.dtype, least))
+        depth = depth_of(leaf.size, leaf.shape, num_parts)
+        part = jax.eval_shape(lambda x: own_part(x, num_parts, jnp.int32(0), depth), leaf)
+        change = jax.ShapeDtypeStruct(part.shape, at_least(leaf.dtype, min_dtype))
         return {GRADIENT: hook.init(leaf) if averages else (), CHANGE: hook.init(change)}
 
-    return jax.tree.map(of_leaf, forms)
+    return jax.tree.map(of_leaf, leaves)
 
 
 def memory_forms(replica: Replica, plan: BucketPlan) -> Memory:
-    """The forms of one replica's memory, by the places that messages have in it."""
-    params = plan.treedef.unflatten([jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves])
+    """Shapes and dtypes of one replica's memory, in the order of `in_places`."""
+    params = plan.treedef.unflatten(
+        [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
+    )
     memory = jax.eval_shape(lambda: drop_replica_dim(replica.remembered(params)))
     return in_places(by_message(plan, memory)) if jax.tree.leaves(memory) else ()
 
 
 def in_places(memory: Memory) -> Memory:
-    """Arranges memory by the places that messages have in it.
-
-    Args:
-      memory: for each message of the plan, for each leaf, a memory for each kind.
-
-    Returns:
-      For each message what it remembers of gradients, and behind these for each what it remembers of pseudo-gradients.
-    """
-    return tuple(tuple(leaf[kind] for leaf in leaves) for kind in (GRADIENT, CHANGE) for leaves in memory)
+    """Rearranges memory by message, leaf and kind: first all gradients' messages, then all
+    pseudo-gradients'."""
+    return tuple(
+        tuple(leaf[kind] for leaf in leaves) for kind in (GRADIENT, CHANGE) for leaves in memory
+    )
 
 
-def by_kind(places: Memory) -> Memory:
+def by_messages_and_leaves(memory: Memory) -> Memory:
     """Arranges memory by messages and leaves: the inverse of `in_places`."""
-    count = len(places) // 2
+    count = len(memory) // 2
     return tuple(
         tuple({GRADIENT: gradient, CHANGE: change} for gradient, change in zip(gradients, changes))
-        for gradients, changes in zip(places[:count], places[count:])
+        for gradients, changes in zip(memory[:count], memory[count:])
     )

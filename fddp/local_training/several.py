@@ -1,11 +1,11 @@
-"""Several means side by side: all that a step sends to other islands."""
+"""All exchanges of one step, as one set of messages."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from fddp.buckets import Messages
 from fddp.hooks import Reduction
@@ -17,63 +17,79 @@ from fddp.step import TrainState
 
 NOTHING = Messages((), ((), None))
 Exchange: TypeAlias = Fragment | OwnMean
-"""A message that islands send each other, and their use of its mean."""
+"""A mean over islands, and the update from it."""
 
 
 class Several(NamedTuple):
-    """Exchanges of one step."""
+    """The exchanges of one step."""
 
     of: tuple[Exchange, ...]
 
     @property
     def sums(self) -> tuple[Reduction, ...]:
-        """The sums over islands."""
-        return tuple(one for exchange in self.of for one in exchange.wire.sums)
+        """Sums over islands."""
+        return tuple(reduction for exchange in self.of for reduction in exchange.wire.sums)
 
     @property
     def gathers(self) -> tuple[Reduction, ...]:
-        """The gathers inside of an island."""
-        return tuple(one for exchange in self.of for one in exchange.wire.gathers)
+        """Gathers inside an island."""
+        return tuple(reduction for exchange in self.of for reduction in exchange.wire.gathers)
 
     @property
     def renews(self) -> list[int]:
-        """The numbers of the means that begin anew."""
+        """Numbers of the means that restart."""
         return sorted({number for exchange in self.of for number in exchange.renews})
 
-    def changed(self, local: LocalState, view: TrainState, rows: Any) -> tuple[Messages, list[Messages]]:
-        """Makes the messages of all exchanges; and the layouts of each one's, for `taken`."""
-        each = [exchange.changed(local, view, rows) for exchange in self.of]
-        arrays = tuple(array for messages in each for array in messages.arrays)
-        return replace(NOTHING, arrays=arrays), [replace(messages, arrays=()) for messages in each]
+    def changed(
+        self, local: LocalState, view: TrainState, rows: PyTree
+    ) -> tuple[Messages, list[Messages]]:
+        """Packs the messages of all exchanges, and returns the layouts of each for `taken`."""
+        packed = [exchange.changed(local, view, rows) for exchange in self.of]
+        arrays = tuple(array for messages in packed for array in messages.arrays)
+        return replace(NOTHING, arrays=arrays), [
+            replace(messages, arrays=()) for messages in packed
+        ]
 
-    def taken(self, layouts: Sequence[Messages], came: Sequence[Array]) -> list[Messages]:
-        """The messages of each exchange, of the sums of all."""
-        left = iter(came)
+    def taken(self, layouts: Sequence[Messages], arrays: Sequence[Array]) -> list[Messages]:
+        """Splits the summed arrays into the messages of each exchange."""
+        remaining = iter(arrays)
         counts = (len(exchange.wire.sums) for exchange in self.of)
-        return [replace(layout, arrays=_next(left, count)) for layout, count in zip(layouts, counts)]
+        return [
+            replace(layout, arrays=_next(remaining, count))
+            for layout, count in zip(layouts, counts)
+        ]
 
-    def averaged(self, came: Sequence[Messages]) -> list[Averaged]:
-        """The mean of each exchange."""
-        return [exchange.wire.averaged(messages) for exchange, messages in zip(self.of, came)]
+    def averaged(self, sums: Sequence[Messages]) -> list[Averaged]:
+        """Computes the mean of each exchange."""
+        return [exchange.wire.averaged(messages) for exchange, messages in zip(self.of, sums)]
 
     def to_gather(self, means: Sequence[Averaged]) -> tuple[tuple[Array, ...], list[Averaged]]:
-        """The buckets whose parts an island gathers, and the means without them."""
+        """Separates the buckets to gather from the means."""
         gathers = [bool(exchange.wire.gathers) for exchange in self.of]
-        buckets = (bucket for mean, some in zip(means, gathers) if some for bucket in mean.buckets)
-        return tuple(buckets), [mean._replace(buckets=()) if some else mean for mean, some in zip(means, gathers)]
+        buckets = (
+            bucket for mean, gather in zip(means, gathers) if gather for bucket in mean.buckets
+        )
+        return tuple(buckets), [
+            mean._replace(buckets=()) if gather else mean for mean, gather in zip(means, gathers)
+        ]
 
     def gathered(self, means: Sequence[Averaged], buckets: Sequence[Array]) -> list[Averaged]:
-        """The means with the buckets that were gathered: the inverse of `to_gather`."""
-        left = iter(buckets)
+        """Puts gathered buckets into the means: the inverse of `to_gather`."""
+        remaining = iter(buckets)
         counts = (len(exchange.wire.gathers) for exchange in self.of)
-        return [mean._replace(buckets=_next(left, n)) if n else mean for mean, n in zip(means, counts)]
+        return [
+            mean._replace(buckets=_next(remaining, n)) if n else mean
+            for mean, n in zip(means, counts)
+        ]
 
-    def landed(self, local: LocalState, own: TrainState, means: Sequence[Averaged]) -> tuple[LocalState, TrainState]:
-        """Gives the state with which an island goes on, once all have come."""
+    def landed(
+        self, local: LocalState, state: TrainState, means: Sequence[Averaged]
+    ) -> tuple[LocalState, TrainState]:
+        """Applies all means to the state of an island."""
         for exchange, mean in zip(self.of, means):
-            local, own = exchange.landed(local, own, mean)
-        return local, own
+            local, state = exchange.landed(local, state, mean)
+        return local, state
 
 
-def _next(left: Iterator[Array], count: int) -> tuple[Array, ...]:
-    return tuple(islice(left, count))
+def _next(arrays: Iterator[Array], count: int) -> tuple[Array, ...]:
+    return tuple(islice(arrays, count))

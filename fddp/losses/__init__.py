@@ -1,6 +1,8 @@
-"""Losses in one form, and the weighted sums of micro-batches that make a step.
+"""Losses in one form, and the weighted sums of micro-batches in a step.
 
-A step is Σ w·g / Σ w over everything that it sums. Losses in 16 bits are made here. This room imports jaxpr.
+A step is Σ w·g / Σ w over replicas and micro-batches. Mixed precision is here, too.
+
+This room imports jaxpr.
 """
 
 from fddp.losses.batches import Joined as Joined
@@ -10,11 +12,11 @@ from fddp.losses.batches import count_rows as count_rows
 from fddp.losses.batches import is_rows as is_rows
 from fddp.losses.batches import lists_of_numbers as lists_of_numbers
 from fddp.losses.batches import not_numeric as not_numeric
-from fddp.losses.batches import taken as taken
+from fddp.losses.batches import rows_of_batch as rows_of_batch
 from fddp.losses.batches import unjoined as unjoined
 from fddp.losses.batches import unlike as unlike
+from fddp.losses.objective import Evaluated as Evaluated
 from fddp.losses.objective import Objective as Objective
-from fddp.losses.objective import Value as Value
 from fddp.losses.objective import Weighted as Weighted
 from fddp.losses.objective import check_callable as check_callable
 from fddp.losses.objective import make_objective as make_objective
@@ -24,7 +26,7 @@ from fddp.losses.rng import folded as folded
 from fddp.losses.sums import Pending as Pending
 from fddp.losses.sums import Sums as Sums
 from fddp.losses.sums import accumulate as accumulate
-from fddp.losses.sums import added as added
+from fddp.losses.sums import add_trees as add_trees
 from fddp.losses.sums import contribute as contribute
 from fddp.losses.sums import in_parts as in_parts
 from fddp.losses.sums import in_unit as in_unit

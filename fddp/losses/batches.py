@@ -1,9 +1,9 @@
-"""A process's batch: rows that are divided among its replicas and micro-batches, whole batches that are not, and either
-of them with how much it counts.
+"""The batch of a process: rows that replicas and micro-batches divide, or undivided batches.
 
-Arrays with equal first dims are rows. Anything else (a graph, a packed sequence, a constant beside the rows) is taken
-as it is by a single replica with a single micro-batch. For several the user gives one batch for each. These are
-stacked: a row is then a whole batch, and every program divides them as it divides rows.
+Arrays with equal first dims are rows. Any other tree (a graph, a packed sequence, rows with a
+constant) is undivided. A single replica with a single micro-batch takes one undivided batch.
+Otherwise the user passes one for each micro-batch of each replica. They are stacked: each row is a
+whole batch, and programs divide the stack like any rows.
 
 Source: `stack_batches` in Levanter; the leading device dim of a `jax.pmap`.
 """
@@ -14,16 +14,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import ArrayLike, Bool, Float
+from jaxtyping import ArrayLike, Bool, Float, PyTree
 
 from fddp.wording import leaf_name
 
 
 class Stacked(NamedTuple):
-    """Batches that are taken as they are: one for each micro-batch of each replica of this process, in turn.
+    """Undivided batches of a process, one per micro-batch, replica by replica.
 
-    Each may be any tree of arrays; all have equal shapes, so pad them. All count alike, unless the loss gives their
-    weights (`fddp.Weighted`).
+    Each is a tree of arrays. All have equal shapes, so pad them. They count equally, unless the
+    loss returns weights (`fddp.Weighted`).
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -38,68 +38,64 @@ class Stacked(NamedTuple):
 
 
 class Undivided(NamedTuple):
-    """Batches that are taken as they are, in the form that programs take."""
+    """Undivided batches in the form that programs take."""
 
     rows: Any
     """The batches, stacked along a first dim."""
 
 
 class Joined(NamedTuple):
-    """A batch that counts only in part; `fddp.join` yields them."""
+    """A batch from `fddp.join`, with factors for its rows."""
 
     rows: Any
     """The batch, in a form that a step takes."""
     share: Float[ArrayLike, " rows"]
-    """Factor of each row (or batch that is taken as it is) in gradients and loss: 1, or 0 when its rank has run out of
-    data."""
+    """Factor of each row (or undivided batch) in gradients and loss: 1, or 0 if its rank has run
+    out of data."""
     divisor: Float[ArrayLike, " rows"]
-    """Factor of each row in the weight by which the sum is divided."""
+    """Factor of each row in the weight that divides the sum."""
     leads: Bool[ArrayLike, " rows"] | None = None
-    """Marks the row whose replica gives all others its buffers; None: replica 0 does, as without `join`."""
+    """Marks the row whose replica broadcasts its buffers. None: replica 0 does, as without
+    `join`."""
 
 
-def taken(batch: Any, count: int, *, undivided: bool | None = None) -> Any:
-    """Brings a batch into the form that programs take; a batch that has no such form is left as it is.
+def rows_of_batch(batch: PyTree, count: int, *, undivided: bool | None = None) -> Any:
+    """Converts a batch to rows, or to an `Undivided`, for `count` micro-batches in this process.
 
-    Args:
-      batch: the user's batch.
-      count: replicas of this process × micro-batches.
-      undivided: whether earlier batches were taken as they are; None: this is the first one.
-
-    Returns:
-      A tree of rows, or an `Undivided`. Any other batch cannot be divided, and `fddp.step.checks` refuses it.
+    `undivided` is True if earlier batches were undivided, None for the first batch. A batch that
+    fits neither form is returned unchanged; `fddp.step.checks` refuses it.
     """
     if isinstance(batch, Joined):
-        return batch._replace(rows=taken(batch.rows, count, undivided=undivided))
+        return batch._replace(rows=rows_of_batch(batch.rows, count, undivided=undivided))
     if isinstance(batch, Stacked):
         batches = list(batch.batches)
         return _stacked(batches) if len(batches) == count and not unlike(batches) else batch
-    as_it_is = not is_rows(batch) if undivided is None else undivided
-    alone = as_it_is and count == 1 and jax.tree.leaves(batch) and not lists_of_numbers(batch)
-    return _stacked([batch]) if alone else batch
+    is_undivided = not is_rows(batch) if undivided is None else undivided
+    single = is_undivided and count == 1 and jax.tree.leaves(batch) and not lists_of_numbers(batch)
+    return _stacked([batch]) if single else batch
 
 
-def unjoined(batch: Any) -> Any:
-    """A batch without what `fddp.join` says of it."""
+def unjoined(batch: PyTree) -> Any:
+    """Returns a batch without the factors of `fddp.join`."""
     return batch.rows if isinstance(batch, Joined) else batch
 
 
-def is_rows(batch: Any) -> bool:
-    """Whether all arrays of a batch have equally many rows."""
+def is_rows(batch: PyTree) -> bool:
+    """True if all arrays of a batch have equally many rows."""
     counts = {jnp.shape(x)[:1] for x in jax.tree.leaves(batch)}
     return len(counts) == 1 and () not in counts
 
 
-def count_rows(batch: Any) -> int:
-    """Counts the rows of a batch: each of `Stacked` batches counts as one row, and so does a batch that is no rows."""
+def count_rows(batch: PyTree) -> int:
+    """Counts the rows of a batch; an undivided batch counts as one row."""
     if isinstance(batch, Stacked):
         return len(batch.batches)
     leaves = jax.tree.leaves(batch)
     return jnp.shape(leaves[0])[0] if leaves and is_rows(batch) else min(1, len(leaves))
 
 
-def lists_of_numbers(batch: Any) -> list[str]:
-    """Finds the paths of Python's lists of numbers in a batch: JAX takes each number for an array of its own."""
+def lists_of_numbers(batch: PyTree) -> list[str]:
+    """Returns the paths of lists of numbers in a batch: JAX would take each number for an array."""
     named = jax.tree_util.tree_leaves_with_path(batch, is_leaf=lambda x: isinstance(x, list))
     return [
         leaf_name(path) or "at its top"
@@ -108,22 +104,15 @@ def lists_of_numbers(batch: Any) -> list[str]:
     ]
 
 
-def not_numeric(batch: Any) -> list[str]:
-    """Finds the leaves of a batch that no program takes: text, dates, objects."""
+def not_numeric(batch: PyTree) -> list[str]:
+    """Returns the names of leaves that no program takes: text, dates, objects."""
     rows = batch.rows if isinstance(batch, Undivided) else batch
     leaves = jax.tree_util.tree_leaves_with_path(rows)
     return [f"{leaf_name(path)} {x!r:.40}".strip() for path, x in leaves if not _is_numeric(x)]
 
 
-def unlike(batches: Sequence[Any]) -> str:
-    """Describes the first difference in form of batches that are to be stacked.
-
-    Args:
-      batches: trees of arrays.
-
-    Returns:
-      The first leaf that differs, and its two forms; "" if none does.
-    """
+def unlike(batches: Sequence[PyTree]) -> str:
+    """Describes the first difference in structure, shape or dtype between batches; "" if none."""
     first = jax.tree_util.tree_leaves_with_path(batches[0]) if batches else []
     for number, batch in enumerate(batches[1:], 1):
         if jax.tree.structure(batch) != jax.tree.structure(batches[0]):
@@ -135,7 +124,7 @@ def unlike(batches: Sequence[Any]) -> str:
     return ""
 
 
-def _stacked(batches: Sequence[Any]) -> Undivided:
+def _stacked(batches: Sequence[PyTree]) -> Undivided:
     def stack(*leaves: Any) -> Any:
         if isinstance(leaves[0], jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
@@ -147,7 +136,7 @@ def _stacked(batches: Sequence[Any]) -> Undivided:
     return Undivided(jax.tree.map(stack, *batches))
 
 
-def _form(x: Any) -> str:
+def _form(x: ArrayLike) -> str:
     return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
 
 

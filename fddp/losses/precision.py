@@ -1,10 +1,10 @@
-"""Makes losses that compute in 16 bits, from parameters that stay in 32.
+"""Mixed precision: losses that compute in 16 bits, with parameters in 32.
 
-The parameters that the optimizer sees, its moments and the gradients keep their dtype; only the numbers with which the
-loss computes are cast. A cast's derivative is the cast back, so gradients arrive in the dtype of the parameters.
+Only the inputs of the loss are cast. The optimizer's parameters, its moments and the gradients keep
+their dtype, since the derivative of a cast is the cast back.
 
-Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1; `_MixedPrecision(param_dtype)` in PyTorch's
-`distributed.py`.
+Source: Micikevicius et al., "Mixed Precision Training" (2018), section 3.1;
+`_MixedPrecision(param_dtype)` in PyTorch's `distributed.py`.
 """
 
 from collections.abc import Callable
@@ -18,22 +18,26 @@ from jax.typing import DTypeLike
 from fddp.losses.objective import check_callable
 
 
-def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16) -> Callable[..., Any]:
-    """Makes a loss that computes in fewer bits than its parameters have.
+def mixed_precision(
+    loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16
+) -> Callable[..., Any]:
+    """Casts the inputs of a loss, so that it computes in fewer bits than its parameters have.
 
-    The float leaves of the parameters and of the batch are cast. Integers and booleans are not: token counts and masks
-    of these dtypes stay exact. Neither are buffers (`model_state=`), as BatchNorm's statistics need their bits.
+    The float leaves of parameters and batch are cast. Integers and booleans are not, so token
+    counts and masks of these dtypes stay exact. Buffers (`model_state=`) are not cast either:
+    BatchNorm's statistics need their precision.
 
     Args:
-      loss_fn: a loss in any of the forms that `train_step` takes.
+      loss_fn: a loss in any form of `train_step`.
       dtype: the float dtype to compute in. float16 needs a scaled loss: see `dynamic_scale`.
 
     Returns:
-      A loss of the same form. Loss, weight and aux come back in float32 at least, buffers in the dtype they were given.
+      A loss of the same form. It returns loss, weight and aux in float32 or wider, and each buffer
+      in its input dtype.
 
     Raises:
-      TypeError: the loss is no function.
-      ValueError: the dtype is no float dtype.
+      TypeError: the loss is not a function.
+      ValueError: the dtype is not a float dtype.
 
     Example:
       >>> import fddp, jax, jax.numpy as jnp
@@ -44,7 +48,10 @@ def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16
     """
     check_callable("mixed_precision", "loss_fn", loss_fn)
     if not _is_float_dtype(dtype):
-        raise ValueError(f"fddp.mixed_precision: dtype must be a float dtype, got {getattr(dtype, '__name__', dtype)}.")
+        raise ValueError(
+            "fddp.mixed_precision: dtype must be a float dtype, "
+            f"got {getattr(dtype, '__name__', dtype)}."
+        )
 
     @wraps(loss_fn)
     def cast_loss(params: Any, batch: Any, **extra: Any) -> Any:
@@ -54,26 +61,32 @@ def mixed_precision(loss_fn: Callable[..., Any], dtype: DTypeLike = jnp.bfloat16
     return cast_loss
 
 
-def _is_float_dtype(dtype: Any) -> bool:
+def _is_float_dtype(dtype: DTypeLike | None) -> bool:
     try:
         return dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:  # of NumPy, which knows no such dtype
+    except TypeError:  # raised by NumPy for a value that is not a dtype
         return False
 
 
 def _returned(value: Any, model_state: Any) -> Any:
-    """Widens a loss's results to float32 at least, and casts buffers to the dtype they were given in."""
-    exact = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _float(x) else x, value)
+    """Widens the results of a loss to float32, and casts buffers to the dtypes of its inputs."""
+    exact = jax.tree.map(
+        lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _float(x) else x, value
+    )
     match value, exact:
         case (_, (buffers, _)), (loss, (_, aux)) if model_state is not None:
             return loss, (_as_given(model_state, buffers), aux)
     return exact
 
 
-def _as_given(given: Any, buffers: Any) -> Any:
-    if jax.tree.structure(given) != jax.tree.structure(buffers):
-        return buffers  # the step says what is wrong
-    return jax.tree.map(lambda old, new: new.astype(jnp.result_type(old)) if _float(new) else new, given, buffers)
+def _as_given(model_state: Any, buffers: Any) -> Any:
+    if jax.tree.structure(model_state) != jax.tree.structure(buffers):
+        return buffers  # the step raises an error
+    return jax.tree.map(
+        lambda old, new: new.astype(jnp.result_type(old)) if _float(new) else new,
+        model_state,
+        buffers,
+    )
 
 
 def _float(x: Any) -> bool:

@@ -1,22 +1,24 @@
-"""Random keys of a loss: new ones for every step and micro-batch, and for every replica unless they are shared.
+"""Random keys of a loss: new for each step and micro-batch, and per replica unless shared.
 
-Source: `seed + rank` in PyTorch's scripts; LayerDrop (Fan et al. 2020) for a draw that all replicas must share.
+Source: `seed + rank` in PyTorch's scripts; LayerDrop (Fan et al. 2020) for a draw that all replicas
+must share.
 """
 
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 
 class Shared(NamedTuple):
-    """A random key from which all replicas draw alike: which layers a step drops, say.
+    """A random key that is equal on all replicas, for example to drop the same layers on each.
 
     Example:
       >>> import fddp, jax, jax.numpy as jnp, optax
       >>> loss = lambda w, x, rng: jnp.mean(w * x) * jax.random.bernoulli(rng["layers"])
       >>> step = fddp.train_step(loss, optax.sgd(0.1))
-      >>> state = step.init(jnp.ones(()), rng={"noise": jax.random.key(0), "layers": fddp.Shared(jax.random.key(1))})
+      >>> rng = {"noise": jax.random.key(0), "layers": fddp.Shared(jax.random.key(1))}
+      >>> state = step.init(jnp.ones(()), rng=rng)
       >>> state, info = step(state, jnp.ones(8))
     """
 
@@ -24,17 +26,12 @@ class Shared(NamedTuple):
     """The key, from `jax.random.key`."""
 
 
-def folded(rng: Any, step: Int[Array, ""], micro_batch: Int[Array, ""], replica: Int[Array, ""]) -> Any:
-    """Makes the keys of one micro-batch of one replica.
+def folded(
+    rng: PyTree, step: Int[Array, ""], micro_batch: Int[Array, ""], replica: Int[Array, ""]
+) -> Any:
+    """Returns the plain keys of one micro-batch of one replica, from a tree of keys or None.
 
-    Args:
-      rng: a tree of random keys, some of them `Shared`; None: none.
-      step: synchronized steps so far.
-      micro_batch: micro-batches since the last synchronization.
-      replica: number of this replica.
-
-    Returns:
-      The tree, of plain keys.
+    `step` counts synchronized steps, `micro_batch` the micro-batches since the last one.
     """
 
     def fold(key: Any) -> Any:

@@ -1,10 +1,11 @@
-"""The contributions of micro-batches to a step, and their sum: Σ w·g / Σ w.
+"""The contributions of micro-batches to a step, and their mean Σ w·g / Σ w.
 
-A step is a sum of contributions over micro-batches, over calls since the last synchronization and over replicas,
-followed by one division. Everything that is summed (gradients, loss, metrics, the weights themselves) has the same
-algebra, so accumulation, `no_sync` and replicas need no formulas of their own.
+A step adds contributions over micro-batches, over calls since the last synchronization and over
+replicas, and divides once. Gradients, loss, metrics and weights are all added in the same way, so
+accumulation, `no_sync` and replicas need no formulas of their own.
 
-Source: `no_sync` in PyTorch's `distributed.py`, paper section 3.2.4; here one call accumulates, where DDP needs k.
+Source: `no_sync` in PyTorch's `distributed.py`, paper section 3.2.4; here one call accumulates,
+where DDP needs k.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +13,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
-from fddp.jaxpr import merge, split, statically_used, tracked
-from fddp.losses.objective import Objective, Value
+from fddp.jaxpr import join_leaves, split_leaves, statically_used, tracked
+from fddp.losses.objective import Evaluated, Objective
 
 
 class Sums(NamedTuple):
     """Weighted sums of the contributions of micro-batches."""
 
     grads: Any
-    """Σ w·g for each trained leaf of the parameters, in the order of the leaves; (): none, or they were sent."""
+    """Σ w·g for each trained leaf, in leaf order; () if there are none, or if they were sent."""
     weight: Float[Array, ""]
     """Σ w."""
     loss: Float[Array, ""]
@@ -30,49 +31,40 @@ class Sums(NamedTuple):
     aux: Any
     """Σ w·aux."""
     used: Float[Array, " leaves"] | None = None
-    """Number of replicas that used each trained leaf; 0 or 1 for one replica. None where nobody asks."""
+    """Number of replicas that used each trained leaf; 0 or 1 for one replica. None: not tracked."""
 
 
 class Pending(NamedTuple):
     """The sums of a replica since the last synchronization, and its buffers."""
 
     sums: Any
-    """`Sums`, or None at the start: nothing yet."""
+    """`Sums`, or None before the first micro-batch."""
     model_state: Any
-    """Buffers as this replica's last forward pass left them."""
+    """Buffers after this replica's last forward pass."""
     micro_batches: Int[Array, ""]
     """Number of micro-batches since the last synchronization."""
     unit: Int[Array, ""]
-    """Rows per unit of weight in the sums; 1 where the loss gives its weight."""
+    """Rows per unit of weight in the sums; 1 if the loss returns its weight."""
 
 
 def contribute(
     objective: Objective,
     chosen: Sequence[int],
-    params: Any,
+    params: PyTree,
     pending: Pending,
-    key: Any,
-    batch: Any,
+    key: PyTree,
+    micro_batch: PyTree,
     *,
     find_unused: bool = False,
 ) -> Pending:
-    """Adds one micro-batch's gradients, loss and metrics to what is pending.
+    """Adds one micro-batch's gradients, loss and metrics to the pending sums.
 
-    Args:
-      objective: the loss, from `make_objective`.
-      chosen: numbers of the leaves of the parameters to take gradients of.
-      params: parameters.
-      pending: the sums so far.
-      key: random key of this step, micro-batch and replica, or None.
-      batch: rows of one micro-batch.
-      find_unused: whether to find which of these leaves the loss used.
-
-    Returns:
-      The sums with this micro-batch's.
+    `chosen` are the indices of the trained leaves, `key` the random keys of this micro-batch or
+    None. With `find_unused`, `Sums.used` marks the trained leaves that the loss used.
     """
-    loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
+    loss, trainable = _of_leaves(objective, chosen, params, pending, key, micro_batch)
 
-    def untracked(trainable: Sequence[Array]) -> tuple[Array, tuple[Value, None]]:
+    def untracked(trainable: Sequence[Array]) -> tuple[Array, tuple[Evaluated, None]]:
         weighted, value = loss(trainable)
         return weighted, (value, None)
 
@@ -84,82 +76,84 @@ def contribute(
         weight=value.divisor,
         loss=weight * value.loss,
         aux=jax.tree.map(lambda x: weight.astype(x.dtype) * x, value.aux),
-        # A rank without data only keeps step with the others: its results do not count.
+        # A rank without data only takes part in the collectives: its results do not count.
         used=None if used is None else jnp.where(weight > 0, used, False).astype(jnp.float32),
     )
-    return Pending(plus(pending.sums, sums), value.model_state, pending.micro_batches + 1, value.unit)
+    return Pending(
+        plus(pending.sums, sums), value.model_state, pending.micro_batches + 1, value.unit
+    )
 
 
-def accumulate(add: Callable[[Pending, Any], Pending], pending: Pending, rows: Any, steps: int) -> Pending:
-    """Adds a replica's rows to what is pending, in equal micro-batches.
+def accumulate(
+    add: Callable[[Pending, Any], Pending], pending: Pending, rows: PyTree, count: int
+) -> Pending:
+    """Adds a replica's rows to the pending sums, in `count` equal micro-batches; `add` adds one.
 
-    The first k − 1 micro-batches run in a loop. The last stands outside it, because traffic overlaps with its backward
-    pass, and inside a loop an all-reduce would run in each round.
-
-    Args:
-      add: adds one micro-batch.
-      pending: the start, its `sums` None.
-      rows: tree of arrays whose first dim is divisible by `steps`.
-      steps: number of micro-batches k, at least 1.
-
-    Returns:
-      The sums of these rows, and the buffers and the count after them.
+    All but the last run in a loop. The last runs after it, because communication overlaps with its
+    backward pass, and an all-reduce inside the loop would run in each round. The `sums` of
+    `pending` are None at the start.
     """
-    parts = in_parts(rows, steps)
-    first = jax.tree.map(lambda x: x[:-1], parts)
-    last = jax.tree.map(lambda x: x[-1], parts)
-    if steps > 1:
+    micro_batches = in_parts(rows, count)
+    first = jax.tree.map(lambda x: x[:-1], micro_batches)
+    last = jax.tree.map(lambda x: x[-1], micro_batches)
+    if count > 1:
         start = _from_zero(add, pending, last)
-        pending, _ = jax.lax.scan(lambda carried, part: (add(carried, part), None), start, first)
+        pending, _ = jax.lax.scan(lambda carry, x: (add(carry, x), None), start, first)
     return add(pending, last)
 
 
-def in_parts(rows: Any, steps: int) -> Any:
-    """Cuts a replica's rows into equal micro-batches, along a first dim."""
-    return jax.tree.map(lambda x: x.reshape(steps, x.shape[0] // steps, *x.shape[1:]), rows)
+def in_parts(rows: PyTree, count: int) -> Any:
+    """Splits a replica's rows into equal micro-batches, along a new first dim."""
+    return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
 
 
 def reached(
-    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
+    objective: Objective,
+    chosen: Sequence[int],
+    params: PyTree,
+    pending: Pending,
+    key: PyTree,
+    micro_batch: PyTree,
 ) -> tuple[bool, ...]:
-    """Finds the chosen leaves that have a path to the loss in any branch; takes the arguments of `contribute`."""
-    loss, trainable = _of_leaves(objective, chosen, params, pending, key, batch)
+    """Marks the chosen leaves with a path to the loss in any branch, on inputs of `contribute`."""
+    loss, trainable = _of_leaves(objective, chosen, params, pending, key, micro_batch)
     return statically_used(loss, trainable)
 
 
 def plus(a: Sums | None, b: Sums) -> Sums:
-    """Adds contributions of one replica: None is neutral, as are gradients of (); a leaf used in either is used."""
+    """Adds the sums of one replica; None and gradients of () are neutral."""
     if a is None:
         return b
-    grads = added(a.grads, b.grads) if a.grads else b.grads
-    sums = added(a._replace(grads=()), b._replace(grads=()))
+    grads = add_trees(a.grads, b.grads) if a.grads else b.grads
+    sums = add_trees(a._replace(grads=()), b._replace(grads=()))
     return sums._replace(grads=grads, used=jax.tree.map(jnp.maximum, a.used, b.used))
 
 
-def added(a: Any, b: Any) -> Any:
-    """Adds two trees of sums, array by array: wherever contributions meet, in a loop, a list or a tree."""
+def add_trees(a: PyTree, b: PyTree) -> Any:
+    """Adds two trees of arrays."""
     return jax.tree.map(jnp.add, a, b)
 
 
 def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
-    """Converts pending sums to `unit` rows per unit of weight: they may come from batches of another size."""
+    """Converts pending sums to `unit` rows per unit of weight, as batch sizes may differ."""
     if pending.sums is None:
         return None
-    factor = pending.unit.astype(float) / unit  # two int32 would be divided in float32, also under x64
+    # In float64 under x64, where int32 / int32 would be float32.
+    factor = pending.unit.astype(float) / unit
     sums = jax.tree.map(lambda x: x * factor.astype(x.dtype), pending.sums._replace(used=None))
     return sums._replace(used=pending.sums.used)
 
 
 def mean(sums: Sums) -> Sums:
-    """Divides contributions by their weight; where nothing has weight the mean is zero.
+    """Divides sums by their weight; without weight the mean is zero.
 
-    A hook may have added what it remembered of steps that had weight: without any it counts for nothing.
+    A hook may have added a residual of earlier steps to the sums. Without weight it does not count.
     """
     weight = jnp.where(sums.weight == 0, 1, sums.weight)
     or_infinite = jnp.where(sums.weight == 0, jnp.inf, sums.weight)
 
     def divided(x: Array) -> Array:
-        # 16 bits do not do: the weight, the count of all tokens say, may be more than float16 holds.
+        # The weight, such as the number of all tokens, may exceed the largest float16.
         wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
         divisor = or_infinite if jnp.issubdtype(wide, jnp.floating) else weight
         return (x.astype(wide) / divisor.astype(wide)).astype(x.dtype)
@@ -168,20 +162,32 @@ def mean(sums: Sums) -> Sums:
 
 
 def _of_leaves(
-    objective: Objective, chosen: Sequence[int], params: Any, pending: Pending, key: Any, batch: Any
-) -> tuple[Callable[[Sequence[Array]], tuple[Array, Value]], list[Array]]:
-    """Makes the objective a function of the chosen leaves alone; gives it and these leaves."""
+    objective: Objective,
+    chosen: Sequence[int],
+    params: PyTree,
+    pending: Pending,
+    key: PyTree,
+    micro_batch: PyTree,
+) -> tuple[Callable[[Sequence[Array]], tuple[Array, Evaluated]], list[Array]]:
+    """Returns the objective as a function of the chosen leaves, and these leaves."""
     leaves, treedef = jax.tree.flatten(params)
-    trainable, fixed = split(chosen, leaves)
+    trainable, fixed = split_leaves(chosen, leaves)
 
-    def loss(trainable: Sequence[Array]) -> tuple[Array, Value]:
-        return objective(treedef.unflatten(merge(chosen, trainable, fixed)), pending.model_state, key, batch)
+    def loss(trainable: Sequence[Array]) -> tuple[Array, Evaluated]:
+        return objective(
+            treedef.unflatten(join_leaves(chosen, trainable, fixed)),
+            pending.model_state,
+            key,
+            micro_batch,
+        )
 
     return loss, list(trainable)
 
 
-def _from_zero(add: Callable[[Pending, Any], Pending], pending: Pending, part: Any) -> Pending:
-    """Puts zeros in place of sums that are None: a loop needs arrays from its start on."""
-    shapes = jax.eval_shape(add, pending, part)
+def _from_zero(
+    add: Callable[[Pending, Any], Pending], pending: Pending, micro_batch: PyTree
+) -> Pending:
+    """Replaces `sums` of None by zeros, since a loop carries arrays."""
+    shapes = jax.eval_shape(add, pending, micro_batch)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes.sums)
     return pending._replace(sums=zeros)

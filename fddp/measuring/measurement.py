@@ -1,6 +1,7 @@
-"""Measures how the time of a step was spent: computing, sending, or neither.
+"""Measures the shares of computation, communication and idleness in a step's time.
 
-Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of Holistic Trace Analysis.
+Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of Holistic Trace
+Analysis.
 """
 
 import json
@@ -22,7 +23,7 @@ from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
 from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
-from fddp.step import QUORUM, check_state, check_step, refuse
+from fddp.step import QUORUM, TrainState, check_state, check_step, refuse
 from fddp.wording import check_has, preformatted
 
 if TYPE_CHECKING:  # a step measures itself
@@ -34,7 +35,7 @@ NAMES = ("step", "compute", "communication")
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step from its call to its result; times in seconds of the spans' clock."""
+    """A step from its call to its result; times in seconds of the spans' clock."""
 
     start: float
     end: float
@@ -46,72 +47,71 @@ class MeasuredStep:
 
     @property
     def idle(self) -> float:
-        """Seconds in which nothing was computed or sent: Python, placing rows, waiting to be launched."""
+        """Seconds without computation or communication: Python, row placement, launch delays."""
         return self.seconds - self.timeline.computing - self.timeline.exposed
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The time of this process's steps, and where it went.
-
-    compute, non-compute and idle share a step's time and add up to 100 %.
-    """
+    """The times of this process's steps; compute, non-compute and idle add up to 100 %."""
 
     steps: tuple[MeasuredStep, ...]
-    """The steps that were measured."""
+    """The measured steps."""
 
     @property
     def step_ms(self) -> float:
-        """Median time of a step, milliseconds."""
+        """Median time of a step, in milliseconds."""
         return 1e3 * median(step.seconds for step in self.steps)
 
     @property
     def compute_percent(self) -> float:
-        """Share of the time in which something was computed, whatever was sent meanwhile."""
+        """Share of the time with computation, overlapped by communication or not."""
         return self._percent(self._sum("computing"), self._seconds)
 
     @property
     def non_compute_percent(self) -> float:
-        """Share of the time in which something was sent and nothing computed: exposed communication."""
+        """Share of the time with communication and without computation: exposed communication."""
         return self._percent(self._sum("exposed"), self._seconds)
 
     @property
     def idle_percent(self) -> float:
-        """Share of the time in which nothing was computed or sent."""
+        """Share of the time without computation or communication."""
         return self._percent(sum(step.idle for step in self.steps), self._seconds)
 
     @property
     def overlap_percent(self) -> float:
-        """Share of the communication that lay under computation; 0 where nothing was sent."""
+        """Share of the communication that computation overlaps; 0 without communication."""
         return self._percent(self._sum("overlap"), self._sum("communicating"))
 
     @property
     def overhead_percent(self) -> float:
-        """Time that the steps took longer, as a share of what they would have taken with no communication exposed."""
+        """Exposed communication, as a share of the steps' time without it."""
         return self._percent(self._sum("exposed"), self._seconds - self._sum("exposed"))
 
     @property
     def all_reduces(self) -> int:
-        """Messages of a step, also those that nobody needed, which a staged step does not send."""
-        # In an eager step two messages may be under way under one name: the last step's, which ends, and its own.
+        """Number of messages of a step, including those skipped because no rank needs them."""
+        # In an eager step two messages may share a name: the end of the last step's, and its own.
         return max(len({span.name for span in step.timeline.communication}) for step in self.steps)
 
     @property
     def all_reduce_ms(self) -> float:
-        """Milliseconds of a step during which an all-reduce was under way, mean over steps."""
+        """Mean milliseconds of a step with an all-reduce pending."""
         return 1e3 * self._sum("communicating") / len(self.steps)
 
     def trace(self, path: str | Path) -> Path:
         """Writes the steps as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
         Args:
-          path: of the file to write.
+          path: the output file.
 
         Returns:
           The path.
         """
         zero = min(step.start for step in self.steps)
-        spans = [Span("step", f"step {k}", step.start, step.end) for k, step in enumerate(self.steps)]
+        spans = [
+            Span("step", f"step {k}", step.start, step.end) for k, step in enumerate(self.steps)
+        ]
         spans += [span for step in self.steps for span in step.timeline.spans]
         named = [
             {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": row}}
@@ -130,14 +130,16 @@ class Measurement:
             }
             for span in spans
         ]
-        Path(path).write_text(json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms"}))
+        Path(path).write_text(
+            json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms"})
+        )
         return Path(path)
 
     def picture(self, path: str | Path) -> Path:
-        """Draws the step of median length; needs matplotlib.
+        """Draws the step of median duration; needs matplotlib.
 
         Args:
-          path: of the picture; its ending says the format: ".png".
+          path: the output file; its suffix sets the format: ".png".
 
         Returns:
           The path.
@@ -155,12 +157,20 @@ class Measurement:
             ("non-compute", self.non_compute_percent, "something is sent, nothing computed"),
             ("idle", self.idle_percent, "neither"),
             ("overlap", self.overlap_percent, "of the communication lies under computation"),
-            ("communication overhead", self.overhead_percent, "more time than with all of it there"),
+            (
+                "communication overhead",
+                self.overhead_percent,
+                "more time than with all of it there",
+            ),
         )
         lines = [f"{name:<22}  {share:6.1f}%  {meaning}" for name, share, meaning in rows]
         head = f"{len(self.steps)} steps, {self.step_ms:.2f} ms each (median)"
         return "\n".join(
-            [head, *lines, f"{'all-reduces':<22}  {self.all_reduces:6}   {self.all_reduce_ms:.2f} ms a step"]
+            [
+                head,
+                *lines,
+                f"{'all-reduces':<22}  {self.all_reduces:6}   {self.all_reduce_ms:.2f} ms a step",
+            ]
         )
 
     _repr_html_ = preformatted
@@ -169,30 +179,31 @@ class Measurement:
     def _seconds(self) -> float:
         return sum(step.seconds for step in self.steps)
 
-    def _sum(self, what: str) -> float:
-        return sum(getattr(step.timeline, what) for step in self.steps)
+    def _sum(self, quantity: str) -> float:
+        return sum(getattr(step.timeline, quantity) for step in self.steps)
 
     @staticmethod
-    def _percent(part: float, whole: float) -> float:
-        return 100.0 * part / whole if whole else 0.0
+    def _percent(part: float, total: float) -> float:
+        return 100.0 * part / total if total else 0.0
 
 
-def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measurement:
-    """Runs a step on each batch and tells where the time went; the first batch runs once before, to compile.
+def measure(step: "TrainStep", state: TrainState, batches: Iterable[Any]) -> Measurement:
+    """Runs a step on each batch and measures its computation, communication and idle time.
 
-    Where the schedule runs several programs, it keeps the time itself. A step that is one program runs under XLA's
-    profiler, which makes it a little slower.
+    The first batch runs an additional time, to compile. A schedule of several programs records its
+    own timeline. A step of one program runs under XLA's profiler, which makes it a little slower.
 
     Args:
       step: from `train_step`.
-      state: from `step.init` or the last step; it is copied, and nothing of the training is kept.
-      batches: as for steps; equally many on every rank.
+      state: from `step.init` or the last step; it is copied, and the trained state is discarded.
+      batches: as for steps; the same number on every rank.
 
     Returns:
-      The measurement; `print` shows it as a table, `.trace(path)` writes it for Perfetto.
+      The measurement; `print` shows a table, `.trace(path)` writes a file for Perfetto.
 
     Raises:
-      ValueError: there are no batches, or not equally many on every rank; or islands do not wait for each other.
+      ValueError: no batches, different numbers of batches on the ranks, or islands that do not wait
+        for each other.
     """
     check_step("fddp.measure", step)
     check_has("__iter__", "fddp.measure: batches", batches, "a sequence of batches")
@@ -204,35 +215,33 @@ def measure(step: "TrainStep", state: Any, batches: Iterable[Any]) -> Measuremen
     refuse_deleted(state)
     if isinstance(state.opt_state, IslandState):
         refuse({QUORUM: QUORUM, "fddp.measure": "fddp.measure"})
-    carried = without_context_mesh(jax.jit(partial(jax.tree.map, jnp.copy)))(state)
+    current = without_context_mesh(jax.jit(partial(jax.tree.map, jnp.copy)))(state)
 
     def run(batch: Any) -> Any:
-        nonlocal carried
-        carried, info = step(carried, batch)
-        # A step of several programs returns when it is over, or leaves to the next one what it has not done (eager).
-        return (carried, info) if step.settled.is_one_program else info
+        nonlocal current
+        current, info = step(current, batch)
+        # A step of several programs returns at its end, or leaves pending work to the next (eager).
+        return (current, info) if step.settled.is_one_program else info
 
     steps = step.steps
     try:
         jax.block_until_ready(run(batches[0]))
         return watch(run, batches, None if step.settled.is_one_program else step.timeline)
     finally:
-        step.training.number -= step.steps - steps  # they are no steps of the training
+        step.training.number -= step.steps - steps  # measured steps are not steps of the training
 
 
-def watch(run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[[], Timeline] | None) -> Measurement:
-    """Runs anything that is a step, and watches it.
+def watch(
+    run: Callable[[Any], Any], batches: Sequence[Any], timeline: Callable[[], Timeline] | None
+) -> Measurement:
+    """Runs any step on each batch, waits for the outputs of `run`, and measures the time.
 
-    Args:
-      run: runs a step on a batch, and returns what is to be waited for.
-      batches: one for each step.
-      timeline: tells when the last step computed and communicated; None: XLA's profiler does.
-
-    Returns:
-      The measurement.
+    `timeline` returns the last step's timeline; if it is None, XLA's profiler records them all.
     """
     if timeline is None:
-        return Measurement(tuple(MeasuredStep(*window, line) for window, line in profiled(run, batches)))
+        return Measurement(
+            tuple(MeasuredStep(*window, line) for window, line in profiled(run, batches))
+        )
     steps: list[MeasuredStep] = []
     for batch in batches:
         start = perf_counter()

@@ -1,4 +1,4 @@
-"""Timelines as pictures: what was computed above what was sent.
+"""Pictures of timelines: computation above communication.
 
 Source: the figures of Li et al. (VLDB 2020), section 3.
 """
@@ -12,12 +12,7 @@ COLOURS = {"compute": "#9db8d2", "update": "#c5b28b", "communication": "#1f4e79"
 
 
 def draw(axis: Any, lines: Mapping[str, Timeline]) -> None:
-    """Draws timelines under each other, each from 0 ms.
-
-    Args:
-      axis: of matplotlib.
-      lines: timelines by name.
-    """
+    """Draws timelines by name on matplotlib axes, one below another, each from 0 ms."""
     for row, line in enumerate(lines.values()):
         begin = min((span.start for span in line.spans), default=0)
         for span in line.spans:
@@ -32,25 +27,26 @@ def draw(axis: Any, lines: Mapping[str, Timeline]) -> None:
     axis.set_xlabel("ms")
 
 
-def label(axis: Any, line: Timeline, words: Sequence[str]) -> None:
-    """Writes upon each all-reduce of the first timeline of a drawing what it carries, where there is room.
-
-    Args:
-      axis: of matplotlib.
-      line: the timeline; the names of its communication are numbers.
-      words: by these numbers.
-    """
+def label(axis: Any, line: Timeline, labels: Sequence[str]) -> None:
+    """Labels the wider all-reduces of a drawing's first timeline; their names index `labels`."""
     for span in line.communication:
         if span.seconds > 0.05 * line.seconds:
             middle = 1e3 * (span.start + span.end) / 2
-            axis.text(middle, -0.22, words[int(span.name)], ha="center", va="center", color="white", fontsize=8)
+            axis.text(
+                middle,
+                -0.22,
+                labels[int(span.name)],
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=8,
+            )
 
 
 def figure(rows: int, height: float = 3.0) -> tuple[Any, Any]:
-    """A figure of so many rows, drawn without a screen, and its axes, open at the top and on the right.
+    """Returns an off-screen figure with one column of axes without top and right borders.
 
-    Raises:
-      RuntimeError: there is no matplotlib.
+    Raises RuntimeError if matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

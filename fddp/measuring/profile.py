@@ -1,7 +1,7 @@
-"""Runs XLA's profiler on a step that is one program, and reads its operations and all-reduces as spans.
+"""Profiles a step of one program with XLA's profiler, and reads the profile as spans.
 
-An event of the profile that names an HLO operation is a span; it is communication if that operation is a collective.
-Operations that only contain others (loops, calls) are passed over: what runs inside them has events of its own.
+Each event with an HLO operation is a span; it is communication if the operation is a collective.
+Loops and calls are skipped, since the operations inside them have their own events.
 """
 
 import re
@@ -16,7 +16,7 @@ from fddp.jax_internals import Event, Plane, read_profile
 from fddp.schedules import Span, Timeline
 
 STEP = "fddp step"
-# As HLO, mpi4jax, NCCL and JAX name them; hooks gather and scatter too, and a loss sends what it likes.
+# The names in HLO, mpi4jax, NCCL and JAX. Hooks also gather and scatter, and a loss may use any.
 COLLECTIVE = re.compile(
     r"all[-_]?(reduce|gather|to[-_]?all)|reduce[-_]?scatter|SendRecv|psum"
     r"|\bp(max|min|permute|broadcast)|collective[-_]?(permute|broadcast)",
@@ -25,18 +25,16 @@ COLLECTIVE = re.compile(
 CONTAINER = re.compile(r"(while|call|conditional)(\.|$)")
 
 
-def profiled(run: Callable[[Any], Any], batches: Iterable[Any]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
-    """Runs steps under the profiler.
+def profiled(
+    run: Callable[[Any], Any], batches: Iterable[Any]
+) -> tuple[tuple[tuple[float, float], Timeline], ...]:
+    """Runs a step on each batch under the profiler, and waits for the outputs of `run`.
 
-    Args:
-      run: runs a step on a batch; what it returns is waited for.
-      batches: one for each step.
-
-    Returns:
-      For each step its start and end in seconds, and what this process's first device did in between.
+    Returns the (start, end) of each step in seconds, and the timeline of this process's first
+    device.
     """
     options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # Python's own calls would fill the trace and slow the step
+    options.python_tracer_level = 0  # Python's calls would fill the trace and slow the step
     with tempfile.TemporaryDirectory(prefix="fddp-profile-") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for batch in batches:
@@ -47,15 +45,10 @@ def profiled(run: Callable[[Any], Any], batches: Iterable[Any]) -> tuple[tuple[t
 
 
 def read_steps(planes: Iterable[Plane]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
-    """Finds the steps in a profile.
+    """Returns the steps of a profile, like `profiled`.
 
-    An accelerator has a plane of its own; what CPU devices do is on the host's plane, told apart by their ordinals.
-
-    Args:
-      planes: of the profile.
-
-    Returns:
-      As for `profiled`.
+    Each accelerator has its own plane. All CPU devices share the host's plane, and their events
+    differ by ordinal.
     """
     windows: list[tuple[float, float]] = []
     spans: dict[tuple[bool, str], list[Span]] = {}
@@ -66,17 +59,19 @@ def read_steps(planes: Iterable[Plane]) -> tuple[tuple[tuple[float, float], Time
             elif "hlo_op" in event.stats and not CONTAINER.match(event.name):
                 on_host = not plane.name.startswith("/device:")
                 device = str(event.stats.get("device_ordinal", 0)) if on_host else plane.name
-                spans.setdefault((on_host, device), []).append(_span(event, str(event.stats["hlo_op"])))
-    mine = sorted(spans[min(spans)], key=lambda span: span.start) if spans else []
+                spans.setdefault((on_host, device), []).append(
+                    _span(event, str(event.stats["hlo_op"]))
+                )
+    ordered = sorted(spans[min(spans)], key=lambda span: span.start) if spans else []
     return tuple(
-        ((start, end), Timeline(tuple(span for span in mine if start <= span.start < end)))
+        ((start, end), Timeline(tuple(span for span in ordered if start <= span.start < end)))
         for start, end in sorted(windows)
     )
 
 
 def _span(event: Event, operation: str) -> Span:
-    sent = COLLECTIVE.search(event.name) or COLLECTIVE.search(operation)
-    return Span("communication" if sent else "compute", operation, *_times(event))
+    collective = COLLECTIVE.search(event.name) or COLLECTIVE.search(operation)
+    return Span("communication" if collective else "compute", operation, *_times(event))
 
 
 def _times(event: Event) -> tuple[float, float]:

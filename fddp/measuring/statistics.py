@@ -1,6 +1,4 @@
-"""Statistics as DDP logs them: who trains with whom, what travels in which order, and how long it took lately.
-
-Also the bytes that one replica holds and sends, which are fewer in shards.
+"""Statistics as in DDP's log: group, buckets, recent times, and the bytes of a replica.
 
 Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 """
@@ -19,92 +17,105 @@ from fddp.schedules import Timeline
 from fddp.step import TrainState, check_step
 from fddp.wording import preformatted, table
 
-if TYPE_CHECKING:  # a step measures itself
+if TYPE_CHECKING:  # a step has a `stats` method
     from fddp.training import TrainStep
 
 
 class Held(NamedTuple):
-    """Bytes of a state, field by field."""
+    """Bytes of the fields of a state."""
 
     params: int
     opt_state: int
     model_state: int
     hook_state: int
     accumulated: int
-    """Sums that `no_sync` leaves pending; 0 as long as no call was given any."""
+    """Pending sums of `no_sync`; 0 until a step receives some."""
 
 
 class ReplicaBytes(NamedTuple):
-    """Bytes that one replica holds and sends; `print` shows them as a table."""
+    """Bytes of a replica's state, gradients and messages; `print` shows them as a table."""
 
     held: Held
-    """Bytes of the state between steps; with shards schedule "eager" also holds the gathered values of the next one."""
+    """Bytes of the state between steps."""
     whole: Held
-    """The same without shards."""
+    """Bytes of the state without shards."""
     gradients: int
-    """The most in a step, but for sums over micro-batches: all that travel are whole until the first message leaves."""
+    """Peak bytes of gradients in a step, except sums over micro-batches: no gradient is sharded
+    before the first message leaves."""
     sent: int | None
-    """Bytes of the last step's messages, there and back, with loss and metrics; None: there was no step."""
+    """Bytes of the last step's messages in both directions, including loss and metrics; None before
+    the first step."""
 
     def __str__(self) -> str:
         names = ("parameters", "optimizer's state", "buffers", "memory of the hook", "accumulated")
         rows = [*zip(names, self.held, self.whole), ("gradients in a step", self.gradients, None)]
         rows += [("messages of a step", self.sent, None)]
         head = f"{'bytes of one replica':<20}  {'held':>15}  {'without shards':>15}"
-        return "\n".join([head, *(f"{name:<20}  {_told(held)}  {_told(whole)}".rstrip() for name, held, whole in rows)])
+        return "\n".join(
+            [
+                head,
+                *(
+                    f"{name:<20}  {_told(nbytes)}  {_told(full)}".rstrip()
+                    for name, nbytes, full in rows
+                ),
+            ]
+        )
 
     _repr_html_ = preformatted
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics as DDP logs them (`_get_ddp_logging_data`), by its names where they mean the same; times in seconds.
+    """Statistics as in DDP's log (`_get_ddp_logging_data`), with its names for equal meanings.
 
-    The averages are over the last steps of a schedule that runs several programs, and None under "fused", where only a
-    profiler sees them: `step.measure(state, batches)`.
+    Times are averages in seconds over the last steps of a schedule of several programs. They are
+    None for one program ("fused"), where only a profiler can measure them:
+    `step.measure(state, batches)`.
     """
 
     world_size: int
-    """The number of replicas."""
+    """Number of replicas."""
     rank: int
-    """This process's number."""
+    """This process's rank."""
     backend_name: str
     """"nccl", "gloo", "mpi" or "local"."""
     iteration: int
-    """Steps that this object has run."""
+    """Number of steps of this object."""
     skipped_steps: int
-    """Those of them that changed nothing (`info.skipped`), as far as they have ended."""
+    """Number of finished steps without an update (`info.skipped`)."""
     watchers_said: str
-    """The last finding of the watchers of all ranks, a straggler, say; empty if there is none (`docs/faults.md`)."""
+    """Last finding of the watchers of all ranks, such as a straggler; may be empty
+    (`docs/faults.md`)."""
     num_parameter_tensors: int
-    """Leaves of the parameters' tree."""
+    """Number of leaves of the parameters."""
     total_parameter_size_bytes: int
-    """Their bytes."""
+    """Bytes of the parameters."""
     bucket_cap_bytes: float | tuple[float, ...]
-    """The option `bucket_cap_mb`, in bytes; several if it has the cap of each bucket in turn."""
+    """The option `bucket_cap_mb` in bytes; a tuple if the option lists the caps of buckets."""
     bucket_sizes: tuple[int, ...]
-    """Bytes of each bucket, in the order in which they leave."""
+    """Bytes of each bucket, in launch order."""
     grad_ready_order: tuple[str, ...]
-    """Names of the leaves that travel, in the order in which their gradients become ready."""
+    """Names of the leaves in buckets, in the order of their gradients' readiness."""
     find_unused_parameters: bool
-    """The option of that name."""
+    """The option `find_unused_parameters`."""
     broadcast_buffers: bool | str
-    """The option of that name."""
+    """The option `broadcast_buffers`."""
     hook: str
-    """The name of the hook, with the bits of each bucket if it is adaptive; "" for plain sums."""
+    """Name of the hook, with the bits of each bucket if it is adaptive; "" without a hook."""
     replica_bytes: ReplicaBytes
-    """The bytes that one replica holds and sends."""
+    """Bytes of a replica's state, gradients and messages."""
     peak_bytes: int | None
-    """The most memory that a step of one replica needs at once, as XLA plans it: state, rows, activations, gradients,
-    messages and their sums, but not what carries them. None: there was no step, or it is not known (`after`)."""
+    """Peak memory of a replica's step, as XLA plans it: state, rows, activations, gradients,
+    messages and their sums, without the buffers of the transport. None before the first step, and
+    if unknown (`after`)."""
     avg_first_stage_time: float | None
     """The first program: the forward pass, and the backward pass until the first bucket is full."""
     avg_backward_compute_time: float | None
-    """The rest of the backward pass: all stages but the first."""
+    """The rest of the backward pass: all stages except the first."""
     avg_backward_comm_time: float | None
-    """All-reduces."""
+    """Time with all-reduces pending."""
     avg_backward_compute_comm_overlap_time: float | None
-    """The part of the all-reduces that lay under computation."""
+    """The part of the all-reduces that computation overlaps."""
 
     def __str__(self) -> str:
         named = [field.name for field in fields(self) if field.name != "replica_bytes"]
@@ -115,13 +126,13 @@ class Stats:
 
 
 def stats(step: "TrainStep") -> Stats:
-    """Sums up what a step is and how its last runs went.
+    """Returns the statistics of a step: its group, plan, memory and recent times.
 
     Args:
-      step: from `train_step`, with a state.
+      step: from `train_step`, after `step.init`.
 
     Returns:
-      The numbers. Those of bytes wait for the last step.
+      The statistics. The call waits for the last step, to count its bytes.
     """
     check_step("fddp.stats", step)
     group = step.group
@@ -142,7 +153,7 @@ def stats(step: "TrainStep") -> Stats:
         watchers_said=group.journal.finding().words,
         num_parameter_tensors=len(plan.leaves),
         total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
-        bucket_cap_bytes=cap * MiB if isinstance(cap, int | float) else tuple(one * MiB for one in cap),
+        bucket_cap_bytes=cap * MiB if isinstance(cap, int | float) else tuple(x * MiB for x in cap),
         bucket_sizes=tuple(bucket.nbytes for bucket in plan.buckets),
         grad_ready_order=tuple(name for bucket in plan.buckets for name in bucket.names),
         find_unused_parameters=options.find_unused_parameters,
@@ -151,7 +162,9 @@ def stats(step: "TrainStep") -> Stats:
         replica_bytes=_replica_bytes(step),
         peak_bytes=_peak_bytes(step),
         avg_first_stage_time=average(lambda line: sum(span.seconds for span in line.compute[:1])),
-        avg_backward_compute_time=average(lambda line: sum(span.seconds for span in line.compute[1:])),
+        avg_backward_compute_time=average(
+            lambda line: sum(span.seconds for span in line.compute[1:])
+        ),
         avg_backward_comm_time=average(lambda line: line.communicating),
         avg_backward_compute_comm_overlap_time=average(
             lambda line: Timeline((*line.compute, *line.communication)).overlap
@@ -161,16 +174,19 @@ def stats(step: "TrainStep") -> Stats:
 
 def _replica_bytes(step: "TrainStep") -> ReplicaBytes:
     plan = step.plan
-    held = step.held
-    gradients = sum(leaf.nbytes for bucket in plan.buckets for leaf in plan.travelling(bucket)) + plan.padding
-    sent = None if step.sent is None else int(np.asarray(step.sent).sum(dtype=np.uint64))
-    return ReplicaBytes(_held(held), _held(whole_forms(held)), gradients, sent)
+    state = step.held
+    gradients = (
+        sum(leaf.nbytes for bucket in plan.buckets for leaf in plan.travelling(bucket))
+        + plan.padding
+    )
+    traffic = None if step.sent is None else int(np.asarray(step.sent).sum(dtype=np.uint64))
+    return ReplicaBytes(_held(state), _held(whole_forms(state)), gradients, traffic)
 
 
 def _peak_bytes(step: "TrainStep") -> int | None:
-    first = step.settled.first if step.steps else ()
-    found = step.settled.runner.footprint(*first) if first else None
-    return found.peak if found else None
+    first = step.settled.first if step.steps else None
+    footprint = step.settled.runner.footprint(first) if first else None
+    return footprint.peak if footprint else None
 
 
 def _held(state: TrainState) -> Held:
@@ -181,12 +197,14 @@ def _held(state: TrainState) -> Held:
 
 
 def _shown(name: str, value: object) -> str:
-    """A value of the statistics in a table."""
+    """Formats a value of the statistics for a table."""
     if isinstance(value, tuple):
         return shortened([_shown(name, x) for x in value], ", ")
     if isinstance(value, float) and name.endswith("_time"):
         return f"{1e3 * value:.2f} ms"
-    return f"{value:,.0f}" if "bytes" in name and isinstance(value, int | float) else str(value) or "-"
+    return (
+        f"{value:,.0f}" if "bytes" in name and isinstance(value, int | float) else str(value) or "-"
+    )
 
 
 def _told(count: int | None) -> str:

@@ -1,4 +1,5 @@
 """Flax's modules as pure losses, and BatchNorm over the rows of all replicas.
 
-Loaded only when they are used, for they need all of Flax. This room imports step, losses and jaxpr.
+Its modules are loaded on first use, since they import all of Flax. This room imports sharding,
+step, losses, buckets and jaxpr.
 """

@@ -1,14 +1,14 @@
-"""BatchNorm over the rows of all replicas, however many each of them has.
+"""BatchNorm over the rows of all replicas, for any number of rows per replica.
 
-Flax's own averages the replicas' means, which is right where all have equally many rows. This one sums rows and their
-number, so rows that are padding may count for nothing, and a replica may have none that count.
+Flax's BatchNorm averages the means of replicas, which is correct for equal numbers of rows. This
+module sums rows and counts. So a mask can exclude padding, and a replica may have no rows that
+count.
 
-Source: Ioffe & Szegedy, "Batch Normalization" (2015); `SyncBatchNorm` in PyTorch, which weighs by counts as well
-(`torch/nn/modules/_functions.py`).
+Source: Ioffe & Szegedy, "Batch Normalization" (2015); `SyncBatchNorm` in PyTorch, which also
+weights by counts (`torch/nn/modules/_functions.py`).
 """
 
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -19,45 +19,48 @@ from jaxtyping import Array, Bool, Float
 
 
 class BatchNorm(nn.Module):
-    """Batch normalization over all replicas; takes the place of `flax.linen.BatchNorm`, with its names and its state.
+    """Batch normalization over all replicas; names and state as in `flax.linen.BatchNorm`.
 
-    Mean and variance are those of all counting elements of all replicas, found in two passes: one small all-reduce of
-    counts and sums, one of squared deviations, which does not lose digits where the mean is large. Running averages
-    stay as they are when nothing counts anywhere. A rank that has run out of data (`fddp.join`) goes on with its last
-    batch, whose rows count here unless a mask in the batch says otherwise.
+    Mean and variance are computed over all unmasked elements of all replicas, in two passes: one
+    small all-reduce of counts and sums, and one of squared deviations, which keeps its precision if
+    the mean is large. If all elements of all replicas are masked, the running averages do not
+    change. A rank that has run out of data (`fddp.join`) repeats its last batch. Its rows count
+    here, unless the batch has a mask that excludes them.
 
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from fddp import BatchNorm
       >>> norm, x = BatchNorm(use_running_average=False), jnp.array([[1.0], [3.0], [99.0]])
       >>> variables = norm.init(jax.random.key(0), x)
-      >>> y, _ = norm.apply(variables, x, mask=jnp.array([[True], [True], [False]]), mutable=["batch_stats"])
+      >>> mask = jnp.array([[True], [True], [False]])
+      >>> y, _ = norm.apply(variables, x, mask=mask, mutable=["batch_stats"])
       >>> y[:2, 0].round(3).tolist()
       [-1.0, 1.0]
     """
 
     use_running_average: bool | None = None
-    """Whether to normalize by the running averages (evaluation) and not by the batch; here or in the call."""
+    """True to normalize by the running averages (evaluation), False by the batch; here or in the
+    call."""
     axis: int = -1
-    """The dim of the features; means are over all others."""
+    """The dim of the features; means are over all other dims."""
     momentum: float = 0.99
-    """The share of the running averages that stays in each step."""
+    """Decay of the running averages."""
     epsilon: float = 1e-5
     """Added to the variance."""
     dtype: Dtype | None = None
-    """The dtype of the result; None: that of input and parameters."""
+    """Dtype of the result. None: that of input and parameters."""
     param_dtype: Dtype = jnp.float32
-    """The dtype of scale and bias."""
+    """Dtype of scale and bias."""
     use_bias: bool = True
-    """Whether a bias is added."""
+    """True to add a bias."""
     use_scale: bool = True
-    """Whether the normalized values are multiplied by a scale."""
+    """True to multiply the normalized values by a scale."""
     bias_init: Initializer = nn.initializers.zeros
-    """Makes the first bias."""
+    """Initializer of the bias."""
     scale_init: Initializer = nn.initializers.ones
-    """Makes the first scale."""
+    """Initializer of the scale."""
     axis_name: str | None = None
-    """The replicas' axis, `group.axis_name`; None: this replica's rows alone."""
+    """The replicas' axis, `group.axis_name`. None: statistics are those of this replica."""
 
     @nn.compact
     def __call__(
@@ -70,32 +73,44 @@ class BatchNorm(nn.Module):
         """Normalizes each feature.
 
         Args:
-          x: rows of features; float.
-          use_running_average: as the field, which it must not contradict.
-          mask: of a shape that broadcasts to x's; where it is False elements do not count, and are taken as zeros.
+          x: float array with a dim of features.
+          use_running_average: as the field; give one of the two.
+          mask: array that broadcasts to the shape of x. Elements where it is False do not count,
+            and are replaced by zeros.
 
         Returns:
-          Normalized x, of its shape.
+          The normalized array.
         """
-        frozen = nn.merge_param("use_running_average", self.use_running_average, use_running_average)
+        frozen = nn.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
         wide = partial(jnp.promote_types, jnp.float32)
         features = x.shape[self.axis]
-        others = [i for i in range(x.ndim) if i != self.axis % x.ndim]
-        average_mean = self.variable("batch_stats", "mean", jnp.zeros, features, wide(self.param_dtype))
-        average_var = self.variable("batch_stats", "var", jnp.ones, features, wide(self.param_dtype))
+        dims = [i for i in range(x.ndim) if i != self.axis % x.ndim]
+        average_mean = self.variable(
+            "batch_stats", "mean", jnp.zeros, features, wide(self.param_dtype)
+        )
+        average_var = self.variable(
+            "batch_stats", "var", jnp.ones, features, wide(self.param_dtype)
+        )
 
         if mask is not None:
-            x = jnp.where(mask, x, 0)  # also where x is NaN, which would reach the gradients through a product
+            # Not a product: a masked NaN would reach the gradients.
+            x = jnp.where(mask, x, 0)
         if frozen:
             mean = average_mean.value
             var = average_var.value
         else:
             axis_name = None if self.is_initializing() else self.axis_name
-            count, mean, var = _moments(x.astype(wide(self.dtype or x.dtype)), mask, others, axis_name)
+            count, mean, var = _moments(
+                x.astype(wide(self.dtype or x.dtype)), mask, dims, axis_name
+            )
             if not self.is_initializing():
                 for average, value in ((average_mean, mean), (average_var, var)):
                     new = self.momentum * average.value + (1 - self.momentum) * value
-                    average.value = jnp.where(count > 0, new, average.value).astype(average.value.dtype)
+                    average.value = jnp.where(count > 0, new, average.value).astype(
+                        average.value.dtype
+                    )
 
         scale, bias = (
             self.param(name, init, (features,), self.param_dtype) if used else None
@@ -106,20 +121,21 @@ class BatchNorm(nn.Module):
         )
         factor = jax.lax.rsqrt(var + self.epsilon)
         factor = factor if scale is None else factor * scale
-        y = (x - jnp.expand_dims(mean, others)) * jnp.expand_dims(factor, others)
-        y = y if bias is None else y + jnp.expand_dims(bias, others)
+        y = (x - jnp.expand_dims(mean, dims)) * jnp.expand_dims(factor, dims)
+        y = y if bias is None else y + jnp.expand_dims(bias, dims)
         return y.astype(canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
 
 def _moments(
-    x: Float[Array, "..."], mask: Any, axes: list[int], axis_name: str | None
+    x: Float[Array, "..."], mask: Bool[Array, "..."] | None, dims: list[int], axis_name: str | None
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
-    """The number of elements that count over all replicas, their mean and their variance, for each feature."""
+    """Returns count, mean and variance of the unmasked elements of all replicas, per feature."""
     counts = jnp.ones_like(x) if mask is None else jnp.broadcast_to(mask, x.shape).astype(x.dtype)
     total = (lambda x: jax.lax.psum(x, axis_name)) if axis_name else (lambda x: x)
-    count, sums = total(jnp.stack([counts.sum(axes), (counts * x).sum(axes)]))
+    count, sums = total(jnp.stack([counts.sum(dims), (counts * x).sum(dims)]))
     divisor = jnp.maximum(jax.lax.stop_gradient(count), 1)
     mean = sums / divisor
-    # The derivative of this sum by the mean is zero; not taking it saves the backward pass a sum over replicas.
-    deviations = counts * (x - jnp.expand_dims(jax.lax.stop_gradient(mean), axes))
-    return count, mean, total((deviations**2).sum(axes)) / divisor
+    # The derivative of the variance by the mean is zero: dropping it saves the backward pass a sum
+    # over replicas.
+    deviations = counts * (x - jnp.expand_dims(jax.lax.stop_gradient(mean), dims))
+    return count, mean, total((deviations**2).sum(dims)) / divisor

@@ -1,10 +1,10 @@
 """Flax modules as pure losses, for both of Flax's APIs.
 
-In either the user writes one function of a model and a batch, `loss(model, batch)`, as if the model were alone. The
-loss that is made of it takes parameters, buffers and random keys as arguments, the form that `train_step` wants. The
-way back is `module(state)`: a model again, in memory that no later step reuses. A model computes with whole parameters:
-if the state is in shards, every rank calls it, and each holds a whole model then. For a model that no process can hold
-there are functions that make parameters and buffers, for `step.init` to run leaf by leaf.
+The user writes a function `loss(model, batch)`. It becomes a pure loss of parameters, buffers and
+random keys, as `train_step` needs it. `module(state)` converts a state back to a module, in memory
+that no later step reuses. A module has whole parameters: if the state is in shards, every rank
+calls `module`, and gets a whole module. For models that no process can hold, parameters and buffers
+are functions, which `step.init` runs leaf by leaf.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ from fddp.jax_internals import context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Weighted, check_callable
 from fddp.sharding import whole
-from fddp.step import check_state
+from fddp.step import TrainState, check_state
 from fddp.wording import check_has
 
 LossOf = Callable[[Any, Any], Any]
@@ -30,25 +30,29 @@ Names = Sequence[str]
 
 
 class Linen(NamedTuple):
-    """A linen module's loss, and how to make its parameters."""
+    """The loss and the initializer of a linen module."""
 
     loss_fn: Callable[..., Any]
-    """The loss for `train_step`; takes `model_state=` where `init` gave one, `rng=` where the module draws numbers."""
+    """The loss for `train_step`; takes `model_state=` if there are buffers, and `rng=` if the
+    module draws numbers."""
     init: Callable[[Any, Any], tuple[Any, Any]]
-    """`init(rng, batch) -> (params, model_state)`; model_state is None for modules without buffers."""
+    """`init(rng, batch) -> (params, model_state)`; model_state is None for modules without
+    buffers."""
     module: Callable[[Any], flax.linen.Module]
-    """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it, or read its
-    `.variables`. If the state is in shards, every rank calls it."""
+    """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it,
+    or read its `.variables`. If the state is in shards, every rank calls it."""
 
     def functions(self, rng: Any, batch: Any) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-        """Functions that make what `init` returns, for `step.init`, which never has a whole model where it is sharded.
+        """Splits `init` in two functions for `step.init`, which never holds a whole sharded model.
 
         Args:
-          rng: as for `init`; the same on all ranks.
-          batch: likewise; arrays of these forms will do, unless the module looks at their values to make parameters.
+          rng: as for `init`; equal on all ranks.
+          batch: as for `init`. Arrays of these shapes and dtypes suffice, unless the module reads
+            their values to make parameters.
 
         Returns:
-          `(params, model_state)`, two functions without arguments; the second is None for modules without buffers.
+          `(params, model_state)`, functions of no arguments; the second is None for modules without
+          buffers.
 
         Example:
           >>> import fddp, flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -59,40 +63,50 @@ class Linen(NamedTuple):
           Shard of float32[3, 4]
         """
         _, buffers = jax.eval_shape(self.init, rng, batch)
-        return lambda: self.init(rng, batch)[0], None if buffers is None else lambda: self.init(rng, batch)[1]
+        return lambda: self.init(rng, batch)[0], None if buffers is None else lambda: self.init(
+            rng, batch
+        )[1]
 
 
 class Nnx(NamedTuple):
-    """An nnx module's loss, parameters and buffers."""
+    """The loss, the parameters and the buffers of an nnx module."""
 
     loss_fn: Callable[..., Any]
-    """The loss for `train_step`; takes `model_state=` where there is one, `rng=` where the module draws numbers."""
+    """The loss for `train_step`; takes `model_state=` if there are buffers, and `rng=` if the
+    module draws numbers."""
     params: Any
     """A plain tree of the module's `nnx.Param`s, or a function that makes it; for `step.init`."""
     model_state: Any
-    """Likewise; None for modules without buffers."""
+    """A plain tree of the buffers, or a function that makes it; None for modules without
+    buffers."""
     module: Callable[[Any], nnx.Module]
-    """`module(state)`: a module of its own with a copy of the state's parameters and buffers, and random streams as
-    `from_nnx` found them; to evaluate, or to save. If the state is in shards, every rank calls it."""
+    """`module(state)`: a new module with a copy of the state's parameters and buffers, and the
+    original random streams; to evaluate, or to save. If the state is in shards, every rank calls
+    it."""
 
 
 def from_linen(
-    module: flax.linen.Module, loss: LossOf, *, rngs: Names = ("dropout",), sown: Names = ("intermediates",)
+    module: flax.linen.Module,
+    loss: LossOf,
+    *,
+    rngs: Names = ("dropout",),
+    sown: Names = ("intermediates",),
 ) -> Linen:
-    """Makes a pure loss of a linen module.
+    """Converts a linen module and its loss to a pure loss.
 
     Args:
       module: the module.
-      loss: `loss(model, batch)` → loss or (loss, aux), where `model` is called as the bound module.
-      rngs: names of the random streams that the step's key is given to.
-      sown: collections that modules sow into, such as "losses". The loss reads the values of this pass from
-        `model.variables`; they are no buffers.
+      loss: `loss(model, batch)` → loss or (loss, aux); `model` is the bound module.
+      rngs: names of the random streams that are seeded from the step's key.
+      sown: collections into which modules sow, such as "losses". The loss reads the values of the
+        current pass from `model.variables`; they are not buffers.
 
     Returns:
       `Linen(loss_fn, init, module)`.
 
     Raises:
-      TypeError: `rngs` or `sown` is one string.
+      TypeError: `module` is not a linen module, `loss` is not a function, or `rngs` or `sown` is a
+        single string.
 
     Example:
       >>> import fddp, flax.linen as nn, jax, jax.numpy as jnp, optax
@@ -108,52 +122,67 @@ def from_linen(
     check_has("bind", "from_linen: module", module, "a flax.linen.Module")
     check_callable("from_linen", "loss", loss)
     for name, names in (("rngs", rngs), ("sown", sown)):
-        if isinstance(names, str) or not (isinstance(names, Sequence) and all(isinstance(x, str) for x in names)):
-            raise TypeError(f"{name} must be a sequence of names, got {names!r:.60}: give ({names!r:.60},).")
+        if isinstance(names, str) or not (
+            isinstance(names, Sequence) and all(isinstance(x, str) for x in names)
+        ):
+            raise TypeError(
+                f"{name} must be a sequence of names, got {names!r:.60}: give ({names!r:.60},)."
+            )
 
-    def init(rng: Any, batch: Any) -> tuple[Any, Any]:
+    def init(rng: jax.Array, batch: Any) -> tuple[Any, Any]:
         streams = dict(zip(("params", *rngs), jax.random.split(rng, 1 + len(rngs))))
         variables = dict(flax.linen.init(loss, module)(streams, batch))
         variables = {name: values for name, values in variables.items() if name not in sown}
         return variables.pop("params", {}), variables or None
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
-        streams = {name: jax.random.fold_in(rng, k) for k, name in enumerate(rngs)} if rng is not None else None
+        streams = (
+            {name: jax.random.fold_in(rng, k) for k, name in enumerate(rngs)}
+            if rng is not None
+            else None
+        )
         state = {name: values for name, values in (model_state or {}).items() if name not in sown}
         run = flax.linen.apply(loss, module, mutable=[*state, *sown])
         value, new = run({"params": params, **state}, batch, rngs=streams)
         new = {name: values for name, values in new.items() if name not in sown}
-        if changed := [name for name in state if jax.tree.structure(state[name]) != jax.tree.structure(new.get(name))]:
+        if changed := [
+            name
+            for name in state
+            if jax.tree.structure(state[name]) != jax.tree.structure(new.get(name))
+        ]:
             raise ValueError(
-                f"the collections {changed} have other values after a pass: modules that sow into them add values. "
+                f"the collections {changed} have other values after a pass: "
+                "modules that sow into them add values. "
                 f"Name them, from_linen(..., sown={(*sown, *changed)!r}), and call init again."
             )
         return _with_state(value, {**model_state, **new}) if model_state else value
 
-    def back(state: Any) -> flax.linen.Module:
+    def bound_module(state: TrainState) -> flax.linen.Module:
         check_state(state)
         params, buffers = _copied((state.params, state.model_state))
         return module.bind({"params": params, **(buffers or {})})
 
-    return Linen(loss_fn, init, back)
+    return Linen(loss_fn, init, bound_module)
 
 
 def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx:
-    """Makes a pure loss of an nnx module.
+    """Converts an nnx module and its loss to a pure loss.
 
     Args:
-      module: the module, with its values. Or a function that makes it, `lambda: Network(nnx.Rngs(0))`, for a model that
-        no process can hold: it is traced, as by `nnx.eval_shape`, and `params` and `model_state` are functions then.
+      module: the module, with its values. For a model that no process can hold, a function that
+        makes it, `lambda: Network(nnx.Rngs(0))`: it is traced, as by `nnx.eval_shape`, and `params`
+        and `model_state` become functions.
       loss: `loss(model, batch)` → loss or (loss, aux), as for `nnx.value_and_grad`.
 
     Returns:
-      `Nnx(loss_fn, params, model_state, module)`: plain trees of the `nnx.Param`s, and of all other variables but
-      random streams, which are made anew from the step's key; and the way back.
+      `Nnx(loss_fn, params, model_state, module)`. `params` is a plain tree of the `nnx.Param`s,
+      `model_state` of all other variables except random streams: a step seeds them from its key.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
       >>> from flax import nnx
-      >>> net = fddp.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, batch: jnp.mean(model(batch) ** 2))
+      >>> loss = lambda model, batch: jnp.mean(model(batch) ** 2)
+      >>> net = fddp.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), loss)
       >>> step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
       >>> state, info = step(step.init(net.params, model_state=net.model_state), jnp.ones((8, 3)))
       >>> net.module(state)(jnp.ones((8, 3))).shape
@@ -162,74 +191,91 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
     check_callable("from_nnx", "loss", loss)
     whole_module = isinstance(module, nnx.Module)
     if not whole_module and (isinstance(module, flax.linen.Module) or not callable(module)):
-        raise TypeError(f"from_nnx: module must be a flax.nnx.Module or a function that makes one, got {module!r:.60}.")
+        raise TypeError(
+            "from_nnx: module must be a flax.nnx.Module or a function that makes one, "
+            f"got {module!r:.60}."
+        )
     make: Any = (lambda: module) if whole_module else module
     graphdef, params, streams, buffers = _split(module if whole_module else nnx.eval_shape(make))
     if not whole_module:  # streams are small
         streams = jax.jit(lambda: _split(make())[2])()
 
-    def loss_fn(given: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+    def loss_fn(new_params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         if rng is None and jax.tree.leaves(streams):
-            raise ValueError("the module draws random numbers (dropout, say): give step.init(params, rng=key).")
+            raise ValueError(
+                "the module draws random numbers (dropout, say): give step.init(params, rng=key)."
+            )
         if model_state is None and buffers and not whole_module:
-            raise ValueError("the module has buffers: give step.init(net.params, model_state=net.model_state).")
-        model = nnx.merge(graphdef, _filled(params, given), _reseeded(streams, rng), _filled(buffers, model_state))
+            raise ValueError(
+                "the module has buffers: give step.init(net.params, model_state=net.model_state)."
+            )
+        model = nnx.merge(
+            graphdef,
+            _filled(params, new_params),
+            _reseeded(streams, rng),
+            _filled(buffers, model_state),
+        )
         value = loss(model, batch)
         if model_state is None:
             return value
-        buffers_now = nnx.to_pure_dict(_split(model)[3])
-        if jax.tree.structure(buffers_now) != jax.tree.structure(model_state):
+        new_buffers = nnx.to_pure_dict(_split(model)[3])
+        if jax.tree.structure(new_buffers) != jax.tree.structure(model_state):
             raise ValueError(
-                "the loss leaves other variables in the module than it had: take sown values out of it in the loss, "
-                "with nnx.pop(model, nnx.Intermediate) or nnx.capture."
+                "the loss leaves other variables in the module than it had: take sown values out "
+                "of it in the loss, with nnx.pop(model, nnx.Intermediate) or nnx.capture."
             )
-        return _with_state(value, buffers_now)
+        return _with_state(value, new_buffers)
 
-    def back(state: Any) -> nnx.Module:
+    def merged_module(state: TrainState) -> nnx.Module:
         check_state(state)
-        given, buffers_now = _copied((state.params, state.model_state))
-        first = _copied(buffers) if buffers_now is None else buffers
-        return nnx.merge(graphdef, _filled(params, given), _copied(streams), _filled(first, buffers_now))
+        new_params, new_buffers = _copied((state.params, state.model_state))
+        initial = _copied(buffers) if new_buffers is None else buffers
+        return nnx.merge(
+            graphdef, _filled(params, new_params), _copied(streams), _filled(initial, new_buffers)
+        )
 
-    def values(number: int) -> Any:
-        return nnx.to_pure_dict(_split(make())[number])
+    def values(index: int) -> Any:
+        return nnx.to_pure_dict(_split(make())[index])
 
     give = values if whole_module else partial(partial, values)
-    return Nnx(loss_fn, give(1), give(3) if buffers else None, back)
+    return Nnx(loss_fn, give(1), give(3) if buffers else None, merged_module)
 
 
-def _split(module: Any) -> Any:
-    """The module's graph, its parameters, its random streams and its buffers."""
+def _split(module: nnx.Module) -> Any:
+    """Splits a module into graph, parameters, random streams and buffers."""
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
 
 
 def _with_state(value: Any, model_state: Any) -> Any:
-    """(loss, (model_state, aux)), whether the user's loss has aux or not."""
+    """Returns (loss, (model_state, aux)) for a result of the user's loss, with or without aux."""
     has_aux = isinstance(value, tuple) and not isinstance(value, Weighted)
     loss, aux = value if has_aux else (value, None)
     return loss, (model_state, aux)
 
 
 def _copied(tree: Any) -> Any:
-    """Copies values: onto one device where this process has the whole of each, or onto the mesh that is set; else to
-    where they lie.
+    """Copies arrays to one device, or to the current mesh, if all are replicated; else in place.
 
-    Shards are put together, and the mean is taken of copies that replicas have for themselves (`fddp.whole`). These are
-    nobody else's arrays, and are not copied again.
+    `fddp.whole` joins shards, and averages copies that differ between replicas. Its results are new
+    arrays, and are not copied again.
     """
     refuse_deleted(tree)
-    own = [is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
+    is_new = [is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, whole(tree)))
     if all(x.is_fully_replicated for x in leaves):
         mesh = context_mesh()
         leaves = [x.addressable_data(0) for x in leaves]
-        leaves = leaves if mesh.empty else jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
-    copies = iter(jax.jit(partial(jax.tree.map, jnp.copy))([x for x, mine in zip(leaves, own) if not mine]))
-    return treedef.unflatten([x if mine else next(copies) for x, mine in zip(leaves, own)])
+        leaves = (
+            leaves if mesh.empty else jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
+        )
+    copies = iter(
+        jax.jit(partial(jax.tree.map, jnp.copy))([x for x, new in zip(leaves, is_new) if not new])
+    )
+    return treedef.unflatten([x if new else next(copies) for x, new in zip(leaves, is_new)])
 
 
 def _filled(state: Any, values: Any) -> Any:
-    """A copy of an nnx state that holds other values."""
+    """Returns a copy of an nnx state with new values; the state itself if they are None."""
     if values is None:
         return state
     copy = jax.tree.map(lambda x: x, state)
@@ -238,9 +284,9 @@ def _filled(state: Any, values: Any) -> Any:
 
 
 def _reseeded(streams: Any, rng: Any) -> Any:
-    """Random streams that begin at a step's key: keys folded with their number, counts at zero.
+    """Seeds random streams from a step's key: each key folds in its index, counts start at zero.
 
-    A stream that was split, for each of the layers under `nnx.scan` say, is as many keys.
+    A stream that was split, for example for the layers under `nnx.scan`, gets as many keys.
     """
     leaves, treedef = jax.tree.flatten(streams)
 

@@ -1,4 +1,5 @@
-"""Optimizers: their update with averaged gradients, their state, and a loss scale that follows the gradients.
+"""Optimizers: the update with averaged gradients, the layout of their state, the options of local
+steps, and dynamic loss scaling.
 
 This room imports losses and jaxpr.
 """
@@ -11,8 +12,8 @@ from fddp.optim.local import Met as Met
 from fddp.optim.local import Optimizer as Optimizer
 from fddp.optim.local import local_steps as local_steps
 from fddp.optim.loss_scale import DynamicScaleState as DynamicScaleState
-from fddp.optim.loss_scale import all_finite as all_finite
 from fddp.optim.loss_scale import dynamic_scale as dynamic_scale
+from fddp.optim.loss_scale import gradients_finite as gradients_finite
 from fddp.optim.loss_scale import scale_of as scale_of
 from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.parts import divided as divided

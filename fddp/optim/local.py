@@ -1,12 +1,12 @@
-"""Local steps: replicas train alone for some steps, and then an outer optimizer makes a step with their mean change.
+"""Local steps: replicas train separately, and an outer optimizer applies their mean change.
 
-The mean change of the replicas' parameters, shared − local, is a pseudo-gradient for the outer optimizer. One formula
-has many names: local SGD (the outer optimizer is `sgd(1.0)`, which gives the mean of the parameters), SlowMo (with
-momentum), DiLoCo (`sgd(0.7, momentum=0.9, nesterov=True)`), Lookahead (one replica).
+The mean of shared − local parameters over replicas is a pseudo-gradient for the outer optimizer.
+One formula has many names: local SGD (outer `sgd(1.0)`, which yields the mean of the parameters),
+SlowMo (with momentum), DiLoCo (`sgd(0.7, momentum=0.9, nesterov=True)`), Lookahead (one replica).
 
-Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use Large Mini-Batches, Use
-Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo" (2023) and "Streaming DiLoCo" (2025);
-for periods of parts what `periods.py` names, for islands that do not wait what `quorum.py` does.
+Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use
+Large Mini-Batches, Use Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo"
+(2023) and "Streaming DiLoCo" (2025); see also `periods.py` and `quorum.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from fddp.optim.periods import NODE, PARAMS, read_periods
 from fddp.optim.quorum import Quorum, make_quorum
@@ -25,36 +25,36 @@ from fddp.wording import check_whole
 
 
 class LocalState(NamedTuple):
-    """The state of `local_steps`, beside each replica's own parameters."""
+    """The state of `local_steps`; each replica also has local parameters."""
 
     shared: Any
-    """The parameters of the last synchronization, equal on all replicas."""
+    """Parameters of the last synchronization, equal on all replicas."""
     outer: Any
     """State of the outer optimizer, equal on all replicas."""
     inner: Any
-    """State of the inner optimizer, each replica's own."""
+    """State of the inner optimizer, local to each replica."""
     weight: Float[Array, " means"]
-    """Σ w that a replica has trained on since the last synchronization of each fragment, and since each further mean
-    that `every` names; each replica's own."""
+    """Σ w that a replica has trained on since the last synchronization of each fragment, then since
+    each further mean of `every`; local to each replica."""
 
 
 class IslandState(NamedTuple):
-    """The state of `local_steps` with a quorum, beside each island's own parameters: all of it each island's own."""
+    """The state of `local_steps` with a quorum, local to each island."""
 
     shared: Any
-    """The shared parameters that the island took last."""
+    """Shared parameters that the island received last."""
     version: Int[Array, ""]
-    """Their version: the number of merges that made them."""
+    """Version of `shared`: the number of merges so far."""
     outer: Any
-    """State of the outer optimizer, as it was when islands met last: between meetings the keeper has it."""
+    """State of the outer optimizer at the last meeting; between meetings the server updates it."""
     inner: Any
     """State of the inner optimizer."""
     weight: Float[Array, " 1"]
-    """Σ w that the island has trained on since it took them."""
+    """Σ w that the island has trained on since it received `shared`."""
 
 
 class Met(NamedTuple):
-    """Numbers of steps alone after which replicas synchronized last, and will next; 0 at first."""
+    """Numbers of local steps at the last and the next synchronization; 0 at first."""
 
     last: int = 0
     next: int = 0
@@ -62,105 +62,113 @@ class Met(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """An optimizer of replicas that train alone for some steps; made by `local_steps`."""
+    """An optimizer of replicas that train separately for some steps, from `local_steps`."""
 
     inner: optax.GradientTransformation = field(repr=False)
     outer: optax.GradientTransformation = field(repr=False)
     every: int | Callable[[int], int]
-    """The period of the parameters, over all islands."""
+    """Period of the parameters, over all islands."""
     start: int
     fragments: int
     delay: int
     mix: float
     others: tuple[tuple[str, int], ...] = ()
-    """The periods of further means, by their names; each is numbered, behind the fragments."""
+    """(name, period) of each further mean; their numbers follow those of the fragments."""
     quorum: Quorum | None = None
-    """The rule of islands that do not wait for each other; None: all wait."""
+    """Merge rule of asynchronous islands; None: all islands wait for each other."""
     island: int | Literal["node"] = 1
 
     def __repr__(self) -> str:
-        """Names functions by their names, so that the text is equal on ranks that were given the same options."""
-        every: Any = getattr(self.every, "__name__", type(self.every).__name__) if callable(self.every) else self.every
+        """Shows a function by its name, so that the text is equal on all ranks."""
+        every: Any = (
+            getattr(self.every, "__name__", type(self.every).__name__)
+            if callable(self.every)
+            else self.every
+        )
         every = {PARAMS: every, **dict(self.others)} if self.others else every
         names = ("start", "fragments", "delay", "mix", "island")
-        rest = ", ".join(f"{name}={getattr(self, name)}" for name in names)
+        options = ", ".join(f"{name}={getattr(self, name)}" for name in names)
         quorum = f", {self.quorum}" if self.quorum else ""
-        return f"LocalSteps(every={every}, {rest}{quorum})"
+        return f"LocalSteps(every={every}, {options}{quorum})"
 
-    def replicas(self, local: int) -> int:
-        """Finds the number of replicas of an island, given that of a node."""
-        return 1 if self.island == 1 else local
+    def replicas(self, per_node: int) -> int:
+        """Number of replicas per island, in a group whose nodes are the islands."""
+        return 1 if self.island == 1 else per_node
 
     def among(self, islands: int) -> "LocalSteps":
-        """Drops the quorum where all of so many islands wait for each other anyway; refuses one of more than all."""
+        """Drops the quorum if all islands wait for each other anyway; raises if it exceeds them."""
         if self.quorum is None:
             return self
         if self.quorum.count > islands:
-            raise ValueError(f"quorum must be no more than the number of islands, {islands}, got {self.quorum.count}.")
+            raise ValueError(
+                f"quorum must be no more than the number of islands, {islands}, got "
+                f"{self.quorum.count}."
+            )
         waits = self.quorum.count == islands or self.quorum.max_staleness == 0
         return replace(self, quorum=None) if waits else self
 
-    def init(self, params: Any) -> LocalState | IslandState:
-        """Makes the first state of both optimizers."""
+    def init(self, params: PyTree) -> LocalState | IslandState:
+        """Initializes both optimizers."""
         outer = self.outer.init(params)
         inner = self.inner.init(params)
         if self.quorum:
             if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(outer)):
                 raise ValueError(
-                    "local_steps: the outer optimizer's state has a random key, and with a quorum it is kept by a "
-                    "process that holds numbers alone: give an outer optimizer without one."
+                    "local_steps: the outer optimizer's state has a random key, and with a quorum "
+                    "it is kept by a process that holds numbers alone: give an outer optimizer "
+                    "without one."
                 )
             return IslandState(params, jnp.zeros((), jnp.int32), outer, inner, jnp.zeros(1))
         return LocalState(params, outer, inner, jnp.zeros(self.fragments + len(self.others)))
 
     def update(self, *args: Any, **extra: Any) -> Any:
-        """Refuses to update: only a step can make replicas train alone and synchronize."""
+        """Raises TypeError: only a step can train replicas separately and synchronize them."""
         raise TypeError(
-            "fddp.local_steps is not a part of another optimizer: give train_step local_steps(optimizer, …) itself, "
-            "with chains, scales and other wrappers inside of it."
+            "fddp.local_steps is not a part of another optimizer: give train_step "
+            "local_steps(optimizer, …) itself, with chains, scales and other wrappers inside of it."
         )
 
     def sends(self, number: int, met: Met) -> tuple[tuple[int, ...], Met]:
-        """Finds what a step sends to other islands.
+        """Lists the exchanges of step `number`, counted from 1: further means, then a fragment.
 
-        Args:
-          number: number of the step, from 1.
-          met: what an earlier call returned, so that this one need not count from the beginning.
-
-        Returns:
-          The numbers of further means that are due, and behind them of a fragment, if one is; and where `every` is a
-          function, when replicas meet around this step.
+        If `every` is a function, it also returns the synchronizations around the step, for the next
+        call, which then need not count from the beginning.
         """
-        alone = number - self.start - self.delay  # steps that replicas have trained alone when a fragment leaves
-        if alone <= 0:
+        # Number of local steps before the exchange.
+        local_step = number - self.start - self.delay
+        if local_step <= 0:
             return (), met
         if callable(self.every):
-            met = self._met(self.every, alone, met)
-            due = [0] if met.next == alone else []
+            met = self._met(self.every, local_step, met)
+            due = [0] if met.next == local_step else []
         else:
-            due = [f for f in range(self.fragments) if alone % self.every == f * self.every // self.fragments][:1]
-        # Where all parameters are averaged over all islands, so they are over those of a node.
+            due = [
+                f
+                for f in range(self.fragments)
+                if local_step % self.every == f * self.every // self.fragments
+            ][:1]
+        # A mean of all parameters over all islands includes the mean over each node.
         idle = self.node if due and self.fragments == 1 else None
-        more = enumerate((period for _, period in self.others), start=self.fragments)
-        return (*(k for k, period in more if alone % period == 0 and k != idle), *due), met
+        means = enumerate((period for _, period in self.others), start=self.fragments)
+        return (*(k for k, period in means if local_step % period == 0 and k != idle), *due), met
 
     @property
     def node(self) -> int | None:
-        """The number of the mean over the islands of a node; None: there is none."""
+        """Number of the mean over the islands of a node; None without it."""
         names = [name for name, _ in self.others]
         return self.fragments + names.index(NODE) if NODE in names else None
 
-    def _met(self, every: Callable[[int], int], alone: int, met: Met) -> Met:
-        """Finds the first synchronization that is not before `alone` steps, and the one before it."""
-        met = met if alone > met.last else Met()
-        while met.next < alone:
-            between = check_whole("every(step)", every(self.start + met.next), 1 + self.delay)
-            met = Met(met.next, met.next + between)
+    def _met(self, every: Callable[[int], int], local_step: int, met: Met) -> Met:
+        """Finds the first synchronization at or after a local step, and the one before it."""
+        met = met if local_step > met.last else Met()
+        while met.next < local_step:
+            period = check_whole("every(step)", every(self.start + met.next), 1 + self.delay)
+            met = Met(met.next, met.next + period)
         return met
 
 
 Optimizer: TypeAlias = optax.GradientTransformation | LocalSteps
-"""An optimizer that a step takes."""
+"""An optimizer of a step."""
 
 
 def local_steps(
@@ -179,51 +187,56 @@ def local_steps(
     discount: Callable[[Any], Any] | None = None,
     log: str | Path | None = None,
 ) -> LocalSteps:
-    """Makes an optimizer whose replicas train alone, and synchronize their parameters only now and then.
+    """Makes an optimizer for replicas that train separately and synchronize periodically.
 
-    Between two synchronizations a step sends nothing, its loss and metrics are those of this process's own rows, and
-    the state holds each replica's own parameters and buffers: `fddp.whole(state.params)` is their mean. The parameters
-    of the last synchronization are `state.opt_state.shared`.
+    Between two synchronizations a step sends nothing. Its loss and metrics are those of this
+    process's first replica, and the state holds each replica's local parameters and buffers:
+    `fddp.whole(state.params)` is their mean. `state.opt_state.shared` holds the parameters of the
+    last synchronization.
 
     Args:
-      optimizer: the inner optimizer, of each replica: any optax transformation.
-      outer: the outer optimizer: any optax transformation. Its gradient is the pseudo-gradient, the mean of the
-        replicas' shared − local parameters, each replica weighing as much as it trained on. None: `optax.sgd(1.0)`,
-        which gives the mean of their parameters.
-      every: steps between two synchronizations; or a function that takes the number of steps so far and gives the
-        number until the next one. Or a mapping from the names of parts to the periods of each. "params" is what else
-        `every` is. The name of a field of the inner optimizer's state, "mu" or "nu" of Adam, is the number of steps
-        after which that field becomes its mean over all replicas, wherever in the state it stands; fields that are not
-        named never travel. "node": the number of steps after which replicas of one node of `group.hierarchical` take
-        the mean of their parameters, beside the outer optimizer.
-      start: steps at the beginning that synchronize gradients, as without `local_steps`.
-      fragments: parts of the parameters that are synchronized in turn, spread over the `every` steps: groups of the
-        plan's buckets. A count in the outer optimizer counts each fragment.
-      delay: 0: a step sends the parameters from its end, and waits for their sum. 1: the next step sends them, beside
-        its forward and backward pass, and uses the sum at its end; its own change then counts as part of the replica's
-        own parameters (`mix`).
-      mix: share of its own parameters that a replica keeps when new ones come, 0 (none) to 1.
-      island: replicas that train together, as without `local_steps`: so many, one behind the other, or "node": those of
-        each node of `group.hierarchical`. What is said here of a replica holds for an island then. Between islands each
-        of its replicas sends a part of the pseudo-gradient to those of the same place.
-      quorum: number of islands whose pseudo-gradients make a step of the outer optimizer. The others are
-        not waited for: theirs go into a later step. This gives up DDP's promise, the mathematics of one replica; see
-        docs/asynchronous.md. None, or all: every island waits for all others. 1, with `every=1`: the asynchronous
-        update of a parameter server.
-      grace_s: seconds for which a quorum that is there waits for more islands.
-      max_staleness: outer steps that may be made between the moment at which an island takes the shared parameters and
-        the one that uses its pseudo-gradient: islands that would grow older are waited for. 0: all. None: any number.
-      discount: gives the factor of a pseudo-gradient's weight by its age in outer steps, in jax.numpy; None: 1.
-      log: file of JSON lines in which the order of all outer steps is written, for `fddp.replay_islands`.
+      optimizer: the inner optimizer of each replica: any optax transformation.
+      outer: the outer optimizer: any optax transformation. Its gradient is the pseudo-gradient: the
+        mean of shared − local parameters, in which a replica's weight is the amount of data it has
+        trained on. None: `optax.sgd(1.0)`, which yields the mean of the local parameters.
+      every: number of steps between two synchronizations; or a function from the number of steps so
+        far to the number until the next one; or a mapping. In a mapping "params" has one of these
+        two. The name of a field of the inner optimizer's state, such as "mu" or "nu" of Adam, has
+        the number of steps after which the replicas average that field, wherever the state has it;
+        other fields are never sent. "node" has the number of steps after which the replicas of each
+        node of `group.hierarchical` average their parameters, in addition to the outer steps.
+      start: number of initial steps that average gradients, as without `local_steps`.
+      fragments: number of parts of the parameters, each a group of the plan's buckets. They are
+        synchronized round-robin, spread over the `every` steps. A count in the outer optimizer
+        counts each fragment.
+      delay: 0: a step sends the parameters at its end, and waits for their sum. 1: the next step
+        sends them during its forward and backward pass, and uses the sum at its end; that step's
+        change then counts as part of the local parameters (`mix`).
+      mix: share of its local parameters that a replica retains at a synchronization, 0 to 1.
+      island: number of consecutive replicas that train jointly, as without `local_steps`; "node":
+        the replicas of each node of `group.hierarchical`. An island takes the role of a replica in
+        this text. Each of its replicas sends a part of the pseudo-gradient to the replicas at the
+        same position in the other islands.
+      quorum: number of islands whose pseudo-gradients suffice for a step of the outer optimizer;
+        later ones enter a later step. This gives up DDP's promise, the mathematics of one replica;
+        see docs/asynchronous.md. None, or all: every island waits for all others. 1, with
+        `every=1`: the asynchronous update of a parameter server.
+      grace_s: seconds that a complete quorum waits for further islands.
+      max_staleness: maximum age of a pseudo-gradient: outer steps since its island received the
+        shared parameters. A step waits for islands that would exceed it. 0: for all islands. None:
+        no limit.
+      discount: function from the age of a pseudo-gradient, in outer steps, to the factor of its
+        weight, in jax.numpy; None: 1.
+      log: file of JSON lines for the order of all outer steps, for `fddp.replay_islands`.
 
     Returns:
-      The optimizer, for `train_step`; its state is a `LocalState`. With a quorum `shared` is what an island took last,
-      `outer` is as of the last `fddp.meet`, and beside them is the `version` of `shared`: the number of outer steps
-      that made it.
+      The optimizer, for `train_step`; its state is a `LocalState`. With a quorum, `shared` holds
+      the parameters that the island received last, `version` the number of outer steps up to them,
+      and `outer` the state of the outer optimizer at the last `fddp.meet`.
 
     Raises:
-      ValueError: a number is out of its range; or `fragments` or `delay` is given with `quorum`.
-      TypeError: an optimizer is none of optax's, or a number is none.
+      ValueError: a number is out of range, or `fragments` or `delay` is combined with `quorum`.
+      TypeError: an optimizer is not an optax transformation, or a number has another type.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax
@@ -239,17 +252,23 @@ def local_steps(
     outer = optax.sgd(1.0) if outer is None else outer
     for name, value in (("optimizer", optimizer), ("outer", outer)):
         if not hasattr(value, "init") or not hasattr(value, "update"):
-            raise TypeError(f"local_steps: {name} must be one of optax's optimizers, got {type(value).__name__}.")
+            raise TypeError(
+                f"local_steps: {name} must be one of optax's optimizers, got "
+                f"{type(value).__name__}."
+            )
         if isinstance(value, LocalSteps):
-            raise TypeError(f"local_steps: {name} is one of local_steps itself; give the optimizer inside of it.")
+            raise TypeError(
+                f"local_steps: {name} is one of local_steps itself; give the optimizer inside of "
+                "it."
+            )
     if island != "node":
         check_whole("island", island, 1)
     check_whole("start", start, 0)
     check_whole("fragments", fragments, 1)
     if delay not in (0, 1) or isinstance(delay, bool):
         raise ValueError(
-            f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where a fragment takes "
-            "longer than a step, give more fragments."
+            f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where "
+            "a fragment takes longer than a step, give more fragments."
         )
     periods = read_periods(every, delay)
     every = periods.every
@@ -257,19 +276,22 @@ def local_steps(
         raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
     if fragments > 1 and (callable(every) or fragments > every):
         raise ValueError(
-            f"local_steps sends one fragment a step at most, so fragments must be no more than every, a number; got "
-            f"{fragments=}, {every=}."
+            "local_steps sends one fragment a step at most, so fragments must be no more than "
+            f"every, a number; got {fragments=}, {every=}."
         )
     if quorum is not None and periods.others:
         raise ValueError(
-            "islands with a quorum meet at the keeper one by one, which has no mean that all of them would take: give "
-            f"one period, that of the parameters; got one for {periods.others[0][0]!r}, too."
+            "islands with a quorum meet at the keeper one by one, which has no mean that all of "
+            "them would take: give one period, that of the parameters; got one for "
+            f"{periods.others[0][0]!r}, too."
         )
     rule = make_quorum(quorum, grace_s, max_staleness, discount, log)
     if rule and (fragments > 1 or delay):
         raise ValueError(
-            f"a merge makes one version of all parameters, from which an island's age is counted, and an island that "
-            f"has sent goes on from the version that it is merged into: give no fragments or delay with quorum; got "
-            f"{fragments=}, {delay=}."
+            "a merge makes one version of all parameters, from which an island's age is counted, "
+            "and an island that has sent goes on from the version that it is merged into: give no "
+            f"fragments or delay with quorum; got {fragments=}, {delay=}."
         )
-    return LocalSteps(optimizer, outer, every, start, fragments, delay, mix, periods.others, rule, island)
+    return LocalSteps(
+        optimizer, outer, every, start, fragments, delay, mix, periods.others, rule, island
+    )

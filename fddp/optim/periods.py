@@ -1,10 +1,10 @@
-"""Periods of a state's parts: the steps after which islands average the parameters, and each field of their optimizer.
+"""Averaging periods of the parameters, and of the fields of an optimizer's state.
 
-Moments change more slowly than parameters, the second one more slowly than the first, so they may be averaged more
-rarely. Between the islands of one node parameters may be averaged more often than between all.
+Moments change more slowly than parameters, second moments more slowly than first ones, so they can
+be averaged less often. The islands of one node can average parameters more often than all islands.
 
-Source: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers" (arXiv 2505.22549), algorithm 1;
-`HierarchicalModelAverager` in PyTorch.
+Source: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers" (arXiv 2505.22549),
+algorithm 1; `HierarchicalModelAverager` in PyTorch.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,104 +22,85 @@ NODE = "node"
 
 
 class Periods(NamedTuple):
-    """The steps between two means of each part."""
+    """Averaging periods, in steps."""
 
     every: int | Callable[[int], int]
-    """The period of the parameters, over all islands."""
+    """Period of the parameters, over all islands."""
     others: tuple[tuple[str, int], ...] = ()
-    """The periods of further means: `NODE`, of the parameters over a node's islands; or a field of the optimizer's
-    state."""
+    """Periods of further means: `NODE` for the parameters over a node's islands, or the name of a
+    field of the optimizer's state."""
 
 
 def read_periods(every: Any, delay: int) -> Periods:
-    """Reads what `local_steps(every=)` was given.
+    """Checks and normalizes `local_steps(every=)`; each period must exceed the delay.
 
-    Args:
-      every: one period, or a mapping from the name of a part to its period.
-      delay: steps that a mean is under way.
-
-    Returns:
-      The periods.
-
-    Raises:
-      ValueError: a period is none, the parameters have none, or a mean would come after the next one has left.
-      TypeError: the name of a part is no text.
-
-    Example:
-      >>> read_periods({"params": 32, "mu": 96}, 0)
-      Periods(every=32, others=(('mu', 96),))
+    >>> read_periods({"params": 32, "mu": 96}, 0)
+    Periods(every=32, others=(('mu', 96),))
     """
-    given = every if isinstance(every, Mapping) else {PARAMS: every}
-    for name in given:
+    periods = every if isinstance(every, Mapping) else {PARAMS: every}
+    for name in periods:
         if not isinstance(name, str):
             raise TypeError(f"every: the name of a part must be a text, got {name!r}.")
-    if PARAMS not in given:
-        raise ValueError(f"every must have the period of the parameters, {PARAMS!r}, got {dict(given)}.")
-    for name, period in given.items():
+    if PARAMS not in periods:
+        raise ValueError(
+            f"every must have the period of the parameters, {PARAMS!r}, got {dict(periods)}."
+        )
+    for name, period in periods.items():
         shown = f"every[{name!r}]" if isinstance(every, Mapping) else "every"
         if name == PARAMS and callable(period):
             continue
         check_whole(shown, period, 1)
         if period <= delay:
             raise ValueError(
-                f"delay={delay} needs more than one step between two synchronizations, got {shown}={period}."
+                f"delay={delay} needs more than one step between two synchronizations, got "
+                f"{shown}={period}."
             )
-    return Periods(given[PARAMS], tuple((name, period) for name, period in given.items() if name != PARAMS))
+    return Periods(
+        periods[PARAMS],
+        tuple((name, period) for name, period in periods.items() if name != PARAMS),
+    )
 
 
 def fields_of(opt_state: Any, params: Any) -> dict[str, tuple[int, ...]]:
-    """Finds the arrays of each field of an optimizer's state, wherever in it the field stands.
+    """Maps the name of each field of an optimizer's state to the positions of its float leaves.
 
-    Args:
-      opt_state: the state of any optax transformation, or its forms.
-      params: the parameters that it trains.
+    Fields inside the parameters do not count.
 
-    Returns:
-      For the name of each field that holds floats the places of these among the state's leaves. Fields of the
-      parameters themselves are none of the state.
-
-    Example:
-      >>> import jax.numpy as jnp, optax
-      >>> w = jnp.zeros(3)
-      >>> fields_of(optax.chain(optax.clip(1.0), optax.adam(0.1)).init(w), w)
-      {'mu': (1,), 'nu': (2,)}
+    >>> import jax.numpy as jnp, optax
+    >>> w = jnp.zeros(3)
+    >>> fields_of(optax.chain(optax.clip(1.0), optax.adam(0.1)).init(w), w)
+    {'mu': (1,), 'nu': (2,)}
     """
-    # A part that is like the parameters becomes one leaf, so that paths end where the parameters begin.
-    parts = map_state(_Part, _Part, params, opt_state)
-    found: dict[str, tuple[int, ...]] = {}
-    at = 0
-    for path, part in jax.tree_util.tree_leaves_with_path(parts):
-        leaves = jax.tree.leaves(part.tree)
-        floats = tuple(at + k for k, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact))
+    # A subtree like the parameters becomes one leaf, so that paths end where the parameters begin.
+    subtrees = map_state(_Part, _Part, params, opt_state)
+    positions: dict[str, tuple[int, ...]] = {}
+    offset = 0
+    for path, subtree in jax.tree_util.tree_leaves_with_path(subtrees):
+        leaves = jax.tree.leaves(subtree.tree)
+        floats = tuple(
+            offset + k for k, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)
+        )
         for name in {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}:
-            found[name] = found.get(name, ()) + floats
-        at += len(leaves)
-    return {name: places for name, places in found.items() if places}
+            positions[name] = positions.get(name, ()) + floats
+        offset += len(leaves)
+    return {name: numbers for name, numbers in positions.items() if numbers}
 
 
-def check_fields(others: tuple[tuple[str, int], ...], opt_state: Any, params: Any) -> None:
-    """Refuses the period of a field that an optimizer's state does not have.
-
-    Args:
-      others: the periods of further means.
-      opt_state: the state, or its forms.
-      params: the parameters.
-
-    Raises:
-      ValueError: there is no such field, or it holds no floats.
-    """
-    known = fields_of(opt_state, params)
-    for name, _ in others:
-        if name != NODE and name not in known:
-            fields = ", ".join(map(repr, sorted(known))) or "none"
+def check_fields(periods: tuple[tuple[str, int], ...], opt_state: Any, params: Any) -> None:
+    """Raises ValueError if a period names a field that the optimizer's state lacks."""
+    positions = fields_of(opt_state, params)
+    for name, _ in periods:
+        if name != NODE and name not in positions:
+            fields = ", ".join(map(repr, sorted(positions))) or "none"
             raise ValueError(
-                f"local_steps: every has a period of {name!r}, and no state of the optimizer has a field of this name "
-                f"that holds floats; give {PARAMS!r}, {NODE!r}, or a field of the state: {fields}."
+                f"local_steps: every has a period of {name!r}, and no state of the optimizer has a "
+                f"field of this name that holds floats; give {PARAMS!r}, {NODE!r}, or a field of "
+                f"the state: {fields}."
             )
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a state, as one leaf."""
+    """A subtree of a state, as one leaf."""
 
     tree: Any

@@ -1,6 +1,6 @@
-"""Training that gives the same bits on any number of replicas: each stands for several virtual ones.
+"""Training with the same bits on any number of replicas: each stands for several virtual ones.
 
-The order of their sums is in comm's tree. This room imports step and what step imports.
+The order of their sums is `comm`'s tree. This room imports step and what step imports.
 """
 
 from fddp.reproducible.virtual_replicas import virtual as virtual

@@ -1,8 +1,9 @@
-"""A list in which each replica stands for several virtual ones, and every program is of one of them.
+"""A list in which each replica stands for several virtual ones, and every program computes one.
 
-The forward and backward pass of a virtual replica is cut at places that do not depend on the buckets. Other programs
-pack the results of its stages into messages, and add those of its neighbours in the tree. So the same programs
-always run: the number of replicas, the schedule and the size of the buckets decide only what is sent when.
+The forward and backward pass of a virtual replica is cut at places that do not depend on the
+buckets. Other programs pack the outputs of its stages into messages, and add those of its
+neighbours in the tree. So the same programs always run: the number of replicas, the schedule and
+the size of the buckets only decide which messages leave, and when.
 
 Source: EasyScale (Li et al., SC 2023), whose workers stand for several threads of training.
 """
@@ -17,7 +18,7 @@ import numpy as np
 
 from fddp.comm import Placement, merges, of_one_replica, trace
 from fddp.jaxpr import arrivals, ready_order
-from fddp.losses import added
+from fddp.losses import add_trees
 from fddp.schedules import Pieces
 from fddp.schedules.lists import forms_of, names_of
 from fddp.schedules.stage_tasks import stages_of
@@ -34,159 +35,176 @@ from fddp.schedules.tasks import (
     communications,
 )
 
-# A stage ends after gradients of so many bytes: no option moves that place.
+# A stage ends after this many bytes of gradients; no option moves that place.
 STAGE_BYTES = 2**20
 FIRST = Value("first")
 
 
 class Half(NamedTuple):
-    """A sum that waits for more."""
+    """A sum that waits for its other half in the tree."""
 
     names: tuple[Value, ...]
     """Its values."""
     added: bool
-    """Whether it was added here, so that its memory may be reused; somebody else may hold what a stage made."""
+    """True if it is a sum, whose memory may be reused; a stage's output may have other readers."""
 
 
 class Tree(NamedTuple):
-    """A tree in which the contributions of virtual replicas are added, whatever messages carry the sums."""
+    """A tree that adds the contributions of virtual replicas, whatever messages carry the sums."""
 
     each: int
-    """The number of virtual replicas for which a replica stands."""
+    """The number of virtual replicas per replica."""
     block: int
-    """The number of them that it adds up before it sends."""
+    """The number of them that a replica adds up before it sends."""
     first: Callable[[], jax.Array]
-    """() → the number of its first virtual replica, for each replica."""
+    """() → the number of each replica's first virtual replica."""
     pack: Callable[[tuple[Sequence[Any], Any]], Sequence[Any]]
     """Gradients and the tail → messages."""
     unpack: Callable[[Sequence[Any]], Any]
     """Sums of messages → sums."""
     keep: Callable[[Sequence[Any]], Any]
-    """(what is kept, of each virtual replica) → what their replica keeps."""
+    """(saved values of each virtual replica) → saved values of their replica."""
 
 
 def in_virtual_replicas(
-    placement: Placement, pieces: Pieces, tree: Tree, state: Any, pending: Any, shards: Any, rows: Any
+    placement: Placement,
+    pieces: Pieces,
+    tree: Tree,
+    state: Any,
+    pending: Any,
+    shards: Any,
+    rows: Any,
 ) -> TaskList:
-    """Lists one virtual replica after the other; a message leaves when the last of them has made its part of it.
+    """Lists one virtual replica after the other; a message leaves once the last has contributed.
 
-    Args:
-      placement: where the replicas' programs run.
-      pieces: one round, (state, rows, number of a virtual replica) → its gradients and the tail, and what is kept; and
-        what finishes, (state, shards, sums, what is kept, bytes sent per message) → the step's result, and the shards.
-      tree: adds what the round makes.
-      state: arguments of one replica, or their forms.
-      pending: nothing; there is no `no_sync`.
-      shards: nothing, and nothing is made of them.
-      rows: likewise, as for state.
-
-    Returns:
-      The list; its values are arrays of one replica each, for programs of one.
+    The one round of `pieces` maps (state, rows, number of a virtual replica) to its gradients and
+    tail, and its saved values; `finish` maps (state, shards, sums, saved values, bytes sent per
+    message) to the step's result and the shards. `tree` adds the round's outputs. There are neither
+    pending gradients nor shards. The values of the list are arrays of one replica each.
     """
     del pending
     (contributes,) = pieces.rounds
     state = forms_of(state)
     rows = forms_of(rows)
     number = jax.ShapeDtypeStruct((), np.int32)
-    one = of_one_replica(rows, tree.each)
-    of_state = names_of(STATE, state)
-    of_rows = names_of("rows", rows)
+    virtual_rows = of_one_replica(rows, tree.each)
+    state_names = names_of(STATE, state)
+    row_names = names_of("rows", rows)
 
-    contribute, (made, kept) = trace(placement, contributes.run, state, one, number)
-    parts = names_of("made", made)
-    held = names_of("kept", kept)
-    groups = _cuts(made[0], ready_order(contribute, len(made[0])), len(parts), len(held))
-    read = [*of_state, *names_of("row", one), Value("number")]
-    stages = stages_of("stage", "compute", contribute, read, [*parts, *held], groups)
+    contribute, (outputs, saved) = trace(placement, contributes.run, state, virtual_rows, number)
+    output_names = names_of("made", outputs)
+    saved_names = names_of("kept", saved)
+    order = ready_order(contribute, len(outputs[0]))
+    groups = _stage_outputs(outputs[0], order, len(output_names), len(saved_names))
+    virtual_inputs = [*names_of("row", virtual_rows), Value("number")]
+    reads = [*state_names, *virtual_inputs]
+    writes = [*output_names, *saved_names]
+    stages = stages_of("stage", "compute", contribute, reads, writes, groups)
 
-    pack, messages = trace(placement, tree.pack, made)
-    titles = [Value(MESSAGE, k) for k in range(len(messages))]
-    packing = stages_of("pack", "compute", pack, parts, titles, [[k] for k in range(len(messages))])
+    pack, messages = trace(placement, tree.pack, outputs)
+    message_names = [Value(MESSAGE, k) for k in range(len(messages))]
+    groups = [[k] for k in range(len(messages))]
+    packing = stages_of("pack", "compute", pack, output_names, message_names, groups)
     (sends,) = communications([contributes.reductions])
-    tasks = [_dealt(tree.each, of_rows, read[len(of_state) :])]
+    tasks = [_deal_rows(tree.each, row_names, virtual_inputs)]
     tasks += _contributions(tree, stages, packing, sends)
 
-    unpack, came = trace(placement, tree.unpack, messages)
-    back = names_of("came", came)
-    when = arrivals(unpack, {k: k for k in range(len(sends))})
-    groups = [[at for at, last in enumerate(when) if last == k] for k in range(len(sends))]
-    tasks += stages_of("unpack", "update", unpack, [task.writes[0] for task in sends], back, groups)
+    unpack, sums = trace(placement, tree.unpack, messages)
+    sum_names = names_of("came", sums)
+    times = arrivals(unpack, {k: k for k in range(len(sends))})
+    groups = [[at for at, last in enumerate(times) if last == k] for k in range(len(sends))]
+    received = [task.writes[0] for task in sends]
+    tasks += stages_of("unpack", "update", unpack, received, sum_names, groups)
 
-    keep, _ = trace(placement, tree.keep, [kept] * tree.each)
-    keeps = [_of(name, v) for v in range(tree.each) for name in held]
-    tasks += stages_of("keep", "update", keep, keeps, held, [range(len(held))]) if held else []
+    if saved_names:
+        keep, _ = trace(placement, tree.keep, [saved] * tree.each)
+        reads = [_of(name, v) for v in range(tree.each) for name in saved_names]
+        all_outputs = [range(len(saved_names))]
+        tasks += stages_of("keep", "update", keep, reads, saved_names, all_outputs)
 
     nbytes = jax.ShapeDtypeStruct((len(sends),), np.uint32)
-    finish, (result, new) = trace(placement, pieces.finish, state, shards, came, kept, nbytes)
+    finish, (result, new) = trace(placement, pieces.finish, state, shards, sums, saved, nbytes)
     results = names_of(RESULT, result)
-    read = [*of_state, *back, *held, BYTES]
-    tasks += stages_of("update", "update", finish, read, results, [range(len(results))])
+    reads = [*state_names, *sum_names, *saved_names, BYTES]
+    tasks += stages_of("update", "update", finish, reads, results, [range(len(results))])
 
     first = cache(lambda: placement.each(tree.first()))
 
     def enter(state: Any, pending: Any, shards: Any, rows: Any) -> dict[Value, Any]:
-        given = dict(zip([*of_state, *of_rows], map(placement.each, jax.tree.leaves((state, rows)))))
-        return given | {FIRST: first()}
+        arrays = map(placement.each, jax.tree.leaves((state, rows)))
+        return dict(zip([*state_names, *row_names], arrays)) | {FIRST: first()}
 
     treedef = jax.tree.structure(result)
-    return TaskList(tuple(tasks), enter, lambda values: (treedef.unflatten([values[name] for name in results]), new))
+    return TaskList(
+        tuple(tasks),
+        enter,
+        lambda values: (treedef.unflatten([values[name] for name in results]), new),
+    )
 
 
 def _contributions(
     tree: Tree, stages: Sequence[Compute], packing: Sequence[Compute], sends: Sequence[Communicate]
 ) -> list[Task]:
-    """Lists the stages of all virtual replicas; behind each stage the tasks that add and pack what it made.
+    """Lists the stages of all virtual replicas, each with tasks that add and pack its outputs.
 
-    A sum that waits for its other half in the tree waits as it was made; a block that is whole is packed.
+    A sum that waits for its other half in the tree is not packed; a complete block is.
     """
     tasks = list[Task]()
-    complete = merges(tree.block)
+    merged_at = merges(tree.block)
     sums = cache(_adding)
     packed = cache(lambda k, count: _packed(packing[k], count))
     waiting = [list[Half]() for _ in packing]
     blocks = [list[Value]() for _ in packing]
+
+    def contribute(k: int, v: int) -> None:
+        """Adds virtual replica v's part of message k."""
+        count = merged_at[v % tree.block]
+        halves = [waiting[k].pop() for _ in range(count)][::-1]
+        leaf = Half(tuple(_of(name, v) for name in packing[k].reads), False)
+        reads = tuple(name for half in (*halves, leaf) for name in half.names)
+        if (v + 1) % tree.block == 0:
+            joined = tree.each > tree.block
+            block = Value(f"block of message {k} up to", v) if joined else sends[k].reads[0]
+            blocks[k].append(block)
+            tasks.append(Compute(f"pack message {k} of {v}", reads, (block,), packed(k, count)))
+        elif count:
+            names = tuple(Value(f"half of {value} up to", v) for value in packing[k].reads)
+            reuses = len(names) if halves[0].added else 0
+            add = Compute(f"add message {k} of {v}", reads, names, sums(count), reuses=reuses)
+            tasks.append(add)
+            waiting[k].append(Half(names, True))
+        else:
+            waiting[k].append(leaf)
+
+    def send(k: int) -> None:
+        if tree.each > tree.block:
+            join = Compute(f"join message {k}", tuple(blocks[k]), sends[k].reads, _joined)
+            tasks.append(join)
+        tasks.append(sends[k])
+
     for v in range(tree.each):
-        there = set[Value]()
-        left = 0
-        last = v == tree.each - 1
+        ready = set[Value]()
+        k = 0
         for stage in stages:
             tasks.append(_renamed(stage, v))
-            there |= set(stage.writes)
-            while left < len(packing) and there.issuperset(packing[left].reads):
-                k = left
-                count = complete[v % tree.block]
-                halves = [waiting[k].pop() for _ in range(count)][::-1]
-                own = Half(tuple(_of(name, v) for name in packing[k].reads), False)
-                reads = tuple(name for half in (*halves, own) for name in half.names)
-                if (v + 1) % tree.block == 0:
-                    blocks[k].append(
-                        sends[k].reads[0] if tree.each == tree.block else Value(f"block of message {k} up to", v)
-                    )
-                    tasks.append(Compute(f"pack message {k} of {v}", reads, (blocks[k][-1],), packed(k, count)))
-                elif count:
-                    names = tuple(Value(f"half of {value} up to", v) for value in packing[k].reads)
-                    reuses = len(names) if halves[0].added else 0
-                    tasks.append(Compute(f"add message {k} of {v}", reads, names, sums(count), reuses=reuses))
-                    waiting[k].append(Half(names, True))
-                else:
-                    waiting[k].append(own)
-                if last and tree.each > tree.block:
-                    tasks.append(Compute(f"join message {k}", tuple(blocks[k]), sends[k].reads, _joined))
-                if last:
-                    tasks.append(sends[k])
-                left += 1
+            ready |= set(stage.writes)
+            while k < len(packing) and ready.issuperset(packing[k].reads):
+                contribute(k, v)
+                if v == tree.each - 1:
+                    send(k)
+                k += 1
     return tasks
 
 
 def _adding(count: int) -> Callable[..., Sequence[Any]]:
-    """Makes a program that adds the halves that waited, the last one first, to the values behind them."""
+    """Makes a program that adds `count` waiting halves, last one first, to the values behind."""
 
     def run(*values: Any) -> Sequence[Any]:
         width = len(values) // (count + 1)
-        *waiting, made = (values[at : at + width] for at in range(0, len(values), width))
-        for half in reversed(waiting):
-            made = added(half, made)
-        return made
+        *halves, total = (values[at : at + width] for at in range(0, len(values), width))
+        for half in reversed(halves):
+            total = add_trees(half, total)
+        return total
 
     return run
 
@@ -200,20 +218,25 @@ def _joined(*blocks: Any) -> Sequence[Any]:
     return (jnp.concatenate(blocks),)
 
 
-def _dealt(each: int, rows: Sequence[Value], of_one: Sequence[Value]) -> Compute:
+def _deal_rows(each: int, rows: Sequence[Value], virtual_inputs: Sequence[Value]) -> Compute:
     """Deals a replica's rows out to its virtual replicas, each with its number."""
 
     def run(first: jax.Array, *rows: jax.Array) -> Sequence[Any]:
-        parts = [jnp.split(x, each) for x in rows]
-        return [one for v in range(each) for one in (*(part[v] for part in parts), first.reshape(()) + v)]
+        slices = [jnp.split(x, each) for x in rows]
+        outputs = list[Any]()
+        for v in range(each):
+            outputs += [*(split[v] for split in slices), first.reshape(()) + v]
+        return outputs
 
-    writes = tuple(_of(name, v) for v in range(each) for name in of_one)
+    writes = tuple(_of(name, v) for v in range(each) for name in virtual_inputs)
     return Compute("rows", (FIRST, *rows), writes, run)
 
 
-def _cuts(grads: Sequence[Any], order: Sequence[int], parts: int, kept: int) -> list[list[int]]:
-    """Picks the parts that each stage makes: the tail first, gradients in the order of readiness, what is kept last."""
-    groups = [list(range(len(grads), parts))]
+def _stage_outputs(
+    grads: Sequence[Any], order: Sequence[int], outputs: int, saved: int
+) -> list[list[int]]:
+    """Groups outputs by stage: the tail first, gradients as they are ready, saved values last."""
+    groups = [list(range(len(grads), outputs))]
     filled = 0
     for i in order:
         groups[-1].append(i)
@@ -222,7 +245,7 @@ def _cuts(grads: Sequence[Any], order: Sequence[int], parts: int, kept: int) -> 
             groups = [*groups, []]
             filled = 0
     groups = [group for group in groups if group]
-    groups[-1] += range(parts, parts + kept)
+    groups[-1] += range(outputs, outputs + saved)
     return groups
 
 

@@ -1,7 +1,8 @@
-"""Steps whose bits do not depend on how many replicas there are: each stands for several virtual ones.
+"""Steps whose bits do not depend on the number of replicas: each stands for several virtual ones.
 
-A virtual replica is a fixed slice of the rows with its own key. Each is computed by the same programs on any number of
-replicas, and all they contribute (gradients, loss, metrics, weights, buffers) is added in a tree over their numbers.
+A virtual replica is a fixed slice of the rows with its own key. The same programs compute it on any
+number of replicas, and its contributions (gradients, loss, metrics, weights, buffers) are added in
+a tree over the numbers of the virtual replicas.
 
 Source: EasyScale (Li et al., SC 2023).
 """
@@ -16,7 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from fddp.buckets import Messages, add_tail, at_least, pack, scalar_dtype, take_tail, unpack, widened
+from fddp.buckets import (
+    Messages,
+    add_tail,
+    at_least,
+    pack,
+    scalar_dtype,
+    take_tail,
+    unpack,
+    widened,
+)
 from fddp.comm import Group, block_of, of_one_replica, trace
 from fddp.losses import Joined
 from fddp.reproducible.virtual_list import Tree, in_virtual_replicas
@@ -34,21 +44,14 @@ from fddp.schedules import (
 )
 from fddp.step import WHOLE, Facts, Replica, TrainState, Way, check_no_sync, refuse
 
-# Gradients that travel, and what travels with them.
-Made: TypeAlias = tuple[Sequence[Array], Any]
+# Gradients, and the tail that travels with them.
+Contribution: TypeAlias = tuple[Sequence[Array], Any]
 
 LAUNCHERS: dict[Schedule, Callable[..., Runner]] = {staged: on_threads, after: in_order}
 
 
 def virtual(count: int) -> Way:
-    """Makes the way of replicas that stand for virtual ones.
-
-    Args:
-      count: the number of virtual replicas.
-
-    Returns:
-      The way.
-    """
+    """Makes the way of replicas that stand for `count` virtual ones."""
     return WHOLE._replace(
         name=f"virtual_replicas={count}",
         check_batch=_check_slices,
@@ -64,7 +67,7 @@ def virtual(count: int) -> Way:
 
 
 def one_of(replica: Replica, number: Any) -> Replica:
-    """The part of one virtual replica: it has a number of its own, and nobody to speak to inside of its programs."""
+    """A virtual replica: it has a number of its own, and its programs hold no collectives."""
     group = replica.group
     comm = replace(group.communicator, size=replica.replicas, replica_index=lambda: number)
     placement = group.placement._replace(axis_name=None)
@@ -78,72 +81,76 @@ def _runner(schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
 
 
 def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
-    """The pieces of one virtual replica, and the tree in which they are added."""
+    """The pieces of one virtual replica, and the tree that adds its contributions."""
     plan = facts.plan
     group = replica.group
     each = replica.replicas // group.size
     block = block_of(replica.replicas, each)
-    # Those that travel, in one order whatever the buckets are.
+    # The leaves that travel, in one order for all plans.
     leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
     # XLA may add in more than 16 bits within a program, or not.
     wide = widened(plan, np.float32)
 
-    def made_of(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
-        made: Any
-        made, kept = one_of(replica, number).local(lambda *made: made, state, None, rows)  # type: ignore
-        grads = plan.treedef.flatten_up_to(made[0])
-        return ([grads[i] for i in leaves], made[1]), kept
+    def contribution(state: TrainState, rows: Any, number: Array) -> tuple[Contribution, Any]:
+        outputs: Any
+        outputs, saved = one_of(replica, number).local(lambda *x: x, state, None, rows)  # type: ignore
+        grads = plan.treedef.flatten_up_to(outputs[0])
+        return ([grads[i] for i in leaves], outputs[1]), saved
 
-    def contribute(state: TrainState, rows: Any, number: Array) -> tuple[Made, Any]:
-        made, kept = made_of(state, rows, number)
-        return _widened(made), kept
+    def contribute(state: TrainState, rows: Any, number: Array) -> tuple[Contribution, Any]:
+        outputs, saved = contribution(state, rows, number)
+        return _widened(outputs), saved
 
-    def messages(made: Made) -> Messages:
-        grads = dict(zip(leaves, made[0]))
-        inside = range(plan.treedef.num_leaves)
-        return add_tail(wide, pack(wide, plan.treedef.unflatten([grads.get(i) for i in inside])), made[1])
+    def messages(outputs: Contribution) -> Messages:
+        grads = dict(zip(leaves, outputs[0]))
+        tree = plan.treedef.unflatten([grads.get(i) for i in range(plan.treedef.num_leaves)])
+        return add_tail(wide, pack(wide, tree), outputs[1])
 
     rows = of_one_replica(facts.batch, replica.replicas // group.processes)
-    given = forms_of(facts.state), rows, jax.ShapeDtypeStruct((), np.int32)
-    _, (made, _) = trace(group.placement, made_of, *given)
-    sent = jax.eval_shape(lambda made: messages(_widened(made)), made)
+    arguments = forms_of(facts.state), rows, jax.ShapeDtypeStruct((), np.int32)
+    _, (outputs, _) = trace(group.placement, contribution, *arguments)
+    packed = jax.eval_shape(lambda outputs: messages(_widened(outputs)), outputs)
 
-    def unpacked(sums: Sequence[Array]) -> Made:
-        buckets, tail = take_tail(wide, replace(sent, arrays=tuple(sums)))
+    def unpacked(sums: Sequence[Array]) -> Contribution:
+        buckets, tail = take_tail(wide, replace(packed, arrays=tuple(sums)))
         grads = plan.treedef.flatten_up_to(unpack(wide, buckets))
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), ([grads[i] for i in leaves], tail), made)
+        totals = [grads[i] for i in leaves], tail
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), totals, outputs)
 
-    def keep(kept: Sequence[Any]) -> Any:
-        broken = [own for _, own in kept]
+    def keep(saved: Sequence[Any]) -> Any:
+        broken = [flags for _, flags in saved]
         return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
 
-    def finish(state: TrainState, shards: Any, came: Made, kept: Any, nbytes: Array) -> tuple[Any, Any]:
-        grads = dict(zip(leaves, came[0]))
-        back = [grads.get(i) for i in range(plan.treedef.num_leaves)], came[1]
-        mean = one_of(replica, 0).mean(plan, lambda _: back, state, sent, kept, nbytes)
+    def finish(
+        state: TrainState, shards: Any, sums: Contribution, saved: Any, nbytes: Array
+    ) -> tuple[Any, Any]:
+        grads = dict(zip(leaves, sums[0]))
+        received = [grads.get(i) for i in range(plan.treedef.num_leaves)], sums[1]
+        virtual_replica = one_of(replica, 0)
+        mean = virtual_replica.mean(plan, lambda _: received, state, packed, saved, nbytes)
         return facts.use(state, mean), shards
 
-    sums = tuple(
+    reductions = tuple(
         reduction._replace(collective="tree_reduce", blocks=each // block)
         for reduction in replica.reductions(plan, facts.state.params)
     )
-    # What it makes is packed only when it is added up.
-    contributes: Any = contribute
-    pieces = Pieces((Round("stage", ("state", "rows"), contributes, sums, "compute"),), finish)  # type: ignore
+    # Its outputs are packed only after they are added up.
+    run: Any = contribute
+    stage = Round("stage", ("state", "rows"), run, reductions, "compute")
     tree = Tree(
         each=each,
         block=block,
         first=lambda: each * _numbers(group),
-        pack=lambda made: messages(made).arrays,
+        pack=lambda outputs: messages(outputs).arrays,
         unpack=unpacked,
         keep=keep,
     )
-    return pieces, tree
+    return Pieces((stage,), finish), tree  # type: ignore
 
 
-def _widened(made: Made) -> Made:
-    """Gradients as that plan has them; all numbers that are told in one dtype, in which they travel."""
-    grads, tail = made
+def _widened(contribution: Contribution) -> Contribution:
+    """Widens gradients to 32 bits, and the tail to the dtype in which its numbers travel."""
+    grads, tail = contribution
     least = scalar_dtype(jax.tree.leaves(tail))
     tail = jax.tree.map(lambda x: x.astype(at_least(x.dtype, least)), tail)
     return [x.astype(at_least(x.dtype, np.float32)) for x in grads], tail
@@ -156,16 +163,11 @@ def _seen(replica: Replica, state: TrainState) -> TrainState:
 
 
 def _check_slices(replica: Replica, batch: Any, rows: int) -> None:
-    """Says that virtual replicas would not be what they were: slices of equally many rows, in each step.
+    """Checks that virtual replicas have as many rows as in the first batch.
 
-    Args:
-      replica: what one replica does.
-      batch: what a call was given.
-      rows: of a micro-batch of a virtual replica.
-
-    Raises:
-      ValueError: a rank may be without data, there are other rows than in the first batch, or replicas lie in another
-        order than their processes.
+    `rows` is their number in a micro-batch of a virtual replica. Raises ValueError if a rank may be
+    without data, if there are other rows than in the first batch, or if the replicas lie in another
+    order than their processes.
     """
     if isinstance(batch, Joined):
         refuse(replica.asked | {"fddp.join": "fddp.join"})
@@ -173,27 +175,25 @@ def _check_slices(replica: Replica, batch: Any, rows: int) -> None:
         check_order(replica)
     elif replica.unit != rows:
         raise ValueError(
-            f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in the first batch; other "
-            "programs would compute it, and round otherwise: give batches of one size, or make a step for each."
+            f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in "
+            "the first batch; other programs would compute it, and round otherwise: give batches "
+            "of one size, or make a step for each."
         )
 
 
 def check_order(replica: Replica) -> None:
-    """Says that a process has not the virtual replicas whose rows it reads: those behind the ones of the rank before.
+    """Checks that the replicas of the processes follow each other along the axis, by rank.
 
-    Args:
-      replica: what one replica does.
-
-    Raises:
-      ValueError: its replicas lie elsewhere along the axis.
+    Raises ValueError if they do not: a process would read rows of other virtual replicas.
     """
     group = replica.group
-    here = group.size // group.processes
-    found = [int(x[0]) for x in group.placement.each(_numbers(group))]
-    if found != list(range(group.rank * here, (group.rank + 1) * here)):
+    local = group.size // group.processes
+    numbers = [int(x[0]) for x in group.placement.each(_numbers(group))]
+    if numbers != list(range(group.rank * local, (group.rank + 1) * local)):
         raise ValueError(
-            f"virtual_replicas needs the replicas of a process side by side, in order of rank; rank {group.rank} has "
-            f"numbers {found} along the mesh's axis: order its devices by process."
+            "virtual_replicas needs the replicas of a process side by side, in order of rank; rank "
+            f"{group.rank} has numbers {numbers} along the mesh's axis: order its devices by "
+            "process."
         )
 
 

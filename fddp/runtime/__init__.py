@@ -1,7 +1,7 @@
-"""Processes: how they are started, meet, and end together.
+"""Starts processes, joins them to one world and ends them together.
 
-Launchers tell who a process is; processes meet and find their backend; an error on one ends all. This room imports
-comm.
+The variables of a launcher give the rank of a process. The processes meet and choose a backend. An
+error on one rank ends all. This room imports comm.
 """
 
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu

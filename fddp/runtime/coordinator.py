@@ -1,7 +1,7 @@
-"""Runs JAX's coordination service in a process beside rank 0; it outlives rank 0 until the others have said why.
+"""Runs JAX's coordination service in a process next to rank 0, which it outlives.
 
-JAX runs it inside rank 0. When that dies, JAX ends all other processes with stack traces of its own, before fddp can
-say which rank died where.
+JAX runs the service inside rank 0. When rank 0 dies, JAX ends all other processes with its own
+stack traces, before fddp can report which rank died where.
 """
 
 import os
@@ -16,7 +16,7 @@ import jax
 import fddp.jax_internals
 from fddp.jax_internals import HEARTBEAT_S, coordination_client, secured
 
-LOOSE = "127.0.0.1:0"  # where JAX's own service listens, which no rank uses
+LOOSE = "127.0.0.1:0"  # the address of JAX's own service, which no rank uses
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -26,27 +26,19 @@ serve(sys.argv[2], int(sys.argv[3]))
 
 
 class Coordinator(NamedTuple):
-    """The service, started."""
+    """The running service."""
 
     bind: str
-    """The address at which JAX's own service is to listen."""
+    """The address for JAX's own service to listen at."""
     kept: tuple[int, ...]
-    """Files for rank 0 and its watcher to hold: without them the service beside rank 0 ends."""
+    """Files that rank 0 and its watcher hold open. The separate service ends when they close."""
 
 
 def start_coordinator(bind: str, rank: int, size: int) -> Coordinator:
-    """Starts the service beside rank 0; every rank calls this.
+    """Starts the service next to rank 0; every rank calls this.
 
-    Args:
-      bind: host:port at which it is to listen, unless JAX's variable names another.
-      rank: of this process.
-      size: the number of processes.
-
-    Returns:
-      The address for JAX's own service, and the files to be held.
-
-    Raises:
-      RuntimeError: it does not start; says why.
+    The service listens at `bind`, host:port. JAX's variable replaces any address but loopback. With
+    certificates (`secured`) JAX's own service listens there.
     """
     if not bind.startswith("127.0.0.1:"):
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind)
@@ -56,7 +48,10 @@ def start_coordinator(bind: str, rank: int, size: int) -> Coordinator:
 
 
 def wait_for_all() -> None:
-    """Waits until every rank has come to the end. JAX would wait five minutes, and a rank may evaluate for longer."""
+    """Waits until every rank has reached the end.
+
+    JAX would wait five minutes, and a rank may evaluate for longer.
+    """
     client = coordination_client()
     with suppress(jax.errors.JaxRuntimeError):
         if client is not None:
@@ -64,23 +59,26 @@ def wait_for_all() -> None:
 
 
 def _serve(address: str, size: int) -> int:
-    held, kept = os.pipe()
+    read_end, write_end = os.pipe()
     folder = Path(fddp.jax_internals.__file__).parent
-    # A session of its own: whatever ends rank 0's group of processes must leave it. Its log is dropped: the ranks say
-    # the same in our words.
+    # A new session: a signal to rank 0's process group must not end the service. Its log is
+    # dropped: the ranks report the same in our words.
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", SERVE, str(folder), address, str(size)],
-        stdin=held,
+        stdin=read_end,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.close(held)
+    os.close(read_end)
     answers: IO[bytes] | Any = process.stdout
     with answers:
         answer = answers.readline().decode().strip()
-    process.returncode = 0  # nobody waits for it: it outlives this process
+    process.returncode = 0  # never waited for: it outlives this process
     if answer != "listens":
-        os.close(kept)
-        raise RuntimeError(f"JAX's coordination service did not start at {address}: {answer or 'it ended at once'}.")
-    return kept
+        os.close(write_end)
+        raise RuntimeError(
+            f"JAX's coordination service did not start at {address}: "
+            f"{answer or 'it ended at once'}."
+        )
+    return write_end

@@ -1,7 +1,8 @@
-"""XLA's compiler for NVIDIA's GPUs, which the extra `audit` brings without the rest of CUDA.
+"""XLA's compiler for NVIDIA GPUs, which the extra `audit` installs without the rest of CUDA.
 
-JAX takes the package `jax-cuda13-pjrt` for a GPU installation, and where the rest is missing it calls that a fault,
-with a traceback at the start of every program. It is none: the compiler needs no GPU.
+JAX takes the package `jax-cuda13-pjrt` for a GPU installation. It reports missing parts of CUDA as
+a fault, with a traceback at the start of every program. That is no fault: the compiler needs no
+GPU.
 """
 
 import importlib.util
@@ -15,15 +16,11 @@ VERSIONS = (13, 12)
 
 
 def missing_compiler() -> str | None:
-    """Says what keeps this installation from compiling for GPUs, and what to do.
-
-    Returns:
-      A sentence, or None: nothing does.
-    """
-    found = [number for number in VERSIONS if _installed(f"jax_plugins.xla_cuda{number}")]
-    package = f"jax-cuda{found[0] if found else VERSIONS[0]}-pjrt"
+    """Describes why this installation cannot compile for GPUs, and the remedy; None if it can."""
+    versions = [number for number in VERSIONS if _installed(f"jax_plugins.xla_cuda{number}")]
+    package = f"jax-cuda{versions[0] if versions else VERSIONS[0]}-pjrt"
     install = f"pip install '{package}=={jax.__version__}'"
-    if not found:
+    if not versions:
         return f"compiling for GPUs needs the package {package}, not installed here: {install}."
     if version(package) != jax.__version__:
         return f"{package} {version(package)} does not belong to jax {jax.__version__}: {install}."
@@ -31,12 +28,12 @@ def missing_compiler() -> str | None:
 
 
 def expect_no_gpu() -> None:
-    """Tells JAX, before it starts, that the compiler is meant to be there without the rest of CUDA, where it is so.
+    """Silences JAX's check of CUDA if only the compiler is installed.
 
-    Looks for packages and starts nothing: `import fddp` does it.
+    It must run before JAX starts. `import fddp` calls it: it looks for packages and starts nothing.
     """
-    alone = not any(_installed(f"jax_cuda{number}_plugin") for number in VERSIONS)
-    if alone and any(_installed(f"jax_plugins.xla_cuda{number}") for number in VERSIONS):
+    without_cuda = not any(_installed(f"jax_cuda{number}_plugin") for number in VERSIONS)
+    if without_cuda and any(_installed(f"jax_plugins.xla_cuda{number}") for number in VERSIONS):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
         for number in VERSIONS:
             logging.getLogger(f"jax_plugins.xla_cuda{number}").setLevel(logging.ERROR)
@@ -44,4 +41,6 @@ def expect_no_gpu() -> None:
 
 def _installed(name: str) -> bool:
     package = name.partition(".")[0]
-    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None
+    return (
+        importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None
+    )

@@ -1,4 +1,4 @@
-"""Joins the world of MPI, under an mpiexec whose ranks find each other by its PMI."""
+"""Joins the world of MPI. The ranks of an mpiexec find each other by its PMI."""
 
 import importlib.util
 import os
@@ -16,19 +16,8 @@ from fddp.watching import Ending, end_together, shared_recorder, watched
 
 
 def join_mpi(launch: Launch, stall_s: float | None) -> Group:
-    """Starts MPI and makes a group of its world.
-
-    Args:
-      launch: how this process was started.
-      stall_s: as of `fddp.init`.
-
-    Returns:
-      The group, watched.
-
-    Raises:
-      RuntimeError: MPI is not installed, or contradicts the launcher.
-    """
-    # mpi4jax warns of every JAX newer than the one it was released with; ours is tested with it.
+    """Starts MPI and returns the watched group of its world; `stall_s` as in `fddp.init`."""
+    # mpi4jax warns about every JAX newer than its own release. fddp's JAX is tested with it.
     os.environ.setdefault("MPI4JAX_NO_WARN_JAX_VERSION", "1")
     missing = [name for name in ("mpi4py", "mpi4jax") if importlib.util.find_spec(name) is None]
     if missing:
@@ -38,7 +27,7 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
         )
     comm = _world(launch, "use backend 'gloo'")
     recorder, file = shared_recorder(comm.size)
-    if comm.size > 1:  # first of all, so that an error of all ranks is told in full by one of them
+    if comm.size > 1:  # first, so that one rank reports an error of all ranks in full
         end_together(comm.rank, comm.size, _ending(comm.Clone()), recorder.journal())
     import_mpi4jax()
     _forget_shared_memory(comm)
@@ -46,57 +35,51 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
 
 
 def agree_on_coordinator(launch: Launch) -> str:
-    """Lets rank 0 pick a free port, and tells all ranks over MPI where to meet it.
-
-    Args:
-      launch: how this process was started.
-
-    Returns:
-      host:port.
-
-    Raises:
-      ValueError: its launcher names no place, and starts no MPI that can be asked.
-    """
+    """Picks a free port on rank 0 and broadcasts its host:port over MPI."""
     if not launch.by_mpi or importlib.util.find_spec("mpi4py") is None:
-        more = "install mpi4py" if launch.by_mpi else "start the ranks with mpiexec"
-        more = "take fddp.init('mpi'), if MPI starts there" if launch.may_be_mpi else more
+        remedy = "install mpi4py" if launch.by_mpi else "start the ranks with mpiexec"
+        remedy = "take fddp.init('mpi'), if MPI starts there" if launch.may_be_mpi else remedy
         raise ValueError(
-            f"{launch.launcher} does not say where rank 0 is: set FDDP_COORDINATOR=host:port, equal on all ranks, give "
-            f"fddp.init(coordinator='host:port'), or {more}."
+            f"{launch.launcher} does not say where rank 0 is: set FDDP_COORDINATOR=host:port, "
+            f"equal on all ranks, give fddp.init(coordinator='host:port'), or {remedy}."
         )
     comm = _world(launch, "set FDDP_COORDINATOR=host:port")
-    host = socket.gethostname() if len(set(comm.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
+    host = (
+        socket.gethostname() if len(set(comm.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
+    )
     with socket.socket() as probe:
         probe.bind(("", 0))
         return comm.bcast(f"{host}:{probe.getsockname()[1]}", root=0)
 
 
 def mpi_size() -> int:
-    """The number of ranks that MPI finds."""
+    """The number of ranks in MPI's world."""
     return importlib.import_module("mpi4py.MPI").COMM_WORLD.size
 
 
 def _forget_shared_memory(comm: Any) -> None:
-    """Takes MPICH's shared memory out of the file system; MPICH does so when it ends, and a killed job never."""
-    comm.Barrier()  # all ranks of this host have it now, and it is there until the last of them ends
+    """Removes the files of MPICH's shared memory: MPICH does so at its end, a killed job never."""
+    # After the barrier all ranks of this host have mapped it. The mappings outlive the files.
+    comm.Barrier()
     with suppress(OSError):
         for path in set(re.findall(r"/dev/shm/mpich_shm\S+", Path("/proc/self/maps").read_text())):
             Path(path).unlink(missing_ok=True)
 
 
 def _world(launch: Launch, otherwise: str) -> Any:
-    """MPI's own world. Raises an error with what else to do where the launcher speaks of another one."""
+    """Returns MPI's world; raises, with `otherwise` as advice, if it contradicts the launcher."""
     if launch.local_size == launch.size:
-        # Else MPICH's transport listens at the devices that other hosts reach, though all ranks are on this one.
+        # All ranks are on this host. By default MPICH's transport listens at the devices that other
+        # hosts reach.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    from mpi4py import MPI  # it loads the MPI library that mpi4jax's extension then finds
+    from mpi4py import MPI  # loads the MPI library for mpi4jax's extension
 
     comm = MPI.COMM_WORLD
     if launch.launcher != "alone" and (comm.rank, comm.size) != (launch.rank, launch.size):
         raise RuntimeError(
-            f"{launch.launcher} says that this is rank {launch.rank} of {launch.size}, MPI that it is rank {comm.rank} "
-            f"of {comm.size}: start it with the mpiexec of the MPI that mpi4py was built with "
-            f"({MPI.get_vendor()[0]}), or {otherwise}."
+            f"{launch.launcher} says that this is rank {launch.rank} of {launch.size}, MPI that it "
+            f"is rank {comm.rank} of {comm.size}: start it with the mpiexec of the MPI that mpi4py "
+            f"was built with ({MPI.get_vendor()[0]}), or {otherwise}."
         )
     return comm
 
@@ -105,4 +88,9 @@ def _ending(comm: Any) -> Ending:
     def all_failed(seconds: float) -> bool:
         return poll(comm.Ibarrier().Test, seconds)
 
-    return Ending(tell=lambda message: None, all_failed=all_failed, cause=lambda: None, abort=lambda: comm.Abort(1))
+    return Ending(
+        tell=lambda message: None,
+        all_failed=all_failed,
+        cause=lambda: None,
+        abort=lambda: comm.Abort(1),
+    )

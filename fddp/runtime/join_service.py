@@ -1,13 +1,12 @@
-"""Joins and leaves the world of `jax.distributed`: processes that meet at a coordinator, over Gloo or NCCL."""
+"""Joins and leaves the world of `jax.distributed`, over Gloo or NCCL."""
 
 import atexit
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import jax
 
@@ -17,90 +16,91 @@ from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch
-from fddp.runtime.reception import Meeting
-from fddp.runtime.rendezvous import meet
+from fddp.runtime.reception import ServiceAddresses
+from fddp.runtime.rendezvous import meet_ranks
 from fddp.watching import LEFT, Ending, end_together, shared_recorder, watched
 
 LATE = (
-    "JAX had started before fddp.init was called (an array was made, a function ran, or jax.devices() was called), and "
-    "joins no other processes after that: call fddp.init() before it, first of all in the script"
+    "JAX had started before fddp.init was called (an array was made, a function ran, or "
+    "jax.devices() was called), and joins no other processes after that: call fddp.init() before "
+    "it, first of all in the script"
 )
 
 
-def join_service(backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
-    """Joins `jax.distributed`, or adopts the one that is there, and makes a group of all devices.
+def join_service(
+    backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
+) -> Group:
+    """Joins or adopts `jax.distributed` and returns the watched group of all devices.
 
-    Args:
-      backend: "gloo" or "nccl".
-      launch: how this process was started.
-      timeout_s: as of `fddp.init`.
-      stall_s: as of `fddp.init`.
-      undo: gets the calls that are to be made when this process leaves the world.
-
-    Returns:
-      The group, watched.
-
-    Raises:
-      RuntimeError: the others cannot be joined; says why.
-      ValueError: nobody says where to meet.
+    `undo` receives the calls by which this process leaves the world.
     """
     adopted = jax.distributed.is_initialized()
-    kept = () if adopted or launch.size == 1 else _join(backend, launch, timeout_s)
+    service_files = () if adopted or launch.size == 1 else _join(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
-        raise RuntimeError("backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.")
+        raise RuntimeError(
+            "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
+        )
     rank = jax.process_index()
     size = jax.process_count()
     recorder, file = shared_recorder(size)
     journal = recorder.journal()
-    before = sys.excepthook
+    previous_hook = sys.excepthook
     if size > 1:
         end_together(rank, size, _ending(rank, size), journal)
     group = replace(world_group(jax.devices()), backend=backend)
-    if size > 1:  # not sooner: a rank that fails before the watchers are there would wait for days
+    if size > 1:  # not sooner: a rank that fails before the watchers start would wait for days
         atexit.register(wait_for_all)
-        undo.callback(_leave, kept, journal, before, adopted)
-    return watched(group, recorder, file, stall_s, kept, pmi_socket(launch))
+        undo.callback(_leave, service_files, journal, previous_hook, adopted)
+    return watched(group, recorder, file, stall_s, service_files, pmi_socket(launch))
 
 
-def _leave(kept: Sequence[int], journal: Journal, before: Any, adopted: bool) -> None:
-    """Waits until all leave, and goes on alone: the others' end no longer concerns this process."""
+def _leave(
+    service_files: Sequence[int],
+    journal: Journal,
+    previous_hook: Callable[..., object],
+    adopted: bool,
+) -> None:
+    """Waits until all ranks leave. Afterwards their end does not end this process."""
     wait_for_all()
     atexit.unregister(wait_for_all)
     try:
         if not adopted:
             jax.distributed.shutdown()
     finally:
-        # The watcher of rank 0 stays until the others have gone: it holds the service that their JAX talks to.
+        # The watcher of rank 0 outlives all other ranks: it holds their JAX's service.
         journal.say(LEFT)
-        sys.excepthook = before
-        for file in kept:
+        sys.excepthook = previous_hook
+        for file in service_files:
             os.close(file)
 
 
 def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
-    """Starts `jax.distributed`; returns the files that rank 0 and its watcher hold as long as it lasts."""
-    late = LATE if backends_started() else ""
-    if late:  # before it waits for anybody
-        print(f"fddp: rank {launch.rank} of {launch.size}: {late}.", file=sys.stderr, flush=True)
+    """Starts `jax.distributed`; returns the files that keep its service alive."""
+    problem = LATE if backends_started() else ""
+    if problem:  # before it waits for other ranks
+        print(f"fddp: rank {launch.rank} of {launch.size}: {problem}.", file=sys.stderr, flush=True)
     coordinator = launch.coordinator or agree_on_coordinator(launch)
-    met = meet(launch.rank, launch.size, coordinator, timeout_s, late, launch.job)
-    if secured():  # certificates hold for names
-        met = Meeting(coordinator, f"[::]:{coordinator.rsplit(':', 1)[1]}")
+    meeting = meet_ranks(launch.rank, launch.size, coordinator, timeout_s, problem, launch.job)
+    if secured():  # certificates are issued for names, not for addresses
+        meeting = ServiceAddresses(coordinator, f"[::]:{coordinator.rsplit(':', 1)[1]}")
     if backend == "gloo":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # JAX's preemption service takes SIGTERM and does nothing: a script that does not ask (fddp.preempted) ends by it.
+    # JAX's preemption service catches SIGTERM and does nothing. Without it the signal ends a script
+    # that does not call fddp.preempted.
     jax.config.update("jax_enable_preemption_service", False)
-    service = start_coordinator(met.bind, launch.rank, launch.size)
+    service = start_coordinator(meeting.bind, launch.rank, launch.size)
     try:
         jax.distributed.initialize(
-            met.coordinator,
+            meeting.coordinator,
             launch.size,
             launch.rank,
-            local_device_ids=None if backend == "gloo" or launch.local_rank is None else [_own_gpu(launch.local_rank)],
+            local_device_ids=None
+            if backend == "gloo" or launch.local_rank is None
+            else [_own_gpu(launch.local_rank)],
             initialization_timeout=int(max(timeout_s, 1)),
             heartbeat_timeout_seconds=HEARTBEAT_S,
             coordinator_bind_address=service.bind,
-            # JAX would ask MPI for this process's GPU, though on CPUs nobody needs one and MPI may not run.
+            # On CPUs no process needs a GPU, but JAX would query MPI for it, and MPI may not run.
             cluster_detection_method="deactivate" if backend == "gloo" else None,
         )
     except RuntimeError as error:
@@ -109,33 +109,40 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
 
 
 def _own_gpu(local_rank: int) -> int:
-    """Picks this process's own GPU of those that it sees: the only one, where the launcher shows it no other."""
+    """The index of this process's GPU among its visible GPUs: 0 if only one is visible."""
     return 0 if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) else local_rank
 
 
 def _ending(rank: int, size: int) -> Ending:
-    # JAX has no public door to its coordination service, which every process of jax.distributed already talks to.
+    # JAX has no public interface to its coordination service. Every process of jax.distributed is
+    # already connected to it.
     client = coordination_client()
 
-    def told(what: str) -> list[str]:
+    def messages(topic: str) -> list[str]:
         try:
-            return [message for _, message in client.key_value_dir_get(f"fddp/{what}/")]
+            return [message for _, message in client.key_value_dir_get(f"fddp/{topic}/")]
         except jax.errors.JaxRuntimeError:  # the service went down with rank 0
             return []
 
-    def tell(message: str, what: str = "failed") -> None:
+    def tell(message: str, topic: str = "failed") -> None:
         try:
-            client.key_value_set(f"fddp/{what}/{rank}", message, allow_overwrite=True)
+            client.key_value_set(f"fddp/{topic}/{rank}", message, allow_overwrite=True)
         except jax.errors.JaxRuntimeError:
             return
 
     def abort() -> None:
-        tell(next((message for message in told("failed") if message.startswith(f"rank {rank}:")), ""), "gone")
+        tell(
+            next(
+                (message for message in messages("failed") if message.startswith(f"rank {rank}:")),
+                "",
+            ),
+            "gone",
+        )
         os._exit(1)
 
     return Ending(
         tell=tell,
-        all_failed=lambda seconds: poll(lambda: len(told("failed")) == size, seconds),
-        cause=lambda: next((message for message in told("gone") if message), None),
+        all_failed=lambda seconds: poll(lambda: len(messages("failed")) == size, seconds),
+        cause=lambda: next((message for message in messages("gone") if message), None),
         abort=abort,
     )

@@ -1,7 +1,8 @@
-"""Finds out how this process was started: what mpirun, srun, torchrun or variables say about its place in the world.
+"""Reads a process's rank and coordinator from variables of mpirun, srun, torchrun or the user.
 
-Each launcher has one small function, from an environment to a `Launch` or None; the first one that knows wins. They
-only read: nothing here starts or connects anything. Launchers that name no place to meet are in `placeless.py`.
+Each launcher has one small function, from an environment to a `Launch` or None. The first `Launch`
+wins. The functions only read: they start nothing and open no connection to another host.
+`placeless.py` has the launchers without a coordinator.
 """
 
 import os
@@ -19,68 +20,55 @@ from fddp.runtime.placeless import by_prrte, flux, mvapich, numbered, pals
 FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 JAX_VARIABLES = ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS")
-# Names of the variables by which launchers tell a process its place.
+# Names of the variables that launchers set to give a process its rank and coordinator.
 SPOKEN = re.compile(
-    r"FDDP_(RANK|SIZE|LOCAL_RANK|COORDINATOR)|RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)"
-    r"|TORCHELASTIC_RUN_ID|JAX_(COORDINATOR_ADDRESS|NUM_PROCESSES|PROCESS_ID)|(OMPI|MV2)_COMM_WORLD_(LOCAL_)?(RANK|SIZE)"
+    r"FDDP_(RANK|SIZE|LOCAL_RANK|COORDINATOR)"
+    r"|RANK|WORLD_SIZE|LOCAL_(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_RUN_ID"
+    r"|JAX_(COORDINATOR_ADDRESS|NUM_PROCESSES|PROCESS_ID)"
+    r"|(OMPI|MV2)_COMM_WORLD_(LOCAL_)?(RANK|SIZE)"
     r"|PMI_(RANK|SIZE)|MPI_LOCALN?RANK(S|ID)|PMIX_(RANK|NAMESPACE)|PALS_(LOCAL_)?(RANKID|SIZE)"
-    r"|FLUX_(TASK_RANK|JOB_SIZE|TASK_LOCAL_ID)|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS|STEP_NODELIST|MPI_TYPE)"
+    r"|FLUX_(TASK_RANK|JOB_SIZE|TASK_LOCAL_ID)"
+    r"|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS|STEP_NODELIST|MPI_TYPE)"
     r"|JOB_COMPLETION_INDEX"
 )
-PORTS = 2**12  # so many, above those that Linux gives out by itself
-GOLDEN = 2531  # the golden ratio of them
+PORTS = 2**12  # number of derived ports, above Linux's ephemeral ports
+GOLDEN = 2531  # `PORTS` divided by the golden ratio
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Finds out how this process was started.
+    """Reads how this process was started from the first launcher with variables in `env`.
 
-    Args:
-      env: environment variables, as `os.environ`.
+    The order: `FDDP_RANK, FDDP_SIZE`; torchrun; Open MPI; MPICH's Hydra (PMI); Flux; MVAPICH;
+    Slurm's srun with any --mpi; PALS; JAX's variables; torchrun's variables without torchrun. A
+    process without any is alone. `FDDP_COORDINATOR` overrides the launcher's coordinator.
 
-    Returns:
-      The place that the first of these tells: `FDDP_RANK, FDDP_SIZE`; torchrun; Open MPI; MPICH's Hydra (PMI); Flux,
-      MVAPICH; Slurm's srun, whatever its --mpi; PALS; JAX's variables; torchrun's, set by somebody else. Where none
-      says anything the process is alone. `FDDP_COORDINATOR` wins over what the launcher says of rank 0's place.
-
-    Raises:
-      ValueError: variables are incomplete or contradict each other.
-
-    Example:
-      >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
-      1
+    >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
+    1
     """
-    # Inner launchers first: srun starts those of the others, and with --mpi=cray_shasta it sets the variables of PALS.
-    started = (torchrun, _open_mpi, _hydra, flux, mvapich, _slurm, pals)
-    found = (launcher(env) for launcher in (_explicit, *started, jax_variables, torch_variables, _nobody))
-    launch = next(launch for launch in found if launch is not None)
-    # The place to meet can be set beside any launcher.
+    # Inner launchers first: srun may start the other launchers, and with --mpi=cray_shasta it sets
+    # the variables of PALS.
+    launchers = (torchrun, _open_mpi, _hydra, flux, mvapich, _slurm, pals)
+    launches = (
+        read(env) for read in (_explicit, *launchers, jax_variables, torch_variables, _nobody)
+    )
+    launch = next(launch for launch in launches if launch is not None)
+    # The coordinator can be set with any launcher.
     return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
 
 
 def spoken(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of all known launchers that are set.
+    """Returns the environment variables of all known launchers.
 
-    Args:
-      env: environment variables, as `os.environ`.
-
-    Returns:
-      Their names and values.
-
-    Example:
-      >>> spoken({"HOME": "/", "RANK": "1"})
-      {'RANK': '1'}
+    >>> spoken({"HOME": "/", "RANK": "1"})
+    {'RANK': '1'}
     """
     return {name: value for name, value in env.items() if SPOKEN.fullmatch(name)}
 
 
 def pmi_socket(launch: Launch) -> int | None:
-    """The socket by which MPICH's mpiexec hears of this process, if it is still open.
+    """The socket between this process and MPICH's mpiexec, if it is open.
 
-    Args:
-      launch: how this process was started.
-
-    Returns:
-      Its number. None: there is none, or a program between the two has closed it, and the number may be another file's.
+    A program between the two may have closed it. Then its number may belong to another file.
     """
     with suppress(OSError):
         if launch.pmi_fd is not None and stat.S_ISSOCK(os.fstat(launch.pmi_fd).st_mode):
@@ -89,38 +77,38 @@ def pmi_socket(launch: Launch) -> int | None:
 
 
 def worlds(processes: int) -> list[dict[str, str]]:
-    """The variables by which processes of this host find each other, as `read_launch` reads them, with a secret.
-
-    Args:
-      processes: how many.
-
-    Returns:
-      The variables of each, in order of rank.
-    """
+    """Makes the variables of each process of a new world on this host, with the job's secret."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        world = {"FDDP_SIZE": str(processes), "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}"}
+        world = {
+            "FDDP_SIZE": str(processes),
+            "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}",
+        }
     world[SECRET] = os.environ.get(SECRET) or new_secret()
-    return [world | {"FDDP_RANK": str(rank), "FDDP_LOCAL_RANK": str(rank)} for rank in range(processes)]
+    return [
+        world | {"FDDP_RANK": str(rank), "FDDP_LOCAL_RANK": str(rank)} for rank in range(processes)
+    ]
 
 
-### Variables of the user's own
+### Variables that the user sets
 
 
 def _explicit(env: Mapping[str, str]) -> Launch | None:
-    given = [name for name in FDDP_VARIABLES if name in env]
-    if not given:
+    names = [name for name in FDDP_VARIABLES if name in env]
+    if not names:
         return None
     number = "FDDP_RANK" if "FDDP_RANK" in env else numbered(env)
     if "FDDP_SIZE" not in env or number is None:
         missing = [name for name in FDDP_VARIABLES if name not in env]
-        raise ValueError(f"{', '.join(given)} given but not {', '.join(missing)}; set FDDP_RANK and FDDP_SIZE.")
+        raise ValueError(
+            f"{', '.join(names)} given but not {', '.join(missing)}; set FDDP_RANK and FDDP_SIZE."
+        )
     launcher = "FDDP_* variables" if number == "FDDP_RANK" else f"FDDP_SIZE and {number}"
     return from_variables(env, launcher, number, "FDDP_SIZE", "FDDP_LOCAL_RANK")
 
 
 def jax_variables(env: Mapping[str, str]) -> Launch | None:
-    """The variables of JAX, as Kubeflow's Trainer sets them; all three or none count."""
+    """Reads JAX's three variables, as Kubeflow's Trainer sets them; None if one is missing."""
     if any(name not in env for name in JAX_VARIABLES):
         return None
     place = from_variables(env, "JAX_* variables", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES")
@@ -128,10 +116,10 @@ def jax_variables(env: Mapping[str, str]) -> Launch | None:
 
 
 def torch_variables(env: Mapping[str, str]) -> Launch | None:
-    """torchrun's variables, whoever has set them; a RANK that stands alone may mean anything."""
+    """Reads torchrun's four variables; None if one is missing, as RANK may have other meanings."""
     if any(name not in env for name in TORCH_VARIABLES):
         return None
-    # A store of torch's may hold MASTER_PORT.
+    # A torch store may occupy MASTER_PORT.
     port = _derived_port(integer(env, "MASTER_PORT") + 1)
     launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "torchrun's variables"
     place = from_variables(env, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -143,7 +131,7 @@ def torch_variables(env: Mapping[str, str]) -> Launch | None:
 
 
 def torchrun(env: Mapping[str, str]) -> Launch | None:
-    """torchrun itself, which srun or mpirun may have started."""
+    """Reads the variables of torchrun itself, which may run under srun or mpirun."""
     return torch_variables(env) if "TORCHELASTIC_RUN_ID" in env else None
 
 
@@ -152,26 +140,28 @@ def _open_mpi(env: Mapping[str, str]) -> Launch | None:
         return None
     numbers = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
     place = from_variables(env, "Open MPI", *numbers, local_size="OMPI_COMM_WORLD_LOCAL_SIZE")
-    return replace(place, local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"))  # which it always says
+    return replace(place, local_rank=integer(env, "OMPI_COMM_WORLD_LOCAL_RANK"))  # always set
 
 
 def _hydra(env: Mapping[str, str]) -> Launch | None:
-    # Tasks of srun --mpi=pmi2, Flux and PALS have a PMI_RANK too. Only Hydra numbers the ranks of a host like this, and
-    # it does so inside a step of Slurm's as well: there it starts its proxies with srun.
-    others = any(name in env for name in ("SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"))
-    if "PMI_RANK" not in env or (others and "MPI_LOCALRANKID" not in env):
+    # Tasks of srun --mpi=pmi2, Flux and PALS have a PMI_RANK too. Only Hydra sets MPI_LOCALRANKID.
+    # It does so inside a Slurm step too, where it starts its proxies with srun.
+    ambiguous = any(name in env for name in ("SLURM_STEP_ID", "FLUX_TASK_RANK", "PALS_RANKID"))
+    if "PMI_RANK" not in env or (ambiguous and "MPI_LOCALRANKID" not in env):
         return None
-    place = from_variables(env, "Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    place = from_variables(
+        env, "Hydra", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    )
     return replace(place, pmi_fd=integer_if_set(env, "PMI_FD"))
 
 
 def _slurm(env: Mapping[str, str]) -> Launch | None:
-    # The step's variables, not the job's: a script under sbatch without srun is one process, whatever the job holds.
-    # The step of prterun's own daemons says nothing of their ranks.
+    # The variables of the step, not of the job: a script under sbatch without srun is one process
+    # in a job of any size. The step of prterun's daemons does not describe their ranks.
     if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env or by_prrte(env):
         return None
-    # Equal on all ranks of a step, different between those that run at the same time: jobs are numbered one after the
-    # other, and so are a job's steps. A multiple of the golden ratio keeps them apart.
+    # The port is equal on all ranks of a step. It differs between simultaneous steps: jobs are
+    # numbered consecutively, and so are the steps of a job. The golden ratio spreads the jobs.
     job = integer(env, "SLURM_JOB_ID")
     step = integer_if_set(env, "SLURM_STEP_ID") or 0
     port = _derived_port(GOLDEN * job + step)
@@ -186,12 +176,14 @@ def _slurm(env: Mapping[str, str]) -> Launch | None:
 
 def _nobody(env: Mapping[str, str]) -> Launch:
     if "FDDP_COORDINATOR" in env:
-        raise ValueError("FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE; set FDDP_RANK and FDDP_SIZE.")
+        raise ValueError(
+            "FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE; set FDDP_RANK and FDDP_SIZE."
+        )
     return Launch("alone", rank=0, size=1)
 
 
 def _first_host(nodes: str) -> str:
-    """The first name of a Slurm node list: 'node[007-012,040],login' starts with node007."""
+    """The first host of a Slurm node list: node007 of 'node[007-012,040],login'."""
     match = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)
     if match is None:
         raise ValueError(f"SLURM_STEP_NODELIST must be a list of hosts, got {nodes!r}.")

@@ -1,4 +1,4 @@
-"""The output of ranks, passed on in whole lines: those of several ranks do not mix."""
+"""Copies the output of the ranks in whole lines, so that lines of several ranks do not mix."""
 
 import os
 import re
@@ -11,24 +11,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-FLIGHT = b"`python -m fddp flight "  # which the watcher of rank 0 names when it ends a job
-MARK = re.compile(rb"\x1e(\d+)\x1f")  # in front of each piece that MPICH's mpiexec passes on
+FLIGHT = b"`python -m fddp flight "  # printed by the watcher of rank 0 when it ends a job
+MARK = re.compile(rb"\x1e(\d+)\x1f")  # set by MPICH's mpiexec before each piece of output
 MARK_BYTES = 12
-LINE_ENDS = (b"\n", b"\r")  # a progress bar ends its lines with the second
+LINE_ENDS = (b"\n", b"\r")  # a progress bar ends its lines with \r
 LONGEST = 2**16
-GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # of XLA, which nothing silences
+GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # XLA always prints it
 
 
-def shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event) -> list[threading.Thread]:
-    """Passes on what a process writes, each line with its rank in front.
+def shown(
+    process: subprocess.Popen[bytes], prefix: str, ending: threading.Event
+) -> list[threading.Thread]:
+    """Starts threads that copy a process's output, each line after its rank, until it ends.
 
-    Args:
-      process: has pipes for its output.
-      prefix: in front of each line; "" where mpiexec marks them.
-      ending: is set once a watcher writes that it ends the job.
-
-    Returns:
-      Threads, which end with the output.
+    `prefix` is "" where mpiexec marks the lines. A watcher's line about the end of the job sets
+    `ending`.
     """
 
     def copy(stream: IO[bytes], out: IO[bytes] | None) -> None:
@@ -41,13 +38,14 @@ def shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event
                 try:
                     out.write(line)  # one write: lines of several ranks do not mix
                     out.flush()
-                except OSError as error:  # a full disk, or a reader that has left: the ranks go on
+                except OSError as error:  # a full disk, or no reader: the ranks continue
                     with Path(os.devnull).open("wb") as nowhere:
-                        os.dup2(nowhere.fileno(), out.fileno())  # also for what the buffer still holds
+                        os.dup2(nowhere.fileno(), out.fileno())  # also drops the buffered rest
                     with suppress(OSError):
-                        tell(f"what the ranks print is lost from here on: {error.strerror}.")
+                        print_line(f"what the ranks print is lost from here on: {error.strerror}.")
 
-    outs = [getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr)]  # a shell may close both
+    # A shell may close both.
+    outs = [getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr)]
     pairs = zip((process.stdout, process.stderr), outs)
     threads = [threading.Thread(target=copy, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
@@ -56,32 +54,32 @@ def shown(process: subprocess.Popen[bytes], prefix: str, ending: threading.Event
 
 
 def _of_each_rank(stream: IO[bytes], rank: bytes) -> Iterator[bytes]:
-    """Whole lines with their rank in front, of pieces of lines that mpiexec marks with the rank; without greetings."""
-    begun = defaultdict[bytes, bytes](bytes)
+    """Joins pieces marked by mpiexec to whole lines after their rank; drops the greetings."""
+    partial_lines = defaultdict[bytes, bytes](bytes)
     for piece in _pieces(stream):
         unmarked, *marked = MARK.split(piece)
         ranks = [rank, *(b"[%b] " % number for number in marked[::2])]
         for rank, text in zip(ranks, [unmarked, *marked[1::2]]):
-            begun[rank] += text
-            if begun[rank].endswith(LINE_ENDS) or len(begun[rank]) > LONGEST:
-                line = begun.pop(rank)
+            partial_lines[rank] += text
+            if partial_lines[rank].endswith(LINE_ENDS) or len(partial_lines[rank]) > LONGEST:
+                line = partial_lines.pop(rank)
                 if not GREETING.match(line):
                     yield rank + line
-    yield from (rank + line for rank, line in begun.items() if line)
+    yield from (rank + line for rank, line in partial_lines.items() if line)
 
 
 def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
-    """Splits output after each line end, and never inside of a mark."""
-    rest = b""
+    """Splits output after each line end, never inside a mark."""
+    remainder = b""
     while data := os.read(stream.fileno(), LONGEST):
-        data = rest + data
+        data = remainder + data
         mark = data.rfind(b"\x1e", -MARK_BYTES)
-        whole = len(data) if mark < 0 or b"\x1f" in data[mark:] else mark
-        rest = data[whole:]
-        yield from data[:whole].splitlines(keepends=True)
-    yield rest
+        end = len(data) if mark < 0 or b"\x1f" in data[mark:] else mark
+        remainder = data[end:]
+        yield from data[:end].splitlines(keepends=True)
+    yield remainder
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Prints a line of `fddp run` itself."""
     print(f"fddp run: {line}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A process's place among those that were started together, and the environment variables it is read from."""
+"""The place of a process in its job, and the environment variables that describe it."""
 
 import re
 from collections.abc import Mapping
@@ -7,41 +7,44 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """A process's place among those that were started together."""
+    """The place of a process in its job."""
 
     launcher: str
     rank: int
     size: int
     local_rank: int | None = None
-    """Its number among the processes of its host; None if the launcher does not say."""
+    """Rank on its host; None if the launcher does not report it."""
     coordinator: str | None = None
-    """host:port at which rank 0 can be met; None if the launcher does not say."""
+    """host:port of rank 0; None if the launcher does not report it."""
     pmi: str | None = None
-    """The value of srun's --mpi, 'pmi2' for one; None if it offers MPI nothing."""
+    """Value of srun's --mpi, such as 'pmi2'; None without a PMI."""
     local_size: int | None = None
-    """The number of processes on its host; None if the launcher does not say."""
+    """Number of processes on its host; None if the launcher does not report it."""
     pmi_fd: int | None = None
-    """The socket by which MPICH's mpiexec hears of it; None if there is none."""
+    """Number of the socket to MPICH's mpiexec; None without one."""
     job: str = ""
-    """The name of its job, as others may meet at the same port; empty if the launcher has none."""
+    """Name of its job, as another job may use the same port; empty if the launcher has none."""
 
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
-            raise ValueError(f"{self.launcher} says this is rank {self.rank} of {self.size}; a rank lies in 0..size-1.")
+            raise ValueError(
+                f"{self.launcher} says this is rank {self.rank} of {self.size}; "
+                "a rank lies in 0..size-1."
+            )
         if self.coordinator is not None and not _is_place(str(self.coordinator)):
             raise ValueError(
-                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port with a port of "
-                "1 to 65535, as in 'node1:4711'."
+                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port "
+                "with a port of 1 to 65535, as in 'node1:4711'."
             )
 
     @property
     def by_mpi(self) -> bool:
-        """Whether an mpiexec started this process, so that MPI can be initialized."""
+        """True if an mpiexec started this process: then MPI can be initialized."""
         return self.launcher in ("Open MPI", "Hydra")
 
     @property
     def may_be_mpi(self) -> bool:
-        """Whether its launcher starts programs of MPI as well; nobody can ask whether the MPI here speaks its PMI."""
+        """True if the launcher also starts MPI programs; the installed MPI may lack its PMI."""
         return self.launcher in ("Flux", "PALS", "MVAPICH") or self.pmi is not None
 
 
@@ -58,22 +61,7 @@ def from_variables(
     local_rank: str | None = None,
     local_size: str | None = None,
 ) -> Launch:
-    """Reads a process's place from the variables of a launcher.
-
-    Args:
-      env: environment variables, as `os.environ`.
-      launcher: its name.
-      rank: name of the variable that numbers the process.
-      size: name of the one with the number of processes.
-      local_rank: name of the one that numbers it among those of its host; None, or not set: the launcher does not say.
-      local_size: name of the one with the number of processes on its host; likewise.
-
-    Returns:
-      The place, without a coordinator.
-
-    Raises:
-      ValueError: a variable is missing, or no whole number, or they contradict each other.
-    """
+    """Reads a process's place from the variables with these names; the local ones may be unset."""
     return Launch(
         launcher,
         rank=integer(env, rank),
@@ -84,18 +72,7 @@ def from_variables(
 
 
 def integer(env: Mapping[str, str], name: str) -> int:
-    """An environment variable that is a whole number.
-
-    Args:
-      env: environment variables, as `os.environ`.
-      name: of the variable.
-
-    Returns:
-      The number.
-
-    Raises:
-      ValueError: it is not set, or no whole number.
-    """
+    """Reads a whole number from an environment variable, which must be set."""
     value = text(env, name)
     try:
         return int(value)
@@ -104,20 +81,12 @@ def integer(env: Mapping[str, str], name: str) -> int:
 
 
 def integer_if_set(env: Mapping[str, str], name: str | None) -> int | None:
-    """An environment variable that is a whole number; None where it is not set, or there is no such variable.
-
-    Raises:
-      ValueError: it is no whole number.
-    """
+    """Reads a whole number from an environment variable; None if it is not set."""
     return integer(env, name) if name and name in env else None
 
 
 def text(env: Mapping[str, str], name: str) -> str:
-    """An environment variable that must be there.
-
-    Raises:
-      ValueError: it is not set.
-    """
+    """Reads an environment variable that must be set."""
     if name not in env:
         raise ValueError(f"{name} is not set, though the launcher's other variables are.")
     return env[name]

@@ -1,14 +1,15 @@
-"""Launchers that name no place to meet: PALS, Flux and MVAPICH say how many ranks there are, others not even that.
+"""Launchers without a coordinator: PALS, Flux and MVAPICH, and launchers without a number of ranks.
 
-Their ranks meet where `FDDP_COORDINATOR` says. All but Kubernetes start programs of MPI too, which meet by a PMI of the
-launcher's; an MPI that does not speak it ends the process, so it is not tried unasked.
+Their ranks meet at `FDDP_COORDINATOR`. All but Kubernetes also start MPI programs, whose ranks meet
+by the launcher's PMI. An MPI without support for that PMI ends the process, so fddp uses MPI here
+only on request.
 """
 
 from collections.abc import Mapping
 
 from fddp.runtime.place import Launch, from_variables
 
-# Each numbers its processes and tells none of them how many there are.
+# Variables of launchers that number their processes without giving their count.
 NUMBERS = {
     "PALS_RANKID": "PALS",
     "PMIX_RANK": "a launcher with PMIx",
@@ -17,7 +18,7 @@ NUMBERS = {
 
 
 def pals(env: Mapping[str, str]) -> Launch | None:
-    """HPE's mpiexec, of PALS, which says the number of ranks for Cray's PMI."""
+    """Reads the variables of HPE's mpiexec (PALS). It gives the number of ranks for Cray's PMI."""
     size = next((name for name in ("PMI_SIZE", "PALS_SIZE") if name in env), None)
     if "PALS_RANKID" not in env or size is None:
         return None
@@ -25,36 +26,31 @@ def pals(env: Mapping[str, str]) -> Launch | None:
 
 
 def flux(env: Mapping[str, str]) -> Launch | None:
-    """`flux run`, of the Flux framework."""
+    """Reads the variables of `flux run`."""
     if "FLUX_TASK_RANK" not in env:
         return None
     return from_variables(env, "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID")
 
 
 def mvapich(env: Mapping[str, str]) -> Launch | None:
-    """mpirun_rsh, of MVAPICH."""
+    """Reads the variables of MVAPICH's mpirun_rsh."""
     if "MV2_COMM_WORLD_RANK" not in env:
         return None
     numbers = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
-    return from_variables(env, "MVAPICH", *numbers, "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
+    return from_variables(
+        env, "MVAPICH", *numbers, "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
+    )
 
 
 def numbered(env: Mapping[str, str]) -> str | None:
-    """The variable by which a launcher numbers its processes without telling how many there are.
+    """The variable of a launcher that numbers its processes without giving their count, or None.
 
-    Args:
-      env: environment variables, as `os.environ`.
-
-    Returns:
-      Its name, or None.
-
-    Example:
-      >>> numbered({"JOB_COMPLETION_INDEX": "3"})
-      'JOB_COMPLETION_INDEX'
+    >>> numbered({"JOB_COMPLETION_INDEX": "3"})
+    'JOB_COMPLETION_INDEX'
     """
     return next((name for name in NUMBERS if name in env), None)
 
 
 def by_prrte(env: Mapping[str, str]) -> bool:
-    """Whether PRRTE's prterun started this process, rather than the PMIx of Slurm's srun."""
+    """True if PRRTE's prterun started this process, rather than Slurm's srun with PMIx."""
     return "PMIX_RANK" in env and not env.get("PMIX_NAMESPACE", "slurm.").startswith("slurm.")

@@ -1,4 +1,4 @@
-"""Rank 0 lets the other ranks in, at the coordinator's port, until JAX's service takes it."""
+"""Rank 0's side of the rendezvous: it accepts the calls of all other ranks."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from fddp.comm import host_key, new_secret, signature, signed
 from fddp.watching import allow_files
 from fddp.wording import printable
 
-TELL_S = 10.0  # so long a rank that cannot join tells the others so
+TELL_S = 10.0  # seconds for which a rank that cannot join reports that to the other ranks
 ANOTHER = "name another port on all ranks: FDDP_COORDINATOR=host:port"
 MOST = 4096  # bytes of a line
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -23,39 +23,39 @@ STOP = "stop: "
 OTHER = "another job\n"
 
 
-class Meeting(NamedTuple):
-    """The place of JAX's service, once all ranks have met."""
+class ServiceAddresses(NamedTuple):
+    """The addresses of JAX's service, once all ranks have met."""
 
     coordinator: str
-    """host:port at which this rank reaches it."""
+    """host:port for this rank to connect to."""
     bind: str
-    """host:port at which it listens, on rank 0: loopback where all ranks are on one host."""
+    """host:port for rank 0 to listen at: loopback if all ranks are on one host."""
 
 
 class Guest(NamedTuple):
-    """A rank that has called."""
+    """A connected rank."""
 
     rank: int
     host: str
     address: str
-    """The address of rank 0 at which it was reached."""
+    """Address of rank 0 on this connection."""
     challenges: tuple[str, str]
-    """Numbers of rank 0 and of the guest, which its call and the answer are signed with."""
+    """Challenges of rank 0 and of the guest, which sign the call and the answer."""
 
 
 Guests = dict[socket.socket, Guest]
-"""The ranks that have come, by the connections that they hold."""
+"""Connection → connected rank."""
 
 
 def receive(
     guests: Guests, size: int, place: tuple[str, int], end: float, refusal: str, job: str
-) -> tuple[str, Meeting]:
-    """Lets the other ranks in until all have called; then sends each of them the place, or the problem."""
+) -> tuple[str, ServiceAddresses]:
+    """Accepts all ranks, then sends each the address of JAX's service or the problem."""
     try:
         problem = _open(guests, size, place, end, job)
         problem = f"rank 0: {refusal}" if refusal else problem
-        theirs, meeting = _places(guests, place[1])
-        answer = f"{STOP}{problem}" if problem else f"{GO}{theirs}"
+        guest_address, meeting = _places(guests, place[1])
+        answer = f"{STOP}{problem}" if problem else f"{GO}{guest_address}"
         for guest, (*_, challenges) in guests.items():
             _send(guest, f"{signature(job, *challenges, answer)} {answer}\n")
         return problem or answer, meeting
@@ -71,7 +71,7 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
     except OSError as error:
         return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); {ANOTHER}"
     problem: str | None = None
-    callers = dict[socket.socket, str]()  # those that have not said anything yet, and their challenges
+    callers = dict[socket.socket, str]()  # silent connections, and their challenges
     with closing(door), selectors.DefaultSelector() as watch:
         watch.register(door, selectors.EVENT_READ)
 
@@ -81,18 +81,21 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
             caller.close()
 
         while len(guests) < size - 1:
-            left = end - time.monotonic()
-            if left <= 0:
-                problem = problem or f"{missing(guests, size)} in time"
+            seconds = end - time.monotonic()
+            if seconds <= 0:
+                problem = problem or f"{missing_ranks(guests, size)} in time"
                 break
-            for caller in [key.fileobj for key, _ in watch.select(left)]:
+            for caller in [key.fileobj for key, _ in watch.select(seconds)]:
                 if caller is door:
                     try:
                         caller, _ = door.accept()
-                    except OSError as error:  # it may open no more files
+                    except OSError as error:  # the limit of open files
                         if not callers:
-                            return f"rank 0 can let no more ranks in ({error.strerror}): raise `ulimit -n`"
-                        drop(next(iter(callers)))  # a rank calls again
+                            return (
+                                f"rank 0 can let no more ranks in ({error.strerror}): "
+                                "raise `ulimit -n`"
+                            )
+                        drop(next(iter(callers)))  # a dropped rank calls again
                         continue
                     callers[caller] = new_secret()
                     watch.register(caller, selectors.EVENT_READ)
@@ -101,7 +104,8 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
                     refusal = _read_call(caller, callers.pop(caller, ""), guests, size, job)
                     if refusal and not problem:
                         problem = refusal
-                        end = min(end, time.monotonic() + TELL_S)  # ranks that come later are to hear of it too
+                        # Ranks that call later must receive the problem too.
+                        end = min(end, time.monotonic() + TELL_S)
                     if caller not in guests:
                         drop(caller)
         for caller in callers:
@@ -109,56 +113,64 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
     return problem
 
 
-def _read_call(caller: socket.socket, challenge: str, guests: Guests, size: int, job: str) -> str | None:
-    """Notes the rank that has called; returns the problem, if any. A rank calls once: a second message means it left.
+def _read_call(
+    caller: socket.socket, challenge: str, guests: Guests, size: int, job: str
+) -> str | None:
+    """Reads a call and adds its rank to `guests`; returns the problem, if any.
 
-    A stranger is no problem.
+    A rank calls once. Further input on its connection means that it left. A stranger is no problem.
     """
     guests.pop(caller, None)
     try:
-        called = CALL.fullmatch(caller.recv(MOST).decode(errors="replace"))
+        call = CALL.fullmatch(caller.recv(MOST).decode(errors="replace"))
     except OSError:
-        called = None
-    if called is None:
+        call = None
+    if call is None:
         return None
-    if not signed(called[1], job, challenge, called[2], called[3]):
+    if not signed(call[1], job, challenge, call[2], call[3]):
         _send(caller, OTHER)
         return None
-    rank = int(called[4])
-    its_size = int(called[5])
-    if not 1 <= rank < max(size, its_size):
+    rank = int(call[4])
+    guest_size = int(call[5])
+    if not 1 <= rank < max(size, guest_size):
         return None
-    double = rank in [guest.rank for guest in guests.values()]
-    guests[caller] = Guest(rank, called[6], caller.getsockname()[0], (challenge, called[2]))
-    if its_size != size:
-        return f"rank 0 says that there are {size} processes, rank {rank} that there are {its_size}"
-    if double:
+    duplicate = rank in [guest.rank for guest in guests.values()]
+    guests[caller] = Guest(rank, call[6], caller.getsockname()[0], (challenge, call[2]))
+    if guest_size != size:
+        return (
+            f"rank 0 says that there are {size} processes, rank {rank} that there are {guest_size}"
+        )
+    if duplicate:
         return f"two processes say that they are rank {rank}"
-    return f"rank {rank}: {printable(called[7])}" if called[7] else None
+    return f"rank {rank}: {printable(call[7])}" if call[7] else None
 
 
-def missing(guests: Guests, size: int) -> str:
-    """Names the ranks that rank 0 still waits for."""
+def missing_ranks(guests: Guests, size: int) -> str:
+    """Lists the ranks that have not called yet; empty if all have."""
     present = {guest.rank for guest in list(guests.values()) if guest.rank < size}
     count = size - 1 - len(present)
     first = ", ".join(map(str, islice((rank for rank in range(1, size) if rank not in present), 8)))
     more = f" and {count - 8} more" if count > 8 else ""
     several = "s" if count > 1 else ""
-    return f"rank{several} {first}{more} of {size} ha{'ve' if several else 's'} not come" if count else ""
+    return (
+        f"rank{several} {first}{more} of {size} ha{'ve' if several else 's'} not come"
+        if count
+        else ""
+    )
 
 
-def _places(guests: Guests, port: int) -> tuple[str, Meeting]:
-    """Where the guests reach JAX's service, '' where they reached rank 0; and its place for rank 0."""
+def _places(guests: Guests, port: int) -> tuple[str, ServiceAddresses]:
+    """Returns the guests' address of JAX's service, '' for the coordinator's, and rank 0's."""
     loopback = f"127.0.0.1:{port}"
     if {guest.host for guest in guests.values()} <= {own_host()}:
-        return loopback, Meeting(loopback, loopback)
+        return loopback, ServiceAddresses(loopback, loopback)
     addresses = {guest.address for guest in guests.values()}
-    if len(addresses) > 1 or "%" in (address := addresses.pop()):  # the address of a link alone
-        return "", Meeting(loopback, f"[::]:{port}")
-    # Rank 0 does not look its name up, which may lead to another of its addresses.
+    if len(addresses) > 1 or "%" in (address := addresses.pop()):  # link-local
+        return "", ServiceAddresses(loopback, f"[::]:{port}")
+    # Rank 0 does not resolve its name: that may give another of its addresses.
     address = address.removeprefix("::ffff:")
     bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    return "", Meeting(bind, bind)
+    return "", ServiceAddresses(bind, bind)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -167,7 +179,9 @@ def _listen(host: str, port: int) -> socket.socket:
             (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
         )
     try:
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
+        )
     except (OSError, ValueError):  # a host without IPv6
         return socket.create_server(("", port), backlog=1024)
 
@@ -175,7 +189,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _send(guest: socket.socket, message: str) -> None:
     try:
         guest.sendall(message.encode())
-    except OSError:  # it has just left, and JAX's service will find out
+    except OSError:  # the guest has just left, and JAX's service will notice
         return
 
 

@@ -1,4 +1,4 @@
-"""Signals to a process that has started ranks."""
+"""Signals to a process that starts ranks."""
 
 import signal
 from collections.abc import Iterator
@@ -6,17 +6,14 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collected(*numbers: int) -> Iterator[list[int]]:
-    """Collects signals while its block runs: none interrupts it, and none is lost in a callback of another library.
+def collect_signals(*numbers: int) -> Iterator[list[int]]:
+    """Collects signals while its block runs; yields the numbers of the received signals.
 
-    Args:
-      *numbers: the signals; those that this process ignores, as nohup has it, stay ignored.
-
-    Yields:
-      The numbers of the signals so far.
+    No signal interrupts the block or is lost in a callback of another library. Signals that this
+    process ignores, for example under nohup, stay ignored.
     """
     signals = list[int]()
-    before = {
+    handlers = {
         number: signal.signal(number, lambda number, frame: signals.append(number))
         for number in numbers
         if signal.getsignal(number) != signal.SIG_IGN
@@ -24,5 +21,5 @@ def collected(*numbers: int) -> Iterator[list[int]]:
     try:
         yield signals
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

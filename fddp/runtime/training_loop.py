@@ -1,4 +1,4 @@
-"""Calls by which a training loop tells the watchers that it lives, and asks them whether to stop.
+"""Calls of a training loop to the watchers: signs of life, and requests to stop.
 
 Source: `reached_preemption_sync_point` in JAX's `multihost_utils`.
 """
@@ -10,12 +10,12 @@ from typing import Any
 from fddp.comm import Journal
 from fddp.runtime.world import init, on_leaving
 
-# The handler of SIGTERM from before `preempted` took it over; empty until then.
+# The previous handler of SIGTERM; empty until `preempted` replaces it.
 _before: list[Any] = []
 
 
 def alive() -> None:
-    """Says that this rank lives and makes progress, in a long loop between steps: an evaluation, say.
+    """Reports progress of this rank in a long loop between steps, such as an evaluation.
 
     Example:
       >>> import fddp
@@ -26,13 +26,14 @@ def alive() -> None:
 
 
 def preempted() -> bool:
-    """Whether all ranks stop here, because one of them was told to end: ask once after each step.
+    """Returns True if all ranks stop here, because a rank received SIGTERM.
 
-    The first call takes SIGTERM over, which schedulers send some time before they end a job. All ranks get the same
-    answer: save the state then, and leave the loop. In processes that this one forks SIGTERM does what it did before.
+    Call it once after each step. Schedulers send SIGTERM some time before they end a job. The first
+    call replaces its handler in this process; in forked processes the signal keeps its previous
+    effect. All ranks get the same answer: if it is True, save the state and leave the loop.
 
     Returns:
-      Whether this is the last step.
+      True after the last step.
 
     Example:
       >>> import fddp
@@ -46,15 +47,15 @@ def preempted() -> bool:
 
 
 def _take_over(journal: Journal) -> None:
-    own = os.getpid()
+    pid = os.getpid()
 
-    def told(number: int, _: object) -> None:
-        if os.getpid() == own:
+    def on_sigterm(number: int, _: object) -> None:
+        if os.getpid() == pid:
             journal.ask_to_stop()
-        else:  # a forked process has this handler too, and the journal's memory, but is no rank
-            signal.signal(number, before)
+        else:  # a forked process inherits this handler and the journal's memory, but is no rank
+            signal.signal(number, previous_handler)
             os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGTERM, told) or signal.SIG_DFL
-    _before.append(before)
+    previous_handler = signal.signal(signal.SIGTERM, on_sigterm) or signal.SIG_DFL
+    _before.append(previous_handler)
     on_leaving(lambda: signal.signal(signal.SIGTERM, _before.pop()))

@@ -1,4 +1,4 @@
-"""The world this process lives in: joined once, at the start of a script, and left at its end or before.
+"""The world of this process: joined once, at the start of a script, and left at its end or before.
 
 Source: `torch.distributed.init_process_group`.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Group, alone, world_group
+from fddp.comm import Group, unwatched, world_group
 from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import join_mpi, mpi_size
@@ -38,29 +38,32 @@ def init(
 ) -> Group:
     """Joins the other processes of this job and returns the group of all replicas.
 
-    Call it once, before any JAX computation; called again without arguments it returns the same group. An uncaught
-    exception on one rank then ends the script on all of them. A `jax.distributed` that is already initialized is
-    adopted.
+    Call it once, before any JAX computation. A second call without arguments returns the same
+    group. From then on an uncaught exception on one rank ends the script on all ranks. An
+    initialized `jax.distributed` is adopted.
 
     Args:
-      backend: "nccl" (GPUs), "gloo" (CPUs), "mpi" (mpi4jax) or "local" (the devices of this process). None: nccl
-        where there are GPUs and several processes; under mpirun mpi if mpi4jax is installed, else gloo; gloo for
-        other processes that were started together, by srun or torchrun say; local for one.
-      rank: this process; with `size`, wins over what the launcher says.
+      backend: "nccl" (GPUs), "gloo" (CPUs), "mpi" (mpi4jax) or "local" (the devices of this
+        process). None: local for a single process, else nccl with GPUs. Without GPUs it is mpi
+        under mpirun if mpi4jax is installed, else gloo.
+      rank: rank of this process; with `size`, it overrides the launcher.
       size: number of processes.
-      coordinator: host:port of rank 0, for nccl and gloo. None: as the launcher says, or agreed on over MPI.
-      timeout_s: seconds to wait for the other processes. After five of them each rank says whom it waits for.
-      stall_s: seconds after which all ranks say who is stuck, if some wait in a step and none moves; after twice as
-        many all end. A rank that lives and evaluates, compiles or waits for data has twenty times as many. None: 30,
-        or ten steps if they take longer.
+      coordinator: host:port of rank 0, for nccl and gloo. None: that of the launcher, or one agreed
+        on over MPI.
+      timeout_s: seconds to wait for the other processes. After five seconds each rank reports the
+        ranks that it waits for.
+      stall_s: seconds without progress, while ranks wait in a step, after which all ranks report
+        the stuck ranks; after twice as many seconds all end. A rank that evaluates, compiles or
+        waits for data has twenty times as many. None: 30, or ten steps if they take longer.
 
     Returns:
       The group.
 
     Raises:
-      ValueError: unknown backend, contradicting ranks, a value that is not a number, or called
-        again with other arguments.
-      RuntimeError: the backend cannot be started here, or JAX has computed before and joins nobody any more.
+      ValueError: the backend is unknown, the ranks contradict each other, a value is not a number,
+        or a second call has other arguments.
+      RuntimeError: the backend cannot start here, or JAX has already started and can join no
+        processes.
 
     Example:
       >>> import fddp
@@ -78,8 +81,9 @@ def init(
     cache_small_programs()
     if _started and request not in ((None,) * 4, _started[0].request):
         raise ValueError(
-            f"fddp.init was called before with (backend, rank, size, coordinator) = {_started[0].request} and now with "
-            f"{request}; a process joins one world: keep the first group, or cut it with group.subgroup."
+            "fddp.init was called before with (backend, rank, size, coordinator) = "
+            f"{_started[0].request} and now with {request}; a process joins one world: keep the "
+            "first group, or cut it with group.subgroup."
         )
     if not _started:
         undo = ExitStack()
@@ -93,17 +97,19 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the world that `init` has joined; every rank calls it, and waits until all have.
+    """Leaves the world of `init`; every rank calls it and waits until all ranks have called it.
 
-    Afterwards this process is on its own: it computes on its own devices, may take any time, and ends or fails without
-    the others. The group is of no use any more; arrays of this process's devices are. A rank that comes to the end of
-    its script counts as one that calls this.
+    Afterwards this process is independent: it computes on its own devices, may take any time, and
+    ends or fails without other ranks. The group is no longer valid; arrays on this process's
+    devices are. A rank at the end of its script counts as having called this.
 
-    With one process `init` may be called again. JAX joins other processes once in a process's life, so after a world of
-    several only `fddp.init("local")` is possible. Does nothing where nothing was joined.
+    After a world of one process `init` may be called again. JAX joins other processes only once, so
+    after a world of several processes only `fddp.init("local")` is possible. Without a world it
+    does nothing.
 
     Raises:
-      RuntimeError: the backend is "mpi": MPI is joined and left once, and mpiexec ends all ranks if one fails later.
+      RuntimeError: the backend is "mpi": MPI can be joined and left only once, and mpiexec ends all
+        ranks if one fails later.
 
     Example:
       >>> import fddp
@@ -116,51 +122,34 @@ def shutdown() -> None:
         return
     if _started[0].group.backend == "mpi" and _started[0].group.processes > 1:
         raise RuntimeError(
-            "fddp.shutdown: backend 'mpi' is left when the process ends, for mpiexec ends all ranks if one of them "
-            "fails, and MPI starts once in a process; end the script, or take fddp.init('gloo')."
+            "fddp.shutdown: backend 'mpi' is left when the process ends, for mpiexec ends all "
+            "ranks if one of them fails, and MPI starts once in a process; end the script, or take "
+            "fddp.init('gloo')."
         )
     _started.pop().undo.close()
 
 
 def on_leaving(undo: Callable[[], object]) -> None:
-    """Makes `shutdown` call a function before it waits for the others.
-
-    Args:
-      undo: the function.
-    """
+    """Makes `shutdown` call `undo` before it waits for the other ranks."""
     init()
     _started[0].undo.callback(undo)
 
 
 def group_of(call: str, group: Group | None) -> Group:
-    """The group that a call was given, or that of `init` for None.
-
-    Args:
-      call: name of the function that was called.
-      group: what it was given.
-
-    Returns:
-      The group.
-
-    Raises:
-      TypeError: it is none.
-    """
+    """Returns the group argument of the public function `call`, or the group of `init` for None."""
     if group is not None and not isinstance(group, Group):
         raise TypeError(
-            f"fddp.{call}: group must be a fddp.Group, from fddp.init() or fddp.mesh_group say, got {group!r}."
+            f"fddp.{call}: group must be a fddp.Group, from fddp.init() or fddp.mesh_group say, "
+            f"got {group!r}."
         )
     cache_small_programs()  # the folder may be set after `init`
     return init() if group is None else group
 
 
 def fails(error: BaseException) -> bool:
-    """Notes that this rank fails, so that the watchers name it and none of those that are ended with it.
+    """Records the failure of this rank, so that the watchers name it as the cause.
 
-    Args:
-      error: what was raised.
-
-    Returns:
-      False if it only follows from another rank's end.
+    Returns False, without a record, if the error only follows from the end of another rank.
     """
     if not _started:
         return True
@@ -172,16 +161,16 @@ def fails(error: BaseException) -> bool:
 
 
 class World(NamedTuple):
-    """The world that was joined."""
+    """A joined world."""
 
     request: tuple
-    """The arguments of `init`."""
+    """Arguments of `init`."""
     group: Group
     undo: ExitStack
-    """The calls that are to be made to leave it."""
+    """Calls that leave it."""
 
 
-# The process's world, as MPI_Init and jax.distributed know it.
+# Empty or one world: the state is process-wide, as that of MPI_Init and jax.distributed.
 _started: list[World] = []
 
 
@@ -194,14 +183,15 @@ def _pick(launch: Launch) -> str:
         return "nccl"
     if importlib.util.find_spec("mpi4jax") is None:
         return "gloo"
-    if launch.may_be_mpi and launch.coordinator:  # without one an error says it
-        # MPI_Init cannot be tried: an MPI that does not speak this PMI ends the process there (Open MPI without PMIx,
-        # MPICH under PMIx), and MPICH's UCX sends Slurm's pmi2 longer lines than it reads.
+    if launch.may_be_mpi and launch.coordinator:  # without a coordinator an error names mpi
+        # MPI_Init cannot be tried: an MPI without support for this PMI ends the process (Open MPI
+        # without PMIx, MPICH under PMIx). MPICH's UCX sends longer lines than Slurm's pmi2 reads.
         launcher = f"srun --mpi={launch.pmi}" if launch.pmi else launch.launcher
         _say(launch, f"{launcher}: backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there.")
     if not launch.by_mpi:
         return "gloo"
-    if launch.coordinator and (size := mpi_size()) != launch.size:  # ranks who know where to meet need no MPI
+    # Ranks with a coordinator can do without MPI.
+    if launch.coordinator and (size := mpi_size()) != launch.size:
         _say(launch, f"{launch.launcher} says {launch.size} ranks, MPI {size}: backend 'gloo'.")
         return "gloo"
     return "mpi"
@@ -213,21 +203,29 @@ def _say(launch: Launch, line: str) -> None:
 
 
 def _has_gpus() -> bool:
-    """Whether JAX will use GPUs; looks without starting JAX's backends, which must not run before jax.distributed."""
+    """Predicts JAX's use of GPUs. JAX's backends must not start before jax.distributed."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     plugins = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
-    return plugins and Path("/dev/nvidiactl").exists() and (not platforms or "cuda" in platforms or "gpu" in platforms)
+    return (
+        plugins
+        and Path("/dev/nvidiactl").exists()
+        and (not platforms or "cuda" in platforms or "gpu" in platforms)
+    )
 
 
-def _start(backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
+def _start(
+    backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
+) -> Group:
     if backend == "local":
-        return replace(world_group(jax.local_devices()), backend="local", journal=alone())
+        return replace(world_group(jax.local_devices()), backend="local", journal=unwatched())
     if backend == "mpi":
         return join_mpi(launch, stall_s)
     return join_service(backend, launch, timeout_s, stall_s, undo)
 
 
-def _with_arguments(launch: Launch, rank: int | None, size: int | None, coordinator: str | None) -> Launch:
+def _with_arguments(
+    launch: Launch, rank: int | None, size: int | None, coordinator: str | None
+) -> Launch:
     if (rank is None) != (size is None):
         raise ValueError(f"rank and size belong together, got rank={rank} and size={size}.")
     if rank is not None and size is not None:

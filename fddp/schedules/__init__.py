@@ -1,12 +1,11 @@
-"""A step as a list of tasks, and how it is launched: in one program, on threads beside its traffic, or in order.
+"""A step as a list of tasks, and the launchers that run it: as one program, on threads, in order.
 
-A list says what is computed, what is sent and what waits for what; a launcher says on what it runs; a schedule is both.
-The mathematics is the pieces' own. Here are also the spans of a step that ran, and a step on paper. This room imports
-jaxpr, buckets, comm and hooks.
+A list says which tasks compute, which send, and which wait for others; a launcher runs them; a
+schedule is both. The mathematics is in the pieces. The room also holds the spans of a step that
+ran, and simulates steps. This room imports jaxpr, buckets, comm and hooks.
 """
 
 from fddp.schedules.ahead_of_time import compiled as compiled
-from fddp.schedules.border import shorter_loops as shorter_loops
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.exchange_tasks import described_exchanges as described_exchanges
@@ -24,6 +23,8 @@ from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
+from fddp.schedules.pieces import StepInputs as StepInputs
+from fddp.schedules.pieces import StepOutputs as StepOutputs
 from fddp.schedules.planned_memory import of_one_program as of_one_program
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
@@ -45,3 +46,4 @@ from fddp.schedules.timeline import Timeline as Timeline
 from fddp.schedules.timeline import observed_pace as observed_pace
 from fddp.schedules.timeline import outline as outline
 from fddp.schedules.timeline import simulate as simulate
+from fddp.schedules.uncut import shorter_loops as shorter_loops

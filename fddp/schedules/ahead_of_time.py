@@ -1,4 +1,4 @@
-"""Compiles the tasks of a list before any of them runs: equal ones once."""
+"""Compiles the tasks of a list before any of them runs; equal programs are compiled once."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,57 +19,50 @@ from fddp.schedules.tasks import HANDED, WRITTEN, Communicate, Compute, TaskList
 
 
 def compiled(
-    placement: Placement, listed: TaskList, values: Mapping[Value, Any], freed: Freed, says: Compiling
+    placement: Placement,
+    listed: TaskList,
+    values: Mapping[Value, Any],
+    freed: Freed,
+    says: Compiling,
 ) -> Programs:
-    """Compiles all programs before any of them runs, equal ones once.
-
-    Args:
-      placement: where they run.
-      listed: the tasks.
-      values: those that are there at first, as all replicas together have them.
-      freed: the values whose memory a task may have, for each task by name.
-      says: reports what compiles.
-
-    Returns:
-      A program for each compute task, by its name.
-    """
+    """Compiles all programs of a list, equal ones once; `values` holds those of all replicas."""
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(values))
-    programs = _Traces(placement, says)
+    traces = _Traces(placement, says)
     keys = dict[str, Any]()
-    now = "a step"
+    description = "a step"
 
     def make(number: int) -> Callable[..., Sequence[Any]]:
-        nonlocal now
-        one = each[number]
-        now = f"program {number + 1} of {len(each)} ({one.name})"
-        return one.make()
+        nonlocal description
+        program = traced[number]
+        description = f"program {number + 1} of {len(traced)} ({program.name})"
+        return program.make()
 
-    with says(lambda: now):
+    with says(lambda: description):
         for task in listed.tasks:
             if isinstance(task, Communicate):
-                forms.update(zip(task.writes, _came(placement, listed, task, forms)))
+                forms.update(zip(task.writes, _received(placement, listed, task, forms)))
             elif task.writes:
-                keys[task.name] = programs.key(task, freed.get(task.name, ()), forms)
-        each = list(programs.known.values())
-        made = dict(zip(programs.known, each_by_one([one.text for one in each], make)))
-    # A stage that writes nothing has nothing to do: other stages use what it waits for.
+                keys[task.name] = traces.key(task, freed.get(task.name, ()), forms)
+        traced = list(traces.known.values())
+        programs = dict(zip(traces.known, each_by_one([t.text for t in traced], make)))
+    # A stage that writes nothing has nothing to do: other stages use the values it waits for.
     return {
-        task.name: made[keys[task.name]] if task.writes else task.run
+        task.name: programs[keys[task.name]] if task.writes else task.run
         for task in listed.tasks
         if isinstance(task, Compute)
     }
 
 
 @dataclass(frozen=True)
-class Late:
+class CompiledOnCall:
     """A program that is compiled by its first call."""
 
     run: Callable[..., Sequence[Any]]
     lowered: jax.stages.Lowered
-    """The same for a look at what XLA makes of it; what its first call has compiled is not compiled again."""
+    """The program for reading XLA's plans; the code that its first call compiled is reused."""
 
-    def __call__(self, *given: Any) -> Sequence[Any]:
-        return self.run(*given)
+    def __call__(self, *inputs: Any) -> Sequence[Any]:
+        return self.run(*inputs)
 
 
 class _Traced(NamedTuple):
@@ -78,15 +71,15 @@ class _Traced(NamedTuple):
     name: str
     """The name of the first task that runs it."""
     text: str
-    """The program, as XLA gets it."""
+    """The program as lowered for XLA."""
     constants: Sequence[Any]
-    """Its constants, which are kept alive, so that their ids stay unique."""
+    """Its constants, held so that their ids stay unique."""
     make: Callable[[], Callable[..., Sequence[Any]]]
     """Compiles it."""
 
 
 class _Traces:
-    """The programs of tasks, as they are traced and lowered one after the other, equal ones once."""
+    """The programs of tasks, traced and lowered one after the other, equal ones once."""
 
     def __init__(self, placement: Placement, says: Compiling) -> None:
         self._placement = placement
@@ -94,63 +87,72 @@ class _Traces:
         self._traced = dict[Any, Any]()
         self._keys = dict[Any, Any]()
         self.known = dict[Any, _Traced]()
-        """The programs, each by what tells it apart."""
+        """Key → program."""
 
     def key(self, task: Compute, free: Sequence[Value], forms: dict[Value, Any]) -> Any:
-        """Finds what tells a task's program apart; adds the forms of what the task writes."""
-        read = [forms[name] for name in task.reads]
-        shapes = _shapes(read)
-        tree = jax.tree.structure(read)
+        """Returns the key of a task's program, and adds the shapes of its outputs to `forms`."""
+        inputs = [forms[name] for name in task.reads]
+        shapes = _shapes(inputs)
+        tree = jax.tree.structure(inputs)
         # Equal layers make stages of one function.
-        weak = tuple(getattr(x, "weak_type", False) for x in jax.tree.leaves(read))
+        weak = tuple(getattr(x, "weak_type", False) for x in jax.tree.leaves(inputs))
         call = (task.run, *specs_of(self._placement, task), tree, *shapes, weak)
-        _, traced = self._trace(call, task, read)
+        _, traced = self._trace(call, task, inputs)
         forms.update(zip(task.writes, traced.out_info))
-        donated = tuple(_usable(task, free, forms))
+        donated = tuple(_donatable(task, free, forms))
         if (call, donated) not in self._keys:
-            jit, traced = self._trace(call, task, read, donated)
+            jit, traced = self._trace(call, task, inputs, donated)
             lowered = traced.lower()
             text = lowered.as_text()
-            told_apart = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
-            same = (text, tree, *shapes, *told_apart)
-            # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which JAX gives another
-            # layout, nor the token that MPI's collectives hand on.
+            identities = (*map(id, traced.jaxpr.consts), *_callbacks(traced.jaxpr.jaxpr))
+            key = (text, tree, *shapes, *identities)
+            # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which
+            # JAX gives another layout, nor the token of MPI's collectives.
             ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
-            later = partial(Late, first_call(jit, task.name, self._says), lowered)
-            make = lowered.compile if ahead else later
-            self.known.setdefault(same, _Traced(task.name, text, traced.jaxpr.consts, make))
-            self._keys[call, donated] = same
+            on_call = partial(CompiledOnCall, first_call(jit, task.name, self._says), lowered)
+            make = lowered.compile if ahead else on_call
+            self.known.setdefault(key, _Traced(task.name, text, traced.jaxpr.consts, make))
+            self._keys[call, donated] = key
         return self._keys[call, donated]
 
-    def _trace(self, call: Any, task: Compute, read: Sequence[Any], donated: Sequence[int] = ()) -> Any:
-        """Traces a task, or finds the trace of an equal one."""
+    def _trace(
+        self, call: Any, task: Compute, inputs: Sequence[Any], donated: Sequence[int] = ()
+    ) -> Any:
+        """Traces a task, or returns the trace of an equal one."""
         if (call, *donated) not in self._traced:
             jit = program_of(self._placement, task, donated)
-            self._traced[call, *donated] = jit, jit.trace(*read)
+            self._traced[call, *donated] = jit, jit.trace(*inputs)
         return self._traced[call, *donated]
 
 
-def _came(placement: Placement, listed: TaskList, task: Communicate, forms: Mapping[Value, Any]) -> tuple[Any, Any]:
-    """The forms of what comes back of a message, and of the bytes that were sent."""
-    back = task.reduction.back(of_one_replica(forms[task.reads[0]], placement.replicas_in_array))
+def _received(
+    placement: Placement, listed: TaskList, task: Communicate, forms: Mapping[Value, Any]
+) -> tuple[Any, Any]:
+    """The shapes of a message's sum and of the bytes of all messages."""
+    replicas = placement.replicas_in_array
+    total = task.reduction.back(of_one_replica(forms[task.reads[0]], replicas))
     if not task.writes[0].equal_everywhere:
-        back = jax.ShapeDtypeStruct((back.shape[0] * placement.replicas_in_array,), back.dtype)
-    return back, jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
+        total = jax.ShapeDtypeStruct((total.shape[0] * replicas,), total.dtype)
+    return total, jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)
 
 
-def _usable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any]) -> list[int]:
-    """Inputs to donate: values of the state, and what an update hands on, each with a result of the same shape."""
+def _donatable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any]) -> list[int]:
+    """Positions of inputs to donate, each of which has an output of the same shape.
 
-    def wants(value: Value) -> Counter[Any]:
+    They are arrays of the state, and values that a stage of an update passes to the next.
+    """
+
+    def shapes(value: Value) -> Counter[Any]:
         return Counter((value.equal_everywhere, *shape) for shape in _shapes(forms[value]))
 
-    room = sum(map(wants, task.writes), Counter())
-    places = list[int]()
+    outputs = sum(map(shapes, task.writes), Counter())
+    positions = list[int]()
     for at, name in enumerate(task.reads):
-        if name in free and (of_state(name) or name.kind in (HANDED, WRITTEN)) and wants(name) <= room:
-            room -= wants(name)
-            places.append(at)
-    return places
+        donatable = of_state(name) or name.kind in (HANDED, WRITTEN)
+        if name in free and donatable and shapes(name) <= outputs:
+            outputs -= shapes(name)
+            positions.append(at)
+    return positions
 
 
 def _shapes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
@@ -158,7 +160,10 @@ def _shapes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def _callbacks(jaxpr: Jaxpr) -> list[Any]:
-    """The host's functions that a program calls: its text only numbers them."""
-    own = [callback for eqn in jaxpr.eqns for callback in callbacks(eqn)]
-    bodies = [body for eqn in jaxpr.eqns for body in inner_programs(eqn)]
-    return [*own, *(callback for body in bodies for callback in _callbacks(body))]
+    """The host functions that a program calls, which its text only numbers."""
+    functions = list[Any]()
+    for eqn in jaxpr.eqns:
+        functions += callbacks(eqn)
+        for body in inner_programs(eqn):
+            functions += _callbacks(body)
+    return functions

@@ -1,4 +1,4 @@
-"""Reports what compiles: a step of a large model compiles for minutes, and nothing else would be seen."""
+"""Reports which program compiles: a large model compiles for minutes without other output."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,48 +10,34 @@ from fddp.comm import Group, reports
 FIRST_WORD_S = 10.0
 NEXT_WORD_S = 30.0
 
-# Reports while its block runs; takes a few words for what compiles, or a function that returns them.
+# Reports while its block runs; takes a description of the program, or a function that returns it.
 Compiling: TypeAlias = Callable[[str | Callable[[], str]], AbstractContextManager[None]]
 
 
 def compiling(group: Group, what: str | Callable[[], str]) -> AbstractContextManager[None]:
-    """Reports on rank 0, on stderr, what compiles and for how long already, once it has taken some seconds.
+    """Reports on rank 0, on stderr, which program compiles, and for how many seconds so far.
 
-    Args:
-      group: the replicas.
-      what: a few words for what compiles, or a function that returns them at the time.
-
-    Returns:
-      A context that reports until it ends.
+    `what` describes the program, or is a function that returns the current description.
     """
-    began = monotonic()
+    start = monotonic()
 
     def state() -> str:
-        return f"compiling {what() if callable(what) else what}, {monotonic() - began:.0f} s so far"
+        return f"compiling {what() if callable(what) else what}, {monotonic() - start:.0f} s so far"
 
     return reports(state, FIRST_WORD_S, NEXT_WORD_S) if group.is_main else nullcontext()
 
 
 def first_call(program: Callable[..., Any], what: str, says: Compiling) -> Callable[..., Any]:
-    """Wraps a program, so that its first call, which compiles it, is reported.
-
-    Args:
-      program: from `jax.jit`.
-      what: a few words for it.
-      says: `compiling`, of a group.
-
-    Returns:
-      The same program.
-    """
+    """Wraps a jitted program so that its first call, which compiles it, is reported."""
     compiled = False
 
-    def run(*given: Any) -> Any:
+    def run(*inputs: Any) -> Any:
         nonlocal compiled
         if compiled:
-            return program(*given)
+            return program(*inputs)
         with says(f"and starting {what}"):
-            made = program(*given)
+            outputs = program(*inputs)
         compiled = True
-        return made
+        return outputs
 
     return run

@@ -1,10 +1,11 @@
-"""Returns from a step before its last sums are back: they come, and are used, under the next step's forward pass.
+"""Returns from a step before its last sums arrive: they travel under the next step's forward pass.
 
-An array of the state that is still to come is a promise. Whoever reads it waits. A step that is given promises begins
-at once, and each of its stages waits for what that stage reads. So nothing is ever stale, whatever becomes of the state
-meanwhile.
+An array of the state that is still being computed is a promise, and every reader waits for it. A
+step that receives promises starts at once, and each of its stages waits for the arrays that it
+reads. So no step reads a stale value.
 
-Source: ByteScheduler (Peng et al., SOSP 2019), which crosses the border between steps in the same way.
+Source: ByteScheduler (Peng et al., SOSP 2019), which crosses the border between steps in the same
+way.
 """
 
 from functools import partial
@@ -17,122 +18,123 @@ import numpy as np
 
 from fddp.buckets import Messages
 from fddp.comm import MOST, Group
-from fddp.hooks import Memory, plain_bytes
+from fddp.hooks import plain_bytes
 from fddp.jaxpr import used_up
 from fddp.schedules.ahead_of_time import compiled
-from fddp.schedules.gathers_ahead import gathers_ahead
 from fddp.schedules.hook_memory import promised_memory, remembered
 from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
-from fddp.schedules.message_order import Trial, orders
-from fddp.schedules.pieces import Pieces, Runner
+from fddp.schedules.message_order import Trial, arrival_order, orders
+from fddp.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
 from fddp.schedules.queues import Arranged, Promise, by_kind, freed, heard, routed
-from fddp.schedules.slice_by_slice import slice_by_slice
-from fddp.schedules.staged import refuse_without_jit
+from fddp.schedules.staged import refuse_without_jit, staged
 from fddp.schedules.tasks import TaskList, Value
 
-BEHIND = "communication"  # the queue of messages that come back behind a step
+LATE = "communication"  # the queue of messages whose sums may arrive after the step has returned
 
 
 def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Overlaps two steps: gathers lead the next step where parameters rest in shards; else sums trail this one.
+    """Overlaps a step's last sums with the next step's forward pass.
+
+    A step whose gradients are reduce-scattered runs staged: its gathers wait for its updates, and
+    these wait for the last messages.
 
     Args:
       group: the replicas.
       pieces: the step.
-      donate: whether updates may reuse the state's memory.
-
-    Returns:
-      The runner.
-    """
-    computes = pieces.rounds[0].kind == "compute"  # else it packs shards, to gather them
-    return (sums_behind if computes else gathers_ahead)(group, pieces, donate)
-
-
-def sums_behind(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs stages beside all-reduces, and updates beside both; returns after the stages, and the rest follows.
-
-    Messages and updates have a thread each. The messages of all steps leave on a communicator of their own, one after
-    the other. Where a process has several devices, or sums go over nodes first, there is no such communicator, and
-    nothing is under way between two steps. Where there are two orders of the messages, the first steps try both.
-
-    Args:
-      group: the replicas.
-      pieces: the step.
-      donate: whether updates may reuse the optimizer's state's memory.
+      donate: True if updates may reuse the optimizer state's memory.
 
     Returns:
       The runner; a result that replaces an array of the state may be a `Promise`.
     """
-    lane, beside = own_lane(group)
-    plain = _all_plain(pieces)
+    scattered = any(r.collective == "reduce_scatter" for r in pieces.reductions)
+    gathers_first = pieces.rounds[0].kind != "compute"
+    return (staged if scattered or gathers_first else with_late_sums)(group, pieces, donate)
+
+
+def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    """Runs stages, messages and updates side by side, and returns after the last stage.
+
+    Messages and updates have a thread each. The messages of all steps leave on one communicator of
+    their own, in order. Where a process has several devices, or sums go over nodes first, the
+    group has no such communicator, and a step returns after its last update. If there are two
+    orders of the messages, the first steps try both.
+    """
+    lane, has_lane = own_lane(group)
     # On a mesh a hook's sums use the communicator that hosts use between two steps.
-    beside = beside and (not group.placement.on_mesh or not any(one.apply for one in pieces.reductions))
-    whole = all(one.collective == "all_reduce" and one.asks is None for one in pieces.reductions)
-    first_use = pieces.uses if whole and beside else {}
-    pieces = _told_at_once(group, pieces) if plain else pieces
-    make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=slice_by_slice)
+    hooked = any(reduction.apply for reduction in pieces.reductions)
+    overlaps = has_lane and not (group.placement.on_mesh and hooked)
+    plain = _only_plain_sums(pieces)
+    unconditional = all(r.collective == "all_reduce" and r.asks is None for r in pieces.reductions)
+    first_use = pieces.uses if unconditional and overlaps else {}
+    pieces = _with_known_bytes(group, pieces) if plain else pieces
+    make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=arrival_order)
     queue_of = heard(group, by_kind)
     trial = Trial(group)
-    launcher = Launcher(group, lanes=(BEHIND,))
-    # The forms of what a step may promise, for each form of arguments, once one such step has waited for all.
-    known = dict[int, dict[Value, jax.ShapeDtypeStruct]]()
-    used = list[Any]()  # arrays that a step donates; it may not have come to that when the next step begins
+    launcher = Launcher(group, lanes=(LATE,))
+    # Prepared step → shapes of the results that it may promise, known once such a step has waited
+    # for all of them.
+    promised = dict[int, dict[Value, jax.ShapeDtypeStruct]]()
+    donated = list[Any]()  # the last step may not have overwritten these when the next one starts
 
     def arrange(listed: TaskList) -> Arranged:
-        each = [one.tasks for one in orders(listed, first_use)]
-        return Arranged(tuple(routed(tasks, queue_of, listed.results) for tasks in each), freed(each, queue_of))
+        tasks = [order.tasks for order in orders(listed, first_use)]
+        routes = tuple(routed(order, queue_of, listed.results) for order in tasks)
+        return Arranged(routes, freed(tasks, queue_of))
 
     prepare = preparing(lane, make, arrange, compiled, donate)
 
-    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
+    def run(inputs: StepInputs) -> StepOutputs:
         refuse_without_jit("eager")
-        rows = group.placement.place(rows, group.placement.per_replica)
-        now = prepare(state, pending, shards, rows)
-        values = now.listed.enter(state, pending, shards, rows)
-        donated = set(map(id, used))
-        if any(id(x) in donated for x in values.values()):
+        memory = inputs.memory
+        prepared, values = prepare(inputs)
+        used = set(map(id, donated))
+        if any(id(x) in used for x in values.values()):
             raise used_up()
-        if launcher.failed():  # after the last step had returned: not all ranks come here then
+        if launcher.failed():  # after the last step had returned, perhaps on this rank only
             group.recovery.fail()
-        group.recovery.sends()  # a rank that fails from here on may not begin anew alone
+        group.recovery.sends()  # from here on this rank must not retry the step alone
         launcher.log.begin()
-        routes = now.arranged.routes[trial.way(len(now.arranged.routes))]
-        began = perf_counter()
-        first = id(now) not in known
-        carried = [name for name in routes.kept if name.replaces in values] if first and beside else []
-        used[:] = [values[name] for name in now.arranged.gives]
-        late = {name: Promise(form) for name, form in known.get(id(now), {}).items()}
-        done = launcher.launch(now, routes, values, memory=memory, late=late)
-        results = done.results
-        job = done.jobs.get(BEHIND) if late and memory else None
-        memory = promised_memory(done, job, memory) if job else remembered(done, memory)
+        routes = prepared.arranged.routes[trial.way(len(prepared.arranged.routes))]
+        start = perf_counter()
+        first = id(prepared) not in promised
+        late = {name: Promise(form) for name, form in promised.get(id(prepared), {}).items()}
+        names = [n for n in routes.results if n.replaces in values] if first and overlaps else []
+        donated[:] = [values[name] for name in prepared.arranged.gives]
+        launched = launcher.launch(prepared, routes, values, memory=memory, late=late)
+        results = launched.results
+        job = launched.jobs.get(LATE) if late and memory else None
+        memory = promised_memory(launched, job, memory) if job else remembered(launched, memory)
         if first:
-            known[id(now)] = forms_of({name: results[name] for name in carried})
+            promised[id(prepared)] = forms_of({name: results[name] for name in names})
         launcher.log.end()
-        trial.took(perf_counter() - began)
-        return *now.listed.leave(results), memory
+        trial.took(perf_counter() - start)
+        return StepOutputs(*prepared.listed.leave(results), memory)
 
     def tasks(*arguments: Any) -> TaskList:
-        made = orders(make(*arguments), first_use)
-        return made[min(trial.latest, len(made) - 1)]
+        possible = orders(make(*arguments), first_use)
+        return possible[min(trial.latest, len(possible) - 1)]
 
     return Runner(run, None, launcher.log.timeline, tasks, of_tasks(group, prepare), promises=True)
 
 
-def _all_plain(pieces: Pieces) -> bool:
-    return not any(one.apply or one.asks or one.collective != "all_reduce" for one in pieces.reductions)
+def _only_plain_sums(pieces: Pieces) -> bool:
+    return not any(r.apply or r.asks or r.collective != "all_reduce" for r in pieces.reductions)
 
 
-def _told_at_once(group: Group, pieces: Pieces) -> Pieces:
-    """Tells the bytes of plain sums at once: they are known before the sums leave, and need not be waited for."""
+def _with_known_bytes(group: Group, pieces: Pieces) -> Pieces:
+    """Reports the bytes of plain sums before they leave, so that no update waits for them."""
 
-    def finish(state: Any, shards: Any, came: Messages, kept: Any, nbytes: Any) -> tuple[Any, Any]:
+    def finish(state: Any, shards: Any, sums: Messages, saved: Any, nbytes: Any) -> tuple[Any, Any]:
         del nbytes
-        sends = zip(pieces.reductions, came.arrays)
-        told = [min(plain_bytes(group.communicator, one, x.size, x.dtype), MOST) for one, x in sends]
-        return pieces.finish(state, shards, came, kept, jnp.asarray(np.array(told, np.uint32)))
+        known_bytes = [
+            min(plain_bytes(group.communicator, reduction, x.size, x.dtype), MOST)
+            for reduction, x in zip(pieces.reductions, sums.arrays)
+        ]
+        return pieces.finish(
+            state, shards, sums, saved, jnp.asarray(np.array(known_bytes, np.uint32))
+        )
 
     return pieces._replace(finish=finish)

@@ -1,4 +1,4 @@
-"""Makes tasks of the collectives that a loss holds: each travels between the stage before it and those behind."""
+"""Makes tasks of a loss's collectives: each runs between the stage before it and those after it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,8 +11,8 @@ from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import apart, arrivals
 from fddp.schedules.tasks import Compute, Value
 
-GIVEN = "given"  # what a replica gives to a collective of the loss
-EXCHANGED = "exchanged"  # what comes back of it
+GIVEN = "given"  # the input of a collective of the loss
+EXCHANGED = "exchanged"  # its output
 
 
 class Exchanged(NamedTuple):
@@ -20,98 +20,87 @@ class Exchanged(NamedTuple):
 
     closed: ClosedJaxpr
     """The program, with more inputs and outputs behind its own."""
-    came: list[Value]
+    received: list[Value]
     """The names of these inputs."""
-    given: list[Value]
+    passed: list[Value]
     """The names of these outputs."""
-    comes: dict[int, int]
-    """Number of an input → when it comes."""
+    arrivals: dict[int, int]
+    """Position of an input → its time of arrival."""
     tasks: list[Compute]
     """The collectives."""
 
 
-def exchanged(placement: Placement, closed: ClosedJaxpr, comes: Mapping[int, int], first: int) -> Exchanged:
+def exchanged(
+    placement: Placement, closed: ClosedJaxpr, arrival: Mapping[int, int], first: int
+) -> Exchanged:
     """Takes a program's collectives out of it, as tasks.
 
-    Args:
-      placement: where the replicas' programs run.
-      closed: the program.
-      comes: number of an input → when it comes; the others are there from 0.
-      first: the number of its first collective, among those of a step.
-
-    Returns:
-      The program as it is left, and the tasks.
+    `arrival` maps the position of an input to its time of arrival, 0 if omitted. `first` is the
+    number of the first collective among those of a step.
     """
-    found = apart(closed, placement.axis_name, comes)
-    if found is None:
-        return Exchanged(closed, [], [], dict(comes), [])
-    forms = [form for one in found.exchanges for form in one.back]
-    made = trace_again(placement, closed, found.run, *forms)
-    # Between two moments at which inputs come there is room for all collectives.
-    room = len(found.exchanges) + 1
-    times = {at: time * room for at, time in comes.items()}
+    split = apart(closed, placement.axis_name, arrival)
+    if split is None:
+        return Exchanged(closed, [], [], dict(arrival), [])
+    forms = [form for exchange in split.exchanges for form in exchange.back]
+    program = trace_again(placement, closed, split.run, *forms)
+    # Between two times of arrival there is room for all collectives.
+    room = len(split.exchanges) + 1
+    times = {at: time * room for at, time in arrival.items()}
     inputs = len(closed.jaxpr.invars)
     tasks = list[Compute]()
-    for k, one in enumerate(found.exchanges):
-        given = tuple(Value(GIVEN, first + k, str(i)) for i in range(one.given))
-        came = tuple(Value(EXCHANGED, first + k, str(i)) for i in range(len(one.back)))
-        times |= {inputs + i: one.after * room + k + 1 for i in range(len(came))}
-        inputs += len(came)
-        run = partial(_of_one_replica, one.run)
-        tasks.append(Compute(f"{one.name} {first + k}", given, came, run, "communication", speaks=True))
-    came = [name for task in tasks for name in task.writes]
-    return Exchanged(made, came, [name for task in tasks for name in task.reads], times, tasks)
+    for k, exchange in enumerate(split.exchanges):
+        reads = tuple(Value(GIVEN, first + k, str(i)) for i in range(exchange.given))
+        writes = tuple(Value(EXCHANGED, first + k, str(i)) for i in range(len(exchange.back)))
+        times |= {inputs + i: exchange.after * room + k + 1 for i in range(len(writes))}
+        inputs += len(writes)
+        run = partial(_of_one_replica, exchange.run)
+        name = f"{exchange.name} {first + k}"
+        tasks.append(Compute(name, reads, writes, run, "communication", speaks=True))
+    received = [name for task in tasks for name in task.writes]
+    passed = [name for task in tasks for name in task.reads]
+    return Exchanged(program, received, passed, times, tasks)
 
 
-def in_turn(one: Exchanged, messages: int) -> list[list[int]]:
-    """Orders what a program makes: what the next stage waits for comes before the messages that nobody waits for.
+def in_turn(program: Exchanged, messages: int) -> list[list[int]]:
+    """Groups a program's outputs: a collective's inputs precede the messages that can wait.
 
-    Args:
-      one: the program.
-      messages: number of messages, which are its first outputs.
-
-    Returns:
-      Groups of outputs: those that a collective is given, and each message as soon as the collectives are under way
-      that it does not wait for.
+    The messages are the first outputs. Each forms a group as soon as the collectives that it does
+    not depend on are under way.
     """
-    waits = _awaited(one)[:messages]
-    outputs = len(one.closed.jaxpr.outvars) - len(one.given)
+    waits = _awaited(program)[:messages]
+    outputs = len(program.closed.jaxpr.outvars) - len(program.passed)
     groups = list[list[int]]()
-    left = 0
-    for k, task in enumerate([*one.tasks, None]):
+    leaving = 0
+    for k, task in enumerate([*program.tasks, None]):
         if task is not None:
             groups.append(list(range(outputs, outputs + len(task.reads))))
             outputs += len(task.reads)
-        # The messages that wait for the first k collectives alone leave in their order.
-        while left < messages and (task is None or waits[left] <= k):
-            groups.append([left])
-            left += 1
+        # The messages that depend on the first k collectives only leave in order.
+        while leaving < messages and (task is None or waits[leaving] <= k):
+            groups.append([leaving])
+            leaving += 1
     return groups
 
 
 def described_exchanges(placement: Placement, closed: ClosedJaxpr, gradients: int) -> list[str]:
-    """Lines that must be equal on all ranks: the collectives of a program, and how many of them each gradient awaits.
+    """Describes a program's collectives in lines that must be equal on all ranks.
 
-    Args:
-      placement: where the replicas' programs run.
-      closed: the program; gradients are its first outputs.
-      gradients: number of gradients.
-
-    Returns:
-      The lines.
+    The gradients are the program's first outputs; on a mesh the number of collectives that each
+    gradient waits for is described, too.
     """
-    one = exchanged(placement, closed, {}, 0)
-    names = [f"collective {task.name}" for task in one.tasks]
-    if not names or not placement.on_mesh:  # elsewhere no message can meet them
+    program = exchanged(placement, closed, {}, 0)
+    names = [f"collective {task.name}" for task in program.tasks]
+    if not names or not placement.on_mesh:  # elsewhere they cannot mix with messages
         return names
-    return [*names, f"collectives before each gradient {' '.join(map(str, _awaited(one)[:gradients]))}"]
+    counts = " ".join(map(str, _awaited(program)[:gradients]))
+    return [*names, f"collectives before each gradient {counts}"]
 
 
-def _awaited(one: Exchanged) -> list[int]:
-    """The number of collectives that must be back before each output of a program can be made."""
-    inputs = len(one.closed.jaxpr.invars) - len(one.came)
-    numbers = [k for k, task in enumerate(one.tasks, 1) for _ in task.writes]
-    return arrivals(one.closed, {inputs + i: k for i, k in enumerate(numbers)})
+def _awaited(program: Exchanged) -> list[int]:
+    """The number of collectives that must have ended before each output can be computed."""
+    inputs = len(program.closed.jaxpr.invars) - len(program.received)
+    numbers = [k for k, task in enumerate(program.tasks, 1) for _ in task.writes]
+    return arrivals(program.closed, {inputs + i: k for i, k in enumerate(numbers)})
 
 
 def _of_one_replica(run: Callable[..., list[Any]], *values: jax.Array) -> Sequence[Any]:

@@ -1,8 +1,8 @@
-"""The memory that a list of tasks needs, task by task: a function of the tasks and of the sizes of their values.
+"""The memory that a list of tasks needs, task by task, from the sizes of its values.
 
-A value takes memory from the task that writes it to the last task that reads it. While a program runs there are the
-values that it reads, those that it writes, and what XLA plans for it in between. While a message is on its way there
-are the message and its sum. The largest of these sums along the list is the peak of a step.
+A value takes memory from the task that writes it to the last task that reads it. While a program
+runs, memory holds its inputs, its outputs and XLA's temporary buffers; while a message travels,
+the message and its sum. The largest total along the list is the peak of a step.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -12,7 +12,7 @@ from fddp.schedules.tasks import Task, Value
 
 
 class Moment(NamedTuple):
-    """A task, and the bytes that there are while it is done."""
+    """A task, and the bytes in use while it runs."""
 
     task: str
     nbytes: int
@@ -22,18 +22,18 @@ class Footprint(NamedTuple):
     """The bytes of one replica that a list of tasks needs."""
 
     rests: int
-    """Those that are there before the first task: the state and the rows."""
+    """Before the first task: the state and the rows."""
     moments: tuple[Moment, ...]
-    """Those that are there while each task is done, in order."""
+    """While each task runs, in order."""
 
     @property
     def fullest(self) -> Moment:
-        """The task with the most."""
+        """The task with the most bytes."""
         return max(self.moments, key=lambda moment: moment.nbytes, default=Moment("", self.rests))
 
     @property
     def peak(self) -> int:
-        """The most that is there at once."""
+        """The most bytes in use at once."""
         return self.fullest.nbytes
 
 
@@ -41,30 +41,22 @@ class Planned(NamedTuple):
     """The memory of a program, as XLA has planned it."""
 
     temporary: int
-    """Bytes beside the values that it reads and writes."""
+    """Bytes of temporary buffers."""
     donated: Collection[Value] = ()
-    """The values that it reads and writes over."""
+    """The inputs that it overwrites."""
 
 
 def footprint(
     tasks: Sequence[Task],
     sizes: Mapping[Value, int],
     planned: Mapping[str, Planned],
-    given: Collection[Value],
-    kept: Collection[Value],
+    inputs: Collection[Value],
+    results: Collection[Value],
 ) -> Footprint:
-    """Walks a list, and adds up what is there at each task.
+    """Adds up the bytes in use at each task of a list, in launch order.
 
-    Args:
-      tasks: in the order in which they are launched.
-      sizes: the bytes of the values; those that are left out take none.
-      planned: the programs, by the names of their tasks; a message has none.
-      given: the values that are there at first. Whoever calls the step holds them until it returns, but for those that
-        are donated.
-      kept: the values that are wanted in the end.
-
-    Returns:
-      The bytes at each task.
+    `sizes` holds the bytes of values (0 if omitted) and `planned` the programs by task name; a
+    message has none. The caller of the step holds `inputs` until it returns, except donated ones.
 
     Example:
       >>> from fddp.schedules.tasks import Compute
@@ -74,17 +66,18 @@ def footprint(
       >>> footprint(tasks, {w: 8, g: 8, new: 8}, planned, [w], [new]).moments
       (Moment(task='backward', nbytes=116), Moment(task='update', nbytes=16))
     """
-    last = {value: at for at, task in enumerate(tasks) for value in task.reads}
-    there = set(given)
+    last_reader = {value: at for at, task in enumerate(tasks) for value in task.reads}
+    live = set(inputs)
     moments = list[Moment]()
     for at, task in enumerate(tasks):
         program = planned.get(task.name, Planned(0))
-        there.difference_update(program.donated)
-        there.update(task.writes)
-        moments.append(Moment(task.name, program.temporary + _total(there, sizes)))
-        over = [value for value in (*task.reads, *task.writes) if last.get(value, at) <= at]
-        there.difference_update(value for value in over if value not in given and value not in kept)
-    return Footprint(_total(given, sizes), tuple(moments))
+        live.difference_update(program.donated)
+        live.update(task.writes)
+        moments.append(Moment(task.name, program.temporary + _total(live, sizes)))
+        for value in (*task.reads, *task.writes):
+            if last_reader.get(value, at) <= at and value not in inputs and value not in results:
+                live.discard(value)
+    return Footprint(_total(inputs, sizes), tuple(moments))
 
 
 def _total(values: Collection[Value], sizes: Mapping[Value, int]) -> int:

@@ -1,8 +1,9 @@
-"""The hooks' memory behind a step, which the next step's messages are given.
+"""The hooks' memory after a step, which the next step's messages read.
 
-A message reads what the message of the same place has left: of this step, where a bucket is scattered once for each
-micro-batch, else of the step before. Where messages are still under way when a step returns, what they leave is
-promised, as the state is. The next step's messages leave behind them, so that none of these waits for a promise.
+A message continues the memory of the last message with its index: of this step if a bucket is
+scattered once per micro-batch, else of the last step. If messages are still under way when a step
+returns, their memory is promised, as the state is. The next step's messages leave after them, so
+that none waits for such a promise.
 """
 
 from concurrent.futures import Future
@@ -14,42 +15,31 @@ from fddp.schedules.launcher import Launched
 from fddp.schedules.queues import Promise, awaited
 
 
-def remembered(done: Launched, memory: Memory) -> Memory:
-    """The memory when all messages are back.
-
-    Args:
-      done: a list whose messages are over.
-      memory: what it was given, or promises of it.
-
-    Returns:
-      What its messages have left; what it was given, if one of the hooks' sums is not finite.
-    """
-    if all(one.finite for one in list(done.sent.values())):  # gathers may still be added to it
-        return tuple(done.memory[place] for place in range(len(memory)))
+def remembered(launched: Launched, memory: Memory) -> Memory:
+    """The memory after all messages have arrived; unchanged if a hook's sum is not finite."""
+    if all(
+        message.finite for message in list(launched.arrived.values())
+    ):  # another thread adds some
+        return tuple(launched.memory[index] for index in range(len(memory)))
     return jax.tree.map(awaited, memory)
 
 
-def promised_memory(done: Launched, job: Future[None], memory: Memory) -> Memory:
-    """The memory when all messages are back, as promises.
+def promised_memory(launched: Launched, job: Future[None], memory: Memory) -> Memory:
+    """Promises of the memory that `job` leaves once it has sent all messages, or of its error."""
+    promises = jax.tree.map(
+        lambda x: Promise(x.form if isinstance(x, Promise) else _form(x)), memory
+    )
 
-    Args:
-      done: a list whose messages are under way.
-      job: sends them.
-      memory: what the list was given, or promises of it.
-
-    Returns:
-      Promises; they hold the error, if the messages fail.
-    """
-    promises = jax.tree.map(lambda x: Promise(x.form if isinstance(x, Promise) else _form(x)), memory)
-
-    def keep(job: Future[None]) -> None:
+    def fulfil(job: Future[None]) -> None:
         error = job.exception()
         if error is None:
-            jax.tree.map(lambda promise, x: promise.set_result(awaited(x)), promises, remembered(done, memory))
-        for promise in jax.tree.leaves(promises) if error else ():
-            promise.set_exception(error)
+            new = jax.tree.map(awaited, remembered(launched, memory))
+            jax.tree.map(lambda promise, x: promise.set_result(x), promises, new)
+        else:
+            for promise in jax.tree.leaves(promises):
+                promise.set_exception(error)
 
-    job.add_done_callback(keep)
+    job.add_done_callback(fulfil)
     return promises
 
 

@@ -1,10 +1,12 @@
-"""The launcher: it runs any list of tasks, computes on the calling thread, and does all else beside that.
+"""The launcher: it computes a list of tasks on the calling thread, and sends and updates on others.
 
-What differs between schedules is given to it: the queue of a task, the queues that may go on after the step, and the
-results that may come late. Three things hold for all of them. The messages of a queue leave in the order of the list,
-after an error too: those that were made, the same on all ranks. An error waits for all that is under way before it is
-raised, for whoever catches it may begin anew, and messages of two steps would mix. And the messages that a step leaves
-under way go in the group's lane, where those of several steps never meet.
+A schedule passes in its differences: the queue of each task, the queues that may go on after the
+step, and the results that may arrive late. Three things hold for every schedule:
+- The messages of a queue leave in the order of the list, on all ranks, even after an error.
+- An error is raised once no task runs any more. The caller may start a new step, and the messages
+  of two steps would mix.
+- Messages that are still under way when a step returns use the group's lane, which sends those of
+  all steps in order.
 """
 
 from collections import deque
@@ -13,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from time import perf_counter
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,98 +30,85 @@ from fddp.schedules.step_log import StepLog
 from fddp.schedules.tasks import BYTES, Communicate, Task, Value
 from fddp.schedules.timeline import Span
 
-Send: TypeAlias = Callable[..., Sent]
-
 
 class Launched(NamedTuple):
-    """A list after its launch, and what of it goes on."""
+    """A list after its launch, and the parts of it that are still running."""
 
     results: dict[Value, Any]
-    """The values that were wanted; futures of those that come late."""
+    """The requested values; futures of those that arrive late."""
     jobs: Mapping[str, Future[None]]
-    """The queues beside the calling thread's, by name."""
-    sent: Mapping[Value, Sent]
-    """The messages that are over, by the names of what was sent, without their sums and memories."""
+    """The queues of the other threads, by name."""
+    arrived: Mapping[Value, Sent]
+    """The messages that have arrived, by their inputs' names, without sums and hook memory."""
     memory: Mapping[int | None, Any]
-    """The hooks' memory as the messages that are over have left it, by its places."""
-
-
-NOTHING = Launched({}, {}, {}, {})
+    """The hooks' memory after the messages that have arrived, by its index."""
 
 
 class Launcher:
-    """Launches lists of tasks, one after the other; its threads live as long as the step."""
+    """Launches lists of tasks one after the other; its threads live as long as the step."""
 
     def __init__(self, group: Group, lanes: Collection[str] = (), ahead: int = 1) -> None:
-        """Args:
-        group: the replicas.
-        lanes: the queues whose messages may be under way when the step has returned.
-        ahead: the number of programs that are launched while one runs, so that the core never waits for Python.
-        """
+        """`lanes` names the queues that may still send when a step has returned. `ahead` is the
+        number of programs launched while one runs, so that the core never waits for Python."""
         self._group = group
         self._lanes = lanes
         self._ahead = ahead
-        # Of each thread that ends the C library keeps a little, so these live on.
+        # The C library keeps some memory of each thread that ends, so these live on.
         self._threads = dict[str, ThreadPoolExecutor]()
         self._jobs: Mapping[str, Future[None]] = {}
         self.log = StepLog()
 
     def launch(
         self,
-        now: Prepared,
+        prepared: Prepared,
         routes: Routes,
         values: dict[Value, Any],
         *,
         memory: Memory = (),
-        sends: Mapping[str, Send] = MappingProxyType({}),
-        before: Launched = NOTHING,
         late: Mapping[Value, Future[Any]] = MappingProxyType({}),
     ) -> Launched:
-        """Runs a list until its computing is over, and all results are there that may not come late.
+        """Runs a list until its computation ends and all results but the late ones are ready.
 
-        Args:
-          now: its programs.
-          routes: the tasks, those of the list or some of them.
-          values: those that are there at first, or futures of them; they are taken over.
-          memory: of the hooks; its arrays may be futures.
-          sends: (queue) → what sends its messages; as the list was prepared for queues that are left out.
-          before: what was launched for this very step before; its updates wait for that.
-          late: futures of the results that may come late; without any nothing goes on.
-
-        Returns:
-          The results, and what goes on.
+        `values` holds the initial values or futures of them, and is emptied. `memory` is the hooks'
+        memory; its arrays may be futures. `late` holds a future for each result that may arrive
+        late; if it is empty, nothing goes on.
         """
         queues = Queues(routes, values, late)
         values.clear()
-        sent = dict[Value, Sent]()
-        remembered = dict[int | None, Any](enumerate(memory))
+        arrived = dict[Value, Sent]()
+        current_memory = dict[int | None, Any](enumerate(memory))
         jobs = self._jobs = dict[str, Future[None]]()
-        made = dict[Value, float]()  # when messages were made, where their own threads have seen it first
+        ready_at = dict[
+            Value, float
+        ]()  # when messages were ready, as observed by their own threads
 
         def sending(queue: str) -> Do:
-            one = sends.get(queue, now.send)
-            others = [other for other in routes.speaking if other not in {queue, *self._lanes}]
-            return self._sending(now, one, remembered, sent, before, lambda: [jobs[other] for other in others], made)
+            other_queues = [q for q in routes.speaking if q not in {queue, *self._lanes}]
+            other_jobs = lambda: [jobs[q] for q in other_queues]  # noqa: E731
+            return self._sending(prepared, current_memory, arrived, other_jobs, ready_at)
 
-        updating = self._updating(now, before)
-        computing, idle = self._computing(now, made)
+        updating = self._updating(prepared)
+        computing, idle = self._computing(prepared, ready_at)
         work = with_configuration(queues.work)
         try:
             for queue in routes.queues:
                 if queue != HERE:
-                    jobs[queue] = self._start(work, queue, _by_kind(sending(queue), updating, self._speaking(now)))
+                    do = _by_kind(sending(queue), updating, self._exchanging(prepared))
+                    jobs[queue] = self._start(work, queue, do)
             queues.work(HERE, _by_kind(sending(HERE), computing, computing), idle)
-            results = {name: x if name in late else awaited(x) for name, x in queues.kept().items()}
+            results = {
+                name: x if name in late else awaited(x) for name, x in queues.results().items()
+            }
             for queue, job in jobs.items():
                 if not (late and (queue in self._lanes or routes.makes(queue, late))):
                     job.result()
         except BaseException:
-            wait([*before.jobs.values(), *jobs.values()])
+            wait(list(jobs.values()))
             raise
-        return Launched(results, jobs, sent, remembered)
+        return Launched(results, jobs, arrived, current_memory)
 
     def failed(self) -> bool:
-        """Whether a queue of the last launch has failed meanwhile; that is told once."""
+        """True if a queue of the last launch has failed since; reports each failure once."""
         failed = any(job.done() and job.exception() for job in self._jobs.values())
         self._jobs = {} if failed else self._jobs
         return failed
@@ -129,89 +118,96 @@ class Launcher:
         if queue not in self._threads:
             self._threads[queue] = ThreadPoolExecutor(1, f"fddp-{queue}")
         thread = self._threads[queue]
-        return self._group.lane.add(thread, work, queue, do) if queue in self._lanes else thread.submit(work, queue, do)
+        if queue in self._lanes:
+            return self._group.lane.add(thread, work, queue, do)
+        return thread.submit(work, queue, do)
 
-    def _computing(self, now: Prepared, seen: Mapping[Value, float]) -> tuple[Do, Callable[[], None]]:
-        """Makes a function that launches a program while others run, and one that waits for all that were launched."""
+    def _computing(
+        self, prepared: Prepared, ready_at: Mapping[Value, float]
+    ) -> tuple[Do, Callable[[], None]]:
+        """Makes a function that launches a program, and one that waits for all launched ones."""
         launched = deque[tuple[Task, Sequence[Any], float]]()
         clock = perf_counter()
 
-        def wait_until(most: int) -> None:
+        def wait_until(at_most: int) -> None:
             nonlocal clock
-            while len(launched) > most:
-                task, made, since = launched.popleft()
-                # What the next task has written over is not there any more; that task is waited for in turn.
-                wait_for(task.name, [x for x in jax.tree.leaves(made) if not given_away(x)])
-                end = min([perf_counter(), *(seen[value] for value in task.writes if value in seen)])
+            while len(launched) > at_most:
+                task, outputs, since = launched.popleft()
+                # The next task may have overwritten an output; then that task is waited for next.
+                wait_for(task.name, [x for x in jax.tree.leaves(outputs) if not given_away(x)])
+                observed = [ready_at[value] for value in task.writes if value in ready_at]
+                end = min([perf_counter(), *observed])
                 begin = max(since, clock)
                 clock = max(begin, end)
                 self.log.add(Span(task.kind, task.name, begin, clock))
 
-        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
+        def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
             since = perf_counter()
             self._group.journal.say(task.name)
-            made = with_parts_listed(now.programs[task.name](*read))  # other threads look at them, as this one does
-            launched.append((task, made, since))
+            # Other threads read the shards of the outputs, as this one does.
+            outputs = with_parts_listed(prepared.programs[task.name](*inputs))
+            launched.append((task, outputs, since))
             wait_until(self._ahead)
-            return made
+            return outputs
 
         return do, lambda: wait_until(0)
 
-    def _updating(self, now: Prepared, before: Launched) -> Do:
+    def _updating(self, prepared: Prepared) -> Do:
         """Makes a function that runs an update and waits for it."""
 
-        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
-            for job in before.jobs.values():  # they may still read the memory that the update writes to
-                job.result()
-            # A collective of MPI takes a token along, which is new in each thread.
+        def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
+            # A collective of MPI takes a token, and each thread has its own.
             with self.log.under_way(task), asked_for():
-                return wait_for(task.name, now.programs[task.name](*read))
+                return wait_for(task.name, prepared.programs[task.name](*inputs))
 
         return do
 
-    def _speaking(self, now: Prepared) -> Do:
-        """Makes a function that carries out collectives of the loss, and waits for what comes back."""
+    def _exchanging(self, prepared: Prepared) -> Do:
+        """Makes a function that runs a collective of the loss and waits for its result."""
 
-        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
-            read = jax.block_until_ready(read)
+        def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
+            inputs = jax.block_until_ready(inputs)
             self._group.recovery.sends()
-            nbytes = sum(x.nbytes for x in read) // self._group.placement.replicas_in_array
-            with self.log.under_way(task), self._group.journal.message(task.name, nbytes), asked_for():
-                return wait_for(task.name, now.programs[task.name](*read))
+            nbytes = sum(x.nbytes for x in inputs) // self._group.placement.replicas_in_array
+            journal = self._group.journal.message(task.name, nbytes)
+            with self.log.under_way(task), journal, asked_for():
+                return wait_for(task.name, prepared.programs[task.name](*inputs))
 
         return do
 
     def _sending(
         self,
-        now: Prepared,
-        send: Send,
+        prepared: Prepared,
         memory: dict[int | None, Any],
-        sent: dict[Value, Sent],
-        before: Launched,
-        others: Callable[[], Sequence[Future[None]]],
-        made: dict[Value, float],
+        arrived: dict[Value, Sent],
+        other_jobs: Callable[[], Sequence[Future[None]]],
+        ready_at: dict[Value, float],
     ) -> Do:
-        """Makes a function that sends a message and waits for it; the last one tells the bytes of all."""
+        """Makes a function that sends a message and waits for its sum.
 
-        def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
-            message, *asked = jax.block_until_ready(read)
-            number = now.numbers[task.reads[0]]
-            place = now.listed.messages[number].reduction.memory
-            mine = jax.tree.map(awaited, memory.get(place, ()))
-            made[task.reads[0]] = perf_counter()
+        The last message also reports the bytes of all, once the other queues of messages have
+        ended.
+        """
+
+        def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
+            message, *flags = jax.block_until_ready(inputs)
+            number = prepared.numbers[task.reads[0]]
+            index = prepared.listed.messages[number].reduction.memory
+            hook_memory = jax.tree.map(awaited, memory.get(index, ()))
+            ready_at[task.reads[0]] = perf_counter()
             with self.log.under_way(task) as note:
-                one = send(number, mine, lambda: asked[0], message)
-                note(one.span)
-            if place in memory:
-                memory[place] = one.memory
-            # Without the sum, which is to live no longer than until its last reader has it.
-            sent[task.reads[0]] = one._replace(total=None, memory=None)
-            return one.total, *([told()] if BYTES in task.writes else [])
+                result = prepared.send(number, hook_memory, lambda: flags[0], message)
+                note(result.span)
+            if index in memory:
+                memory[index] = result.memory
+            # Without the sum, which lives no longer than its last reader needs it.
+            arrived[task.reads[0]] = result._replace(total=None, memory=None)
+            return result.total, *([all_bytes()] if BYTES in task.writes else [])
 
-        def told() -> Any:
-            for job in (*before.jobs.values(), *others()):
+        def all_bytes() -> Any:
+            for job in other_jobs():
                 job.result()
-            return bytes_of(self._group, [sent.get(name) or before.sent[name] for name in now.numbers])
+            return bytes_of(self._group, [arrived[name] for name in prepared.numbers])
 
         return do
 
@@ -219,23 +215,20 @@ class Launcher:
 def own_lane(group: Group) -> tuple[Group, bool]:
     """Gives the same replicas another communicator, for messages that leave between two steps.
 
-    Such messages belong to no step that may be tried again.
-
-    Args:
-      group: the replicas.
-
-    Returns:
-      The group, and whether its messages may be under way beside others. They may not where there is no second
-      communicator. Nor may they on GPUs: each has one queue for what several threads launch, in any order.
+    Such messages belong to no step that may be retried. Returns the group, and True if its messages
+    may travel while others do. They may not without a second communicator, nor on GPUs, which have
+    one queue for the launches of all threads, in any order.
     """
-    own = group.lane.carriers(group.transport, group.clone)
-    lane = replace(group, transport=own[-1], recovery=Recovery(lambda place, seconds: False))
-    return lane, len(own) > 1 and group.backend != "nccl"
+    transports = group.lane.carriers(group.transport, group.clone)
+    no_retry = Recovery(lambda place, seconds: False)
+    lane = replace(group, transport=transports[-1], recovery=no_retry)
+    return lane, len(transports) > 1 and group.backend != "nccl"
 
 
-def _by_kind(sending: Do, computing: Do, speaking: Do) -> Do:
-    def do(task: Task, read: Sequence[Any]) -> Sequence[Any]:
-        own = speaking if speaks(task) else computing
-        return (sending if isinstance(task, Communicate) else own)(task, read)
+def _by_kind(sending: Do, computing: Do, exchanging: Do) -> Do:
+    def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
+        if isinstance(task, Communicate):
+            return sending(task, inputs)
+        return (exchanging if speaks(task) else computing)(task, inputs)
 
     return do

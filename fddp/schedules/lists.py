@@ -1,9 +1,9 @@
-"""The lists of tasks that a step can be: whole, or cut where messages leave and where their sums come back.
+"""Lists of a step's tasks: in one piece, or cut where messages leave and where sums arrive.
 
-Making one is a function of forms: nothing is compiled, sent or run.
+Making a list is a function of shapes: nothing is compiled, sent or run.
 
-Source: `DDPOptimizer` in TorchDynamo, which cuts a compiled graph at bucket boundaries; `_apply_optimizer_in_backward`
-in PyTorch, which updates a bucket while later ones travel.
+Source: `DDPOptimizer` in TorchDynamo, which cuts a compiled graph at bucket boundaries;
+`_apply_optimizer_in_backward` in PyTorch, which updates a bucket while later buckets travel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,6 @@ from fddp.buckets import Messages
 from fddp.comm import Placement, as_program, trace
 from fddp.jax_internals import ClosedJaxpr, Literal
 from fddp.jaxpr import arrivals, collectives, take_more
-from fddp.schedules.border import Late, Program, arriving, in_parts, nothing_late
 from fddp.schedules.exchange_tasks import exchanged, in_turn
 from fddp.schedules.pieces import Pieces, Round
 from fddp.schedules.stage_tasks import stages_of
@@ -37,59 +36,55 @@ from fddp.schedules.tasks import (
     Value,
     communications,
 )
+from fddp.schedules.uncut import Late, Program, all_ready, arrival_times, with_split_loops
 from fddp.wording import leaf_name
 
 ARGUMENTS = (STATE, "pending", SHARDS, "rows")
 
 
-def in_one_piece(placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any) -> TaskList:
-    """Makes the baseline's list: one round after the other, its messages behind it.
+def in_one_piece(
+    placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any
+) -> TaskList:
+    """Makes the baseline's list: one round after the other, each followed by its messages.
 
-    Args:
-      placement: where the replicas' programs run.
-      pieces: the step.
-      state: arguments of one replica, or their forms.
-      pending: likewise.
-      shards: likewise.
-      rows: likewise.
-
-    Returns:
-      The list; its values are trees.
+    The values of this list are trees, so that one list fits arguments of any shape.
     """
-    del state, pending, shards, rows  # one list fits all forms
+    del state, pending, shards, rows
 
-    def speak(one: Round, *values: Any) -> Sequence[Any]:
-        given = values[: len(one.reads)]
-        came = values[len(one.reads) :]
-        return _sent(*one.run(*given, *(_came(*came) if came else (None, None))))
+    def run_round(piece: Round, *values: Any) -> Sequence[Any]:
+        arguments = values[: len(piece.reads)]
+        returned = values[len(piece.reads) :]
+        received = _received(*returned) if returned else (None, None)
+        return _leaving(*piece.run(*arguments, *received))
 
-    def finish(state: Any, shards: Any, nbytes: Any, *came: Any) -> Sequence[Any]:
-        return pieces.finish(state, shards, *_came(*came), nbytes)
+    def finish(state: Any, shards: Any, nbytes: Any, *returned: Any) -> Sequence[Any]:
+        return pieces.finish(state, shards, *_received(*returned), nbytes)
 
     tasks = list[Task]()
-    came = ()
-    for one, sends in zip(pieces.rounds, communications([one.reductions for one in pieces.rounds])):
-        kept = Value(f"kept by {one.name}")
-        reads = *map(Value, one.reads), *came
-        tasks += [
-            Compute(one.name, reads, (*_read(sends), kept), as_program(placement, partial(speak, one)), one.kind),
-            *sends,
-        ]
-        came = kept, *_written(sends)
-    results = Value(RESULT), Value(NEW)
+    returned = ()
+    for piece, sends in zip(pieces.rounds, communications([r.reductions for r in pieces.rounds])):
+        saved = Value(f"kept by {piece.name}")
+        reads = *map(Value, piece.reads), *returned
+        writes = *_inputs(sends), saved
+        run = as_program(placement, partial(run_round, piece))
+        tasks += [Compute(piece.name, reads, writes, run, piece.kind), *sends]
+        returned = saved, *_sums(sends)
+    result = Value(RESULT)
+    new_shards = Value(NEW)
+    reads = Value(STATE), Value(SHARDS), BYTES, *returned
     run = as_program(placement, finish)
-    tasks.append(Compute(pieces.name, (Value(STATE), Value(SHARDS), BYTES, *came), results, run, "update"))
+    tasks.append(Compute(pieces.name, reads, (result, new_shards), run, "update"))
     return TaskList(
         tuple(tasks),
-        lambda *arguments: dict(zip(map(Value, ARGUMENTS), arguments)) | _nothing_sent(pieces),
-        lambda values: (values[results[0]], values[results[1]]),
+        lambda *arguments: dict(zip(map(Value, ARGUMENTS), arguments)) | _no_messages(pieces),
+        lambda values: (values[result], values[new_shards]),
     )
 
 
 def half_together(k: int, count: int) -> int:
-    """Groups updates: each group takes half of the sums that remain; returns the last sum of the group of sum k.
+    """Groups updates by half of the remaining sums each; returns the last sum of k's group.
 
-    Little is left to do when the last sum is back, and about log₂ of `count` programs have to be compiled.
+    Little work is left when the last sum arrives, and about log₂(count) programs are compiled.
     """
     return count - (1 << (count - k).bit_length() - 1)
 
@@ -103,178 +98,199 @@ def in_stages(
     rows: Any,
     *,
     used: Callable[[int, int], int] = half_together,
-    late: Late = nothing_late,
+    late: Late = all_ready,
 ) -> TaskList:
-    """Cuts each round where its messages are made, and where those of the round before come back.
+    """Cuts each round where its messages are ready, and the update where sums arrive.
 
-    Args:
-      placement: where the replicas' programs run.
-      pieces: the step.
-      state: arguments of one replica, or their forms.
-      pending: likewise.
-      shards: likewise.
-      rows: likewise.
-      used: (k, count) → the message, of so many, on whose return an update uses message k.
-      late: names the arguments that come late, in their order: the first round is cut there as well.
-
-    Returns:
-      The list; its values are arrays, named by their paths in (state, pending, shards, rows) and in the result.
+    `used` maps (k, count) to the number of the message whose arrival starts the update of message
+    k. `late` names the inputs of the first round that arrive after a step has started: the round
+    is cut there, too. The values of the list are arrays, named by their paths in (state, pending,
+    shards, rows) and in the result.
     """
     arguments = forms_of((state, pending, shards, rows))
-    given: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
-    names = {word: names_of(word, tree) for word, tree in given.items()}
-    sends = list[Communicate]()
-    came = (None, None)
-    held = list[Value]()
-    programs = list[Program]()
-    following = communications([one.reductions for one in pieces.rounds])
-
-    def of(kinds: Sequence[str]) -> list[Value]:
-        return [value for kind in kinds for value in names[kind]]
-
-    for one, leave in zip(pieces.rounds, following):
-        closed, (messages, kept) = trace(placement, one.run, *(given[word] for word in one.reads), *came)
-        read = [*of(one.reads), *_written(sends), *held]
-        before = len(of(one.reads))
-        held = _passed_on(closed, read, len(jax.tree.leaves(messages)), names_of(f"kept by {one.name}", kept))
-        back = {before + k: k for k in range(len(sends))}
-        programs.append(Program(one.name, one.kind, closed, read, back, [*_read(leave), *held]))
-        came = _back(leave, messages), kept
-        sends = leave
-
-    nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
-    closed, (result, new) = trace(placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
-    there = of((STATE, SHARDS))
-    read = [*there, *_written(sends), *held, BYTES]
-    results = [*names_of(RESULT, result), *names_of(NEW, new)]
-    back = {len(there) + k: k for k in range(len(sends))}
-    alias = _handed_on(closed, read, results)
-    programs = [_named_anew(one, alias) for one in programs]
-    read = [alias.get(name, name) for name in read]
-    border = late(placement, programs[0], Program(pieces.name, "update", closed, read, back, results))
-    programs = [border.first, *(in_parts(placement, program) for program in programs[1:])]
+    programs, sends, results, treedef = _traced(placement, pieces, arguments)
+    *rounds, update = (with_split_loops(placement, program) for program in programs)
+    arriving = late(rounds[0], update)
 
     tasks = list[Task]()
-    comes = border.comes
-    spoken = 0
-    for program, leave in zip(programs, following):
-        in_turn = program.back and program.kind == "update"
-        made, exchanges = (_in_turn(used, program), ()) if in_turn else _as_made(placement, program, comes, spoken)
-        spoken += len(exchanges)
-        for task in made:
-            tasks += [task, *(send for send in (*exchanges, *leave) if send.reads[0] in task.writes)]
-        comes = {}
-    tasks += _in_turn(used, border.last)
+    collectives_before = 0
+    for program, leaving in zip(rounds, sends):
+        if program.sums and program.kind == "update":
+            stages = _by_arrival(used, program)
+            exchanges = []
+        else:
+            stages, exchanges = _by_message(placement, program, arriving, collectives_before)
+        collectives_before += len(exchanges)
+        for stage in stages:
+            ready = (send for send in (*exchanges, *leaving) if send.reads[0] in stage.writes)
+            tasks += [stage, *ready]
+        arriving = {}
+    tasks += _by_arrival(used, update)
 
-    treedef = jax.tree.structure((result, new))
-    constant = _nothing_sent(pieces)
-    constant |= {
-        Value(BEGIN, begin): np.int32(begin) for program in [*programs, border.last] for begin in program.begins
-    }
+    names = [name for word, tree in zip(ARGUMENTS, arguments) for name in names_of(word, tree)]
+    begins = {begin for program in (*rounds, update) for begin in program.begins}
+    constants = _no_messages(pieces) | {Value(BEGIN, begin): np.int32(begin) for begin in begins}
     return TaskList(
         tuple(tasks),
-        lambda *arguments: border.enter(dict(zip(of(ARGUMENTS), jax.tree.leaves(arguments)))) | constant,
-        lambda values: treedef.unflatten(list(map(border.leave(values).__getitem__, results))),
+        lambda *arguments: dict(zip(names, jax.tree.leaves(arguments))) | constants,
+        lambda values: treedef.unflatten([values[name] for name in results]),
     )
 
 
-def _as_made(
-    placement: Placement, program: Program, late: Mapping[Value, int], spoken: int
+def _traced(
+    placement: Placement, pieces: Pieces, arguments: Sequence[Any]
+) -> tuple[list[Program], list[list[Communicate]], list[Value], Any]:
+    """Returns the traced programs, the messages of each round, and the result's names and tree."""
+    by_word: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
+    names = {word: names_of(word, tree) for word, tree in by_word.items()}
+    all_sends = communications([piece.reductions for piece in pieces.rounds])
+    programs = list[Program]()
+    received: tuple[Any, Any] = (None, None)
+    sends = list[Communicate]()
+    saved_names = list[Value]()
+    for piece, leaving in zip(pieces.rounds, all_sends):
+        inputs = [by_word[word] for word in piece.reads]
+        closed, (messages, saved) = trace(placement, piece.run, *inputs, *received)
+        input_names = [name for word in piece.reads for name in names[word]]
+        sums = {len(input_names) + k: k for k in range(len(sends))}
+        reads = [*input_names, *_sums(sends), *saved_names]
+        first = len(jax.tree.leaves(messages))
+        saved_names = _saved(closed, reads, first, names_of(f"kept by {piece.name}", saved))
+        writes = [*_inputs(leaving), *saved_names]
+        programs.append(Program(piece.name, piece.kind, closed, reads, sums, writes))
+        received = _summed_forms(leaving, messages), saved
+        sends = leaving
+
+    nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
+    inputs = by_word[STATE], by_word[SHARDS]
+    closed, (result, new) = trace(placement, pieces.finish, *inputs, *received, nbytes)
+    input_names = [*names[STATE], *names[SHARDS]]
+    sums = {len(input_names) + k: k for k in range(len(sends))}
+    reads = [*input_names, *_sums(sends), *saved_names, BYTES]
+    results = [*names_of(RESULT, result), *names_of(NEW, new)]
+    programs.append(Program(pieces.name, "update", closed, reads, sums, results))
+    alias = _new_shards_of(closed, reads, results)
+    programs = [_renamed(program, alias) for program in programs]
+    return programs, all_sends, results, jax.tree.structure((result, new))
+
+
+def _by_message(
+    placement: Placement, program: Program, late: Mapping[Value, int], collectives_before: int
 ) -> tuple[list[Compute], list[Compute]]:
-    """Cuts a round where it makes a message, and where it waits for a message, a late argument or another replica.
+    """Cuts a round where a message is ready, and where it waits for an input or another replica.
 
-    Gives its stages, and the collectives of the loss between them, numbered from `spoken` on.
+    Returns its stages, and the collectives of the loss between them, numbered from
+    `collectives_before` on.
     """
-    apart = exchanged(placement, program.closed, arriving(program, late), spoken)
-    made = [*program.made, *apart.given]
+    times = arrival_times(program, late)
+    split = exchanged(placement, program.closed, times, collectives_before)
+    writes = [*program.writes, *split.passed]
     title = program.name.replace("backward", "stage")
-    messages = sum(value.kind == MESSAGE for value in made)
-    groups = in_turn(apart, messages)
-    kept = list(range(messages, len(program.made)))
-    if not groups or apart.tasks or take_more(program.closed, kept):
-        groups.append([])  # so that no message waits for what it does not need
-    groups[-1] += kept
-    read = [*program.read, *apart.came]
-    return stages_of(title, program.kind, apart.closed, read, made, groups, apart.comes), apart.tasks
+    messages = sum(value.kind == MESSAGE for value in writes)
+    groups = in_turn(split, messages)
+    saved = list(range(messages, len(program.writes)))
+    if not groups or split.tasks or take_more(program.closed, saved):
+        groups.append([])  # so that no message waits for a value that it does not need
+    groups[-1] += saved
+    reads = [*program.reads, *split.received]
+    stages = stages_of(title, program.kind, split.closed, reads, writes, groups, split.arrivals)
+    return stages, split.tasks
 
 
-def _in_turn(used: Callable[[int, int], int], program: Program) -> list[Compute]:
-    """Cuts an update into stages, as its messages come back one after the other.
+def _by_arrival(used: Callable[[int, int], int], program: Program) -> list[Compute]:
+    """Cuts an update into stages, in the order in which its sums arrive.
 
-    The work for a message is done when that message is back; the bytes that were sent are known when all are back. An
-    update with collectives of its own, for a norm say, waits for all messages and is waited for: beside a message its
-    collectives would mix with that.
+    The number of bytes is known when all sums have arrived. An update with collectives of its own,
+    such as a norm, waits for all messages: it must not send between two of them.
     """
-    count = max(1, len(program.back))
-    back = program.back | {at: count - 1 for at, name in enumerate(program.read) if name == BYTES}
-    alone = bool(collectives(program.closed))
-    # What is written slice by slice has a stage for each message: equal slices share a program.
+    count = max(1, len(program.sums))
+    last = count - 1
+    times = program.sums | {at: last for at, name in enumerate(program.reads) if name == BYTES}
+    # Equal slices of an output share a program, so each has a stage.
     used = (lambda k, count: k) if program.begins else used
-    when = [count - 1 if alone else used(k, count) for k in arrivals(program.closed, back)]
-    # Messages leave in their order: one that could leave before another waits for it.
-    before = 0
-    for number, value in enumerate(program.made):
+    if collectives(program.closed):
+        stage_of = [last for _ in program.writes]
+    else:
+        stage_of = [used(k, count) for k in arrivals(program.closed, times)]
+    # Messages leave in order: a message that could leave before an earlier one waits for it.
+    earliest = 0
+    for number, value in enumerate(program.writes):
         if value.kind == MESSAGE:
-            before = when[number] = max(before, when[number])
-    groups = [[number for number, k in enumerate(when) if k == of] for of in range(count)]
-    return stages_of(program.name, "update", program.closed, program.read, program.made, groups)
+            earliest = stage_of[number] = max(earliest, stage_of[number])
+    groups = [[n for n, stage in enumerate(stage_of) if stage == k] for k in range(count)]
+    return stages_of(program.name, "update", program.closed, program.reads, program.writes, groups)
 
 
-def _passed_on(closed: ClosedJaxpr, given: Sequence[Value], first: int, names: Sequence[Value]) -> list[Value]:
-    """Names the outputs of a program from `first` on: an input that it hands on unchanged keeps its name."""
-    there = dict(zip(closed.jaxpr.invars, given))
-    made = closed.jaxpr.outvars[first:]
-    return [name if isinstance(var, Literal) else there.get(var, name) for var, name in zip(made, names)]
+def _saved(
+    closed: ClosedJaxpr, reads: Sequence[Value], first: int, names: Sequence[Value]
+) -> list[Value]:
+    """Names the outputs from `first` on; an output that is an input unchanged keeps that name."""
+    inputs = dict(zip(closed.jaxpr.invars, reads))
+    outputs = closed.jaxpr.outvars[first:]
+    return [
+        name if isinstance(var, Literal) else inputs.get(var, name)
+        for var, name in zip(outputs, names)
+    ]
 
 
-def _handed_on(closed: ClosedJaxpr, read: Sequence[Value], results: Sequence[Value]) -> dict[Value, Value]:
-    """Names of values that were kept for the last program, and that it hands on as new shards → names of these."""
-    there = {var: name for var, name in zip(closed.jaxpr.invars, read) if name.kind not in (STATE, SHARDS)}
-    made = zip(closed.jaxpr.outvars, results)
-    new = [(var, name) for var, name in made if name.kind == NEW and not isinstance(var, Literal) and var in there]
-    return {there[var]: name for var, name in reversed(new)}
+def _new_shards_of(
+    closed: ClosedJaxpr, reads: Sequence[Value], results: Sequence[Value]
+) -> dict[Value, Value]:
+    """Name of an input that the update returns unchanged as a new shard → name of that shard."""
+    inputs = {
+        var: name
+        for var, name in zip(closed.jaxpr.invars, reads)
+        if name.kind not in (STATE, SHARDS)
+    }
+    new = [
+        (var, name)
+        for var, name in zip(closed.jaxpr.outvars, results)
+        if name.kind == NEW and not isinstance(var, Literal) and var in inputs
+    ]
+    return {inputs[var]: name for var, name in reversed(new)}
 
 
-def _named_anew(program: Program, alias: Mapping[Value, Value]) -> Program:
-    read, made = ([alias.get(name, name) for name in names] for names in (program.read, program.made))
-    return program._replace(read=read, made=made)
+def _renamed(program: Program, alias: Mapping[Value, Value]) -> Program:
+    reads = [alias.get(name, name) for name in program.reads]
+    writes = [alias.get(name, name) for name in program.writes]
+    return program._replace(reads=reads, writes=writes)
 
 
-def _nothing_sent(pieces: Pieces) -> dict[Value, Any]:
+def _no_messages(pieces: Pieces) -> dict[Value, Any]:
     """The bytes of a step without messages, which no task writes."""
     return {} if pieces.reductions else {BYTES: np.zeros(0, np.uint32)}
 
 
-def _sent(messages: Messages, kept: Any) -> Sequence[Any]:
-    return *messages.arrays, (replace(messages, arrays=()), kept)
+def _leaving(messages: Messages, saved: Any) -> Sequence[Any]:
+    return *messages.arrays, (replace(messages, arrays=()), saved)
 
 
-def _came(kept: Any, *back: Any) -> tuple[Messages, Any]:
-    messages, kept = kept
-    return replace(messages, arrays=back), kept
+def _received(saved: Any, *sums: Any) -> tuple[Messages, Any]:
+    messages, saved = saved
+    return replace(messages, arrays=sums), saved
 
 
-def _back(sends: Sequence[Communicate], messages: Messages) -> Messages:
-    """The forms in which messages come back."""
-    arrays = [task.reduction.back(x) for task, x in zip(sends, messages.arrays)]
-    return replace(messages, arrays=tuple(arrays))
+def _summed_forms(sends: Sequence[Communicate], messages: Messages) -> Messages:
+    """The shapes of the sums of messages."""
+    sums = [task.reduction.back(x) for task, x in zip(sends, messages.arrays)]
+    return replace(messages, arrays=tuple(sums))
 
 
-def _read(sends: Sequence[Communicate]) -> tuple[Value, ...]:
+def _inputs(sends: Sequence[Communicate]) -> tuple[Value, ...]:
     return tuple(task.reads[0] for task in sends)
 
 
-def _written(sends: Sequence[Communicate]) -> tuple[Value, ...]:
+def _sums(sends: Sequence[Communicate]) -> tuple[Value, ...]:
     return tuple(task.writes[0] for task in sends)
 
 
 def forms_of(tree: Any) -> Any:
-    """The forms of arrays; NumPy's arrays get the dtypes that JAX would give them."""
+    """Shapes and dtypes of arrays; NumPy arrays get the dtypes that JAX would give them."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), tree)
 
 
 def names_of(kind: str, tree: Any) -> list[Value]:
-    """A value of this kind for each leaf of a tree, by its path."""
+    """A value of a kind for each leaf of a tree, by its path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = [leaf_name(path) for path in paths]
     # Two paths may read alike: {"a/b": …} and {"a": {"b": …}}.

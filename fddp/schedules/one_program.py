@@ -1,4 +1,4 @@
-"""Runs all tasks in one XLA program, whose scheduler overlaps where it can."""
+"""Runs all tasks in one XLA program, whose scheduler overlaps messages with computation."""
 
 from collections.abc import Callable
 from functools import partial, reduce
@@ -14,105 +14,88 @@ from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.footprint import Footprint
 from fddp.schedules.lists import in_one_piece
-from fddp.schedules.pieces import MakeList, Pieces, Runner
+from fddp.schedules.pieces import MakeList, Pieces, Runner, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_one_program
 from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
 
-# (earlier sums, how many of them a message has waited for, whether the next message is the last) → those that XLA must
-# have before that message leaves, and that are used only then.
+# (sums so far, how many of them an earlier message waited for, True for the last message) → the
+# sums that XLA must have before the message leaves, and that are used only afterwards.
 Hold: TypeAlias = Callable[[list[Value], int, bool], list[Value]]
 
 
 def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs one XLA program with an all-reduce per bucket; XLA's scheduler overlaps where it can (GPU, TPU).
+    """Runs one XLA program with an all-reduce per bucket; XLA overlaps where it can (GPU, TPU).
 
-    Args:
-      group: the replicas.
-      pieces: the step.
-      donate: whether the program may reuse the state's memory.
-
-    Returns:
-      The runner.
+    If `donate`, the program may reuse the state's memory.
     """
     return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
 
 
 def held(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs the same program as `fused`, in which all updates wait until the last message can leave.
-
-    Args:
-      group: the replicas.
-      pieces: the step.
-      donate: whether the program may reuse the state's memory.
-
-    Returns:
-      The runner.
-    """
+    """Runs the program of `fused`, in which all updates wait until the last message can leave."""
     return _program(group, partial(in_one_piece, group.placement, pieces), donate, _until_the_last)
 
 
 def unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs the same program as `fused`, whose all-reduces XLA's scheduler puts in the order that it finds best.
-
-    Args:
-      group: the replicas.
-      pieces: the step.
-      donate: whether the program may reuse the state's memory.
-
-    Returns:
-      The runner.
-    """
+    """Runs the program of `fused`, in which XLA's scheduler orders the all-reduces."""
     return _program(group, partial(in_one_piece, group.placement, pieces), donate, _at_any_time)
 
 
 def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
-    """Traces the tasks of a list, in order, into one program.
-
-    Args:
-      group: the replicas.
-      make: makes the list.
-      donate: whether the program may reuse the state's memory.
-
-    Returns:
-      The runner.
-    """
+    """Traces the tasks of a list, in order, into one program."""
     return _program(group, make, donate, _in_turn)
 
 
 def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
-    """Traces a list into one program, in which `hold` says what a message waits for."""
-    own = group.placement.per_replica
-    specs = (REPLICATED, own, own, own, own), (REPLICATED, own, own)
+    """Traces a list into one program, in which a message waits for the sums that `hold` names."""
+    per_replica = group.placement.per_replica
+    in_specs = REPLICATED, per_replica, per_replica, per_replica, per_replica
+    out_specs = REPLICATED, per_replica, per_replica
     donated = (0, 2, 3) if donate else ()
-    program = group.placement.program(partial(traced, group, make, hold), *specs, donate=donated)
+    step = partial(traced, group, make, hold)
+    program = group.placement.program(step, in_specs, out_specs, donate=donated)
     launch = first_call(program, "the step", partial(compiling, group))
 
-    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
-        given = (state, pending, shards, memory, group.placement.feed(rows))
+    def fed(inputs: StepInputs) -> StepInputs:
+        return inputs._replace(rows=group.placement.feed(inputs.rows))
+
+    def run(inputs: StepInputs) -> StepOutputs:
+        arguments = fed(inputs)
         try:
-            result = launch(*given)
+            result = StepOutputs(*launch(*arguments))
         except BaseException:
-            program.lower(*given)  # a step that cannot be traced has sent nothing, and fails here once more
+            # A step that cannot be traced has sent nothing, and raises here again.
+            program.lower(*arguments)
             group.recovery.sends()
             raise
         group.recovery.sends()
         return jax.block_until_ready(result) if group.placement.shares_cores else result
 
-    def lower(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> jax.stages.Lowered:
-        return program.lower(state, pending, shards, memory, group.placement.feed(rows))
+    def lower(inputs: StepInputs) -> jax.stages.Lowered:
+        return program.lower(*fed(inputs))
 
-    def footprint(*given: Any) -> Footprint | None:
-        return of_one_program(compile_to_read(lower(*given)))
+    def footprint(inputs: StepInputs) -> Footprint | None:
+        return of_one_program(compile_to_read(lower(inputs)))
 
-    # A program inside of another one cannot have options for the compiler.
-    inside = program.__wrapped__ if group.placement.on_mesh else None  # pyright: ignore[reportAttributeAccessIssue]
-    return Runner(run, lower, None, make, footprint, inside=inside)
+    def inside(inputs: StepInputs) -> StepOutputs:
+        # A program inside another one cannot have compiler options.
+        return StepOutputs(*program.__wrapped__(*inputs))  # pyright: ignore[reportAttributeAccessIssue]
+
+    on_mesh = group.placement.on_mesh
+    return Runner(run, lower, None, make, footprint, inside=inside if on_mesh else None)
 
 
 def traced(
-    group: Group, make: MakeList, hold: Hold, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+    group: Group,
+    make: MakeList,
+    hold: Hold,
+    state: Any,
+    pending: Any,
+    shards: Any,
+    memory: Memory,
+    rows: Any,
 ) -> tuple[Any, Any, Memory]:
-    """Runs the tasks of one replica; the sum of what a loop makes in its rounds runs in these rounds."""
+    """Runs the tasks of one replica; gradients made in the rounds of a loop are summed in them."""
     listed = make(state, pending, shards, rows)
     run = partial(_run, group.communicator, listed, hold)
     in_rounds = any(task.reduction.rounds > 1 for task in listed.messages)
@@ -120,50 +103,61 @@ def traced(
 
 
 def _run(
-    comm: Communicator, listed: TaskList, hold: Hold, state: Any, pending: Any, shards: Any, memory: Memory, rows: Any
+    comm: Communicator,
+    listed: TaskList,
+    hold: Hold,
+    state: Any,
+    pending: Any,
+    shards: Any,
+    memory: Memory,
+    rows: Any,
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks in order, each message under a name by which `fddp.audit` finds it.
 
-    If one hook's sum is not finite, all hooks keep the memory that they had before. One that remembered an overflow
-    would never be finite again; and an optimizer that skips such a step does not use the other hooks' sums either.
+    If one hook's sum is not finite, all hooks keep their previous memory. A hook that remembered an
+    overflow would never be finite again, and an optimizer that skips such a step does not use the
+    other hooks' sums either.
     """
     values = listed.enter(state, pending, shards, rows)
-    before = dict[int | None, Any](enumerate(drop_replica_dim(memory)))
-    after = dict(before)
+    previous = dict[int | None, Any](enumerate(drop_replica_dim(memory)))
+    current = dict(previous)
     sums = list[Value]()
-    waited = 0  # how many of them a message has waited for
+    waited = 0  # how many of the sums a message has waited for
     last = next((task for task in reversed(listed.messages) if task.reduction.rounds == 1), None)
-    sent = list[Any]()
+    all_bytes = list[Any]()
     for task in listed.tasks:
-        read = [values[name] for name in task.reads]
+        inputs = [values[name] for name in task.reads]
         if not isinstance(task, Communicate):
-            values.update(zip(task.writes, task.run(*read)))
+            values.update(zip(task.writes, task.run(*inputs)))
             continue
-        message = read[0]
-        said = read[1] if len(read) > 1 else None
+        message = inputs[0]
+        flags = inputs[1] if len(inputs) > 1 else None
         with jax.named_scope(scope(task.name)):
-            # A barrier hides what the message is from XLA, and keeps the order. XLA drops the sum of a constant (the
-            # zeros of a bucket that this rank's branch leaves unused, say), and sends what is ready first: ranks whose
-            # programs differ would then add what does not belong together. On GPUs, too, late buckets would go first.
-            # What is summed in a loop has the loop's place, and all ranks have the same program there.
+            # A barrier hides the message's origin from XLA, and keeps the order. XLA drops the sum
+            # of a constant, such as the zeros of a bucket that this rank's branch leaves unused,
+            # and sends first the message that is ready first. Ranks whose programs differ would
+            # then add unrelated messages. On GPUs, too, late buckets would go first. A sum inside
+            # a loop has the loop's place, and all ranks have the same program there.
             if comm.size > 1 and task.reduction.rounds == 1:
-                behind = hold(sums, waited, task is last)
-                message, *held = jax.lax.optimization_barrier((message, *(values[name] for name in behind)))
-                values.update(zip(behind, held))
+                awaited_sums = hold(sums, waited, task is last)
+                barred = (message, *(values[name] for name in awaited_sums))
+                message, *barred_sums = jax.lax.optimization_barrier(barred)
+                values.update(zip(awaited_sums, barred_sums))
                 waited = len(sums)
-            place = task.reduction.memory
-            mine = after.get(place, ())
-            values[task.writes[0]], mine, nbytes = summed(comm, task.reduction, said, message, mine)
-            after |= {place: mine} if place in before else {}
+            index = task.reduction.memory
+            hook_memory = current.get(index, ())
+            total, hook_memory, nbytes = summed(comm, task.reduction, flags, message, hook_memory)
+            values[task.writes[0]] = total
+            current |= {index: hook_memory} if index in previous else {}
         sums.append(task.writes[0])
-        sent.append(nbytes)
+        all_bytes.append(nbytes)
         if BYTES in task.writes:
-            values[BYTES] = jnp.stack(sent)
+            values[BYTES] = jnp.stack(all_bytes)
     hooked = [values[task.writes[0]] for task in listed.messages if task.reduction.apply]
-    # No array of them: it may have no elements, which the compiler of JAX 0.11 cannot take into a shard_map.
+    # Not an array: it could have no elements, which JAX 0.11 cannot take into a shard_map.
     finite = reduce(jnp.logical_and, map(all_finite, hooked), jnp.bool_(True))
-    new = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, before)
-    return *listed.leave(values), add_replica_dim(tuple(new[place] for place in range(len(memory))))
+    memory = jax.tree.map(lambda new, old: jnp.where(finite, new, old), current, previous)
+    return *listed.leave(values), add_replica_dim(tuple(memory[k] for k in range(len(memory))))
 
 
 def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
@@ -173,15 +167,16 @@ def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
 
 
 def _until_the_last(sums: list[Value], waited: int, last: bool) -> list[Value]:
-    """Lets messages leave one after the other, and no sum be used before the last message leaves.
+    """Lets messages leave one after the other, and uses no sum before the last message leaves.
 
-    Updates that are there earlier are put by XLA, on GPUs before Hopper, where the backward pass would hide a message.
+    On GPUs before Hopper, XLA puts updates that are ready early where the backward pass would hide
+    a message.
     """
     return sums if last else sums[waited:]
 
 
 def _at_any_time(sums: list[Value], waited: int, last: bool) -> list[Value]:
-    """Lets a message leave whenever XLA likes."""
+    """Lets XLA choose when a message leaves."""
     del sums, waited, last
     return []
 

@@ -1,8 +1,8 @@
-"""The pieces of a step, and what a schedule makes of them.
+"""The pieces of a step, from which a schedule makes a list of tasks.
 
-A step communicates in rounds. Each round makes messages, from the gradients or from what the round before brought back,
-and the replicas sum, scatter or gather them. `finish` uses what came back last. A schedule makes a list of tasks from
-the pieces and launches it; the mathematics is the pieces' own.
+A step communicates in rounds. Each round makes messages, from the gradients or from the sums of the
+previous round, and the replicas reduce, reduce-scatter or gather them. `finish` uses the last sums.
+A schedule makes a list of tasks from the pieces and launches it; the mathematics is in the pieces.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,18 +20,18 @@ from fddp.schedules.timeline import Timeline
 
 
 class Round(NamedTuple):
-    """Messages that leave together, made from what the round before brought back."""
+    """Messages that leave together, made from the sums of the previous round."""
 
     name: str
     reads: tuple[str, ...]
-    """The arguments that it is given, of "state", "pending", "shards" and "rows"."""
+    """The arguments that it takes, of "state", "pending", "shards" and "rows"."""
     run: Callable[..., tuple[Messages, Any]]
-    """(*what it reads, what came back, what was kept) → what this replica sends, and what it keeps for itself. In the
-    first round nothing came back and nothing was kept: None."""
+    """(*arguments, sums, saved values) → this replica's messages, and the values it saves for the
+    next round. In the first round the sums and the saved values are None."""
     reductions: tuple[Reduction, ...]
     """The reduction of each message."""
     kind: Literal["compute", "update"] = "update"
-    """"compute": the forward and backward pass, which are long: each message leaves as soon as it can be made."""
+    """"compute": the forward and backward pass, where a message leaves as soon as it is ready."""
 
 
 class Pieces(NamedTuple):
@@ -39,48 +39,71 @@ class Pieces(NamedTuple):
 
     rounds: tuple[Round, ...]
     finish: Callable[[Any, Any, Messages, Any, Any], tuple[Any, Any]]
-    """(state, shards, what came back, what was kept, bytes sent per message) → the step's result, equal on all
+    """(state, shards, sums, saved values, bytes sent per message) → the step's result, equal on all
     replicas, and the shards of the next state."""
     name: str = "update"
-    """The name of the task that finishes."""
+    """The name of the last task."""
     uses: Mapping[str, int] = MappingProxyType({})
-    """The moment at which the forward pass first uses what a message brings, by the message's name, the same on all
-    ranks. Messages that are left out bring what all else waits for."""
+    """Message → position of its first use in the forward pass, equal on all ranks. The message that
+    carries the scalars is omitted: every update waits for it."""
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
         """The reductions of all messages, one round after the other."""
-        return tuple(reduction for one in self.rounds for reduction in one.reductions)
+        return tuple(reduction for piece in self.rounds for reduction in piece.reductions)
+
+
+class StepInputs(NamedTuple):
+    """The arrays of a step, or their shapes."""
+
+    state: Any
+    """The replicated part of the state."""
+    pending: Any
+    """Each replica's sums from earlier calls of `no_sync`."""
+    shards: Any
+    """Each replica's shards of the state."""
+    memory: Memory
+    """Each replica's memory of the hooks, by message."""
+    rows: Any
+    """The rows of this process, on any device."""
+
+
+class StepOutputs(NamedTuple):
+    """The results of a step."""
+
+    result: Any
+    """The next state and the report, replicated."""
+    shards: Any
+    memory: Memory
 
 
 class Runner(NamedTuple):
     """A step that can be run."""
 
-    run: Callable[[Any, Any, Any, Memory, Any], tuple[Any, Any, Memory]]
-    """(state, pending, shards, memory, rows) → the step's result, the next shards, and what to remember; state is equal
-    everywhere, pending, shards and memory each replica's own, rows this process's, wherever they are."""
-    lower: Callable[[Any, Any, Any, Memory, Any], jax.stages.Lowered] | None
-    """The step as XLA gets it, where it is one program."""
+    run: Callable[[StepInputs], StepOutputs]
+    lower: Callable[[StepInputs], jax.stages.Lowered] | None
+    """The lowered step, if it is one program."""
     timeline: Callable[[], Timeline] | None
-    """The spans of the last step, where it is several programs."""
+    """The spans of the last step, if it is several programs."""
     tasks: Callable[[Any, Any, Any, Any], TaskList]
-    """(state, pending, shards, rows), or their forms → what is launched, in order; nothing runs."""
-    footprint: Callable[[Any, Any, Any, Memory, Any], Footprint | None] = lambda *arguments: None
-    """(state, pending, shards, memory, rows), or their forms → the memory that one replica needs; what was compiled for
-    a step is not compiled again. None where XLA does not tell."""
+    """(state, pending, shards, rows), or their shapes → the tasks in order; nothing runs."""
+    footprint: Callable[[StepInputs], Footprint | None] = lambda inputs: None
+    """Inputs → the memory of one replica, or None where XLA does not report it. A compiled program
+    is not compiled again."""
     promises: bool = False
-    """Whether a `Promise` may stand for an array of the state, both in what is given and in what comes back."""
+    """True if a `Promise` may stand for an array of the state, as argument and as result."""
     rehearse: Callable[..., None] = lambda *arguments: None
-    """(state, pending, shards, rows), as forms of one replica: tries the steps that are due only later."""
+    """(state, pending, shards, rows), as shapes of one replica: traces the steps due only later."""
     waits: Callable[[Any], bool] = lambda state: True
-    """Whether the step that is due waits for all processes of the group."""
+    """True if the next step waits for all processes of the group."""
     meet: Callable[[Any], Any] = lambda state: state
-    """The state, once all islands that do not wait for each other have met; elsewhere the state as it is."""
-    inside: Callable[[Any, Any, Any, Memory, Any], tuple[Any, Any, Memory]] | None = None
-    """`run` as a part of the user's own program, with the rows of all processes; None: the step needs the host."""
+    """The state after all islands that do not wait for each other have met; else unchanged."""
+    inside: Callable[[StepInputs], StepOutputs] | None = None
+    """`run` as a part of the user's own program, with the rows of all processes; None if the step
+    needs the host."""
 
 
-# (group, pieces, donate) -> runner; donate: whether the step may reuse the state's memory
+# (group, pieces, donate) -> runner; donate: True if the step may reuse the state's memory
 Schedule: TypeAlias = Callable[[Group, Pieces, bool], Runner]
-# One replica's (state, pending, shards, rows), or their forms -> a step's tasks.
+# One replica's (state, pending, shards, rows), or their shapes -> a step's tasks.
 MakeList: TypeAlias = Callable[[Any, Any, Any, Any], TaskList]

@@ -1,4 +1,4 @@
-"""Runs tasks in several queues, each in its order on a thread of its own; futures carry values between queues."""
+"""Runs tasks in several queues, each in order on its own thread, with futures between them."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,39 +14,39 @@ from fddp.comm import Group
 from fddp.schedules.tasks import BYTES, STATE, Communicate, Compute, Task, TaskList, Value
 
 HERE = "here"  # the queue of the thread that calls the step
-SPEAKING = "collectives"  # the queue of a loss's collectives, where these have a communicator of their own
+# The queue of a loss's collectives, if these have a communicator of their own.
+SPEAKING = "collectives"
 
-# Names the queue of a task: tasks of one queue are done one after the other, different queues side by side.
+# Names the queue of a task. Tasks of one queue run in order, different queues run concurrently.
 QueueOf: TypeAlias = Callable[[Task], str]
-# Does a task: (task, values that it reads) → values that it writes.
+# Runs a task: (task, inputs) → outputs.
 Do: TypeAlias = Callable[[Task, Sequence[Any]], Sequence[Any]]
 
 
 def by_kind(task: Task) -> str:
-    """Gives a queue each to computing, on the calling thread, to all that is sent and to updates."""
-    return "communication" if speaks(task) else HERE if task.kind == "compute" else task.kind
+    """Names one queue each for computations, on the calling thread, for messages and updates."""
+    if speaks(task):
+        return "communication"
+    return HERE if task.kind == "compute" else task.kind
 
 
 def speaks(task: Task) -> bool:
-    """Whether a task holds collectives of the loss."""
+    """True if a task holds collectives of the loss."""
     return isinstance(task, Compute) and task.speaks
 
 
 def heard(group: Group, queue_of: QueueOf) -> QueueOf:
-    """Gives the collectives of a loss a queue of their own, where no message can meet them.
+    """Moves the collectives of a loss to a queue of their own, where they cannot mix with messages.
 
-    Args:
-      group: the replicas. On a mesh messages and collectives share a communicator, and leave in one order.
-      queue_of: names a task's queue, on a mesh.
-
-    Returns:
-      What names it there and elsewhere.
+    On a mesh they share a communicator with the messages, and leave in one order with them.
     """
-    return queue_of if group.placement.on_mesh else lambda task: SPEAKING if speaks(task) else queue_of(task)
+    if group.placement.on_mesh:
+        return queue_of
+    return lambda task: SPEAKING if speaks(task) else queue_of(task)
 
 
 class Promise(Future[Any]):
-    """An array that is still being made, of a known form."""
+    """An array that is still being computed, of known shape and dtype."""
 
     def __init__(self, form: jax.ShapeDtypeStruct) -> None:
         super().__init__()
@@ -55,43 +55,45 @@ class Promise(Future[Any]):
         self.dtype = form.dtype
 
     def there(self) -> list[Any]:
-        """The arrays of it that are there."""
+        """The array, if it is ready."""
         return [self.result()] if self.done() else []
 
 
 def forms_promised(tree: Any) -> Any:
-    """Replaces each promise in a tree by its form."""
+    """Replaces each promise in a tree by its shape."""
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
 
 
 def awaited(x: Any) -> Any:
-    """Waits for a value, if it is a future of one."""
+    """Waits for a future; returns any other value unchanged."""
     return x.result() if isinstance(x, Future) else x
 
 
 class Routes(NamedTuple):
-    """Tasks by their queues, and the ways of their values; found once for each list."""
+    """Tasks by queue, and the routes of their values; computed once per list."""
 
     queues: dict[str, tuple[Task, ...]]
     """The tasks of each queue, in order."""
-    given: tuple[Value, ...]
+    inputs: tuple[Value, ...]
     """The values that tasks read and none writes."""
-    kept: tuple[Value, ...]
-    """The values that are wanted in the end."""
+    results: tuple[Value, ...]
+    """The values that the caller needs at the end."""
     crossing: tuple[Value, ...]
-    """The values that one queue writes and another one waits for."""
+    """The values that one queue writes and another one reads."""
     readers: Mapping[Value, int]
-    """The number of tasks that read a value; whoever wants it in the end counts as one more."""
+    """The number of tasks that read a value, plus one if the caller needs it."""
 
     @property
     def speaking(self) -> tuple[str, ...]:
-        """The queues of messages."""
+        """The queues that hold messages."""
         return tuple(
-            queue for queue, tasks in self.queues.items() if any(isinstance(task, Communicate) for task in tasks)
+            queue
+            for queue, tasks in self.queues.items()
+            if any(isinstance(task, Communicate) for task in tasks)
         )
 
     def makes(self, queue: str, values: Collection[Value]) -> bool:
-        """Whether a queue writes one of these values."""
+        """True if a queue writes one of these values."""
         return any(value in values for task in self.queues[queue] for value in task.writes)
 
 
@@ -100,14 +102,14 @@ class Arranged:
     """A list of tasks, arranged for the launcher."""
 
     routes: tuple[Routes, ...]
-    """The list in each order, or in each part, that may be launched."""
+    """The list in each order in which it may be launched."""
     freed: Mapping[str, tuple[Value, ...]]
-    """The values whose memory a task may have, for each task by name."""
+    """Task name → the values whose memory it may reuse."""
 
     @cached_property
     def gives(self) -> tuple[Value, ...]:
-        """The arrays of the state among these."""
-        return tuple({value for values in self.freed.values() for value in values if value.kind == STATE})
+        """The freed values that are arrays of the state."""
+        return tuple({v for values in self.freed.values() for v in values if v.kind == STATE})
 
 
 # (a list of tasks) → the same, arranged
@@ -115,73 +117,53 @@ Arrange: TypeAlias = Callable[[TaskList], Arranged]
 
 
 def as_listed(queues_of: Callable[[TaskList], QueueOf]) -> Arrange:
-    """Makes a function that arranges a list as it is.
-
-    Args:
-      queues_of: (list) → what names a task's queue.
-
-    Returns:
-      The function.
-    """
+    """Makes a function that arranges a list in its own order."""
 
     def arrange(listed: TaskList) -> Arranged:
         queue_of = queues_of(listed)
-        return Arranged((routed(listed.tasks, queue_of, listed.results),), freed([listed.tasks], queue_of))
+        routes = routed(listed.tasks, queue_of, listed.results)
+        return Arranged((routes,), freed([listed.tasks], queue_of))
 
     return arrange
 
 
-def routed(tasks: Sequence[Task], queue_of: QueueOf, kept: Sequence[Value]) -> Routes:
-    """Deals tasks out to queues.
-
-    Args:
-      tasks: in order.
-      queue_of: names a task's queue.
-      kept: the values that the thread which calls the step wants in the end.
-
-    Returns:
-      The queues, and the ways of values between them.
-    """
+def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -> Routes:
+    """Assigns tasks to queues; the calling thread needs `results` at the end."""
     queues: dict[str, list[Task]] = {}
     for task in tasks:
         queues.setdefault(queue_of(task), []).append(task)
-    wanted = _readers(tasks, queue_of)
-    for name in kept:
-        wanted.setdefault(name, set()).add(HERE)
+    reading = _reading_queues(tasks, queue_of)
+    for name in results:
+        reading.setdefault(name, set()).add(HERE)
     written = {name: queue_of(task) for task in tasks for name in task.writes}
-    # The queue that tells the bytes of all messages starts last: it waits for the other queues of messages.
+    # The queue that reports the bytes of all messages starts last: it waits for the other queues.
     order = sorted(queues, key=lambda queue: any(BYTES in task.writes for task in queues[queue]))
     return Routes(
         queues={queue: tuple(queues[queue]) for queue in order},
-        given=tuple(name for name in wanted if name not in written),
-        kept=tuple(kept),
-        crossing=tuple(name for name, queue in written.items() if wanted.get(name, {queue}) != {queue}),
-        readers=Counter([*kept, *(name for task in tasks for name in task.reads)]),
+        inputs=tuple(name for name in reading if name not in written),
+        results=tuple(results),
+        crossing=tuple(n for n, queue in written.items() if reading.get(n, {queue}) != {queue}),
+        readers=Counter([*results, *(name for task in tasks for name in task.reads)]),
     )
 
 
 def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tuple[Value, ...]]:
-    """Finds the values whose memory a task may have.
+    """Finds the values whose memory each task may reuse, by task name.
 
-    Args:
-      orders: the same tasks, in each order in which they may run.
-      queue_of: names a task's queue.
-
-    Returns:
-      The values that a task is the last to read in each order, for each task by name. A value that another queue reads
-      as well is left out: that queue may lag.
+    A task may reuse a value that it is the last to read in each of the possible orders. A value
+    that another queue reads as well is excluded: that queue may lag.
     """
-    queues = _readers(orders[0], queue_of)
-    last = [{name: task.name for task in tasks for name in task.reads} for tasks in orders]
+    queues = _reading_queues(orders[0], queue_of)
+    last_readers = [{name: task.name for task in tasks for name in task.reads} for tasks in orders]
 
-    def alone(task: Task, name: Value) -> bool:
-        return len(queues[name]) == 1 and all(of[name] == task.name for of in last)
+    def is_last(task: Task, name: Value) -> bool:
+        return len(queues[name]) == 1 and all(last[name] == task.name for last in last_readers)
 
-    return {task.name: tuple(name for name in task.reads if alone(task, name)) for task in orders[0]}
+    return {task.name: tuple(n for n in task.reads if is_last(task, n)) for task in orders[0]}
 
 
-def _readers(tasks: Sequence[Task], queue_of: QueueOf) -> dict[Value, set[str]]:
-    """Finds the queues that read each value."""
+def _reading_queues(tasks: Sequence[Task], queue_of: QueueOf) -> dict[Value, set[str]]:
+    """Value → the queues that read it."""
     queues: dict[Value, set[str]] = {}
     for task in tasks:
         for name in task.reads:
@@ -192,63 +174,60 @@ def _readers(tasks: Sequence[Task], queue_of: QueueOf) -> dict[Value, set[str]]:
 class Queues:
     """Tasks that wait for each other across threads."""
 
-    def __init__(self, routes: Routes, values: Mapping[Value, Any], futures: Mapping[Value, Future[Any]]) -> None:
+    def __init__(
+        self, routes: Routes, values: Mapping[Value, Any], futures: Mapping[Value, Future[Any]]
+    ) -> None:
         """Makes a future for each value that crosses from one queue to another.
 
-        Args:
-          routes: the tasks.
-          values: those that are there at first, or futures of them. All values but those that are kept are dropped as
-            soon as their last reader has them, so that their memory can be used again.
-          futures: those that somebody waits for already, by the values' names.
+        `values` holds the initial values or futures of them. A value is dropped as soon as its last
+        reader has it, so that its memory can be reused. `futures` holds those that are already
+        waited for, by value.
         """
         self._routes = routes
         self._readers = dict(routes.readers)
         self._lock = Lock()
-        given = {name: values[name] for name in routes.given if name in values}
-        self._there: dict[Value, Any] = {**given, **{name: futures.get(name) or Future() for name in routes.crossing}}
+        self._values: dict[Value, Any] = {n: values[n] for n in routes.inputs if n in values}
+        self._values |= {name: futures.get(name) or Future() for name in routes.crossing}
 
-    def kept(self) -> dict[Value, Any]:
-        """The values that are wanted in the end, or futures of them, once the calling thread's queue is done."""
-        return {name: self._there[name] for name in self._routes.kept}
+    def results(self) -> dict[Value, Any]:
+        """The results or futures of them, once the calling thread's queue has ended."""
+        return {name: self._values[name] for name in self._routes.results}
 
     def work(self, queue: str, do: Do, idle: Callable[[], None] = lambda: None) -> None:
-        """Does the tasks of a queue. An error also reaches all who wait for the rest of it, so that nobody hangs.
+        """Runs the tasks of a queue; `idle` is called before it waits for a value, and at the end.
 
-        Args:
-          queue: its name.
-          do: does a task.
-          idle: is called before a task has to be waited for, and at the end.
+        An error also reaches the readers of the queue's remaining values, so that none hangs.
         """
         tasks = self._routes.queues.get(queue, ())
         done = 0
         try:
             for task in tasks:
-                self._keep(task, do(task, self._take(task, idle)))
+                self._store(task, do(task, self._take(task, idle)))
                 done += 1
             idle()
         except BaseException as error:
             for name in (name for task in tasks[done:] for name in task.writes):
-                promise = self._there.get(name)
+                promise = self._values.get(name)
                 if isinstance(promise, Future) and not promise.done():
                     promise.set_exception(error)
             raise
 
     def _take(self, task: Task, idle: Callable[[], None]) -> list[Any]:
-        there = [self._there[name] for name in task.reads]
-        if not all(x.done() for x in there if isinstance(x, Future)):
+        values = [self._values[name] for name in task.reads]
+        if not all(x.done() for x in values if isinstance(x, Future)):
             idle()
-        read = list(map(awaited, there))
+        inputs = list(map(awaited, values))
         with self._lock:
             for name in task.reads:
                 self._readers[name] -= 1
                 if not self._readers[name]:
-                    self._there.pop(name, None)
-        return read
+                    self._values.pop(name, None)
+        return inputs
 
-    def _keep(self, task: Task, made: Sequence[Any]) -> None:
-        for name, value in zip(task.writes, made, strict=True):
-            promise = self._there.get(name)
+    def _store(self, task: Task, outputs: Sequence[Any]) -> None:
+        for name, value in zip(task.writes, outputs, strict=True):
+            promise = self._values.get(name)
             if isinstance(promise, Future):
                 promise.set_result(value)
             elif self._readers.get(name):
-                self._there[name] = value
+                self._values[name] = value

@@ -1,4 +1,4 @@
-"""Tries a step on the forms of its arguments: a step that cannot be taken fails before it is due."""
+"""Traces a step ahead of its turn, so that a step that cannot be taken fails early."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,32 +16,33 @@ from fddp.schedules.tasks import SHARDS
 
 
 def rehearse(group: Group, pieces: Pieces, memory: Memory, *arguments: Any) -> None:
-    """Traces a step that is due later, the sums of its messages too; nothing is compiled, sent or run.
+    """Traces a step and the reductions of its messages; nothing is compiled, sent or run.
 
-    Args:
-      group: the replicas.
-      pieces: the step.
-      memory: the forms of what one replica's hooks remember.
-      *arguments: state, pending, shards and rows: the forms of what one replica has.
-
-    Raises:
-      Exception: what the step itself would raise when it is first due.
+    `memory` and `arguments` (state, pending, shards, rows) are shapes of one replica. Raises the
+    exception that the step itself would raise.
     """
-    given: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
-    came: tuple[Any, Any] = (None, None)
-    for one in pieces.rounds:
-        _, (messages, kept) = trace(group.placement, one.run, *(given[word] for word in one.reads), *came)
-        came = replace(messages, arrays=_sums(group, one.reductions, memory, messages.arrays)), kept
+    by_word: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
+    received: tuple[Any, Any] = (None, None)
+    for piece in pieces.rounds:
+        inputs = [by_word[word] for word in piece.reads]
+        _, (messages, saved) = trace(group.placement, piece.run, *inputs, *received)
+        sums = _sums(group, piece.reductions, memory, messages.arrays)
+        received = replace(messages, arrays=sums), saved
     nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
-    trace(group.placement, pieces.finish, given["state"], given[SHARDS], *came, nbytes)
+    inputs = by_word["state"], by_word[SHARDS]
+    trace(group.placement, pieces.finish, *inputs, *received, nbytes)
 
 
-def _sums(group: Group, reductions: Sequence[Reduction], memory: Memory, messages: Sequence[Any]) -> tuple[Any, ...]:
-    """The forms in which messages come back."""
-    back = list[Any]()
-    for one, message in zip(reductions, messages):
-        said = None if one.asks is None else back[one.asks.message]
-        mine = memory[one.memory] if memory and one.memory is not None else ()
-        _, (total, _, _) = trace(group.placement, partial(summed, group.communicator, one), said, message, mine)
-        back.append(total)
-    return tuple(back)
+def _sums(
+    group: Group, reductions: Sequence[Reduction], memory: Memory, messages: Sequence[Any]
+) -> tuple[Any, ...]:
+    """The shapes of the sums of messages."""
+    sums = list[Any]()
+    for reduction, message in zip(reductions, messages):
+        flags = None if reduction.asks is None else sums[reduction.asks.message]
+        index = reduction.memory
+        hook_memory = memory[index] if memory and index is not None else ()
+        reduce = partial(summed, group.communicator, reduction)
+        _, (total, _, _) = trace(group.placement, reduce, flags, message, hook_memory)
+        sums.append(total)
+    return tuple(sums)

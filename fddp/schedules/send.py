@@ -1,4 +1,4 @@
-"""Sums one message over the replicas between programs, for the schedules that run several programs."""
+"""Sums one message over the replicas between programs, for schedules of several programs."""
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
@@ -11,104 +11,124 @@ from jax.profiler import TraceAnnotation
 from jaxtyping import Array, UInt32
 
 from fddp.buckets import BucketPlan
-from fddp.comm import MOST, REPLICATED, Group, Transport, add_replica_dim, as_uint32, drop_replica_dim
+from fddp.comm import (
+    MOST,
+    REPLICATED,
+    Group,
+    Transport,
+    add_replica_dim,
+    as_uint32,
+    drop_replica_dim,
+)
 from fddp.hooks import Reduction, all_finite, plain_bytes, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
 
 
 class Sent(NamedTuple):
-    """A message that has come back."""
+    """A message that has arrived."""
 
     total: Any
     memory: Any
-    """The memory of its reduction."""
+    """The memory of its hook."""
     nbytes: Any
     """Bytes that each replica sent."""
     span: Span
     finite: bool = True
-    """Whether a hook's sum is finite; the same on all ranks."""
+    """True unless a hook's sum is not finite; the same on all ranks."""
 
 
 def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
-    """Makes a function that sends a message and blocks the calling thread until its sum is there.
+    """Makes a function that sends message k and blocks the calling thread until its sum arrives.
 
-    Args:
-      group: the replicas.
-      reductions: how the messages are summed.
-
-    Returns:
-      `send(k, mine, said, message)`, which returns the sum of message k; `mine` is its hook's memory, and `said()`
-      returns the sum that decides whether this message is needed.
+    It takes (k, memory of the hook, function that returns the sum which decides whether this
+    message is needed, message).
     """
-    own = group.placement.per_replica
     transports = side_by_side(group, reductions)
+    programs = [_hook_program(group, reduction) for reduction in reductions]
 
-    def program(reduction: Reduction) -> Callable[..., Any]:
-        def run(message: jax.Array, mine: Any) -> tuple[Any, Any, Any, Any]:
-            total, mine, sent = summed(group.transport.inside, reduction, None, message, drop_replica_dim(mine))
-            return total, add_replica_dim(mine), sent, all_finite(total)
-
-        back = own if reduction.among_some or reduction.collective == "reduce_scatter" else REPLICATED
-        # The memory is not donated: `remembered` may still want it.
-        return group.placement.program(run, (own, own), (back, own, REPLICATED, REPLICATED))
-
-    programs = [program(reduction) for reduction in reductions]
-
-    def send(k: int, mine: Any, said: Callable[[], jax.Array], message: jax.Array) -> Sent:
+    def send(k: int, memory: Any, flags: Callable[[], jax.Array], message: jax.Array) -> Sent:
         reduction = reductions[k]
         transport = transports[k % len(transports)]
         size = message.size // group.placement.replicas_in_array
         finite = True
-        needed = reduction.asks is None or jax.device_get(said())[list(reduction.asks.places)].any()
         start = perf_counter()
-        if not needed:
+        if not _is_needed(reduction, flags):
             total = group.placement.place(np.zeros(size, message.dtype), REPLICATED)
             sent = size = 0
         else:
             group.recovery.sends()
-            with TraceAnnotation(reduction.name), group.journal.message(reduction.title, size * message.dtype.itemsize):
+            journal = group.journal.message(reduction.title, size * message.dtype.itemsize)
+            with TraceAnnotation(reduction.name), journal:
                 if reduction.apply is None:
                     blocks = (reduction.blocks,) if reduction.collective == "tree_reduce" else ()
-                    total = getattr(transport.at(reduction.level), reduction.collective)(message, *blocks)
+                    collective = getattr(transport.at(reduction.level), reduction.collective)
+                    total = collective(message, *blocks)
                     sent = plain_bytes(group.communicator, reduction, size, message.dtype)
                 else:
-                    with asked_for():  # a collective of MPI takes a token along, which is new in each thread
-                        total, mine, sent, finite = jax.block_until_ready(programs[k](message, mine))
+                    with asked_for():  # a collective of MPI takes a token; each thread has its own
+                        outputs = jax.block_until_ready(programs[k](message, memory))
+                    total, memory, sent, finite = outputs
         nbytes = size * message.dtype.itemsize
         span = Span("communication", reduction.name, start, perf_counter(), nbytes)
-        return Sent(total, mine, sent, span, bool(jax.device_get(finite)))
+        return Sent(total, memory, sent, span, bool(jax.device_get(finite)))
 
     return send
 
 
+def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
+    """The program of a reduction by a hook: (message, memory) → sum, memory, bytes, finite."""
+    per_replica = group.placement.per_replica
+
+    def run(message: jax.Array, memory: Any) -> tuple[Any, Any, Any, Any]:
+        total, memory, sent = summed(
+            group.transport.inside, reduction, None, message, drop_replica_dim(memory)
+        )
+        return total, add_replica_dim(memory), sent, all_finite(total)
+
+    scattered = reduction.among_some or reduction.collective == "reduce_scatter"
+    sum_spec = per_replica if scattered else REPLICATED
+    out_specs = sum_spec, per_replica, REPLICATED, REPLICATED
+    # The memory is not donated: `remembered` may return it.
+    return group.placement.program(run, (per_replica, per_replica), out_specs)
+
+
+def _is_needed(reduction: Reduction, flags: Callable[[], jax.Array]) -> bool:
+    if reduction.asks is None:
+        return True
+    return bool(jax.device_get(flags())[list(reduction.asks.places)].any())
+
+
 def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transport, ...]:
-    """The transports that take turns with the messages between programs.
+    """The transports that send the messages between programs, in round-robin order.
 
-    Hooks share one communicator, where two would mix. So do reduce-scatters and all-gathers, whose parts have owners in
-    one order of the replicas, and tree-reduces, which add in one order.
+    Hooks share one communicator, where two would mix. So do reduce-scatters and all-gathers, whose
+    parts lie in one order of the replicas, and tree-reduces, which add in one order.
     """
-    alone = any(reduction.apply or reduction.collective != "all_reduce" for reduction in reductions)
-    return (group.transport,) if alone or not group.transport.clones else group.transport.clones
+    ordered = any(r.apply or r.collective != "all_reduce" for r in reductions)
+    return (group.transport,) if ordered or not group.transport.clones else group.transport.clones
 
 
-def bytes_of(group: Group, sends: Sequence[Sent]) -> UInt32[Array, " messages"]:
-    """The bytes that each replica sent for each message, as an argument of a program; at most 2³² − 1 are told."""
-    nbytes = jax.device_get([send.nbytes for send in sends])
-    return group.placement.place(np.array([min(int(n), MOST) for n in nbytes], np.uint32), REPLICATED)
+def bytes_of(group: Group, messages: Sequence[Sent]) -> UInt32[Array, " messages"]:
+    """Bytes that each replica sent for each message, at most 2³² − 1, as a program's argument."""
+    nbytes = jax.device_get([message.nbytes for message in messages])
+    capped = np.array([min(int(n), MOST) for n in nbytes], np.uint32)
+    return group.placement.place(capped, REPLICATED)
 
 
-def sent_by_bucket(reductions: Sequence[Reduction], sent: Array, count: int) -> UInt32[Array, " count"]:
-    """The bytes of each of so many buckets, in whatever messages they travel; the last number counts all else, too."""
+def sent_by_bucket(
+    reductions: Sequence[Reduction], sent: Array, count: int
+) -> UInt32[Array, " count"]:
+    """Bytes of each of `count` buckets over all its messages; the last also counts the scalars."""
     total = jnp.zeros(count, jnp.uint32)
-    for one, nbytes in zip(reductions, sent):
-        at = count - 1 if one.bucket is None else one.bucket
+    for reduction, nbytes in zip(reductions, sent):
+        at = count - 1 if reduction.bucket is None else reduction.bucket
         total = total.at[at].set(more_sent(total[at], nbytes))
     return total
 
 
 def more_sent(sent: UInt32[Array, "*messages"], nbytes: Any) -> UInt32[Array, "*messages"]:
-    """Adds to bytes that were sent; more than 32 bits count is told as the most that they do.
+    """Adds to a number of bytes, and saturates at 32 bits.
 
     Example:
       >>> int(more_sent(jnp.uint32(7), 2**40)) == 2**32 - 1
@@ -118,10 +138,11 @@ def more_sent(sent: UInt32[Array, "*messages"], nbytes: Any) -> UInt32[Array, "*
 
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:
-    """The bytes of each bucket of a plan, in whatever messages it travels; behind them those of the scalars alone."""
-    of: dict[int, list[int]] = {}
+    """Bytes of each bucket of a plan over all its messages, followed by those of the scalars."""
+    numbers: dict[int, list[int]] = {}
     for number, message in enumerate(plan.messages):
-        of.setdefault(len(plan.buckets) if message.bucket is None else message.bucket, []).append(number)
-    first, last = (np.array([of[bucket][end] for bucket in sorted(of)]) for end in (0, -1))
+        bucket = len(plan.buckets) if message.bucket is None else message.bucket
+        numbers.setdefault(bucket, []).append(number)
+    first, last = (np.array([numbers[b][end] for b in sorted(numbers)]) for end in (0, -1))
     more = jnp.where(first == last, 0, sent[last])
     return more_sent(sent[first], more)

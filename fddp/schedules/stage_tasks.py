@@ -16,54 +16,84 @@ def stages_of(
     title: str,
     kind: str,
     closed: ClosedJaxpr,
-    given: Sequence[Value],
-    made: Sequence[Value],
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
     groups: Sequence[Sequence[int]],
-    comes: Mapping[int, int] | None = None,
+    arrivals: Mapping[int, int] | None = None,
 ) -> list[Compute]:
-    """Cuts a program into stages, as tasks. No stage makes an output with the name of an input: it is that input."""
-    jaxpr = closed.jaxpr
-    there = set(given)
-    groups = [[number for number in group if made[number] not in there] for group in groups]
-    numbers = [number for group in groups for number in group]
-    outputs = [jaxpr.outvars[number] for number in numbers]
-    between = [at for at, number in enumerate(numbers) if made[number].kind == HANDED]
-    consts = dict(zip(jaxpr.constvars, closed.consts))
-    whole = make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts)
-    own = [number for number, value in enumerate(given) if not value.equal_everywhere]
-    stages = cut(whole, [len(group) for group in groups], comes, own, between)
+    """Cuts a program into one stage for each group of outputs.
 
-    # What an update hands on to its next stage is equal on all replicas, if what it is made of is.
-    equal = {n for stage in stages for n, alike in zip(stage.writes, stage.alike) if alike and kind == "update"}
-    handed = ((k, *each) for k, stage in enumerate(stages) for each in zip(stage.writes, stage.between))
-    own_kind = {True: WRITTEN, False: title}
-    names = [*given, *(_handed(title, k, n - len(given), HANDED if n in equal else own_kind[b]) for k, n, b in handed)]
-    bare = {number for number, name in enumerate(names) if number < len(given) or name.kind in (HANDED, WRITTEN)}
-    results = iter([made[number] for number in numbers if made[number].kind != HANDED])
+    `groups` holds positions of outputs. An output that has an input's name is that input, and is
+    not computed.
+    """
+    computed = _computed_groups(inputs, outputs, groups)
+    numbers = [number for group in computed for number in group]
+    passed_on = [at for at, number in enumerate(numbers) if outputs[number].kind == HANDED]
+    per_replica = [number for number, value in enumerate(inputs) if not value.equal_everywhere]
+    program = _without_other_outputs(closed, numbers)
+    stages = cut(program, [len(group) for group in computed], arrivals, per_replica, passed_on)
 
-    known = dict[Any, Callable[..., Sequence[Any]]]()
+    names = [*inputs, *_names_between(title, kind, stages, len(inputs))]
+    # These have no leading replica dim.
+    bare = set(range(len(inputs)))
+    bare |= {n for n, name in enumerate(names) if name.kind in (HANDED, WRITTEN)}
+    results = iter([outputs[number] for number in numbers if outputs[number].kind != HANDED])
+    programs = dict[Any, Callable[..., Sequence[Any]]]()
 
     def task(k: int, stage: Stage) -> Compute:
-        reads = tuple(names[number] for number in stage.reads)
-        writes = (*(names[number] for number in stage.writes), *islice(results, stage.results))
-        own = tuple(number not in bare for number in stage.reads)
-        handed = tuple(number not in bare for number in stage.writes)
-        run = known.setdefault((stage.run, own, handed), partial(_handing, stage.run, own, handed))
+        reads = tuple(names[n] for n in stage.reads)
+        writes = (*(names[n] for n in stage.writes), *islice(results, stage.results))
+        stacked_in = tuple(n not in bare for n in stage.reads)
+        stacked_out = tuple(n not in bare for n in stage.writes)
+        key = (stage.run, stacked_in, stacked_out)
+        run = programs.setdefault(key, partial(_with_replica_dims, *key))
         run = run if writes else lambda *values: ()
-        return Compute(f"{title} {k}", reads, writes, run, kind, speaks=stage.speaks and kind == "compute")
+        speaks = stage.speaks and kind == "compute"
+        return Compute(f"{title} {k}", reads, writes, run, kind, speaks=speaks)
 
     return [task(k, stage) for k, stage in enumerate(stages)]
 
 
-def _handed(title: str, stage: int, number: int, kind: str) -> Value:
-    """The name of a value that a stage hands on."""
-    return Value(kind, stage, str(number) if kind == title else f"{title}/{number}")
+def _computed_groups(
+    inputs: Sequence[Value], outputs: Sequence[Value], groups: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    names = set(inputs)
+    return [[number for number in group if outputs[number] not in names] for group in groups]
 
 
-def _handing(
-    run: Callable[..., Sequence[Any]], own: Sequence[bool], handed: Sequence[bool], *values: jax.Array
+def _without_other_outputs(closed: ClosedJaxpr, numbers: Sequence[int]) -> ClosedJaxpr:
+    jaxpr = closed.jaxpr
+    outputs = [jaxpr.outvars[number] for number in numbers]
+    consts = dict(zip(jaxpr.constvars, closed.consts))
+    return make_program(closed, jaxpr.eqns, jaxpr.invars, outputs, consts)
+
+
+def _names_between(title: str, kind: str, stages: Sequence[Stage], inputs: int) -> list[Value]:
+    """Names the values that stages pass to later ones, which are numbered from `inputs` on."""
+    # A value of an update is equal on all replicas if all its inputs are.
+    equal = set[int]()
+    for stage in stages if kind == "update" else ():
+        equal |= {n for n, alike in zip(stage.writes, stage.alike) if alike}
+    names = list[Value]()
+    for k, stage in enumerate(stages):
+        for number, written_in_slices in zip(stage.writes, stage.between):
+            position = number - inputs
+            if number in equal:
+                names.append(Value(HANDED, k, f"{title}/{position}"))
+            elif written_in_slices:
+                names.append(Value(WRITTEN, k, f"{title}/{position}"))
+            else:
+                names.append(Value(title, k, str(position)))
+    return names
+
+
+def _with_replica_dims(
+    run: Callable[..., Sequence[Any]],
+    stacked_in: Sequence[bool],
+    stacked_out: Sequence[bool],
+    *values: jax.Array,
 ) -> Sequence[Any]:
-    """Runs a stage. Marked values, of those that it reads and hands on, have a first dim along which replicas lie."""
-    made = run(*(x[0] if mine else x for mine, x in zip(own, values)))
-    passed = [x[None] if mine else x for mine, x in zip(handed, made)]
-    return *passed, *made[len(handed) :]
+    """Runs a stage on inputs with and without a leading replica dim, and adds it to outputs."""
+    outputs = run(*(x[0] if stacked else x for stacked, x in zip(stacked_in, values)))
+    passed_on = [x[None] if stacked else x for stacked, x in zip(stacked_out, outputs)]
+    return *passed_on, *outputs[len(stacked_out) :]

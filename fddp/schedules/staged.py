@@ -1,17 +1,15 @@
-"""Steps of several programs that end when they return: computing beside messages, or one task after the other."""
+"""Steps of several programs that end when they return: concurrent or in order."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from fddp.comm import Group
-from fddp.hooks import Memory
 from fddp.jax_internals import without_jit
 from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.hook_memory import remembered
 from fddp.schedules.launcher import Launcher
 from fddp.schedules.lists import in_one_piece, in_stages
-from fddp.schedules.pieces import MakeList, Pieces, Runner
+from fddp.schedules.pieces import MakeList, Pieces, Runner, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import MakePrograms, jitted, preparing
 from fddp.schedules.queues import HERE, QueueOf, as_listed, heard, speaks
@@ -20,48 +18,29 @@ from fddp.schedules.tasks import TaskList
 
 
 def staged(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Cuts the backward pass where buckets become ready: the main thread runs stages, another one sends their messages.
+    """Cuts the backward pass where buckets become ready, and sends them from another thread.
 
-    For hosts whose XLA overlaps nothing by itself (CPU).
-
-    Args:
-      group: the replicas.
-      pieces: the step.
-      donate: whether updates may reuse the state's memory.
-
-    Returns:
-      The runner; stages are cut and compiled once for each form of its arguments.
+    For hosts whose XLA overlaps nothing by itself (CPU). Stages are compiled once for each shape of
+    the arguments. If `donate`, updates may reuse the state's memory.
     """
     return on_threads(group, partial(in_stages, group.placement, pieces), donate)
 
 
 def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs the baseline: traffic starts when the backward is done, one all-reduce at a time (paper, section 3.2.1).
+    """Sends one all-reduce at a time after the backward pass: the baseline (paper, section 3.2.1).
 
-    Args:
-      group: the replicas.
-      pieces: the step.
-      donate: whether the last program may reuse the state's memory.
-
-    Returns:
-      The runner.
+    If `donate`, the last program may reuse the state's memory.
     """
     return in_order(group, partial(in_one_piece, group.placement, pieces), donate)
 
 
-def on_threads(group: Group, make: MakeList, donate: bool, programs: MakePrograms = compiled) -> Runner:
-    """Launches compute tasks in order and sends each message as soon as it is made.
+def on_threads(
+    group: Group, make: MakeList, donate: bool, programs: MakePrograms = compiled
+) -> Runner:
+    """Launches compute tasks in order, and sends each message as soon as it is ready.
 
-    Messages leave in the order of the list on every rank, one at a time on each of the clones of the transport.
-
-    Args:
-      group: the replicas.
-      make: makes the list.
-      donate: whether programs may reuse the state's memory.
-      programs: makes programs of its tasks.
-
-    Returns:
-      The runner.
+    Messages leave in the order of the list on every rank, one at a time on each clone of the
+    transport. `make` makes the list, `programs` the programs of its tasks.
     """
 
     def queues_of(listed: TaskList) -> QueueOf:
@@ -75,27 +54,19 @@ def on_threads(group: Group, make: MakeList, donate: bool, programs: MakeProgram
 
 
 def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms = jitted) -> Runner:
-    """Launches each task of a list when the one before it is done.
-
-    Args:
-      group: the replicas.
-      make: makes the list.
-      donate: whether programs may reuse the state's memory.
-      programs: makes programs of its tasks.
-
-    Returns:
-      The runner.
-    """
+    """Launches each task of a list when the previous one has ended."""
     all_here = lambda listed: lambda task: HERE  # noqa: E731
-    return _launched(group, make, all_here, donate, programs, lambda: None, Launcher(group, ahead=0))
+    launcher = Launcher(group, ahead=0)
+    return _launched(group, make, all_here, donate, programs, lambda: None, launcher)
 
 
 def refuse_without_jit(schedule: str) -> None:
     """Refuses to run a schedule of stages operation by operation."""
     if without_jit():
         raise ValueError(
-            f"under jax.disable_jit() a loss runs operation by operation, and schedule={schedule!r} has cut it into "
-            "compiled stages: make the step with schedule='after' to look inside."
+            "under jax.disable_jit() a loss runs operation by operation, and "
+            f"schedule={schedule!r} has cut it into compiled stages: make the step with "
+            "schedule='after' to look inside."
         )
 
 
@@ -110,14 +81,14 @@ def _launched(
 ) -> Runner:
     prepare = preparing(group, make, as_listed(queues_of), programs, donate)
 
-    def run(state: Any, pending: Any, shards: Any, memory: Memory, rows: Any) -> tuple[Any, Any, Memory]:
+    def run(inputs: StepInputs) -> StepOutputs:
         check()
-        rows = group.placement.place(rows, group.placement.per_replica)
-        now = prepare(state, pending, shards, rows)
-        values = now.listed.enter(state, pending, shards, rows)
-        launcher.log.begin(now.listed.tasks)
-        done = launcher.launch(now, now.arranged.routes[0], values, memory=memory)
+        prepared, values = prepare(inputs)
+        launcher.log.begin(prepared.listed.tasks)
+        routes = prepared.arranged.routes[0]
+        launched = launcher.launch(prepared, routes, values, memory=inputs.memory)
         launcher.log.end()
-        return *now.listed.leave(done.results), remembered(done, memory)
+        result, shards = prepared.listed.leave(launched.results)
+        return StepOutputs(result, shards, remembered(launched, inputs.memory))
 
     return Runner(run, None, launcher.log.timeline, make, of_tasks(group, prepare))

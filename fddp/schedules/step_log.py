@@ -1,4 +1,4 @@
-"""Notes when the tasks of steps run, also of steps that overlap."""
+"""Records when the tasks of steps run, also of steps that overlap."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,21 +12,17 @@ from fddp.schedules.timeline import Span, Timeline
 
 
 class StepLog:
-    """Notes the spans of tasks on any thread. A step's timeline is cut at its begin and its end."""
+    """Records the spans of tasks on any thread, and cuts a step's timeline at its start and end."""
 
     def __init__(self) -> None:
-        # Threads add spans while a step reads them: `list` copies a dict in one go.
+        # Threads add spans while a step reads them: `list` copies a dict atomically.
         self._spans = dict[int, Span]()
         self._numbers = count()
         self._window = (0.0, 0.0)
         self._tasks: tuple[Task, ...] = ()
 
     def begin(self, tasks: Sequence[Task] = ()) -> None:
-        """Begins a step: forgets the spans that are over.
-
-        Args:
-          tasks: those that it launches, where all of them end with it.
-        """
+        """Starts a step and forgets finished spans; `tasks` are its tasks, if all end with it."""
         now = perf_counter()
         self._tasks = tuple(tasks)
         for number in [number for number, span in list(self._spans.items()) if span.end <= now]:
@@ -38,23 +34,24 @@ class StepLog:
         self._window = self._window[0], perf_counter()
 
     def add(self, span: Span) -> None:
-        """Notes a task that is over."""
+        """Records a finished task."""
         self._spans[next(self._numbers)] = span
 
     @contextmanager
     def under_way(self, task: Task) -> Iterator[Callable[[Span], None]]:
-        """Notes a task that begins now; yields a function that takes the task's span once it is over."""
+        """Records a task that starts now; yields a function that takes the finished task's span."""
         number = next(self._numbers)
-        told = list[Span]()
+        finished = list[Span]()
         self._spans[number] = Span(task.kind, task.name, perf_counter(), inf)
         try:
-            yield told.append
+            yield finished.append
         finally:
-            self._spans[number] = told[0] if told else replace(self._spans[number], end=perf_counter())
+            stopped = replace(self._spans[number], end=perf_counter())
+            self._spans[number] = finished[0] if finished else stopped
 
     def timeline(self) -> Timeline:
-        """The spans of the last step; those that reach beyond its borders are cut there."""
+        """The spans of the last step, cut at its start and its end."""
         begin, end = self._window
         spans = [span for span in list(self._spans.values()) if span.start < end]
-        spans = [replace(span, start=max(begin, span.start), end=min(end, span.end)) for span in spans]
+        spans = [replace(s, start=max(begin, s.start), end=min(end, s.end)) for s in spans]
         return Timeline(tuple(spans), self._tasks)

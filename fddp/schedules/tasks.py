@@ -1,9 +1,9 @@
-"""A step as a list of tasks: what is computed, what is sent, and what each of them waits for.
+"""A step as a list of tasks: computations, messages, and the values that each task waits for.
 
-A value is known by its kind, and by which of its kind it is: "state/params/w", "message 2", "sum 2". A task reads
-values and writes others; the order of the list is the order in which computing is launched and in which messages leave,
-and it is equal on all ranks. A list is made without running anything, launched by one of two launchers, simulated on
-paper, and held against a compiled program.
+A value is identified by its kind and by a number or a path: "state/params/w", "message 2",
+"sum 2". A task reads values and writes others. The order of the list is the order in which
+computations are launched and messages leave, equal on all ranks. A list is made without running
+anything; it can be launched, simulated, and compared with a compiled program.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,30 +14,30 @@ import numpy as np
 from fddp.hooks import Reduction
 from fddp.wording import preformatted, table
 
-# The parts of the state that are equal on all replicas, as a step is given them.
+# The replicated arrays of the state that a step takes.
 STATE = "state"
-# The shards of the state that a step is given.
+# The shards of the state that a step takes.
 SHARDS = "shards"
-# The shards of the state that a step makes.
+# The shards of the next state.
 NEW = "new"
-# What a step returns: the next state first, and behind it what it tells.
+# The result of a step: the next state, then its report.
 RESULT = "result"
-# What a replica sends.
+# A message of one replica.
 MESSAGE = "message"
-# What a stage of an update hands on to the next one, equal on all replicas.
+# A replicated value that a stage of an update passes to the next stage.
 HANDED = "handed on"
-# What an update has written slice by slice so far, each replica's own.
+# The slices that an update has written so far, each replica's own.
 WRITTEN = "written"
-# Where the slices of some rounds of a loop begin.
+# The offset of the first slice of some rounds of a loop.
 BEGIN = "round"
-# The kinds of values that are equal on all replicas; of all others each replica has its own.
+# The kinds of values that are equal on all replicas; of other kinds each replica has its own value.
 EQUAL = frozenset({STATE, RESULT, HANDED, BEGIN, "sum", "whole", "bytes"})
-# The kind of a message that came back, by the collective.
+# The kind of a received message, by the collective.
 BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "tree_reduce": "sum"}
 
 
 class Value(str):
-    """A value of a list: a record that reads as its name, and is known by it.
+    """A value of a list: a record that prints as its name, and is identified by it.
 
     Example:
       >>> Value("message", 2), Value("state", path="params/w").path
@@ -45,34 +45,35 @@ class Value(str):
     """
 
     kind: str
-    """The thing that it is: "state", "message", "sum", "stage" …"""
+    """Its kind: "state", "message", "sum", "stage" …"""
     number: int | None
-    """The number of the message, or of the stage that made it."""
+    """The number of the message, or of the stage that computes it."""
     path: str
-    """Its place in a tree."""
+    """Its path in a tree."""
 
     def __new__(cls, kind: str, number: int | None = None, path: str = "") -> "Value":
-        made = super().__new__(cls, f"{kind}{'' if number is None else f' {number}'}{'/' if path else ''}{path}")
-        made.kind = kind
-        made.number = number
-        made.path = path
-        return made
+        label = kind if number is None else f"{kind} {number}"
+        value = super().__new__(cls, f"{label}/{path}" if path else label)
+        value.kind = kind
+        value.number = number
+        value.path = path
+        return value
 
     @property
     def equal_everywhere(self) -> bool:
-        """Whether all replicas have the same."""
+        """True if all replicas have the same value."""
         return self.kind in EQUAL
 
     @property
     def replaces(self) -> "Value | None":
-        """The part of the state whose place this result takes in the next step, if it takes one."""
+        """The array of the state that this result replaces in the next step, if any."""
         if self.kind == NEW:
             return Value(SHARDS, path=self.path)
         head, _, path = self.path.partition("/")
         return Value(STATE, path=path) if self.kind == RESULT and head == "0" else None
 
 
-# The bytes that each message of a list sent, in order; there once the last one is back.
+# The bytes sent for each message of a list, in order; known once the last message has arrived.
 BYTES = Value("bytes")
 
 
@@ -83,23 +84,23 @@ class Compute(NamedTuple):
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
     run: Callable[..., Sequence[Any]] = lambda *values: ()
-    """(values that it reads) → values that it writes; those that a replica has for itself have a first dim."""
+    """(inputs) → outputs; a value that each replica has for itself has a leading replica dim."""
     kind: str = "compute"
-    """"compute" (forward and backward), "update", or "communication": a collective of the loss alone."""
+    """"compute" (forward and backward), "update", or "communication": a collective of the loss."""
     reuses: int = 0
-    """The number of its first inputs that may be donated: nobody else has them."""
+    """The number of its first inputs that may be donated, because no other task reads them."""
     speaks: bool = False
-    """Whether it holds collectives of the loss: such tasks are done one after the other, in one order on all ranks."""
+    """True if it holds collectives of the loss: such tasks run in one order on all ranks."""
 
 
 class Communicate(NamedTuple):
-    """A message, summed over the replicas, or gathered."""
+    """A message that is reduced or gathered over the replicas."""
 
     name: str
     reads: tuple[Value, ...]
-    """The message; and, if another message decides whether anybody needs this one, what came back of that."""
+    """The message; then, if another message decides whether it is needed, the sum of that one."""
     writes: tuple[Value, ...]
-    """The message as it comes back; the last one of a list also writes the bytes of all."""
+    """The sum; the last message of a list also writes the bytes of all."""
     reduction: Reduction = Reduction()
     """Sums it, or gathers it."""
     kind: str = "communication"
@@ -113,9 +114,9 @@ class TaskList(NamedTuple):
 
     tasks: tuple[Task, ...]
     enter: Callable[[Any, Any, Any, Any], dict[Value, Any]]
-    """(state, pending, shards, rows) → the values that are there at first."""
+    """(state, pending, shards, rows) → the initial values."""
     leave: Callable[[Mapping[Value, Any]], tuple[Any, Any]]
-    """The values that are there at last → the step's result, and the next shards."""
+    """The final values → the step's result, and the next shards."""
 
     @property
     def messages(self) -> tuple[Communicate, ...]:
@@ -125,36 +126,47 @@ class TaskList(NamedTuple):
     @property
     def results(self) -> tuple[Value, ...]:
         """The values that a step returns: its result, and the shards of the next state."""
-        return tuple(value for task in self.tasks for value in task.writes if value.kind in (RESULT, NEW))
+        return tuple(v for task in self.tasks for v in task.writes if v.kind in (RESULT, NEW))
 
     def __str__(self) -> str:
-        rows = [(task.kind, task.name, _abridged(task.reads), _abridged(task.writes)) for task in self.tasks]
+        rows = [
+            (task.kind, task.name, _abridged(task.reads), _abridged(task.writes))
+            for task in self.tasks
+        ]
         return "\n".join(table(rows))
 
     _repr_html_ = preformatted
 
 
 def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:
-    """The tasks that send messages, numbered through all rounds: "message k" becomes "sum k"."""
-    firsts = np.cumsum([0, *map(len, rounds)]).tolist()
+    """Makes the tasks of messages, numbered through all rounds: "message k" becomes "sum k"."""
+    first_numbers = np.cumsum([0, *map(len, rounds)]).tolist()
+    last = first_numbers[-1] - 1
 
-    def tasks(first: int, some: Sequence[Reduction]) -> list[Communicate]:
-        backs = [Value("part" if one.among_some else BACK[one.collective], k) for k, one in enumerate(some, first)]
+    def tasks(first: int, reductions: Sequence[Reduction]) -> list[Communicate]:
+        sums = [
+            Value("part" if reduction.among_some else BACK[reduction.collective], k)
+            for k, reduction in enumerate(reductions, first)
+        ]
 
-        def task(k: int, one: Reduction) -> Communicate:
-            asked = () if one.asks is None else (backs[one.asks.message],)
-            told = (BYTES,) if first + k == firsts[-1] - 1 else ()
-            return Communicate(one.name, (Value(MESSAGE, first + k), *asked), (backs[k], *told), one)
+        def task(k: int, reduction: Reduction) -> Communicate:
+            flags = () if reduction.asks is None else (sums[reduction.asks.message],)
+            nbytes = (BYTES,) if first + k == last else ()
+            reads = Value(MESSAGE, first + k), *flags
+            return Communicate(reduction.name, reads, (sums[k], *nbytes), reduction)
 
-        return [task(k, one) for k, one in enumerate(some)]
+        return [task(k, reduction) for k, reduction in enumerate(reductions)]
 
-    return [tasks(first, some) for first, some in zip(firsts, rounds)]
+    return [tasks(first, reductions) for first, reductions in zip(first_numbers, rounds)]
 
 
 def _abridged(values: Sequence[Value], most: int = 3) -> str:
-    """A few values of each kind, and how many there are."""
+    """The first values of each kind, and their number."""
     kinds: dict[str, list[Value]] = {}
     for value in values:
         kinds.setdefault(value.kind, []).append(value)
-    shown = [", ".join(some[:most]) + f" … ({len(some)})" * (len(some) > most) for some in kinds.values()]
+    shown = list[str]()
+    for group in kinds.values():
+        more = f" … ({len(group)})" if len(group) > most else ""
+        shown.append(", ".join(group[:most]) + more)
     return ", ".join(shown) or "–"

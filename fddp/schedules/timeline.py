@@ -1,10 +1,10 @@
-"""Spans of a step: when it computed, when it communicated, how far both overlapped; and steps simulated on paper.
+"""The spans of a step and their overlap, measured or simulated.
 
 Source: the columns of Li et al. (VLDB 2020), Fig. 6, and of DDP's logging data.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class Timeline:
     """The spans of one step.
 
     Example:
-      >>> line = Timeline((Span("compute", "stage 0", 0, 2), Span("communication", "bucket 0", 1, 5)))
+      >>> line = Timeline((Span("compute", "stage", 0, 2), Span("communication", "bucket", 1, 5)))
       >>> line.exposed, line.overlap_share
       (3, 0.25)
     """
@@ -58,7 +58,9 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """Seconds from the first start to the last end."""
-        return max((s.end for s in self.spans), default=0) - min((s.start for s in self.spans), default=0)
+        return max((s.end for s in self.spans), default=0) - min(
+            (s.start for s in self.spans), default=0
+        )
 
     @property
     def computing(self) -> float:
@@ -82,15 +84,15 @@ class Timeline:
 
     @property
     def overlap_share(self) -> float:
-        """Share of the communication that lies under computation, 0 to 1; 0 where nothing was sent."""
+        """Share of the communication that lies under computation, 0 to 1; 0 without messages."""
         total = self.communicating
         return 1 - self.exposed / total if total else 0.0
 
     def bound(self) -> float:
-        """The earliest end that these tasks allow, if each takes as long as it took: see `simulate`.
+        """The earliest end that these tasks allow if each takes as long as it took: see `simulate`.
 
-        All-reduces that ran side by side (`fddp.round_robin`) are taken one after the other, each as long as it took
-        beside the others.
+        Concurrent all-reduces (`fddp.round_robin`) are simulated one after the other, each as long
+        as it took next to the others.
 
         Returns:
           Seconds from the start of the first task.
@@ -99,10 +101,11 @@ class Timeline:
 
     def __str__(self) -> str:
         begin = min((span.start for span in self.spans), default=0)
-        rows = [
-            f"{span.kind:<13}  {span.name:<10}  {1e3 * (span.start - begin):8.2f} … {1e3 * (span.end - begin):8.2f} ms"
-            for span in sorted(self.spans, key=lambda span: span.start)
-        ]
+        rows = list[str]()
+        for span in sorted(self.spans, key=lambda span: span.start):
+            start = 1e3 * (span.start - begin)
+            end = 1e3 * (span.end - begin)
+            rows.append(f"{span.kind:<13}  {span.name:<10}  {start:8.2f} … {end:8.2f} ms")
         foot = (
             f"{1e3 * self.seconds:.2f} ms, {1e3 * self.exposed:.2f} ms of communication exposed, "
             f"{self.overlap_share:.0%} of all under computation"
@@ -114,9 +117,9 @@ class Timeline:
 
 
 class Pace(NamedTuple):
-    """The speeds of computation and communication while both are under way, as shares of their speeds alone.
+    """The speeds of computation and communication while both run, as shares of their speeds alone.
 
-    Traffic slows computing down: on CPU hosts the cores that the backward pass needs also add up and copy messages.
+    On CPU hosts traffic slows computation down: the same cores add and copy messages.
     """
 
     compute: float = 1.0
@@ -129,17 +132,18 @@ def simulate(
     pace: Pace | None = None,
     queue: Callable[[Task], Hashable] = lambda task: task.kind == "communication",
 ) -> Timeline:
-    """Simulates a list of tasks, on paper.
+    """Simulates a list of tasks.
 
-    The tasks of one queue run in their order, each as soon as what it reads has been written. Those that compute run on
-    the replica, messages on the link. Several queues that compute share the replica equally; several that communicate
-    share the link.
+    The tasks of one queue run in order, each as soon as its inputs are written. Computations run on
+    the replica, messages on the link. Several queues of computations share the replica equally;
+    several queues of messages share the link.
 
     Args:
       tasks: the list.
-      seconds: what each task takes alone, by its name; one without a time takes none.
-      pace: how computing and traffic slow each other down; None: not at all, the bound of any launcher.
-      queue: (task) → the queue in which it stands.
+      seconds: task name → its duration alone, 0 if omitted.
+      pace: how computation and traffic slow each other down; None: not at all, the bound of any
+        launcher.
+      queue: (task) → its queue.
 
     Returns:
       The step's timeline, from 0.
@@ -161,44 +165,47 @@ def simulate(
         queues.setdefault(queue(task), deque()).append(task)
     missing = {name for task in tasks for name in task.writes}
     since = dict.fromkeys(queues, 0.0)
-    left = {key: seconds.get(tasks[0].name, 0.0) for key, tasks in queues.items()}
+    remaining = {key: seconds.get(waiting[0].name, 0.0) for key, waiting in queues.items()}
     while queues:
-        sides = {key: queues[key][0].kind == "communication" for key in queues if _free(queues[key][0], missing)}
-        if not sides:
-            raise ValueError(f"{' and '.join(left[0].name for left in queues.values())} would wait for ever.")
-        shares = Counter(sides.values())
-        speeds = {key: (pace[side] if len(shares) > 1 else 1.0) / shares[side] for key, side in sides.items()}
-        passed = min(left[key] / speed for key, speed in speeds.items())
+        on_link = {
+            key: queues[key][0].kind == "communication"
+            for key in queues
+            if missing.isdisjoint(queues[key][0].reads)
+        }
+        if not on_link:
+            blocked = " and ".join(waiting[0].name for waiting in queues.values())
+            raise ValueError(f"{blocked} would wait for ever.")
+        running = Counter(on_link.values())
+        speeds = {
+            key: (pace[side] if len(running) > 1 else 1.0) / running[side]
+            for key, side in on_link.items()
+        }
+        passed = min(remaining[key] / speed for key, speed in speeds.items())
         clock += passed
         for key in list(queues):
             if key not in speeds:
                 since[key] = clock
-            elif left[key] / speeds[key] > passed:
-                left[key] -= passed * speeds[key]
+            elif remaining[key] / speeds[key] > passed:
+                remaining[key] -= passed * speeds[key]
             else:
                 task = queues[key].popleft()
                 missing.difference_update(task.writes)
                 spans.append(Span(task.kind, task.name, since[key], clock))
                 since[key] = clock
                 if queues[key]:
-                    left[key] = seconds.get(queues[key][0].name, 0.0)
+                    remaining[key] = seconds.get(queues[key][0].name, 0.0)
                 else:
                     del queues[key]
     return Timeline(tuple(spans), tuple(tasks))
 
 
-def _free(task: Task, missing: Set[str]) -> bool:
-    """Whether all that a task reads is there."""
-    return missing.isdisjoint(task.reads)
-
-
 def outline(
     stages: Sequence[float], sends: Sequence[float], updates: Sequence[float] = ()
 ) -> tuple[tuple[Task, ...], dict[str, float]]:
-    """A staged step without its programs, and the seconds of its tasks: `simulate` takes both.
+    """A staged step without its programs, and the seconds of its tasks, for `simulate`.
 
-    Stage k makes message k, and the last stage makes all that are left. The last update needs the last sum, and the
-    update before it the sum before.
+    Stage k makes message k, and the last stage makes all remaining ones. The last update needs the
+    last sum, and the update before it the sum before that.
 
     Args:
       stages: seconds of each stage alone.
@@ -206,7 +213,7 @@ def outline(
       updates: seconds of each update alone.
 
     Returns:
-      The tasks, named as those of the staged schedule, and seconds by these names.
+      The tasks, named as those of the staged schedule, and their seconds by name.
 
     Example:
       >>> tasks, seconds = outline([2.0, 1.0], [2.0, 1.0], [0.5])
@@ -216,21 +223,28 @@ def outline(
     tasks = list[Task]()
     last = len(stages) - 1
     for k in range(max(len(stages), len(sends))):
-        made = range(len(sends)) if k == last else range(k, k + 1)
+        numbers = range(len(sends)) if k == last else range(k, k + 1)
         if k <= last:
-            writes = tuple(Value(MESSAGE, n) for n in made if k <= n < len(sends))
+            writes = tuple(Value(MESSAGE, n) for n in numbers if k <= n < len(sends))
             tasks.append(Compute(f"stage {k}", (), writes))
         if k < len(sends):
             tasks.append(Communicate(f"bucket {k}", (Value(MESSAGE, k),), (Value("sum", k),)))
     for k in range(len(updates)):
-        of = len(sends) - len(updates) + k
-        tasks.append(Compute(f"update {k}", (Value("sum", of),) if of >= 0 else (), (), kind="update"))
-    seconds = {f"stage {k}": x for k, x in enumerate(stages)} | {f"bucket {k}": x for k, x in enumerate(sends)}
-    return tuple(tasks), seconds | {f"update {k}": x for k, x in enumerate(updates)}
+        message = len(sends) - len(updates) + k
+        reads = (Value("sum", message),) if message >= 0 else ()
+        tasks.append(Compute(f"update {k}", reads, (), kind="update"))
+    seconds = {f"stage {k}": x for k, x in enumerate(stages)}
+    seconds |= {f"bucket {k}": x for k, x in enumerate(sends)}
+    seconds |= {f"update {k}": x for k, x in enumerate(updates)}
+    return tuple(tasks), seconds
+
+
+# No pace is lower, so that a simulation ends even if a noisy run shows no speed at all.
+SLOWEST = 0.05
 
 
 def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
-    """Estimates how computation and traffic slowed each other down in a run: by the work missed while both were busy.
+    """Estimates the pace of a run from the work that was missed while both sides were busy.
 
     Args:
       line: the run.
@@ -253,9 +267,6 @@ def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
     return Pace(speed(line.computing, stages), speed(line.communicating, sends))
 
 
-SLOWEST = 0.05  # no pace is lower, so that a simulation ends even where a noisy run shows no speed at all
-
-
 def _merged(spans: Sequence[Span]) -> list[tuple[float, float]]:
     """The stretches of time that spans cover, without overlaps."""
     merged: list[tuple[float, float]] = []
@@ -272,4 +283,8 @@ def _covered(spans: Sequence[Span]) -> float:
 
 
 def _common(a: Sequence[Span], b: Sequence[Span]) -> float:
-    return sum(max(0.0, min(end, stop) - max(start, begin)) for start, end in _merged(a) for begin, stop in _merged(b))
+    return sum(
+        max(0.0, min(end, stop) - max(start, begin))
+        for start, end in _merged(a)
+        for begin, stop in _merged(b)
+    )

@@ -1,6 +1,6 @@
-"""Replicas that share a state: each holds a part of it and updates that part; and such a state put together again.
+"""Sharded states: each replica holds and updates a part of the state, and `whole` joins the parts.
 
-This room imports step and what step imports.
+This room imports step and the rooms below it.
 """
 
 from fddp.sharding.shared_state import sharded as sharded

@@ -1,119 +1,163 @@
-"""A step in which no more than two buckets of parameters are whole at once.
+"""A sharded step that holds at most two whole buckets of parameters at a time.
 
-A bucket is gathered shortly before the forward pass reads it, dropped after that, and gathered again for the backward
-pass: half as many bytes again as an all-reduce, for the memory of all parameters. A gather stands in the gradients'
-program, as a collective of a loss does; that of a layer in the loop that reads it.
+Each bucket is gathered shortly before the forward pass reads it, dropped afterwards, and gathered
+again for the backward pass. This sends half as many bytes again as an all-reduce, and saves the
+memory of the whole parameters. The gathers are collectives inside the gradients' program; a layer
+of a stack is gathered inside the loop that reads it.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), stage 3; `reshard_after_forward` of PyTorch's FSDP2.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
-from fddp.buckets import BucketPlan, Messages, join, take_apart, whole_forms
+from fddp.buckets import BucketPlan, Messages, insert_shards, take_apart, whole_forms
 from fddp.comm import MOST, drop_replica_dim
 from fddp.hooks import plain_bytes
-from fddp.jaxpr import Rows, in_readings, run_in_readings
+from fddp.jax_internals import Var
+from fddp.jaxpr import LayerWeights, in_readings, run_in_readings
+from fddp.losses import Pending
 from fddp.schedules import Pieces, scope
 from fddp.sharding.in_slices import Inputs, by_slices
 from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
-from fddp.sharding.own_parts import Kept, Parts
+from fddp.sharding.part_messages import gathers
+from fddp.sharding.part_packing import gather, local_parts, pack_parameters, unpack_leaves
+from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.sharded_update import Saved, updated, with_bytes
 from fddp.step import Facts, Replica, TrainState
 
 
 def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
-    """The pieces of a step whose parameters rest in parts, and are whole only where the loss reads them.
-
-    Args:
-      replica: what one replica does.
-      facts: of the step.
-
-    Returns:
-      The pieces.
-    """
-    parts = Parts(replica, facts, facts.read_in)
+    """Makes the pieces of a step that gathers its sharded parameters for each pass."""
+    layout = ShardLayout(replica, facts, facts.read_in)
     order = range(len(facts.plan.buckets))
 
-    def update(state: TrainState, shards: Any, messages: Messages, kept: Kept, sent: Any) -> tuple[Any, Any]:
-        new, info = parts.updated(join(state, shards), messages, kept)
-        equal, mine = take_apart(new)
-        once = drop_replica_dim(kept.nbytes)
-        times = replica.options.accumulation_steps
-        of_gathers = jnp.where(once > np.uint32(MOST // times), np.uint32(MOST), once * np.uint32(times))
-        return (equal, parts.sent(info, sent, of_gathers, order)), mine
+    def update(
+        state: TrainState,
+        shards: Sequence[Array],
+        messages: Messages,
+        saved: Saved,
+        message_bytes: Array,
+    ) -> tuple[Any, Any]:
+        new_state, info = updated(layout, insert_shards(state, shards), messages, saved)
+        replicated, new_shards = take_apart(new_state)
+        per_micro_batch = drop_replica_dim(saved.nbytes)
+        count = replica.options.accumulation_steps
+        gather_bytes = jnp.where(
+            per_micro_batch > np.uint32(MOST // count),
+            np.uint32(MOST),
+            per_micro_batch * np.uint32(count),
+        )
+        info = with_bytes(layout, info, message_bytes, gather_bytes, order)
+        return (replicated, info), new_shards
 
-    return Pieces(tuple(micro_batches(parts, as_the_state_is, partial(_gradients, parts))), update)
+    return Pieces(
+        tuple(micro_batches(layout, as_the_state_is, partial(_gradients, layout))), update
+    )
 
 
-def _gradients(parts: Parts, state: TrainState, shards: Any, before: Before, part: Any) -> tuple[Any, Any, Any, Any]:
-    """Those of a micro-batch, by parameters that come where they are read."""
-    held = join(state, shards).params
-    own = parts.own(held)
-    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole_forms(held))
+def _gradients(
+    layout: ShardLayout,
+    state: TrainState,
+    shards: Sequence[Array],
+    before: Before,
+    micro_batch: PyTree,
+) -> tuple[Any, Any, Any, Any]:
+    """Computes the gradients of a micro-batch, and gathers each bucket where they read it."""
+    sharded_params = insert_shards(state, shards).params
+    local_params = local_parts(layout, sharded_params)
+    param_forms = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole_forms(sharded_params)
+    )
 
-    def whole(params: Any, state: TrainState, pending: Any, part: Any) -> Any:
-        grads, pending, broken = parts.replica.gradients(state._replace(params=params), pending, part, 1)
+    def whole(
+        params: PyTree, state: TrainState, pending: Pending | None, micro_batch: PyTree
+    ) -> Any:
+        grads, pending, broken = layout.replica.gradients(
+            state._replace(params=params), pending, micro_batch, 1
+        )
         return pending, (grads, broken)
 
-    with jax.sharding.use_abstract_mesh(parts.replica.group.placement.view):
-        given = state._replace(params=None), before.pending, part
-        closed, form = jax.make_jaxpr(whole, return_shape=True)(forms, *given)
-    plan = parts.plan
-    first = len(jax.tree.leaves(form[0]))  # the forward pass makes what is before the gradients
-    grads = [i for i, x in enumerate(plan.treedef.flatten_up_to(form[1][0])) if x is not None]
-    sliced = by_slices(plan, closed, dict(enumerate(grads, first)))
-    of = {sliced.inputs[i, bucket.slice]: k for k, bucket in enumerate(plan.buckets) for i in bucket.leaves}
+    with jax.sharding.use_abstract_mesh(layout.replica.group.placement.view):
+        args = state._replace(params=None), before.pending, micro_batch
+        closed, result_form = jax.make_jaxpr(whole, return_shape=True)(param_forms, *args)
+    plan = layout.plan
+    # The outputs before the gradients are those of the forward pass.
+    forward_count = len(jax.tree.leaves(result_form[0]))
+    grads = [
+        i for i, x in enumerate(plan.treedef.flatten_up_to(result_form[1][0])) if x is not None
+    ]
+    sliced = by_slices(plan, closed, dict(enumerate(grads, forward_count)))
+    bucket_of_input = {
+        sliced.inputs[i, bucket.slice]: k
+        for k, bucket in enumerate(plan.buckets)
+        for i in bucket.leaves
+    }
     rounds = {k: bucket.rounds for k, bucket in enumerate(plan.buckets) if bucket.rounds > 1}
-    program = in_readings(sliced.closed, of, range(first), rounds)
-    there = list(zip(plan.treedef.flatten_up_to(own), jax.tree.leaves(forms)))
-    # What has no elements does not travel.
-    stay = [x if x.size else jnp.zeros(form.shape, form.dtype) for x, form in there]
-    weights = [None if k in of else stay[i] for (i, _), k in sliced.inputs.items()]
-    rows = {k: _rows(parts, own, sliced.inputs, k) for k in rounds}
-    bring = partial(_bring, parts, own, sliced.inputs)
-    made = sliced.join(run_in_readings(program, [*weights, *jax.tree.leaves(given)], bring, rows))
-    pending, (grads, broken) = jax.tree.unflatten(jax.tree.structure(form), made)
-    sent = [min(program.times[k] * nbytes, MOST) for k, nbytes in enumerate(_bytes(parts))]
-    return grads, pending, broken, jnp.asarray(sent, jnp.uint32)
+    program = in_readings(sliced.closed, bucket_of_input, range(forward_count), rounds)
+    pairs = list(zip(plan.treedef.flatten_up_to(local_params), jax.tree.leaves(param_forms)))
+    # Leaves without elements are not gathered.
+    leaves = [x if x.size else jnp.zeros(form.shape, form.dtype) for x, form in pairs]
+    weights = [None if k in bucket_of_input else leaves[i] for (i, _), k in sliced.inputs.items()]
+    rows = {k: _rows(layout, local_params, sliced.inputs, k) for k in rounds}
+    bring = partial(_bring, layout, local_params, sliced.inputs)
+    outputs = sliced.join(run_in_readings(program, [*weights, *jax.tree.leaves(args)], bring, rows))
+    pending, (grads, broken) = jax.tree.unflatten(jax.tree.structure(result_form), outputs)
+    gather_bytes = [min(program.times[k] * nbytes, MOST) for k, nbytes in enumerate(_bytes(layout))]
+    return grads, pending, broken, jnp.asarray(gather_bytes, jnp.uint32)
 
 
 def _bring(
-    parts: Parts, own: Any, inputs: Inputs, bucket: int, after: Mapping[Any, Any]
+    layout: ShardLayout,
+    local_params: PyTree,
+    inputs: Inputs,
+    bucket: int,
+    after: Mapping[Var, Array],
 ) -> tuple[Mapping[int, Any], Any]:
-    """Gathers a bucket once some values are there; gives its leaves, and these values."""
-    (message,) = parts.gathered(own, [bucket]).arrays
+    """Gathers a bucket once the values of `after` exist; returns its leaves and these values."""
+    (message,) = pack_parameters(layout, local_params, [bucket]).arrays
     # The barrier keeps XLA from gathering at once, and from gathering once for both passes.
-    message, *held = jax.lax.optimization_barrier((message, *after.values()))
-    return _gathered(parts, inputs, bucket, parts.only(bucket), message), dict(zip(after, held))
+    message, *values = jax.lax.optimization_barrier((message, *after.values()))
+    return _gathered(layout, inputs, bucket, layout.only(bucket), message), dict(zip(after, values))
 
 
-def _rows(parts: Parts, own: Any, inputs: Inputs, bucket: int) -> Rows:
-    """This replica's parts of a bucket, a row for each round, and what gathers such a row."""
-    (message,) = parts.gathered(own, [bucket]).arrays
-    rows = message.reshape(parts.plan.buckets[bucket].rounds, -1)
-    return Rows(rows, partial(_gathered, parts, inputs, bucket, parts.one_round(bucket)))
+def _rows(layout: ShardLayout, local_params: PyTree, inputs: Inputs, bucket: int) -> LayerWeights:
+    """Returns this replica's parts of a bucket, one row per round, and the gather of such a row."""
+    (message,) = pack_parameters(layout, local_params, [bucket]).arrays
+    rows = message.reshape(layout.plan.buckets[bucket].rounds, -1)
+    return LayerWeights(rows, partial(_gathered, layout, inputs, bucket, layout.one_round(bucket)))
 
 
 def _gathered(
-    parts: Parts, inputs: Inputs, bucket: int, plans: tuple[BucketPlan, BucketPlan], message: Array
+    layout: ShardLayout,
+    inputs: Inputs,
+    bucket: int,
+    plans: tuple[BucketPlan, BucketPlan],
+    message: Array,
 ) -> Mapping[int, Any]:
-    """Gathers the leaves of a bucket, or a layer of each; gives them by the numbers of inputs."""
+    """Gathers the leaves of a bucket, or one layer of each; returns them by number of the input."""
     with jax.named_scope(scope(f"gather {bucket}")):
-        rows = parts.gathered_here(message)
-    one, of_parts = plans
-    leaves = parts.unpacked(one, of_parts, (rows,))
-    return {inputs[i, one.buckets[0].slice]: leaves[i] for i in one.buckets[0].leaves}
+        rows = gather(layout, message)
+    plan, part_plan = plans
+    leaves = unpack_leaves(layout, plan, part_plan, (rows,))
+    return {inputs[i, plan.buckets[0].slice]: leaves[i] for i in plan.buckets[0].leaves}
 
 
-def _bytes(parts: Parts) -> list[int]:
-    """The bytes that a replica sends to gather each bucket, all of its devices together."""
-    gathers = parts.gathers(range(len(parts.plan.buckets)))
-    group = parts.replica.group
-    sizes = [(bucket.size * group.placement.devices_of_replica, bucket.dtype) for bucket in parts.of_gathers.buckets]
-    return [plain_bytes(group.communicator, one, size, dtype) for one, (size, dtype) in zip(gathers, sizes)]
+def _bytes(layout: ShardLayout) -> list[int]:
+    """Counts the bytes that all devices of one replica send to gather each bucket."""
+    reductions = gathers(layout, range(len(layout.plan.buckets)))
+    group = layout.replica.group
+    sizes = [
+        (bucket.size * group.placement.devices_of_replica, bucket.dtype)
+        for bucket in layout.gather_plan.buckets
+    ]
+    return [
+        plain_bytes(group.communicator, reduction, size, dtype)
+        for reduction, (size, dtype) in zip(reductions, sizes)
+    ]

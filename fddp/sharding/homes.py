@@ -1,12 +1,12 @@
-"""Leaves that an update needs whole: each goes to one replica, its home, and what that makes of it comes back in parts.
+"""Work on whole leaves during a sharded update, as in Muon: each leaf has one replica as its home.
 
-Replicas hold parts of all leaves. One exchange takes the parts of leaves home, each replica does what is to be done
-with those whose home it is, and another exchange brings parts of the results to all. A replica sends its part of the
-leaves and gets its part of the results: of n replicas, 1/n of the bytes of an all-reduce. Replicas of several devices
-have no homes: each of them gathers all such leaves.
+One exchange sends the parts of each leaf to its home, each replica does the work of its leaves, and
+another exchange returns parts of the results to all replicas. A replica sends its parts of the
+leaves and receives its parts of the results: with n replicas, 1/n of the bytes of an all-reduce.
+Replicas of several devices have no homes: each of them gathers all such leaves.
 
-Source: the home of least load for each matrix, Graham's rule (1969), as in PyTorch's `ZeroRedundancyOptimizer`; the
-exchange, the distributed Muon of Microsoft's Dion.
+Source: Graham's rule (1969), which gives each matrix to the least loaded home, as in PyTorch's
+`ZeroRedundancyOptimizer`; the exchange of the distributed Muon in Microsoft's Dion.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,29 +16,22 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from fddp.buckets import DeviceCut, as_rows, by_device, of_rows, own_part, part_dims
+from fddp.buckets import DeviceCut, by_device, of_rows, own_part, part_dims, split_into_shards
 from fddp.comm import Communicator, add_bytes, count_aside
 from fddp.jaxpr import AtHome
 
-# Dtype → arrays next to each other along the last dim: the message of this dtype.
+# Dtype → arrays concatenated along the last dim: the message of this dtype.
 Packed: TypeAlias = dict[str, Array]
 
 
 def dealt(costs: Mapping[int, int], replicas: int) -> dict[int, int]:
-    """Gives each leaf a home: the most laborious first, to the replica that has the least to do.
+    """Assigns each leaf to a home: the costliest leaf first, to the least loaded replica.
 
-    Args:
-      costs: leaf → what there is to do for it at home.
-      replicas: how many there are.
-
-    Returns:
-      Leaf → replica.
-
-    Example:
-      >>> dealt({0: 3, 1: 9, 2: 4, 3: 4}, 2)
-      {1: 0, 2: 1, 3: 1, 0: 1}
+    >>> dealt({0: 3, 1: 9, 2: 4, 3: 4}, 2)
+    {1: 0, 2: 1, 3: 1, 0: 1}
     """
     loads = [0] * replicas
     homes = dict[int, int]()
@@ -48,81 +41,99 @@ def dealt(costs: Mapping[int, int], replicas: int) -> dict[int, int]:
     return homes
 
 
-class Lying(NamedTuple):
-    """An array, and how it lies in parts."""
+class PartLayout(NamedTuple):
+    """The layout of an array in parts."""
 
     shape: tuple[int, ...]
     dtype: Any
     depth: int
-    """Number of layers that are cut each by itself."""
+    """Number of layers that are cut separately."""
     dims: tuple[int, ...]
-    """Dims of a replica's part."""
+    """Dims of one replica's part."""
 
 
 def at_home(
-    comm: Communicator, homes: Mapping[int, int], depth: Callable[[int, int], int], visits: Sequence[AtHome]
+    comm: Communicator,
+    homes: Mapping[int, int],
+    depth: Callable[[int, int], int],
+    visits: Sequence[AtHome],
 ) -> list[list[Array]]:
-    """Does what needs leaves whole, each at its home; inside a program.
+    """Runs each function of a whole leaf at the leaf's home, and returns this replica's parts.
 
-    Args:
-      comm: the replicas.
-      homes: leaf → replica.
-      depth: (leaf, size of an array of it) → the number of layers that are cut each by itself.
-      visits: what is to be done, in parts of this replica.
-
-    Returns:
-      This replica's parts of what each has made.
+    For use inside a program. `depth` maps (leaf, size of an array of the leaf) to the number of
+    layers that are cut separately.
     """
-    of = [[visit for visit in visits if homes[visit.leaf] == home] for home in range(comm.size)]
-
-    def lying(leaf: int, shape: tuple[int, ...], dtype: Any) -> Lying:
-        layers = depth(leaf, prod(shape))
-        return Lying(shape, dtype, layers, part_dims(prod(shape), comm.size, layers))
-
-    takes = [
-        [lying(one.leaf, shape, x.dtype) for one in some for x, shape in zip(one.parts, one.shapes)] for some in of
+    visits_by_home = [
+        [visit for visit in visits if homes[visit.leaf] == home] for home in range(comm.size)
     ]
-    brings = [[lying(one.leaf, form.shape, form.dtype) for one in some for form in one.forms] for some in of]
-    there = _fullest(takes)
-    back = _fullest(brings)
 
-    def branch(visits: Sequence[AtHome], takes: Sequence[Lying], brings: Sequence[Lying]) -> Callable[[Packed], Packed]:
-        def run(came: Packed) -> Packed:
-            rows = zip(_unpacked(takes, came), takes)
-            whole = iter([of_rows(x, one.shape, one.depth) for x, one in rows])
-            made = [x for one in visits for x in one.run([next(whole) for _ in one.parts])]
-            parts = [as_rows(x, comm.size, one.depth) for x, one in zip(made, brings)]
-            return _packed([x.reshape(comm.size, -1) for x in parts], back, (comm.size,))
+    def lying(leaf: int, shape: tuple[int, ...], dtype: DTypeLike) -> PartLayout:
+        layers = depth(leaf, prod(shape))
+        return PartLayout(shape, dtype, layers, part_dims(prod(shape), comm.size, layers))
+
+    input_layouts = [
+        [lying(x.leaf, dims, part.dtype) for x in visits for part, dims in zip(x.parts, x.shapes)]
+        for visits in visits_by_home
+    ]
+    output_layouts = [
+        [lying(x.leaf, form.shape, form.dtype) for x in visits for form in x.forms]
+        for visits in visits_by_home
+    ]
+    input_sizes = _fullest(input_layouts)
+    output_sizes = _fullest(output_layouts)
+
+    def branch(
+        visits: Sequence[AtHome],
+        input_layouts: Sequence[PartLayout],
+        output_layouts: Sequence[PartLayout],
+    ) -> Callable[[Packed], Packed]:
+        def run(received: Packed) -> Packed:
+            rows = zip(_unpacked(input_layouts, received), input_layouts)
+            arrays = iter([of_rows(x, layout.shape, layout.depth) for x, layout in rows])
+            outputs = [
+                x for visit in visits for x in visit.run([next(arrays) for _ in visit.parts])
+            ]
+            output_rows = [
+                split_into_shards(x, comm.size, layout.depth)
+                for x, layout in zip(outputs, output_layouts)
+            ]
+            return _packed(
+                [x.reshape(comm.size, -1) for x in output_rows], output_sizes, (comm.size,)
+            )
 
         return run
 
-    to_homes = [_packed([x.reshape(-1) for one in some for x in one.parts], there, ()) for some in of]
-    came = _exchanged(comm, jax.tree.map(lambda *rows: jnp.stack(rows), *to_homes))
-    made = jax.lax.switch(comm.replica_index(), [branch(*each) for each in zip(of, takes, brings)], came)
-    returned = _exchanged(comm, made)
-    parts: dict[int, list[Array]] = {}
-    for home, some in enumerate(of):
-        mine = iter(_unpacked(brings[home], {dtype: rows[home] for dtype, rows in returned.items()}))
-        parts.update((one.leaf, [next(mine) for _ in one.forms]) for one in some)
-    return [parts[visit.leaf] for visit in visits]
+    payloads = [
+        _packed([x.reshape(-1) for visit in visits for x in visit.parts], input_sizes, ())
+        for visits in visits_by_home
+    ]
+    received = _exchanged(comm, jax.tree.map(lambda *rows: jnp.stack(rows), *payloads))
+    outputs = jax.lax.switch(
+        comm.replica_index(),
+        [branch(*args) for args in zip(visits_by_home, input_layouts, output_layouts)],
+        received,
+    )
+    returned = _exchanged(comm, outputs)
+    local_outputs: dict[int, list[Array]] = {}
+    for home, home_visits in enumerate(visits_by_home):
+        arrays = iter(
+            _unpacked(output_layouts[home], {dtype: rows[home] for dtype, rows in returned.items()})
+        )
+        local_outputs.update(
+            (visit.leaf, [next(arrays) for _ in visit.forms]) for visit in home_visits
+        )
+    return [local_outputs[visit.leaf] for visit in visits]
 
 
 def everywhere(
     comm: Communicator, lies: Callable[[int, int], tuple[int, DeviceCut]], visits: Sequence[AtHome]
 ) -> list[list[Array]]:
-    """Does what needs leaves whole on every replica, where a replica is several devices; inside a program.
+    """Runs each function of a whole leaf on all replicas, and returns this replica's parts.
 
-    XLA divides the work among these devices, and may join them by a collective of all replicas. In a branch that one
-    replica takes, the others would not come.
-
-    Args:
-      comm: the replicas.
-      lies: (leaf, size of an array of it) → the number of rows that are cut each by itself, and the parts of it that
-        the devices of a replica hold.
-      visits: what is to be done, in parts of this replica.
-
-    Returns:
-      This replica's parts of what each has made.
+    For use inside a program whose replicas are several devices. XLA divides the work among these
+    devices, and may join them by a collective of all replicas: in a branch of a single replica the
+    collective would hang. `lies` maps (leaf, size of an array of the leaf) to the number of rows
+    that are cut separately, and to the parts on the devices of a replica.
     """
 
     def whole(leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
@@ -131,55 +142,59 @@ def everywhere(
         def gather(comm: Communicator, x: Array) -> Array:
             return by_device(cut.axes, comm.all_gather, cut.rows, PartitionSpec(None, *cut.rows))(x)
 
-        rows, sent = count_aside(comm, gather, x.astype(_wire(x)))
-        add_bytes(comm, cut.parts * sent)
+        rows, nbytes = count_aside(comm, gather, x.astype(_wire(x)))
+        add_bytes(comm, cut.parts * nbytes)
         return of_rows(rows, shape, depth, cut).astype(x.dtype)
 
-    def run(one: AtHome) -> list[Array]:
-        made = one.run([whole(one.leaf, x, shape) for x, shape in zip(one.parts, one.shapes)])
-        return [own_part(x, comm.size, comm.replica_index(), *lies(one.leaf, x.size)) for x in made]
+    def run(visit: AtHome) -> list[Array]:
+        outputs = visit.run(
+            [whole(visit.leaf, x, shape) for x, shape in zip(visit.parts, visit.shapes)]
+        )
+        return [
+            own_part(x, comm.size, comm.replica_index(), *lies(visit.leaf, x.size)) for x in outputs
+        ]
 
-    return [run(one) for one in visits]
+    return [run(visit) for visit in visits]
 
 
-def _fullest(forms: Sequence[Sequence[Lying]]) -> dict[str, int]:
-    """Dtype → how many numbers of a replica's parts go to, or come from, the home that has most of them."""
+def _fullest(layouts: Sequence[Sequence[PartLayout]]) -> dict[str, int]:
+    """Dtype → the most numbers that a replica exchanges with one home; `layouts` is by home."""
     sizes: dict[str, list[int]] = {}
-    for home, some in enumerate(forms):
-        for form in some:
-            sizes.setdefault(_wire(form), [0] * len(forms))[home] += prod(form.dims)
-    return {dtype: max(each) for dtype, each in sorted(sizes.items())}
+    for home, home_layouts in enumerate(layouts):
+        for layout in home_layouts:
+            sizes.setdefault(_wire(layout), [0] * len(layouts))[home] += prod(layout.dims)
+    return {dtype: max(by_home) for dtype, by_home in sorted(sizes.items())}
 
 
 def _packed(arrays: Sequence[Array], sizes: Mapping[str, int], dims: tuple[int, ...]) -> Packed:
-    """Arrays of these dims and one more, along which they are laid, filled up to the sizes."""
+    """Concatenates arrays of dims (*dims, n) along the last dim, zero-padded to `sizes`."""
 
     def laid(dtype: str, size: int) -> Array:
-        mine = [x.astype(dtype) for x in arrays if _wire(x) == dtype]
-        rest = size - sum(x.shape[-1] for x in mine)
-        return jnp.concatenate([*mine, jnp.zeros((*dims, rest), dtype)], axis=-1)
+        chosen = [x.astype(dtype) for x in arrays if _wire(x) == dtype]
+        padding = size - sum(x.shape[-1] for x in chosen)
+        return jnp.concatenate([*chosen, jnp.zeros((*dims, padding), dtype)], axis=-1)
 
     return {dtype: laid(dtype, size) for dtype, size in sizes.items()}
 
 
-def _unpacked(forms: Sequence[Lying], packed: Packed) -> list[Array]:
-    """The inverse of `_packed`, of parts of such arrays."""
-    taken = dict.fromkeys(packed, 0)
+def _unpacked(layouts: Sequence[PartLayout], packed: Packed) -> list[Array]:
+    """Splits messages into parts of arrays with these layouts: the inverse of `_packed`."""
+    offsets = dict.fromkeys(packed, 0)
 
-    def take(form: Lying) -> Array:
-        dtype = _wire(form)
-        begin = taken[dtype]
-        taken[dtype] = begin + prod(form.dims)
-        part = packed[dtype][..., begin : taken[dtype]]
-        return part.reshape(*part.shape[:-1], *form.dims).astype(form.dtype)
+    def take(layout: PartLayout) -> Array:
+        dtype = _wire(layout)
+        begin = offsets[dtype]
+        offsets[dtype] = begin + prod(layout.dims)
+        part = packed[dtype][..., begin : offsets[dtype]]
+        return part.reshape(*part.shape[:-1], *layout.dims).astype(layout.dtype)
 
-    return [take(form) for form in forms]
+    return [take(layout) for layout in layouts]
 
 
 def _exchanged(comm: Communicator, messages: Packed) -> Packed:
     return {dtype: comm.all_to_all(rows) if rows.size else rows for dtype, rows in messages.items()}
 
 
-def _wire(x: Any) -> str:
-    """The dtype in which an array travels: truth values in bytes."""
+def _wire(x: Array | PartLayout) -> str:
+    """The dtype in which an array is sent: bool as bytes."""
     return "uint8" if x.dtype == jnp.bool_ else str(x.dtype)

@@ -1,113 +1,114 @@
-"""The rounds of a step in shards: what adds up from one micro-batch to the next is a part of the gradients."""
+"""The rounds of a sharded step, one per micro-batch: a replica adds up its parts of the sums."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from fddp.buckets import Messages, add_tail
 from fddp.comm import add_replica_dim, drop_replica_dim
-from fddp.losses import added, in_parts
+from fddp.losses import Pending, add_trees, in_parts
 from fddp.schedules import Round
-from fddp.sharding.own_parts import Kept, Parts
+from fddp.sharding.part_messages import scatters, scatters_of
+from fddp.sharding.part_packing import pack_gradients
+from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.sharded_update import Saved
 from fddp.step import TrainState
 
 
 class Before(NamedTuple):
-    """A replica's values when a micro-batch begins."""
+    """A replica's values at the start of a micro-batch."""
 
     params: Any
-    """Whole parameters; None: those of the state are."""
+    """Whole parameters; None: those of the state."""
     pending: Any
-    """Everything that is pending, without the gradients that were sent."""
+    """Pending sums and buffers, without gradients that were already sent."""
     broken: Any = None
-    """Marks this replica's own gradients that were not all finite, where that is asked."""
+    """Marks this replica's non-finite gradients so far; None if not checked."""
     sums: tuple[tuple[Array, ...], ...] = ()
-    """Its parts of the sums of gradients that came back, a bucket each: terms that are still to be added."""
+    """Terms of this replica's parts of the summed gradients, each with one array per bucket."""
     number: Any = np.zeros(1, np.int32)
-    """The micro-batch's number."""
+    """Number of the micro-batch."""
 
 
-# (state, shards, what is there, rows of a micro-batch) → its gradients, all else that is pending, marks of those that
-# are not finite, and the bytes that each bucket has sent to make them, () for none.
+# (state, shards, values at the start, rows of a micro-batch) → gradients, pending values, marks of
+# non-finite gradients, and the bytes sent for each bucket to compute them, () for none.
 Gradients: TypeAlias = Callable[[TrainState, Any, Before, Any], tuple[Any, Any, Any, Any]]
 
 
 def micro_batches(
-    parts: Parts, begin: Callable[[TrainState, Any, Messages], Before], gradients: Gradients
+    layout: ShardLayout,
+    begin: Callable[[TrainState, Pending | None, Messages], Before],
+    gradients: Gradients,
 ) -> list[Round]:
-    """Makes a round for each micro-batch.
+    """Makes one round per micro-batch; the last round also sends loss, metrics and buffers.
 
-    Args:
-      parts: of one replica.
-      begin: (state, pending, what came back before) → what is there at first.
-      gradients: makes those of a micro-batch.
-
-    Returns:
-      The rounds; with the last one travel loss, metrics and buffers, and it keeps what those before it brought.
+    `begin` maps (state, pending, received messages) to the values at the start of the first round.
     """
-    replica = parts.replica
-    plan = parts.of_parts
-    of = replica.options.accumulation_steps
+    replica = layout.replica
+    plan = layout.part_plan
+    count = replica.options.accumulation_steps
 
-    def one(number: int) -> Round:
+    def micro_batch_round(number: int) -> Round:
         def backward(
-            state: TrainState, shards: Any, pending: Any, rows: Any, came: Messages, kept: Any
+            state: TrainState,
+            shards: Sequence[Array],
+            pending: PyTree,
+            rows: PyTree,
+            received: Messages,
+            saved: Any,
         ) -> tuple[Messages, Any]:
-            before = _following(kept, came) if number else begin(state, pending, came)
-            # By a number that is given equal micro-batches are equal programs.
-            part = jax.tree.map(lambda x: x[before.number[0]], in_parts(rows, of))
-            grads, pending, broken, nbytes = gradients(state, shards, before, part)
+            before = _following(saved, received) if number else begin(state, pending, received)
+            # The number is an input, so that equal micro-batches are equal programs.
+            micro_batch = jax.tree.map(lambda x: x[before.number[0]], in_parts(rows, count))
+            grads, pending, broken, nbytes = gradients(state, shards, before, micro_batch)
             broken = add_replica_dim(broken)
             broken = broken if before.broken is None else before.broken | broken
-            buckets = parts.packed(grads)
-            if number == of - 1:
-                tail, own = replica.tail(pending, rows)
-                own, nbytes = add_replica_dim((own, nbytes))
-                return add_tail(plan, buckets, tail), Kept(own, nbytes, broken, before.sums)
-            sums = (reduce(added, before.sums),) if number else ()
-            whole = add_replica_dim(before.params)  # as it crosses a program's border
-            kept = Before(whole, add_replica_dim(pending), broken, sums, before.number + 1)
-            return Messages(buckets, ((), None)), kept
+            buckets = pack_gradients(layout, grads)
+            if number == count - 1:
+                tail, local_buffers = replica.tail(pending, rows)
+                local_buffers, nbytes = add_replica_dim((local_buffers, nbytes))
+                return add_tail(plan, buckets, tail), Saved(
+                    local_buffers, nbytes, broken, before.sums
+                )
+            sums = (reduce(add_trees, before.sums),) if number else ()
+            params = add_replica_dim(before.params)  # as for every output of a program
+            saved = Before(params, add_replica_dim(pending), broken, sums, before.number + 1)
+            return Messages(buckets, ((), None)), saved
 
-        given = ("state", "shards", "pending", "rows")
+        reads = ("state", "shards", "pending", "rows")
         name = f"micro-batch {number}"
-        if number == of - 1:
-            return Round("backward", given, backward, parts.scatters, "compute")
-        return Round(f"{name} backward", given, backward, parts.scatters_of(name), "compute")
+        if number == count - 1:
+            return Round("backward", reads, backward, scatters(layout), "compute")
+        return Round(f"{name} backward", reads, backward, scatters_of(layout, name), "compute")
 
-    return [one(number) for number in range(of)]
+    return [micro_batch_round(number) for number in range(count)]
 
 
-def as_the_state_is(state: TrainState, pending: Any, messages: Messages) -> Before:
-    """Begins with what is pending alone: nothing was gathered before."""
+def as_the_state_is(state: TrainState, pending: Pending | None, messages: Messages) -> Before:
+    """Returns the values at the start of a step without gathered parameters."""
     del state, messages
     return Before(None, pending)
 
 
-def _following(kept: Before, came: Messages) -> Before:
-    """The values that are there when the next micro-batch begins."""
-    return kept._replace(params=drop_replica_dim(kept.params), sums=(*kept.sums, came.arrays))
+def _following(saved: Before, received: Messages) -> Before:
+    """Returns the values at the start of the next micro-batch."""
+    return saved._replace(
+        params=drop_replica_dim(saved.params), sums=(*saved.sums, received.arrays)
+    )
 
 
 def by_whole_parameters(
-    parts: Parts, state: TrainState, shards: Any, before: Before, part: Any
+    layout: ShardLayout,
+    state: TrainState,
+    shards: Sequence[Array],
+    before: Before,
+    micro_batch: PyTree,
 ) -> tuple[Any, Any, Any, Any]:
-    """Makes the gradients of a micro-batch by parameters that are whole.
-
-    Args:
-      parts: of one replica.
-      state: what is equal on all replicas.
-      shards: unused.
-      before: what is there.
-      part: rows of the micro-batch.
-
-    Returns:
-      As `Gradients`.
-    """
+    """Computes the gradients of a micro-batch from whole parameters; see `Gradients`."""
     del shards
     state = state if before.params is None else state._replace(params=before.params)
-    return *parts.replica.gradients(state, before.pending, part, 1), ()
+    return *layout.replica.gradients(state, before.pending, micro_batch, 1), ()

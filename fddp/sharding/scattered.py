@@ -1,88 +1,99 @@
-"""A step whose replicas share the state: each holds a part of it, and updates that part of the parameters.
+"""Sharded steps: scatter the gradients, update each replica's parts, gather the parameters.
 
-A message of gradients is scattered, each replica updates what it got of it, and the new parameters are gathered: the
-bytes of an all-reduce. Where only the optimizer's state is shared they are gathered at the step's end; where the
-parameters rest in parts, too, at the beginning of the next, in the order in which the forward pass uses them. The
-gradients of each micro-batch are scattered under the next one's forward and backward pass, and what adds up is a part.
+Together the messages have the bytes of an all-reduce. If only the optimizer's state is sharded, the
+parameters are gathered at the end of the step. If the parameters are sharded too, they are gathered
+at the start of the next step, in the order in which the forward pass uses them. The gradients of
+each micro-batch are scattered during the next one's passes, and only parts are accumulated.
 
-Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 to 3, of which the second is for micro-batches;
-`ZeroRedundancyOptimizer` in `torch.distributed.optim`; PyTorch's FullyShardedDataParallel with `SHARD_GRAD_OP`.
+Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 to 3 (stage 2 for micro-batches);
+`ZeroRedundancyOptimizer` in `torch.distributed.optim`; PyTorch's FullyShardedDataParallel with
+`SHARD_GRAD_OP`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from fddp.buckets import Messages, join, take_apart
+from fddp.buckets import Messages, insert_shards, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
+from fddp.losses import Pending
 from fddp.schedules import Pieces, Round
 from fddp.sharding.micro_batches import Before, as_the_state_is, by_whole_parameters, micro_batches
-from fddp.sharding.own_parts import Parts
+from fddp.sharding.part_messages import gathers
+from fddp.sharding.part_packing import local_parts, pack_parameters, unpack_parameters
+from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.sharded_update import Saved, updated, with_bytes
 from fddp.step import Facts, Replica, TrainState
 
 
 def gathered_last(replica: Replica, facts: Facts) -> Pieces:
-    """The pieces of a step whose parameters are whole between steps: they are gathered as soon as they are updated.
-
-    Args:
-      replica: what one replica does.
-      facts: of the step.
-
-    Returns:
-      The pieces.
-    """
-    parts = Parts(replica, facts)
+    """Makes the pieces of a step that gathers the parameters as soon as they are updated."""
+    layout = ShardLayout(replica, facts)
     order = range(len(facts.plan.buckets))
 
-    def update(state: TrainState, shards: Any, messages: Messages, kept: Any) -> tuple[Messages, Any]:
-        new, info = parts.updated(join(state, shards), messages, kept)
-        equal, mine = take_apart(new.opt_state)
-        told = new._replace(params=None, opt_state=equal), info
-        return parts.gathered(new.params, order), (add_replica_dim(told), mine)
+    def update(
+        state: TrainState, shards: Sequence[Array], messages: Messages, saved: Saved
+    ) -> tuple[Messages, Any]:
+        new_state, info = updated(layout, insert_shards(state, shards), messages, saved)
+        replicated, new_shards = take_apart(new_state.opt_state)
+        result = new_state._replace(params=None, opt_state=replicated), info
+        buckets = pack_parameters(layout, new_state.params, order)
+        return buckets, (add_replica_dim(result), new_shards)
 
-    def unpack(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        new, info = drop_replica_dim(kept[0])
-        mine = kept[1]
-        new = new._replace(params=parts.whole(state.params, messages, order))
-        of_scatters, of_gathers = jnp.split(sent, [sent.size - len(order)])
-        return (new, parts.sent(info, of_scatters, of_gathers, order)), mine
+    def unpack(
+        state: TrainState,
+        shards: Sequence[Array],
+        messages: Messages,
+        saved: tuple[Any, Any],
+        message_bytes: Array,
+    ) -> tuple[Any, Any]:
+        new_state, info = drop_replica_dim(saved[0])
+        new_shards = saved[1]
+        params = unpack_parameters(layout, state.params, messages, order)
+        new_state = new_state._replace(params=params)
+        scatter_bytes, gather_bytes = jnp.split(message_bytes, [message_bytes.size - len(order)])
+        info = with_bytes(layout, info, scatter_bytes, gather_bytes, order)
+        return (new_state, info), new_shards
 
     rounds = (
-        *micro_batches(parts, as_the_state_is, partial(by_whole_parameters, parts)),
-        Round("update", ("state", "shards"), update, parts.gathers(order)),
+        *micro_batches(layout, as_the_state_is, partial(by_whole_parameters, layout)),
+        Round("update", ("state", "shards"), update, gathers(layout, order)),
     )
     return Pieces(rounds, unpack, "unpack")
 
 
 def gathered_first(replica: Replica, facts: Facts) -> Pieces:
-    """The pieces of a step whose parameters rest in parts: they are gathered where the forward pass begins to use them.
+    """Makes the pieces of a step that gathers sharded parameters in order of first use."""
+    layout = ShardLayout(replica, facts, facts.read_in)
+    first_uses = [facts.first_use(bucket) for bucket in facts.plan.buckets]
+    order = sorted(range(len(first_uses)), key=first_uses.__getitem__)
 
-    Args:
-      replica: what one replica does.
-      facts: of the step.
+    def packed(state: TrainState, shards: Sequence[Array], *unused: Any) -> tuple[Messages, Any]:
+        return pack_parameters(
+            layout, local_parts(layout, insert_shards(state, shards).params), order
+        ), ()
 
-    Returns:
-      The pieces.
-    """
-    parts = Parts(replica, facts, facts.read_in)
-    first = [facts.first_use(bucket) for bucket in facts.plan.buckets]
-    order = sorted(range(len(first)), key=first.__getitem__)
+    def begin(state: TrainState, pending: Pending | None, messages: Messages) -> Before:
+        return Before(unpack_parameters(layout, state.params, messages, order), pending)
 
-    def packed(state: TrainState, shards: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return parts.gathered(parts.own(join(state, shards).params), order), ()
-
-    def begin(state: TrainState, pending: Any, messages: Messages) -> Before:
-        return Before(parts.whole(state.params, messages, order), pending)
-
-    def update(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        new, info = parts.updated(join(state, shards), messages, kept)
-        equal, mine = take_apart(new)
-        of_gathers, of_scatters = jnp.split(sent, [len(order)])
-        return (equal, parts.sent(info, of_scatters, of_gathers, order)), mine
+    def update(
+        state: TrainState,
+        shards: Sequence[Array],
+        messages: Messages,
+        saved: Saved,
+        message_bytes: Array,
+    ) -> tuple[Any, Any]:
+        new_state, info = updated(layout, insert_shards(state, shards), messages, saved)
+        replicated, new_shards = take_apart(new_state)
+        gather_bytes, scatter_bytes = jnp.split(message_bytes, [len(order)])
+        info = with_bytes(layout, info, scatter_bytes, gather_bytes, order)
+        return (replicated, info), new_shards
 
     rounds = (
-        Round("pack", ("state", "shards"), packed, parts.gathers(order)),
-        *micro_batches(parts, begin, partial(by_whole_parameters, parts)),
+        Round("pack", ("state", "shards"), packed, gathers(layout, order)),
+        *micro_batches(layout, begin, partial(by_whole_parameters, layout)),
     )
     return Pieces(rounds, update)

@@ -1,4 +1,4 @@
-"""The way of replicas that share a state: each holds a part of it, and what cannot be held so is refused.
+"""The way of a sharded state: each replica holds a part, and updates that need more are refused.
 
 Source: ZeRO (Rajbhandari et al., SC 2020).
 """
@@ -19,19 +19,24 @@ from fddp.schedules import Pieces
 from fddp.sharding.gathered_twice import gathered_twice
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
-from fddp.step import WHOLE, Copy, Cut, Facts, Held, Replica, Shared, TrainState, Way, first_form, held_form
+from fddp.step import (
+    WHOLE,
+    Copy,
+    Cut,
+    Facts,
+    Held,
+    Replica,
+    Shared,
+    TrainState,
+    Way,
+    first_form,
+    held_form,
+)
 from fddp.wording import leaf_name
 
 
 def sharded(shared: Shared) -> Way:
-    """Makes the way.
-
-    Args:
-      shared: what each replica holds a part of: the optimizer's state, or all of the state.
-
-    Returns:
-      The way.
-    """
+    """Makes the way of a sharded optimizer's state, or of a wholly sharded state."""
     return WHOLE._replace(
         name=f"shard={shared!r}",
         check=partial(_check, shared),
@@ -46,29 +51,34 @@ def sharded(shared: Shared) -> Way:
     )
 
 
-def _check(shared: Shared, replica: Replica, optimizer: optax.GradientTransformation, params: Any) -> str:
-    """Refuses an update that mixes leaves, and remarks that nothing is saved."""
+def _check(
+    shared: Shared, replica: Replica, optimizer: optax.GradientTransformation, params: Any
+) -> str:
+    """Refuses an update that mixes leaves; returns a remark if sharding saves no memory."""
     trained = replica.trained(params)
     if sum(map(np.size, jax.tree.leaves(trained))) <= 1:
-        raise ValueError(f"shard={shared!r} has nothing to share: no more than one number is trained; leave it out.")
+        raise ValueError(
+            f"shard={shared!r} has nothing to share: no more than one number is trained; "
+            "leave it out."
+        )
     refused = divided(optimizer, trained).refused
     if refused and replica.group.parts > 1:  # one replica has all of each leaf
-        named = jax.tree_util.tree_leaves_with_path(trained)
-        names = [leaf_name(path) for path, _ in named]
-        told = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
-        more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+        leaves = jax.tree_util.tree_leaves_with_path(trained)
+        names = [leaf_name(path) for path, _ in leaves]
+        reasons = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
+        more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise ValueError(
-            f"shard={shared!r} gives each replica a part of every leaf, and this optimizer's update does not go so: "
-            f"{', '.join(told[:3])}{more}. Leave shard out, or take an optimizer that works on one leaf at a time; "
-            "norms over all leaves are fine."
+            f"shard={shared!r} gives each replica a part of every leaf, and this optimizer's "
+            f"update does not go so: {', '.join(reasons[:3])}{more}. Leave shard out, or take an "
+            "optimizer that works on one leaf at a time; norms over all leaves are fine."
         )
     return _nothing_saved(shared, replica, first_form(replica, optimizer, params, None, None))
 
 
 def _nothing_saved(shared: Shared, replica: Replica, state: TrainState) -> str:
-    """Says why each replica holds all of the state that it was to share; "" where it holds less."""
-    held = held_form(replica.group.placement, state)
-    leaves = jax.tree.leaves((held.params, held.opt_state), is_leaf=is_shard)
+    """Explains why each replica holds all of the state; "" if it holds less."""
+    form = held_form(replica.group.placement, state)
+    leaves = jax.tree.leaves((form.params, form.opt_state), is_leaf=is_shard)
     shards = [x for x in leaves if is_shard(x)]
     if any(x.parts.size < prod(x.shape) for x in shards):
         return ""
@@ -79,14 +89,23 @@ def _nothing_saved(shared: Shared, replica: Replica, state: TrainState) -> str:
     elif shards:
         why = "no leaf has more than one element"
     else:
-        why = "this optimizer's state has nothing of the parameters' shapes; shard='state' shares the parameters, too"
+        why = (
+            "this optimizer's state has nothing of the parameters' shapes; shard='state' shares "
+            "the parameters, too"
+        )
     return f"shard={shared!r} saves nothing: {why}."
 
 
 def _hold(
-    shared: Shared, replica: Replica, trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy
+    shared: Shared,
+    replica: Replica,
+    trained: Any,
+    opt_state: Any,
+    model_state: Any,
+    cut: Cut,
+    copy: Copy,
 ) -> Held:
-    """Cuts what has the shapes of the parameters."""
+    """Cuts the optimizer's state and, under shard="state", the parameters."""
     kinds = kinds_of_state(opt_state, trained)
     cut_state = jax.tree.map(
         lambda kind, x: cut(x, kind.leaf) if isinstance(kind, Follows) else x,
@@ -105,6 +124,6 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
 
 
 def _pieces(shared: Shared, replica: Replica, facts: Facts) -> Pieces:
-    again = replica.options.reshard_after_forward
-    make = gathered_last if shared == "optimizer" else gathered_twice if again else gathered_first
+    reshard = replica.options.reshard_after_forward
+    make = gathered_last if shared == "optimizer" else gathered_twice if reshard else gathered_first
     return make(replica, facts)

@@ -1,7 +1,7 @@
-"""A step, whatever its kind: its options and its state, what the first batch settles, and what every call does.
+"""The core of a step: its options, its state, its first batch, and its calls.
 
-It is given a `Way`, which says how replicas hold a state and what a step of it is; the ways but the plain one stand in
-rooms above. This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
+A `Way` defines how replicas hold a state and compute a step. Rooms above make all ways but the
+plain one. This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
 """
 
 from fddp.step.buffers import average as average
@@ -29,13 +29,13 @@ from fddp.step.options import read_options as read_options
 from fddp.step.options import with_some_new as with_some_new
 from fddp.step.replica import Replica as Replica
 from fddp.step.replica import with_trained as with_trained
-from fddp.step.run import accumulate as accumulate
+from fddp.step.run import accumulate_locally as accumulate_locally
 from fddp.step.run import compare as compare
 from fddp.step.run import first_tasks as first_tasks
-from fddp.step.run import footprint as footprint
-from fddp.step.run import inside as inside
 from fddp.step.run import lower as lower
+from fddp.step.run import memory_footprint as memory_footprint
 from fddp.step.run import ready as ready
+from fddp.step.run import run_inside as run_inside
 from fddp.step.run import synchronize as synchronize
 from fddp.step.run import tasks as tasks
 from fddp.step.settle import Settled as Settled

@@ -1,6 +1,7 @@
-"""Buffers (a model state) of replicas that synchronize: broadcast, averaged, or each replica's own.
+"""Synchronizes the buffers (the model state) of replicas: broadcast, averaged, or left as they are.
 
-Each is a pair of functions: what of the buffers travels with the scalars, and what everybody has when it is back.
+A rule is a pair of functions: `send` chooses the values to sum next to the loss and the metrics,
+and `land` makes the new buffers from the sums.
 
 Source: `broadcast_buffers` and `_find_common_rank` in PyTorch's `distributed.py`.
 """
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from fddp.buckets import from_words, to_words
 from fddp.comm import Communicator, drop_replica_dim
@@ -21,54 +22,61 @@ class Buffers(NamedTuple):
     """A rule for buffers."""
 
     send: Callable[[Communicator, Any, Any], tuple[Any, Any]]
-    """(comm, model_state, rows) → what travels, to be summed over replicas, and what each replica keeps."""
+    """(comm, model state, rows) → values to sum over replicas, and buffers that stay local"""
     land: Callable[[Communicator, Any, Any, Any], Any]
-    """(comm, the model state before, the sums, what was kept) → the model state."""
+    """(comm, old model state, sums, local buffers) → new model state"""
 
 
 def keep() -> Buffers:
-    """Each replica keeps its own."""
+    """Leaves every replica its local buffers."""
     return Buffers(
-        lambda comm, model_state, rows: (None, model_state), lambda comm, old, sums, kept: drop_replica_dim(kept)
+        lambda comm, model_state, rows: (None, model_state),
+        lambda comm, old, sums, local: drop_replica_dim(local),
     )
 
 
 def broadcast() -> Buffers:
-    """All get those of the first replica; under `fddp.join` of the first that still has data."""
+    """Copies the buffers of the first replica, or under `fddp.join` of the first with data."""
     return _equal(lambda x: False)
 
 
 def average() -> Buffers:
-    """All get the mean of floats, and the first replica's integers; under `fddp.join` of those that still have data."""
+    """Averages floats, and broadcasts integers; under `fddp.join`, over the replicas with data."""
     return _equal(lambda x: jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _equal(averaged: Callable[[Array], bool]) -> Buffers:
-    def send(comm: Communicator, model_state: Any, rows: Any) -> tuple[Any, Any]:
+    """Makes a rule for equal buffers: the mean where `averaged` holds, else a broadcast."""
+
+    def send(comm: Communicator, model_state: PyTree, rows: PyTree) -> tuple[PyTree, PyTree]:
         if model_state is None:
             return None, None
-        # One replica's buffers plus everybody else's zeros: the sum is the broadcast, in time for the next forward.
+        # One replica's buffers plus zeros of all others: the sum is the broadcast, and arrives
+        # before the next forward pass.
         leads = rows.leads if isinstance(rows, Joined) else None
-        mine = comm.replica_index() == 0 if leads is None else jnp.any(leads)
+        is_source = comm.replica_index() == 0 if leads is None else jnp.any(leads)
         active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:
-            sent, counts = (_wide(x), active) if averaged(x) else (to_words(x), mine)
-            return jnp.where(counts, sent, jnp.zeros_like(sent))
+            value, counts = (_wide(x), active) if averaged(x) else (to_words(x), is_source)
+            return jnp.where(counts, value, jnp.zeros_like(value))
 
-        # With `join` it is known only then how many took part: perhaps nobody of this group.
-        took_part = active if any(map(averaged, jax.tree.leaves(model_state))) else mine
-        return (jax.tree.map(part, model_state), None if leads is None else took_part.astype(jnp.float32)), None
+        # Under `join` the number of contributors is known only after the sum, and may be 0.
+        contributes = active if any(map(averaged, jax.tree.leaves(model_state))) else is_source
+        return (
+            jax.tree.map(part, model_state),
+            None if leads is None else contributes.astype(jnp.float32),
+        ), None
 
-    def land(comm: Communicator, old: Any, sums: Any, kept: Any) -> Any:
-        del kept
+    def land(comm: Communicator, old: PyTree, sums: PyTree, local: PyTree) -> PyTree:
+        del local
         if sums is None:
             return None
         totals, count = sums
-        of = comm.size if count is None else jnp.maximum(count, 1)
+        divisor = comm.size if count is None else jnp.maximum(count, 1)
 
         def landed(old: Array, total: Array) -> Array:
-            new = (total / of).astype(old.dtype) if averaged(old) else from_words(total, old)
+            new = (total / divisor).astype(old.dtype) if averaged(old) else from_words(total, old)
             return new if count is None else jnp.where(count > 0, new, old)
 
         return jax.tree.map(landed, old, totals)
@@ -77,5 +85,5 @@ def _equal(averaged: Callable[[Array], bool]) -> Buffers:
 
 
 def _wide(x: Array) -> Array:
-    """A float in 32 bits at least: the sum of replicas' buffers may be more than float16 holds."""
+    """Widens floats to 32 bits: the sum of the replicas' buffers may overflow float16."""
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x

@@ -1,6 +1,6 @@
-"""Pairs of features that do not go together, each with its reason and with what to do instead.
+"""Table of the incompatible pairs of features, with a reason and an alternative for each.
 
-A pair that is not here works. `docs/combinations.md` shows the same table.
+All other pairs work. `docs/combinations.md` shows the same table.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ OWN_SCHEDULE = "a schedule of your own"
 
 
 class Pair(NamedTuple):
-    """Two features that do not go together."""
+    """Two incompatible features."""
 
     one: str
     other: str
@@ -39,19 +39,7 @@ PAIRS = (
         "leave one of them out",
     ),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
-    Pair(
-        "shard='optimizer'",
-        "schedule='eager'",
-        "the border between two steps is crossed with all of the state, in shards or whole",
-        "give shard='state', or no shard at all",
-    ),
-    Pair(
-        "reshard_after_forward",
-        "schedule='eager'",
-        "it gathers all parameters before the step that reads them",
-        "give schedule='staged', or leave reshard_after_forward out",
-    ),
-    # parameters that a function makes
+    # a function that makes the parameters
     Pair(
         FUNCTION,
         AXES,
@@ -79,17 +67,21 @@ PAIRS = (
     ),
     Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
     Pair(LOCAL, LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
-    # islands that do not wait
+    # asynchronous islands
     *(
-        Pair(QUORUM, other, why, instead)
-        for other, why, instead in (
+        Pair(QUORUM, feature, why, instead)
+        for feature, why, instead in (
             (
                 "skip_all_reduce_unused_params",
                 "islands agree on nothing before they send",
                 "leave skip_all_reduce_unused_params out",
             ),
             (AXES, "an island's replicas are of one device each", "leave one of them out"),
-            (MEMORY, "islands make unequally many sums for it to remember", "take a hook without a memory"),
+            (
+                MEMORY,
+                "islands make unequally many sums for it to remember",
+                "take a hook without a memory",
+            ),
             (LOOKAHEAD, "it has two sets of parameters", "give plain parameters"),
             (
                 "schedule='eager'",
@@ -98,10 +90,15 @@ PAIRS = (
             ),
             (
                 "check_replicas_every",
-                "islands are never equal, and to compare them they would have to wait for each other",
+                "islands are never equal, and to compare them they would have to wait for each "
+                "other",
                 "leave check_replicas_every out",
             ),
-            (COLLECTIVES, "islands would wait for each other in every step", "compute on an island's own rows"),
+            (
+                COLLECTIVES,
+                "islands would wait for each other in every step",
+                "compute on an island's own rows",
+            ),
             (
                 "fddp.join",
                 "it lets ranks wait for each other before every step",
@@ -124,19 +121,23 @@ PAIRS = (
         Pair(
             "virtual_replicas",
             schedule,
-            "its programs are the same on any number of replicas, and one program for all of a step is none",
+            "its programs are the same on any number of replicas, and one program for all of a "
+            "step is none",
             "give schedule='staged' or 'after'",
         )
-        for schedule in (*(f"schedule={name!r}" for name in ("fused", "held", "unordered", "eager")), OWN_SCHEDULE)
+        for schedule in (
+            *(f"schedule={name!r}" for name in ("fused", "held", "unordered", "eager")),
+            OWN_SCHEDULE,
+        )
     ),
     *(
         Pair(
             "virtual_replicas",
-            other,
+            feature,
             "it adds every bucket as it is, in an order of its own",
             "leave one of them out",
         )
-        for other in ("hook", "shard", "skip_all_reduce_unused_params")
+        for feature in ("hook", "shard", "skip_all_reduce_unused_params")
     ),
     Pair(
         "virtual_replicas",
@@ -159,7 +160,8 @@ PAIRS = (
     Pair(
         "virtual_replicas",
         COLLECTIVES,
-        "they add in an order of theirs, so that its bits cannot be the same on any number of replicas",
+        "they add in an order of theirs, so that its bits cannot be the same on any number of "
+        "replicas",
         "leave virtual_replicas out; each slice of the rows has an rng= of its own",
     ),
     Pair(
@@ -177,7 +179,8 @@ PAIRS = (
     Pair(
         "virtual_replicas",
         "fddp.tune",
-        "tune regroups the stages of an ordinary step, and virtual replicas have stages of their own",
+        "tune regroups the stages of an ordinary step, and virtual replicas have stages of their "
+        "own",
         "leave virtual_replicas out, and give the step the cap that was found",
     ),
     # schedules and hooks
@@ -201,13 +204,29 @@ PAIRS = (
     Pair(
         SCALE_INSIDE,
         "skip_nonfinite",
-        "the scale is asked only when all batches are there, and a step that is skipped has none of them",
+        "the scale is asked only when all batches are there, and a step that is skipped has none "
+        "of them",
         "give fddp.dynamic_scale(optax.MultiSteps(…))",
     ),
     # value_and_grad
-    Pair("fddp.value_and_grad", "donate", "it is given no state that it could write over", "leave donate out"),
-    Pair("fddp.value_and_grad", "check_replicas_every", "it has no state to compare", "use fddp.train_step"),
-    Pair("fddp.value_and_grad", "shard", "it has no optimizer whose state could be shared", "use fddp.train_step"),
+    Pair(
+        "fddp.value_and_grad",
+        "donate",
+        "it is given no state that it could write over",
+        "leave donate out",
+    ),
+    Pair(
+        "fddp.value_and_grad",
+        "check_replicas_every",
+        "it has no state to compare",
+        "use fddp.train_step",
+    ),
+    Pair(
+        "fddp.value_and_grad",
+        "shard",
+        "it has no optimizer whose state could be shared",
+        "use fddp.train_step",
+    ),
     Pair(
         "fddp.value_and_grad",
         "skip_nonfinite",
@@ -223,29 +242,27 @@ PAIRS = (
 )
 
 
-def refuse(asked: Mapping[str, str]) -> None:
-    """Refuses features that do not go together.
+def refuse(features: Mapping[str, str]) -> None:
+    """Raises ValueError if two features of a step are incompatible.
 
-    Args:
-      asked: the features that a step would have, and for each how the user gave it.
+    `features` maps each feature of the table to its name in the error message.
 
-    Raises:
-      ValueError: a pair of them is in the table; says why, and what to do instead.
-
-    Example:
-      >>> refuse({"hook": "hook=bf16", "shard": "shard='state'"})
+    >>> refuse({"hook": "hook=bf16", "shard": "shard='state'"})
     """
     for pair in PAIRS:
-        if pair.one in asked and pair.other in asked:
+        if pair.one in features and pair.other in features:
             raise ValueError(
-                f"{asked[pair.one]} cannot go with {asked[pair.other]}: {pair.why}. {pair.instead[0].upper()}"
-                f"{pair.instead[1:]}."
+                f"{features[pair.one]} cannot go with {features[pair.other]}: {pair.why}. "
+                f"{pair.instead[0].upper()}{pair.instead[1:]}."
             )
 
 
-def table() -> str:
-    """The pairs as rows of a Markdown table."""
-    rows = [f"| {_code(pair.one)} | {_code(pair.other)} | {pair.why} | {pair.instead} |" for pair in PAIRS]
+def as_markdown() -> str:
+    """Formats the pairs as a Markdown table."""
+    rows = [
+        f"| {_code(pair.one)} | {_code(pair.other)} | {pair.why} | {pair.instead} |"
+        for pair in PAIRS
+    ]
     return "\n".join(["| this | does not go with | why | instead |", "|---|---|---|---|", *rows])
 
 

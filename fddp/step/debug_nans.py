@@ -1,7 +1,8 @@
-"""`jax_debug_nans` and `jax_debug_infs`, alike under every schedule: a step raises, and its arguments stay usable.
+"""`jax_debug_nans` and `jax_debug_infs` with one behaviour under all schedules.
 
-JAX checks what each program returns, and runs a program again that returns NaN. Of a step in several programs a NaN in
-between may be no mistake, and ranks that stop in mid-step leave others waiting.
+A step raises after it has ended, and its arguments stay usable. JAX itself checks each program's
+outputs and runs a failing program again. In a step of several programs a NaN between them may be no
+mistake, and a rank that stops in the middle of a step leaves the other ranks waiting.
 """
 
 from collections.abc import Callable
@@ -18,22 +19,29 @@ from fddp.wording import leaf_name
 
 
 def with_finite_results(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a call of a step, `call(settled, state, given)`, check its results if JAX's flags are set."""
+    """Makes `call(settled, state, args)` check its results if one of JAX's two flags is set."""
 
     @wraps(call)
-    def checked(settled: Any, state: Any, given: Any) -> Any:
+    def checked(settled: Any, state: Any, args: Any) -> Any:
         flags = (("NaN", jax.debug_nans.value, np.isnan), ("inf", jax.debug_infs.value, np.isinf))
-        wanted = [(word, test) for word, is_set, test in flags if is_set]
-        if not wanted:
-            return call(settled, state, given)
+        tests = [(word, test) for word, is_set, test in flags if is_set]
+        if not tests:
+            return call(settled, state, args)
         with jax.debug_nans(False), jax.debug_infs(False):
-            result = call(settled, state, jax.tree.map(_copied, given))  # programs reuse the memory of their arguments
-            found = [f"{word} in {name}" for name, x in _floats(result) for word, test in wanted if _holds(test, x)]
-            if settled.replica.group.all_reduce(np.int32(len(found)), op="max"):
-                where = ", ".join(found[:8]) or "a value of another rank"
+            # Copies, because programs reuse the memory of their arguments.
+            result = call(settled, state, jax.tree.map(_copied, args))
+            failures = [
+                f"{word} in {name}"
+                for name, x in _floats(result)
+                for word, test in tests
+                if _holds(test, x)
+            ]
+            if settled.replica.group.all_reduce(np.int32(len(failures)), op="max"):
+                where = ", ".join(failures[:8]) or "a value of another rank"
                 raise FloatingPointError(
-                    f"{where} after this step (jax_debug_nans, jax_debug_infs). The state that the step was given is "
-                    "unchanged. Without these flags skip_nonfinite=True leaves out such steps."
+                    f"{where} after this step (jax_debug_nans, jax_debug_infs). The state that the "
+                    "step was given is unchanged. Without these flags skip_nonfinite=True leaves "
+                    "out such steps."
                 )
         return result
 
@@ -46,12 +54,17 @@ def _copied(x: Any) -> Any:
 
 
 def _floats(result: Any) -> list[tuple[str, jax.Array]]:
-    """The arrays of floats in a pair of results, by name."""
-    named = jax.tree_util.tree_leaves_with_path(result)
-    arrays = ((leaf_name(path[1:]) or "the loss", x) for path, x in named if isinstance(x, jax.Array))
+    """Lists the float arrays of a step's result, by name."""
+    leaves = jax.tree_util.tree_leaves_with_path(result)
+    arrays = (
+        (leaf_name(path[1:]) or "the loss", x) for path, x in leaves if isinstance(x, jax.Array)
+    )
     return [(name, x) for name, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def _holds(test: Callable[[Any], Any], x: jax.Array) -> bool:
-    """Whether a part of an array that this process has passes a test."""
-    return any(np.any(test(np.asarray(part, np.promote_types(part.dtype, np.float32)))) for part in parts_here(x))
+def _holds(test: np.ufunc, x: jax.Array) -> bool:
+    """Returns True if a test holds anywhere in this process's parts of an array."""
+    return any(
+        np.any(test(np.asarray(part, np.promote_types(part.dtype, np.float32))))
+        for part in parts_here(x)
+    )

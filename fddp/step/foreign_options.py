@@ -1,4 +1,4 @@
-"""Answers to unknown options: misspelt names, and options of other libraries."""
+"""Answers to unknown options: misspelt names and options of other libraries."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
@@ -9,7 +9,7 @@ CLIPPING = "put optax.clip_by_global_norm into the optimizer, which sees mean gr
 SHARD = "give shard='optimizer' (ZeRO-1) or shard='state' (FSDP)"
 LATE = "give schedule='eager': a step returns before its last all-reduces end"
 
-# Replacements of options: first those of DistributedDataParallel, then those of other libraries.
+# Replacements for the options of DistributedDataParallel, and then of other libraries.
 ANSWERS = {
     "static_graph": LEAVE + "the program is known before it runs",
     "gradient_as_bucket_view": LEAVE + "buckets are XLA's own memory",
@@ -24,7 +24,9 @@ ANSWERS = {
     "init_sync": LEAVE + "step.init compares the ranks and gives all of them rank 0's values",
     "delay_all_reduce_named_params": "not in fddp",
     "param_to_hook_all_reduce": "not in fddp",
-    **dict.fromkeys(("device_ids", "output_device", "devices"), LEAVE + "the devices are the group's"),
+    **dict.fromkeys(
+        ("device_ids", "output_device", "devices"), LEAVE + "the devices are the group's"
+    ),
     **dict.fromkeys(("device_mesh", "mesh"), "give group=fddp.mesh_group(mesh, axis)"),
     **dict.fromkeys(("mixed_precision", "precision", "mp_policy"), PRECISION),
     **dict.fromkeys(("comm_hook", "ddp_comm_hook"), "give hook=, one of fddp.hooks"),
@@ -41,7 +43,7 @@ ANSWERS = {
 
 
 def refuse_unknown(call: str, arguments: Iterable[str], names: Sequence[str]) -> None:
-    """Refuses arguments of a call that are not names of options, and says what to give instead."""
+    """Raises TypeError, with a suggestion, for arguments that are not options."""
     unknown = [name for name in arguments if name not in names]
     if not unknown:
         return
@@ -52,7 +54,7 @@ def refuse_unknown(call: str, arguments: Iterable[str], names: Sequence[str]) ->
 
 
 def _answer(name: str, names: Sequence[str]) -> str:
-    """Advice on a name of another library, or the name that was meant; "" for neither."""
+    """Suggests a replacement for an option of another library, or a similar name, else ""."""
     if name in ANSWERS:
         return f"{name}: {ANSWERS[name]}"
     close = get_close_matches(name, [*names, *ANSWERS], n=1)

@@ -1,4 +1,4 @@
-"""Ranks that bring the same rows: a sampler was forgotten, and all but one of them train for nothing."""
+"""Warns about ranks with equal rows: without a sampler all ranks but one train in vain."""
 
 import sys
 from collections import defaultdict
@@ -16,14 +16,10 @@ ROWS = 8
 
 
 def digest(batch: Any) -> bytes:
-    """A digest of the first rows of a batch.
+    """Hashes the first rows of this process's batch into `BESIDE` bytes.
 
-    Args:
-      batch: this process's rows.
-
-    Returns:
-      As many bytes as travel beside a comparison. Zeros where there is nothing to tell: of forms, of arrays that other
-      processes hold a part of, and of rows of one number, which are made up for a trial.
+    Zeros mean "unknown": `jax.ShapeDtypeStruct`s, arrays with parts in other processes, and
+    constant rows, which are placeholders for a trial.
     """
     leaves = jax.tree.leaves(batch)
     if not all(map(_is_here, leaves)):
@@ -35,31 +31,29 @@ def digest(batch: Any) -> bytes:
 
 
 def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:
-    """Says once, on rank 0, which ranks bring the same rows.
-
-    Args:
-      group: the replicas.
-      digests: of each rank, in order.
-    """
-    ranks = defaultdict[bytes, list[int]](list)
-    for rank, one in enumerate(digests):
-        ranks[one].append(rank)
-    for one, same in ranks.items():
-        if len(same) > 1 and any(one):
+    """Prints a warning on rank 0 for ranks with equal digests."""
+    ranks_by_digest = defaultdict[bytes, list[int]](list)
+    for rank, row_digest in enumerate(digests):
+        ranks_by_digest[row_digest].append(rank)
+    for row_digest, ranks in ranks_by_digest.items():
+        if len(ranks) > 1 and any(row_digest):
             group.print(
-                f"fddp: ranks {', '.join(map(str, same))} bring the same first rows: does each read its own? "
+                f"fddp: ranks {', '.join(map(str, ranks))} bring the same first rows: does each "
+                "read its own? "
                 "fddp.samples(rows, batch, rank=group.rank, size=group.processes) deals them out.",
                 file=sys.stderr,
             )
 
 
-def _is_here(x: Any) -> bool:
-    """Whether this process has all of an array."""
-    return not isinstance(x, jax.ShapeDtypeStruct) and (not isinstance(x, jax.Array) or x.is_fully_addressable)
+def _is_here(x: object) -> bool:
+    """Returns True if this process holds all of an array."""
+    return not isinstance(x, jax.ShapeDtypeStruct) and (
+        not isinstance(x, jax.Array) or x.is_fully_addressable
+    )
 
 
 def _first_rows(x: Any) -> np.ndarray:
-    """The first rows of an array, on the host."""
+    """Copies the first rows of an array to the host."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return np.asarray(x[:ROWS]) if np.ndim(x) else np.asarray(x)

@@ -1,5 +1,7 @@
-"""The first batch settles a step: it is compared on all ranks, its program gives the order of readiness, the order the
-plan, the plan the pieces of a schedule. From then on a call is one run.
+"""Settles a step with its first batch, and checks later batches.
+
+The ranks compare their batches. The gradients' program gives the ready order, the order gives the
+bucket plan, and the plan gives the pieces for a schedule. Later calls only run the step.
 
 Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
@@ -17,7 +19,7 @@ import numpy as np
 from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, Placement, as_program, specs, verify_beside
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner, forms_of
+from fddp.schedules import Runner, StepInputs, forms_of
 from fddp.step.checks import check_batch, check_casts, check_params, check_paths, params_checked
 from fddp.step.first_batch import Seen, casts, described_batch, look, paths
 from fddp.step.held import check_cuts, check_held, held_form
@@ -27,93 +29,78 @@ from fddp.step.same_rows import tell_same_rows
 from fddp.step.state import Mean, TrainState
 from fddp.step.way import Facts
 
-# (replica, where the state's arrays lie, state, mean) -> what a call returns; runs on every replica
+# (replica, layout of the state, state, mean) → result of a call; runs on every replica
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
 
 
 class Settled(NamedTuple):
-    """A step, once a batch is known."""
+    """A step after its first batch."""
 
     replica: Replica
-    """One replica's part of the step; it counts rows in units of the first batch's."""
+    """One replica's part of the step, with the first batch's rows as unit of weight."""
     plan: BucketPlan
     specs: TrainState
-    """A tree like the state: where the parts of each array lie, if a replica is several devices."""
+    """Layout of the state: a tree of `PartitionSpec`s."""
     runner: Runner
     """The step as the schedule runs it."""
     schedule: str
-    """The name of the schedule."""
+    """Name of the schedule."""
     accumulate: jax.stages.Wrapped
-    """The program that adds a batch to what is pending."""
+    """The program of `no_sync`."""
     chosen: tuple[int, ...]
-    """The trained leaves."""
+    """Indices of the trained leaves."""
     left_out: tuple[int, ...]
-    """Trained leaves that no bucket holds."""
+    """Trained leaves outside all buckets."""
     forms: frozenset[Any]
-    """The forms of batches whose loss is known to have no path to these leaves."""
+    """Forms of batches checked so far: none reaches a leaf of `left_out`."""
     params: Any
-    """The forms of the parameters."""
+    """Shapes and dtypes of the parameters."""
     held: TrainState
-    """The form of what one replica holds of the state, with what is pending once something was."""
+    """Shapes and dtypes of one replica's share of the state, with pending sums from the first
+    `no_sync` on."""
     fits: tuple[Any, ...] = ()
-    """The forms of state and batch that were checked last: four, as calls of no_sync and steps may come in turns, with
-    arrays and with promises."""
+    """The last four checked forms of (state, batch). Four: steps and `no_sync` may alternate, each
+    with arrays or promises."""
     undivided: bool = False
-    """Whether batches are taken as they are."""
+    """True if batches are not divided into rows: each micro-batch takes one whole batch."""
     read_in: Mapping[int, np.dtype] = MappingProxyType({})
-    """The dtype in which a leaf is gathered, where that is not its own: the one in which the first batch's loss reads
-    it."""
+    """Leaf → narrower dtype in which it is gathered, as the first batch's loss reads it."""
     compared: bool = False
-    """Whether the ranks' compiled programs are known to send the same."""
-    first: tuple[Any, ...] = ()
-    """The forms of the first step's arguments; () before that."""
+    """True once the ranks have compared the collectives of their compiled programs."""
+    first: StepInputs | None = None
+    """Shapes and dtypes of the first step's inputs; None before that step."""
 
     @property
     def is_one_program(self) -> bool:
-        """Whether XLA launches the buckets (schedule "fused")."""
+        """True if XLA launches the buckets (schedule "fused")."""
         return self.runner.timeline is None
 
 
 def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:
-    """Settles a step; every rank calls it with its first batch.
-
-    Args:
-      replica: what one replica does.
-      use: what is done with averaged gradients.
-      state: the first state.
-      batch: this process's rows, as programs take them.
-      call: what the user called, to be compared.
-
-    Returns:
-      The settled step.
-
-    Raises:
-      ValueError: the batch does not fit, or ranks differ; on every rank.
-      TypeError: the loss returns something else than promised.
-    """
+    """Settles a step with this rank's first batch. Collective; an error is raised on every rank."""
     group = replica.group
     describe = partial(described_batch, replica, batch, call)
     find = partial(look, replica, state, batch)
-    seen, digests = verify_beside(group, "batch or loss", find, describe, attrgetter("digest"))
+    findings, digests = verify_beside(group, "batch or loss", find, describe, attrgetter("digest"))
     tell_same_rows(group, digests)
-    agreed = _agreed(replica, seen)
-    plan = _plan(replica, seen, agreed)
-    forms = forms_of(seen.state.params)
+    agreed = _agreed(replica, findings)
+    plan = _plan(replica, findings, agreed)
+    forms = forms_of(findings.state.params)
     unit = np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches
     objective = params_checked(replica, forms, replica.objective)
     replica = replace(replica, unit=unit, objective=objective)
-    where = specs(group.placement, seen.state._replace(accumulated=None, hook_state=()))
-    use_mean = params_checked(replica, forms, partial(use, replica, where))
-    facts = Facts(plan, seen.state, batch, seen.told, agreed.uses, use_mean, agreed.read_in)
+    layout = specs(group.placement, findings.state._replace(accumulated=None, hook_state=()))
+    use_mean = params_checked(replica, forms, partial(use, replica, layout))
+    facts = Facts(plan, findings.state, batch, findings.told, agreed.uses, use_mean, agreed.read_in)
     return Settled(
         replica=replica,
         plan=plan,
-        specs=where,
-        runner=replica.way.runner(seen.schedule, replica, facts),
-        schedule=name_of(seen.schedule),
+        specs=layout,
+        runner=replica.way.runner(findings.schedule, replica, facts),
+        schedule=name_of(findings.schedule),
         accumulate=_accumulating(group.placement, replica),
-        chosen=seen.chosen,
-        left_out=tuple(i for i in seen.chosen if i not in {one.leaf for one in agreed.order}),
+        chosen=findings.chosen,
+        left_out=tuple(i for i in findings.chosen if i not in {unit.leaf for unit in agreed.order}),
         forms=frozenset({_form(batch)}),
         read_in=agreed.read_in if replica.way.gathers else {},
         params=forms,
@@ -124,109 +111,106 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str)
 
 
 class Agreed(NamedTuple):
-    """The same facts, alike on all ranks."""
+    """Facts that are equal on all ranks."""
 
     order: list[Travelling]
-    """The leaves, or slices of them, that travel, as their gradients become ready."""
+    """The leaves, or slices of them, to send, in ready order."""
     uses: Mapping[tuple[int, Slice | None], int]
-    """The place in the forward pass at which each leaf, or slice of one, is first used."""
+    """(leaf, slice) → position of its first use in the forward pass."""
     touched: dict[int, int]
-    """The number of rows that a replica's gradient of a leaf touches."""
+    """Leaf → number of non-zero rows of a replica's gradient."""
     read_in: Mapping[int, np.dtype]
-    """The dtype of fewer bits in which the loss reads a leaf, for each leaf that it reads so."""
+    """Leaf → narrower dtype to which the loss casts it; other leaves are omitted."""
 
 
-def _agreed(replica: Replica, seen: Seen) -> Agreed:
-    """Makes one of what the ranks have seen; all of them take part."""
+def _agreed(replica: Replica, findings: Seen) -> Agreed:
+    """Merges the findings of all ranks. Collective."""
     group = replica.group
     options = replica.options
-    # A program may differ between ranks (a branch in Python): rank 0's order holds for all, as in DDP. What has no
-    # path to the loss on any rank does not travel.
-    order, uses, program, read_in = group.broadcast_object((seen.order, seen.uses, seen.program, seen.read_in))
-    # A sum in a loop has no place among the others that ranks with different programs could agree on.
-    if program and group.all_reduce(np.int32(seen.program != program), op="max"):
-        order = [one._replace(rounds=1) for one in order]
-    other = [seen.read_in.get(i) != read_in.get(i) for i in seen.chosen]
-    has_path, touched, differs = group.all_reduce(np.asarray([*seen.reach, other], np.int32), op="max")
-    reached = {i for i, path in zip(seen.chosen, has_path) if path}
-    # Where each step skips what it does not use, a later batch may use what this one has no path to.
-    # Where each replica updates a part, all that is trained comes back from the others.
-    all_travel = options.skip_all_reduce_unused_params or replica.way.apart
-    later = [one for one in order if one.leaf not in reached] if all_travel else []
-    rows = {i: options.accumulation_steps * int(count) for i, count in zip(seen.chosen, touched)}
-    alike = {i for i, one in zip(seen.chosen, differs) if not one}
-    read_in = {i: dtype for i, dtype in read_in.items() if i in alike}
-    return Agreed([*(one for one in order if one.leaf in reached), *later], uses, rows, read_in)
+    # Programs may differ between ranks (a branch in Python). Then rank 0's order is used, as in
+    # DDP. A leaf without a path to the loss on any rank is not sent.
+    order, uses, program, read_in = group.broadcast_object(
+        (findings.order, findings.uses, findings.program, findings.read_in)
+    )
+    # Ranks with different programs cannot agree on the order of a loop's sums and other messages.
+    if program and group.all_reduce(np.int32(findings.program != program), op="max"):
+        order = [unit._replace(rounds=1) for unit in order]
+    casts_differ = [findings.read_in.get(i) != read_in.get(i) for i in findings.chosen]
+    has_path, touched, differs = group.all_reduce(
+        np.asarray([*findings.reach, casts_differ], np.int32), op="max"
+    )
+    reached = {i for i, path in zip(findings.chosen, has_path) if path}
+    # All leaves are sent if each step skips its unused ones, since a later batch may use more
+    # leaves, and if replicas update shards, since every trained leaf is gathered.
+    send_all = options.skip_all_reduce_unused_params or replica.way.apart
+    later = [unit for unit in order if unit.leaf not in reached] if send_all else []
+    rows = {
+        i: options.accumulation_steps * int(count) for i, count in zip(findings.chosen, touched)
+    }
+    equal = {i for i, differing in zip(findings.chosen, differs) if not differing}
+    read_in = {i: dtype for i, dtype in read_in.items() if i in equal}
+    return Agreed([*(unit for unit in order if unit.leaf in reached), *later], uses, rows, read_in)
 
 
-def _plan(replica: Replica, seen: Seen, agreed: Agreed) -> BucketPlan:
-    averaged = seen.state.model_state if replica.options.broadcast_buffers == "mean" else None
+def _plan(replica: Replica, findings: Seen, agreed: Agreed) -> BucketPlan:
+    averaged = findings.state.model_state if replica.options.broadcast_buffers == "mean" else None
     plan = replica.plan(
-        seen.state.params,
+        findings.state.params,
         agreed.order,
-        dtype=scalar_dtype(jax.tree.leaves((seen.told, averaged))),
+        dtype=scalar_dtype(jax.tree.leaves((findings.told, averaged))),
         touched=agreed.touched,
     )
-    return replace(plan, collectives=seen.collectives)
+    return replace(plan, collectives=findings.collectives)
 
 
 def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
-    own = placement.per_replica
-    given = (REPLICATED, own, own, own)
+    """Makes the program of `no_sync`."""
+    per_replica = placement.per_replica
+    in_specs = (REPLICATED, per_replica, per_replica, per_replica)
     donated = (2,) if replica.options.donate else ()
     run = as_program(placement, partial(replica.way.accumulate, replica))
-    return placement.program(run, given, (own, REPLICATED), donate=donated)
+    return placement.program(run, in_specs, (per_replica, REPLICATED), donate=donated)
 
 
 def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:
-    """Checks what a call was given, on this rank alone.
+    """Checks the arguments of a call, on this rank only, and records their form as checked.
 
-    A batch of another form may have another program, with paths that the first one had not.
-
-    Args:
-      settled: the step.
-      tree: the structure of the state.
-      state: what a call was given.
-      batch: this process's rows.
-
-    Returns:
-      The step, which knows this form of a batch.
-
-    Raises:
-      ValueError: the parameters or the batch do not fit.
+    A batch of another form may have another program, and reach leaves outside the plan.
     """
     replica = settled.replica
     fits = _fit(replica, tree, state, batch)
     if fits in settled.fits:
         return settled
     check_params(replica, settled.params, whole_forms(state.params))
-    seen = check_held(replica, state)
+    gradient_state = check_held(replica, state)
     if replica.group.placement.other_axes:
         check_cuts(state, settled.specs)
     check_batch(replica, batch)
-    held = settled.held
-    if held.accumulated is None and state.accumulated is not None:
-        held = held_form(replica.group.placement, state)
-    settled = settled._replace(fits=(fits, *settled.fits)[:4], held=held)
+    share = settled.held
+    if share.accumulated is None and state.accumulated is not None:
+        share = held_form(replica.group.placement, state)
+    settled = settled._replace(fits=(fits, *settled.fits)[:4], held=share)
     form = _form(batch)
     if form in settled.forms:
         return settled
     if settled.left_out:
-        has_path = dict(zip(settled.chosen, paths(replica, seen, batch)))
+        has_path = dict(zip(settled.chosen, paths(replica, gradient_state, batch)))
         check_paths(settled.plan, [i for i in settled.left_out if has_path[i]])
     if settled.read_in:
-        check_casts(settled.plan, settled.read_in, casts(replica, seen, batch))
+        check_casts(settled.plan, settled.read_in, casts(replica, gradient_state, batch))
     return settled._replace(forms=settled.forms | {form})
 
 
 def _fit(replica: Replica, tree: Any, state: TrainState, batch: Any) -> Any:
-    """Facts that are alike for calls that need no other check."""
-    own = jax.tree.leaves(state.accumulated)[:1] + (take_apart(state)[1] if replica.way.apart else [])
-    who = [getattr(x, "sharding", None) for x in own[-1:]]  # a mesh; ranks are in the tree
-    return tree, [x.shape for x in own], who, _form(batch)
+    """Returns a key of (state, batch): calls with equal keys need only one check."""
+    local = jax.tree.leaves(state.accumulated)[:1] + (
+        take_apart(state)[1] if replica.way.apart else []
+    )
+    shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
+    return tree, [x.shape for x in local], shardings, _form(batch)
 
 
 def _form(batch: Any) -> Any:
-    """Structure, shapes and dtypes: what a program is traced for."""
+    """Returns the structure, shapes and dtypes of a batch, which determine a program."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)

@@ -1,15 +1,15 @@
-"""The state that a step carries on, and the means that its replicas have in common."""
+"""The training state of a step, the step's report, and the mean over replicas."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import numpy as np
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from fddp.jax_internals import given_away
 from fddp.jaxpr import is_used_up, used_up
@@ -18,36 +18,44 @@ from fddp.schedules import Promise
 
 
 class TrainState(NamedTuple):
-    """All that a step carries on: a pytree, equal on all replicas but for `hook_state`, `accumulated`, buffers that are
-    not broadcast, and what lies in a `Shard`: parts of one array, or under `fddp.local_steps` copies of their own.
+    """The state of training: a pytree, which each step takes and returns.
 
-    A step writes the next state where the one that it is given lies, unless it has `donate=False`: whatever else still
-    holds arrays of that state (a Flax module, say) then holds deleted ones, and has to copy them before.
+    It is equal on all replicas except for `hook_state`, `accumulated`, buffers without broadcast,
+    and leaves of type `Shard`: parts of one array, or, under `fddp.local_steps`, local copies.
 
-    Under `schedule="eager"` a step returns before all of the state is there. Whoever looks at a part of it, in whatever
-    way, waits for that part; the next step does not.
+    A step donates its input state: the next state reuses the memory. Another object that shares
+    those arrays (a Flax module, for example) must copy them first. `donate=False` turns this off.
+
+    Under `schedule="eager"` a step returns before all of its results have arrived. Reading a field
+    of the state waits for that field. Passing the state to the next step does not wait.
     """
 
     step: Int[Array, ""]
-    """Synchronized steps so far."""
+    """Number of synchronized steps so far."""
     params: Any
-    """The tree given to `init`; under `shard="state"` its leaves lie in shards, and `fddp.whole` puts them together."""
+    """The tree passed to `init`, with sharded leaves under `shard="state"` (see `fddp.whole`)."""
     opt_state: Any
-    """The optimizer's state for the differentiable leaves of `params`."""
+    """The optimizer's state for the trained leaves of `params`."""
     model_state: Any
-    """Buffers, BatchNorm's statistics say; None without."""
+    """Buffers, such as BatchNorm's statistics; None without buffers."""
     hook_state: Any
-    """The communication hook's memory for each trained leaf, each replica's own along a first dim."""
+    """The communication hook's state for each trained leaf, with a first dim over replicas."""
     accumulated: Pending | None
-    """Sums that `no_sync` gathered since the last synchronization, each replica's own along a first dim; None: none."""
+    """Sums that `no_sync` has added, with a first dim over replicas; None after a
+    synchronization."""
     rng: Any
-    """A random key; None without."""
+    """A random key, or a tree of them; None without keys."""
 
     def __getattribute__(self, name: str) -> Any:
-        part = _there(tuple.__getattribute__(self, name))
-        if name == "step" and isinstance(part, jax.Array) and not isinstance(part, Tracer) and given_away(part):
+        field = _there(tuple.__getattribute__(self, name))
+        if (
+            name == "step"
+            and isinstance(field, jax.Array)
+            and not isinstance(field, Tracer)
+            and given_away(field)
+        ):
             raise used_up()  # as after an interrupt in the middle of a step
-        return part
+        return field
 
     def __iter__(self) -> Iterator[Any]:
         return map(_there, tuple.__iter__(self))
@@ -59,7 +67,7 @@ class TrainState(NamedTuple):
     def __add__(self, other: Any) -> Any:
         return tuple(self) + other
 
-    def __mul__(self, times: Any) -> Any:
+    def __mul__(self, times: SupportsIndex) -> Any:
         return tuple(self) * times
 
     __rmul__ = __mul__
@@ -67,100 +75,101 @@ class TrainState(NamedTuple):
     def __repr__(self) -> str:
         if is_used_up(self):
             return "TrainState(used up: a step has written the next state where this one lay)"
-        return f"TrainState({', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
+        return (
+            "TrainState("
+            f"{', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
+        )
 
 
-# What JAX itself does for a NamedTuple does not ask `__iter__`.
+# JAX flattens a NamedTuple without a call of `__iter__`, so it would see the promises.
 register_pytree_with_keys(
     TrainState,
-    lambda state: (tuple((GetAttrKey(name), value) for name, value in zip(state._fields, state)), None),
+    lambda state: (
+        tuple((GetAttrKey(name), value) for name, value in zip(state._fields, state)),
+        None,
+    ),
     lambda _, values: TrainState(*values),
     lambda state: (tuple(state), None),
 )
 
 
 class Promised:
-    """A tree with promises for leaves."""
+    """A field of a state with promises for some leaves."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: PyTree) -> None:
         self.tree = tree
 
     @cached_property
     def kept(self) -> Any:
-        """The tree, once all of it is there."""
+        """The tree with arrays; waits for them."""
         return jax.tree.map(lambda x: x.result() if isinstance(x, Promise) else x, self.tree)
 
 
 def promised(state: TrainState) -> TrainState:
-    """A state of which some leaves are promises, for those who know nothing of these.
-
-    Args:
-      state: from a schedule.
-
-    Returns:
-      The same; what is read of it is waited for.
-    """
-    parts = tuple.__iter__(state)
-    return TrainState._make(Promised(part) if any(map(_is_promise, jax.tree.leaves(part))) else part for part in parts)
+    """Wraps the fields with promises, so that reading such a field waits for its arrays."""
+    fields = tuple.__iter__(state)
+    return TrainState._make(
+        Promised(field) if any(map(_is_promise, jax.tree.leaves(field))) else field
+        for field in fields
+    )
 
 
 def opened(state: TrainState) -> TrainState:
-    """The same state for those who do: with promises for leaves, those that are kept left out.
-
-    Args:
-      state: what a step was given.
-
-    Returns:
-      The state; nothing is waited for.
-    """
-    return TrainState._make(part.tree if isinstance(part, Promised) else part for part in tuple.__iter__(state))
+    """Returns the state with its promises as leaves, without waiting: the inverse of `promised`."""
+    return TrainState._make(
+        field.tree if isinstance(field, Promised) else field for field in tuple.__iter__(state)
+    )
 
 
-def _there(part: Any) -> Any:
-    return part.kept if isinstance(part, Promised) else part
+def _there(field: object) -> Any:
+    return field.kept if isinstance(field, Promised) else field
 
 
-def _is_promise(x: Any) -> bool:
+def _is_promise(x: object) -> bool:
     return isinstance(x, Promise)
 
 
 @dataclass
 class Training:
-    """The training that a step makes, and those make that are made of it with other options."""
+    """The progress of a training, which a step shares with its `with_options` variants."""
 
     number: int = 0
-    """The number of its last step."""
+    """Number of its last step."""
 
 
 class StepInfo(NamedTuple):
-    """A step's report: the same on every rank after a step, of this process's first replica after `no_sync` and where
-    `fddp.local_steps` lets replicas train alone."""
+    """The report of a step.
+
+    It is equal on all ranks after a step. After `no_sync`, and where `fddp.local_steps` trains
+    replicas separately, it is that of this process's first replica.
+    """
 
     loss: Float[Array, ""]
-    """The mean over all rows, before the update."""
+    """Mean over all rows, before the update."""
     aux: Any = None
-    """The loss's metrics, averaged as the loss is; None without."""
+    """The loss's metrics, averaged in the same way; None without metrics."""
     used: Any = None
-    """A tree like the parameters, with `find_unused_parameters`: how many replicas used each leaf since the last
-    synchronization; 0 for leaves that are not trained."""
+    """A tree like the parameters: the number of replicas that used each leaf since the last
+    synchronization, 0 for untrained leaves. Set with `find_unused_parameters`."""
     learning_rate: Float[Array, ""] | None = None
-    """This step's, where the optimizer has it in its state: made by `optax.inject_hyperparams`, with one of them."""
+    """Learning rate of this step, if `optax.inject_hyperparams` records it."""
     grad_norm: Float[Array, ""] | None = None
-    """The mean gradients' norm, where the optimizer takes it: `optax.snapshot("grad_norm", optax.tree.norm)` at the
-    head of its chain."""
+    """Norm of the mean gradients, if the optimizer's chain starts with `optax.snapshot("grad_norm",
+    optax.tree.norm)`."""
     sent: UInt32[Array, " messages"] | np.ndarray = np.zeros(0, np.uint32)
-    """Bytes that each replica sent for each sum over replicas: one for each bucket of the plan, and at the end for what
-    travels alone. Of p replicas each sends 2 (p − 1)/p times the bytes of what is summed, and p − 1 times those of
-    rows."""
+    """Bytes that each replica sent for each bucket of the plan, and last for a separate message of
+    the scalars, if any. With p replicas, rows cost p − 1 times their size, and sums 2 (p − 1)/p
+    times."""
     skipped: Bool[Array, ""] | None = None
-    """Whether the step changed nothing, as its mean gradients are not all finite. Set with
-    `skip_nonfinite`, `fddp.dynamic_scale`, whose scale then changes, and `optax.apply_if_finite`."""
+    """True if the step changed nothing because its mean gradients were not all finite. Set with
+    `skip_nonfinite`, `fddp.dynamic_scale` (which then lowers its scale), `optax.apply_if_finite`
+    and the skip function of `optax.MultiSteps`."""
     broken: Bool[Array, " leaves"] | None = None
-    """Marks the trained leaves whose gradients were not finite on this very replica; with `skip_nonfinite`."""
+    """Marks this replica's non-finite gradients, by trained leaf; set with `skip_nonfinite`."""
 
 
-def check_state(state: Any) -> None:
-    """Refuses a value that is not a state, such as the pair that a step returns."""
+def check_state(state: object) -> None:
+    """Raises TypeError unless `state` is a `TrainState`; a step returns a pair, for example."""
     if not isinstance(state, TrainState):
         raise TypeError(
             f"state must be a fddp.TrainState, got {type(state).__name__}: step.init(params) makes "
@@ -168,8 +177,8 @@ def check_state(state: Any) -> None:
         )
 
 
-def check_no_state(name: str, tree: Any) -> None:
-    """Refuses a state, or the report of a step, where a tree of arrays belongs."""
+def check_no_state(name: str, tree: PyTree) -> None:
+    """Raises TypeError if a tree of arrays contains a state or a report."""
     kinds = (TrainState, StepInfo)
     for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds)):
         if isinstance(x, kinds):
@@ -180,7 +189,7 @@ def check_no_state(name: str, tree: Any) -> None:
 
 
 class Mean(NamedTuple):
-    """A step's contributions, averaged over micro-batches, calls and replicas."""
+    """The contributions to a step, averaged over micro-batches, calls and replicas."""
 
     grads: Any
     """A tree like the parameters; None for leaves without gradients."""
@@ -190,8 +199,8 @@ class Mean(NamedTuple):
     sent: UInt32[Array, " messages"]
     """Bytes that each replica sent for each sum over replicas."""
     used: Any = None
-    """A tree like the parameters: how many replicas used each leaf. None where nobody asks."""
+    """A tree like the parameters: number of replicas that used each leaf; None if not counted."""
     broken: Bool[Array, " leaves"] | None = None
-    """Marks the trained leaves whose gradients are not finite on this very replica. None where nobody asks."""
+    """Marks the trained leaves with non-finite gradients on this replica; None if not checked."""
     weight: Float[Array, ""] | float = 0.0
-    """Σ w, by which they were divided."""
+    """Σ w, the divisor."""

@@ -1,7 +1,7 @@
-"""The way in which replicas hold a state and make a step of it: a record that the core is given.
+"""The way in which replicas hold a state and compute a step: a record of functions for the core.
 
-`WHOLE` is the plain one: every replica holds all of the state and updates all of it. The others stand in rooms of their
-own, which import this one: `sharding`, `local_training`, `reproducible`.
+`WHOLE` is the plain way: every replica holds and updates the whole state. The rooms `sharding`,
+`local_training` and `reproducible`, which import this one, make the other ways.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from fddp.buckets import Bucket, BucketPlan, Messages, Shard, Slice, pack_device_parts, unpack_device_parts
+from fddp.buckets import (
+    Bucket,
+    BucketPlan,
+    Messages,
+    Shard,
+    Slice,
+    pack_device_parts,
+    unpack_device_parts,
+)
 from fddp.comm import Group, specs
 from fddp.hooks import Hook
 from fddp.losses import Pending, Sums
@@ -20,122 +28,128 @@ from fddp.schedules import Pieces, Round, Runner, Schedule, fused
 from fddp.step.combinations import LOCAL
 from fddp.step.state import Mean, TrainState
 
-if TYPE_CHECKING:  # a replica knows its way
+if TYPE_CHECKING:  # `Replica` has a field of type `Way`
     from fddp.step.replica import Replica
 
-# The parameters that are trained, None for those that stay as they are; the optimizer's state; the buffers, None where
-# they stay.
+# (trained parameters, optimizer state, buffers), with None for leaves or buffers that stay whole
 Held: TypeAlias = tuple[Any, Any, Any]
-# (a whole array, the number among those trained of the leaf that it belongs to) → what one replica holds of it.
+# (whole array, index of its leaf among the trained ones) → one replica's shard of it
 Cut: TypeAlias = Callable[[Any, int], Shard]
-# A whole array → the copy of it that one replica holds.
+# Whole array → one replica's local copy of it
 Copy: TypeAlias = Callable[[Any], Shard]
 
 
 class Facts(NamedTuple):
-    """The facts of a step that are known once the first batch is compared."""
+    """The facts that the ranks agree on at the first batch."""
 
     plan: BucketPlan
     state: TrainState
-    """The forms of the state, as gradients go by it."""
+    """Shapes and dtypes of the state that gradients are computed for, with whole arrays."""
     batch: Any
-    """This process's rows, or their forms."""
+    """This process's rows, or their shapes and dtypes."""
     told: Any
-    """The forms of loss and aux."""
+    """Shapes and dtypes of loss and aux."""
     uses: Mapping[tuple[int, Slice | None], int]
-    """The place in the forward pass at which each leaf, or slice of one, is first used."""
+    """(leaf, slice) → position of its first use in the forward pass."""
     use: Callable[[TrainState, Mean], Any]
-    """Makes the step's result of averaged gradients."""
+    """(state, mean) → the step's result."""
     read_in: Mapping[int, np.dtype]
-    """The dtype of fewer bits in which the loss reads a leaf on all ranks, for each leaf that it reads so."""
+    """Leaf → narrower dtype to which the loss casts it on all ranks; other leaves are omitted."""
 
     def first_use(self, bucket: Bucket) -> int:
-        """The place in the forward pass at which something in a bucket is first used."""
+        """Finds the position of a bucket's first use in the forward pass."""
         return min(self.uses[i, bucket.slice] for i in bucket.leaves)
 
 
 class Way(NamedTuple):
-    """Replicas' way to hold a state and to make a step of it."""
+    """The way in which replicas hold a state and compute a step of it."""
 
     name: str
-    """The words with which the user asked for it; "" for the plain way."""
+    """The user's option for it; "" for the plain way."""
     more: tuple[str, ...]
-    """Further features of what the user asked for, by their names in `combinations`."""
+    """Further features of that option, by their names in `combinations`."""
     described: str
-    """More of what the user asked for, to be compared on all ranks."""
+    """A text about that option, compared on all ranks."""
 
     check: Callable[["Replica", Any, Any], str]
-    """(replica, optimizer, params): refuses what cannot be held or done so, before a state exists; returns a remark for
-    the user, or ""."""
+    """(replica, optimizer, params) → a remark for the user, or ""; raises if the way does not
+    support them."""
     check_batch: Callable[["Replica", Any, int], None]
-    """(replica, batch, rows of a micro-batch): refuses a batch of a new form."""
+    """(replica, batch, rows of a micro-batch): raises if the way does not support a batch of new
+    shapes."""
     hold: Callable[["Replica", Any, Any, Any, Cut, Copy], Held]
-    """(replica, trained parameters, optimizer's state, buffers, cut, copy) → what a replica holds of them."""
+    """(replica, trained parameters, optimizer state, buffers, cut, copy) → one replica's share of
+    the three trees."""
     seen: Callable[["Replica", TrainState], TrainState]
-    """(replica, state) → the state as gradients go by it; refuses one of another way."""
+    """(replica, state) → the state that gradients are computed for; raises if the state belongs to
+    another way."""
     gathered: Callable[[Group, TrainState, TrainState], TrainState]
-    """(group, state, what of it is equal on all replicas) → the latter, with the parameters that `no_sync` computes
-    with; every rank calls it."""
+    """(group, state, replicated part) → the replicated part with whole parameters, for `no_sync`.
+    Collective."""
     remembers: Callable[["Replica", Hook, Any], Any]
-    """(replica, hook, forms of trained leaves) → a tree like these, with the hook's first memory in place of a leaf."""
+    """(replica, hook, shapes of the trained leaves) → tree of the hook's initial state for each
+    leaf."""
     accumulate: Callable[["Replica", TrainState, Any, Pending | None, Any], tuple[Pending, Sums]]
-    """(replica, state, shards, pending, rows) → everything pending, and these rows' own means; inside a program."""
+    """(replica, state, shards, pending, rows) → new pending sums, and the means of these rows;
+    inside a program."""
     one: Callable[["Replica"], "Replica"]
-    """The replica whose gradients a program computes."""
+    """Replica → the replica whose gradients a program computes (a virtual replica, for example)."""
     pieces: Callable[["Replica", Facts], Pieces]
     """(replica, facts) → the pieces of a step."""
     runner: Callable[[Schedule, "Replica", Facts], Runner]
-    """(schedule, replica, facts) → what runs a step."""
+    """(schedule, replica, facts) → the runner of a step."""
 
     schedule: Schedule
-    """The schedule where nothing overlaps."""
+    """The schedule that "auto" picks where none overlaps."""
     replicas: int | None
-    """The number of replicas among which rows are divided; None: as many as the group has."""
+    """Number of replicas that share the rows; None: the group's size."""
     init: Callable[[Any], Any] | None
-    """Makes the optimizer's state for the trained parameters; None: there is no optimizer."""
+    """Trained parameters → optimizer state; None without an optimizer."""
     apart: bool
-    """Whether each replica holds something of the state for itself."""
+    """True if part of the state differs between replicas: shards, or local copies."""
     scattered: bool
-    """Whether buckets are cut into a part for each replica."""
+    """True if buckets are cut into one part per replica."""
     gathers: bool
-    """Whether the parameters that a loss reads are gathered for it, in as few bits as it reads of them."""
+    """True if the loss's parameters are gathered, in the narrowest dtype that it reads."""
     sums: bool
-    """Whether messages are plain sums over replicas, in which scalars ride exactly."""
+    """True if messages are plain sums over replicas, so that scalars in a bucket stay exact."""
     table_rows: bool
-    """Whether these are sums of gradients, of which a few rows may travel alone."""
+    """True if gradients are summed, so that a few rows of one may be sent instead."""
     slices: bool
-    """Whether slices of gradients, some layers of a stack, may travel as messages of their own."""
+    """True if slices of gradients (some layers of a stack) may be separate messages."""
 
 
 def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
-    """The pieces of a step that every replica does as a whole.
-
-    Args:
-      replica: one of them.
-      facts: of the step.
-
-    Returns:
-      The pieces: one round, of all gradients.
-    """
+    """Makes the pieces of a step with whole states: one round, which sums all gradients."""
     plan = facts.plan
     axes = replica.group.placement.other_axes
-    where = specs(replica.group.placement, facts.state.params)
+    layout = specs(replica.group.placement, facts.state.params)
 
     def unpack(messages: Messages) -> tuple[list[Any], Any]:
-        return unpack_device_parts(axes, plan, messages, where)
+        return unpack_device_parts(axes, plan, messages, layout)
 
-    def backward(state: TrainState, pending: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-        return replica.local(partial(pack_device_parts, axes, plan, where=where), state, pending, rows)
+    def backward(
+        state: TrainState, pending: Pending | None, rows: Any, *nothing: Any
+    ) -> tuple[Messages, Any]:
+        return replica.local(
+            partial(pack_device_parts, axes, plan, where=layout), state, pending, rows
+        )
 
-    def finish(state: TrainState, shards: Any, messages: Messages, kept: Any, sent: Any) -> tuple[Any, Any]:
-        return facts.use(state, replica.mean(plan, unpack, state, messages, kept, sent)), shards
+    def finish(
+        state: TrainState, shards: Any, messages: Messages, saved: Any, nbytes: jax.Array
+    ) -> tuple[Any, Any]:
+        return facts.use(state, replica.mean(plan, unpack, state, messages, saved, nbytes)), shards
 
-    given = ("state", "pending", "rows")
+    inputs = ("state", "pending", "rows")
     sums = replica.reductions(plan, facts.state.params)
-    buckets = {one.name: plan.buckets[one.bucket] for one in plan.messages if one.bucket is not None}
+    buckets = {
+        message.name: plan.buckets[message.bucket]
+        for message in plan.messages
+        if message.bucket is not None
+    }
     carrier = plan.carrier.name
     first = {name: facts.first_use(bucket) for name, bucket in buckets.items() if name != carrier}
-    return Pieces((Round("backward", given, backward, sums, "compute"),), finish, uses=first)
+    return Pieces((Round("backward", inputs, backward, sums, "compute"),), finish, uses=first)
 
 
 def _check(replica: "Replica", optimizer: Optimizer, params: Any) -> str:
@@ -147,7 +161,9 @@ def _check_batch(replica: "Replica", batch: Any, rows: int) -> None:
     del replica, batch, rows
 
 
-def _hold(replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy) -> Held:
+def _hold(
+    replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy
+) -> Held:
     del replica, model_state, cut, copy
     return jax.tree.map(lambda x: None, trained), opt_state, None
 
@@ -156,8 +172,8 @@ def _seen(replica: "Replica", state: TrainState) -> TrainState:
     del replica
     if isinstance(state.opt_state, LocalState):
         raise ValueError(
-            f"the optimizer's state is LocalState, and this step was made without {LOCAL}: begin with "
-            "step.init(fddp.whole(state.params))."
+            f"the optimizer's state is LocalState, and this step was made without {LOCAL}: begin "
+            "with step.init(fddp.whole(state.params))."
         )
     return state
 
@@ -207,4 +223,4 @@ WHOLE = Way(
     table_rows=True,
     slices=True,
 )
-"""Every replica holds all of the state and updates all of it; other ways are made of this one, with some fields new."""
+"""The plain way. The other ways replace some of its fields."""

@@ -1,6 +1,7 @@
-"""The user's side: `train_step` and `value_and_grad`, which pick the way of a step from its options, once.
+"""The user's side: `train_step` and `value_and_grad`, which choose the way of a step from its
+options.
 
-This room imports step, all rooms of ways, guards and measuring, and what step imports.
+This room imports step, all rooms of ways, guards and measuring, and the rooms below step.
 """
 
 from fddp.training.make import train_step as train_step

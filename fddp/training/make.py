@@ -1,11 +1,11 @@
-"""Makes a step of a loss, an optimizer and options, and picks its way from them, once."""
+"""Makes a training step from a loss, an optimizer and options."""
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Unpack
 
 from fddp.comm import Group
-from fddp.local_training import alone, in_islands, islands, join_keeper
+from fddp.local_training import in_islands, islands, join_keeper, local_way
 from fddp.losses import check_callable, make_objective
 from fddp.optim import LocalSteps, Optimizer
 from fddp.reproducible import virtual
@@ -35,24 +35,26 @@ def train_step(
     has_aux: bool = False,
     **options: Unpack[OptionArguments],
 ) -> TrainStep:
-    """Makes a step that trains on many replicas with the mathematics of one on the joined batch.
+    """Makes a training step over many replicas, equivalent to one replica with the joined batch.
 
     Args:
-      loss_fn: `loss_fn(params, batch)` → loss, or (loss, aux) with `has_aux`. With a model state it is called with
-        `model_state=` too and returns (loss, (model_state, aux)); with a random key it is called with `rng=`, a key of
-        this step, micro-batch and replica.
-      optimizer: any optax transformation, or `fddp.local_steps` of one; those with extra arguments get `value`, the
-        mean loss, and `grad`. With `optax.lookahead` the parameters are `optax.LookaheadParams`, of which the loss uses
-        `params.fast`.
-      group: the replicas; None: those of `fddp.init()`.
-      has_aux: whether the loss returns metrics, a tree of floats; they are averaged over replicas, element by element.
+      loss_fn: `loss_fn(params, batch)` → loss, or (loss, aux) with `has_aux`. With a model state it
+        also takes `model_state=` and returns (loss, (model_state, aux)). With a random key it also
+        takes `rng=`, a separate key for each step, micro-batch and replica.
+      optimizer: any optax transformation, or `fddp.local_steps` of one. Transformations with extra
+        arguments receive `value`, the mean loss, and `grad`. `optax.lookahead` needs parameters of
+        type `optax.LookaheadParams`, and the loss then uses `params.fast`.
+      group: the replicas; None: the group of `fddp.init()`.
+      has_aux: whether the loss returns metrics, a tree of floats. They are averaged over replicas,
+        element by element.
       **options: fields of `fddp.Options`, named as DDP names them.
 
     Returns:
       A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).
 
     Raises:
-      TypeError: an unknown option, a loss that is no function, an optimizer that wants more than loss and gradients.
+      TypeError: an unknown option, a loss that is not a function, or an optimizer that needs more
+        than loss and gradients.
       ValueError: an option out of its range.
 
     Example:
@@ -76,19 +78,11 @@ def train_step(
 
 
 def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
-    """Picks the way.
-
-    Args:
-      options: of the step.
-      optimizer: of the step, if it has one.
-
-    Returns:
-      The way. Options that do not go with it are refused where the step is made of both.
-    """
+    """Chooses the way of a step; `Replica` checks whether its options are compatible."""
     if isinstance(optimizer, LocalSteps):
         if optimizer.quorum:
             return islands(optimizer, way_of(options), partial(join_keeper, optimizer))
-        return alone(optimizer, way_of(options))
+        return local_way(optimizer, way_of(options))
     if options.virtual_replicas:
         return virtual(options.virtual_replicas)
     if options.shard:

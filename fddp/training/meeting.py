@@ -1,4 +1,4 @@
-"""A meeting of islands that do not wait for each other."""
+"""Synchronizes asynchronous islands."""
 
 from fddp.jax_internals import without_context_mesh
 from fddp.step import TrainState, check_state, check_step
@@ -6,22 +6,22 @@ from fddp.training.train_step import TrainStep
 
 
 def meet(step: TrainStep, state: TrainState) -> TrainState:
-    """Lets islands meet that do not wait for each other (`fddp.local_steps(quorum=)`); every rank calls it.
+    """Synchronizes asynchronous islands (`fddp.local_steps(quorum=)`). Collective.
 
-    What each has learned is merged, and all go on with the same parameters and the outer optimizer's state. Call
-    it before ranks do anything together, as to evaluate or to save, and when the training is over. The states of other
-    steps are returned as they are.
+    It merges the progress of all islands and gives them equal parameters and an equal state of the
+    outer optimizer. Call it before a collective action such as `evaluate` or a checkpoint, and at
+    the end of the training. The states of other steps are returned unchanged.
 
     Args:
       step: the step.
       state: from the last step.
 
     Returns:
-      The state to go on with.
+      The synchronized state.
 
     Raises:
       ValueError: the step has not been run.
-      RuntimeError: the keeper of the shared parameters is gone.
+      RuntimeError: the keeper of the shared parameters has stopped.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax

@@ -1,4 +1,5 @@
-"""Gradients over replicas, for people who keep their own optimizer step: the drop-in for `jax.value_and_grad`."""
+"""Gradients over replicas, as a replacement for `jax.value_and_grad` in scripts with their own
+optimizer step."""
 
 from collections.abc import Callable
 from typing import Any, Unpack
@@ -39,22 +40,23 @@ def value_and_grad(
     has_aux: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Callable[..., Any]:
-    """Makes `jax.value_and_grad` of a loss over all replicas' rows, for people who keep their own optimizer step.
+    """Makes a function like `jax.value_and_grad(loss_fn)`, averaged over all replicas' rows.
 
     Args:
       loss_fn: as for `train_step`.
-      group: the replicas; None: those of `fddp.init()`.
+      group: the replicas; None: the group of `fddp.init()`.
       has_aux: whether the loss returns metrics.
       **options: fields of `fddp.Options`, named as DDP names them.
 
     Returns:
-      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas and equal on all if `params`
-      are, which nobody checks: start from one seed, or from `group.broadcast(params)`. With
-      `model_state=` or `rng=` given to `f` the loss gets them, and aux is (model_state, aux). Parameters without a
-      gradient (integers) get zeros.
+      `f(params, batch)` → (loss, grads) or ((loss, aux), grads), averaged over replicas. The
+      results are equal on all replicas only if `params` are, which is not checked: start from one
+      seed, or from `group.broadcast(params)`. `f` passes `model_state=` and `rng=` on to the loss;
+      with a model state, aux is (model_state, aux). Parameters without a gradient (integers) get
+      zeros.
 
     Raises:
-      TypeError: an unknown option, or something that is not a function.
+      TypeError: an unknown option, or a loss that is not a function.
       ValueError: an option out of its range.
 
     Example:
@@ -67,8 +69,8 @@ def value_and_grad(
     settings = read_options("value_and_grad", {"donate": False} | options)
     refuse(settings.asked | {CALL: CALL})
 
-    def use(replica: Replica, where: TrainState, state: TrainState, mean: Mean) -> Any:
-        del replica, where
+    def use(replica: Replica, layout: TrainState, state: TrainState, mean: Mean) -> Any:
+        del replica, layout
         grads = jax.tree.map(
             lambda p, g: jnp.zeros_like(p) if g is None else g,
             state.params,
@@ -96,8 +98,8 @@ def value_and_grad(
         if jax.tree.leaves(hook_state):
             refuse({CALL: CALL, MEMORY: str(settings.hook)})
         state = state._replace(hook_state=hook_state)
-        settled, given = ready(settled, replica, use, state, batch)
-        settled = compare(settled, given)
-        return synchronize(settled, state, given)
+        settled, args = ready(settled, replica, use, state, batch)
+        settled = compare(settled, args)
+        return synchronize(settled, state, args)
 
     return f

@@ -1,7 +1,8 @@
-"""Ranks that are watched: who died, is stuck or left too early is named, and all ranks end together.
+"""Watches the ranks: a dead, stuck or early rank is named, and all ranks end together.
 
-A rank's recorder writes down what it does. The package `watcher` runs in a process beside it, and loads nothing else of
-fddp. Whatever the ranks sent last can be read when the job is over. This room imports comm.
+A rank's recorder writes its activity to shared memory. The package `watcher` runs in a separate
+process for each rank, and loads nothing else of fddp. The last messages of each rank can be read
+after the job. This room imports comm.
 """
 
 from fddp.watching.abort import Ending as Ending

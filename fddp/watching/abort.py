@@ -1,8 +1,9 @@
-"""One rank's error ends all ranks, with that rank's message shown.
+"""Ends all ranks after an uncaught error on one rank, with that rank's message.
 
-A rank that dies alone leaves the others waiting inside a collective for ever. So a rank with an exception that nobody
-catches first asks whether the others fail too, as they do of a bad option, say. If they do, each ends by itself. If
-not, this rank takes the world down. The watchers see a rank that dies, or leaves by `sys.exit` (`watchdog.py`).
+After the death of a single rank the other ranks would wait in a collective forever. So a rank with
+an uncaught exception first checks whether all ranks fail, for example because of a bad option. Then
+each ends by itself. Otherwise this rank takes the world down. The watchers detect a rank that dies
+or leaves by `sys.exit` (`watchdog.py`).
 """
 
 import math
@@ -20,35 +21,25 @@ from fddp.comm import Journal, leave, poll
 from fddp.watching.watcher.shared_memory import FAILED
 
 GRACE_S = 5.0
-# Seconds for which a rank with an error of the transport waits for the watchers' verdict.
+# Seconds for which a rank with a transport error waits for the watchers' verdict.
 VERDICT_S = 3.0
 
 
 class Ending(NamedTuple):
-    """The transport's means by which ranks learn of each other's failure."""
+    """Operations of a transport on the failures of ranks."""
 
     tell: Callable[[str], None]
-    """Records this rank's message for the others."""
+    """Publishes this rank's message to the other ranks."""
     all_failed: Callable[[float], bool]
-    """Whether every rank fails within so many seconds."""
+    """Seconds → True if every rank fails in this time."""
     cause: Callable[[], str | None]
-    """The message of a rank that took the world down, if one did."""
+    """The message of the rank that took the world down; None without one."""
     abort: Callable[[], None]
-    """Ends this process at once, and with it the others."""
+    """Ends this process at once, and thereby the other ranks."""
 
 
 def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None:
-    """Makes an uncaught exception on one rank end the script on all of them.
-
-    Args:
-      rank: this process.
-      size: number of processes.
-      ending: the transport's means.
-      journal: where this rank writes down that it fails, and its watcher why the job ends.
-
-    Raises:
-      ValueError: the environment's grace is no number of seconds.
-    """
+    """Replaces `sys.excepthook`: an uncaught exception on one rank ends the script on all ranks."""
     grace_s = read_grace(os.environ)
 
     def end(message: str, details: str) -> None:
@@ -60,7 +51,11 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
             ending.abort()
         ending.tell(f"rank {rank}: {message}")
         together = ending.all_failed(grace_s)
-        _write(f"{name} failed as the others did: {message}\n" if together and rank else f"{name} failed:\n{details}")
+        _write(
+            f"{name} failed as the others did: {message}\n"
+            if together and rank
+            else f"{name} failed:\n{details}"
+        )
         if not together:
             ending.abort()
 
@@ -73,45 +68,37 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
         if not together:
             ending.abort()
 
-    def on_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def on_exception(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         if issubclass(kind, KeyboardInterrupt):
             return interrupted()
         if follows_another(error, journal):
             leave()
-        return end(f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace)))
+        return end(
+            f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace))
+        )
 
     sys.excepthook = on_exception
 
 
 def follows_another(error: BaseException, journal: Journal) -> bool:
-    """Whether an error only follows from another rank's death, as a transport's may: the watchers know the cause.
+    """Returns True if a transport error follows from another rank's end.
 
-    Args:
-      error: what was raised on this rank.
-      journal: in which its watcher writes why the job ends.
-
-    Returns:
-      Whether the watchers end the job; waits some seconds for it if the error is a transport's.
+    It waits some seconds for the watchers' decision to end the job. Other errors give False at
+    once.
     """
-    said = f"{type(error).__module__} {error}"
-    if not isinstance(error, jax.errors.JaxRuntimeError) and not re.search(r"\b(Gloo|NCCL|MPI)", said):
+    text = f"{type(error).__module__} {error}"
+    if not isinstance(error, jax.errors.JaxRuntimeError) and not re.search(
+        r"\b(Gloo|NCCL|MPI)", text
+    ):
         return False
     journal.say("after an error")
     return poll(lambda: journal.finding().end, VERDICT_S)
 
 
 def read_grace(env: Mapping[str, str]) -> float:
-    """Reads how long a rank that fails waits for the others to fail as well.
-
-    Args:
-      env: environment variables, as `os.environ`.
-
-    Returns:
-      Seconds: `FDDP_GRACE_S`, or five.
-
-    Raises:
-      ValueError: it is no number of 0 or more.
-    """
+    """Reads `FDDP_GRACE_S`: seconds for which a failed rank waits for all ranks to fail."""
     text = env.get("FDDP_GRACE_S", str(GRACE_S))
     try:
         seconds = float(text)
@@ -123,7 +110,7 @@ def read_grace(env: Mapping[str, str]) -> float:
 
 
 def _write(text: str) -> None:
-    # One write: the lines of several ranks must not interleave.
+    # A single write, so that lines of several ranks do not interleave.
     sys.stderr.write(text)
     sys.stderr.flush()
     sys.stdout.flush()

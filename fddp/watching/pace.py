@@ -1,30 +1,30 @@
-"""The pace of this rank: times of its last steps, and the part of them in which it did not wait for other ranks.
+"""The pace of this rank: times of its last steps, with and without the waits for other ranks.
 
-Source: `DDPLoggingData` in PyTorch's `logger.cpp`, which keeps averages of such times, on each rank for itself.
+Source: `DDPLoggingData` in PyTorch's `logger.cpp`, which keeps averages of such times per rank.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-STEPS = 20  # number of last steps that count; one pause among them does not change the quartile
-OFTEN = 10  # once there are as many steps, the quartile is computed only at every tenth
+STEPS = 20  # number of last steps that count; a single pause does not change the quartile
+OFTEN = 10  # from this step on the quartile is computed only every tenth step
 
 
 class Usual(NamedTuple):
     """Lower quartiles of a step's times, in seconds: three of four steps take at least as long."""
 
     typical: float = 0.0
-    """Time from the begin of one step to the begin of the next."""
+    """Time from the start of one step to the start of the next."""
     between: float = 0.0
-    """Time from the end of one step to the begin of the next; 0 where Python does not wait for a step to end."""
+    """Time from the end of one step to the start of the next; 0 after an asynchronous step."""
     inside: float = 0.0
-    """Time from the begin of a step to its end."""
+    """Time from the start of a step to its end."""
     computing: float = 0.0
-    """Time in tasks that compute; 0 in a step that is one program, whose tasks cannot be told apart."""
+    """Time in compute tasks; 0 for a step of one program, where tasks are not separate."""
 
 
-class Pace:
+class StepTimes:
     """The times of the last steps."""
 
     def __init__(self) -> None:
@@ -34,32 +34,25 @@ class Pace:
         self._steps = 0
         self._hidden = False
 
-    def begin(self, now: float) -> None:
-        """Notes that a step begins.
-
-        Args:
-          now: time on a clock, in seconds.
-        """
+    def begin(self, time_s: float) -> None:
+        """Records the start of a step."""
         self._steps += 1
         if self._steps > 2:  # the first one compiles
-            self._last[0].append(now - self._began)
-            self._last[1].append(0.0 if self._hidden else now - self._ended)
-        self._began = now
+            self._last[0].append(time_s - self._began)
+            self._last[1].append(0.0 if self._hidden else time_s - self._ended)
+        self._began = time_s
 
-    def end(self, now: float, computing: float, *, hidden: bool) -> None:
-        """Notes that the step ends.
+    def end(self, time_s: float, computing: float, *, hidden: bool) -> None:
+        """Records the end of a step and its seconds of computation.
 
-        Args:
-          now: time on the same clock, in seconds.
-          computing: seconds that it computed.
-          hidden: whether it was only launched, and ends later.
+        An asynchronous step (`hidden`) is only launched, and ends later.
         """
         if self._steps > 2:
-            self._last[2].append(now - self._began)
+            self._last[2].append(time_s - self._began)
             self._last[3].append(computing)
             if self._steps < OFTEN or self._steps % OFTEN == 0:
                 self.usual = Usual(*map(_lower_quartile, self._last))
-        self._ended = now
+        self._ended = time_s
         self._hidden = hidden
 
 

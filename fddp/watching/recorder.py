@@ -1,7 +1,7 @@
-"""The recorder of a rank: writes down its steps, tasks, messages and signs of life, in memory that its watcher reads.
+"""Records a rank's steps, tasks, messages and signs of life in memory shared with its watcher.
 
-A rank that is stuck cannot say so itself. So it writes down what it begins, in memory that another process shares;
-writing costs no system call. The last messages stay there too, and outlive the rank.
+A stuck rank cannot report itself. So it records the start of each activity in shared memory; a
+record costs no system call. The memory also holds the last messages, and outlives the rank.
 
 Source: the flight recorder of PyTorch's NCCL process group.
 """
@@ -11,12 +11,13 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from mmap import mmap
 from typing import Any
 
 import jax
 
 from fddp.comm import Finding, Journal
-from fddp.watching.pace import Pace
+from fddp.watching.pace import StepTimes
 from fddp.watching.watcher.shared_memory import (
     ANSWER,
     BETWEEN,
@@ -39,19 +40,16 @@ WAIT_S = 0.01
 
 
 class Recorder:
-    """Writes down what one process does, for its watcher."""
+    """Records the activity of one process for its watcher."""
 
-    def __init__(self, memory: Any, processes: int = 1) -> None:
-        """Args:
-        memory: `SIZE` bytes that can be written, as `watcher/shared_memory.py` divides them.
-        processes: number of processes of the job.
-        """
+    def __init__(self, memory: mmap | bytearray, processes: int = 1) -> None:
+        """Records into `memory`: `SIZE` bytes in the layout of `watcher/shared_memory.py`."""
         self.memory = memory
         self.processes = processes
         self._lock = threading.RLock()
         self._launched = deque[Any]()
-        self._pace = Pace()  # of steps of all ranks
-        self._other = Pace()  # of all else
+        self._pace = StepTimes()  # of steps of all ranks
+        self._other = StepTimes()  # of steps of a part of the ranks, and of collectives of hosts
         self._computing = 0.0
         self._life = self._steps = self._calls = self._messages = self._before = 0
         self._adds = 0
@@ -63,7 +61,7 @@ class Recorder:
         self.between()
 
     def journal(self) -> Journal:
-        """The functions by which groups tell it what this process does."""
+        """The callbacks by which groups report the activity of this process."""
         return Journal(
             step=self.step,
             call=self.call,
@@ -80,66 +78,68 @@ class Recorder:
         )
 
     def step(self, processes: int) -> AbstractContextManager[None]:
-        """Notes a step of so many processes, from its first task to its last."""
+        """Records a step of this many processes, from its first task to its last."""
         self._steps += 1
-        return self._noted(STEP, processes, self._pace if processes == self.processes else self._other)
+        return self._noted(
+            STEP, processes, self._pace if processes == self.processes else self._other
+        )
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
-        """Notes a collective of the hosts of so many processes."""
+        """Records a collective of the hosts of this many processes."""
         return self._noted(name, processes, self._other)
 
     @contextmanager
     def message(self, name: str, nbytes: int) -> Iterator[None]:
-        """Notes a message, from when it leaves until its sum is there; on any thread."""
+        """Records a message until its sum is received; on any thread."""
         with self._lock:
             record = message(self._messages)
-            begun = (self._messages, self._steps, time.monotonic())
+            key = (self._messages, self._steps, time.monotonic())
             self._messages += 1
-            record.write(self.memory, *begun, 0.0, nbytes, name)
+            record.write(self.memory, *key, 0.0, nbytes, name)
             self._write(SENDING, name)
         yield
         with self._lock:
-            record.write(self.memory, *begun, time.monotonic(), nbytes, name)
+            record.write(self.memory, *key, time.monotonic(), nbytes, name)
             self._write(SENDING, "")
 
     def computed(self, seconds: float) -> None:
-        """Notes the seconds that the step under way has computed, where they are known."""
+        """Records the seconds of computation in the current step, if they are known."""
         self._computing = seconds
 
     def adds(self, processes: int) -> None:
-        """Notes a batch that was added without a message, for a step of so many processes."""
+        """Records a batch without a message, for a later step of this many processes."""
         self._adds += processes == self.processes
 
     def at(self, place: str) -> None:
-        """Notes where in the script the main thread is; any thread may call it."""
+        """Records the main thread's place in the script; on any thread."""
         with self._lock:
             PLACE.write(self.memory, place)
 
     def goes_on(self, after: int) -> None:
-        """Notes that this process continues a training that was saved after a step."""
+        """Records the number of the saved step from which this process continues."""
         self._before = after - self._steps
         self.between()
 
     def launched(self, result: Any) -> None:
-        """Notes the results of a step for which Python does not wait: the step is over when the last one is ready."""
+        """Records the results of an asynchronous step, which ends when the last is ready."""
         self._launched.append(jax.tree.leaves(result)[-1])
         self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:
-        """Notes what the main thread begins. Nothing replaces the note that this rank has come to its end.
+        """Records the current activity of the main thread. An end state (`ENDS`) is final.
 
-        After it Python may call handlers at its exit, and the last steps may still be under way.
+        After it Python may still run exit handlers, and the last steps may be unfinished.
         """
         with self._lock:
             self._doing = self._doing if self._doing in ENDS else doing
             self._write(DOING, self._doing)
 
     def between(self) -> None:
-        """Notes that the main thread is between two steps, and makes progress."""
+        """Records that the main thread is between two steps, and makes progress."""
         self.say(BETWEEN)
 
     def live(self) -> Finding:
-        """Notes that this process lives, and which of its steps are over; returns what the watchers have found."""
+        """Records a sign of life and the ended steps; returns the watchers' finding."""
         with self._lock:
             self._life += 1
             LIFE.write(self.memory, self._life)
@@ -147,38 +147,38 @@ class Recorder:
         return self.finding()
 
     def ask_to_stop(self) -> None:
-        """Notes that this process is to end soon; the handler of a signal may call it."""
+        """Records that this process must end soon; safe in a signal handler."""
         TOLD.write(self.memory, True)
 
     def stops(self) -> bool:
-        """Whether all ranks stop now: ranks that ask equally often get the same answer.
+        """Returns True if all ranks stop now: the n-th call gets the same answer on every rank.
 
-        The watchers propose a question that no rank has reached, as far as they know; it counts once all ranks have
-        agreed. A rank that comes to the question waits for that. A rank that was already past it says so, and the
-        watchers propose another.
+        The watchers propose the number of a call that no rank has reached, as far as they know. It
+        counts once all ranks have agreed, and a rank in this call waits for that. A rank beyond it
+        disagrees, and the watchers propose another number.
         """
-        now = time.monotonic()
-        before = self._asked_at
+        time_s = time.monotonic()
+        previous_s = self._asked_at
         self._asked += 1
-        self._asked_at = now
+        self._asked_at = time_s
         if self.processes == 1:
             return TOLD.read(self.memory)["told"]
         while True:
             proposal = PROPOSAL.read(self.memory)
             proposed = proposal["step"]
             agreed = proposed if self._asked <= proposed else -proposed
-            ANSWER.write(self.memory, self._asked, now - before, agreed)
+            ANSWER.write(self.memory, self._asked, time_s - previous_s, agreed)
             if self._asked != proposed or proposal["settled"]:
                 return self._asked == proposed
             time.sleep(WAIT_S)
 
     def finding(self) -> Finding:
-        """Reads what the watchers have found so far."""
+        """Reads the watchers' finding so far."""
         return Finding(**VERDICT.read(self.memory))
 
     @contextmanager
-    def _noted(self, doing: str, processes: int, pace: Pace) -> Iterator[None]:
-        before = self._added
+    def _noted(self, doing: str, processes: int, pace: StepTimes) -> Iterator[None]:
+        added = self._added
         self._inside = True
         self._together = processes == self.processes
         self._calls += self._together
@@ -189,10 +189,10 @@ class Recorder:
         try:
             yield
         except BaseException:
-            # The other ranks did not begin this call, or failed in it as well.
+            # The other ranks did not begin this call, or failed in it too.
             self._calls -= self._together
             self._steps -= doing == STEP
-            self._added = before
+            self._added = added
             raise
         finally:
             with self._lock:
@@ -201,7 +201,7 @@ class Recorder:
         pace.end(time.monotonic(), self._computing, hidden=bool(self._launched))
 
     def _look(self, over: bool = False) -> None:
-        """Takes note of launched steps that are over: they end one after the other, and Python may be many ahead."""
+        """Removes the ended ones of the launched steps, which end in order."""
         while self._launched and not _on_its_way(self._launched[0]):
             self._launched.popleft()
             over = True
@@ -217,7 +217,9 @@ class Recorder:
 
     def _write_head(self) -> None:
         counts = (self._steps, self._calls, self._messages, *self._added)
-        HEAD.write(self.memory, *counts, time.monotonic(), self._together, self._before, *self._pace.usual)
+        HEAD.write(
+            self.memory, *counts, time.monotonic(), self._together, self._before, *self._pace.usual
+        )
 
 
 def _on_its_way(array: Any) -> bool:

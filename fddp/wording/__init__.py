@@ -1,4 +1,4 @@
-"""The words in which every room speaks to a person: names of leaves, tables, and refusals of numbers.
+"""Texts of every room: names of leaves, tables, and errors for wrong arguments.
 
 Every other room imports this room, which imports none.
 """

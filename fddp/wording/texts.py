@@ -1,4 +1,4 @@
-"""Names of leaves, tables, and the refusal of a number that is none."""
+"""Names of leaves, tables, and checks of arguments."""
 
 from collections.abc import Sequence
 from html import escape
@@ -10,98 +10,63 @@ import numpy as np
 
 
 def leaf_name(path: Sequence[Any]) -> str:
-    """The name of a leaf of a tree.
+    """Joins the keys of a leaf's path with slashes; empty if the tree is a single leaf.
 
-    Args:
-      path: its path, as `jax.tree_util.tree_leaves_with_path` gives it.
-
-    Returns:
-      Its keys with slashes between them; empty where the tree is this leaf alone.
-
-    Example:
-      >>> [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path({"dense": {"bias": 1.0}})]
-      ['dense/bias']
+    >>> leaves = jax.tree_util.tree_leaves_with_path({"dense": {"bias": 1.0}})
+    >>> [leaf_name(path) for path, _ in leaves]
+    ['dense/bias']
     """
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def printable(text: str) -> str:
-    """What another program says, without the codes that would change a terminal."""
+    """Replaces the control codes in another program's output, which could change a terminal."""
     return "".join(x if x.isprintable() else "?" for x in text)
 
 
-def preformatted(shown: object) -> str:
-    """What a notebook shows of an object whose text is a table; a class has it as `_repr_html_`."""
-    return f"<pre>{escape(str(shown))}</pre>"
+def preformatted(value: object) -> str:
+    """Formats an object whose text is a table for notebooks; classes use it as `_repr_html_`."""
+    return f"<pre>{escape(str(value))}</pre>"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lays cells out in columns.
+    """Formats rows of equally many cells as lines with aligned columns.
 
-    Args:
-      rows: cells of each row, equally many.
-
-    Returns:
-      A line for each row.
-
-    Example:
-      >>> table([("bucket", "MiB"), ("0", "25")])
-      ['bucket  MiB', '0       25']
+    >>> table([("bucket", "MiB"), ("0", "25")])
+    ['bucket  MiB', '0       25']
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
+    ]
 
 
-def check_has(attribute: str, name: str, value: Any, wanted: str) -> None:
-    """Refuses a value of another kind: one without an attribute for which it is used.
-
-    Raises:
-      TypeError: says what is wanted, and what it is.
-    """
+def check_has(attribute: str, name: str, value: object, expected: str) -> None:
+    """Raises TypeError if a value lacks the attribute that identifies the expected kind."""
     if not hasattr(value, attribute):
-        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__} {value!r:.60}.")
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__} {value!r:.60}.")
 
 
-def check_number(name: str, value: Any) -> None:
-    """Refuses a value that is no real number."""
+def check_number(name: str, value: object) -> None:
+    """Raises TypeError if a value is not a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r:.60}.")
 
 
-def check_switch(name: str, value: Any) -> None:
-    """Refuses a value that is neither True nor False."""
+def check_switch(name: str, value: object) -> None:
+    """Raises TypeError if a value is neither True nor False."""
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
-def check_whole(name: str, value: Any, least: int) -> int:
-    """Checks that a value is a whole number.
-
-    Args:
-      name: what the user calls it.
-      value: what was given.
-      least: the smallest number that it may be.
-
-    Returns:
-      The value, as an `int` of Python.
-
-    Raises:
-      ValueError: it is no whole number, or less.
-    """
+def check_whole(name: str, value: object, least: int) -> int:
+    """Returns an integer of `least` or more as an `int`; raises ValueError for other values."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
         raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}.")
     return int(value)
 
 
-def check_seconds(name: str, value: Any) -> None:
-    """Checks that a value is a positive number of seconds.
-
-    Args:
-      name: what the user calls it.
-      value: the seconds.
-
-    Raises:
-      ValueError: it is no number, or not above 0.
-    """
+def check_seconds(name: str, value: object) -> None:
+    """Raises ValueError if a value is not a positive number."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
         raise ValueError(f"{name} must be more than 0 seconds, got {value!r}.")

@@ -16,6 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from problems import square
 
 import fddp
+from bench.plain_jax import compiled_plain
 from fddp.analysis.auditing.device_memory import WAYS, memory_table
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
@@ -63,7 +64,9 @@ def newer_xla_for_hopper(target):
 
 
 def workload(module, model, rows):
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows)
+    )
     params, model_state = shapes(module, model, batch)
     return Workload(module.loss_fn(model), params, model_state, batch)
 
@@ -84,8 +87,15 @@ def plain_mlp(rows, **fields):
 @pytest.mark.parametrize("name", ["mlp", *TRANSFORMERS, pytest.param("resnet", marks=slow)])
 def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_order(name, target):
     audit = audited(name, target)
-    assert audit.carries == audit.messages == tuple(f"bucket {k}" for k in range(len(audit.plan.buckets)))
-    assert all(collective.asynchronous and collective.kind == "all-reduce" for collective in audit.collectives)
+    assert (
+        audit.carries
+        == audit.messages
+        == tuple(f"bucket {k}" for k in range(len(audit.plan.buckets)))
+    )
+    assert all(
+        collective.asynchronous and collective.kind == "all-reduce"
+        for collective in audit.collectives
+    )
     assert not any(collective.loops for collective in audit.collectives)
     sizes, planned = [f.nbytes for f in audit.collectives], [b.nbytes for b in audit.plan.buckets]
     assert sizes[1:] == planned[1:]
@@ -111,7 +121,8 @@ def test_products_are_computed_under_each_bucket_of_an_mlp_but_the_last(target):
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_products_are_computed_under_the_first_half_of_a_transformers_buckets(name, target):
     collectives = audited(name, target).collectives
-    # For A100s XLA's scheduler leaves the messages of BERT's last layers, three fifths of all, without products.
+    # For A100s XLA's scheduler leaves the messages of BERT's last layers, three fifths of all,
+    # without products.
     share = 3 if (name, target) == ("bert", "a100:8") else 2
     assert all(collective.heavy > 0 for collective in collectives[: len(collectives) // share])
 
@@ -135,7 +146,9 @@ def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end
 
 @aot
 @pytest.mark.quick("gpt-h100:8")
-@pytest.mark.parametrize(("name", "target"), [("gpt", "h100:8"), ("gpt", "a100:8"), ("bert", "h100:8")])
+@pytest.mark.parametrize(
+    ("name", "target"), [("gpt", "h100:8"), ("gpt", "a100:8"), ("bert", "h100:8")]
+)
 def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(name, target):
     """No sum comes back whole but that of loss and metrics."""
     module, model, rows, options = MODELS[name]
@@ -164,7 +177,13 @@ def test_the_operations_of_a_program_are_those_that_a_person_counts():
 
 @aot
 def test_several_hosts_are_compiled_for_too():
-    audit = look(plain_mlp(64 * 16), "h100:2x8", bucket_cap_mb=0.25, first_bucket_mb=0.25, last_bucket_mb=0.25)
+    audit = look(
+        plain_mlp(64 * 16),
+        "h100:2x8",
+        bucket_cap_mb=0.25,
+        first_bucket_mb=0.25,
+        last_bucket_mb=0.25,
+    )
     assert audit.carries == tuple(f"bucket {k}" for k in range(4))
     assert all(collective.asynchronous for collective in audit.collectives)
 
@@ -173,7 +192,11 @@ def test_several_hosts_are_compiled_for_too():
 @on_both_targets
 def test_buckets_that_xla_orders_are_messages_of_their_own_too(target):
     audit = look(plain_mlp(256), target, schedule="unordered", bucket_cap_mb=0)
-    assert sorted(map(str, audit.carries)) == sorted(audit.messages) == [f"bucket {k}" for k in range(4)]
+    assert (
+        sorted(map(str, audit.carries))
+        == sorted(audit.messages)
+        == [f"bucket {k}" for k in range(4)]
+    )
     assert all(collective.asynchronous for collective in audit.collectives)
 
 
@@ -181,7 +204,7 @@ def test_buckets_that_xla_orders_are_messages_of_their_own_too(target):
 def audited_with_batch_norm():
     resnet_tiny = workload(resnet, resnet.PRESETS["tiny"], 16)
     step, state = resnet_tiny.step(read_target("h100:2").group())
-    return resnet_tiny, fddp.audit(step, state, resnet_tiny.batch, "h100:2", beside="jit")
+    return resnet_tiny, compiled_plain(step, state, resnet_tiny.batch, "h100:2")
 
 
 @pytest.mark.slow
@@ -189,8 +212,8 @@ def audited_with_batch_norm():
 @pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, pmean a leaf"])
 def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
     """No mean over rows is sent: only gradients, and two scalars."""
-    resnet_tiny, audit = audited_with_batch_norm()
-    (plain,) = [plain for plain in audit.beside if plain.way == name]
+    resnet_tiny, programs = audited_with_batch_norm()
+    (plain,) = [plain for plain in programs if plain.way == name]
     sent = sum(span.nbytes for span in plain.timeline.communication)
     trained = sum(x.size for x in jax.tree.leaves(resnet_tiny.params))
     statistics = sum(x.size for x in jax.tree.leaves(resnet_tiny.model_state))
@@ -201,7 +224,10 @@ def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(nam
 @aot
 def test_bfloat16_gradients_take_half_the_bytes():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
-    wide, narrow = (look(plain_mlp(512, param_dtype=dtype), "h100:8", **caps) for dtype in (jnp.float32, jnp.bfloat16))
+    wide, narrow = (
+        look(plain_mlp(512, param_dtype=dtype), "h100:8", **caps)
+        for dtype in (jnp.float32, jnp.bfloat16)
+    )
     tail = 3 * 4
     assert sum(f.nbytes for f in wide.collectives) == 4 * 256 * 256 * 4 + tail
     assert sum(f.nbytes for f in narrow.collectives) == 4 * 256 * 256 * 2 + tail
@@ -213,7 +239,9 @@ def test_bfloat16_gradients_take_half_the_bytes():
 def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     caps = {"bucket_cap_mb": 0, "first_bucket_mb": 0, "last_bucket_mb": 0}
     audit = look(plain_mlp(512), "h100:8", hook=fddp.hooks.bf16(), **caps)
-    assert [(f.nbytes, f.asynchronous) for f in audit.collectives[1:]] == [(256 * 256 * 2, True)] * 4
+    assert [(f.nbytes, f.asynchronous) for f in audit.collectives[1:]] == [
+        (256 * 256 * 2, True)
+    ] * 4
     assert audit.carries == ("tail", *(f"bucket {k}" for k in range(4))) and audit.problems() == ()
 
 
@@ -234,11 +262,11 @@ def test_a_step_is_not_estimated_behind_plain_jax(name, target):
     module, model, rows, _ = MODELS[name]
     one = workload(module, model, rows * 8)
     step, state = one.step(read_target(target).group())
-    audit = fddp.audit(step, state, one.batch, target, beside="jit")
-    ways = {plain.way: plain.timeline.seconds for plain in audit.beside}
+    audit = fddp.audit(step, state, one.batch, target)
+    programs = compiled_plain(step, state, one.batch, target)
+    ways = {plain.way: plain.timeline.seconds for plain in programs}
     assert audit.timeline is not None and audit.timeline.seconds <= min(ways.values())
     assert [*ways][:2] == ["jit with NamedSharding", "shard_map, pmean a leaf"]
-    assert all(f"beside: {way}: {1e3 * seconds:.2f} ms" in str(audit) for way, seconds in ways.items())
 
 
 @aot
@@ -246,14 +274,10 @@ def test_the_update_of_early_buckets_is_computed_while_the_last_sums_travel():
     audit = audited("mlp", "h100:8")
     assert audit.timeline is not None
     last = audit.timeline.communication[-1]
-    under = [span for span in audit.timeline.compute if last.start <= span.start and span.end <= last.end]
+    under = [
+        span for span in audit.timeline.compute if last.start <= span.start and span.end <= last.end
+    ]
     assert sum(span.seconds for span in under) > 0
-
-
-def test_plain_jax_is_compiled_for_targets_alone(group):
-    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
-    with pytest.raises(ValueError, match="beside must be 'jit', with a target"):
-        fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4), beside="jit")
 
 
 ### What spoils them is found and named
@@ -277,7 +301,9 @@ class Scanned(nn.Module):
         def layer(dense, x, _):
             return nn.relu(dense(x)), None
 
-        stack = nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+        stack = nn.scan(
+            layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers
+        )
         return stack(nn.Dense(self.width), x, None)[0]
 
 
@@ -285,13 +311,17 @@ def scanned_layers(rows=512, **fields):
     model = Scanned(**fields)
     x = jnp.ones((rows, model.width))
     params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return Workload(lambda p, b: (jnp.mean(jnp.asarray(model.apply(p, b)) ** 2), {}), params, None, x)
+    return Workload(
+        lambda p, b: (jnp.mean(jnp.asarray(model.apply(p, b)) ** 2), {}), params, None, x
+    )
 
 
 @aot
 def test_layers_in_a_scan_deliver_all_gradients_at_once_where_they_fit_into_a_bucket():
     audit = look(scanned_layers(), "h100:8")
-    assert len(audit.collectives) == 2 and all(collective.heavy == 0 for collective in audit.collectives)
+    assert len(audit.collectives) == 2 and all(
+        collective.heavy == 0 for collective in audit.collectives
+    )
     assert audit.looped > audit.flops / 2
     (problem,) = audit.problems()
     assert "ready at once" in problem and "lax.scan" in problem
@@ -302,12 +332,15 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once_where_they_fit_into_a_bu
 def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target):
     audit = look(scanned_layers(), target, bucket_cap_mb=0.5)
     (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
-    carrying = [one for one, name in zip(audit.collectives, audit.carries) if name == f"bucket {bucket}"]
+    carrying = [
+        one for one, name in zip(audit.collectives, audit.carries) if name == f"bucket {bucket}"
+    ]
     assert sum(one.rounds for one in carrying) == audit.plan.buckets[bucket].rounds == 6
     (looped,) = (one for one in carrying if one.loops)
     # XLA takes the first round out of the loop, and the last round's sum.
     assert looped.asynchronous and looped.pipelined and looped.rounds == 5
-    # A layer's backward pass is two products; for Hopper the XLA of JAX 0.11 puts one of them before the sum.
+    # A layer's backward pass is two products; for Hopper the XLA of JAX 0.11 puts one of them
+    # before the sum.
     assert looped.heavy == (1 if newer_xla_for_hopper(target) else 2)
     assert "5 rounds of a loop, each under the next" in str(audit)
     assert audit.problems() == ()
@@ -321,19 +354,24 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
 
     params = {name: jax.ShapeDtypeStruct((6, 512, 512), jnp.float32) for name in ("up", "down")}
     few = Workload(
-        lambda p, b: (jnp.mean(jax.lax.scan(residual, b, p)[0] ** 2), {}), params, None, jnp.ones((8192, 512))
+        lambda p, b: (jnp.mean(jax.lax.scan(residual, b, p)[0] ** 2), {}),
+        params,
+        None,
+        jnp.ones((8192, 512)),
     )
     audit = look(few, target, bucket_cap_mb=1, shard="state", reshard_after_forward=True)
     print(audit)
     (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
     found = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
     waited = [one for one in audit.collectives if not one.asynchronous]
-    # Nothing lies before the first layer's gathers; for Hopper the XLA of JAX 0.11 waits for one of them at once.
+    # Nothing lies before the first layer's gathers; for Hopper the XLA of JAX 0.11 waits for one of
+    # them at once.
     assert len(waited) == (1 if newer_xla_for_hopper(target) else 0)
     assert all(one.kind == "all-gather" and not one.loops for one in waited)
     for one, name in zip(audit.collectives, audit.carries):
         if name in found and one.loops:
-            # XLA takes the first gather out of each loop, and the last scatter, and a round of each loop with them.
+            # XLA takes the first gather out of each loop, and the last scatter, and a round of each
+            # loop with them.
             assert one.heavy and (one.pipelined if one.kind == "reduce-scatter" else one.ahead)
         if name in found:
             found[name] += one.rounds
@@ -346,7 +384,9 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
 def test_no_more_than_two_layers_of_a_scan_are_whole():
     def more(layers):
         few = scanned_layers(64, layers=layers, width=1024)
-        memory = look(few, "h100:8", bucket_cap_mb=4, shard="state", reshard_after_forward=True).memory
+        memory = look(
+            few, "h100:8", bucket_cap_mb=4, shard="state", reshard_after_forward=True
+        ).memory
         assert memory is not None
         return memory.more
 
@@ -362,7 +402,7 @@ def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a
     """The order that fddp gives to its messages makes some leave early without it, too."""
     one = plain_mlp(512)
     step, state = one.step(read_target("h100:2").group())
-    ways = {plain.way: plain for plain in fddp.audit(step, state, one.batch, "a100:8", beside="jit").beside}
+    ways = {plain.way: plain for plain in compiled_plain(step, state, one.batch, "a100:8")}
     assert len(ways) == 4
     assert all((plain.asynchronous > 0) == ("latency hiding" in way) for way, plain in ways.items())
 
@@ -389,7 +429,9 @@ def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(gr
         step = fddp.train_step(lambda p, x: jnp.mean(uses(p, x) ** 2), optax.sgd(0.1), **options)
         return [
             str(collective)
-            for collective in fddp.audit(step, step.shapes(params), np.ones((8, 64)), target).collectives
+            for collective in fddp.audit(
+                step, step.shapes(params), np.ones((8, 64)), target
+            ).collectives
         ]
 
     both = sent(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
@@ -401,7 +443,10 @@ def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(gr
 
 def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):
     step = fddp.train_step(
-        lambda w, x: jnp.mean((x @ w["a"] @ w["b"]) ** 2), optax.sgd(0.1), group=group(8), bucket_cap_mb=0
+        lambda w, x: jnp.mean((x @ w["a"] @ w["b"]) ** 2),
+        optax.sgd(0.1),
+        group=group(8),
+        bucket_cap_mb=0,
     )
     state = step.init({"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))})
     audit = fddp.audit(step, state, np.ones((8, 4), np.float32))
@@ -414,7 +459,9 @@ def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):
 
 def test_a_collective_in_a_loop_is_named(group):
     def loss_fn(w, x):
-        total, _ = jax.lax.scan(lambda s, row: (s + jax.lax.psum(jnp.sum(row * w), "replica"), None), 0.0, x)
+        total, _ = jax.lax.scan(
+            lambda s, row: (s + jax.lax.psum(jnp.sum(row * w), "replica"), None), 0.0, x
+        )
         return total**2
 
     step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(2))
@@ -458,7 +505,10 @@ def read_buckets(text, count):
     [
         (MERGED, "merged: XLA made one all-reduce of 2"),
         (MERGED, "xla_gpu_all_reduce_combine_threshold_bytes=0"),
-        (MERGED.replace("all-reduce", "reduce-scatter"), "xla_gpu_reduce_scatter_combine_threshold_bytes=0"),
+        (
+            MERGED.replace("all-reduce", "reduce-scatter"),
+            "xla_gpu_reduce_scatter_combine_threshold_bytes=0",
+        ),
         (SWAPPED, "out of order: messages start in the order bucket 1, bucket 0"),
         (SWAPPED.replace("bucket1", "bucket0"), "not as planned: no collective carries bucket 1"),
     ],
@@ -482,11 +532,18 @@ ENTRY %main (x: f32[9], y: f32[9,9]) -> f32[9] {
 
 
 def test_the_scheduler_is_doubted_only_where_the_program_waits_for_all_that_it_sends():
-    """Where XLA hides one sum it has its scheduler, and waits for others because nothing is left to hide them under."""
+    """Where XLA hides one sum it has its scheduler, and waits for others because nothing is left to
+    hide them under."""
     (problem,) = read_buckets(WAITED, 3).problems()
-    assert "nothing heavy is computed while bucket 1, bucket 2 (reduce-scatter), bucket 2 (all-reduce) are" in problem
+    assert (
+        "nothing heavy is computed while bucket 1, bucket 2 (reduce-scatter), bucket 2 "
+        "(all-reduce) are" in problem
+    )
     (problem,) = read_buckets(WAITED.replace("-start", "").replace("-done", ""), 3).problems()
-    assert problem.startswith("synchronous: bucket 0, ") and "xla_gpu_enable_latency_hiding_scheduler" in problem
+    assert (
+        problem.startswith("synchronous: bucket 0, ")
+        and "xla_gpu_enable_latency_hiding_scheduler" in problem
+    )
 
 
 @aot
@@ -533,18 +590,25 @@ def test_what_a_loop_sends_counts_once_a_round():
     assert audit.timeline is not None
     nbytes = 64 * 64 * 4
     assert [span.nbytes for span in audit.timeline.communication] == [nbytes] * 3
-    # A product of 64 x 64 is over long before its round's sum is back, and the next round waits for that.
-    np.testing.assert_allclose(audit.timeline.seconds, 3 * read_target("h100:8").seconds("all-reduce", nbytes))
+    # A product of 64 x 64 is over long before its round's sum is back, and the next round waits for
+    # that.
+    np.testing.assert_allclose(
+        audit.timeline.seconds, 3 * read_target("h100:8").seconds("all-reduce", nbytes)
+    )
     assert "in 3 rounds of a loop" in str(audit)
 
 
 def test_a_sum_in_a_loop_is_a_problem_only_where_nothing_hides_it():
     assert not any("in a loop" in problem for problem in read_one(ROUNDS).problems())
-    start, product, done = (line for line in ROUNDS.splitlines() if line[2:].startswith(("%start", "%dot", "%done")))
+    start, product, done = (
+        line for line in ROUNDS.splitlines() if line[2:].startswith(("%start", "%dot", "%done"))
+    )
     bare = ROUNDS.replace(f"{start}\n{product}\n{done}", f"{product}\n{start}\n{done}")
     assert bare != ROUNDS
     problem = read_one(bare).problems()[0]
-    assert "in a loop" in problem and "in each of 3 rounds" in problem and "bucket_cap_mb" in problem
+    assert (
+        "in a loop" in problem and "in each of 3 rounds" in problem and "bucket_cap_mb" in problem
+    )
 
 
 FILLED = """HloModule f, is_scheduled=true
@@ -583,10 +647,13 @@ def test_a_loop_takes_as_long_as_its_rounds_one_after_the_other():
 def test_a_ring_takes_twice_the_bytes_but_one_part():
     target = read_target("h100:8")
     # 18 NVLinks of 25 GB/s; 900 MB.
-    np.testing.assert_allclose(target.seconds("all-reduce", 900_000_000), 20e-6 + 2 * 7 / 8 * 900e6 / 450e9)
+    np.testing.assert_allclose(
+        target.seconds("all-reduce", 900_000_000), 20e-6 + 2 * 7 / 8 * 900e6 / 450e9
+    )
     # Across hosts eight network cards of 50 GB/s.
     np.testing.assert_allclose(
-        read_target("h100:2x8").seconds("all-reduce", 900_000_000), 60e-6 + 2 * 15 / 16 * 900e6 / 400e9
+        read_target("h100:2x8").seconds("all-reduce", 900_000_000),
+        60e-6 + 2 * 15 / 16 * 900e6 / 400e9,
     )
 
 
@@ -596,7 +663,8 @@ EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are one's own part of what is gathered, all that is scattered.
+        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are one's own part of what is gathered,
+        # all that is scattered.
         ("all-gather", ((0, 1), (2, 3)), 20e-6 + 900e6 / 450e9),
         ("reduce-scatter", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
         ("all-to-all", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
@@ -610,7 +678,8 @@ EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
         # Inside and across: the slower one counts.
         ("all-gather", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
         ("collective-permute", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
-        # The card of each GPU sends what is for other hosts: eight of 16 parts; three of four where it is alone.
+        # The card of each GPU sends what is for other hosts: eight of 16 parts; three of four where
+        # it is alone.
         ("all-to-all", (), 60e-6 + 450e6 / 50e9),
         ("all-to-all", ((0, 1, 2, 8),), 60e-6 + 675e6 / 50e9),
     ],
@@ -623,14 +692,20 @@ def test_a_collective_takes_as_long_as_its_slowest_group(kind, groups, seconds):
 @pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
 def test_a_group_that_is_written_out_is_that_of_all(name, kind):
     target = read_target(name)
-    assert target.seconds(kind, 12_345, (tuple(range(target.size)),)) == target.seconds(kind, 12_345)
+    assert target.seconds(kind, 12_345, (tuple(range(target.size)),)) == target.seconds(
+        kind, 12_345
+    )
 
 
 @pytest.mark.parametrize(
-    ("groups", "seconds"), [("", 60e-6 + 2 * 15 / 16 * 16384 / 400e9), ("{{0,1},{2,3}}", 20e-6 + 16384 / 450e9)]
+    ("groups", "seconds"),
+    [("", 60e-6 + 2 * 15 / 16 * 16384 / 400e9), ("{{0,1},{2,3}}", 20e-6 + 16384 / 450e9)],
 )
 def test_an_estimate_charges_a_collective_among_its_own_groups(groups, seconds):
-    one = read_one(ROUNDS.replace("all-reduce-start(%y)", f"all-reduce-start(%y), replica_groups={groups}"), "h100:2x8")
+    one = read_one(
+        ROUNDS.replace("all-reduce-start(%y)", f"all-reduce-start(%y), replica_groups={groups}"),
+        "h100:2x8",
+    )
     assert one.timeline is not None
     assert [span.seconds for span in one.timeline.communication] == pytest.approx([seconds] * 3)
 
@@ -646,7 +721,9 @@ def test_an_estimate_charges_a_collective_among_its_own_groups(groups, seconds):
     ],
 )
 def test_peaks_are_those_of_the_data_sheets(chip, dtype, teraflops):
-    np.testing.assert_allclose(read_target(f"{chip}:1").chip.flops_per_s(dtype), teraflops * 1e12, rtol=2e-3)
+    np.testing.assert_allclose(
+        read_target(f"{chip}:1").chip.flops_per_s(dtype), teraflops * 1e12, rtol=2e-3
+    )
 
 
 @pytest.mark.parametrize("name", ["h100", "b300:8", "h100:0", "h100:2x", "", 8])
@@ -658,7 +735,9 @@ def test_an_unknown_target_is_refused_by_name(name):
 def test_a_missing_compiler_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name.startswith("jax_plugins") else find(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name.startswith("jax_plugins") else find(name),
     )
     with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
         read_target("h100:8").group()
@@ -678,8 +757,12 @@ def test_a_step_of_several_programs_says_so():
 def test_a_table_has_a_line_for_each_collective_and_a_picture_is_a_file(tmp_path):
     audit = audited("mlp", "h100:8")
     lines = str(audit).splitlines()
-    assert [line.split()[:3] for line in lines[1:9]] == [[str(k), "bucket", str(k)] for k in range(8)]
-    assert lines[9].startswith("h100:8: 8 of 8 collectives asynchronous, 8 buckets planned; 23 heavy operations")
+    assert [line.split()[:3] for line in lines[1:9]] == [
+        [str(k), "bucket", str(k)] for k in range(8)
+    ]
+    assert lines[9].startswith(
+        "h100:8: 8 of 8 collectives asynchronous, 8 buckets planned; 23 heavy operations"
+    )
     assert lines[-1] == "no problem found"
     audit.picture(tmp_path / "schedule.png")
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
@@ -690,7 +773,9 @@ def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
     audit = audited("mlp", "h100:8")
     line = audit.timeline
     assert line is not None
-    assert [span.nbytes for span in line.communication] == [collective.nbytes for collective in audit.collectives]
+    assert [span.nbytes for span in line.communication] == [
+        collective.nbytes for collective in audit.collectives
+    ]
     assert 0 < sum(span.seconds for span in line.compute) <= line.seconds
     # Of the last bucket's traffic nothing is hidden.
     assert line.exposed >= line.communication[-1].seconds
@@ -710,7 +795,9 @@ def test_the_same_step_on_another_group_trains_alike(group):
 
 @aot
 def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
-    audit = look(plain_mlp(256), "h100:8", bucket_cap_mb=0, hook=fddp.hooks.powersgd(2, start_step=5))
+    audit = look(
+        plain_mlp(256), "h100:8", bucket_cap_mb=0, hook=fddp.hooks.powersgd(2, start_step=5)
+    )
     inside = [collective for collective in audit.collectives if collective.branches]
     assert inside and not any(collective.loops for collective in inside)
     (problem,) = (problem for problem in audit.problems() if "in a branch" in problem)
@@ -730,7 +817,9 @@ def test_a_hook_that_gathers_is_charged_for_what_it_gathers():
 
 
 def test_an_all_to_all_is_no_merged_bucket(group):
-    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), hook=fddp.hooks.bf16())
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), hook=fddp.hooks.bf16()
+    )
     audit = fddp.audit(step, step.init(jnp.ones((16, 8))), jnp.ones((8, 16)))
     assert {collective.kind for collective in audit.collectives} >= {"all-to-all", "all-gather"}
     assert {"bucket 0", "tail"} == {audit.label(k) for k in range(len(audit.collectives))}
@@ -748,13 +837,18 @@ def test_the_memory_of_a_step_is_told_before_it_runs():
     for audit, shared in zip(audits, (0, 2, 3, 3)):
         assert audit.memory is not None
         assert f"memory of a device: {audit.memory}" in str(audit)
-        assert audit.memory.given == pytest.approx(4 * numbers * (3 - shared + shared / 8), rel=0.02)
+        assert audit.memory.given == pytest.approx(
+            4 * numbers * (3 - shared + shared / 8), rel=0.02
+        )
         peaks.append(audit.memory.peak)
     # Parameters that are gathered for each pass are not whole all the time.
     assert peaks[3] < peaks[2] < peaks[0]
     rows = memory_table(lambda way: audits[list(WAYS.values()).index(way)]).splitlines()
     assert len(rows) == 5 and "MiB of state and rows  MiB at its peak" in rows[0]
-    assert all(audit.memory and f"  {audit.memory.given / 2**20:.1f}  " in row for audit, row in zip(audits, rows[1:]))
+    assert all(
+        audit.memory and f"  {audit.memory.given / 2**20:.1f}  " in row
+        for audit, row in zip(audits, rows[1:])
+    )
     assert f"{peaks[3] / 2**20:.1f}" in rows[4]
 
 

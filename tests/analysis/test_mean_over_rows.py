@@ -1,4 +1,5 @@
-"""Losses that are no mean over their rows are told apart from those that are, before a training: `fddp.check`."""
+"""Losses that are no mean over their rows are told apart from those that are, before a training:
+`fddp.check`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,10 @@ import fddp
 
 ROWS = 16
 DRAW = np.random.default_rng(0)
-BATCH = {"x": DRAW.normal(size=(ROWS, 4)).astype(np.float32), "adv": DRAW.normal(size=ROWS).astype(np.float32)}
+BATCH = {
+    "x": DRAW.normal(size=(ROWS, 4)).astype(np.float32),
+    "adv": DRAW.normal(size=ROWS).astype(np.float32),
+}
 W = np.full(4, 0.5, np.float32)
 
 
@@ -46,7 +50,9 @@ def normalized_over_all(w: Any, b: Any) -> Any:
 LOSSES: dict[str, tuple[Callable[..., Any], bool]] = {
     "mean": (lambda w, b: jnp.mean((b["x"] @ w) ** 2), True),
     "weighted by its mask": (
-        lambda w, b: fddp.Weighted(jnp.sum((b["x"] @ w) ** 2 * masked(b)) / masked(b).sum(), masked(b).sum()),
+        lambda w, b: fddp.Weighted(
+            jnp.sum((b["x"] @ w) ** 2 * masked(b)) / masked(b).sum(), masked(b).sum()
+        ),
         True,
     ),
     "normalized over all": (normalized_over_all, True),
@@ -60,7 +66,9 @@ LOSSES: dict[str, tuple[Callable[..., Any], bool]] = {
 
 @pytest.mark.steps
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_replicas_compute_is_what_the_check_foretells(group: Callable[[int], fddp.Group], name: str):
+def test_what_replicas_compute_is_what_the_check_foretells(
+    group: Callable[[int], fddp.Group], name: str
+):
     """The truth: the gradient of a step on one replica and on four."""
     loss_fn, equal = LOSSES[name]
     grads = [fddp.value_and_grad(loss_fn, group=group(n))(W, BATCH)[1] for n in (1, 4)]
@@ -70,9 +78,15 @@ def test_what_replicas_compute_is_what_the_check_foretells(group: Callable[[int]
 
 def test_a_sum_is_named_and_other_causes_are_listed():
     found = fddp.check(LOSSES["sum"][0], W, BATCH)
-    assert found.factor == pytest.approx(2) and "take the mean" in str(found) and "BatchNorm" not in str(found)
+    assert (
+        found.factor == pytest.approx(2)
+        and "take the mean" in str(found)
+        and "BatchNorm" not in str(found)
+    )
     found = fddp.check(LOSSES["masked mean"][0], W, BATCH)
-    assert found.factor is None and all(word in str(found) for word in ("Weighted", "BatchNorm", "all_gather", "pmean"))
+    assert found.factor is None and all(
+        word in str(found) for word in ("Weighted", "BatchNorm", "all_gather", "pmean")
+    )
 
 
 def test_the_leaves_that_differ_are_named_the_largest_first():
@@ -90,7 +104,12 @@ def test_random_numbers_are_no_reason_and_hide_no_sum():
 
     found = fddp.check(loss_fn, W, BATCH, rng=jax.random.key(0))
     assert found.equal and found.random and "as far as its random numbers let see" in str(found)
-    shared = fddp.check(lambda w, b, rng: loss_fn(w, b, jax.random.key(1)) * ROWS**2, W, BATCH, rng=jax.random.key(0))
+    shared = fddp.check(
+        lambda w, b, rng: loss_fn(w, b, jax.random.key(1)) * ROWS**2,
+        W,
+        BATCH,
+        rng=jax.random.key(0),
+    )
     assert not shared.random
 
 

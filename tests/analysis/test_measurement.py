@@ -27,7 +27,8 @@ def send(start: float, end: float) -> Span:
     return Span("communication", f"bucket at {start:g}", start, end, 400)
 
 
-# 10 s: idle for 1, then 5 of computing, 3 of sending of which 1 lies under it, an update of 1, idle again for 1.
+# 10 s: idle for 1, then 5 of computing, 3 of sending of which 1 lies under it, an update of 1, idle
+# again for 1.
 SPANS = (compute(101, 104), compute(104, 106), send(105, 107), send(107, 108), compute(108, 109))
 BY_HAND = Measurement((MeasuredStep(100, 110, Timeline(SPANS)),))
 
@@ -42,7 +43,9 @@ def three_layers(params: Any, batch: Any) -> jax.Array:
 PARAMS = {name: np.full((16, 16), 0.1, np.float32) for name in ("a", "b", "c")}
 
 
-def trained(group: fddp.Group, steps: int, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState, Any]:
+def trained(
+    group: fddp.Group, steps: int, **options: Any
+) -> tuple[fddp.TrainStep, fddp.TrainState, Any]:
     """A step that trained on three layers, its state and a batch."""
     step = fddp.train_step(three_layers, optax.sgd(0.1), group=group, bucket_cap_mb=0, **options)
     state, batch = step.init(PARAMS), np.ones((2 * group.size, 16), np.float32)
@@ -97,7 +100,9 @@ def test_the_table_names_each_share():
 def test_the_trace_is_json_with_every_span_in_microseconds_from_the_first_step(tmp_path):
     events = json.loads(BY_HAND.trace(tmp_path / "trace.json").read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    spans = [(rows[e["tid"]], e["ts"], e["dur"], e["args"]["bytes"]) for e in events if e["ph"] == "X"]
+    spans = [
+        (rows[e["tid"]], e["ts"], e["dur"], e["args"]["bytes"]) for e in events if e["ph"] == "X"
+    ]
     assert spans[0] == ("step", 0, 10e6, 0)
     assert sorted(spans[1:]) == [
         ("communication", 5e6, 2e6, 400),
@@ -170,8 +175,13 @@ def test_a_measured_step_sends_each_bucket_once_and_ends_with_its_update(group, 
     assert len(found.steps) == 3
     for one in found.steps:
         assert spans_within(one)
-        assert [span.name for span in one.timeline.communication] == ["bucket 0", "bucket 1", "bucket 2"]
-        # A staged step uses each bucket by itself, one that waits for all of them uses them together.
+        assert [span.name for span in one.timeline.communication] == [
+            "bucket 0",
+            "bucket 1",
+            "bucket 2",
+        ]
+        # A staged step uses each bucket by itself, one that waits for all of them uses them
+        # together.
         assert len(one.timeline.updates) == (3 if schedule == "staged" else 1)
         assert max(span.end for span in one.timeline.spans) == one.timeline.updates[-1].end
     total = found.compute_percent + found.non_compute_percent + found.idle_percent
@@ -201,7 +211,9 @@ def test_measuring_changes_nothing_of_the_training(group):
 
 
 def test_steps_that_a_measurement_could_not_end_are_none_of_the_training(group):
-    step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group(1), schedule="after")
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group(1), schedule="after"
+    )
     state, _ = step(step.init(jnp.zeros(())), jnp.ones(2))
     # Another object goes on with the state, and learns the number of its steps from it.
     for measured in (step, step.on(step.group)):
@@ -251,7 +263,10 @@ def test_stats_tell_what_the_step_is(group):
 
 
 def test_times_are_none_where_only_a_profiler_sees_them_or_all_steps_compiled(group):
-    for step in (trained(group(2), 3, schedule="fused")[0], trained(group(2), 1, schedule="staged")[0]):
+    for step in (
+        trained(group(2), 3, schedule="fused")[0],
+        trained(group(2), 1, schedule="staged")[0],
+    ):
         stats = step.stats()
         assert stats.avg_first_stage_time is None
         assert stats.avg_backward_compute_time is None
@@ -272,11 +287,16 @@ def test_a_collective_of_any_kind_is_traffic():
         "pbroadcast.2",
     )
     assert all(
-        COLLECTIVE.search(name) for name in (*sends, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
+        COLLECTIVE.search(name)
+        for name in (*sends, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
     )
-    assert not any(COLLECTIVE.search(name) for name in ("dot.3", "reduce.4", "gather.1", "loop_fusion", "scatter"))
     assert not any(
-        COLLECTIVE.search(name) for name in ("broadcast.3", "reduce_max.4", "argmin.2", "permutation", "pow.1")
+        COLLECTIVE.search(name)
+        for name in ("dot.3", "reduce.4", "gather.1", "loop_fusion", "scatter")
+    )
+    assert not any(
+        COLLECTIVE.search(name)
+        for name in ("broadcast.3", "reduce_max.4", "argmin.2", "permutation", "pow.1")
     )
 
 
@@ -295,12 +315,21 @@ def test_a_collective_of_any_kind_is_traffic():
 )
 def test_what_jax_sends_is_traffic_under_the_name_that_it_has_in_the_program(sent):
     """A profile has the names of instructions; whether one sends, its opcode says."""
-    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "replica"), jax.sharding.PartitionSpec("replica")
+    mesh, spec = (
+        jax.sharding.Mesh(jax.devices()[:2], "replica"),
+        jax.sharding.PartitionSpec("replica"),
+    )
     spread = jax.shard_map(
-        lambda x: jnp.tanh(x) + jnp.sum(sent(x, "replica")), mesh=mesh, in_specs=spec, out_specs=spec
+        lambda x: jnp.tanh(x) + jnp.sum(sent(x, "replica")),
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
     )
     lines = [
-        line for line, _ in next(parse(jax.jit(spread).lower(jnp.ones(4)).compile().as_text() or "").schedules()).lines
+        line
+        for line, _ in next(
+            parse(jax.jit(spread).lower(jnp.ones(4)).compile().as_text() or "").schedules()
+        ).lines
     ]
     sends = [line.name for line in lines if line.opcode.startswith(KINDS)]
     assert sends and all(COLLECTIVE.search(name) for name in sends)

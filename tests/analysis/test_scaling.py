@@ -29,7 +29,9 @@ def test_one_replica_sends_nothing(algorithm):
 @given(st.sampled_from([ring, tree]), st.integers(2, 512), st.floats(0, 1e9))
 def test_the_hop_of_an_all_reduce_makes_that_all_reduce_again(algorithm, replicas, nbytes):
     link = Link(0.003, 2e8)
-    assert algorithm(hop_of(link, replicas, algorithm), nbytes, replicas) == pytest.approx(link.seconds(nbytes))
+    assert algorithm(hop_of(link, replicas, algorithm), nbytes, replicas) == pytest.approx(
+        link.seconds(nbytes)
+    )
 
 
 def test_a_single_replica_says_nothing_of_a_link():
@@ -38,13 +40,15 @@ def test_a_single_replica_says_nothing_of_a_link():
 
 
 def test_a_projection_simulates_the_step_with_the_algorithms_all_reduces():
-    # All-reduces among four: 2·3·(0 + 10/4/10) = 1.5 s each. Stages end at 2 and 3; sent 2–3.5 and 3.5–5; update 1 s.
+    # All-reduces among four: 2·3·(0 + 10/4/10) = 1.5 s each. Stages end at 2 and 3; sent 2–3.5 and
+    # 3.5–5; update 1 s.
     (one,) = project([2.0, 1.0], [10, 10], Link(0.0, 10.0), updates=[1.0], replicas=[4])
     assert (one.step_s, one.exposed_s, one.efficiency) == (6.0, 2.0, 4 / 6)
 
 
 def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out():
-    """Fig. 9 of the paper: iterations get longer from 1 to 256 replicas, though each sends hardly more from 16 on."""
+    """Fig. 9 of the paper: iterations get longer from 1 to 256 replicas, though each sends hardly
+    more from 16 on."""
     steps = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-6, 5e8))]
     assert steps == sorted(steps)
     assert steps[0] == pytest.approx(0.2)
@@ -56,7 +60,10 @@ def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out():
 
 def test_a_model_with_more_bytes_per_second_of_computation_suffers_more():
     """As BERT does beside ResNet-50 in the paper's Fig. 9."""
-    small, large = (project([0.1] * 4, [size] * 4, Link(1e-5, 5e8), replicas=[256])[0] for size in (25 * MB, 110 * MB))
+    small, large = (
+        project([0.1] * 4, [size] * 4, Link(1e-5, 5e8), replicas=[256])[0]
+        for size in (25 * MB, 110 * MB)
+    )
     assert large.efficiency < small.efficiency < 1
 
 

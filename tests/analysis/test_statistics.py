@@ -1,4 +1,5 @@
-"""Bytes that one replica holds and sends, against the arrays on its device and the messages that it makes."""
+"""Bytes that one replica holds and sends, against the arrays on its device and the messages that it
+makes."""
 
 import html
 import re
@@ -19,7 +20,11 @@ pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
 # On four replicas 42, 2 and 1 elements are filled up to 44, 4 and 4.
-PARAMS = {"w": np.ones((6, 7), np.float32), "b": np.ones(2, np.float32), "s": np.ones((), np.float32)}
+PARAMS = {
+    "w": np.ones((6, 7), np.float32),
+    "b": np.ones(2, np.float32),
+    "s": np.ones((), np.float32),
+}
 PADDING = 4 * (2 + 2 + 3)
 ROWS = np.ones((8, 6), np.float32)
 
@@ -29,14 +34,19 @@ def loss_fn(p: Any, x: Any, model_state: Any) -> Any:
 
 
 def make(group: fddp.Group, shard: Any, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group, shard=shard, donate=False, **options)
+    step = fddp.train_step(
+        loss_fn, optax.adamw(0.1), group=group, shard=shard, donate=False, **options
+    )
     return step, step.init(PARAMS, model_state={"mean": np.ones(5, np.float32)})
 
 
 def on_each_device(state: fddp.TrainState, name: str) -> list[int]:
     """Bytes of the arrays of a field."""
     parts = [part for x in jax.tree.leaves(getattr(state, name)) for part in x.addressable_shards]
-    return [sum(part.data.nbytes for part in parts if part.device == device) for device in state.step.devices()]
+    return [
+        sum(part.data.nbytes for part in parts if part.device == device)
+        for device in state.step.devices()
+    ]
 
 
 @pytest.mark.parametrize("shard", [None, "optimizer", "state"])
@@ -59,7 +69,9 @@ def test_what_a_replica_holds_is_what_lies_on_its_device(group: Groups, shard: s
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
-def test_a_replica_holds_its_part_of_the_optimizers_state_and_of_the_padding(group: Groups, shard: str):
+def test_a_replica_holds_its_part_of_the_optimizers_state_and_of_the_padding(
+    group: Groups, shard: str
+):
     step, state = make(group(4), shard)
     (held, whole, *_), count = step.stats().replica_bytes, state.opt_state[0].count.nbytes
     assert step.plan.padding == PADDING
@@ -92,7 +104,9 @@ def test_gradients_are_those_of_all_messages(group: Groups, shard: str):
 
     step, state = make(group(4), shard, schedule=schedule, bucket_cap_mb=64 / MiB)
     _, info = step(state, ROWS)
-    buckets = [nbytes for nbytes, message in zip(made, step.plan.messages) if message.bucket is not None]
+    buckets = [
+        nbytes for nbytes, message in zip(made, step.plan.messages) if message.bucket is not None
+    ]
     told, (*sent, scalars) = step.stats().replica_bytes, np.asarray(info.sent).tolist()
     assert len(buckets) > 1 and told.gradients == sum(buckets) == 4 * 45 + PADDING
     # There and back, three quarters each.
@@ -104,7 +118,9 @@ def test_printed_bytes_are_a_table(group: Groups):
     step(state, ROWS)
     told = step.stats().replica_bytes
     lines = str(told).splitlines()
-    assert [line.split()[-2:] for line in lines[2:3]] == [[str(told.held.opt_state), str(told.whole.opt_state)]]
+    assert [line.split()[-2:] for line in lines[2:3]] == [
+        [str(told.held.opt_state), str(told.whole.opt_state)]
+    ]
     assert lines[-1].split()[-1] == str(told.sent) and len(lines) == 8
 
 
@@ -115,7 +131,10 @@ def test_statistics_are_printed_as_a_table_and_shown_as_one_in_notebooks(group: 
     told = step.stats()
     lines = dict(line.split(maxsplit=1) for line in str(told).splitlines())
     assert lines["world_size"] == "1" and lines["iteration"] == "2" and lines["hook"] == "-"
-    assert lines["total_parameter_size_bytes"] == f"{4 * 45}" and lines["parameters"].split() == ["180", "180"]
+    assert lines["total_parameter_size_bytes"] == f"{4 * 45}" and lines["parameters"].split() == [
+        "180",
+        "180",
+    ]
     assert re.fullmatch(r"\d+\.\d\d ms", lines["avg_backward_comm_time"])
     assert repr(told.hook) in repr(told)  # a record as well
     for shown in (told, step.plan, step.tasks(state, ROWS), step.timeline()):

@@ -1,4 +1,5 @@
-"""Schedules and caps for GPUs that are not here: the choice is the shortest estimate, and is not behind plain JAX."""
+"""Schedules and caps for GPUs that are not here: the choice is the shortest estimate, and is not
+behind plain JAX."""
 
 import importlib.util
 from functools import cache
@@ -13,6 +14,7 @@ from problems import square
 from trees import close
 
 import fddp
+from bench.plain_jax import compiled_plain
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
 from models import bert, mlp, scanned
@@ -47,11 +49,15 @@ def tuned(name: str, target: str, *caps_mb: float) -> fddp.Choice:
 
 
 @aot
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["best and worst", "each"])
+@pytest.mark.parametrize(
+    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["best and worst", "each"]
+)
 def test_an_estimate_is_that_of_an_audit_and_the_shortest_is_taken(every):
     choice = tuned("mlp", "h100:2x8")
     work = workload("mlp", "h100:2x8")
-    assert len(choice.candidates) == 6  # three schedules, and 32 MiB under a cap of 100 are the plan under 25
+    assert (
+        len(choice.candidates) == 6
+    )  # three schedules, and 32 MiB under a cap of 100 are the plan under 25
     slowest = max(choice.candidates, key=lambda candidate: candidate.seconds)
     for candidate in choice.candidates if every else (choice.best, slowest):
         options: Any = {"schedule": candidate.schedule, "bucket_cap_mb": candidate.bucket_cap_mb}
@@ -92,19 +98,20 @@ def test_a_step_that_was_tuned_for_a_target_is_not_estimated_behind_plain_jax(na
     choice = tuned(name, target, 100)
     work = workload(name, target)
     step, state = work.step(read_target(target).group())
-    audit = fddp.audit(step, state, work.batch, target, beside="jit")
-    assert choice.best.seconds <= min(plain.timeline.seconds for plain in audit.beside)
+    programs = compiled_plain(step, state, work.batch, target)
+    assert choice.best.seconds <= min(plain.timeline.seconds for plain in programs)
 
 
 @aot
 @pytest.mark.parametrize(
-    ("target", "share"), [("h100:2x8", 0.96), pytest.param("a100:2x8", 0.95, marks=pytest.mark.slow)]
+    ("target", "share"),
+    [("h100:2x8", 0.96), pytest.param("a100:2x8", 0.95, marks=pytest.mark.slow)],
 )
 def test_between_hosts_a_tuned_step_takes_less_than_plain_jaxs(target, share):
     work = workload("mlp", target)
     step, state = work.step(read_target(target).group())
-    audit = fddp.audit(step, state, work.batch, target, beside="jit")
-    plain = min((plain.timeline for plain in audit.beside), key=lambda line: line.seconds)
+    programs = compiled_plain(step, state, work.batch, target)
+    plain = min((plain.timeline for plain in programs), key=lambda line: line.seconds)
     assert sum(span.seconds for span in plain.communication) >= 0.1 * plain.seconds
     assert tuned("mlp", target).best.seconds <= share * plain.seconds
 
@@ -144,7 +151,9 @@ def test_a_missing_compiler_is_named(group, monkeypatch):
     state = step.init(jnp.ones(()))
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name.startswith("jax_plugins") else find(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name.startswith("jax_plugins") else find(name),
     )
     with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
         fddp.tune(step, state, jnp.ones(4), target="h100:2")

@@ -11,7 +11,13 @@ import pytest
 import fddp
 from fddp.analysis.tuning.by_name import tune_model
 from fddp.analysis.tuning.link import Link
-from fddp.analysis.tuning.regrouping import Typical, joined, message_bytes, total_seconds, typical
+from fddp.analysis.tuning.regrouping import (
+    Typical,
+    message_bytes,
+    stage_seconds,
+    total_seconds,
+    typical,
+)
 from fddp.analysis.tuning.search import Candidate, Tuning
 from fddp.buckets import make_plan, place_scalars, plan_with_table_rows
 from fddp.measuring.measurement import MeasuredStep
@@ -23,33 +29,38 @@ FINE = [3.0, 2.0, 1.0]
 
 
 def plan_of(*groups, dtype=np.float32):
-    """Leaves of 1, 2 and 3 floats, and a plan with these groups: by caps that close a bucket exactly there."""
+    """Leaves of 1, 2 and 3 floats, and a plan with these groups: by caps that close a bucket
+    exactly there."""
     tree = [np.zeros(1 + i, dtype) for i in range(3)]
-    return make_plan(tree, order=[i for group in groups for i in group], bucket_cap_mb=0 if len(groups) == 3 else 25)
+    return make_plan(
+        tree,
+        order=[i for group in groups for i in group],
+        bucket_cap_mb=0 if len(groups) == 3 else 25,
+    )
 
 
 def test_a_bucket_is_ready_when_the_last_of_its_leaves_is():
-    assert joined(FINE, ORDER, plan_of([2], [0], [1]), total=6) == (3, 2, 1)
-    assert joined(FINE, ORDER, plan_of([2, 0, 1]), total=6) == (6,)
+    assert stage_seconds(FINE, ORDER, plan_of([2], [0], [1]), total=6) == (3, 2, 1)
+    assert stage_seconds(FINE, ORDER, plan_of([2, 0, 1]), total=6) == (6,)
 
 
 def test_buckets_of_another_order_wait_for_the_later_leaf():
     # Leaf 1 first: it is ready after 6 s, and by then the others are as well.
-    assert joined(FINE, ORDER, plan_of([1], [0], [2]), total=6) == (6, 0, 0)
+    assert stage_seconds(FINE, ORDER, plan_of([1], [0], [2]), total=6) == (6, 0, 0)
 
 
 def test_stages_scale_to_what_a_cut_into_so_many_takes():
-    assert joined(FINE, ORDER, plan_of([2], [0], [1]), total=12) == (6, 4, 2)
+    assert stage_seconds(FINE, ORDER, plan_of([2], [0], [1]), total=12) == (6, 4, 2)
 
 
 def test_a_tail_that_travels_alone_leaves_with_the_end():
-    assert joined([*FINE, 0.5], ORDER, plan_of([2, 0, 1]), total=6.5) == (6, 0.5)
+    assert stage_seconds([*FINE, 0.5], ORDER, plan_of([2, 0, 1]), total=6.5) == (6, 0.5)
 
 
 def test_a_tail_that_leads_leaves_before_all_others():
     for groups, seconds in ([[2, 0, 1]], (0.5, 6)), ([[2], [0], [1]], (0.5, 3, 2, 1)):
         plan = place_scalars(plan_of(*groups), exact=False, early=True)
-        assert joined([0.5, *FINE], ORDER, plan, total=6.5) == seconds
+        assert stage_seconds([0.5, *FINE], ORDER, plan, total=6.5) == seconds
 
 
 def test_the_tail_rides_behind_a_bucket_or_alone():
@@ -57,7 +68,9 @@ def test_the_tail_rides_behind_a_bucket_or_alone():
     assert message_bytes(plan_of([2], [0], [1]), 100, 2) == (12, 4, 108)
     assert message_bytes(early, 100, 2) == (112, 4, 8)
     assert message_bytes(plan_of([2], [0], [1], dtype=jnp.bfloat16), 100, 2) == (6, 2, 4, 100)
-    assert message_bytes(place_scalars(plan_of([2], [0], [1]), exact=False, early=True), 100, 2) == (100, 12, 4, 8)
+    assert message_bytes(
+        place_scalars(plan_of([2], [0], [1]), exact=False, early=True), 100, 2
+    ) == (100, 12, 4, 8)
 
 
 def test_rows_count_as_the_all_reduce_that_takes_as_long_and_the_rest_as_nothing():
@@ -65,14 +78,16 @@ def test_rows_count_as_the_all_reduce_that_takes_as_long_and_the_rest_as_nothing
     tree = {"bias": np.zeros(8, np.float32), "table": np.zeros((100_000, 4), np.float32)}
     rows = 64 * (4 * 4 + 4) + 4
     for replicas in (2, 8):
-        plan = place_scalars(plan_with_table_rows(tree, {1: 64}, replicas, order=(1, 0)), early=True)
+        plan = place_scalars(
+            plan_with_table_rows(tree, {1: 64}, replicas, order=(1, 0)), early=True
+        )
         assert message_bytes(plan, 100, replicas) == (rows * replicas // 2, 32 + 100)
 
 
 def test_a_tail_that_is_alone_only_here_has_a_stage_of_no_time():
     tables = {name: np.zeros((100_000, 4), np.float32) for name in "ab"}
     plan = place_scalars(plan_with_table_rows(tables, {0: 8, 1: 8}, 2, order=(1, 0)), early=True)
-    assert joined([2.0, 3.0], (1, 0), plan, total=5.0) == (0.0, 2.0, 3.0)
+    assert stage_seconds([2.0, 3.0], (1, 0), plan, total=5.0) == (0.0, 2.0, 3.0)
 
 
 def test_each_further_stage_costs_what_two_cuts_say():
@@ -84,7 +99,10 @@ def test_each_further_stage_costs_what_two_cuts_say():
 
 def test_a_typical_step_is_made_of_medians(group):
     def step(stage, sent, end):
-        spans = (Span("compute", "stage 0", 1, 1 + stage), Span("communication", "bucket 0", 5, 5 + sent, 8))
+        spans = (
+            Span("compute", "stage 0", 1, 1 + stage),
+            Span("communication", "bucket 0", 5, 5 + sent, 8),
+        )
         return MeasuredStep(0, end, Timeline((*spans, Span("update", "update 0", 9, 10))))
 
     steps = [step(1, 1, 10), step(2, 1, 11), step(4, 1, 30)]
@@ -99,9 +117,14 @@ def two_layers(params, batch):
 @pytest.mark.steps
 def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
     params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
-    tuning = fddp.tune(two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), group=group(1), steps=2)
+    tuning = fddp.tune(
+        two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), group=group(1), steps=2
+    )
     # 160 bytes are one bucket under any cap but 0: of all these caps the smallest is named.
-    assert [(one.bucket_cap_mb, len(one.nbytes)) for one in tuning.candidates] == [(0, 2), (0.25, 1)]
+    assert [(one.bucket_cap_mb, len(one.nbytes)) for one in tuning.candidates] == [
+        (0, 2),
+        (0.25, 1),
+    ]
     assert tuning.best.predicted_s == min(one.predicted_s for one in tuning.candidates)
     assert tuning.measured_s > 0
     assert "best" in str(tuning)
@@ -164,7 +187,9 @@ def test_a_tuning_knows_how_far_it_was_off():
     assert "bucket_cap_mb=1: measured 4000.0 ms, predicted +25.0%" in str(BY_HAND)
 
 
-@pytest.mark.parametrize(("eager_s", "faster"), [(None, "staged"), (3.93, "staged"), (3.91, "eager"), (4.5, "staged")])
+@pytest.mark.parametrize(
+    ("eager_s", "faster"), [(None, "staged"), (3.93, "staged"), (3.91, "eager"), (4.5, "staged")]
+)
 def test_eager_is_the_schedule_where_it_saves_more_than_2_percent(eager_s, faster):
     tuning = replace(BY_HAND, eager_s=eager_s)
     assert tuning.schedule == faster
@@ -172,8 +197,8 @@ def test_eager_is_the_schedule_where_it_saves_more_than_2_percent(eager_s, faste
 
 
 def test_a_tuning_at_scale_predicts_what_was_measured_where_it_was_measured():
-    # Two replicas: sent 2–3 and 3–4 s, the first update meanwhile, then another and idling of 1 s. Many: all-reduces of
-    # nearly 2 s each.
+    # Two replicas: sent 2–3 and 3–4 s, the first update meanwhile, then another and idling of 1 s.
+    # Many: all-reduces of nearly 2 s each.
     two, many = BY_HAND.at_scale([2, 10**6])
     assert (two.step_s, two.efficiency) == (5, 4.25 / 5)
     assert many.step_s == pytest.approx(7, abs=1e-4)

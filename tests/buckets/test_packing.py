@@ -15,7 +15,10 @@ from fddp import make_plan, pack, unpack
 from fddp.buckets.messages import add_tail, take_tail
 from fddp.buckets.plan import place_scalars
 
-FLOATS = [np.dtype(d) for d in (jnp.bfloat16, np.float16, np.float32, np.float64, np.complex64, np.complex128)]
+FLOATS = [
+    np.dtype(d)
+    for d in (jnp.bfloat16, np.float16, np.float32, np.float64, np.complex64, np.complex128)
+]
 OTHERS = [np.dtype(d) for d in (np.int8, np.uint8, np.int32, np.uint32, np.int64, np.bool_)]
 SHAPES = [(), (0,), (3,), (2, 0), (2, 2)]
 FEW = hypothesis.settings(max_examples=15)  # each compiles its own concatenation
@@ -31,9 +34,15 @@ def random_bits(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarra
     return np.where(np.isnan(bits), dtype.type(np.nan), bits) if dtype == jnp.bfloat16 else bits
 
 
-leaves = st.builds(random_bits, st.sampled_from(SHAPES), st.sampled_from(FLOATS + OTHERS), st.integers(0, 2**32 - 1))
+leaves = st.builds(
+    random_bits,
+    st.sampled_from(SHAPES),
+    st.sampled_from(FLOATS + OTHERS),
+    st.integers(0, 2**32 - 1),
+)
 trees = st.dictionaries(
-    st.sampled_from(["kernel", "bias", "scale", "mean", "count"]), st.none() | leaves | st.lists(leaves, max_size=3)
+    st.sampled_from(["kernel", "bias", "scale", "mean", "count"]),
+    st.none() | leaves | st.lists(leaves, max_size=3),
 )
 
 
@@ -68,14 +77,20 @@ def test_negative_zeros_infinities_subnormals_and_nan_payloads_survive(dtype, x6
     sign = whole.type(1 << (8 * dtype.itemsize - 1))
     nans = np.array([infinity + 1, infinity + 5, sign | (infinity + 3)], whole)
     one_nan = np.full(3, np.nan, dtype).view(whole)  # see random_bits
-    bits = np.array([sign, infinity, sign | infinity, 1, *(one_nan if dtype == jnp.bfloat16 else nans)], whole)
+    bits = np.array(
+        [sign, infinity, sign | infinity, 1, *(one_nan if dtype == jnp.bfloat16 else nans)], whole
+    )
     tree = [bits.view(dtype), np.full(3, -0.0, dtype)]
     plan = make_plan(tree)
     same_bits(unpack(plan, jax.jit(lambda tree: pack(plan, tree))(tree)), tree)
 
 
 def test_leaves_lie_in_a_bucket_in_the_order_of_the_plan():
-    tree = {"a": np.array([[1, 2], [3, 4]], np.float32), "b": np.float32(5), "c": np.array([6], np.float32)}
+    tree = {
+        "a": np.array([[1, 2], [3, 4]], np.float32),
+        "b": np.float32(5),
+        "c": np.array([6], np.float32),
+    }
     plan = make_plan(tree, order=[1, 0, 2])
     assert [b.tolist() for b in pack(plan, tree)] == [[5, 1, 2, 3, 4, 6]]
 
@@ -102,7 +117,11 @@ def test_pack_and_unpack_are_the_same_inside_a_program():
 
 def wide_enough(dtype: Any) -> tuple[Any, tuple[jax.Array, ...]]:
     """A plan whose second bucket has this dtype, behind one of 16 bits; and its buckets."""
-    tree = [np.arange(3).astype(dtype), np.arange(4).astype(jnp.bfloat16), np.arange(2, dtype=np.float16)]
+    tree = [
+        np.arange(3).astype(dtype),
+        np.arange(4).astype(jnp.bfloat16),
+        np.arange(2, dtype=np.float16),
+    ]
     plan = make_plan(tree, order=[1, 0, 2], bucket_cap_mb=0)
     return plan, pack(plan, tree)
 
@@ -121,7 +140,8 @@ EXTREMES = {
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wires"), [(np.float32, 3), (np.float64, 3), (np.complex64, 3), (jnp.bfloat16, 4), (np.int32, 4)]
+    ("dtype", "wires"),
+    [(np.float32, 3), (np.float64, 3), (np.complex64, 3), (jnp.bfloat16, 4), (np.int32, 4)],
 )
 def test_every_tail_comes_back_exactly_on_the_bucket_that_holds_it(dtype, wires, x64):
     plan, buckets = wide_enough(dtype)
@@ -172,8 +192,14 @@ def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
     [
         ({"a": np.zeros(2, np.float32)}, "does not fit the plan"),
         ([np.zeros(2, np.float32)] * 2, "does not fit the plan"),
-        ({"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)}, r"leaf a float32\[2\].*got float32\[3\]"),
-        ({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.int32)}, r"leaf b float32\[2\].*got int32\[2\]"),
+        (
+            {"a": np.zeros(3, np.float32), "b": np.zeros(2, np.float32)},
+            r"leaf a float32\[2\].*got float32\[3\]",
+        ),
+        (
+            {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.int32)},
+            r"leaf b float32\[2\].*got int32\[2\]",
+        ),
     ],
     ids=["leaf missing", "other structure", "other shape", "other dtype"],
 )
@@ -183,7 +209,9 @@ def test_a_tree_that_does_not_fit_the_plan_is_refused(tree, says):
         pack(plan, tree)
 
 
-@pytest.mark.parametrize("buckets", [[], [jnp.zeros(3)], [jnp.zeros(2), jnp.zeros(2)], [jnp.zeros((2, 1))]])
+@pytest.mark.parametrize(
+    "buckets", [[], [jnp.zeros(3)], [jnp.zeros(2), jnp.zeros(2)], [jnp.zeros((2, 1))]]
+)
 def test_buckets_that_do_not_fit_the_plan_are_refused(buckets):
     with pytest.raises(ValueError, match=r"do not fit the plan, which has \[\(2,\)\]"):
         unpack(make_plan([np.zeros(2, np.float32)]), buckets)

@@ -1,4 +1,5 @@
-"""A plan is what PyTorch's bucket assignment says, for the order in which gradients become ready."""
+"""A plan is what PyTorch's bucket assignment says, for the order in which gradients become
+ready."""
 
 import math
 import re
@@ -108,7 +109,9 @@ def test_each_bucket_is_below_its_own_cap_without_its_last_leaf_and_not_with_it(
 @given(problems())
 def test_a_cap_of_zero_gives_every_leaf_a_bucket_in_order(problem):
     tree, order, caps = problem
-    assert leaves_of(make_plan(tree, order=order, **caps | {"bucket_cap_mb": 0})) == [[i] for i in order]
+    assert leaves_of(make_plan(tree, order=order, **caps | {"bucket_cap_mb": 0})) == [
+        [i] for i in order
+    ]
 
 
 @given(problems())
@@ -122,7 +125,9 @@ def test_no_cap_at_all_gives_a_bucket_per_dtype(problem):
 
 
 @st.composite
-def grouped(draw: st.DrawFn) -> tuple[list[jax.ShapeDtypeStruct], list[int], dict[str, float], list[Any]]:
+def grouped(
+    draw: st.DrawFn,
+) -> tuple[list[jax.ShapeDtypeStruct], list[int], dict[str, float], list[Any]]:
     """A problem, and a key or None for each leaf."""
     tree, order, caps = draw(problems())
     keys = st.sampled_from([None, "a", ("b", 1), 0])
@@ -144,33 +149,52 @@ def test_a_group_is_one_bucket_for_each_dtype_and_nothing_else_is_in_it(problem)
     plan = make_plan(tree, order=order, groups=lambda name: keys[int(name)], **caps)
     for key in set(keys) - {None}:
         members = [i for i in order if keys[i] == key]
-        found = [list(bucket.leaves) for bucket in plan.buckets if set(bucket.leaves) & set(members)]
+        found = [
+            list(bucket.leaves) for bucket in plan.buckets if set(bucket.leaves) & set(members)
+        ]
         assert sorted(found) == sorted(
-            [i for i in members if tree[i].dtype == dtype] for dtype in {tree[i].dtype for i in members}
+            [i for i in members if tree[i].dtype == dtype]
+            for dtype in {tree[i].dtype for i in members}
         )
 
 
 @given(grouped())
 def test_leaves_of_no_group_are_bucketed_as_if_there_were_no_others(problem):
     tree, order, caps, keys = problem
-    # A group of its own comes last, with the others and without: the last bucket is cut unless it is a group's.
+    # A group of its own comes last, with the others and without: the last bucket is cut unless it
+    # is a group's.
     tree, keys, end = [*tree, *floats(1)], [*keys, "end"], len(tree)
     make = partial(make_plan, tree, groups=lambda name: keys[int(name)], **caps)
     alone = leaves_of(make(order=[*(i for i in order if keys[i] is None), end]))[:-1]
-    assert [leaves for leaves in leaves_of(make(order=[*order, end])) if keys[leaves[0]] is None] == alone
+    assert [
+        leaves for leaves in leaves_of(make(order=[*order, end])) if keys[leaves[0]] is None
+    ] == alone
 
 
 def test_a_group_is_ready_with_its_last_member_and_no_cap_cuts_it():
-    tree = {"a": {"kernel": np.zeros(8, np.float32), "bias": np.zeros(2, np.float32)}, "b": np.zeros(4, np.float32)}
-    layer = partial(make_plan, tree, groups=lambda name: "a" if name.startswith("a/") else None, bucket_cap_mb=0)
-    assert [bucket.names for bucket in layer(order=[0, 1, 2]).buckets] == [("a/bias", "a/kernel"), ("b",)]
-    assert [bucket.names for bucket in layer(order=[0, 2, 1]).buckets] == [("b",), ("a/bias", "a/kernel")]
+    tree = {
+        "a": {"kernel": np.zeros(8, np.float32), "bias": np.zeros(2, np.float32)},
+        "b": np.zeros(4, np.float32),
+    }
+    layer = partial(
+        make_plan, tree, groups=lambda name: "a" if name.startswith("a/") else None, bucket_cap_mb=0
+    )
+    assert [bucket.names for bucket in layer(order=[0, 1, 2]).buckets] == [
+        ("a/bias", "a/kernel"),
+        ("b",),
+    ]
+    assert [bucket.names for bucket in layer(order=[0, 2, 1]).buckets] == [
+        ("b",),
+        ("a/bias", "a/kernel"),
+    ]
     assert [bucket.names for bucket in layer(order=[1, 2]).buckets] == [("a/kernel",), ("b",)]
 
 
 def test_a_group_of_two_dtypes_is_two_buckets():
     tree = [np.zeros(2, np.float32), np.zeros(2, jnp.bfloat16), np.zeros(2, np.float32)]
-    assert leaves_of(make_plan(tree, order=range(3), bucket_cap_mb=0, groups=lambda name: "all")) == [[1], [0, 2]]
+    assert leaves_of(
+        make_plan(tree, order=range(3), bucket_cap_mb=0, groups=lambda name: "all")
+    ) == [[1], [0, 2]]
 
 
 ### PyTorch's own cases: c10d's ComputeBucketAssignmentTest
@@ -183,15 +207,27 @@ def test_pytorch_single_limit_single_dtype():
 
 def test_pytorch_multi_limit_single_dtype():
     caps: dict[str, Any] = {"first_bucket_mb": 40 / MiB, "bucket_cap_mb": 80 / MiB}
-    assert leaves_of(make_plan(floats(10, 10, 10, 10), order=range(4), **caps)) == [[0], [1, 2], [3]]
+    assert leaves_of(make_plan(floats(10, 10, 10, 10), order=range(4), **caps)) == [
+        [0],
+        [1, 2],
+        [3],
+    ]
 
 
 def test_pytorch_multi_limit_as_a_sequence_whose_last_cap_holds_for_all_that_follow():
     for kind in (list, tuple):
         caps = kind([40 / MiB, 80 / MiB])
-        assert leaves_of(make_plan(floats(*[10] * 6), order=range(6), bucket_cap_mb=caps)) == [[0], [1, 2], [3, 4], [5]]
+        assert leaves_of(make_plan(floats(*[10] * 6), order=range(6), bucket_cap_mb=caps)) == [
+            [0],
+            [1, 2],
+            [3, 4],
+            [5],
+        ]
     # Neither the first nor the last bucket has a cap besides.
-    assert leaves_of(make_plan(floats(*[2**18] * 4), order=range(4), bucket_cap_mb=[2, 25])) == [[0, 1], [2, 3]]
+    assert leaves_of(make_plan(floats(*[2**18] * 4), order=range(4), bucket_cap_mb=[2, 25])) == [
+        [0, 1],
+        [2, 3],
+    ]
 
 
 def test_pytorch_single_limit_multi_dtype():
@@ -243,7 +279,10 @@ def test_the_digest_depends_on_nothing_else(problem):
     assert make_plan(filled, order=order, **caps).digest == plan.digest
     # Other caps that lead to the same layout are the same messages.
     assert replace(plan).digest == plan.digest
-    assert make_plan(tree, order=order[:1], bucket_cap_mb=7).digest == make_plan(tree, order=order[:1]).digest
+    assert (
+        make_plan(tree, order=order[:1], bucket_cap_mb=7).digest
+        == make_plan(tree, order=order[:1]).digest
+    )
 
 
 ### What a person sees
@@ -264,12 +303,19 @@ def test_the_printed_table_holds_names_sizes_and_dtypes():
 def test_the_table_says_when_metrics_need_an_all_reduce_of_their_own():
     plan = make_plan({"scale": np.zeros(8, jnp.bfloat16)})
     assert (
-        plan.carrier.bucket is None and plan.carrier == plan.messages[-1] and "one all-reduce of their own" in str(plan)
+        plan.carrier.bucket is None
+        and plan.carrier == plan.messages[-1]
+        and "one all-reduce of their own" in str(plan)
     )
 
 
 def test_metrics_ride_on_the_last_bucket_that_holds_them_or_early_on_the_first():
-    tree = [np.zeros(2, jnp.bfloat16), np.zeros(3, np.float32), np.zeros(4, np.float32), np.zeros(5, jnp.bfloat16)]
+    tree = [
+        np.zeros(2, jnp.bfloat16),
+        np.zeros(3, np.float32),
+        np.zeros(4, np.float32),
+        np.zeros(5, jnp.bfloat16),
+    ]
     plan = make_plan(tree, order=[0, 1, 2, 3], bucket_cap_mb=0)
     assert (plan.carrier.bucket, place_scalars(plan, early=True).carrier.bucket) == (2, 1)
 
@@ -279,7 +325,9 @@ def test_metrics_lead_where_they_are_early_and_no_bucket_holds_them():
     assert [message.bucket for message in plan.messages] == [0, None]
     assert [message.bucket for message in place_scalars(plan, early=True).messages] == [None, 0]
     plan = make_plan({"scale": np.zeros(8)})
-    assert [message.bucket for message in place_scalars(plan, early=True, exact=False).messages] == [None, 0]
+    assert [
+        message.bucket for message in place_scalars(plan, early=True, exact=False).messages
+    ] == [None, 0]
     assert place_scalars(plan, early=True).messages == (Message(0, scalars=True),)
 
 
@@ -300,13 +348,18 @@ def test_resnet_50_travels_in_its_ready_order_and_to_the_byte():
     batch = resnet.batch(model, 1)
     params, buffers = jax.eval_shape(partial(resnet.init, model), jax.random.key(0), batch)
     loss = resnet.loss_fn(model)
-    order = grad_order(lambda p, buffers, batch: loss(p, batch, model_state=buffers), params, buffers, batch)
+    order = grad_order(
+        lambda p, buffers, batch: loss(p, batch, model_state=buffers), params, buffers, batch
+    )
     plan = make_plan(params, order=order)
     assert sum(bucket.nbytes for bucket in plan.buckets) == 102_228_128
     assert len(plan.leaves) == 161
-    assert plan.buckets[0].names[0] == "Dense_0/bias" and plan.buckets[-1].names[-1] == "Conv_0/kernel"
+    assert (
+        plan.buckets[0].names[0] == "Dense_0/bias" and plan.buckets[-1].names[-1] == "Conv_0/kernel"
+    )
     assert plan.buckets[-1].nbytes <= MiB and all(b.nbytes < (25 + 10) * MiB for b in plan.buckets)
-    # DDP's guess does not carry over: Flax's leaves lie in alphabetical order (facts: rank correlation 0.10).
+    # DDP's guess does not carry over: Flax's leaves lie in alphabetical order (facts: rank
+    # correlation 0.10).
     guess = tuple(reversed(range(161)))
     rank = np.argsort(order), np.argsort(guess)
     assert abs(np.corrcoef(*rank)[0, 1]) < 0.2
@@ -324,7 +377,9 @@ def test_a_cap_that_is_negative_or_not_a_number_is_refused_by_name(cap, value):
 
 @pytest.mark.parametrize("caps", [[], (), [1, -1], [math.nan], [1, None], [True], [[1]]])
 def test_a_sequence_of_caps_without_one_or_with_one_that_is_none_is_refused(caps):
-    says = f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {re.escape(repr(caps))}"
+    says = (
+        f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {re.escape(repr(caps))}"
+    )
     with pytest.raises(ValueError, match=says):
         make_plan(floats(1), bucket_cap_mb=caps)
 
@@ -336,9 +391,13 @@ def test_an_order_that_selects_no_leaf_or_one_twice_is_refused(order):
 
 
 def test_groups_that_are_no_function_or_give_no_key_are_refused():
-    with pytest.raises(TypeError, match=r"groups must be a function from a leaf's path .* got list"):
+    with pytest.raises(
+        TypeError, match=r"groups must be a function from a leaf's path .* got list"
+    ):
         make_plan(floats(1), groups=[["0"]])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match=r"groups must give a hashable key, .* for '0' it gave \['a'\]"):
+    with pytest.raises(
+        TypeError, match=r"groups must give a hashable key, .* for '0' it gave \['a'\]"
+    ):
         make_plan(floats(1), groups=lambda name: ["a"])  # pyright: ignore[reportArgumentType]
 
 

@@ -22,12 +22,19 @@ def bucket_of(dtype: str) -> Any:
 
 def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
     values = np.random.default_rng(seed).integers(-8, 8, size=(len(numbers), WIDTH)) + 9
-    return jnp.zeros((ALL, WIDTH), dtype).at[np.array(numbers, int)].add(values.astype(dtype)).reshape(-1)
+    return (
+        jnp.zeros((ALL, WIDTH), dtype)
+        .at[np.array(numbers, int)]
+        .add(values.astype(dtype))
+        .reshape(-1)
+    )
 
 
 @pytest.mark.steps
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]])
+@pytest.mark.parametrize(
+    "numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]]
+)
 def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
     bucket, flat = bucket_of(dtype), gradient(dtype, numbers, 0)
     words, left = take_table_rows(bucket, flat)
@@ -41,12 +48,17 @@ def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
 def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str):
     bucket = bucket_of(dtype)
-    gradients = [gradient(dtype, numbers, k) for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))]
+    gradients = [
+        gradient(dtype, numbers, k)
+        for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))
+    ]
     sent = [take_table_rows(bucket, flat) for flat in gradients]
     words = jnp.concatenate([one for one, _ in sent])
     assert [bool(words[place]) for place in flags(bucket, 3)] == [False, False, True]
     total = add_table_rows(bucket, words, jnp.asarray(sum(left for _, left in sent)))
-    assert np.array_equal(np.asarray(total), np.asarray(sum(gradients)))  # small whole numbers: exact in every dtype
+    assert np.array_equal(
+        np.asarray(total), np.asarray(sum(gradients))
+    )  # small whole numbers: exact in every dtype
 
 
 @pytest.mark.steps
@@ -54,24 +66,34 @@ def test_rows_of_16_bits_are_rounded_once():
     """256 and seven times 1 are 263: added one by one in bfloat16 they stay 256."""
     form = jax.ShapeDtypeStruct((ALL, WIDTH), "bfloat16")
     (bucket,) = plan_with_table_rows(form, {0: MOST}, 8, order=(0,)).buckets
-    gradients = [jnp.zeros(ALL * WIDTH, jnp.bfloat16).at[6].set(256 if rank == 0 else 1) for rank in range(8)]
+    gradients = [
+        jnp.zeros(ALL * WIDTH, jnp.bfloat16).at[6].set(256 if rank == 0 else 1) for rank in range(8)
+    ]
     words = jnp.concatenate([take_table_rows(bucket, flat)[0] for flat in gradients])
-    assert float(add_table_rows(bucket, words, jnp.zeros(ALL * WIDTH, jnp.bfloat16))[6]) == float(jnp.bfloat16(263))
+    assert float(add_table_rows(bucket, words, jnp.zeros(ALL * WIDTH, jnp.bfloat16))[6]) == float(
+        jnp.bfloat16(263)
+    )
 
 
 def test_a_row_that_is_no_number_travels(x64: None):
     bucket = bucket_of("float32")
     flat = gradient("float32", [7], 0).at[7 * WIDTH].set(jnp.nan)
     words, left = take_table_rows(bucket, flat)
-    assert np.isnan(np.asarray(add_table_rows(bucket, words, left))).nonzero()[0].tolist() == [7 * WIDTH]
+    assert np.isnan(np.asarray(add_table_rows(bucket, words, left))).nonzero()[0].tolist() == [
+        7 * WIDTH
+    ]
 
 
 def test_rows_travel_where_these_save_enough_bytes():
-    """To each of the others a replica sends its rows whole, of an all-reduce 2/n: more replicas, fewer rows."""
+    """To each of the others a replica sends its rows whole, of an all-reduce 2/n: more replicas,
+    fewer rows."""
     form = jax.ShapeDtypeStruct((100_000, 4), "float32")
 
     def travel(replicas: int, touched: int) -> bool:
-        return plan_with_table_rows(form, {0: touched}, replicas, order=(0,)).buckets[0].rows is not None
+        return (
+            plan_with_table_rows(form, {0: touched}, replicas, order=(0,)).buckets[0].rows
+            is not None
+        )
 
     bytes_of_all, bytes_of_row = 1_600_000, 4 * 4 + 4
     for replicas in (2, 3, 8):
@@ -82,23 +104,32 @@ def test_rows_travel_where_these_save_enough_bytes():
 
 def test_what_no_batch_has_touched_yet_stays_whole():
     assert (
-        plan_with_table_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=(0,)).buckets[0].rows
+        plan_with_table_rows(jax.ShapeDtypeStruct((100_000, 4), "float32"), {0: 0}, 2, order=(0,))
+        .buckets[0]
+        .rows
         is None
     )
 
 
 def test_the_last_bucket_of_the_others_is_small_before_a_table_too():
-    tree = [jax.ShapeDtypeStruct((2**18,), "float32")] * 5 + [jax.ShapeDtypeStruct((100_000, 4), "float32")]
+    tree = [jax.ShapeDtypeStruct((2**18,), "float32")] * 5 + [
+        jax.ShapeDtypeStruct((100_000, 4), "float32")
+    ]
     plan = plan_with_table_rows(tree, {5: 8}, 2, order=range(6))
     assert [bucket.leaves for bucket in plan.buckets] == [(0,), (1, 2, 3), (4,), (5,)]
     assert plan.digest != plan_with_table_rows(tree, {5: 9}, 2, order=range(6)).digest
 
 
 def test_who_is_in_a_group_stays_whole():
-    tree = {"table": jax.ShapeDtypeStruct((100_000, 4), "float32"), "bias": jax.ShapeDtypeStruct((4,), "float32")}
+    tree = {
+        "table": jax.ShapeDtypeStruct((100_000, 4), "float32"),
+        "bias": jax.ShapeDtypeStruct((4,), "float32"),
+    }
     both = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all")
     assert [bucket.rows for bucket in both.buckets] == [None]
     by_itself = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: name)
     assert [bucket.rows for bucket in by_itself.buckets] == [None, None]
-    other = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None)
+    other = plan_with_table_rows(
+        tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None
+    )
     assert [bucket.rows is None for bucket in other.buckets] == [True, False]

@@ -1,4 +1,5 @@
-"""Checkpoints: training that ended goes on as if it had not, whatever happened to the files meanwhile."""
+"""Checkpoints: training that ended goes on as if it had not, whatever happened to the files
+meanwhile."""
 
 import os
 import resource
@@ -35,12 +36,18 @@ def first(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.Train
     """A step that uses all of a state: the scale of the loss grows, for one."""
     optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
     step = fddp.train_step(with_dropout, optimizer, group=group, bucket_cap_mb=0, **options)
-    params = {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32), "empty": np.zeros((0, 2), np.float32)}
+    params = {
+        "w": np.ones((3, 5), np.float32),
+        "b": np.zeros(5, np.float32),
+        "empty": np.zeros((0, 2), np.float32),
+    }
     return step, step.init(params, model_state=np.zeros(3, np.float32), rng=jax.random.key(1))
 
 
 KINDS: dict[str, Make] = {
-    "whole": lambda group: first(group, hook=fddp.hooks.topk(0.4)),  # it remembers what it did not send
+    "whole": lambda group: first(
+        group, hook=fddp.hooks.topk(0.4)
+    ),  # it remembers what it did not send
     "shards": lambda group: first(group, shard="state"),
 }
 
@@ -62,7 +69,10 @@ def restored(make: Make) -> Restored:
 
 
 def train(
-    step: fddp.TrainStep, state: fddp.TrainState, until: int, checkpoints: fddp.Checkpoints | None = None
+    step: fddp.TrainStep,
+    state: fddp.TrainState,
+    until: int,
+    checkpoints: fddp.Checkpoints | None = None,
 ) -> tuple[fddp.TrainState, list[float]]:
     """Trains up to a step, on the rows that belong to each; the losses."""
     rows = fddp.samples(len(ROWS), 8, start_step=int(state.step))
@@ -77,9 +87,12 @@ def train(
 
 @pytest.fixture(scope="module")
 def ended(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoints of steps 2, 4 and 6 of a training that ended after its seventh."""
+    """A folder with the checkpoints of steps 2, 4 and 6 of a training that ended after its
+    seventh."""
     folder = tmp_path_factory.mktemp("ended")
-    step, state = make(fddp.mesh_group(jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2])))
+    step, state = make(
+        fddp.mesh_group(jax.make_mesh((2,), ("replica",), devices=jax.devices()[:2]))
+    )
     with fddp.Checkpoints(folder, step, every=2) as checkpoints:
         train(step, state, 7, checkpoints)
     return folder
@@ -105,7 +118,9 @@ def test_a_training_that_ended_goes_on_bit_for_bit(
     same_arrays(state, calm)
 
 
-def test_where_there_is_none_training_begins(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
+def test_where_there_is_none_training_begins(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
+):
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path / "none", step) as checkpoints:
         assert checkpoints.restore(state) == (state, None)
@@ -113,7 +128,10 @@ def test_where_there_is_none_training_begins(group: Callable[[int], fddp.Group],
 
 @pytest.mark.quick("shards")
 def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
-    group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str], make: Make
+    group: Callable[[int], fddp.Group],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    make: Make,
 ):
     step, state = make(group(1))
     with fddp.Checkpoints(tmp_path, step, every=3, keep=2) as checkpoints:
@@ -132,12 +150,16 @@ def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
         assert place == {"row": 8}
         again, _ = step(again, ROWS[:8])
         assert checkpoints.save(again), "the ninth"
-    told = [line for line in capfd.readouterr().err.splitlines() if "saves nothing" not in line]  # on one replica
+    told = [
+        line for line in capfd.readouterr().err.splitlines() if "saves nothing" not in line
+    ]  # on one replica
     assert told == [f"fddp: training goes on from step 8, from {tmp_path}."]
 
 
 @pytest.mark.quick("whole")
-def test_nothing_is_due_while_gradients_are_pending(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
+def test_nothing_is_due_while_gradients_are_pending(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
+):
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
         state, _ = step.no_sync(state, ROWS[:8])
@@ -190,11 +212,16 @@ def test_where_a_byte_has_changed_in_any_file_the_checkpoint_before_is_taken(
             flip(path, place)
             with fddp.Checkpoints(trained, step, every=2) as checkpoints:
                 same_arrays(checkpoints.restore(like)[0], calm)
-            assert f"not whole: step 6 ({path.relative_to(newest(trained))} is damaged)" in capfd.readouterr().err
+            assert (
+                f"not whole: step 6 ({path.relative_to(newest(trained))} is damaged)"
+                in capfd.readouterr().err
+            )
             flip(path, place)
 
 
-def test_training_overwrites_what_is_damaged(trained: Path, group: Callable[[int], fddp.Group], restored: Restored):
+def test_training_overwrites_what_is_damaged(
+    trained: Path, group: Callable[[int], fddp.Group], restored: Restored
+):
     next(newest(trained).rglob("manifest.ocdbt")).unlink()
     step, state = restored(trained, group(2))
     assert int(state.step) == 4
@@ -208,7 +235,9 @@ def test_where_none_is_whole_nobody_begins_anew_unawares(
 ):
     for path in trained.rglob("manifest.ocdbt"):
         path.write_bytes(b"nothing")
-    with pytest.raises(RuntimeError, match=r"none of the checkpoints in .* is whole: step 6 \((?s:.*)step 2 \("):
+    with pytest.raises(
+        RuntimeError, match=r"none of the checkpoints in .* is whole: step 6 \((?s:.*)step 2 \("
+    ):
         restored(trained, group(2))
 
 
@@ -220,7 +249,8 @@ def test_a_checkpoint_that_was_not_finished_counts_as_none(
     make: Make,
     restored: Restored,
 ):
-    """As if the process had been killed when Orbax was ready, and the list of files was not written yet."""
+    """As if the process had been killed when Orbax was ready, and the list of files was not written
+    yet."""
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
         calm, _ = train(step, state, 4, checkpoints)
@@ -234,7 +264,9 @@ def test_a_checkpoint_that_was_not_finished_counts_as_none(
     same_arrays(restored(tmp_path, group(2))[1], calm)
 
 
-def test_restoring_waits_for_what_is_being_written(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
+def test_restoring_waits_for_what_is_being_written(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
+):
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
         state, _ = step(state, ROWS[:8])
@@ -263,7 +295,9 @@ def test_steps_are_counted_through_other_options_and_measurements(
         assert int(train(step, state, 8)[0].step) == 8 == step.training.number
 
 
-def test_a_number_that_a_user_has_put_into_the_state_is_saved(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_a_number_that_a_user_has_put_into_the_state_is_saved(
+    group: Callable[[int], fddp.Group], tmp_path: Path
+):
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
     step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optimizer, group=group(2))
     state, _ = step(step.init(np.ones(3, np.float32)), ROWS[:8])
@@ -300,7 +334,8 @@ def test_an_older_checkpoint_is_not_removed_for_newer_ones(
 
 
 @pytest.mark.parametrize(
-    "name", ["8.begun.0a1b2c3d.4", "8.begun.0a1b2c3d.4.replaced", "met.0a1b2c3d", "8.orbax-checkpoint-tmp"]
+    "name",
+    ["8.begun.0a1b2c3d.4", "8.begun.0a1b2c3d.4.replaced", "met.0a1b2c3d", "8.orbax-checkpoint-tmp"],
 )
 def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
     trained: Path,
@@ -314,14 +349,19 @@ def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
     begun.mkdir()
     (begun / "leaves").write_bytes(b"half")
     _, state = restored(trained, group(2))
-    assert ("not finished, and count as none: step [8]" in capfd.readouterr().err) == name.startswith("8")
+    assert (
+        "not finished, and count as none: step [8]" in capfd.readouterr().err
+    ) == name.startswith("8")
     assert int(state.step) == 6 and begun.exists(), "another job may be writing it"
     step, state = make(group(2))
     with fddp.Checkpoints(trained, step, every=2) as checkpoints:
         state, _ = train(step, checkpoints.restore(state)[0], 8, checkpoints)
         checkpoints._writing.result()
         assert (begun / "leaves").read_bytes() == b"half", "it has just been written"
-        says = f"another job has written {name} in {trained} within 10 minutes: if it still runs, give each job its own"
+        says = (
+            f"another job has written {name} in {trained} within 10 minutes: if it still runs, "
+            f"give each job its own"
+        )
         assert says in capfd.readouterr().err
         for path in (begun, begun / "leaves"):
             os.utime(path, (0, 0))
@@ -342,7 +382,10 @@ def full_disk() -> Iterator[None]:
 
 
 def test_a_full_disk_costs_nothing_older_and_is_told(
-    trained: Path, group: Callable[[int], fddp.Group], capsys: pytest.CaptureFixture[str], restored: Restored
+    trained: Path,
+    group: Callable[[int], fddp.Group],
+    capsys: pytest.CaptureFixture[str],
+    restored: Restored,
 ):
     step, state = restored(trained, group(2))
     checkpoints = fddp.Checkpoints(trained, step, every=2)
@@ -374,8 +417,12 @@ def test_if_the_last_could_not_be_written_closing_says_so(
 def test_without_hooks_a_restored_training_reports_none_and_a_refused_one_nothing(
     group: Callable[[int], fddp.Group], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    def opened(replicas: int, optimizer: optax.GradientTransformation) -> tuple[fddp.TrainState, fddp.Checkpoints]:
-        step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optimizer, group=group(replicas))
+    def opened(
+        replicas: int, optimizer: optax.GradientTransformation
+    ) -> tuple[fddp.TrainState, fddp.Checkpoints]:
+        step = fddp.train_step(
+            lambda w, x: jnp.mean((x - w) ** 2), optimizer, group=group(replicas)
+        )
         return step.init(np.float32(1)), fddp.Checkpoints(tmp_path, step)
 
     state, checkpoints = opened(2, optax.sgd(0.1))
@@ -392,46 +439,71 @@ def test_without_hooks_a_restored_training_reports_none_and_a_refused_one_nothin
 
 @pytest.mark.quick("shards")
 def test_on_other_replicas_it_goes_on_without_what_hooks_remember(
-    trained: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str], restored: Restored
+    trained: Path,
+    group: Callable[[int], fddp.Group],
+    capfd: pytest.CaptureFixture[str],
+    restored: Restored,
 ):
     _, there = restored(trained, group(2))
     step, state = restored(trained, group(4))
     said = capfd.readouterr().err
     assert "it was on 2 replicas and is on 4" in said
-    assert ("; the memory of hooks starts again." in said) == bool(jax.tree.leaves(state.hook_state))
+    assert ("; the memory of hooks starts again." in said) == bool(
+        jax.tree.leaves(state.hook_state)
+    )
     here, there = (fddp.whole(one._replace(hook_state=())) for one in (state, there))
     assert bits(here) == bits(there)
     assert not any(np.any(left) for left in jax.tree.leaves(state.hook_state))
     step(state, ROWS[:8])
 
 
-def test_a_checkpoint_of_another_model_is_refused(trained: Path, group: Callable[[int], fddp.Group]):
+def test_a_checkpoint_of_another_model_is_refused(
+    trained: Path, group: Callable[[int], fddp.Group]
+):
     step = fddp.train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.adam(0.1), group=group(2))
-    says = r"of step 6 is of another training: it has params/b float32\[5\]; (?s:.*)lacks params/w float32\[3, 4\]"
+    says = (
+        r"of step 6 is of another training: it has params/b float32\[5\]; (?s:.*)lacks params/w "
+        r"float32\[3, 4\]"
+    )
     with fddp.Checkpoints(trained, step) as checkpoints, pytest.raises(ValueError, match=says):
         checkpoints.restore(step.init({"w": np.ones((3, 4), np.float32)}))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"), [({"every": 0}, "every must be"), ({"keep": 0}, "keep must be"), ({"every": 2.5}, "2.5")]
+    ("arguments", "says"),
+    [({"every": 0}, "every must be"), ({"keep": 0}, "keep must be"), ({"every": 2.5}, "2.5")],
 )
-def test_what_cannot_be_meant_is_refused(group: Any, tmp_path: Path, arguments: dict[str, Any], says: str, make: Make):
+def test_what_cannot_be_meant_is_refused(
+    group: Any, tmp_path: Path, arguments: dict[str, Any], says: str, make: Make
+):
     with pytest.raises(ValueError, match=says):
         fddp.Checkpoints(tmp_path, make(group(1))[0], **arguments)
     with pytest.raises(TypeError, match=r"step must be a step from fddp\.train_step"):
         fddp.Checkpoints(tmp_path, lambda state, batch: state)  # type: ignore
 
 
-def test_a_place_that_json_cannot_hold_is_refused(group: Callable[[int], fddp.Group], tmp_path: Path, make: Make):
+def test_a_place_that_json_cannot_hold_is_refused(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
+):
     step, state = make(group(1))
-    with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(TypeError, match="not JSON"):
+    with (
+        fddp.Checkpoints(tmp_path, step) as checkpoints,
+        pytest.raises(TypeError, match="not JSON"),
+    ):
         checkpoints.save(state, {1, 2})  # which is not due
 
 
-def test_two_leaves_of_one_name_are_not_saved_as_one(group: Callable[[int], fddp.Group], tmp_path: Path):
-    step = fddp.train_step(lambda p, x: jnp.mean(x) * p["a/b"] * p["a"]["b"], optax.sgd(0.1), group=group(1))
+def test_two_leaves_of_one_name_are_not_saved_as_one(
+    group: Callable[[int], fddp.Group], tmp_path: Path
+):
+    step = fddp.train_step(
+        lambda p, x: jnp.mean(x) * p["a/b"] * p["a"]["b"], optax.sgd(0.1), group=group(1)
+    )
     state = step.init({"a/b": np.ones(()), "a": {"b": np.ones(())}})
-    with fddp.Checkpoints(tmp_path, step) as checkpoints, pytest.raises(ValueError, match="are called 'params/a/b'"):
+    with (
+        fddp.Checkpoints(tmp_path, step) as checkpoints,
+        pytest.raises(ValueError, match="are called 'params/a/b'"),
+    ):
         checkpoints.save(state)  # which is not due
 
 
@@ -441,9 +513,16 @@ def test_two_leaves_of_one_name_are_not_saved_as_one(group: Callable[[int], fddp
 def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
     devices = np.array(jax.devices()[:4])
     saved: Any = None
-    for mesh in (Mesh(devices.reshape(2, 2), ("replica", "model")), Mesh(devices.reshape(1, 4), ("replica", "model"))):
-        step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), group=fddp.mesh_group(mesh))
-        first = jax.device_put(np.ones((3, 8), np.float32), NamedSharding(mesh, PartitionSpec(None, "model")))
+    for mesh in (
+        Mesh(devices.reshape(2, 2), ("replica", "model")),
+        Mesh(devices.reshape(1, 4), ("replica", "model")),
+    ):
+        step = fddp.train_step(
+            lambda w, x: jnp.mean((x @ w) ** 2), optax.adam(0.1), group=fddp.mesh_group(mesh)
+        )
+        first = jax.device_put(
+            np.ones((3, 8), np.float32), NamedSharding(mesh, PartitionSpec(None, "model"))
+        )
         like = step.init(first)
         with fddp.Checkpoints(tmp_path, step) as checkpoints:
             again, _ = checkpoints.restore(like)
@@ -451,7 +530,9 @@ def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
                 state, _ = step(like, ROWS[:8])
                 assert checkpoints.save(state, now=True)
                 saved = bits(state)
-                with pytest.raises(ValueError, match=r"a form does not say where the parts of .* lie along 'model'"):
+                with pytest.raises(
+                    ValueError, match=r"a form does not say where the parts of .* lie along 'model'"
+                ):
                     checkpoints.restore(step.shapes(first))
             else:
                 assert bits(again) == saved
@@ -463,7 +544,11 @@ def test_a_form_has_no_memory_for_hooks_of_other_replicas(
 ):
     step, state = make(group(4))
     form = step.shapes(
-        {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32), "empty": np.zeros((0, 2), np.float32)},
+        {
+            "w": np.ones((3, 5), np.float32),
+            "b": np.zeros(5, np.float32),
+            "empty": np.zeros((0, 2), np.float32),
+        },
         model_state=np.zeros(3, np.float32),
         rng=jax.random.key(1),
     )

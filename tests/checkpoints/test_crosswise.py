@@ -1,4 +1,5 @@
-"""A checkpoint is one and the same on every backend: any number of replicas reads what any other has written."""
+"""A checkpoint is one and the same on every backend: any number of replicas reads what any other
+has written."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""Folders of checkpoints: a user's files stay, and damage of any kind costs the damaged checkpoint alone."""
+"""Folders of checkpoints: a user's files stay, and damage of any kind costs the damaged checkpoint
+alone."""
 
 import errno
 import json
@@ -46,7 +47,9 @@ def write_list(folder: Path, text: str) -> None:
     (folder / "fddp.json").write_text(json.dumps([digest, text]))
 
 
-@pytest.mark.parametrize("name", ["met.office", "5.begun.by.me", "7.begun.0a1b2c3d.old", "8.orbax-checkpoint-tmp.bak"])
+@pytest.mark.parametrize(
+    "name", ["met.office", "5.begun.by.me", "7.begun.0a1b2c3d.old", "8.orbax-checkpoint-tmp.bak"]
+)
 def test_a_folder_of_the_users_stays(tmp_path: Path, step: fddp.TrainStep, name: str):
     (tmp_path / name).mkdir()
     (tmp_path / name / "data.txt").write_text("mine")
@@ -62,14 +65,20 @@ def test_a_checkpoint_that_another_running_job_has_saved_is_not_replaced(
     trained(step, tmp_path, 1)  # the other job, on other rows
     expected = np.asarray(restored(step, tmp_path).params)
     checkpoints.save(state, now=True)
-    with pytest.raises(FileExistsError, match=f"another job has saved {tmp_path / '1'} since this one began"):
+    with pytest.raises(
+        FileExistsError, match=f"another job has saved {tmp_path / '1'} since this one began"
+    ):
         checkpoints.close()
-    assert "the checkpoint of step 1 could not be written: FileExistsError" in capfd.readouterr().err
+    assert (
+        "the checkpoint of step 1 could not be written: FileExistsError" in capfd.readouterr().err
+    )
     np.testing.assert_array_equal(restored(step, tmp_path).params, expected)
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
-def test_a_job_that_begins_later_replaces_what_an_earlier_one_saved(tmp_path: Path, step: fddp.TrainStep):
+def test_a_job_that_begins_later_replaces_what_an_earlier_one_saved(
+    tmp_path: Path, step: fddp.TrainStep
+):
     trained(step, tmp_path, 1)
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
         state, _ = step(step.init(np.ones(3, np.float32)), 2 * ROWS)
@@ -78,8 +87,12 @@ def test_a_job_that_begins_later_replaces_what_an_earlier_one_saved(tmp_path: Pa
     np.testing.assert_array_equal(restored(step, tmp_path).params, expected)
 
 
-def test_a_job_that_goes_back_replaces_what_it_saved_itself(tmp_path: Path, group: Callable[[int], fddp.Group]):
-    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(2), donate=False)
+def test_a_job_that_goes_back_replaces_what_it_saved_itself(
+    tmp_path: Path, group: Callable[[int], fddp.Group]
+):
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(2), donate=False
+    )
     start = step.init(np.ones(3, np.float32))
     with fddp.Checkpoints(tmp_path, step, keep=1) as checkpoints:
         for rows in (ROWS, 2 * ROWS):
@@ -100,7 +113,9 @@ def test_an_empty_path_and_a_url_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tilde_is_the_users_home(tmp_path: Path, step: fddp.TrainStep, monkeypatch: pytest.MonkeyPatch):
+def test_a_tilde_is_the_users_home(
+    tmp_path: Path, step: fddp.TrainStep, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HOME", str(tmp_path))
     trained(step, Path("~/saved"), 1)
     assert (tmp_path / "saved" / "1" / "fddp.json").exists()
@@ -149,7 +164,9 @@ def test_a_list_that_is_json_of_another_kind_is_damaged(
     assert capfd.readouterr().err.count("step 2 (fddp.json is damaged)") == 2
 
 
-def test_a_field_that_a_later_version_adds_to_a_list_is_ignored(tmp_path: Path, step: fddp.TrainStep):
+def test_a_field_that_a_later_version_adds_to_a_list_is_ignored(
+    tmp_path: Path, step: fddp.TrainStep
+):
     trained(step, tmp_path, 2)
     _, text = json.loads((tmp_path / "2" / "fddp.json").read_text())
     write_list(tmp_path / "2", json.dumps(json.loads(text) | {"later": [1]}))
@@ -157,7 +174,10 @@ def test_a_field_that_a_later_version_adds_to_a_list_is_ignored(tmp_path: Path, 
 
 
 def test_a_checkpoint_that_cannot_be_read_is_named_and_older_ones_are_tried(
-    tmp_path: Path, step: fddp.TrainStep, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    step: fddp.TrainStep,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ):
     trained(step, tmp_path, 2)
     stat = Path.stat
@@ -173,7 +193,9 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_older_ones_are_tried(
 
 
 @pytest.mark.parametrize("name", ["fddp.json", "manifest.ocdbt"])
-def test_a_pipe_among_the_files_is_damage_and_not_waited_for(tmp_path: Path, step: fddp.TrainStep, name: str):
+def test_a_pipe_among_the_files_is_damage_and_not_waited_for(
+    tmp_path: Path, step: fddp.TrainStep, name: str
+):
     trained(step, tmp_path, 2)
     (tmp_path / "2" / name).unlink()
     os.mkfifo(tmp_path / "2" / name)
@@ -192,7 +214,9 @@ def test_uint4_buffers_come_back_bit_for_bit(tmp_path: Path, group: Callable[[in
         like = step.init(np.ones(3, np.float32), model_state=jnp.zeros_like(buffer))
         restored, _ = checkpoints.restore(like)
     assert fddp.whole(restored).model_state.dtype == jnp.uint4
-    np.testing.assert_array_equal(np.asarray(fddp.whole(restored).model_state, np.int32), np.arange(16).reshape(2, 8))
+    np.testing.assert_array_equal(
+        np.asarray(fddp.whole(restored).model_state, np.int32), np.arange(16).reshape(2, 8)
+    )
 
 
 def test_forms_of_many_leaves_are_compared_in_linear_time(group: Callable[[int], fddp.Group]):
@@ -201,4 +225,6 @@ def test_forms_of_many_leaves_are_compared_in_linear_time(group: Callable[[int],
     listed = Listed({"replicas": 1}, {name: ("float32", [2]) for name in leaves}, {}, {})
     begin = time.process_time()
     assert check_fits(ranks, 1, listed, leaves) == set()
-    assert time.process_time() - begin < 2.0  # each of 20,000 searches in a list of as many takes 0.2 ms and more
+    assert (
+        time.process_time() - begin < 2.0
+    )  # each of 20,000 searches in a list of as many takes 0.2 ms and more

@@ -21,9 +21,13 @@ pytestmark = pytest.mark.steps
 ROWS = np.sin(np.arange(24, dtype=np.float32)).reshape(8, 3)
 
 
-def make(group: fddp.Group, shard: Any = None, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+def make(
+    group: fddp.Group, shard: Any = None, **options: Any
+) -> tuple[fddp.TrainStep, fddp.TrainState]:
     def loss(p: Any, x: Any, *, rng: Any) -> jax.Array:
-        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ p["w"].astype(x.dtype), p["stack"])
+        h, _ = jax.lax.scan(
+            lambda h, w: (jnp.tanh(h @ w), None), x @ p["w"].astype(x.dtype), p["stack"]
+        )
         return jnp.mean((h + jax.random.normal(rng)) ** 2) + p["one"] ** 2
 
     step = fddp.train_step(loss, optax.adam(0.1), group=group, shard=shard, **options)
@@ -41,14 +45,24 @@ def write_with_orbax(folder: Path, state: fddp.TrainState, replicas: int, place:
     whole = fddp.whole(state)
     whole = whole._replace(rng=jax.random.key_data(whole.rng))
     named = jax.tree_util.tree_leaves_with_path(whole)
-    leaves = {jax.tree_util.keystr(path, simple=True, separator="/"): np.array(x) for path, x in named}
+    leaves = {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.array(x) for path, x in named
+    }
     with ocp.CheckpointManager(folder) as manager:
-        manager.save(1, args=ocp.args.StandardSave({name: x for name, x in leaves.items() if x.size}))
+        manager.save(
+            1, args=ocp.args.StandardSave({name: x for name, x in leaves.items() if x.size})
+        )
     saved = folder / "1"
     digest = lambda data: blake2b(data, digest_size=16).hexdigest()  # noqa: E731
-    files = {str(path.relative_to(saved)): digest(path.read_bytes()) for path in saved.rglob("*") if path.is_file()}
+    files = {
+        str(path.relative_to(saved)): digest(path.read_bytes())
+        for path in saved.rglob("*")
+        if path.is_file()
+    }
     forms = {name: (str(x.dtype), x.shape) for name, x in leaves.items()}
-    text = json.dumps({"told": {"place": place, "replicas": replicas}, "forms": forms, "files": files})
+    text = json.dumps(
+        {"told": {"place": place, "replicas": replicas}, "forms": forms, "files": files}
+    )
     (saved / "fddp.json").write_text(json.dumps([digest(text.encode()), text]))
 
 
@@ -85,7 +99,9 @@ def test_what_hooks_remembered_in_a_checkpoint_that_orbax_wrote_comes_back(
     assert bits(again) == bits(state) != bits(like)
 
 
-def test_a_changed_byte_in_what_orbax_wrote_is_found(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_a_changed_byte_in_what_orbax_wrote_is_found(
+    group: Callable[[int], fddp.Group], tmp_path: Path
+):
     step, state = make(group(2))
     write_with_orbax(tmp_path, state, 2, None)
     file = max(tmp_path.rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)

@@ -1,7 +1,8 @@
 """A state is a tree of arrays, so that Orbax saves all of it and training goes on the same.
 
-The whole `TrainState` is saved as it is: step, parameters, optimizer, buffers, random key (a typed one) and gradients
-that `no_sync` left pending. It is restored into the form of a fresh state, which says on which replicas it lies.
+The whole `TrainState` is saved as it is: step, parameters, optimizer, buffers, random key (a typed
+one) and gradients that `no_sync` left pending. It is restored into the form of a fresh state, which
+says on which replicas it lies.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,12 @@ import fddp
 pytestmark = pytest.mark.steps
 
 RNG = np.random.default_rng(4)
-PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "count": np.int32(2**24 + 1), "none": None}
+PARAMS = {
+    "w": RNG.normal(size=(3, 5)),
+    "b": RNG.normal(size=5),
+    "count": np.int32(2**24 + 1),
+    "none": None,
+}
 ROWS = RNG.normal(size=(7, 16, 3))
 
 
@@ -57,7 +63,10 @@ def noisy(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
     """Dropout, and buffers that enter the loss."""
     mean = 0.9 * model_state["mean"] + jnp.mean(x, axis=0)
     x = x * jax.random.bernoulli(rng, 0.7, x.shape) - mean
-    return mean_square(params, x), ({"mean": mean, "calls": model_state["calls"] + 1}, {"seen": jnp.mean(x)})
+    return mean_square(params, x), (
+        {"mean": mean, "calls": model_state["calls"] + 1},
+        {"seen": jnp.mean(x)},
+    )
 
 
 def single(tree: Any) -> Any:
@@ -68,7 +77,9 @@ def single(tree: Any) -> Any:
 def make(group) -> Callable[..., fddp.TrainStep]:
     """`make(schedule)`: a step on four replicas that uses all of a state."""
     options: Any = {"group": group(4), "accumulation_steps": 2, "bucket_cap_mb": 0}
-    return lambda schedule, **more: fddp.train_step(noisy, optax.adam(1e-2), schedule=schedule, **options, **more)
+    return lambda schedule, **more: fddp.train_step(
+        noisy, optax.adam(1e-2), schedule=schedule, **options, **more
+    )
 
 
 def start(step: fddp.TrainStep, seed: int = 7) -> fddp.TrainState:
@@ -120,7 +131,9 @@ def test_pending_gradients_are_saved_too(make, tmp_path, schedule):
         state, _ = step.no_sync(state, x)
     save(tmp_path / "state", state)
     other = make(schedule)
-    like, _ = other.no_sync(fresh(other), single(ROWS[0]))  # a fresh state has no form for what is pending
+    like, _ = other.no_sync(
+        fresh(other), single(ROWS[0])
+    )  # a fresh state has no form for what is pending
     again = restore(tmp_path / "state", like)
     same_arrays(again, state)
     for call, number in (("no_sync", 3), ("__call__", 4), ("__call__", 5)):
@@ -137,10 +150,14 @@ def test_training_may_go_on_while_a_state_is_still_being_written(make, tmp_path)
         checkpointer.save(tmp_path / "state", state)
         for x in single(ROWS[1:4]):
             state, _ = step(state, x)
-    jax.tree.map(np.testing.assert_array_equal, plain(restore(tmp_path / "state", fresh(step))), expected)
+    jax.tree.map(
+        np.testing.assert_array_equal, plain(restore(tmp_path / "state", fresh(step))), expected
+    )
 
 
-@pytest.mark.parametrize("key", [lambda: jax.random.key(3), lambda: jax.random.PRNGKey(3)], ids=["typed", "raw"])
+@pytest.mark.parametrize(
+    "key", [lambda: jax.random.key(3), lambda: jax.random.PRNGKey(3)], ids=["typed", "raw"]
+)
 def test_keys_come_back_as_they_were(group, tmp_path, key):
     def loss(w: Any, x: Any, *, rng: Any) -> jax.Array:
         return jnp.mean((x - w * jax.random.normal(rng)) ** 2)
@@ -161,7 +178,9 @@ def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, 
     optimizer = optax.adamw(1e-2)
     like, saved = {name: PARAMS[name] for name in ("w", "b")}, None
     for number, (n, x) in enumerate(zip((4, 2, 8), ROWS)):
-        step = fddp.train_step(mean_square, optimizer, group=group(n), schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            mean_square, optimizer, group=group(n), schedule=schedule, bucket_cap_mb=0
+        )
         state = step.init(like)
         if saved is not None:
             state = restore(saved, state)
@@ -187,7 +206,9 @@ OTHERS = {
 }
 
 
-def ready(replicas: fddp.Group, params: Any, optimizer: optax.GradientTransformation) -> fddp.TrainState:
+def ready(
+    replicas: fddp.Group, params: Any, optimizer: optax.GradientTransformation
+) -> fddp.TrainState:
     return fddp.train_step(mean_square, optimizer, group=replicas).init(params)
 
 
@@ -200,14 +221,23 @@ def test_a_model_that_does_not_fit_the_checkpoint_is_refused(group, tmp_path, ot
 
 def test_an_optimizer_that_does_not_fit_the_checkpoint_is_refused(group, tmp_path):
     save(tmp_path / "state", ready(group(2), {"w": W, "b": B}, optax.adam(1e-2)))
-    refused(tmp_path / "state", ready(group(2), {"w": W, "b": B}, optax.sgd(1e-2)), r"do not match(?s:.*)opt_state")
+    refused(
+        tmp_path / "state",
+        ready(group(2), {"w": W, "b": B}, optax.sgd(1e-2)),
+        r"do not match(?s:.*)opt_state",
+    )
 
 
 def test_an_array_of_another_shape_is_refused(group, tmp_path):
-    # One array on one device: Orbax reads several side by side, and drops with a warning those that it has begun.
+    # One array on one device: Orbax reads several side by side, and drops with a warning those that
+    # it has begun.
     own = lambda w: {"w": ready(group(1), {"w": w, "b": B}, optax.sgd(1e-2)).params["w"]}  # noqa: E731
     save(tmp_path / "w", own(W))
-    refused(tmp_path / "w", own(W[:2]), r"shape: \(2, 5\) is not compatible with the stored shape: \(3, 5\)")
+    refused(
+        tmp_path / "w",
+        own(W[:2]),
+        r"shape: \(2, 5\) is not compatible with the stored shape: \(3, 5\)",
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 8])

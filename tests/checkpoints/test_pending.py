@@ -1,4 +1,5 @@
-"""A checkpoint from between `no_sync` and a step: its gradients are in the mean of the step that follows."""
+"""A checkpoint from between `no_sync` and a step: its gradients are in the mean of the step that
+follows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -40,9 +41,14 @@ def loss_of(params: Any, x: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(x @ params["w"]) - 1) ** 2)
 
 
-def make(group: fddp.Group, aux: Callable[[Any], Any] = AUX["dict"], **options: Any) -> fddp.TrainStep:
+def make(
+    group: fddp.Group, aux: Callable[[Any], Any] = AUX["dict"], **options: Any
+) -> fddp.TrainStep:
     def loss(params: Any, x: Any, *, model_state: Any) -> Any:
-        return loss_of(params, x), ({"calls": model_state["calls"] + 1, "last": jnp.sum(x, dtype=jnp.float32)}, aux(x))
+        return loss_of(params, x), (
+            {"calls": model_state["calls"] + 1, "last": jnp.sum(x, dtype=jnp.float32)},
+            aux(x),
+        )
 
     options = {"broadcast_buffers": False} | options
     return fddp.train_step(loss, optax.sgd(RATE), group=group, **options)
@@ -77,7 +83,11 @@ def by_plain_jax(rows: np.ndarray) -> Any:
     replicas=[(4, 2), (2, 4), (3, 1), (1, 3), (4, 3), (2, 2)],
 )
 def test_pending_gradients_count_on_any_number_of_replicas(
-    group: Callable[[int], fddp.Group], x64: None, tmp_path: Path, replicas: tuple[int, int], options: Any
+    group: Callable[[int], fddp.Group],
+    x64: None,
+    tmp_path: Path,
+    replicas: tuple[int, int],
+    options: Any,
 ):
     before, after = replicas
     saved(make(group(before), **options), tmp_path)
@@ -123,7 +133,9 @@ def test_metrics_in_a_class_are_refused_with_a_way_out_that_works(
     aux = lambda x: Metrics(jnp.mean(x))  # noqa: E731
     saved(make(group(4), aux), tmp_path)
     step = make(group(2), aux)
-    with pytest.raises(ValueError, match=r"accumulated/(?s:.*)give a state that step.no_sync returned"):
+    with pytest.raises(
+        ValueError, match=r"accumulated/(?s:.*)give a state that step.no_sync returned"
+    ):
         restored(step, tmp_path, start(step))
     like, _ = step.no_sync(start(step), ROWS[:12])
     state, info = step(restored(step, tmp_path, like), ROWS[24:])
@@ -131,11 +143,17 @@ def test_metrics_in_a_class_are_refused_with_a_way_out_that_works(
     np.testing.assert_allclose(info.aux.mean, np.mean(ROWS), rtol=1e-12)
 
 
-def test_on_replicas_of_several_devices_a_state_with_pending_gradients_is_the_form(tmp_path: Path, x64: None):
+def test_on_replicas_of_several_devices_a_state_with_pending_gradients_is_the_form(
+    tmp_path: Path, x64: None
+):
     def make(replicas: int) -> tuple[fddp.TrainStep, fddp.TrainState]:
-        mesh = Mesh(np.array(jax.devices()[: 2 * replicas]).reshape(replicas, 2), ("replica", "model"))
+        mesh = Mesh(
+            np.array(jax.devices()[: 2 * replicas]).reshape(replicas, 2), ("replica", "model")
+        )
         step = fddp.train_step(loss, optax.sgd(RATE), group=fddp.mesh_group(mesh))
-        return step, step.init(jax.device_put(first, NamedSharding(mesh, PartitionSpec(None, "model"))))
+        return step, step.init(
+            jax.device_put(first, NamedSharding(mesh, PartitionSpec(None, "model")))
+        )
 
     loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) - 1) ** 2)  # noqa: E731
     first = np.linspace(-1, 1, 12).reshape(3, 4)
@@ -151,16 +169,22 @@ def test_on_replicas_of_several_devices_a_state_with_pending_gradients_is_the_fo
     close(state.params, first - RATE * jax.grad(loss)(first, ROWS))
 
 
-def test_another_models_pending_gradients_are_refused(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_another_models_pending_gradients_are_refused(
+    group: Callable[[int], fddp.Group], tmp_path: Path
+):
     saved(make(group(2)), tmp_path)
     step = fddp.train_step(loss_of, optax.sgd(RATE), group=group(2))
     with pytest.raises(ValueError, match="is of another training"):
         restored(step, tmp_path, step.init({"w": np.ones(3)}))
 
 
-def test_gradients_in_16_bits_and_complex_ones_are_added_up(group: Callable[[int], fddp.Group], tmp_path: Path):
+def test_gradients_in_16_bits_and_complex_ones_are_added_up(
+    group: Callable[[int], fddp.Group], tmp_path: Path
+):
     def loss(params: Any, x: Any) -> jax.Array:
-        return jnp.mean(x @ params["w"].astype(jnp.float32)) + jnp.mean(x) * jnp.abs(params["z"]) ** 2
+        return (
+            jnp.mean(x @ params["w"].astype(jnp.float32)) + jnp.mean(x) * jnp.abs(params["z"]) ** 2
+        )
 
     params = {"w": jnp.ones(3, jnp.bfloat16), "z": jnp.complex64(1 + 2j)}
     rows = np.ones((12, 3), np.float32)
@@ -174,4 +198,6 @@ def test_gradients_in_16_bits_and_complex_ones_are_added_up(group: Callable[[int
     assert pending is not None and state.accumulated is not None
     for leaf, before in zip(pending.sums.grads, state.accumulated.sums.grads):
         assert leaf.dtype == before.dtype and leaf.shape == (2, *before.shape[1:])
-        np.testing.assert_allclose(np.sum(np.asarray(leaf, complex), 0), np.sum(np.asarray(before, complex), 0))
+        np.testing.assert_allclose(
+            np.sum(np.asarray(leaf, complex), 0), np.sum(np.asarray(before, complex), 0)
+        )

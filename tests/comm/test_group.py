@@ -28,7 +28,11 @@ W = np.zeros((), np.float32)
 
 
 def test_replicas_are_the_devices_of_the_mesh(group):
-    assert [(group(n).rank, group(n).processes, group(n).size) for n in (1, 4, 8)] == [(0, 1, 1), (0, 1, 4), (0, 1, 8)]
+    assert [(group(n).rank, group(n).processes, group(n).size) for n in (1, 4, 8)] == [
+        (0, 1, 1),
+        (0, 1, 4),
+        (0, 1, 8),
+    ]
     assert (group(2).backend, group(2).axis_name) == ("local", "replica")
 
 
@@ -78,7 +82,11 @@ def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):
     assert jax.random.key_data(back["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
     for name in ("bf16", "f64", "flags", "empty"):
         got, expected = np.asarray(back[name]), np.asarray(tree[name])
-        assert (got.dtype, got.shape, got.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+        assert (got.dtype, got.shape, got.tobytes()) == (
+            expected.dtype,
+            expected.shape,
+            expected.tobytes(),
+        )
     assert back["none"] is None and group(2).broadcast({}) == {}
 
 
@@ -102,7 +110,11 @@ def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
 
 def test_a_group_refuses_what_it_cannot_do(group):
     two: fddp.Group = group(2)
-    refused(ValueError, "op must be one of sum, max, min, got 'mean'", lambda: two.all_reduce(1.0, "mean"))
+    refused(
+        ValueError,
+        "op must be one of sum, max, min, got 'mean'",
+        lambda: two.all_reduce(1.0, "mean"),
+    )
     refused(ValueError, r"root must be a rank in 0..0, got 1", lambda: two.broadcast(W, root=1))
     refused(ValueError, r"root must be a rank in 0..0, got -1", lambda: two.broadcast(W, root=-1))
     refused(ValueError, r"different numbers in 0..0, got \[0, 0\]", lambda: two.subgroup([0, 0]))
@@ -118,7 +130,9 @@ def test_all_reduce_needs_one_place_to_sum_over_and_an_operation_it_knows(group)
     refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan))
     refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan, **both))
     refused(
-        ValueError, "op must be 'sum' or 'mean', got 'max'", lambda: fddp.all_reduce(W, plan, group=group(2), op="max")
+        ValueError,
+        "op must be 'sum' or 'mean', got 'max'",
+        lambda: fddp.all_reduce(W, plan, group=group(2), op="max"),
     )
 
 
@@ -130,8 +144,14 @@ def test_mpi_drives_one_device_a_process():
 
 
 def test_init_refuses_what_no_world_can_be():
-    refused(ValueError, "backend must be one of nccl, gloo, mpi, local or None, got 'tcp'", lambda: fddp.init("tcp"))
-    refused(ValueError, "timeout_s must be more than 0 seconds, got 0", lambda: fddp.init(timeout_s=0))
+    refused(
+        ValueError,
+        "backend must be one of nccl, gloo, mpi, local or None, got 'tcp'",
+        lambda: fddp.init("tcp"),
+    )
+    refused(
+        ValueError, "timeout_s must be more than 0 seconds, got 0", lambda: fddp.init(timeout_s=0)
+    )
     refused(ValueError, "got nan", lambda: fddp.init(timeout_s=math.nan))
     for name, value, says in (
         ("stall_s", "x", "more than 0 seconds, got 'x'"),
@@ -151,7 +171,9 @@ def test_init_refuses_what_no_world_can_be():
 def test_a_process_joins_one_world():
     world = fddp.init()
     assert fddp.init() is world and fddp.init() == world
-    refused(ValueError, "was called before with .* and now with .*'gloo'", lambda: fddp.init("gloo"))
+    refused(
+        ValueError, "was called before with .* and now with .*'gloo'", lambda: fddp.init("gloo")
+    )
     refused(ValueError, "a process joins one world", lambda: fddp.init(rank=0, size=2))
 
 
@@ -161,13 +183,15 @@ STARTS = {
     "fddp.init(rank=1)": "rank and size belong together, got rank=1 and size=None.",
     "fddp.init(rank=2, size=2)": "fddp.init's arguments says this is rank 2 of 2",
     "fddp.init('gloo', rank=0, size=2)": "fddp.init's arguments does not say where rank 0 is",
-    "fddp.init('gloo', rank=0, size=2, coordinator='here')": "the coordinator 'here'; it must be host:port",
+    "fddp.init('gloo', rank=0, size=2, coordinator='here')": (
+        "the coordinator 'here'; it must be host:port"
+    ),
 }
 # A process of its own, which never joins a world. It does not find mpi4jax until the end.
 SCRIPT = """
 import importlib.util, json, os
 find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *package: None if name == "mpi4jax" else find(name, *package)
+importlib.util.find_spec = lambda name, *args: None if name == "mpi4jax" else find(name, *args)
 import fddp
 said = {}
 for call in CALLS:
@@ -189,7 +213,9 @@ print(json.dumps(said))
 def said() -> dict[str, str]:
     script = SCRIPT.replace("CALLS", repr(list(STARTS)))
     env = {"JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"]}
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=env)
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=env
+    )
     return json.loads(ended.stdout)
 
 
@@ -208,7 +234,11 @@ def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(said):
     )
 
 
-@pytest.mark.parametrize("value", [(np.ones(2), np.ones(3)), {"a": 1}, None, "text", jax.random.key(0)], ids=type)
+@pytest.mark.parametrize(
+    "value", [(np.ones(2), np.ones(3)), {"a": 1}, None, "text", jax.random.key(0)], ids=type
+)
 def test_a_group_reduces_one_numeric_array(group, value):
-    with pytest.raises(TypeError, match=r"(?s)take one numeric array or number, got \w+ .*jax\.tree\.map\(group"):
+    with pytest.raises(
+        TypeError, match=r"(?s)take one numeric array or number, got \w+ .*jax\.tree\.map\(group"
+    ):
         group(2).all_reduce(value)

@@ -1,4 +1,5 @@
-"""Sums over nodes first and then between nodes: those of plain sums, on all replicas alike, in every schedule."""
+"""Sums over nodes first and then between nodes: those of plain sums, on all replicas alike, in
+every schedule."""
 
 import json
 import re
@@ -45,13 +46,16 @@ def test_whole_numbers_are_summed_exactly_between_programs_and_inside(group, loc
 def test_all_replicas_get_the_same_bits(group, local):
     levels, own = group(4).hierarchical(local), group(4).placement.per_replica
     rows = RNG.normal(size=(4, 5, 7)).astype(np.float32)
-    every = levels.placement.program(lambda x: levels.communicator.all_reduce(x[0])[None], (own,), own)(rows)
+    every = levels.placement.program(
+        lambda x: levels.communicator.all_reduce(x[0])[None], (own,), own
+    )(rows)
     assert every.shape == rows.shape and len({np.asarray(copy).tobytes() for copy in every}) == 1
     np.testing.assert_allclose(every[0], rows.astype(np.float64).sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_sixteen_bits_are_rounded_once_and_not_at_every_level(group):
-    """1 + 2⁻⁸, the sum of the first node, is 1 in bfloat16; 1 + 2⁻⁷, the sum of both, is a number there."""
+    """1 + 2⁻⁸, the sum of the first node, is 1 in bfloat16; 1 + 2⁻⁷, the sum of both, is a number
+    there."""
     levels, own = group(4).hierarchical(2), group(4).placement.per_replica
     x = np.array([1, 2**-8, 2**-8, 0], jnp.bfloat16)
     inside = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)(x)
@@ -83,11 +87,15 @@ def test_both_levels_together_send_the_bytes_of_a_sum_at_once(group, local):
             total, sent["network"] = count_bytes(there, over_network)
             return total
 
-        total, sent["node"] = count_bytes(axis_communicator("replica", local, "cpu", among=nodes), over_node)
+        total, sent["node"] = count_bytes(
+            axis_communicator("replica", local, "cpu", among=nodes), over_node
+        )
         return total
 
     own = group(4).placement.per_replica
-    group(4).placement.program(inside, (own,), REPLICATED).lower(jax.ShapeDtypeStruct((4 * 1000,), jnp.float32))
+    group(4).placement.program(inside, (own,), REPLICATED).lower(
+        jax.ShapeDtypeStruct((4 * 1000,), jnp.float32)
+    )
     count = 4 // local
     assert sent["network"] == 2 * (count - 1) * 4000 // (count * local)
     assert sent["node"] + sent["network"] == 2 * 3 * 4000 // 4
@@ -114,7 +122,10 @@ def loss_fn(params: Any, x: Any) -> Any:
 @pytest.mark.steps
 @pytest.mark.parametrize(
     "schedule, options",
-    [*((schedule, {}) for schedule in SCHEDULES), ("fused", {"hook": hooks.powersgd(2, start_step=0)})],
+    [
+        *((schedule, {}) for schedule in SCHEDULES),
+        ("fused", {"hook": hooks.powersgd(2, start_step=0)}),
+    ],
     ids=[*SCHEDULES, "powersgd"],
 )
 def test_a_training_is_that_of_plain_sums_to_rounding(group, schedule, options):
@@ -125,13 +136,17 @@ def test_a_training_is_that_of_plain_sums_to_rounding(group, schedule, options):
         state, info = step(state, BATCH)
         return jax.device_get(state.params), float(info.loss), info.sent.tolist()
 
-    (params, loss, sent), (plain, plain_loss, plain_sent) = map(trained, (group(4).hierarchical(2), group(4)))
+    (params, loss, sent), (plain, plain_loss, plain_sent) = map(
+        trained, (group(4).hierarchical(2), group(4))
+    )
     close(params, plain, rtol=2e-4, atol=2e-5)
     assert loss == pytest.approx(plain_loss, rel=1e-4) and sent == plain_sent
 
 
 def test_groups_that_sum_in_different_ways_do_not_take_turns(group):
-    with pytest.raises(ValueError, match=r"group 1 is 4 replicas .*, over nodes of 2 first, on processes \[0\]"):
+    with pytest.raises(
+        ValueError, match=r"group 1 is 4 replicas .*, over nodes of 2 first, on processes \[0\]"
+    ):
         fddp.round_robin([group(4), group(4).hierarchical(2)])
 
 
@@ -149,7 +164,8 @@ def test_nodes_are_whoever_has_one_host_wherever_they_lie():
 
 def test_unequal_nodes_are_refused_with_their_sizes():
     says = (
-        "the 4 replicas of this group lie on 2 nodes, on one 1 and on another 3, .* give local=, how many shall count"
+        "the 4 replicas of this group lie on 2 nodes, on one 1 and on another 3, .* give local=, "
+        "how many shall count"
     )
     with pytest.raises(ValueError, match=says):
         by_node(["a", "a", "a", "b"])
@@ -162,8 +178,12 @@ def test_a_node_has_a_divisor_of_the_replicas(group, local):
 
 
 def test_replicas_of_several_devices_are_refused():
-    parts = fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "model")))
-    with pytest.raises(ValueError, match=r"needs replicas of one device each, .* is several, along 'model'"):
+    parts = fddp.mesh_group(
+        jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "model"))
+    )
+    with pytest.raises(
+        ValueError, match=r"needs replicas of one device each, .* is several, along 'model'"
+    ):
         parts.hierarchical(2)
 
 
@@ -177,8 +197,12 @@ CLAIMS = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("backend, size, devices", [pytest.param("mpi", 4, 1, marks=pytest.mark.slow), ("gloo", 2, 2)])
-def test_two_nodes_of_two_replicas_sum_over_nodes_first(backend: str, size: int, devices: int, tmp_path: Path):
+@pytest.mark.parametrize(
+    "backend, size, devices", [pytest.param("mpi", 4, 1, marks=pytest.mark.slow), ("gloo", 2, 2)]
+)
+def test_two_nodes_of_two_replicas_sum_over_nodes_first(
+    backend: str, size: int, devices: int, tmp_path: Path
+):
     outcome = launch(
         backend,
         size,

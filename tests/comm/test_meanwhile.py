@@ -33,7 +33,11 @@ def test_it_is_said_first_after_a_while_and_again_and_again(capsys):
     before = threading.active_count()
     with reports(state, 0.01, 0.01):
         assert enough.wait(60)
-    assert capsys.readouterr().err.splitlines()[:3] == ["fddp: said 1", "fddp: said 2", "fddp: said 3"]
+    assert capsys.readouterr().err.splitlines()[:3] == [
+        "fddp: said 1",
+        "fddp: said 2",
+        "fddp: said 3",
+    ]
     assert threading.active_count() == before
 
 

@@ -32,13 +32,21 @@ def test_a_jax_array_takes_the_memory_over_and_gives_it_back():
     other[:] = 8
     assert other.ctypes.data != address and np.all(np.asarray(taken) == 7)
     del taken
-    jax.block_until_ready(jax.device_put(np.zeros(1)) + 1)  # JAX lets go of memory that is not its own at its next call
+    jax.block_until_ready(
+        jax.device_put(np.zeros(1)) + 1
+    )  # JAX lets go of memory that is not its own at its next call
     assert like(np.zeros(1000, np.float32)).ctypes.data == address
 
 
 def test_arrays_are_aligned_and_of_the_asked_size_and_dtype():
     like = receive_buffers()
-    for size, dtype in ((1, np.float32), (17, np.float64), (5, np.uint8), (17, np.float32), (34, np.uint16)):
+    for size, dtype in (
+        (1, np.float32),
+        (17, np.float64),
+        (5, np.uint8),
+        (17, np.float32),
+        (34, np.uint16),
+    ):
         got = like(np.zeros(size, dtype))
         assert got.shape == (size,) and got.dtype == dtype and got.ctypes.data % ALIGNMENT == 0
         got[:] = 1

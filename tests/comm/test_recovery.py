@@ -1,4 +1,5 @@
-"""Ranks that go on after an error: together, or not at all. Claims of all ranks are in `on_ranks/recovery.py`."""
+"""Ranks that go on after an error: together, or not at all. Claims of all ranks are in
+`on_ranks/recovery.py`."""
 
 from pathlib import Path
 
@@ -6,7 +7,10 @@ import pytest
 from processes import PATIENT_S, ended, on
 
 pytestmark = pytest.mark.ranks
-NOT_TOGETHER = "RuntimeError: an earlier error left this rank at message 8 of its group, and not all ranks came back"
+NOT_TOGETHER = (
+    "RuntimeError: an earlier error left this rank at message 8 of its group, and not all ranks "
+    "came back"
+)
 SLOW = pytest.mark.slow
 TRIES = [
     ("mpi", "again"),
@@ -17,13 +21,17 @@ TRIES = [
 
 
 @pytest.mark.parametrize("backend, how", TRIES)
-def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(backend: str, how: str, tmp_path: Path):
+def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(
+    backend: str, how: str, tmp_path: Path
+):
     _, last = ended(tmp_path, backend, how, "retries.py")
     assert NOT_TOGETHER in last
 
 
 @on("gloo")
-def test_a_rank_that_failed_before_an_eager_step_sent_and_tries_again_ends_all(backend: str, tmp_path: Path):
+def test_a_rank_that_failed_before_an_eager_step_sent_and_tries_again_ends_all(
+    backend: str, tmp_path: Path
+):
     """The others have used up what was gathered for this step."""
     _, last = ended(tmp_path, backend, "before", "retries.py")
     assert NOT_TOGETHER.replace("message 8", "message 11") in last
@@ -45,6 +53,8 @@ def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, how: s
 
 
 @on("mpi")
-def test_a_rank_too_late_from_an_error_of_all_hears_that_the_others_gave_up(backend: str, tmp_path: Path):
+def test_a_rank_too_late_from_an_error_of_all_hears_that_the_others_gave_up(
+    backend: str, tmp_path: Path
+):
     for output in ended(tmp_path, backend, "late", "retries.py", grace_s=PATIENT_S):
         assert NOT_TOGETHER in output or "failed as the others did" in output

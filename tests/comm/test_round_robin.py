@@ -1,4 +1,5 @@
-"""Groups that take the buckets in turn; several processes are held to it in `on_ranks/round_robin.py`."""
+"""Groups that take the buckets in turn; several processes are held to it in
+`on_ranks/round_robin.py`."""
 
 import threading
 from dataclasses import replace
@@ -28,7 +29,8 @@ def test_staged_has_as_many_all_reduces_under_way_as_there_are_links(group):
 
         return two.transport._replace(all_reduce=reduce)
 
-    # The devices of one process would wait for each other if programs reached them in different orders.
+    # The devices of one process would wait for each other if programs reached them in different
+    # orders.
     lock = threading.Lock()
 
     def one_at_a_time(x: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """Ranks that have run out of data count for nothing, on every schedule.
 
-PyTorch's test_ddp_uneven_inputs and test_ddp_grad_div_uneven_inputs. Here the replicas are devices of one process and
-the batches those that `fddp.join` yields; that real ranks agree on when to end is tested in `on_ranks/join.py`.
+PyTorch's test_ddp_uneven_inputs and test_ddp_grad_div_uneven_inputs. Here the replicas are devices
+of one process and the batches those that `fddp.join` yields; that real ranks agree on when to end
+is tested in `on_ranks/join.py`.
 """
 
 from typing import Any
@@ -44,7 +45,9 @@ def parts(active: list[int]) -> list[np.ndarray]:
 def test_gradients_are_those_of_active_ranks_over_all_ranks_or_over_the_active_ones(
     group, x64, schedule, steps, active
 ):
-    f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, accumulation_steps=steps)
+    f = fddp.value_and_grad(
+        loss, group=group(REPLICAS), schedule=schedule, accumulation_steps=steps
+    )
     values = [jax.value_and_grad(loss)(W, part) for part in parts(active)]
     for divide_by_all, divisor in ((True, REPLICAS), (False, max(len(active), 1))):
         got = f(W, joined(active, divide_by_all))
@@ -66,19 +69,24 @@ def test_a_hook_and_join_go_together(group, schedule):
     f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, hook=fddp.hooks.bf16())
     _, grads = f(np.float32(W), joined([1, 3], False)._replace(rows=np.float32(BATCH)))
     expected = sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in parts([1, 3])) / 2
-    np.testing.assert_allclose(grads, expected, rtol=2**-6, atol=2**-8 * float(np.abs(expected).max()))
+    np.testing.assert_allclose(
+        grads, expected, rtol=2**-6, atol=2**-8 * float(np.abs(expected).max())
+    )
 
 
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        norm = fddp.BatchNorm(use_running_average=False, momentum=0.0, axis_name="replica", param_dtype=jnp.float64)
+        norm = fddp.BatchNorm(
+            use_running_average=False, momentum=0.0, axis_name="replica", param_dtype=jnp.float64
+        )
         return norm(nn.Dense(4, param_dtype=jnp.float64)(x))
 
 
 @pytest.mark.steps
 def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
-    """Those of ranks that are done as well: they are a batch like any other, whose loss does not count."""
+    """Those of ranks that are done as well: they are a batch like any other, whose loss does not
+    count."""
     model = Normed()
     variables: Any = model.init(jax.random.key(0), BATCH)
 
@@ -100,14 +108,17 @@ def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
 
     expected = jax.grad(by_hand)(variables["params"])
     close(grads, expected, rtol=1e-9)
-    hidden = BATCH @ variables["params"]["Dense_0"]["kernel"] + variables["params"]["Dense_0"]["bias"]
+    hidden = (
+        BATCH @ variables["params"]["Dense_0"]["kernel"] + variables["params"]["Dense_0"]["bias"]
+    )
     close(new["batch_stats"]["BatchNorm_0"]["mean"], hidden.mean(0))
 
 
 @SCHEDULES
 @pytest.mark.parametrize("leader", [0, 2, 3])
 def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule, leader):
-    """As DDP does it: a rank that goes on with its last batch must not fill everybody's statistics with it."""
+    """As DDP does it: a rank that goes on with its last batch must not fill everybody's statistics
+    with it."""
 
     def counting(w: Any, x: Any, *, model_state: Any) -> Any:
         return jnp.mean((x - w) ** 2), (model_state + jnp.mean(x), None)
@@ -123,7 +134,9 @@ def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule
 
 @pytest.mark.steps
 @SCHEDULES
-@pytest.mark.parametrize(("active", "mean"), [([0, 1, 2, 3], 11.5), ([1, 3], 12), ([3], 13), ([], 10)], ids=str)
+@pytest.mark.parametrize(
+    ("active", "mean"), [([0, 1, 2, 3], 11.5), ([1, 3], 12), ([3], 13), ([], 10)], ids=str
+)
 def test_buffers_are_averaged_over_those_that_still_have_data(group, schedule, active, mean):
     """Of a group in which nobody has, the buffers stay."""
 

@@ -1,4 +1,5 @@
-"""The sampler: every row once an epoch, the same batches on any number of processes, a restart at any step."""
+"""The sampler: every row once an epoch, the same batches on any number of processes, a restart at
+any step."""
 
 import math
 from itertools import islice
@@ -20,9 +21,13 @@ flags = st.booleans()
 SOUND: dict[str, Any] = {"rows": 50, "batch": 8, "size": 2}
 
 
-def shares(rows: int, batch: int, size: int, epoch: int = 0, **options: Any) -> Int[np.ndarray, "size steps local"]:
+def shares(
+    rows: int, batch: int, size: int, epoch: int = 0, **options: Any
+) -> Int[np.ndarray, "size steps local"]:
     """What each rank reads in an epoch."""
-    return np.stack([epoch_samples(rows, batch, epoch, rank=rank, size=size, **options) for rank in range(size)])
+    return np.stack(
+        [epoch_samples(rows, batch, epoch, rank=rank, size=size, **options) for rank in range(size)]
+    )
 
 
 def first(count: int, *args: Any, **options: Any) -> list[list[int]]:
@@ -33,7 +38,9 @@ def first(count: int, *args: Any, **options: Any) -> list[list[int]]:
 
 
 @given(counts, locals_, sizes, flags)
-def test_an_epoch_reads_every_row_equally_often_but_for_its_padding(rows: int, local: int, size: int, shuffle: bool):
+def test_an_epoch_reads_every_row_equally_often_but_for_its_padding(
+    rows: int, local: int, size: int, shuffle: bool
+):
     batch = local * size
     read = shares(rows, batch, size, shuffle=shuffle)
     often = np.bincount(read.ravel(), minlength=rows)
@@ -62,7 +69,8 @@ def test_drop_last_leaves_out_only_what_fills_no_batch(rows: int, local: int, si
         np.testing.assert_array_equal(read, shares(rows, batch, size)[:, : rows // batch])
 
 
-# Peer: test_DistributedSampler_padding of PyTorch; its sampler deals out single rows, so the batch is one row a rank.
+# Peer: test_DistributedSampler_padding of PyTorch; its sampler deals out single rows, so the batch
+# is one row a rank.
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_ranks_read_as_many_rows_as_with_torch(size: int):
     rows, tiny = 100 + size + 1, max(size // 2 - 1, 1)
@@ -73,7 +81,9 @@ def test_ranks_read_as_many_rows_as_with_torch(size: int):
 
 
 def test_ranks_read_the_rows_that_torch_deals_them():
-    read = shares(11, 3, 3, shuffle=False)[..., 0]  # list(DistributedSampler(range(11), 3, rank, shuffle=False))
+    read = shares(11, 3, 3, shuffle=False)[
+        ..., 0
+    ]  # list(DistributedSampler(range(11), 3, rank, shuffle=False))
     assert read.tolist() == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 0]]
 
 
@@ -88,7 +98,9 @@ def test_no_row_is_read_twice_in_a_step_unless_there_are_too_few(rows: int, loca
 
 
 @given(counts, st.sampled_from([2, 3, 4, 6, 12]), st.integers(0, 3), flags)
-def test_a_step_reads_the_same_rows_on_any_number_of_processes(rows: int, size: int, epoch: int, shuffle: bool):
+def test_a_step_reads_the_same_rows_on_any_number_of_processes(
+    rows: int, size: int, epoch: int, shuffle: bool
+):
     (alone,) = shares(rows, 12, 1, epoch, shuffle=shuffle)
     together = np.concatenate(shares(rows, 12, size, epoch, shuffle=shuffle), axis=1)
     np.testing.assert_array_equal(np.sort(together, axis=1), np.sort(alone, axis=1))
@@ -102,15 +114,23 @@ def test_without_shuffling_rows_come_in_order():
 
 
 def test_epochs_and_seeds_differ_and_can_be_repeated():
-    orders = {(seed, epoch): epoch_samples(40, 8, epoch, seed=seed) for seed in range(3) for epoch in range(3)}
-    assert len({order.tobytes() for order in orders.values()}) == 9  # epoch 1 of seed 0 is not epoch 0 of seed 1
+    orders = {
+        (seed, epoch): epoch_samples(40, 8, epoch, seed=seed)
+        for seed in range(3)
+        for epoch in range(3)
+    }
+    assert (
+        len({order.tobytes() for order in orders.values()}) == 9
+    )  # epoch 1 of seed 0 is not epoch 0 of seed 1
     for (seed, epoch), order in orders.items():
         np.testing.assert_array_equal(order, epoch_samples(40, 8, epoch, seed=seed))
 
 
 @given(counts, locals_, flags)
 def test_steps_are_those_of_one_epoch_after_the_other(rows: int, batch: int, shuffle: bool):
-    epochs = np.concatenate([epoch_samples(rows, batch, epoch, shuffle=shuffle, seed=5) for epoch in range(3)])
+    epochs = np.concatenate(
+        [epoch_samples(rows, batch, epoch, shuffle=shuffle, seed=5) for epoch in range(3)]
+    )
     assert first(len(epochs), rows, batch, shuffle=shuffle, seed=5) == epochs.tolist()
 
 
@@ -118,12 +138,17 @@ def test_steps_are_those_of_one_epoch_after_the_other(rows: int, batch: int, shu
 
 
 @given(counts, locals_, sizes, flags, st.integers(0, 30))
-def test_a_restart_at_any_step_reads_what_would_have_come(rows: int, local: int, size: int, drop: bool, start: int):
+def test_a_restart_at_any_step_reads_what_would_have_come(
+    rows: int, local: int, size: int, drop: bool, start: int
+):
     batch = local * size
     drop = drop and rows >= batch
     for rank in range(size):
         whole = first(start + 8, rows, batch, rank=rank, size=size, drop_last=drop)
-        assert first(8, rows, batch, rank=rank, size=size, drop_last=drop, start_step=start) == whole[start:]
+        assert (
+            first(8, rows, batch, rank=rank, size=size, drop_last=drop, start_step=start)
+            == whole[start:]
+        )
 
 
 def test_a_restart_far_away_replays_nothing():

@@ -1,4 +1,5 @@
-"""Metrics over all rows, against NumPy on the joined rows; real ranks are held to them in `on_ranks/evaluation.py`."""
+"""Metrics over all rows, against NumPy on the joined rows; real ranks are held to them in
+`on_ranks/evaluation.py`."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -54,7 +55,8 @@ def test_metrics_are_means_over_all_rows_however_they_lie_in_batches(group, x64,
 
 
 def test_a_weighted_metric_is_a_mean_over_what_it_counts(group, x64):
-    """The accuracy of each class: no batch has rows of the last, whose mean is then a number in none of them."""
+    """The accuracy of each class: no batch has rows of the last, whose mean is then a number in
+    none of them."""
 
     def of_classes(w: Any, batch: Any) -> Any:
         x, label = batch
@@ -68,7 +70,10 @@ def test_a_weighted_metric_is_a_mean_over_what_it_counts(group, x64):
 
 def test_many_batches_are_added_up_in_64_bits(group):
     numbers = np.array([2**24, *99 * [1]], np.float32)
-    assert fddp.evaluate(lambda w, x: jnp.mean(x), (), numbers[:, None], group=group(1)) == (2**24 + 99) / 100
+    assert (
+        fddp.evaluate(lambda w, x: jnp.mean(x), (), numbers[:, None], group=group(1))
+        == (2**24 + 99) / 100
+    )
 
 
 def test_a_metric_of_16_bits_counts_with_what_it_is(group):
@@ -128,7 +133,9 @@ def test_a_state_is_evaluated_however_replicas_hold_it_and_goes_on(group, x64, k
 def test_a_flax_module_stands_in_the_place_of_parameters(group):
     def built() -> nnx.Sequential:
         rngs = nnx.Rngs(0)
-        return nnx.Sequential(nnx.Linear(3, 5, rngs=rngs), nnx.BatchNorm(5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+        return nnx.Sequential(
+            nnx.Linear(3, 5, rngs=rngs), nnx.BatchNorm(5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        )
 
     def metric(model: Any, x: Any) -> Any:
         return jnp.mean(model(x))
@@ -186,10 +193,22 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception]]] = {
     "Python lists of numbers, a: make arrays": (metrics, [{"a": [1.0, 2.0]}], ValueError),
     "the batch is empty": (metrics, [{}], ValueError),
     "metric_fn must be a function, got float": (0.5, [X], TypeError),
-    "metric_fn must return metrics, floats in a tree, got None": (lambda w, x: None, [X], TypeError),
+    "metric_fn must return metrics, floats in a tree, got None": (
+        lambda w, x: None,
+        [X],
+        TypeError,
+    ),
     r"metric\['right'\] must be a float.* got int32: .*Weighted": (counted, [X], TypeError),
-    r"metric must have one shape for all batches, got \[8\] and \[21\]": (no_mean, [X[:8], X[8:]], ValueError),
-    r"metric weighs \[8\] and is \[\]": (lambda w, x: fddp.Weighted(jnp.mean(x), x[:, 0]), [X[:8]], ValueError),
+    r"metric must have one shape for all batches, got \[8\] and \[21\]": (
+        no_mean,
+        [X[:8], X[8:]],
+        ValueError,
+    ),
+    r"metric weighs \[8\] and is \[\]": (
+        lambda w, x: fddp.Weighted(jnp.mean(x), x[:, 0]),
+        [X[:8]],
+        ValueError,
+    ),
     "division by zero": (lambda w, x: 1 / 0, [X], ZeroDivisionError),
 }
 

@@ -1,4 +1,5 @@
-"""The rows of all ranks; that real ranks gather as many as each has is held in `on_ranks/evaluation.py`."""
+"""The rows of all ranks; that real ranks gather as many as each has is held in
+`on_ranks/evaluation.py`."""
 
 from typing import Any
 
@@ -11,7 +12,9 @@ import fddp
 
 
 def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
-    monkeypatch.setattr("fddp.comm.allgatherv.CHUNK_BYTES", 5)  # in many messages, of which no array is a whole number
+    monkeypatch.setattr(
+        "fddp.comm.allgatherv.CHUNK_BYTES", 5
+    )  # in many messages, of which no array is a whole number
     tree = {
         "bf16": jnp.array([[np.nan, -0.0, 1 / 3]], jnp.bfloat16),
         "f64": np.array([1 / 3, -np.inf]),
@@ -23,7 +26,11 @@ def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
     got = fddp.gather_rows(tree, group=group(2))
     assert jax.tree.structure(got) == jax.tree.structure(tree)
     for x, expected in zip(jax.tree.leaves(got), map(np.asarray, jax.tree.leaves(tree))):
-        assert (x.dtype, x.shape, x.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+        assert (x.dtype, x.shape, x.tobytes()) == (
+            expected.dtype,
+            expected.shape,
+            expected.tobytes(),
+        )
 
 
 @pytest.mark.parametrize(
@@ -31,7 +38,10 @@ def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
     [
         ([1, 2], r"the array\[0\] must be an array of numbers, got int"),
         (np.array(["cat"]), "must be an array of numbers, got <U3"),
-        ({"seen": jax.random.split(jax.random.key(0))}, r"the array\['seen'\] must be an array of numbers, got key"),
+        (
+            {"seen": jax.random.split(jax.random.key(0))},
+            r"the array\['seen'\] must be an array of numbers, got key",
+        ),
         (jnp.zeros(()), r"has no dims, and rows lie along the first: give x\[None\]"),
     ],
 )

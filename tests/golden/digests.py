@@ -1,4 +1,5 @@
-"""Digests of what a step gives to XLA, and of its tasks: a change of names or records changes none of them.
+"""Digests of what a step gives to XLA, and of its tasks: a change of names or records changes none
+of them.
 
     python tests/golden/digests.py
 
@@ -55,7 +56,10 @@ def layer(x: Any, w: Any) -> tuple[Any, None]:
 def with_buffers(params: Any, rows: Any, *, model_state: Any, rng: Any) -> Any:
     """Dropout, a running mean and a metric."""
     kept = rows * jax.random.bernoulli(rng, 0.9, rows.shape)
-    return unrolled(params, kept), ({"mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(rows, 0)}, jnp.max(rows))
+    return unrolled(params, kept), (
+        {"mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(rows, 0)},
+        jnp.max(rows),
+    )
 
 
 def summed(params: Any, rows: Any) -> jax.Array:
@@ -71,7 +75,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "state": {"shard": "state"},
 }
 CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
-    f"{loss} {way} {schedule}": (LOSSES[loss], optax.adamw(0.1), {**OPTIONS[way], "schedule": schedule})
+    f"{loss} {way} {schedule}": (
+        LOSSES[loss],
+        optax.adamw(0.1),
+        {**OPTIONS[way], "schedule": schedule},
+    )
     for loss, way, schedule in product(LOSSES, OPTIONS, ("fused", "staged", "eager", "after"))
     if (way, schedule) != ("optimizer", "eager")
 } | {
@@ -79,29 +87,84 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     for name, loss, optimizer, options in (
         ("held", unrolled, optax.adamw(0.1), {"schedule": "held"}),
         ("unordered", unrolled, optax.adamw(0.1), {"schedule": "unordered"}),
-        ("a norm", unrolled, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)), {"shard": "state"}),
-        ("a matrix at its home", unrolled, optax.contrib.muon(0.1), {"shard": "optimizer", "schedule": "staged"}),
+        (
+            "a norm",
+            unrolled,
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+            {"shard": "state"},
+        ),
+        (
+            "a matrix at its home",
+            unrolled,
+            optax.contrib.muon(0.1),
+            {"shard": "optimizer", "schedule": "staged"},
+        ),
         ("accumulated", unrolled, optax.sgd(0.1, momentum=0.9), {"accumulation_steps": 2}),
-        ("accumulated staged", unrolled, optax.sgd(0.1), {"accumulation_steps": 2, "schedule": "staged"}),
-        ("accumulated shards", unrolled, optax.adamw(0.1), {"accumulation_steps": 2, "shard": "state"}),
+        (
+            "accumulated staged",
+            unrolled,
+            optax.sgd(0.1),
+            {"accumulation_steps": 2, "schedule": "staged"},
+        ),
+        (
+            "accumulated shards",
+            unrolled,
+            optax.adamw(0.1),
+            {"accumulation_steps": 2, "shard": "state"},
+        ),
         ("unused", unrolled, optax.sgd(0.1), {"find_unused_parameters": True}),
-        ("skipped", unrolled, optax.sgd(0.1), {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}),
+        (
+            "skipped",
+            unrolled,
+            optax.sgd(0.1),
+            {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        ),
         ("finite", unrolled, fddp.dynamic_scale(optax.sgd(0.1)), {"skip_nonfinite": True}),
-        ("gathered twice", scanned, optax.adamw(0.1), {"shard": "state", "reshard_after_forward": True}),
+        (
+            "gathered twice",
+            scanned,
+            optax.adamw(0.1),
+            {"shard": "state", "reshard_after_forward": True},
+        ),
         ("buffers", with_buffers, optax.sgd(0.1), {}),
-        ("mean buffers staged", with_buffers, optax.sgd(0.1), {"broadcast_buffers": "mean", "schedule": "staged"}),
+        (
+            "mean buffers staged",
+            with_buffers,
+            optax.sgd(0.1),
+            {"broadcast_buffers": "mean", "schedule": "staged"},
+        ),
         ("a collective", summed, optax.sgd(0.1), {}),
         ("a collective staged", summed, optax.sgd(0.1), {"schedule": "staged"}),
         ("bf16", unrolled, optax.sgd(0.1), {"hook": hooks.bf16()}),
         ("topk", unrolled, optax.sgd(0.1), {"hook": hooks.topk(0.25)}),
-        ("quantize staged", unrolled, optax.sgd(0.1), {"hook": hooks.quantize(), "schedule": "staged"}),
-        ("quantize shards", unrolled, optax.adamw(0.1), {"hook": hooks.quantize(), "shard": "optimizer"}),
+        (
+            "quantize staged",
+            unrolled,
+            optax.sgd(0.1),
+            {"hook": hooks.quantize(), "schedule": "staged"},
+        ),
+        (
+            "quantize shards",
+            unrolled,
+            optax.adamw(0.1),
+            {"hook": hooks.quantize(), "shard": "optimizer"},
+        ),
         ("powersgd", unrolled, optax.sgd(0.1), {"hook": hooks.powersgd(2, start_step=0)}),
         ("virtual replicas", unrolled, optax.sgd(0.1), {"virtual_replicas": 8}),
         ("local steps", unrolled, fddp.local_steps(optax.adam(0.1), every=2), {}),
-        ("fragments", unrolled, fddp.local_steps(optax.adam(0.1), outer=optax.sgd(0.7), every=4, fragments=2), {}),
+        (
+            "fragments",
+            unrolled,
+            fddp.local_steps(optax.adam(0.1), outer=optax.sgd(0.7), every=4, fragments=2),
+            {},
+        ),
         ("caps", unrolled, optax.sgd(0.1), {"bucket_cap_mb": [0.0001, 0.001], "order": "reverse"}),
-        ("ignored", unrolled, optax.sgd(0.1), {"ignore": lambda path: path.startswith("layers/bias")}),
+        (
+            "ignored",
+            unrolled,
+            optax.sgd(0.1),
+            {"ignore": lambda path: path.startswith("layers/bias")},
+        ),
     )
 }
 
@@ -110,7 +173,11 @@ def digest(case: str) -> str:
     """The digest of one configuration's plan and tasks, and of its program where it is one."""
     loss, optimizer, options = CASES[case]
     group = fddp.mesh_group(Mesh(np.array(jax.devices()[:REPLICAS]), "replica"))
-    small: dict[str, Any] = {"bucket_cap_mb": 0.0003, "first_bucket_mb": 0.0001, "last_bucket_mb": 0.0001}
+    small: dict[str, Any] = {
+        "bucket_cap_mb": 0.0003,
+        "first_bucket_mb": 0.0001,
+        "last_bucket_mb": 0.0001,
+    }
     step = fddp.train_step(loss, optimizer, group=group, **(small | options))
     buffered = {"model_state": {"mean": np.zeros(5, np.float32)}, "rng": jax.random.key(0)}
     state = step.init(weights(), **(buffered if loss is with_buffers else {}))

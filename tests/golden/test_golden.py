@@ -1,4 +1,5 @@
-"""What XLA is given of a step does not change unseen; `python tests/golden/digests.py` writes it down anew."""
+"""What XLA is given of a step does not change unseen; `python tests/golden/digests.py` writes it
+down anew."""
 
 import json
 
@@ -8,7 +9,12 @@ from golden.digests import CASES, FOLDER, digest, known
 
 pytestmark = pytest.mark.steps
 QUICK = (
-    *("unrolled whole staged", "scanned whole fused", "scanned state eager", "a matrix at its home"),
+    *(
+        "unrolled whole staged",
+        "scanned whole fused",
+        "scanned state eager",
+        "a matrix at its home",
+    ),
     *("accumulated shards", "buffers", "quantize shards", "fragments"),
 )
 

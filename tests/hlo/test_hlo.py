@@ -21,7 +21,12 @@ def work_of(text, name):
 
 
 def entry(*lines):
-    return HEAD + "ENTRY %main (p: f32[]) -> f32[] {\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
+    return (
+        HEAD
+        + "ENTRY %main (p: f32[]) -> f32[] {\n"
+        + "".join(f"  {line}\n" for line in lines)
+        + "}\n"
+    )
 
 
 ### Reading
@@ -30,10 +35,13 @@ def entry(*lines):
 def test_a_line_has_a_name_a_result_operands_and_attributes():
     text = entry(
         "%a = bf16[2,3]{1,0:T(8,128)} parameter(0)",
-        "ROOT %both.1 = (bf16[2,3]{1,0}, /*index=1*/s32[]) fusion(%a, %a), kind=kLoop, calls=%body.2, "
+        "ROOT %both.1 = (bf16[2,3]{1,0}, /*index=1*/s32[]) fusion(%a, %a), kind=kLoop, "
+        "calls=%body.2, "
         'metadata={op_name="jit(f)/bucket3/psum" stack_frame_id=2}',
     )
-    text = text.replace("ENTRY", "%body.2 (p: bf16[2,3]) -> bf16[2,3] {\n  %p = bf16[2,3] parameter(0)\n}\n\nENTRY")
+    text = text.replace(
+        "ENTRY", "%body.2 (p: bf16[2,3]) -> bf16[2,3] {\n  %p = bf16[2,3] parameter(0)\n}\n\nENTRY"
+    )
     line, _ = lines_of(text)["both.1"]
     assert (line.opcode, line.operands, line.calls) == ("fusion", ("a", "a"), ("body.2",))
     assert line.result == (Array("bf16", (2, 3)), Array("s32", ()))
@@ -43,7 +51,15 @@ def test_a_line_has_a_name_a_result_operands_and_attributes():
 
 @pytest.mark.parametrize(
     ("dtype", "nbytes"),
-    [("f32", 40), ("bf16", 20), ("f8e4m3fn", 10), ("s4", 5), ("c64", 80), ("pred", 10), ("token", 0)],
+    [
+        ("f32", 40),
+        ("bf16", 20),
+        ("f8e4m3fn", 10),
+        ("s4", 5),
+        ("c64", 80),
+        ("pred", 10),
+        ("token", 0),
+    ],
 )
 def test_an_array_takes_so_many_bytes(dtype, nbytes):
     assert Array(dtype, (10,)).nbytes == nbytes
@@ -61,7 +77,8 @@ def test_a_product_takes_two_operations_for_each_pair():
     text = entry(
         "%x = bf16[5,2,3] parameter(0)",
         "%y = bf16[5,3,4] parameter(1)",
-        "%dot = f32[5,2,4] dot(%x, %y), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, "
+        "%dot = f32[5,2,4] dot(%x, %y), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+        "rhs_batch_dims={0}, "
         "rhs_contracting_dims={1}",
     )
     assert work_of(text, "dot") == (Work(2 * 5 * 2 * 4 * 3, "bf16"),)
@@ -71,7 +88,8 @@ def test_a_library_call_is_a_product():
     text = entry(
         "%x = f32[2,3] parameter(0)",
         "%y = f32[3,4] parameter(1)",
-        '%call = (f32[2,4], s8[64]) custom-call(%x, %y), custom_call_target="__cublas$gemm", backend_config={'
+        '%call = (f32[2,4], s8[64]) custom-call(%x, %y), custom_call_target="__cublas$gemm", '
+        "backend_config={"
         '"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],'
         '"rhs_contracting_dimensions":["0"]}}}',
     )
@@ -105,7 +123,8 @@ def test_a_plain_convolution_is_one_too():
     text = entry(
         f"%x = {IMAGE} parameter(0)",
         f"%y = {KERNEL} parameter(1)",
-        f"%conv = {OUT} convolution(%x, %y), window={{size=5x5 pad=2_2x2_2}}, dim_labels=b01f_01io->b01f",
+        f"%conv = {OUT} convolution(%x, %y), window={{size=5x5 pad=2_2x2_2}}, "
+        f"dim_labels=b01f_01io->b01f",
     )
     assert work_of(text, "conv") == (Work(CONVOLUTION, "f32"),)
 
@@ -122,9 +141,13 @@ def test_a_convolution_in_groups_takes_the_operations_that_xla_counts(kernel, ou
     image = (6, 9, 9, 4)
 
     def convolve(x, y):
-        return jax.lax.conv_general_dilated(x, y, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), **groups)
+        return jax.lax.conv_general_dilated(
+            x, y, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"), **groups
+        )
 
-    lowered = jax.jit(convolve).lower(*(jax.ShapeDtypeStruct(dims, jnp.float32) for dims in (image, kernel)))
+    lowered = jax.jit(convolve).lower(
+        *(jax.ShapeDtypeStruct(dims, jnp.float32) for dims in (image, kernel))
+    )
     counted = lowered.cost_analysis()
     assert counted is not None and lowered.out_info.shape == out
     x, y, made = (f"f32[{','.join(map(str, dims))}]" for dims in (image, kernel, out))
@@ -171,8 +194,11 @@ def test_a_fusion_that_takes_a_slice_reads_only_that():
         "  ROOT %slice = f32[10] slice(%p), slice={[5:15]}\n}\n\nENTRY",
     )
     assert traffic(parse(text), *lines_of(text)["fusion"]) == 4 * (10 + 10)
-    # So does one that runs beside others, whose result holds its input as well: JAX 0.11's in loops.
-    beside = text.replace("%fusion = f32[10] fusion(", "%fusion = ((f32[1000]), f32[10], u32[]) fusion-start(")
+    # So does one that runs beside others, whose result holds its input as well: JAX 0.11's in
+    # loops.
+    beside = text.replace(
+        "%fusion = f32[10] fusion(", "%fusion = ((f32[1000]), f32[10], u32[]) fusion-start("
+    )
     assert traffic(parse(beside), *lines_of(beside)["fusion"]) == 4 * (10 + 10)
 
 
@@ -211,7 +237,12 @@ def flying(start="", between="", done="%done = f32[2,2] all-reduce-done(%start)"
 
 def test_what_stands_between_start_and_done_runs_beside_an_all_reduce():
     (collective,) = find_collectives(parse(flying()))
-    assert (collective.asynchronous, collective.heavy, collective.flops, collective.nbytes) == (True, 1, 16, 16)
+    assert (collective.asynchronous, collective.heavy, collective.flops, collective.nbytes) == (
+        True,
+        1,
+        16,
+        16,
+    )
     (collective,) = find_collectives(parse(flying(between="%copy = f32[2,2] copy(%x)")))
     assert (collective.asynchronous, collective.heavy) == (True, 0)
 
@@ -234,7 +265,11 @@ def test_merged_all_reduces_are_one_collective_of_several_arrays():
         "%both = (f32[8], bf16[4]) all-reduce(%x, %y), to_apply=%add",
     )
     (collective,) = find_collectives(parse(text))
-    assert (len(collective.arrays), collective.nbytes, collective.asynchronous) == (2, 32 + 8, False)
+    assert (len(collective.arrays), collective.nbytes, collective.asynchronous) == (
+        2,
+        32 + 8,
+        False,
+    )
 
 
 def test_an_all_reduce_in_a_loop_or_a_general_async_pair_is_found():
@@ -248,7 +283,9 @@ def test_an_all_reduce_in_a_loop_or_a_general_async_pair_is_found():
         "%wrapped (p: f32[8]) -> f32[8] {\n  %p = f32[8] parameter(0)\n"
         "  ROOT %sum = f32[8] all-reduce(%p), to_apply=%add\n}\n\nENTRY",
     )
-    assert [(collective.asynchronous, collective.loops) for collective in find_collectives(parse(text))] == [
+    assert [
+        (collective.asynchronous, collective.loops) for collective in find_collectives(parse(text))
+    ] == [
         (True, 0),
         (False, 1),
     ]

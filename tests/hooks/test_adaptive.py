@@ -1,4 +1,5 @@
-"""Each bucket travels in as many bits as fit under what is computed, and what is lost outlives another choice."""
+"""Each bucket travels in as many bits as fit under what is computed, and what is lost outlives
+another choice."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import fddp
 from fddp import hooks
-from fddp.analysis.tuning.bits_on_paper import Message, fitting_bits
+from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
 from fddp.schedules import Span, Timeline
 
 pytestmark = pytest.mark.steps
@@ -27,7 +28,9 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 def made(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
     hook = hooks.adaptive(bits)
-    return fddp.train_step(loss_fn, optax.sgd(1.0), group=group, bucket_cap_mb=0, hook=hook, **options)
+    return fddp.train_step(
+        loss_fn, optax.sgd(1.0), group=group, bucket_cap_mb=0, hook=hook, **options
+    )
 
 
 def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_follow(group: Any):
@@ -65,9 +68,11 @@ def test_other_bits_are_refused(bits: Any):
 ### The choice, by hand
 
 
-def fitting(ready: Sequence[float], due: Sequence[float], nbytes: Sequence[int], latency: float = 0.0) -> Any:
+def fitting(
+    ready: Sequence[float], due: Sequence[float], nbytes: Sequence[int], latency: float = 0.0
+) -> Any:
     """The bits where a byte takes a second."""
-    messages = [Message(k, *times) for k, times in enumerate(zip(ready, due, nbytes))]
+    messages = [SimulatedMessage(k, *times) for k, times in enumerate(zip(ready, due, nbytes))]
     return fitting_bits(messages, lambda k, bits: latency or nbytes[k] * bits / 32)
 
 
@@ -76,25 +81,41 @@ def test_bits_are_whole_where_everything_fits():
 
 
 def test_the_bucket_that_costs_the_least_error_for_a_second_is_cut_first():
-    # Each in 32 bits takes 8 s: back after 17. Half of any of them saves 4 s; the first one's is as good as the last's.
+    # Each in 32 bits takes 8 s: back after 17. Half of any of them saves 4 s; the first one's is as
+    # good as the last's.
     assert fitting([1, 1], [13, 13], [8, 8]) == (16, 32)
     # The first one is back long before the second is ready: less of it saves nothing.
     assert fitting([1, 20], [24, 24], [8, 8]) == (32, 16)
 
 
 def test_as_few_bits_as_needed_and_no_fewer():
-    for due, bits in ((42, 32), (41.9, 16), (26, 16), (25.9, 8), (18, 8), (17.9, 4), (14, 4), (13.9, 1), (11, 1)):
+    for due, bits in (
+        (42, 32),
+        (41.9, 16),
+        (26, 16),
+        (25.9, 8),
+        (18, 8),
+        (17.9, 4),
+        (14, 4),
+        (13.9, 1),
+        (11, 1),
+    ):
         assert fitting([10.0], [due], [32]) == (bits,)
 
 
 def test_each_bucket_is_to_be_back_when_it_is_due_itself():
-    # The first one's 8 s are too many though the last one has time; the last one waits for the first, and has its own.
+    # The first one's 8 s are too many though the last one has time; the last one waits for the
+    # first, and has its own.
     assert fitting([1, 1], [5, 40], [8, 8]) == (16, 32)
     assert fitting([1, 1], [40, 13], [8, 8]) == (16, 32)
 
 
 def test_a_bucket_that_travels_twice_has_the_same_bits_both_times():
-    messages = [Message(0, 1, 9, 8), Message(1, 1, 99, 8), Message(0, 20, 24, 8)]
+    messages = [
+        SimulatedMessage(0, 1, 9, 8),
+        SimulatedMessage(1, 1, 99, 8),
+        SimulatedMessage(0, 20, 24, 8),
+    ]
     assert fitting_bits(messages, lambda k, bits: bits / 4) == (16, 32)
 
 
@@ -129,8 +150,8 @@ def test_a_bucket_of_an_eager_step_is_due_when_the_next_forward_pass_reads_it(gr
         step = fddp.train_step(loss, optimizer, **options)
         fitted = fddp.fit_bits(step, step.init(params), ROWS[0][:, :8])
         due[name] = [one.due_s for one in sorted(fitted.messages)]
-    # The second layer's gradients have more time than the first one's. The last layer's bring the weights of the rows,
-    # by which all are divided.
+    # The second layer's gradients have more time than the first one's. The last layer's bring the
+    # weights of the rows, by which all are divided.
     last, second, first = due["each"]
     assert last == first < second
     assert len(set(due["all"])) == 1
@@ -165,13 +186,16 @@ def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     state, _ = step(state, ROWS[1])
     stages = [1.0] * len(step.timeline().compute)
     end = sum(stages)
-    # Two messages of 1 s in 8 bits, the first under a stage of 100 s: that one has time for 4 s, and the last for 2.
+    # Two messages of 1 s in 8 bits, the first under a stage of 100 s: that one has time for 4 s,
+    # and the last for 2.
     noted(step, [1.0, *[100.0] * (len(stages) - 1)], [1.0, 1.0])
     other = fddp.refit_bits(step, exposed=2.01 / (1 + 100 * (len(stages) - 1)))
     assert other.options.hook is not None and other.options.hook.bits == (32, 16)
     # What was lost in 8 bits comes with the next step's.
     state, _ = other(state, ROWS[2])
-    assert other.stats().hook == "adaptive(32, 16)" and fddp.refit_bits(step, exposed=0.0) is not step
+    assert (
+        other.stats().hook == "adaptive(32, 16)" and fddp.refit_bits(step, exposed=0.0) is not step
+    )
     # A slow link: all of it is late.
     noted(step, stages, [1000.0, 1000.0])
     few = fddp.refit_bits(step).options.hook
@@ -199,6 +223,10 @@ def test_bits_of_another_hook_are_not_chosen(group: Any):
 def test_a_step_with_some_options_new_keeps_how_its_state_is_held(group: Any):
     step = made(group(2), 8)
     other = step.with_options(bucket_cap_mb=25.0, hook=None)
-    assert (other.options.bucket_cap_mb, other.options.hook, other.group) == (25.0, None, step.group)
+    assert (other.options.bucket_cap_mb, other.options.hook, other.group) == (
+        25.0,
+        None,
+        step.group,
+    )
     with pytest.raises(ValueError, match="keeps how a state is held, got shard: use train_step"):
         step.with_options(shard="state")

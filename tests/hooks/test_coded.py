@@ -1,4 +1,5 @@
-"""Hooks of few bits send what NumPy writes by the same rule, in as many bytes, and remember what that loses."""
+"""Hooks of few bits send what NumPy writes by the same rule, in as many bytes, and remember what
+that loses."""
 
 from typing import Any
 
@@ -67,7 +68,8 @@ def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
-    """Four steps of three replicas: both errors come back, that of what is sent and that of the sum."""
+    """Four steps of three replicas: both errors come back, that of what is sent and that of the
+    sum."""
     replicas, size, block = group(3), 43, 8
     hook = hooks.sign(block=block) if bits == 1 else hooks.quantize(bits=bits, block=block)
     steps = DRAW.normal(size=(4, 3, size)).astype(np.float32)
@@ -76,7 +78,9 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
 
     def one(mine: Any, memory: Any) -> Any:
         memory = jax.tree.map(lambda x: x[0], memory)
-        total, (memory,) = hook.apply(replicas.communicator, GradBucket(mine[0], (form,)), (memory,))
+        total, (memory,) = hook.apply(
+            replicas.communicator, GradBucket(mine[0], (form,)), (memory,)
+        )
         return total, jax.tree.map(lambda x: x[None], memory)
 
     program = replicas.placement.program(one, (own, own), (jax.sharding.PartitionSpec(), own))
@@ -111,8 +115,12 @@ def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.
         state, _ = step(state, rows)
         step = step.with_options(bucket_cap_mb=0) if count == 2 else step
     for name, w in zip("ab", weights):
-        remembered = sum(np.sum(x.reshape(2, -1), 0) for x in jax.tree.leaves(state.hook_state[name]))
-        np.testing.assert_allclose(-state.params[name] + remembered / 2, 4 * 2.0 * w, rtol=1e-3, atol=1e-3)
+        remembered = sum(
+            np.sum(x.reshape(2, -1), 0) for x in jax.tree.leaves(state.hook_state[name])
+        )
+        np.testing.assert_allclose(
+            -state.params[name] + remembered / 2, 4 * 2.0 * w, rtol=1e-3, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
@@ -126,7 +134,9 @@ def test_in_shards_each_part_is_the_sum_of_what_stands_for_the_rows(group: Any, 
     parts = [(0, 3), (3, 6), (6, 7)]  # of seven numbers three each, and two of padding
     stood = np.stack(
         [
-            np.concatenate([nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a] for a, b in parts])
+            np.concatenate(
+                [nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a] for a, b in parts]
+            )
             for x in rows
         ]
     )
@@ -135,7 +145,9 @@ def test_in_shards_each_part_is_the_sum_of_what_stands_for_the_rows(group: Any, 
     assert int(info.sent[0]) == 2 * (8 * bits // 8 + 4) + 2 * 3 * 4
 
 
-@pytest.mark.parametrize(("hook", "of_256"), [(hooks.quantize(bits=4), 128 + 4), (hooks.sign(), 32 + 4)], ids=str)
+@pytest.mark.parametrize(
+    ("hook", "of_256"), [(hooks.quantize(bits=4), 128 + 4), (hooks.sign(), 32 + 4)], ids=str
+)
 def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
     step = fddp.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), group=group(2), hook=hook)
     _, info = step(step.init(np.ones(1024, np.float32)), np.ones((2, 1024), np.float32))
@@ -147,8 +159,14 @@ def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
     ("call", "says"),
     [
         (lambda: hooks.quantize(bits=2), "bits must be 8 or 4, got 2"),
-        (lambda: hooks.quantize(bits=4, block=7), "block must be a multiple of 2, so that numbers fill bytes, got 7"),
-        (lambda: hooks.sign(block=12), "block must be a multiple of 8, so that numbers fill bytes, got 12"),
+        (
+            lambda: hooks.quantize(bits=4, block=7),
+            "block must be a multiple of 2, so that numbers fill bytes, got 7",
+        ),
+        (
+            lambda: hooks.sign(block=12),
+            "block must be a multiple of 8, so that numbers fill bytes, got 12",
+        ),
     ],
 )
 def test_what_does_not_fill_bytes_is_refused(call: Any, says: str):

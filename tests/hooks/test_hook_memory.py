@@ -1,4 +1,5 @@
-"""Hooks, with a memory and without, go with steps that cross their border, and with states in shards."""
+"""Hooks, with a memory and without, go with steps that cross their border, and with states in
+shards."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +46,11 @@ WAYS: dict[str, dict[str, Any]] = {
         for shard in ("optimizer", "state")
         if (schedule, shard) != ("eager", "optimizer")
     },
-    "staged, gathered twice": {"schedule": "staged", "shard": "state", "reshard_after_forward": True},
+    "staged, gathered twice": {
+        "schedule": "staged",
+        "shard": "state",
+        "reshard_after_forward": True,
+    },
 }
 
 
@@ -54,7 +59,9 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def trained(group: fddp.Group, steps: int = 4, **options: Any) -> tuple[Any, list[int]]:
-    step = fddp.train_step(loss_fn, optax.adam(0.05), group=group, bucket_cap_mb=0.00005, first_bucket_mb=0, **options)
+    step = fddp.train_step(
+        loss_fn, optax.adam(0.05), group=group, bucket_cap_mb=0.00005, first_bucket_mb=0, **options
+    )
     state = step.init(PARAMS)
     sent = list[int]()
     for rows in ROWS[:steps]:
@@ -63,16 +70,18 @@ def trained(group: fddp.Group, steps: int = 4, **options: Any) -> tuple[Any, lis
     return fddp.whole(state.params), sent
 
 
-# Hooks of their own code are scattered in shards, where no sum is rounded; the others make the sums of whole leaves.
+# Hooks of their own code are scattered in shards, where no sum is rounded; the others make the sums
+# of whole leaves.
 SCATTERED = ("bf16", "fp16", "quantize", "8 bits")
-# Adasum looks at whole leaves, and stands for all hooks in most ways; topk stands for those with a memory.
-# In the default tier the two share the ways between them.
+# Adasum looks at whole leaves, and stands for all hooks in most ways; topk stands for those with a
+# memory. In the default tier the two share the ways between them.
 QUICK = {(("adasum", "topk with memory")[k % 2], way) for k, way in enumerate(WAYS)}
 CASES = [
     pytest.param(name, way, marks=[] if (name, way) in QUICK else [pytest.mark.slow])
     for way in WAYS
     for name in HOOKS
-    if (name in ("adasum", "topk with memory") and name not in SCATTERED) or way in ("eager", "fused, state in shards")
+    if (name in ("adasum", "topk with memory") and name not in SCATTERED)
+    or way in ("eager", "fused, state in shards")
     if not (name in SCATTERED and "shard" in WAYS[way])
 ]
 
@@ -99,17 +108,29 @@ def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
 
 
 @pytest.mark.quick(
-    "staged, gathered twice-8 bits", "eager, state in shards-signs", "whole-topk", "fused, state in shards-8 bits"
+    "staged, gathered twice-8 bits",
+    "eager, state in shards-signs",
+    "whole-topk",
+    "fused, state in shards-8 bits",
 )
 @crossed(
     options={"whole": {}} | {way: options for way, options in WAYS.items() if "shard" in options},
     name=["topk", "signs", "8 bits"],
 )
-def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(group: Groups, name: str, options: dict[str, Any]):
-    """Over three steps of two micro-batches each: sent and kept are all gradients, which here are the rows."""
-    hook = {"8 bits": hooks.quantize(block=4), "topk": hooks.topk(0.3), "signs": hooks.sign(block=8)}[name]
+def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(
+    group: Groups, name: str, options: dict[str, Any]
+):
+    """Over three steps of two micro-batches each: sent and kept are all gradients, which here are
+    the rows."""
+    hook = {
+        "8 bits": hooks.quantize(block=4),
+        "topk": hooks.topk(0.3),
+        "signs": hooks.sign(block=8),
+    }[name]
     loss = lambda w, x: jnp.mean(x @ w)  # noqa: E731
-    step = fddp.train_step(loss, optax.sgd(1.0), group=group(3), hook=hook, accumulation_steps=2, **options)
+    step = fddp.train_step(
+        loss, optax.sgd(1.0), group=group(3), hook=hook, accumulation_steps=2, **options
+    )
     state = step.init(np.zeros(16, np.float32))
     for rows in WIDE:
         state, _ = step(state, rows)
@@ -123,7 +144,9 @@ def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(group: Groups, nam
 @pytest.mark.quick("0-state", "2-optimizer")
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 @pytest.mark.parametrize(
-    "optimizer", [optax.flatten(optax.adam(0.1)), optax.contrib.muon(0.05), optax.adafactor(0.1)], ids=["0", "1", "2"]
+    "optimizer",
+    [optax.flatten(optax.adam(0.1)), optax.contrib.muon(0.05), optax.adafactor(0.1)],
+    ids=["0", "1", "2"],
 )
 def test_on_one_replica_shards_go_with_any_optimizer(group: Groups, optimizer: Any, shard: Any):
     plain = fddp.train_step(loss_fn, optimizer, group=group(1))

@@ -49,14 +49,19 @@ DEFAULTS = [
 ]
 
 
-def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -> tuple[list[np.ndarray], Any]:
-    """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what it remembers."""
+def reduced(
+    group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray
+) -> tuple[list[np.ndarray], Any]:
+    """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what
+    it remembers."""
     replicas = group(REPLICAS)
     form = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
     def one(mine: Any, memory: Any) -> tuple[Any, Any]:
         memory = jax.tree.map(lambda x: x[0], memory)
-        total, memory = hook.apply(replicas.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,))
+        total, memory = hook.apply(
+            replicas.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,)
+        )
         return total.reshape(form.shape), jax.tree.map(lambda x: x[None], memory[0])
 
     own = replicas.placement.per_replica
@@ -72,7 +77,8 @@ def reduced(group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray) -
 def tier(kinds: Mapping[str, fddp.Hook | None], *quick: str) -> list[ParameterSet]:
     """Hooks by name; all but some are slow."""
     return [
-        pytest.param(hook, id=name, marks=[] if name in quick else [pytest.mark.slow]) for name, hook in kinds.items()
+        pytest.param(hook, id=name, marks=[] if name in quick else [pytest.mark.slow])
+        for name, hook in kinds.items()
     ]
 
 
@@ -98,7 +104,10 @@ def test_float16_sums_do_not_overflow_because_they_are_divided_first(group):
 
 
 def test_what_has_16_bits_already_travels_in_its_own_dtype(group):
-    small, large = np.full((REPLICAS, 3), 1e-9, jnp.bfloat16), np.full((REPLICAS, 3), 1 + 2**-10, np.float16)
+    small, large = (
+        np.full((REPLICAS, 3), 1e-9, jnp.bfloat16),
+        np.full((REPLICAS, 3), 1 + 2**-10, np.float16),
+    )
     for hook in (hooks.bf16(), hooks.fp16()):
         np.testing.assert_array_equal(reduced(group, hook, small)[0][0], (small * REPLICAS)[0])
         np.testing.assert_array_equal(reduced(group, hook, large)[0][0], (large * REPLICAS)[0])
@@ -116,7 +125,9 @@ def test_more_bytes_than_are_counted_are_told_as_the_most():
 
 
 def test_complex_and_whole_numbers_are_not_harmed(group):
-    rows = (RNG.integers(-9, 9, (REPLICAS, 5)) + 1j * RNG.integers(-9, 9, (REPLICAS, 5))).astype(np.complex64)
+    rows = (RNG.integers(-9, 9, (REPLICAS, 5)) + 1j * RNG.integers(-9, 9, (REPLICAS, 5))).astype(
+        np.complex64
+    )
     for hook in DEFAULTS:
         ((total,), _) = reduced(group, hook, rows)
         np.testing.assert_array_equal(total, rows.sum(0))
@@ -125,17 +136,22 @@ def test_complex_and_whole_numbers_are_not_harmed(group):
 def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
     rows = normal(REPLICAS, 100) * (10.0 ** RNG.integers(-3, 3, (1, 100))).astype(np.float32)
     ((total,), left) = reduced(group, hooks.quantize(block=10), rows)
-    step = np.abs(rows.reshape(REPLICAS, 10, 10)).max(-1, keepdims=True) / 127  # what one unit of a block stands for
+    step = (
+        np.abs(rows.reshape(REPLICAS, 10, 10)).max(-1, keepdims=True) / 127
+    )  # what one unit of a block stands for
     rounded = np.round(rows.reshape(REPLICAS, 10, 10) / step) * step
     sums = rounded.sum(0)
-    # Each replica remembers what it rounded away, and what it did of the part of the sum that it made.
+    # Each replica remembers what it rounded away, and what it did of the part of the sum that it
+    # made.
     lost = rows - rounded.reshape(rows.shape)
     np.testing.assert_allclose(left["sent"], lost, atol=1e-6 * np.abs(rows).max())
     of_sums = (sums.reshape(-1) - total, 1e-5 * np.abs(rows).max())
     np.testing.assert_allclose(np.sum(left["summed"], 0), of_sums[0], atol=of_sums[1])
     assert np.sum(left["summed"] != 0, axis=0).max() <= 1
     # Half a unit of the sum's own block is the second rounding.
-    assert np.all(np.abs(total.reshape(10, 10) - sums) <= 0.501 * np.abs(sums).max(-1, keepdims=True) / 127)
+    assert np.all(
+        np.abs(total.reshape(10, 10) - sums) <= 0.501 * np.abs(sums).max(-1, keepdims=True) / 127
+    )
 
 
 def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others(group):
@@ -151,7 +167,8 @@ def test_chunks_are_those_with_the_largest_norms_of_all_replicas_and_the_others_
     rows = np.zeros((REPLICAS, 7), np.float32)
     rows[0], rows[1, 4], rows[2, 0] = [1, 1, 0, -3, 0, 0, 2], 4, 8
     totals, left = reduced(group, hooks.chunks(0.5, chunk=2), rows, np.zeros_like(rows))
-    # Norms 10, 3, 4 and 2: two of four chunks leave, the first and the third, and the others with the next step.
+    # Norms 10, 3, 4 and 2: two of four chunks leave, the first and the third, and the others with
+    # the next step.
     assert totals[0].tolist() == [9, 1, 0, 0, 4, 0, 0]
     assert totals[1].tolist() == [0, 0, 0, -3, 0, 0, 2]
     assert not np.any(left["left"])
@@ -166,7 +183,8 @@ def test_a_chunk_that_waits_gathers_the_momentum_of_its_gradients(group):
     last = np.zeros_like(rows)
     last[1] = [0, 5]
     totals, left = reduced(group, hooks.chunks(0.5, chunk=1, momentum=0.5), rows, later, last)
-    # The second number: speeds 1, 1.5 and 0.75 + 5 of two replicas; their sum, with all that waited.
+    # The second number: speeds 1, 1.5 and 0.75 + 5 of two replicas; their sum, with all that
+    # waited.
     assert [total.tolist() for total in totals] == [[9, 0], [8, 0], [0, 1 + 1.5 + 0.75 + 5]]
     assert not np.any(left["left"]) and not np.any(left["speed"])
 
@@ -190,16 +208,22 @@ def test_chunks_of_everything_are_the_plain_sum(group):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
     def pair(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return a * (1 - np.vdot(a, b) / (2 * np.vdot(a, a))) + b * (1 - np.vdot(a, b) / (2 * np.vdot(b, b)))
+        return a * (1 - np.vdot(a, b) / (2 * np.vdot(a, a))) + b * (
+            1 - np.vdot(a, b) / (2 * np.vdot(b, b))
+        )
 
     draw = np.random.default_rng(n)
-    rows = {name: draw.normal(size=(n, *shape)).astype(np.float32) for name, shape in (("w", (5, 3)), ("b", (7,)))}
+    rows = {
+        name: draw.normal(size=(n, *shape)).astype(np.float32)
+        for name, shape in (("w", (5, 3)), ("b", (7,)))
+    }
     expected = {}
     for name, row in rows.items():
         left = list(row.astype(np.float64))
         while len(left) > 1:
             left = [
-                pair(*two) if len(two) == 2 else two[0] for two in (left[k : k + 2] for k in range(0, len(left), 2))
+                pair(*two) if len(two) == 2 else two[0]
+                for two in (left[k : k + 2] for k in range(0, len(left), 2))
             ]
         expected[name] = left[0]
     # A loss whose gradient is the replica's own row.
@@ -207,7 +231,9 @@ def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(n), hook=hooks.adasum())
     state, _ = step(step.init(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), rows)), rows)
     jax.tree.map(
-        lambda got, wanted: np.testing.assert_allclose(-got, wanted, rtol=1e-4, atol=1e-6), state.params, expected
+        lambda got, wanted: np.testing.assert_allclose(-got, wanted, rtol=1e-4, atol=1e-6),
+        state.params,
+        expected,
     )
 
 
@@ -215,10 +241,14 @@ def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
 @pytest.mark.parametrize("narrow", [hooks.fp16, hooks.bf16])
 def test_adasum_in_16_bits_takes_its_products_in_32(group, narrow, size):
     rows = np.full((REPLICAS, 5), size, np.float32)
-    np.testing.assert_allclose(reduced(group, narrow(hooks.adasum()), rows)[0][0] / REPLICAS, rows[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        reduced(group, narrow(hooks.adasum()), rows)[0][0] / REPLICAS, rows[0], rtol=1e-5
+    )
 
 
-@pytest.mark.parametrize("hook", [hooks.topk(0.25), hooks.sign(), hooks.quantize()], ids=["topk", "sign", "quantize"])
+@pytest.mark.parametrize(
+    "hook", [hooks.topk(0.25), hooks.sign(), hooks.quantize()], ids=["topk", "sign", "quantize"]
+)
 def test_what_a_hook_remembers_counts_for_nothing_where_nothing_has_weight(group, hook):
     def loss(w: Any, batch: Any) -> Any:
         return fddp.Weighted(jnp.mean(batch["x"] @ w), jnp.sum(batch["tokens"]))
@@ -234,24 +264,37 @@ def test_what_a_hook_remembers_counts_for_nothing_where_nothing_has_weight(group
 
 def test_adasum_of_equal_gradients_is_their_mean_and_of_orthogonal_ones_their_sum(group):
     equal_rows = np.stack([np.linspace(-1, 2, 6, dtype=np.float32)] * REPLICAS)
-    np.testing.assert_allclose(reduced(group, hooks.adasum(), equal_rows)[0][0] / REPLICAS, equal_rows[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        reduced(group, hooks.adasum(), equal_rows)[0][0] / REPLICAS, equal_rows[0], rtol=1e-5
+    )
     orthogonal = np.diag([1, 2, 0, 4]).astype(np.float32)  # one replica has nothing to say
-    np.testing.assert_allclose(reduced(group, hooks.adasum(), orthogonal)[0][0] / REPLICAS, orthogonal.sum(0))
+    np.testing.assert_allclose(
+        reduced(group, hooks.adasum(), orthogonal)[0][0] / REPLICAS, orthogonal.sum(0)
+    )
 
 
 def test_topk_of_everything_is_the_plain_sum(group):
     rows = normal(REPLICAS, 6, 4)
-    np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6
+    )
 
 
 def test_topk_of_float64_loses_no_digit(group, x64):
     rows = np.random.default_rng(1).normal(size=(REPLICAS, 7))
-    np.testing.assert_allclose(reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-14, atol=1e-15)
+    np.testing.assert_allclose(
+        reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-14, atol=1e-15
+    )
 
 
 @pytest.mark.parametrize(
     "hook",
-    [hooks.topk(0.1), hooks.quantize(bits=4, block=16), hooks.sign(block=8), hooks.powersgd(1, start_step=0)],
+    [
+        hooks.topk(0.1),
+        hooks.quantize(bits=4, block=16),
+        hooks.sign(block=8),
+        hooks.powersgd(1, start_step=0),
+    ],
     ids=str,
 )
 def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
@@ -264,7 +307,9 @@ def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
 
 def test_powersgd_is_one_step_of_subspace_iteration(group, x64):
     rows = RNG.normal(size=(REPLICAS, 12, 3, 10))
-    ((first, second), memory) = reduced(group, hooks.powersgd(2, start_step=0, error_feedback=False), rows, rows)
+    ((first, second), memory) = reduced(
+        group, hooks.powersgd(2, start_step=0, error_feedback=False), rows, rows
+    )
     # The same in NumPy: span{M Q}, then the projection on it.
     matrix = rows.sum(0).reshape(36, 10)
     q = np.asarray(jax.random.normal(jax.random.fold_in(jax.random.key(0), 0), (10, 2)))
@@ -304,8 +349,12 @@ def loss_fn(params: Any, x: Any) -> Any:
 
 
 @cache
-def trained(group: Any, hook: fddp.Hook | None, steps: int = 3, **options: Any) -> tuple[Any, list[fddp.StepInfo]]:
-    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=hook, **OPTIONS | options)
+def trained(
+    group: Any, hook: fddp.Hook | None, steps: int = 3, **options: Any
+) -> tuple[Any, list[fddp.StepInfo]]:
+    step = fddp.train_step(
+        loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=hook, **OPTIONS | options
+    )
     state, infos = step.init(PARAMS), []
     for k in range(steps):
         if k == 1:
@@ -320,21 +369,29 @@ def trained(group: Any, hook: fddp.Hook | None, steps: int = 3, **options: Any) 
 @pytest.mark.quick("topk")
 @pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
 def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
-    ends = [trained(group, hook, schedule=name, accumulation_steps=2) for name in ("fused", "staged", "after")]
+    ends = [
+        trained(group, hook, schedule=name, accumulation_steps=2)
+        for name in ("fused", "staged", "after")
+    ]
     for state, infos in ends[1:]:
         close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-        jax.tree.map(close, (state.params, state.hook_state), (ends[0][0].params, ends[0][0].hook_state))
+        jax.tree.map(
+            close, (state.params, state.hook_state), (ends[0][0].params, ends[0][0].hook_state)
+        )
         assert [info.sent.tolist() for info in infos] == [info.sent.tolist() for info in ends[0][1]]
 
 
 @SCHEDULES
 def test_the_plain_hook_is_no_hook(group, schedule):
-    equal(*(trained(group, hook, schedule=schedule)[0].params for hook in (hooks.allreduce(), None)))
+    equal(
+        *(trained(group, hook, schedule=schedule)[0].params for hook in (hooks.allreduce(), None))
+    )
 
 
 def test_until_it_starts_powersgd_is_the_plain_sum_bit_for_bit(group):
     plain, never, then = (
-        trained(group, hook)[0].params for hook in (None, *(hooks.powersgd(1, start_step=k) for k in (3, 2)))
+        trained(group, hook)[0].params
+        for hook in (None, *(hooks.powersgd(1, start_step=k) for k in (3, 2)))
     )
     equal(never, plain)
     assert np.any(then["a"] != never["a"])
@@ -356,7 +413,9 @@ def test_a_hook_of_the_users_own_sees_its_leaves_and_keeps_what_it_likes(group):
     plain, _ = trained(group, None, steps=1)
     for name in PARAMS:
         moved = np.asarray(plain.params[name]) - PARAMS[name]
-        np.testing.assert_allclose(state.params[name], PARAMS[name] + moved / 2, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            state.params[name], PARAMS[name] + moved / 2, rtol=1e-5, atol=1e-6
+        )
         assert state.hook_state[name].tolist() == [1] * REPLICAS
     assert shapes == [[(16, 8)], [(16,)], [(12, 16)]] or shapes == [[(16, 8)], [(16,), (12, 16)]]
 
@@ -375,7 +434,9 @@ def test_a_hook_and_unused_parameters_go_together(group):
 @pytest.mark.parametrize("name", ["quantize", "topk", "chunks", "powersgd"])
 def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, name):
     optimizer = fddp.dynamic_scale(optax.sgd(0.1), initial=4.0)
-    step = fddp.train_step(loss_fn, optimizer, group=group(REPLICAS), hook=LOSSY[name], donate=False, **OPTIONS)
+    step = fddp.train_step(
+        loss_fn, optimizer, group=group(REPLICAS), hook=LOSSY[name], donate=False, **OPTIONS
+    )
     before, _ = step(step.init(PARAMS), X)
     bad = X.copy()
     bad[0] = np.inf  # on one replica
@@ -387,7 +448,14 @@ def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, n
 ### What is not finite
 
 SIZES: dict[str, tuple[int, ...]] = {"one": (), "few": (37,), "many": (4099,), "matrix": (40, 30)}
-PLACES = [("one", ()), ("few", (0,)), ("few", (36,)), ("many", (77,)), ("many", (4098,)), ("matrix", (39, 29))]
+PLACES = [
+    ("one", ()),
+    ("few", (0,)),
+    ("few", (36,)),
+    ("many", (77,)),
+    ("many", (4098,)),
+    ("matrix", (39, 29)),
+]
 FLOATS = [np.float32, np.float64, np.float16, jnp.bfloat16, np.complex64]
 FINITE = {
     "none": None,
@@ -401,7 +469,9 @@ FINITE = {
     "adasum": hooks.adasum(),
     "topk without memory": hooks.topk(0.01, error_feedback=False),
     "powersgd": hooks.powersgd(2, start_step=0),
-    "powersgd without memory": hooks.powersgd(2, start_step=0, warm_start=False, error_feedback=False),
+    "powersgd without memory": hooks.powersgd(
+        2, start_step=0, warm_start=False, error_feedback=False
+    ),
     "bf16 powersgd": hooks.bf16(hooks.powersgd(2, start_step=0)),
     "fp16 powersgd": hooks.fp16(hooks.powersgd(2, start_step=0)),
     "starting": hooks.starting(1, hooks.fp16(hooks.topk(0.01)), hooks.quantize()),
@@ -409,18 +479,26 @@ FINITE = {
 
 
 def zeros(*dtypes: Any) -> dict[str, np.ndarray]:
-    return {f"{np.dtype(dtype)} {name}": np.zeros(shape, dtype) for dtype in dtypes for name, shape in SIZES.items()}
+    return {
+        f"{np.dtype(dtype)} {name}": np.zeros(shape, dtype)
+        for dtype in dtypes
+        for name, shape in SIZES.items()
+    }
 
 
 def product(params: Any, rows: Any) -> Any:
     """Its gradient is the mean of the rows."""
-    return sum(jnp.sum(jnp.real(p * rows[name][0]).astype(jnp.float32)) for name, p in params.items())
+    return sum(
+        jnp.sum(jnp.real(p * rows[name][0]).astype(jnp.float32)) for name, p in params.items()
+    )
 
 
 def pulls(params: Any, *bad: tuple[int, str, tuple[int, ...], float]) -> dict[str, np.ndarray]:
     """A row for each replica, and what is not finite in it: (replica, leaf, place, value)."""
     rng = np.random.default_rng(4)
-    rows = {name: rng.normal(size=(REPLICAS, *p.shape)).astype(p.dtype) for name, p in params.items()}
+    rows = {
+        name: rng.normal(size=(REPLICAS, *p.shape)).astype(p.dtype) for name, p in params.items()
+    }
     for replica, name, place, value in bad:
         rows[name][(replica, *place)] = value
     return rows
@@ -441,8 +519,12 @@ def test_what_is_not_finite_on_a_replica_is_so_in_the_sum_on_all_and_is_forgotte
     for k, (leaf, place) in enumerate(PLACES):
         for value in (np.nan, np.inf, -np.inf):
             names = [f"{np.dtype(dtype)} {leaf}" for dtype in FLOATS]
-            after, _ = step(state, pulls(params, *((k % REPLICAS, name, place, value) for name in names)))
-            assert [name for name in names if not infinite_everywhere(after.params[name], place)] == [], value
+            after, _ = step(
+                state, pulls(params, *((k % REPLICAS, name, place, value) for name in names))
+            )
+            assert [
+                name for name in names if not infinite_everywhere(after.params[name], place)
+            ] == [], value
             equal(after.hook_state, state.hook_state)
     both = pulls(params, (0, "float32 many", (9,), np.inf), (1, "float32 many", (9,), -np.inf))
     assert infinite_everywhere(step(state, both)[0].params["float32 many"], (9,))
@@ -459,18 +541,27 @@ def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
     # What stands for the first number, and for how its sum was rounded, is more than float16 holds.
     rows[:2] = [[65504, 6632, 55232, -21408], [-1841, 34560, 6716, -42752]]
     totals, left = reduced(group, hooks.quantize(block=4), rows)
-    assert np.all(np.isfinite(totals[0])) and all(np.all(np.isfinite(x)) for x in jax.tree.leaves(left))
+    assert np.all(np.isfinite(totals[0])) and all(
+        np.all(np.isfinite(x)) for x in jax.tree.leaves(left)
+    )
 
 
 @SCHEDULES
 @pytest.mark.parametrize(
     "name",
-    ["quantize", "starting", *(pytest.param(x, marks=pytest.mark.slow) for x in ("topk", "powersgd"))],
+    [
+        "quantize",
+        "starting",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("topk", "powersgd")),
+    ],
 )
 def test_a_step_in_which_anything_overflows_leaves_no_trace_in_any_bucket(group, name, schedule):
     options: Any = {"hook": FINITE[name], "schedule": schedule, "donate": False, "bucket_cap_mb": 0}
     optimizer = fddp.dynamic_scale(optax.adam(0.1), initial=4.0)
-    step, params = fddp.train_step(product, optimizer, group=group(REPLICAS), **options), zeros(np.float32)
+    step, params = (
+        fddp.train_step(product, optimizer, group=group(REPLICAS), **options),
+        zeros(np.float32),
+    )
     before, _ = step(step.init(params), pulls(params))
     after = before
     for leaf, place in PLACES:
@@ -493,9 +584,16 @@ def traffic(text: str) -> int:
     total = 0
     for result, kind in re.findall(r"= (\(.*?\)|\S+) (all-reduce|all-gather|all-to-all)\(", text):
         shapes = re.findall(r"(f32|u16|s32|u8)\[([\d,]*)\]", result)
-        nbytes = sum(WORD[dtype] * int(np.prod([int(n) for n in dims.split(",") if n])) for dtype, dims in shapes)
+        nbytes = sum(
+            WORD[dtype] * int(np.prod([int(n) for n in dims.split(",") if n]))
+            for dtype, dims in shapes
+        )
         # An all-gather's result holds all replicas' parts, of which one is its own.
-        times = {"all-reduce": 2 * (REPLICAS - 1), "all-gather": REPLICAS - 1, "all-to-all": REPLICAS - 1}[kind]
+        times = {
+            "all-reduce": 2 * (REPLICAS - 1),
+            "all-gather": REPLICAS - 1,
+            "all-to-all": REPLICAS - 1,
+        }[kind]
         total += nbytes * times // REPLICAS
     return total
 
@@ -503,7 +601,9 @@ def traffic(text: str) -> int:
 @pytest.mark.parametrize("name", [None, "bf16", "fp16", "quantize", "sign", "topk"])
 def test_the_bytes_that_are_told_are_those_in_the_compiled_program(group, name):
     known = LOSSY | {"sign": hooks.sign(block=8)}
-    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=known.get(name), **OPTIONS)
+    step = fddp.train_step(
+        loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=known.get(name), **OPTIONS
+    )
     state = step.init(PARAMS)
     text = step.lower(state, X).compile().as_text() or ""
     _, info = step(state, X)
@@ -520,7 +620,9 @@ def test_hooks_send_what_they_promise(group):
     plain = sum(x.size for x in PARAMS.values()) * 4 * 2 * (REPLICAS - 1) // REPLICAS
     assert buckets(hooks.allreduce()) == plain
     assert buckets(hooks.bf16()) == plain // 2
-    assert buckets(hooks.quantize(block=16)) <= plain * (1 / 4 + 1 / 16) * 1.15  # and zeros at the end of a bucket
+    assert (
+        buckets(hooks.quantize(block=16)) <= plain * (1 / 4 + 1 / 16) * 1.15
+    )  # and zeros at the end of a bucket
     # a and c as factors, b as it is.
     low = (12 + 16 + 16 + 16 + 8) * 4 * 2 * (REPLICAS - 1) // REPLICAS
     assert buckets(LOSSY["powersgd"]) == low
@@ -539,15 +641,21 @@ def test_a_hook_that_starts_later_tells_the_bytes_of_each_step(group):
 def test_what_a_hook_remembers_is_each_replicas_own(group):
     state, _ = trained(group, hooks.topk(0.1))
     for left in jax.tree.leaves(state.hook_state):
-        assert len(left) == REPLICAS and len(np.unique(left.reshape(REPLICAS, -1), axis=0)) == REPLICAS
+        assert (
+            len(left) == REPLICAS and len(np.unique(left.reshape(REPLICAS, -1), axis=0)) == REPLICAS
+        )
 
 
 def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group):
     make = lambda n, hook: fddp.train_step(loss_fn, optax.sgd(0.1), group=group(n), hook=hook)  # noqa: E731
     plain, four, two = make(4, None), make(4, hooks.topk(0.1)), make(2, hooks.topk(0.1))
-    with pytest.raises(ValueError, match=r"hook_state is not that of Hook\(topk.* nothing instead of"):
+    with pytest.raises(
+        ValueError, match=r"hook_state is not that of Hook\(topk.* nothing instead of"
+    ):
         four(plain.init(PARAMS), X)
-    with pytest.raises(ValueError, match=r"on 2 replicas: it has .*float32\[4, 12, 16\].* instead of"):
+    with pytest.raises(
+        ValueError, match=r"on 2 replicas: it has .*float32\[4, 12, 16\].* instead of"
+    ):
         two(four.init(PARAMS), X)
 
 
@@ -561,8 +669,14 @@ def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group)
         (lambda: hooks.chunks(chunk=0), "chunk must be a whole number of 1 or more, got 0"),
         (lambda: hooks.chunks(momentum=1), "momentum must be 0 or more and below 1, got 1"),
         (lambda: hooks.powersgd(0), "rank must be a whole number of 1 or more, got 0"),
-        (lambda: hooks.powersgd(min_compression_rate=-1), "min_compression_rate must be 0 or more, got -1"),
-        (lambda: hooks.starting(-1, hooks.bf16()), "step must be a whole number of 0 or more, got -1"),
+        (
+            lambda: hooks.powersgd(min_compression_rate=-1),
+            "min_compression_rate must be 0 or more, got -1",
+        ),
+        (
+            lambda: hooks.starting(-1, hooks.bf16()),
+            "step must be a whole number of 0 or more, got -1",
+        ),
     ],
 )
 def test_a_hook_out_of_its_range_is_refused_where_it_is_made(make: Callable[[], Any], message):
@@ -571,7 +685,9 @@ def test_a_hook_out_of_its_range_is_refused_where_it_is_made(make: Callable[[], 
 
 
 def test_what_is_no_hook_or_needs_a_state_is_refused(group):
-    with pytest.raises(TypeError, match=r"hook must be a fddp.Hook, one of fddp.hooks say, got str"):
+    with pytest.raises(
+        TypeError, match=r"hook must be a fddp.Hook, one of fddp.hooks say, got str"
+    ):
         fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), hook="bf16")  # pyright: ignore[reportArgumentType]
     f = fddp.value_and_grad(loss_fn, group=group(2), hook=hooks.topk(0.1))
     with pytest.raises(ValueError, match=r"topk.* remembers things from step to step"):

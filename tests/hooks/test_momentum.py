@@ -26,16 +26,25 @@ class Frozen(NamedTuple):
 
 
 def one_bit_adam() -> optax.GradientTransformation:
-    """Adam without corrections of its bias, whose variance is frozen, and whose momentum comes from the hook then."""
+    """Adam without corrections of its bias, whose variance is frozen, and whose momentum comes from
+    the hook then."""
 
     def init(params: Any) -> Frozen:
-        return Frozen(jnp.zeros((), jnp.int32), *(jax.tree.map(jnp.zeros_like, params) for _ in range(2)))
+        return Frozen(
+            jnp.zeros((), jnp.int32), *(jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        )
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         warm = state.step < START
-        m = jax.tree.map(lambda m, g: jnp.where(warm, B1 * m + (1 - B1) * g, g), state.momentum, updates)
-        v = jax.tree.map(lambda v, g: jnp.where(warm, B2 * v + (1 - B2) * g**2, v), state.variance, updates)
-        return jax.tree.map(lambda m, v: -RATE * m / (jnp.sqrt(v) + EPS), m, v), Frozen(state.step + 1, m, v)
+        m = jax.tree.map(
+            lambda m, g: jnp.where(warm, B1 * m + (1 - B1) * g, g), state.momentum, updates
+        )
+        v = jax.tree.map(
+            lambda v, g: jnp.where(warm, B2 * v + (1 - B2) * g**2, v), state.variance, updates
+        )
+        return jax.tree.map(lambda m, v: -RATE * m / (jnp.sqrt(v) + EPS), m, v), Frozen(
+            state.step + 1, m, v
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -47,7 +56,8 @@ def coded(x: np.ndarray, block: int) -> np.ndarray:
 
 @pytest.mark.parametrize("schedule", ["fused", "eager"])
 def test_it_is_the_algorithm_of_the_paper(group: Any, schedule: Any):
-    """Warm-up with Adam, then m + δ of each worker in signs, their mean + δ of the server in signs again."""
+    """Warm-up with Adam, then m + δ of each worker in signs, their mean + δ of the server in signs
+    again."""
     target = np.linspace(-1, 1, SIZE).astype(np.float32)
     loss = lambda w, x: jnp.mean(jnp.sum((w - target + x) ** 2, 1)) / 2  # noqa: E731
     hook = hooks.momentum(hooks.sign(block=8), start=START, b1=B1)
@@ -81,7 +91,9 @@ def test_momentum_of_plain_sums_is_momentum(group: Any):
     hook = hooks.momentum(hooks.allreduce(), start=0, b1=0.5)
     loss = lambda w, x: jnp.mean(x @ w)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(2), hook=hook)
-    plain = fddp.train_step(loss, optax.chain(optax.ema(0.5, debias=False), optax.sgd(1.0)), group=group(2))
+    plain = fddp.train_step(
+        loss, optax.chain(optax.ema(0.5, debias=False), optax.sgd(1.0)), group=group(2)
+    )
     got, want = (one.init(np.zeros(SIZE, np.float32)) for one in (step, plain))
     for rows in ROWS:
         got, _ = step(got, rows)

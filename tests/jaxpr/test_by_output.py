@@ -17,22 +17,35 @@ def layers(seed: Any = 0) -> list[Any]:
     key = jax.random.key(seed)
     split = jax.random.split(key, 5)
     old = jax.random.split(jax.random.PRNGKey(3), 2)
-    keys = [*split, split[2], jax.random.fold_in(key, 4), old[1], jax.random.fold_in(split[0], jnp.arange(3)[1])]
+    keys = [
+        *split,
+        split[2],
+        jax.random.fold_in(key, 4),
+        old[1],
+        jax.random.fold_in(split[0], jnp.arange(3)[1]),
+    ]
     return [jax.random.normal(key, (40, 3)) * 0.02 for key in keys]
 
 
 def test_parts_make_together_what_the_program_makes():
-    closed = jax.make_jaxpr(lambda x, y: (x @ y, jnp.sin(x), (x @ y).sum(), jnp.zeros(2)))(jnp.eye(3), jnp.ones((3, 3)))
+    closed = jax.make_jaxpr(lambda x, y: (x @ y, jnp.sin(x), (x @ y).sum(), jnp.zeros(2)))(
+        jnp.eye(3), jnp.ones((3, 3))
+    )
     args = jnp.eye(3) * 2, jnp.full((3, 3), 0.5)
     made = {}
     for piece in pieces(closed, [[1], [0, 2], [3]]):
-        made |= dict(zip(piece.makes, jaxpr_as_fun(piece.program)(*(args[number] for number in piece.reads))))
+        made |= dict(
+            zip(piece.makes, jaxpr_as_fun(piece.program)(*(args[number] for number in piece.reads)))
+        )
     same_bits([made[k] for k in range(4)], jaxpr_as_fun(closed)(*args))
 
 
 def test_a_part_holds_no_equation_that_its_outputs_do_not_need():
     closed = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.cos(jnp.exp(x))))(1.0)
-    names = [[eqn.primitive.name for eqn in piece.program.jaxpr.eqns] for piece in pieces(closed, [[0], [1]])]
+    names = [
+        [eqn.primitive.name for eqn in piece.program.jaxpr.eqns]
+        for piece in pieces(closed, [[0], [1]])
+    ]
     assert names == [["sin"], ["exp", "cos"]]
 
 
@@ -47,7 +60,9 @@ def test_a_loop_is_left_with_the_values_that_a_part_needs():
 
 
 def test_inputs_of_outputs_are_those_that_a_change_reaches():
-    closed = jax.make_jaxpr(lambda a, b, c: (a * b, jax.jit(jnp.sin)(c), jnp.zeros(2)))(1.0, 1.0, 1.0)
+    closed = jax.make_jaxpr(lambda a, b, c: (a * b, jax.jit(jnp.sin)(c), jnp.zeros(2)))(
+        1.0, 1.0, 1.0
+    )
     assert inputs_of_outputs(closed) == [{0, 1}, {2}, frozenset()]
 
 
@@ -73,7 +88,9 @@ def test_equal_layers_are_equal_programs_once_seeds_are_drawn():
 @pytest.mark.parametrize("outside", [False, True], ids=["made inside", "captured"])
 def test_a_key_is_a_seed_wherever_it_was_made(outside: bool):
     key = jax.random.key(0)
-    closed = jax.make_jaxpr(lambda: jax.random.normal(key if outside else jax.random.key(0), (3,)))()
+    closed = jax.make_jaxpr(
+        lambda: jax.random.normal(key if outside else jax.random.key(0), (3,))
+    )()
     seeds, rest = seeded(closed)
     assert len(rest.jaxpr.invars) == 1 and not rest.consts
     same_bits(jaxpr_as_fun(rest)(*run_seeds(seeds)), jaxpr_as_fun(closed)())
@@ -81,5 +98,7 @@ def test_a_key_is_a_seed_wherever_it_was_made(outside: bool):
 
 def test_floats_are_no_seeds_as_xla_rounds_constants_in_its_own_way():
     scale = jnp.float32(0.3)
-    _, rest = seeded(jax.make_jaxpr(lambda: jax.random.normal(jax.random.key(0), (3,)) * jnp.sqrt(scale))())
+    _, rest = seeded(
+        jax.make_jaxpr(lambda: jax.random.normal(jax.random.key(0), (3,)) * jnp.sqrt(scale))()
+    )
     assert all(not jnp.issubdtype(var.aval.dtype, jnp.floating) for var in rest.jaxpr.invars)

@@ -1,4 +1,5 @@
-"""How many rows of a gradient can be other than zero: what programs tell, held against gradients that are computed."""
+"""How many rows of a gradient can be other than zero: what programs tell, held against gradients
+that are computed."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,24 +34,37 @@ def looked_up(table: Any) -> Any:
     return table[IDS]
 
 
-looked_up.defvjp(lambda table: (table[IDS], None), lambda _, g: (jnp.zeros((100, 4), g.dtype).at[IDS].add(2 * g),))
+looked_up.defvjp(
+    lambda table: (table[IDS], None),
+    lambda _, g: (jnp.zeros((100, 4), g.dtype).at[IDS].add(2 * g),),
+)
 
 
 def forgotten(table: Any) -> Any:
     """The gradient of what is carried begins with all rows, and ends with none."""
-    end, total = jax.lax.scan(lambda h, x: (jax.lax.stop_gradient(h) + x, jnp.sum(x)), table, jnp.ones((9, 100, 4)))
+    end, total = jax.lax.scan(
+        lambda h, x: (jax.lax.stop_gradient(h) + x, jnp.sum(x)), table, jnp.ones((9, 100, 4))
+    )
     return jnp.sum(end**2) + jnp.sum(total)
 
 
 def branch(table: Any) -> Any:
-    return jax.lax.cond(IDS[0, 0] > jnp.sum(FILTER), lambda: jnp.sum(table[IDS]), lambda: jnp.sum(table[IDS[0]]))
+    return jax.lax.cond(
+        IDS[0, 0] > jnp.sum(FILTER), lambda: jnp.sum(table[IDS]), lambda: jnp.sum(table[IDS[0]])
+    )
 
 
 FEW: dict[str, tuple[Callable[[Any], Any], int]] = {
     "a lookup": (lambda t: jnp.sum(jnp.sin(t[IDS])), 6),
-    "weighed": (lambda t: 3 * jnp.mean(t[IDS] @ FILTER, where=np.array([[True], [False], [True]])), 6),
+    "weighed": (
+        lambda t: 3 * jnp.mean(t[IDS] @ FILTER, where=np.array([[True], [False], [True]])),
+        6,
+    ),
     "scaled before": (lambda t: jnp.sum((t * jnp.sqrt(8.0))[IDS]), 6),
-    "taken, and none": (lambda t: jnp.sum(jnp.take(t, np.array([1, 2, 999]), axis=0, mode="fill", fill_value=0)), 3),
+    "taken, and none": (
+        lambda t: jnp.sum(jnp.take(t, np.array([1, 2, 999]), axis=0, mode="fill", fill_value=0)),
+        3,
+    ),
     "two lookups": (lambda t: jnp.sum(t[IDS]) + jnp.sum(t[IDS[0]] ** 2), 9),
     "the first rows": (lambda t: jnp.sum(jnp.sin(t[:5])), 5),
     "a slice somewhere": (lambda t: jnp.sum(jax.lax.dynamic_slice_in_dim(t, IDS[0, 0], 4)), 4),
@@ -67,6 +81,9 @@ ALL: dict[str, Callable[[Any], Any]] = {
     "decayed by the loss": lambda t: jnp.sum(t[IDS]) + jnp.sum(t**2),
     "normalized first": lambda t: jnp.sum((t / jnp.linalg.norm(t))[IDS]),
     "looked up along the other dim": lambda t: jnp.sum(t[:, IDS[0, :2] % 4]),
+    "weighed by padded ones": lambda t: jnp.sum(
+        t * jnp.pad(jnp.zeros((90, 1)), ((0, 10), (0, 0)), constant_values=1.0)
+    ),
     "looked up by a product": lambda t: jnp.sum(jax.nn.one_hot(IDS, 100) @ t),
 }
 

@@ -23,17 +23,25 @@ FUSED = {
     "plainly": lambda x: summed(rows(x)),
     "in reverse": lambda x: summed(rows(x, reverse=True)),
     "unrolled by two": lambda x: summed(rows(x, unroll=2)),
-    "scaled, cast and added to": lambda x: summed((2 * rows(x)).astype(jnp.bfloat16) + x.astype(jnp.bfloat16)),
-    "reshaped and joined": lambda x: summed(jnp.concatenate([rows(x), rows(x).reshape(-1).reshape(4, 3)], axis=1)),
+    "scaled, cast and added to": lambda x: summed(
+        (2 * rows(x)).astype(jnp.bfloat16) + x.astype(jnp.bfloat16)
+    ),
+    "reshaped and joined": lambda x: summed(
+        jnp.concatenate([rows(x), rows(x).reshape(-1).reshape(4, 3)], axis=1)
+    ),
     "of two loops": lambda x: summed(rows(x) + rows(x + 1)),
     "and read outside": lambda x: (y := rows(x)) + summed(y),
-    "added to what is made behind it": lambda x: (lambda y, z: summed(y + jnp.sin(z)))(rows(x), jnp.cos(x)),
+    "added to what is made behind it": lambda x: (lambda y, z: summed(y + jnp.sin(z)))(
+        rows(x), jnp.cos(x)
+    ),
 }
 APART = {
     "a sum over rows": lambda x: summed((y := rows(x)) / jnp.sum(y)),
     "rows in another order": lambda x: summed(rows(x)[::-1]),
     "rows of other lengths": lambda x: summed(rows(x).reshape(2, 6)),
-    "the last state": lambda x: summed(x + jax.lax.scan(lambda a, b: (a + b, a), jnp.ones(3), x)[0]),
+    "the last state": lambda x: summed(
+        x + jax.lax.scan(lambda a, b: (a + b, a), jnp.ones(3), x)[0]
+    ),
 }
 
 

@@ -1,4 +1,5 @@
-"""The order of readiness is that of the backward pass, however the loss is wrapped; straightening changes no value."""
+"""The order of readiness is that of the backward pass, however the loss is wrapped; straightening
+changes no value."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from fddp import grad_order
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.leaves import differentiable, merge, split
+from fddp.jaxpr.leaves import differentiable, join_leaves, split_leaves
 from models import bert
 
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
@@ -28,7 +29,9 @@ def layer_with_vjp(w: Any, x: Any) -> Any:
     return layer(w, x)
 
 
-layer_with_vjp.defvjp(lambda w, x: (layer(w, x), (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g))
+layer_with_vjp.defvjp(
+    lambda w, x: (layer(w, x), (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g)
+)
 
 
 @jax.custom_jvp
@@ -87,7 +90,11 @@ def test_a_tied_parameter_is_ready_when_its_last_cotangent_is_added(kind):
     loss = chain(kind, "tied", "b", "c", "tied")
     assert order(loss, {"b": W, "c": W, "tied": W}) == ["c", "b", "tied"]
     # And no later: what comes before its first use is not waited for.
-    assert order(chain(kind, "a", "tied", "b", "tied"), {"a": W, "b": W, "tied": W}) == ["b", "tied", "a"]
+    assert order(chain(kind, "a", "tied", "b", "tied"), {"a": W, "b": W, "tied": W}) == [
+        "b",
+        "tied",
+        "a",
+    ]
 
 
 def test_shapes_are_as_good_as_arrays():
@@ -132,12 +139,17 @@ def test_metrics_beside_the_loss_do_not_change_the_order():
     assert order(with_aux, params) == order(loss, params) == ["m", "z", "a"]
 
 
-@pytest.mark.parametrize("change", [lambda p: p.astype(jnp.bfloat16), lambda p: 2 * p, lambda p: p.T.T])
+@pytest.mark.parametrize(
+    "change", [lambda p: p.astype(jnp.bfloat16), lambda p: 2 * p, lambda p: p.T.T]
+)
 def test_what_is_done_to_all_parameters_before_the_first_layer_delays_no_gradient(change):
-    """The backward pass undoes it last, for one parameter after the other; each could be done at once."""
+    """The backward pass undoes it last, for one parameter after the other; each could be done at
+    once."""
     loss = chain("plain", "c", "a", "d", "b")
     params = dict.fromkeys("abcd", W)
-    assert grad_order(lambda p, x: loss(jax.tree.map(change, p), x), params, X) == grad_order(loss, params, X)
+    assert grad_order(lambda p, x: loss(jax.tree.map(change, p), x), params, X) == grad_order(
+        loss, params, X
+    )
 
 
 def test_further_arguments_are_passed_on():
@@ -156,7 +168,9 @@ def branching(params: Any, x: Any) -> Any:
     """Nested jits, constants inside them, random numbers, a branch and a loop."""
     noise = jax.random.normal(jax.random.key(0), x.shape, x.dtype)
     scaled = jax.jit(lambda x: jax.jit(lambda x: x * np.arange(3.0).astype(x.dtype))(x) + noise)
-    x = jax.lax.cond(jnp.sum(x) > 0, jax.jit(lambda x: layer(params["a"], x)), lambda x: x, scaled(x))
+    x = jax.lax.cond(
+        jnp.sum(x) > 0, jax.jit(lambda x: layer(params["a"], x)), lambda x: x, scaled(x)
+    )
     x = jax.lax.fori_loop(0, 3, lambda _, x: jax.jit(layer)(params["b"], x), x)
     return jnp.mean(jax.jit(layer)(params["c"], x) ** 2)
 
@@ -197,4 +211,4 @@ def test_merge_inverts_split():
     leaves = [np.float32(1), np.int32(2), np.complex64(3), np.bool_(True), jnp.bfloat16(4), 5.0, 6]
     chosen = differentiable(leaves)
     assert chosen == (0, 2, 4, 5)
-    assert merge(chosen, *split(chosen, leaves)) == leaves
+    assert join_leaves(chosen, *split_leaves(chosen, leaves)) == leaves

@@ -1,4 +1,5 @@
-"""Claims about programs on parts of arrays: `part_kinds`, `part_passes` and `part_program` of `fddp.jaxpr`."""
+"""Claims about programs on parts of arrays: `part_kinds`, `part_passes` and `part_program` of
+`fddp.jaxpr`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from fddp.comm.communicator import axis_communicator
 from fddp.jax_internals import CALLS
 from fddp.jaxpr.equations import straighten
 from fddp.jaxpr.part_kinds import Follows, Same, Total, Whole
-from fddp.jaxpr.part_passes import kinds, passes, stays
+from fddp.jaxpr.part_passes import passes, result_kinds, stays
 from fddp.jaxpr.part_program import AtHome, Ranks, on_parts
 from fddp.sharding.homes import at_home
 
@@ -43,7 +44,9 @@ def branched(a: Any, b: Any) -> Any:
 
 
 def moments(a: Any, b: Any) -> Any:
-    return jax.nn.relu(a.reshape(21)).reshape(7, 3) * 0.9, jnp.where(b > 2.5, b, 0.5) + jnp.full((2, 5), 2.0)
+    return jax.nn.relu(a.reshape(21)).reshape(7, 3) * 0.9, jnp.where(b > 2.5, b, 0.5) + jnp.full(
+        (2, 5), 2.0
+    )
 
 
 def halves(a: Any, b: Any) -> Any:
@@ -53,7 +56,9 @@ def halves(a: Any, b: Any) -> Any:
 
 def called(a: Any, b: Any) -> Any:
     """Sums that come out of programs inside of programs."""
-    norm = jax.checkpoint(lambda a: jnp.sum(a**2))(a) + jax.jit(jax.checkpoint(lambda b: jnp.sum(b)))(b)
+    norm = jax.checkpoint(lambda a: jnp.sum(a**2))(a) + jax.jit(
+        jax.checkpoint(lambda b: jnp.sum(b))
+    )(b)
     return a / jnp.sqrt(norm), jax.nn.relu(b - jnp.vdot(b.ravel(), jnp.sqrt(b.ravel())))
 
 
@@ -72,8 +77,12 @@ def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(f: 
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize(("f", "times"), [(clipped, 1), (trusted, 1), (moments, 0), (halves, 1), (counted, 3)])
-def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Callable[..., Any], times: int):
+@pytest.mark.parametrize(
+    ("f", "times"), [(clipped, 1), (trusted, 1), (moments, 0), (halves, 1), (counted, 3)]
+)
+def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(
+    f: Callable[..., Any], times: int
+):
     _, calls, _ = divided(f)
     assert calls == times
 
@@ -98,7 +107,9 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(f: Cal
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a, lambda: -a), "slice"),
     ],
 )
-def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(f: Callable[..., Any], why: str):
+def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(
+    f: Callable[..., Any], why: str
+):
     with jax.enable_x64(True):
         a = jnp.asarray(X)
         stay = stays(jax.make_jaxpr(f)(a), [A])
@@ -109,7 +120,8 @@ def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_to
 
 
 def orthogonal(a: Any, b: Any) -> Any:
-    """As Muon: what only works on whole arrays stays where they are; what meets parts goes on in parts."""
+    """As Muon: what only works on whole arrays stays where they are; what meets parts goes on in
+    parts."""
     x = a.T / jnp.linalg.norm(a.T)
     for _ in range(3):
         x = 1.5 * x - 0.5 * x @ x.T @ x
@@ -134,8 +146,12 @@ def in_a_branch(a: Any, b: Any) -> Any:
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize(("f", "exchanges"), [(orthogonal, 1), (summed_between, 2), (in_a_branch, 2)])
-def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(f: Callable[..., Any], exchanges: int):
+@pytest.mark.parametrize(
+    ("f", "exchanges"), [(orthogonal, 1), (summed_between, 2), (in_a_branch, 2)]
+)
+def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(
+    f: Callable[..., Any], exchanges: int
+):
     with jax.enable_x64(True):
         whole = f(jnp.asarray(X), jnp.asarray(Y))
         parts, _, found = divided(f)
@@ -165,7 +181,7 @@ def test_work_at_home_is_counted_by_leaf():
 
 def test_two_leaves_in_one_equation_are_refused():
     closed = jax.make_jaxpr(lambda a, b: jnp.tanh(a * b))(1.0 * X, 1.0 * X)
-    assert kinds(closed, [A, B]) == [Whole(frozenset({0, 1}), "mul of several leaves")]
+    assert result_kinds(closed, [A, B]) == [Whole(frozenset({0, 1}), "mul of several leaves")]
     nobody: Any = None
     with pytest.raises(ValueError, match="mul of several leaves needs whole arrays"):
         on_parts(closed, [A, B], Ranks(nobody, nobody, nobody))(jnp.zeros(6), jnp.zeros(6))
@@ -173,15 +189,23 @@ def test_two_leaves_in_one_equation_are_refused():
 
 def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
     def f(a: Any, count: Any) -> Any:
-        return count + 1, jnp.full((7, 3), 2.0) * count, jnp.arange(3), jnp.sum(a), 0.5 * jnp.sum(a), jnp.sum(a) + 1
+        return (
+            count + 1,
+            jnp.full((7, 3), 2.0) * count,
+            jnp.arange(3),
+            jnp.sum(a),
+            0.5 * jnp.sum(a),
+            jnp.sum(a) + 1,
+        )
 
-    found = kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
+    found = result_kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
     assert found == [Same(), Same(), Same(False), Total("sum"), Total("sum"), Same()]
     assert Same(False) != Follows(0) and Same() != Follows(1)
 
 
 def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
-    """What each rank makes of its parts, how often the ranks put numbers together, and how often leaves went home."""
+    """What each rank makes of its parts, how often the ranks put numbers together, and how often
+    leaves went home."""
     arrays, comm = [jnp.asarray(X), jnp.asarray(Y)], axis_communicator("ranks", RANKS, "cpu")
     closed, calls = jax.make_jaxpr(f)(*arrays), [0, 0]
 
@@ -202,7 +226,9 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
     run = on_parts(closed, [A, B], Ranks(there, put_together, visit))
-    padded = [jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays]
+    padded = [
+        jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays
+    ]
     made = jax.vmap(run, axis_name="ranks")(*(x.reshape(RANKS, -1) for x in padded))
     return made, calls[0], calls[1]
 

@@ -56,7 +56,8 @@ def test_no_product_is_computed_twice_or_before_it_is_needed():
         read = [values[number] for number in stage.reads]
         counts.append(heavy(jax.make_jaxpr(stage.run)(*read).jaxpr))
         values.update(zip(stage.writes, stage.run(*read)))
-    # Five products forward and the last layer's gradient; then, per layer, its input's and its weight's.
+    # Five products forward and the last layer's gradient; then, per layer, its input's and its
+    # weight's.
     assert counts == [6, 2, 2, 2, 2]
     assert sum(counts) == heavy(straighten(closed).jaxpr)
 
@@ -85,13 +86,16 @@ def test_what_waits_for_no_input_that_it_does_not_need_is_done_before():
 def test_a_mask_is_made_anew_and_not_handed_on():
     closed, _ = gradient_program()
     first, *_ = cut(closed, [1] * 5)
-    # Of each layer that is still to come only the product is kept, not relu's output or mask; and the cotangent.
+    # Of each layer that is still to come only the product is kept, not relu's output or mask; and
+    # the cotangent.
     assert len(first.writes) <= 6
 
 
 def test_outputs_that_are_inputs_constants_or_shared_are_results_too():
     table = jnp.arange(3.0)
-    closed = jax.make_jaxpr(lambda x: (x, 2.0, (y := jnp.sin(x) + table), y, jnp.cos(y)))(jnp.ones(3))
+    closed = jax.make_jaxpr(lambda x: (x, 2.0, (y := jnp.sin(x) + table), y, jnp.cos(y)))(
+        jnp.ones(3)
+    )
     got = run_stages(cut(closed, [1, 1, 1, 1, 1]), closed, [jnp.ones(3)])
     for value, want in zip(got, jaxpr_as_fun(closed)(jnp.ones(3))):
         np.testing.assert_array_equal(value, want)
@@ -137,7 +141,9 @@ def test_groups_must_hold_all_outputs():
 
 def test_collectives_are_found_at_any_depth():
     def inside(x):
-        return jax.lax.scan(lambda c, _: (jax.checkpoint(lambda c: jax.lax.pmean(c, "i"))(c), None), x, length=2)[0]
+        return jax.lax.scan(
+            lambda c, _: (jax.checkpoint(lambda c: jax.lax.pmean(c, "i"))(c), None), x, length=2
+        )[0]
 
     closed = jax.make_jaxpr(jax.jit(inside), axis_env=[("i", 2)])(1.0)
     assert len(collectives(closed)) == 1

@@ -1,4 +1,5 @@
-"""What a loss used is what a path of its program led from; telling it changes no value and computes nothing twice."""
+"""What a loss used is what a path of its program led from; telling it changes no value and computes
+nothing twice."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,7 +17,9 @@ from fddp.jaxpr.used import statically_used
 from fddp.jaxpr.used_at_run_time import tracked
 
 N = 4
-LEAVES: list[Any] = [np.linspace(-1 + i, 1 + i, 9, dtype=np.float32).reshape(3, 3) for i in range(N)]
+LEAVES: list[Any] = [
+    np.linspace(-1 + i, 1 + i, 9, dtype=np.float32).reshape(3, 3) for i in range(N)
+]
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 Loss = Callable[[Sequence[Any], Any], Any]
 """`loss(leaves, t)`, where t is data that branches look at."""
@@ -58,7 +61,9 @@ def used_by(loss: Loss, t: Any) -> list[bool]:
 def equations(jaxpr: Jaxpr, name: str) -> int:
     """How many equations of a kind a program has, at any depth."""
     here = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
-    return here + sum(equations(inner, name) for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params))
+    return here + sum(
+        equations(inner, name) for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)
+    )
 
 
 ### Losses, the data, and the leaves that they use
@@ -71,7 +76,10 @@ def case(**uses: set[int]) -> Callable[[Loss], Loss]:
 
     def add(loss: Loss) -> Loss:
         name = getattr(loss, "__name__", "loss")
-        CASES[name] = loss, {int(key[1:]) * (-1 if key[0] == "m" else 1): use for key, use in uses.items()}
+        CASES[name] = (
+            loss,
+            {int(key[1:]) * (-1 if key[0] == "m" else 1): use for key, use in uses.items()},
+        )
         return loss
 
     return add
@@ -99,7 +107,10 @@ def argmax_ends_a_path(p: Any, t: Any) -> Any:
 
 @case(t1={0})
 def integers_end_a_path(p: Any, t: Any) -> Any:
-    return jnp.sum(layer(p[0], X)) * jnp.sum(p[1].astype(jnp.int32)).astype(jnp.float32) + (p[2] > 0).sum()
+    return (
+        jnp.sum(layer(p[0], X)) * jnp.sum(p[1].astype(jnp.int32)).astype(jnp.float32)
+        + (p[2] > 0).sum()
+    )
 
 
 @case(t1={0})
@@ -163,13 +174,19 @@ def cond_in_custom_jvp(p: Any, t: Any) -> Any:
 @case(t2={0, 1, 3}, t1={0, 2, 3}, m1={3})
 def cond_in_cond(p: Any, t: Any) -> Any:
     inner = partial(layer_or, p[1], p[2])
-    return jnp.sum(jax.lax.cond(t > 0, lambda x: inner(layer(p[0], x), t - 1), lambda x: x, X @ p[3]))
+    return jnp.sum(
+        jax.lax.cond(t > 0, lambda x: inner(layer(p[0], x), t - 1), lambda x: x, X @ p[3])
+    )
 
 
 @case(t1={0, 1, 3}, m1={0, 3}, t9={1, 3})
 def cond_in_scan(p: Any, t: Any) -> Any:
     """The second layer in the rounds below t, the first in the others."""
-    return jnp.sum(jax.lax.scan(lambda x, i: (layer_or(p[0], p[1], x, i - t + 0.5), None), X @ p[3], jnp.arange(4))[0])
+    return jnp.sum(
+        jax.lax.scan(
+            lambda x, i: (layer_or(p[0], p[1], x, i - t + 0.5), None), X @ p[3], jnp.arange(4)
+        )[0]
+    )
 
 
 @case(t1={1, 2}, m1={2})
@@ -250,7 +267,9 @@ def test_used_is_what_a_path_leads_from(name, t):
 
 @pytest.mark.steps
 @pytest.mark.parametrize("name,t", CHOICES)
-@pytest.mark.parametrize("wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"]
+)
 def test_values_and_gradients_are_the_plain_functions_own(name, t, wrap):
     f = with_aux(CASES[name][0], t)
     (loss, aux), grads = wrap(jax.value_and_grad(f, has_aux=True))(LEAVES)
@@ -276,11 +295,18 @@ def test_the_static_answer_holds_for_every_choice(name):
 @pytest.mark.steps
 @pytest.mark.parametrize("name,t", [choice for choice in CHOICES if "custom" not in choice[0]])
 @pytest.mark.parametrize(
-    "kind", ["dot_general", "remat2", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sin", "cos"))]
+    "kind",
+    [
+        "dot_general",
+        "remat2",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("sin", "cos")),
+    ],
 )
 def test_no_work_is_done_twice(name, t, kind):
     f = with_aux(CASES[name][0], t)
-    plain, telling = (jax.make_jaxpr(jax.value_and_grad(g, has_aux=True))(LEAVES).jaxpr for g in (f, tracked(f)))
+    plain, telling = (
+        jax.make_jaxpr(jax.value_and_grad(g, has_aux=True))(LEAVES).jaxpr for g in (f, tracked(f))
+    )
     assert equations(telling, kind) == equations(plain, kind)
 
 
@@ -291,7 +317,10 @@ def count_down(p: Any, t: Any) -> Any:
     """In round 2 the second layer, in the others the first."""
     return jax.lax.while_loop(
         lambda state: state[0] > 0,
-        lambda state: (state[0] - 1, layer_or(p[1], p[0], state[1], jnp.where(state[0] == 2, 1, -1))),
+        lambda state: (
+            state[0] - 1,
+            layer_or(p[1], p[0], state[1], jnp.where(state[0] == 2, 1, -1)),
+        ),
         (t, X @ p[3]),
     )
 
@@ -382,7 +411,9 @@ def test_inside_a_scan_over_data():
 
 
 def test_inside_vmap_each_row_has_its_own():
-    used = jax.vmap(lambda t: tracked(with_aux(CASES["cond_in_scan"][0], t))(LEAVES)[1][1])(jnp.array([1, -1]))
+    used = jax.vmap(lambda t: tracked(with_aux(CASES["cond_in_scan"][0], t))(LEAVES)[1][1])(
+        jnp.array([1, -1])
+    )
     assert used.tolist() == [[True, True, False, True], [True, False, False, True]]
 
 
@@ -403,7 +434,9 @@ def test_inside_shard_map_each_replica_has_its_own(name, check_vma):
         return value[None], used[None] | (t[0] > 99), [g[None] for g in grads]
 
     spread = PartitionSpec("replica")
-    run = jax.shard_map(member, mesh=mesh, in_specs=(shared, spread), out_specs=spread, check_vma=check_vma)
+    run = jax.shard_map(
+        member, mesh=mesh, in_specs=(shared, spread), out_specs=spread, check_vma=check_vma
+    )
     data = [1, -1] if len(uses) > 1 else [1, 1]
     value, used, grads = jax.jit(run)(LEAVES, jnp.array(data))
     for k, t in enumerate(data):
@@ -423,7 +456,9 @@ def test_a_loss_may_close_over_what_is_being_traced():
     def outer(leaves: Any, x: Any, t: Any) -> Any:
         return tracked(lambda p: (jnp.sum(layer_or(p[0], p[1], x, t)), x))(leaves)
 
-    (_, (_, used)), grads = jax.jit(jax.value_and_grad(outer, argnums=(0, 1), has_aux=True))(LEAVES, X, 1)
+    (_, (_, used)), grads = jax.jit(jax.value_and_grad(outer, argnums=(0, 1), has_aux=True))(
+        LEAVES, X, 1
+    )
     assert used.tolist() == [True, False, False, False] and np.any(grads[1])
 
 
@@ -448,7 +483,10 @@ def root_of(a: Any, c: Any) -> Any:
         x = solve(a, c)
         return x, (a, x)
 
-    solve.defvjp(forward, lambda kept, g: (-g * kept[1] / (2 * kept[1] + kept[0]), g / (2 * kept[1] + kept[0])))
+    solve.defvjp(
+        forward,
+        lambda kept, g: (-g * kept[1] / (2 * kept[1] + kept[0]), g / (2 * kept[1] + kept[0])),
+    )
     return solve(a, c)
 
 
@@ -463,8 +501,12 @@ def test_a_loop_under_vmap_that_parameters_end_keeps_values_and_gradients():
 
 def test_a_row_that_has_ended_keeps_what_it_came_from():
     def loss(w: Any) -> Any:
-        def row(c: Any) -> Any:  # replaces its value by w[1] in a second round, which the first row has not
-            return jax.lax.while_loop(lambda s: s[0] < c * w[2], lambda s: (s[0] + 1, w[1]), (0.0, w[0]))[1]
+        def row(
+            c: Any,
+        ) -> Any:  # replaces its value by w[1] in a second round, which the first row has not
+            return jax.lax.while_loop(
+                lambda s: s[0] < c * w[2], lambda s: (s[0] + 1, w[1]), (0.0, w[0])
+            )[1]
 
         return jnp.sum(jax.vmap(row)(jnp.asarray([0.0, 1.0]))), 0.0
 
@@ -479,11 +521,20 @@ def by_a_ref(w: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda f: f, jax.jit, lambda f: lambda w: jax.lax.scan(lambda c, _: (f(w), c), 0.0, None, 2)[0]]
+    "wrap",
+    [
+        lambda f: f,
+        jax.jit,
+        lambda f: lambda w: jax.lax.scan(lambda c, _: (f(w), c), 0.0, None, 2)[0],
+    ],
 )
 def test_what_is_written_to_a_ref_is_used(wrap: Callable[..., Any]):
-    (value, (_, used)), grads = jax.value_and_grad(tracked(lambda w: (wrap(by_a_ref)(w), 0.0)), has_aux=True)(
-        [3.0, 4.0, 5.0]
+    (value, (_, used)), grads = jax.value_and_grad(
+        tracked(lambda w: (wrap(by_a_ref)(w), 0.0)), has_aux=True
+    )([3.0, 4.0, 5.0])
+    assert (float(value), used.tolist(), list(map(float, grads))) == (
+        10.0,
+        [True, True, False],
+        [2.0, 1.0, 0.0],
     )
-    assert (float(value), used.tolist(), list(map(float, grads))) == (10.0, [True, True, False], [2.0, 1.0, 0.0])
     assert statically_used(wrap(by_a_ref), [3.0, 4.0, 5.0]) == (True, True, False)

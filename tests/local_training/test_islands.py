@@ -1,4 +1,5 @@
-"""Islands that do not wait for each other: held against NumPy, in an order of merges that is worked out by hand."""
+"""Islands that do not wait for each other: held against NumPy, in an order of merges that is worked
+out by hand."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -14,7 +15,7 @@ import trees
 from problems import layer
 
 import fddp
-from fddp.local_training.merge_log import Meeting, Merged, read_log, written
+from fddp.local_training.merge_log import MeetingLine, Merged, read_log, serialize
 from fddp.local_training.merging import Contribution, SharedParams, merge, merging_of, on_this_host
 from fddp.optim import Arrival, Quorum, due_at
 
@@ -26,9 +27,9 @@ RATE = 0.1
 # (islands that are merged, the versions that they began from, steps that each had made)
 Order = Sequence[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
 
-# Islands whose steps take 1, 1.5 and 4 s, six steps each, two between exchanges. The first two come at 2 and 3 s, again
-# at 5 and 6 s; the third comes at 8 s with the first one's third. The second one's third waits from 9 s on, and the
-# third island's second comes at 16 s. Then it is alone.
+# Islands whose steps take 1, 1.5 and 4 s, six steps each, two between exchanges. The first two come
+# at 2 and 3 s, again at 5 and 6 s; the third comes at 8 s with the first one's third. The second
+# one's third waits from 9 s on, and the third island's second comes at 16 s. Then it is alone.
 QUORUM_OF_TWO: Order = [
     ((0, 1), (0, 0), (2, 2)),
     ((0, 1), (1, 1), (4, 4)),
@@ -36,7 +37,8 @@ QUORUM_OF_TWO: Order = [
     ((1, 2), (2, 3), (6, 4)),
     ((2,), (4,), (6,)),
 ]
-# Two islands whose steps take 1 and 3.5 s; the first makes four steps, the other two, with an exchange after each.
+# Two islands whose steps take 1 and 3.5 s; the first makes four steps, the other two, with an
+# exchange after each.
 BOUNDED: dict[int, Order] = {
     0: [((0, 1), (0, 0), (1, 1)), ((0, 1), (1, 1), (2, 2)), ((0,), (2,), (3,)), ((0,), (3,), (4,))],
     1: [((0,), (0,), (1,)), ((0, 1), (1, 0), (2, 1)), ((0,), (2,), (3,)), ((0, 1), (3, 2), (4, 2))],
@@ -89,7 +91,10 @@ def by_hand(
         for k, version, until in zip(islands, began, steps):
             if took[k] != version:
                 took[k] = version
-                own[k] = {name: (1 - mix) * versions[version][name] + mix * own[k][name] for name in own[k]}
+                own[k] = {
+                    name: (1 - mix) * versions[version][name] + mix * own[k][name]
+                    for name in own[k]
+                }
             stretch = batches[k][done[k] : until]
             for x in stretch:
                 slope = gradient(own[k], x)
@@ -105,10 +110,14 @@ def by_hand(
     return versions[-1]
 
 
-def simulated(counts: Sequence[int], seconds: Sequence[float], every: int, **options: Any) -> fddp.Islands:
+def simulated(
+    counts: Sequence[int], seconds: Sequence[float], every: int, **options: Any
+) -> fddp.Islands:
     optimizer = fddp.local_steps(optax.sgd(RATE), every=every, **options)
     batches = [rows(k, count) for k, count in enumerate(counts)]
-    return fddp.simulate_islands(layer, optimizer, PARAMS, batches, seconds=lambda island, number: seconds[island])
+    return fddp.simulate_islands(
+        layer, optimizer, PARAMS, batches, seconds=lambda island, number: seconds[island]
+    )
 
 
 def order_of(done: fddp.Islands) -> list[Any]:
@@ -170,8 +179,13 @@ def test_a_merge_is_a_step_of_the_outer_optimizer_weighted_and_discounted_by_age
     )
     w = np.array([1.0, -2.0])
     merging = on_this_host(merging_of(optimizer, w))
-    before = SharedParams(3, [w], [np.asarray(x) for x in jax.tree.leaves(optax.sgd(0.7, momentum=0.9).init(w))])
-    given = [Contribution(1, 3, 2.0, 8, [np.array([0.5, 1.0])]), Contribution(0, 1, 6.0, 4, [np.array([4.0, -8.0])])]
+    before = SharedParams(
+        3, [w], [np.asarray(x) for x in jax.tree.leaves(optax.sgd(0.7, momentum=0.9).init(w))]
+    )
+    given = [
+        Contribution(1, 3, 2.0, 8, [np.array([0.5, 1.0])]),
+        Contribution(0, 1, 6.0, 4, [np.array([4.0, -8.0])]),
+    ]
     after = merge(merging, before, given)
     gradient = (2 * np.array([0.5, 1.0]) + 6 * 0.25 * np.array([4.0, -8.0])) / 8
     assert after.version == 4
@@ -188,7 +202,8 @@ def test_pseudo_gradients_of_sixteen_bits_are_added_in_thirty_two():
     w = jnp.zeros(2, jnp.bfloat16)
     merging = on_this_host(merging_of(optimizer, w))
     given = [
-        Contribution(k, 0, 1.0, 1, [np.full(2, x, jnp.bfloat16)]) for k, x in enumerate((256.0, 1.0, 1.0, 1.0, 1.0))
+        Contribution(k, 0, 1.0, 1, [np.full(2, x, jnp.bfloat16)])
+        for k, x in enumerate((256.0, 1.0, 1.0, 1.0, 1.0))
     ]
     after = merge(merging, SharedParams(0, [np.asarray(w)], []), given)
     assert after.params[0].tolist() == [-52.0, -52.0]  # in bfloat16 256 + 1 is 256
@@ -208,10 +223,12 @@ def test_pseudo_gradients_of_sixteen_bits_are_added_in_thirty_two():
     ],
     ids=["local SGD", "momentum", "discount", "mix"],
 )
-def test_three_islands_with_a_quorum_of_two_do_as_by_hand(x64: None, hand: dict[str, float], options: dict[str, Any]):
+def test_three_islands_with_a_quorum_of_two_do_as_by_hand(
+    x64: None, hand: dict[str, float], options: dict[str, Any]
+):
     done = simulated([6, 6, 6], [1.0, 1.5, 4.0], every=2, quorum=2, **options)
     assert order_of(done) == QUORUM_OF_TWO
-    assert done.log[-1] == Meeting(5)
+    assert done.log[-1] == MeetingLine(5)
     close(done.params, by_hand([6, 6, 6], QUORUM_OF_TWO, **hand))
 
 
@@ -247,12 +264,16 @@ def test_a_run_is_made_again_from_its_log_to_the_same_bits(tmp_path: Path):
     def loss(params: Any, x: Any, rng: Any) -> Any:
         return layer(params, x * jax.random.bernoulli(rng, 0.5, x.shape))
 
-    optimizer = fddp.local_steps(optax.adam(RATE), outer=optax.sgd(0.7, momentum=0.9), every=2, quorum=1, mix=0.3)
+    optimizer = fddp.local_steps(
+        optax.adam(RATE), outer=optax.sgd(0.7, momentum=0.9), every=2, quorum=1, mix=0.3
+    )
     batches = [rows(k, count) for k, count in enumerate((7, 5, 3))]
     given: Any = (loss, optimizer, PARAMS, batches)
-    done = fddp.simulate_islands(*given, seconds=lambda island, number: 1.0 + island * number, rng=jax.random.key(3))
+    done = fddp.simulate_islands(
+        *given, seconds=lambda island, number: 1.0 + island * number, rng=jax.random.key(3)
+    )
     log = tmp_path / "merges.jsonl"
-    log.write_text("".join(written(line) + "\n" for line in done.log))
+    log.write_text("".join(serialize(line) + "\n" for line in done.log))
     again = fddp.replay_islands(log, *given, rng=jax.random.key(3))
     assert again.log == done.log
     trees.same_bits((again.params, again.states), (done.params, done.states))
@@ -263,7 +284,10 @@ def test_an_island_of_two_counts_as_one_replica_with_its_rows(x64: None):
     batches = [halves(4), halves(2)[::-1]]
     options: Any = {"outer": optax.sgd(0.7, momentum=0.9), "every": 2, "quorum": 1, "mix": 0.25}
     simulate: Any = partial(
-        fddp.simulate_islands, params=PARAMS, batches=batches, seconds=lambda island, step: 1 + island
+        fddp.simulate_islands,
+        params=PARAMS,
+        batches=batches,
+        seconds=lambda island, step: 1 + island,
     )
     two = simulate(layer, fddp.local_steps(optax.adam(RATE), island=2, **options))
     one = simulate(layer, fddp.local_steps(optax.adam(RATE), **options))
@@ -286,14 +310,18 @@ def test_what_one_device_cannot_make_again_is_refused():
         again(island="node")
     with pytest.raises(ValueError, match="the first 3 steps are of all islands together"):
         again(start=3)
-    with pytest.raises(ValueError, match="each replica of an island draws random numbers of its own"):
+    with pytest.raises(
+        ValueError, match="each replica of an island draws random numbers of its own"
+    ):
         again(jax.random.key(0), island=2)
 
 
 @pytest.mark.steps
 def test_a_log_of_another_training_is_refused():
     done = simulated([4, 2], [1.0, 3.5], every=1, quorum=1)
-    again: Any = partial(fddp.replay_islands, loss_fn=layer, optimizer=fddp.local_steps(optax.sgd(RATE), quorum=1))
+    again: Any = partial(
+        fddp.replay_islands, loss_fn=layer, optimizer=fddp.local_steps(optax.sgd(RATE), quorum=1)
+    )
     with pytest.raises(ValueError, match="island 1 came in the log with step 2 and weight"):
         again(done.log, params=PARAMS, batches=[rows(0, 4), rows(1, 1)])
     with pytest.raises(ValueError, match="version 2 follows version 0 in the log"):
@@ -315,10 +343,16 @@ def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):
     [
         ({"quorum": 0}, "quorum must be a whole number of 1 or more, got 0"),
         ({"quorum": 1, "grace_s": -1}, "grace_s must be a number of seconds of 0 or more, got -1"),
-        ({"quorum": 1, "max_staleness": 0.5}, "max_staleness must be a whole number of 0 or more, got 0.5"),
+        (
+            {"quorum": 1, "max_staleness": 0.5},
+            "max_staleness must be a whole number of 0 or more, got 0.5",
+        ),
         ({"grace_s": 1.0}, "grace_s is a rule of islands that do not wait: give quorum, too"),
         ({"max_staleness": 0}, "max_staleness is a rule of islands that do not wait"),
-        ({"quorum": 1, "delay": 1, "every": 4}, "give no fragments or delay with quorum; got fragments=1, delay=1"),
+        (
+            {"quorum": 1, "delay": 1, "every": 4},
+            "give no fragments or delay with quorum; got fragments=1, delay=1",
+        ),
         ({"quorum": 1, "fragments": 2, "every": 4}, "got fragments=2, delay=0"),
     ],
 )
@@ -335,7 +369,9 @@ def test_an_outer_optimizer_with_a_random_key_is_refused():
 
 
 def test_a_quorum_of_more_islands_than_there_are_is_refused(group: Any):
-    with pytest.raises(ValueError, match="quorum must be no more than the number of islands, 2, got 3"):
+    with pytest.raises(
+        ValueError, match="quorum must be no more than the number of islands, 2, got 3"
+    ):
         fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), quorum=3), group=group(2))
 
 
@@ -343,7 +379,9 @@ def test_a_quorum_of_more_islands_than_there_are_is_refused(group: Any):
 def test_replicas_of_one_process_are_told_that_islands_are_processes(group: Any):
     step = fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group(2))
     assert "not the mathematics of one replica" in repr(step)
-    with pytest.raises(ValueError, match="an island that does not wait is a process, or several, and"):
+    with pytest.raises(
+        ValueError, match="an island that does not wait is a process, or several, and"
+    ):
         step(step.init(PARAMS), np.ones((4, 3)))
 
 
@@ -351,7 +389,8 @@ def test_replicas_of_one_process_are_told_that_islands_are_processes(group: Any)
 def test_a_quorum_of_all_is_what_it_is_without(group: Any):
     options: Any = ({}, {"quorum": 2, "grace_s": 1.0}, {"quorum": 1, "max_staleness": 0})
     made = [
-        fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), every=2, **one), group=group(2)) for one in options
+        fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), every=2, **one), group=group(2))
+        for one in options
     ]
     states = [one.init(PARAMS) for one in made]
     for x in rows(0, 2):

@@ -1,4 +1,5 @@
-"""Islands of several replicas that do not wait for each other, in real processes: held against NumPy."""
+"""Islands of several replicas that do not wait for each other, in real processes: held against
+NumPy."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ def descended(params: Params, batches: Sequence[np.ndarray]) -> Params:
 def by_hand(mix: float, start: int, met: int | None) -> Params:
     """Two islands, each a replica with all of its rows: in NumPy."""
     rows = [draws(island, start + 2 * ORDER.count(island)) for island in (0, 1)]
-    shared = descended(first_params(), [np.concatenate(both) for both in zip(rows[0][:start], rows[1][:start])])
+    shared = descended(
+        first_params(), [np.concatenate(both) for both in zip(rows[0][:start], rows[1][:start])]
+    )
     speed = {name: np.zeros_like(x) for name, x in shared.items()}
     own = [shared, shared]
     took = [shared, shared]
@@ -65,13 +68,19 @@ def test_two_islands_of_two_with_a_quorum_of_one_do_as_by_hand(
 ):
     (tmp_path / "shared").mkdir()
     env: Any = {"JAX_NUM_CPU_DEVICES": str(devices), "JAX_ENABLE_X64": "1"}
-    outcome = launch(backend, size, "islands_of_two.py", tmp_path / "shared", *cases, folder=tmp_path, **env)
+    outcome = launch(
+        backend, size, "islands_of_two.py", tmp_path / "shared", *cases, folder=tmp_path, **env
+    )
     assert outcome.succeeded
     for output in outcome.outputs:
         told = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
         assert told.keys() == {*cases}
         for name, got in told.items():
             local, _ = CASES[name]
-            expected = by_hand(local.get("mix", 0.0), local.get("start", 0), MET if name == "restored" else None)
+            expected = by_hand(
+                local.get("mix", 0.0), local.get("start", 0), MET if name == "restored" else None
+            )
             for leaf, x in expected.items():
-                np.testing.assert_allclose(np.reshape(got[leaf], x.shape), x, rtol=0, atol=1e-10, err_msg=name)
+                np.testing.assert_allclose(
+                    np.reshape(got[leaf], x.shape), x, rtol=0, atol=1e-10, err_msg=name
+                )

@@ -1,4 +1,5 @@
-"""Islands of several replicas: ordinary steps inside, local steps between, as a loop over islands does them."""
+"""Islands of several replicas: ordinary steps inside, local steps between, as a loop over islands
+does them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +48,8 @@ def gradient(p: Any, x: np.ndarray) -> Any:
 
 
 def by_hand(every: int, rate: float, momentum: float, nesterov: bool, islands: int = 2) -> Any:
-    """Islands of plain descent, each on its share of the rows, and the outer optimizer: in NumPy."""
+    """Islands of plain descent, each on its share of the rows, and the outer optimizer: in
+    NumPy."""
     shared = {name: np.array(x) for name, x in PARAMS.items()}
     speed = {name: np.zeros_like(x) for name, x in PARAMS.items()}
     own = [dict(shared) for _ in range(islands)]
@@ -59,12 +61,16 @@ def by_hand(every: int, rate: float, momentum: float, nesterov: bool, islands: i
             for name in shared:
                 change = shared[name] - np.mean([one[name] for one in own], axis=0)
                 speed[name] = momentum * speed[name] + change
-                shared[name] = shared[name] - rate * (change + momentum * speed[name] if nesterov else speed[name])
+                shared[name] = shared[name] - rate * (
+                    change + momentum * speed[name] if nesterov else speed[name]
+                )
             own = [dict(shared) for _ in range(islands)]
     return {name: np.mean([one[name] for one in own], axis=0) for name in shared}, shared
 
 
-def trained(group: fddp.Group, local: Any, inner: Any = None, **options: Any) -> tuple[Any, list[list[int]]]:
+def trained(
+    group: fddp.Group, local: Any, inner: Any = None, **options: Any
+) -> tuple[Any, list[list[int]]]:
     optimizer = fddp.local_steps(inner or optax.sgd(0.1), **local)
     options = {"bucket_cap_mb": 0, **options}
     step = fddp.train_step(loss_fn, optimizer, group=group, **options)
@@ -78,7 +84,9 @@ def trained(group: fddp.Group, local: Any, inner: Any = None, **options: Any) ->
 
 @pytest.mark.quick("local SGD-whole", "DiLoCo-optimizer", "SlowMo-staged")
 @crossed(method=list(OUTER), way=WAYS)
-def test_two_islands_of_two_are_what_a_loop_over_islands_does(group: Groups, x64: None, method: str, way: Any):
+def test_two_islands_of_two_are_what_a_loop_over_islands_does(
+    group: Groups, x64: None, method: str, way: Any
+):
     rate, momentum, nesterov = OUTER[method]
     outer = optax.sgd(rate, momentum=momentum or None, nesterov=nesterov)
     state, _ = trained(group(4), {"outer": outer, "every": 4, "island": 2}, **way)
@@ -90,7 +98,10 @@ def test_two_islands_of_two_are_what_a_loop_over_islands_does(group: Groups, x64
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fragments": ({"every": 2, "fragments": 2}, {"shard": "optimizer"}),
     "delay": ({"every": 2, "delay": 1, "mix": 0.5}, {"schedule": "staged"}),
-    "delay, in shards": ({"every": 2, "delay": 1, "fragments": 2}, {"shard": "state", "accumulation_steps": 2}),
+    "delay, in shards": (
+        {"every": 2, "delay": 1, "fragments": 2},
+        {"shard": "state", "accumulation_steps": 2},
+    ),
     "start": ({"every": 2, "start": 3}, {"shard": "optimizer"}),
     "a period that grows": ({"every": lambda step: 1 + step // 2}, {}),
 }
@@ -106,7 +117,10 @@ def test_an_island_is_as_good_as_one_replica_with_its_rows(group: Groups, x64: N
     one, _ = trained(group(2), {"outer": outer, **local}, adam)
     islands, _ = trained(group(4), {"outer": outer, "island": 2, **local}, adam, **options)
     got, expected = (jax.device_get(fddp.whole(x)) for x in (islands, one))
-    parts = [(x.params, x.opt_state.shared, x.opt_state.outer, x.opt_state.inner) for x in (got, expected)]
+    parts = [
+        (x.params, x.opt_state.shared, x.opt_state.outer, x.opt_state.inner)
+        for x in (got, expected)
+    ]
     close(*parts, rtol=0, atol=1e-10)
 
 
@@ -120,12 +134,16 @@ def test_islands_are_the_nodes_of_a_group(group: Groups, x64: None):
 @pytest.mark.quick("1-two levels", "2-three")
 @pytest.mark.parametrize("every", [2, {"params": 4, "node": 2}], ids=["two levels", "three"])
 @pytest.mark.parametrize("island", [1, 2])
-def test_the_same_step_on_other_replicas_knows_their_islands(group: Groups, island: int, every: Any):
+def test_the_same_step_on_other_replicas_knows_their_islands(
+    group: Groups, island: int, every: Any
+):
     def nodes(group: fddp.Group) -> fddp.Group:
         return group if every == 2 else group.hierarchical(4)
 
     optimizer = fddp.local_steps(optax.sgd(0.1), every=every, island=island)
-    step = fddp.train_step(loss_fn, optimizer, group=nodes(group(4)), bucket_cap_mb=0).on(nodes(group(8)))
+    step = fddp.train_step(loss_fn, optimizer, group=nodes(group(4)), bucket_cap_mb=0).on(
+        nodes(group(8))
+    )
     state = step.init(PARAMS)
     for batch in BATCHES:
         state, _ = step(state, batch)
@@ -160,22 +178,30 @@ def test_the_network_carries_sums_of_parts_alone(group: Groups):
     compiled = step.lower(state, BATCHES[0]).compile().as_text() or ""
     sums = [line for line in compiled.splitlines() if " all-reduce(" in line]
     between = [line for line in sums if "{{0,2},{1,3}}" in line]
-    assert len(between) == 2 and all("{{0,1},{2,3}}" in line for line in sums if line not in between)
+    assert len(between) == 2 and all(
+        "{{0,1},{2,3}}" in line for line in sums if line not in between
+    )
 
 
 def test_a_replica_alone_still_sends_nothing_between_two_synchronizations(group: Groups):
     optimizer = fddp.local_steps(optax.sgd(0.1), every=2, island=1)
     step = fddp.train_step(loss_fn, optimizer, group=group(4), schedule="staged")
     state, _ = step(step.init(PARAMS), BATCHES[0])
-    (sent,) = [task for task in step.tasks(state, BATCHES[1]).tasks if isinstance(task, Communicate)]
+    (sent,) = [
+        task for task in step.tasks(state, BATCHES[1]).tasks if isinstance(task, Communicate)
+    ]
     assert sent.reduction.level == "all"
 
 
 @pytest.mark.quick("state")
 @pytest.mark.parametrize("shard", [None, "optimizer", "state"])
-def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(group: Groups, tmp_path: Path, shard: Any):
+def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(
+    group: Groups, tmp_path: Path, shard: Any
+):
     def make() -> fddp.TrainStep:
-        noisy = optax.chain(optax.add_noise(0.01, 0.55, key=0), optax.adam(0.05))  # its state has a random key
+        noisy = optax.chain(
+            optax.add_noise(0.01, 0.55, key=0), optax.adam(0.05)
+        )  # its state has a random key
         local = fddp.local_steps(noisy, outer=optax.sgd(0.7), every=4, island=2)
         return fddp.train_step(loss_fn, local, group=group(4), shard=shard)
 
@@ -195,7 +221,9 @@ def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(group: Groups
 
 
 @pytest.mark.parametrize("shard", [None, "state"])
-def test_no_sync_and_micro_batches_come_before_an_islands_own_step(group: Groups, x64: None, shard: Any):
+def test_no_sync_and_micro_batches_come_before_an_islands_own_step(
+    group: Groups, x64: None, shard: Any
+):
     optimizer = fddp.local_steps(optax.sgd(0.1), every=2, island=2)
     step = fddp.train_step(loss_fn, optimizer, group=group(4), shard=shard)
     state = step.init(PARAMS)
@@ -204,7 +232,12 @@ def test_no_sync_and_micro_batches_come_before_an_islands_own_step(group: Groups
     state, _ = step(state, two.reshape(-1, 3))
     other, _ = fddp.train_step(loss_fn, optimizer, group=group(4)), None
     expected, _ = other(other.init(PARAMS), BATCHES[0])
-    close(jax.device_get(fddp.whole(state.params)), jax.device_get(fddp.whole(expected.params)), rtol=0, atol=1e-10)
+    close(
+        jax.device_get(fddp.whole(state.params)),
+        jax.device_get(fddp.whole(expected.params)),
+        rtol=0,
+        atol=1e-10,
+    )
 
 
 def test_a_wire_of_16_bits_carries_gradients_inside_and_changes_between(group: Groups):
@@ -217,7 +250,9 @@ def test_a_wire_of_16_bits_carries_gradients_inside_and_changes_between(group: G
 
 def test_what_islands_cannot_be_is_refused(group: Groups):
     def made(on: fddp.Group, island: Any, **options: Any) -> Any:
-        return fddp.train_step(loss_fn, fddp.local_steps(optax.sgd(0.1), island=island), group=on, **options)
+        return fddp.train_step(
+            loss_fn, fddp.local_steps(optax.sgd(0.1), island=island), group=on, **options
+        )
 
     with pytest.raises(ValueError, match="a divisor of the 4 of this group; got 3"):
         made(group(4), 3)
@@ -227,7 +262,9 @@ def test_what_islands_cannot_be_is_refused(group: Groups):
         made(group(4).hierarchical(2), 4)
     with pytest.raises(ValueError, match=r"fddp\.local_steps without island cannot go with shard"):
         made(group(4), 1, shard="state")
-    with pytest.raises(ValueError, match=r"fddp\.local_steps with island cannot go with schedule='eager'"):
+    with pytest.raises(
+        ValueError, match=r"fddp\.local_steps with island cannot go with schedule='eager'"
+    ):
         made(group(4), 2, schedule="eager")
     late = fddp.local_steps(optax.sgd(0.1), island=2, start=1)
     with pytest.raises(ValueError, match="start=1 cannot go with shard='state'"):

@@ -40,15 +40,23 @@ def oracle(
     delay: int = 0,
     mix: float = 0.0,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Each replica by itself in plain JAX, the outer step in NumPy: shared parameters, and those of each replica."""
+    """Each replica by itself in plain JAX, the outer step in NumPy: shared parameters, and those of
+    each replica."""
     shared = {name: np.array(x) for name, x in PARAMS.items()}
     own = [jax.tree.map(jnp.asarray, PARAMS) for _ in range(n)]
-    moments, velocity = [inner.init(p) for p in own], {name: np.zeros_like(x) for name, x in shared.items()}
+    moments, velocity = (
+        [inner.init(p) for p in own],
+        {name: np.zeros_like(x) for name, x in shared.items()},
+    )
     # The gradient of the bias is ready first.
     parts = [["b", "w"]] if fragments == 1 else [["b"], ["w"]]
     for step in range(1, steps + 1):
         alone = step - delay
-        due = [part for k, part in enumerate(parts) if alone > 0 and alone % every == k * every // fragments]
+        due = [
+            part
+            for k, part in enumerate(parts)
+            if alone > 0 and alone % every == k * every // fragments
+        ]
         before = [dict(p) for p in own]
         for k, rows in enumerate(np.split(ROWS[step - 1], n)):
             updates, moments[k] = inner.update(jax.grad(layer)(own[k], rows), moments[k], own[k])
@@ -57,7 +65,9 @@ def oracle(
             sent = before if delay else own
             change = shared[name] - np.mean([p[name] for p in sent], axis=0)
             velocity[name] = momentum * velocity[name] + change
-            shared[name] = shared[name] - rate * (change + momentum * velocity[name] if nesterov else velocity[name])
+            shared[name] = shared[name] - rate * (
+                change + momentum * velocity[name] if nesterov else velocity[name]
+            )
             for p in own:
                 p[name] = mix * p[name] + (1 - mix) * shared[name]
     return shared, own
@@ -76,7 +86,9 @@ NESTEROV = {"rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 def each(tree: Any) -> Any:
     """What each replica has, along a first dim."""
-    return jax.tree.map(lambda x: x.parts.reshape(-1, *x.shape), tree, is_leaf=lambda x: hasattr(x, "copies"))
+    return jax.tree.map(
+        lambda x: x.parts.reshape(-1, *x.shape), tree, is_leaf=lambda x: hasattr(x, "copies")
+    )
 
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -84,7 +96,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "SlowMo": {"every": 2, "rate": 0.8, "momentum": 0.6},
     "DiLoCo": NESTEROV | {"every": 4},
     **{
-        f"streaming, delay {delay}, mix {mix}": NESTEROV | {"every": 3, "fragments": 2, "delay": delay, "mix": mix}
+        f"streaming, delay {delay}, mix {mix}": NESTEROV
+        | {"every": 3, "fragments": 2, "delay": delay, "mix": mix}
         for delay in (0, 1)
         for mix in (0.0, 0.5, 1.0)
     },
@@ -97,21 +110,31 @@ def test_what_replicas_and_their_outer_optimizer_do_is_what_a_loop_over_them_doe
     group: Groups, x64: None, method: str
 ):
     chosen = dict(METHODS[method])
-    outer = optax.sgd(chosen.pop("rate", 1.0), chosen.pop("momentum", None), chosen.pop("nesterov", False))
+    outer = optax.sgd(
+        chosen.pop("rate", 1.0), chosen.pop("momentum", None), chosen.pop("nesterov", False)
+    )
     inner = optax.adamw(0.05)
-    step = fddp.train_step(layer, fddp.local_steps(inner, outer=outer, **chosen), group=group(3), bucket_cap_mb=0)
+    step = fddp.train_step(
+        layer, fddp.local_steps(inner, outer=outer, **chosen), group=group(3), bucket_cap_mb=0
+    )
     state, _ = train(step, 9)
     shared, own = oracle(3, 9, inner, **METHODS[method])
     close(state.opt_state.shared, shared)
     close(each(state.params), jax.tree.map(lambda *x: np.stack(x), *own))
-    close(fddp.whole(state.params, group=group(3)), jax.tree.map(lambda *x: np.mean(x, axis=0), *own))
+    close(
+        fddp.whole(state.params, group=group(3)), jax.tree.map(lambda *x: np.mean(x, axis=0), *own)
+    )
 
 
 @SCHEDULES
 def test_under_every_schedule_it_is_the_same(group: Groups, x64: None, schedule: Any):
     chosen: Any = {"every": 2, "fragments": 2, "delay": 1, "mix": 0.5}
     step = fddp.train_step(
-        layer, fddp.local_steps(optax.adamw(0.05), **chosen), group=group(3), bucket_cap_mb=0, schedule=schedule
+        layer,
+        fddp.local_steps(optax.adamw(0.05), **chosen),
+        group=group(3),
+        bucket_cap_mb=0,
+        schedule=schedule,
     )
     close(train(step, 6)[0].opt_state.shared, oracle(3, 6, optax.adamw(0.05), **chosen)[0])
 
@@ -143,14 +166,20 @@ def test_before_it_starts_it_is_data_parallel_training_bit_for_bit(group: Groups
         ends.append((state.params, info.loss, info.sent))
     plain, (params, *told) = ends
     jax.tree.map(np.testing.assert_array_equal, tuple(told), plain[1:])
-    jax.tree.map(lambda mine, all: np.testing.assert_array_equal(mine, np.stack([all] * 3)), each(params), plain[0])
+    jax.tree.map(
+        lambda mine, all: np.testing.assert_array_equal(mine, np.stack([all] * 3)),
+        each(params),
+        plain[0],
+    )
     jax.tree.map(np.testing.assert_array_equal, state.opt_state.shared, plain[0])
     assert int(step(state, ROWS[3].astype(np.float32))[1].sent.sum()) == 0
 
 
 def test_one_replica_is_lookahead(group: Groups, x64: None):
     inner, rows = optax.sgd(0.1, momentum=0.9), ROWS[:, :4]
-    step = fddp.train_step(layer, fddp.local_steps(inner, outer=optax.sgd(0.5), every=3), group=group(1))
+    step = fddp.train_step(
+        layer, fddp.local_steps(inner, outer=optax.sgd(0.5), every=3), group=group(1)
+    )
     state = step.init(PARAMS)
     for k in range(9):
         state, _ = step(state, rows[k])
@@ -163,8 +192,11 @@ def test_one_replica_is_lookahead(group: Groups, x64: None):
 
 
 @pytest.mark.parametrize("island", [1, 2])
-def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(group: Groups, x64: None, island: int):
-    """A line through two points on each of two islands; its losses are in MaxText's `diloco_test.py`."""
+def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(
+    group: Groups, x64: None, island: int
+):
+    """A line through two points on each of two islands; its losses are in MaxText's
+    `diloco_test.py`."""
     inputs = np.array([[[0.0, 1], [1, 0]], [[1, 0], [0, 1]]])
     labels = np.array([[[1.0], [2]], [[2], [3]]])
 
@@ -180,7 +212,9 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(group: Groups
         losses.append([float(line(mine[r], {"x": inputs[r], "y": labels[r]})) for r in range(2)])
         state, _ = step(state, {"x": np.concatenate(inputs), "y": np.concatenate(labels)})
     # The last one is made there of parameters that were rounded to four digits.
-    np.testing.assert_allclose([first for first, _ in losses], [1.0, 0.49, 0.2401, 0.207545], atol=2e-6)
+    np.testing.assert_allclose(
+        [first for first, _ in losses], [1.0, 0.49, 0.2401, 0.207545], atol=2e-6
+    )
     np.testing.assert_allclose(np.mean(losses, axis=1), [1.0, 0.65, 0.4481, 0.574244], atol=5e-7)
 
 
@@ -212,7 +246,9 @@ def test_a_schedule_says_when_to_synchronize(group: Groups):
         sent.append(bool(info.sent.sum()))
     assert sent == [True] * 4 + [False, False, True] * 2 + [False]
     # Ranks compare what they were given by its name.
-    assert repr(fddp.local_steps(optax.sgd(0.1), every=abs)).startswith("LocalSteps(every=abs, start=0")
+    assert repr(fddp.local_steps(optax.sgd(0.1), every=abs)).startswith(
+        "LocalSteps(every=abs, start=0"
+    )
 
 
 def test_a_replica_weighs_as_much_as_it_has_trained_on(group: Groups, x64: None):
@@ -263,7 +299,9 @@ def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
     def loss(w: Any, x: Any) -> Any:
         return jnp.mean(w * x)
 
-    step = fddp.train_step(loss, fddp.local_steps(fddp.dynamic_scale(optax.sgd(1.0)), every=2), group=group(2))
+    step = fddp.train_step(
+        loss, fddp.local_steps(fddp.dynamic_scale(optax.sgd(1.0)), every=2), group=group(2)
+    )
     state, _ = step(step.init(np.float32(0)), np.array([1, np.inf], np.float32))
     scale = each(state.opt_state.inner.scale)
     assert scale[1] == scale[0] / 2
@@ -288,12 +326,17 @@ def test_a_wire_of_16_bits_carries_changes(group: Groups):
 
 
 def test_who_has_no_more_data_stays_as_he_was(group: Groups, x64: None):
-    step = fddp.train_step(layer, fddp.local_steps(optax.sgd(0.1, momentum=0.9), every=4), group=group(2))
+    step = fddp.train_step(
+        layer, fddp.local_steps(optax.sgd(0.1, momentum=0.9), every=4), group=group(2)
+    )
     state, rows = step.init(PARAMS), ROWS[0][:4]
     state, _ = step(state, fddp.Joined(rows, np.ones(4), np.ones(4)))
     gone = np.array([1.0, 1, 0, 0])
     before = each(state.params)
-    for divisor in (gone, np.ones(4)):  # whether the others divide by all replicas, or by those that are left
+    for divisor in (
+        gone,
+        np.ones(4),
+    ):  # whether the others divide by all replicas, or by those that are left
         after, _ = step(jax.tree.map(jnp.copy, state), fddp.Joined(rows, gone, divisor))
         assert each(after.opt_state.weight).tolist() == [[2], [1]]
         after = each(after.params)
@@ -322,7 +365,10 @@ def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(group: Groups
     other = make(3)
     with (
         fddp.Checkpoints(tmp_path / "saved", other, every=1) as checkpoints,
-        pytest.raises(ValueError, match=r"params/w float32\[2, 3, 5\].*params/w float32\[3, 3, 5\].*as many, 2"),
+        pytest.raises(
+            ValueError,
+            match=r"params/w float32\[2, 3, 5\].*params/w float32\[3, 3, 5\].*as many, 2",
+        ),
     ):
         checkpoints.restore(other.init(params))
 
@@ -344,7 +390,10 @@ def test_what_does_not_go_with_it_is_refused(group: Groups):
         ({"delay": 2}, "delay must be 0 or 1, got 2"),
         ({"mix": 1.5}, "mix must be a number from 0 to 1, got 1.5"),
         ({"every": 2, "fragments": 3}, "no more than every"),
-        ({"delay": 1}, "delay=1 needs more than one step between two synchronizations, got every=1"),
+        (
+            {"delay": 1},
+            "delay=1 needs more than one step between two synchronizations, got every=1",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             fddp.local_steps(optax.sgd(0.1), **wrong)  # pyright: ignore[reportArgumentType]
@@ -367,7 +416,9 @@ def test_what_does_not_go_with_it_is_refused(group: Groups):
     with pytest.raises(ValueError, match=r"made with fddp\.local_steps"):
         make()(plain.init(params), ROWS[0].astype(np.float32))
     other = fddp.train_step(layer, fddp.local_steps(optax.adam(0.1)), group=group(3))
-    with pytest.raises(ValueError, match=r"not in shards of 3 replicas, as a step with fddp\.local_steps has it"):
+    with pytest.raises(
+        ValueError, match=r"not in shards of 3 replicas, as a step with fddp\.local_steps has it"
+    ):
         other(make().init(params), ROWS[0].astype(np.float32))
 
 
@@ -383,7 +434,8 @@ def test_changes_of_16_bits_bear_large_weights(group: Groups):
 
 
 def test_weighted_changes_of_many_steps_do_not_outgrow_float16(group: Groups):
-    """1,000 tokens a step over 32 steps, times a change of about 1.5; in float32 it is the same mean."""
+    """1,000 tokens a step over 32 steps, times a change of about 1.5; in float32 it is the same
+    mean."""
     rows = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float16)
 
     def trained(dtype: Any) -> np.ndarray:
@@ -399,7 +451,9 @@ def test_weighted_changes_of_many_steps_do_not_outgrow_float16(group: Groups):
 
 def test_parameters_of_32_bits_synchronize_while_jax_goes_on_in_64(group: Groups, x64: None):
     params = jax.tree.map(np.float32, PARAMS)
-    step = fddp.train_step(layer, fddp.local_steps(optax.sgd(0.1), every=3), group=group(2), bucket_cap_mb=0)
+    step = fddp.train_step(
+        layer, fddp.local_steps(optax.sgd(0.1), every=3), group=group(2), bucket_cap_mb=0
+    )
     state = step.init(params)
     for k in range(3):
         state, _ = step(state, ROWS[k].astype(np.float32))
@@ -415,7 +469,9 @@ def test_what_a_later_step_cannot_do_fails_before_the_first_one(group: Groups):
         raise ArithmeticError("a hook that cannot be traced")
 
     hook = fddp.Hook(lambda leaf: (), apply)
-    step = fddp.train_step(layer, fddp.local_steps(optax.sgd(0.1), every=100), group=group(2), hook=hook)
+    step = fddp.train_step(
+        layer, fddp.local_steps(optax.sgd(0.1), every=100), group=group(2), hook=hook
+    )
     state = step.init(PARAMS)
     with pytest.raises(ArithmeticError, match="cannot be traced"):
         step(state, ROWS[0])
@@ -426,8 +482,14 @@ SKIPPING: dict[str, tuple[Any, dict[str, Any]]] = {
     "skip_nonfinite": (optax.sgd(0.5), {"skip_nonfinite": True}),
     "dynamic_scale": (fddp.dynamic_scale(optax.sgd(0.5)), {}),
     "apply_if_finite": (optax.apply_if_finite(optax.sgd(0.5), 5), {}),
-    "MultiSteps": (optax.MultiSteps(optax.sgd(0.5), 1, should_skip_update_fn=optax.skip_not_finite), {}),
-    "within": (optax.chain(optax.identity(), fddp.dynamic_scale(optax.apply_if_finite(optax.sgd(0.5), 5))), {}),
+    "MultiSteps": (
+        optax.MultiSteps(optax.sgd(0.5), 1, should_skip_update_fn=optax.skip_not_finite),
+        {},
+    ),
+    "within": (
+        optax.chain(optax.identity(), fddp.dynamic_scale(optax.apply_if_finite(optax.sgd(0.5), 5))),
+        {},
+    ),
 }
 
 
@@ -443,6 +505,11 @@ def test_who_skips_a_step_does_not_weigh_in_with_it(group: Groups, name: str):
 
 
 def test_leaves_without_elements_are_put_together_too(group: Groups):
-    step = fddp.train_step(lambda p, x: jnp.mean((x - p["w"]) ** 2), fddp.local_steps(optax.adam(0.1)), group=group(2))
-    state, _ = step(step.init({"w": np.float32(0), "none": np.zeros((0, 3), np.float32)}), np.ones(2, np.float32))
+    step = fddp.train_step(
+        lambda p, x: jnp.mean((x - p["w"]) ** 2), fddp.local_steps(optax.adam(0.1)), group=group(2)
+    )
+    state, _ = step(
+        step.init({"w": np.float32(0), "none": np.zeros((0, 3), np.float32)}),
+        np.ones(2, np.float32),
+    )
     assert fddp.whole(state, group=group(2)).params["none"].shape == (0, 3)

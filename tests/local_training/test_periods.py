@@ -1,4 +1,5 @@
-"""Own periods for the parts of a state, and means over a node: held against loops over islands, in NumPy."""
+"""Own periods for the parts of a state, and means over a node: held against loops over islands, in
+NumPy."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,13 +50,22 @@ def mean_of(trees: Any) -> Any:
 
 
 def by_hand(
-    islands: int, every: Mapping[str, int], *, node: int = 1, delay: int = 0, mix: float = 0.0, start: int = 0
+    islands: int,
+    every: Mapping[str, int],
+    *,
+    node: int = 1,
+    delay: int = 0,
+    mix: float = 0.0,
+    start: int = 0,
 ) -> Any:
-    """Islands of Adam, each on its share of the rows; DES-LOC's means, those of nodes and the outer optimizer."""
+    """Islands of Adam, each on its share of the rows; DES-LOC's means, those of nodes and the outer
+    optimizer."""
     shared = {name: np.array(x) for name, x in PARAMS.items()}
     speed = {name: np.zeros_like(x) for name, x in shared.items()}
     own = [dict(shared) for _ in range(islands)]
-    moments: Any = {key: [{name: np.zeros_like(x) for name, x in shared.items()} for _ in own] for key in BETA}
+    moments: Any = {
+        key: [{name: np.zeros_like(x) for name, x in shared.items()} for _ in own] for key in BETA
+    }
     for number, batch in enumerate(BATCHES, start=1):
         before = [dict(one) for one in own]
         moments_before = {key: [dict(one) for one in each] for key, each in moments.items()}
@@ -64,7 +74,9 @@ def by_hand(
         for k, grad in enumerate(grads):
             for key, power in (("mu", 1), ("nu", 2)):
                 moment = moments[key][k]
-                moments[key][k] = {n: BETA[key] * moment[n] + (1 - BETA[key]) * grad[n] ** power for n in moment}
+                moments[key][k] = {
+                    n: BETA[key] * moment[n] + (1 - BETA[key]) * grad[n] ** power for n in moment
+                }
             first, second = (moments[key][k] for key in BETA)
             corrected = {n: first[n] / (1 - BETA["mu"] ** number) for n in first}
             roots = {n: np.sqrt(second[n] / (1 - BETA["nu"] ** number)) for n in first}
@@ -85,12 +97,21 @@ def by_hand(
                 shared[n] = shared[n] - 0.7 * (change + 0.9 * speed[n])
             own = [{n: shared[n] + mix * (one[n] - shared[n]) for n in shared} for one in own]
         elif "node" in due:
-            means = [mean_of(sent[first : first + node]) for first in range(0, islands, node) for _ in range(node)]
-            own = [{n: mean[n] + mix * (one[n] - mean[n]) for n in shared} for one, mean in zip(own, means)]
+            means = [
+                mean_of(sent[first : first + node])
+                for first in range(0, islands, node)
+                for _ in range(node)
+            ]
+            own = [
+                {n: mean[n] + mix * (one[n] - mean[n]) for n in shared}
+                for one, mean in zip(own, means)
+            ]
     return own, shared, moments
 
 
-def trained(group: fddp.Group, local: Any, inner: Any = None, **options: Any) -> tuple[Any, list[int]]:
+def trained(
+    group: fddp.Group, local: Any, inner: Any = None, **options: Any
+) -> tuple[Any, list[int]]:
     optimizer = fddp.local_steps(inner or optax.adam(RATE), outer=OUTER, **local)
     options = {"bucket_cap_mb": 0, **options}
     step = fddp.train_step(loss_fn, optimizer, group=group, **options)
@@ -113,7 +134,9 @@ def check(state: Any, hand: Any, moments: Callable[[Any], Any] = lambda inner: i
 
 
 @pytest.mark.quick("", "start")
-@pytest.mark.parametrize("local", [{}, {"delay": 1, "mix": 0.5}, {"start": 3}], ids=["", "delay", "start"])
+@pytest.mark.parametrize(
+    "local", [{}, {"delay": 1, "mix": 0.5}, {"start": 3}], ids=["", "delay", "start"]
+)
 def test_four_replicas_average_each_moment_at_its_own_period(group: Groups, x64: None, local: Any):
     periods: Any = {"params": 2, "mu": 3, "nu": 5}
     state, _ = trained(group(4), {"every": periods, **local})
@@ -125,7 +148,9 @@ def test_four_replicas_average_each_moment_at_its_own_period(group: Groups, x64:
 
 @pytest.mark.quick("whole", "optimizer")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_two_islands_of_two_average_each_moment_at_its_own_period(group: Groups, x64: None, way: Any):
+def test_two_islands_of_two_average_each_moment_at_its_own_period(
+    group: Groups, x64: None, way: Any
+):
     state, _ = trained(group(4), {"every": PERIODS, "island": 2}, **way)
     check(state, by_hand(2, PERIODS))
 
@@ -137,7 +162,8 @@ def test_islands_in_shards_average_what_they_had_before_a_step(group: Groups, x6
 
 
 def test_equal_periods_of_all_parts_average_the_whole_state(group: Groups, x64: None):
-    """Local Adam: after each mean all replicas are as one that holds the mean of all their states."""
+    """Local Adam: after each mean all replicas are as one that holds the mean of all their
+    states."""
     optimizer = fddp.local_steps(optax.adam(RATE), every={"params": 3, "mu": 3, "nu": 3})
     step = fddp.train_step(loss_fn, optimizer, group=group(2))
     state = step.init(PARAMS)
@@ -157,7 +183,10 @@ def test_equal_periods_of_all_parts_average_the_whole_state(group: Groups, x64: 
 
 
 def test_a_field_is_found_wherever_it_stands_in_the_state(group: Groups, x64: None):
-    inner = optax.chain(optax.clip_by_global_norm(1e3), optax.MultiSteps(optax.adam(RATE), 1).gradient_transformation())
+    inner = optax.chain(
+        optax.clip_by_global_norm(1e3),
+        optax.MultiSteps(optax.adam(RATE), 1).gradient_transformation(),
+    )
     state, _ = trained(group(2), {"every": PERIODS}, inner)
     check(state, by_hand(2, PERIODS), lambda inner: inner[1].inner_opt_state[0])
     # Two optimizers, each of its own leaves, have one each: all are meant.
@@ -165,7 +194,9 @@ def test_a_field_is_found_wherever_it_stands_in_the_state(group: Groups, x64: No
     parts = optax.multi_transform({"one": optax.adam(RATE), "other": optax.adam(RATE)}, labels)
     ways: Any = ({}, {"island": 2})
     for options in ways:
-        state, _ = trained(group(2 * options.get("island", 1)), {"every": PERIODS, **options}, parts)
+        state, _ = trained(
+            group(2 * options.get("island", 1)), {"every": PERIODS, **options}, parts
+        )
         whole = jax.device_get(fddp.whole(state))
         close(whole.params, mean_of(by_hand(2, PERIODS)[0]), rtol=0, atol=1e-10)
 
@@ -188,7 +219,10 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
     inner, outer = optax.adam(RATE), optax.sgd(1.0)
     own: Any = [(jax.tree.map(jnp.asarray, PARAMS), inner.init(PARAMS)) for _ in range(2)]
     step = fddp.train_step(
-        loss_fn, fddp.local_steps(inner, outer=outer, every=periods, fragments=3), group=group(2), bucket_cap_mb=0
+        loss_fn,
+        fddp.local_steps(inner, outer=outer, every=periods, fragments=3),
+        group=group(2),
+        bucket_cap_mb=0,
     )
     state = step.init(PARAMS)
     for number, batch in enumerate(BATCHES, start=1):
@@ -205,7 +239,9 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
             adam = adam._replace(mu=mean[1][0].mu) if number % 2 == 0 else adam
             adam = adam._replace(nu=mean[1][0].nu) if number % 4 == 0 else adam
             own[k] = params, (adam, *moments[1:])
-    expected = jax.tree.map(lambda *x: np.mean(x, axis=0), *[(params, m[0].mu, m[0].nu) for params, m in own])
+    expected = jax.tree.map(
+        lambda *x: np.mean(x, axis=0), *[(params, m[0].mu, m[0].nu) for params, m in own]
+    )
     whole = fddp.whole(state)
     adam = whole.opt_state.inner[0]
     close((whole.params, adam.mu, adam.nu), expected, rtol=0, atol=1e-10)
@@ -223,7 +259,12 @@ def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
     state, _ = trained(group(4).hierarchical(2), local)
     hand = by_hand(4, **local, node=2)
     check(state, hand)
-    close(state.params["w"].parts.reshape(4, 3, 5), np.stack([one["w"] for one in hand[0]]), rtol=0, atol=1e-10)
+    close(
+        state.params["w"].parts.reshape(4, 3, 5),
+        np.stack([one["w"] for one in hand[0]]),
+        rtol=0,
+        atol=1e-10,
+    )
 
 
 @pytest.mark.quick("whole")
@@ -235,7 +276,8 @@ def test_islands_of_a_node_average_parameters_of_the_same_place(group: Groups, x
 
 
 def test_with_fragments_a_node_averages_all_parameters(group: Groups, x64: None):
-    """All replicas on one node: its mean, after every step, is data-parallel training by plain descent."""
+    """All replicas on one node: its mean, after every step, is data-parallel training by plain
+    descent."""
     every = {"params": 3, "node": 1}
     optimizer = fddp.local_steps(optax.sgd(0.1), every=every, fragments=3)
     step = fddp.train_step(loss_fn, optimizer, group=group(4).hierarchical(4), bucket_cap_mb=0)
@@ -258,9 +300,13 @@ def test_a_node_of_one_island_has_its_own_mean(group: Groups, x64: None, island:
 
 def test_who_is_neighbour_of_whom(group: Groups):
     optimizer = fddp.local_steps(optax.sgd(0.1), every={"params": 4, "node": 1}, island=2)
-    step = fddp.train_step(loss_fn, optimizer, group=group(8).hierarchical(4), schedule="fused", bucket_cap_mb=0)
+    step = fddp.train_step(
+        loss_fn, optimizer, group=group(8).hierarchical(4), schedule="fused", bucket_cap_mb=0
+    )
     state = step.init(PARAMS)
-    messages = [(task.reduction.level, task.name) for task in step.tasks(state, BATCHES[0]).messages]
+    messages = [
+        (task.reduction.level, task.name) for task in step.tasks(state, BATCHES[0]).messages
+    ]
     assert {level for level, name in messages if name.startswith("node")} == {"neighbours"}
     compiled = step.lower(state, BATCHES[0]).compile().as_text() or ""
     assert "{{0,2},{1,3},{4,6},{5,7}}" in compiled and "{{0,2,4,6},{1,3,5,7}}" not in compiled
@@ -269,11 +315,15 @@ def test_who_is_neighbour_of_whom(group: Groups):
 ### Weights and bytes
 
 
-def test_a_replica_weighs_in_a_mean_as_much_as_it_has_trained_on_since_the_last_one(group: Groups, x64: None):
+def test_a_replica_weighs_in_a_mean_as_much_as_it_has_trained_on_since_the_last_one(
+    group: Groups, x64: None
+):
     def loss(w: Any, x: Any) -> Any:
         return fddp.Weighted(jnp.mean((x - w) ** 2), jnp.sum(x))
 
-    optimizer = fddp.local_steps(optax.sgd(0.25, momentum=0.5), every={"params": 2, "trace": 3, "node": 1})
+    optimizer = fddp.local_steps(
+        optax.sgd(0.25, momentum=0.5), every={"params": 2, "trace": 3, "node": 1}
+    )
     step = fddp.train_step(loss, optimizer, group=group(2).hierarchical(2))
     state = step.init(np.float64(0))
     own, speed = np.zeros(2), np.zeros(2)
@@ -294,7 +344,10 @@ def test_moments_stay_where_nobody_has_trained(group: Groups):
     optimizer = fddp.local_steps(optax.adam(0.1), every={"params": 1, "mu": 1, "nu": 1, "node": 1})
     for local in (1, 2):
         step = fddp.train_step(
-            lambda w, x: jnp.mean(w * x), optimizer, group=group(2).hierarchical(local), skip_nonfinite=True
+            lambda w, x: jnp.mean(w * x),
+            optimizer,
+            group=group(2).hierarchical(local),
+            skip_nonfinite=True,
         )
         state, _ = step(step.init(np.float32(1)), np.array([1, 2], np.float32))
         before = jax.device_get(fddp.whole(state))
@@ -307,7 +360,9 @@ def test_moments_stay_where_nobody_has_trained(group: Groups):
 def test_the_bytes_of_each_part_are_those_counted_by_hand(group: Groups):
     """Of two replicas each sends as many bytes as a message has; a weight goes with each part."""
     whole, weight = 4 * 21, 4
-    step = fddp.train_step(loss_fn, fddp.local_steps(optax.adam(RATE), every=PERIODS), group=group(2))
+    step = fddp.train_step(
+        loss_fn, fddp.local_steps(optax.adam(RATE), every=PERIODS), group=group(2)
+    )
     state = step.init(jax.tree.map(np.float32, PARAMS))
     sent = []
     for batch in BATCHES.astype(np.float32)[:8]:
@@ -319,7 +374,8 @@ def test_the_bytes_of_each_part_are_those_counted_by_hand(group: Groups):
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_between_islands_each_moment_travels_once(group: Groups, shard: Any):
-    """Islands of two: a replica sends half of a moment between islands; where it holds half, nothing is gathered."""
+    """Islands of two: a replica sends half of a moment between islands; where it holds half,
+    nothing is gathered."""
     params = jax.tree.map(np.float32, PARAMS)
     sent = {}
     periods: Any = (100, {"params": 100, "mu": 1})
@@ -336,7 +392,9 @@ def test_between_islands_each_moment_travels_once(group: Groups, shard: Any):
 @pytest.mark.parametrize("hook", ["nothing", "topk"])
 def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
     """A second moment that few bits round to zero would be divided by."""
-    nothing = fddp.Hook(lambda leaf: (), lambda comm, bucket, memory: (jnp.zeros_like(bucket.buffer), memory))
+    nothing = fddp.Hook(
+        lambda leaf: (), lambda comm, bucket, memory: (jnp.zeros_like(bucket.buffer), memory)
+    )
     optimizer = fddp.local_steps(optax.adam(RATE), every={"params": 2, "node": 1, "nu": 1})
     options: Any = {"hook": nothing if hook == "nothing" else fddp.hooks.topk(0.01)}
     step = fddp.train_step(loss_fn, optimizer, group=group(4).hierarchical(2), **options)
@@ -355,7 +413,9 @@ def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
 
 @pytest.mark.quick("state")
 @pytest.mark.parametrize("shard", [None, "state"])
-def test_a_checkpoint_between_two_means_goes_on_bit_for_bit(group: Groups, tmp_path: Path, shard: Any):
+def test_a_checkpoint_between_two_means_goes_on_bit_for_bit(
+    group: Groups, tmp_path: Path, shard: Any
+):
     def make() -> fddp.TrainStep:
         every = {"params": 4, "node": 2, "mu": 4, "nu": 7}
         local = fddp.local_steps(optax.adam(RATE), outer=OUTER, every=every, island=2)
@@ -394,14 +454,20 @@ def test_periods_that_cannot_be_are_refused(group: Groups):
     for every, words in wrong:
         with pytest.raises(ValueError, match=words):
             fddp.local_steps(optax.adam(0.1), every=every)
-    with pytest.raises(ValueError, match=r"delay=1 needs more than one step .* got every\['mu'\]=1"):
+    with pytest.raises(
+        ValueError, match=r"delay=1 needs more than one step .* got every\['mu'\]=1"
+    ):
         fddp.local_steps(optax.adam(0.1), every={"params": 2, "mu": 1}, delay=1)
     with pytest.raises(TypeError, match="the name of a part must be a text, got 3"):
         fddp.local_steps(optax.adam(0.1), every={"params": 2, 3: 4})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"quorum meet at the keeper one by one.* got one for 'mu'"):
+    with pytest.raises(
+        ValueError, match=r"quorum meet at the keeper one by one.* got one for 'mu'"
+    ):
         fddp.local_steps(optax.adam(0.1), every={"params": 2, "mu": 4}, quorum=1)
     unknown = fddp.local_steps(optax.adam(0.1), every={"params": 2, "count": 4})
-    with pytest.raises(ValueError, match=r"has a period of 'count', .* a field of the state: 'mu', 'nu'"):
+    with pytest.raises(
+        ValueError, match=r"has a period of 'count', .* a field of the state: 'mu', 'nu'"
+    ):
         fddp.train_step(loss_fn, unknown, group=group(2)).init(PARAMS)
     none = fddp.local_steps(optax.sgd(0.1), every={"params": 2, "mu": 4})
     with pytest.raises(ValueError, match="a field of the state: none"):
@@ -410,4 +476,6 @@ def test_periods_that_cannot_be_are_refused(group: Groups):
     with pytest.raises(ValueError, match=r"a period of 'node', which needs a group with nodes"):
         fddp.train_step(loss_fn, node, group=group(4))
     with pytest.raises(ValueError, match="island=3, and the nodes of this group have 4 replicas"):
-        fddp.train_step(loss_fn, fddp.local_steps(optax.sgd(0.1), island=3), group=group(8).hierarchical(4))
+        fddp.train_step(
+            loss_fn, fddp.local_steps(optax.sgd(0.1), island=3), group=group(8).hierarchical(4)
+        )

@@ -1,4 +1,5 @@
-"""What a hook loses of a pseudo-gradient comes when its fragment is sent again: held against loops in NumPy."""
+"""What a hook loses of a pseudo-gradient comes when its fragment is sent again: held against loops
+in NumPy."""
 
 import math
 from collections.abc import Callable
@@ -37,10 +38,15 @@ class Sparse:
         return sent
 
 
-def oracle(islands: int, each: int, start: int) -> tuple[Any, dict[str, list[Sparse]], dict[str, list[Sparse]]]:
-    """Trains islands of so many replicas, w synchronized after each odd step, b after each even one."""
+def oracle(
+    islands: int, each: int, start: int
+) -> tuple[Any, dict[str, list[Sparse]], dict[str, list[Sparse]]]:
+    """Trains islands of so many replicas, w synchronized after each odd step, b after each even
+    one."""
     n = islands * each
-    of_gradients, of_changes = ({name: [Sparse() for _ in range(n)] for name in PARAMS} for _ in range(2))
+    of_gradients, of_changes = (
+        {name: [Sparse() for _ in range(n)] for name in PARAMS} for _ in range(2)
+    )
     shared = {name: x.copy() for name, x in PARAMS.items()}
     own = [{name: x.copy() for name, x in PARAMS.items()} for _ in range(islands)]
     weights = dict.fromkeys(PARAMS, 0.0)
@@ -64,7 +70,9 @@ def oracle(islands: int, each: int, start: int) -> tuple[Any, dict[str, list[Spa
                 for r in range(n):
                     change = np.ravel(shared[name] - own[r // each][name])
                     parts = np.pad(weights[name] * change, (0, -x.size % each)).reshape(each, -1)
-                    came[r % each] += of_changes[name][r].sent(parts[r % each]) / (islands * weights[name])
+                    came[r % each] += of_changes[name][r].sent(parts[r % each]) / (
+                        islands * weights[name]
+                    )
                 shared[name] = shared[name] - came.reshape(-1)[: x.size].reshape(x.shape)
                 weights[name] = 0.0
                 for k in range(islands):
@@ -88,9 +96,17 @@ def test_what_is_lost_of_a_fragment_comes_when_it_is_sent_again(
     own, of_gradients, of_changes = oracle(islands, each, start)
     for name in PARAMS:
         params = np.asarray(state.params[name].parts).reshape(islands * each, -1)
-        close(params, np.stack([own[r // each][name].ravel() for r in range(islands * each)]), atol=1e-12)
+        close(
+            params,
+            np.stack([own[r // each][name].ravel() for r in range(islands * each)]),
+            atol=1e-12,
+        )
         kept = state.hook_state[name]
-        close(np.asarray(kept["pseudo-gradient"]), np.stack([x.left for x in of_changes[name]]), atol=1e-12)
+        close(
+            np.asarray(kept["pseudo-gradient"]),
+            np.stack([x.left for x in of_changes[name]]),
+            atol=1e-12,
+        )
         if start or each > 1:
             left = np.asarray(kept["gradient"]).reshape(islands * each, -1)
             close(left, np.stack([x.left for x in of_gradients[name]]), atol=1e-12)
@@ -101,7 +117,9 @@ def test_what_is_lost_of_a_fragment_comes_when_it_is_sent_again(
 def test_what_is_lost_of_numbers_of_16_bits_is_remembered_in_32(group: Groups):
     params = jax.tree.map(np.float16, PARAMS)
     hook = fddp.hooks.quantize(block=8)
-    step = fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), every=2), group=group(2), hook=hook)
+    step = fddp.train_step(
+        layer, fddp.local_steps(optax.sgd(RATE), every=2), group=group(2), hook=hook
+    )
     state = step.init(params)
     for rows in ROWS[:4]:
         state, _ = step(state, np.float16(rows))

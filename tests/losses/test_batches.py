@@ -66,7 +66,9 @@ def mean(graphs: list[Graph]) -> tuple[Any, Any]:
     return np.mean([loss for loss, _ in each]), np.mean([grad for _, grad in each], axis=0)
 
 
-@pytest.mark.parametrize("given", [lambda g: g, lambda g: fddp.Stacked([g])], ids=["as it is", "stacked"])
+@pytest.mark.parametrize(
+    "given", [lambda g: g, lambda g: fddp.Stacked([g])], ids=["as it is", "stacked"]
+)
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_one_replica_takes_any_tree_as_it_is(group: Groups, x64: None, given: Any, schedule: str):
     f = fddp.value_and_grad(loss_fn, group=group(1), schedule=schedule)  # type: ignore
@@ -84,14 +86,20 @@ def test_one_replica_takes_any_tree_as_it_is(group: Groups, x64: None, given: An
     ],
     ids=["dataclass", "dict", "tuple"],
 )
-def test_a_batch_may_be_any_tree_of_arrays_and_numbers(group: Groups, x64: None, wrap: Any, unwrap: Any):
+def test_a_batch_may_be_any_tree_of_arrays_and_numbers(
+    group: Groups, x64: None, wrap: Any, unwrap: Any
+):
     f = fddp.value_and_grad(lambda w, b: loss_fn(w, unwrap(b)), group=group(2))
     loss, grad = f(W, fddp.Stacked([wrap(graph(0)), wrap(graph(1))]))
     close((loss, *grad), (mean([graph(0), graph(1)])[0], *mean([graph(0), graph(1)])[1]))
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "staged"}, {"virtual_replicas": 4, "accumulation_steps": 1}])
-def test_stacked_batches_go_to_replicas_and_micro_batches_in_turn(group: Groups, x64: None, options: Any):
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "staged"}, {"virtual_replicas": 4, "accumulation_steps": 1}]
+)
+def test_stacked_batches_go_to_replicas_and_micro_batches_in_turn(
+    group: Groups, x64: None, options: Any
+):
     options = {"accumulation_steps": 2} | options
     graphs = [graph(seed) for seed in range(4)]
     loss, grad = fddp.value_and_grad(loss_fn, group=group(2), **options)(W, fddp.Stacked(graphs))
@@ -132,7 +140,9 @@ def test_a_rank_that_joins_goes_on_with_its_last_graph(group: Groups, x64: None)
 
 
 def test_join_counts_no_rows_of_graphs_with_as_many_nodes_as_edges(group: Groups):
-    other = SimpleNamespace(all_gather=lambda mine: np.stack([mine, np.ones_like(mine)]))  # never runs out
+    other = SimpleNamespace(
+        all_gather=lambda mine: np.stack([mine, np.ones_like(mine)])
+    )  # never runs out
     two = replace(group(1), processes=2, hosts=other)
     graphs = [{"nodes": np.ones(4), "edges": np.ones(edges)} for edges in (5, 4, 5)]
     yielded = list(islice(fddp.join(graphs, two), 4))
@@ -150,8 +160,13 @@ def test_an_evaluation_counts_each_of_them_once(group: Groups, x64: None):
 
 
 def test_an_evaluation_does_not_count_the_rows_of_a_stacked_batch(group: Groups):
-    batches = [{"x": np.full(4, 3.0, np.float32), "y": np.zeros(4)}, {"x": np.zeros(5, np.float32), "y": np.zeros(5)}]
-    found = fddp.evaluate(lambda w, b: jnp.mean(w * b["x"]), 1.0, [fddp.Stacked([b]) for b in batches], group=group(2))
+    batches = [
+        {"x": np.full(4, 3.0, np.float32), "y": np.zeros(4)},
+        {"x": np.zeros(5, np.float32), "y": np.zeros(5)},
+    ]
+    found = fddp.evaluate(
+        lambda w, b: jnp.mean(w * b["x"]), 1.0, [fddp.Stacked([b]) for b in batches], group=group(2)
+    )
     assert found == (3 + 0) / 2
 
 
@@ -160,8 +175,13 @@ def test_a_constant_beside_the_rows_needs_a_batch_for_each_replica(group: Groups
     batch = {"x": np.ones((4, 3), np.float32), "temperature": np.float32(2)}
     w = np.ones(3, np.float32)
     assert float(fddp.value_and_grad(loss, group=group(1))(w, batch)[0]) == 36.0
-    words = r"equally many rows, got temperature float32\[\], x float32\[4, 3\]: this process has 2 replicas × 1 micro"
-    with pytest.raises(ValueError, match=words + r".*fddp\.Stacked of 2 batches of one form, one for each"):
+    words = (
+        r"equally many rows, got temperature float32\[\], x float32\[4, 3\]: this process has 2 "
+        r"replicas × 1 micro"
+    )
+    with pytest.raises(
+        ValueError, match=words + r".*fddp\.Stacked of 2 batches of one form, one for each"
+    ):
         fddp.value_and_grad(loss, group=group(2))(w, batch)
     halves = [batch | {"x": batch["x"][:2]}, batch | {"x": batch["x"][2:]}]
     assert float(fddp.value_and_grad(loss, group=group(2))(w, fddp.Stacked(halves))[0]) == 36.0
@@ -169,10 +189,14 @@ def test_a_constant_beside_the_rows_needs_a_batch_for_each_replica(group: Groups
 
 def test_stacked_batches_that_do_not_fit_are_named(group: Groups):
     f = fddp.value_and_grad(loss_fn, group=group(2))
-    with pytest.raises(ValueError, match="holds batches of equal forms, and it holds 3: this process has 2"):
+    with pytest.raises(
+        ValueError, match="holds batches of equal forms, and it holds 3: this process has 2"
+    ):
         f(W, fddp.Stacked([graph(0)] * 3))
     other = graph(1)._replace(labels=np.zeros(5))
-    with pytest.raises(ValueError, match=r"labels is float32\[3\] in batch 0 and float32\[5\] in batch 1"):
+    with pytest.raises(
+        ValueError, match=r"labels is float32\[3\] in batch 0 and float32\[5\] in batch 1"
+    ):
         f(W, fddp.Stacked([graph(0), other]))
     with pytest.raises(ValueError, match="batch 1 has the structure"):
         f(W, fddp.Stacked([graph(0), {"nodes": 1}]))
@@ -183,7 +207,10 @@ def test_the_first_batch_decides_whether_rows_are_counted(group: Groups):
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(1))
     rows = {"x": np.ones(4, np.float32), "y": np.ones(4, np.float32)}
     state, _ = step(step.init(np.float32(1)), rows)
-    with pytest.raises(ValueError, match=r"as the first batch had: give rows each time, or fddp\.Stacked\(\[batch\]\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"as the first batch had: give rows each time, or fddp\.Stacked\(\[batch\]\)",
+    ):
         step(state, rows | {"y": np.ones(3, np.float32)})
     # Of graphs that by chance have as many nodes as edges nothing is counted.
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(1))

@@ -1,7 +1,7 @@
 """Losses compute in 16 bits, and parameters, moments and gradients keep their 32.
 
-PyTorch's `mixed_precision=` of DDP. Plain JAX with casts written by hand, on each replica's rows, is the truth. Scales
-for float16 are in `test_loss_scale.py`.
+PyTorch's `mixed_precision=` of DDP. Plain JAX with casts written by hand, on each replica's rows,
+is the truth. Scales for float16 are in `test_loss_scale.py`.
 """
 
 from functools import partial
@@ -25,7 +25,9 @@ REPLICAS = 4
 RNG = np.random.default_rng(8)
 PARAMS = {"w": np.float32(RNG.normal(size=(3, 8))), "head": np.float32(RNG.normal(size=8))}
 X = RNG.normal(size=(16, 3)).astype(np.float32)
-HALVES = pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__)
+HALVES = pytest.mark.parametrize(
+    "dtype", [jnp.bfloat16, jnp.float16], ids=lambda dtype: dtype.__name__
+)
 
 
 def cast(params: Any, x: Any, dtype: Any = jnp.bfloat16) -> jax.Array:
@@ -41,7 +43,11 @@ def by_hand(dtype: Any, parts: int = REPLICAS) -> tuple[Any, Any]:
 
 
 def close(got: Any, expected: Any, rtol: float = 1e-6) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.max(np.abs(b))), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * np.max(np.abs(b))),
+        got,
+        expected,
+    )
 
 
 def dtypes(tree: Any) -> set[str]:
@@ -66,7 +72,9 @@ def test_gradients_are_those_of_16_bits_summed_in_32(group, schedule, dtype):
 
 @SCHEDULES
 def test_parameters_and_moments_stay_in_32_bits(group, schedule):
-    step = fddp.train_step(fddp.mixed_precision(two_layers), optax.adam(0.1), group=group(REPLICAS), schedule=schedule)
+    step = fddp.train_step(
+        fddp.mixed_precision(two_layers), optax.adam(0.1), group=group(REPLICAS), schedule=schedule
+    )
     expected = by_plain_jax(cast, optax.adam(0.1), PARAMS, [X] * 3, parts=REPLICAS)
     state = step.init(PARAMS)
     for loss in expected.losses:
@@ -81,7 +89,9 @@ def test_float64_stays_out(group, x64):
     step = fddp.train_step(fddp.mixed_precision(two_layers), optax.adam(0.1), group=group(REPLICAS))
     state, info = step(step.init(PARAMS), X)
     assert dtypes((state, info)) == {"float32"}
-    assert dtypes(fddp.mixed_precision(two_layers)(jax.tree.map(np.float64, PARAMS), np.float64(X))) == {"float32"}
+    assert dtypes(
+        fddp.mixed_precision(two_layers)(jax.tree.map(np.float64, PARAMS), np.float64(X))
+    ) == {"float32"}
 
 
 def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group):
@@ -92,10 +102,17 @@ def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group)
             seen[name] = str(x.dtype)
         seen["rng"] = str(rng.dtype)
         value = jnp.mean(batch["x"] * params["w"][batch["label"]])
-        buffers = {"mean": model_state["mean"] + value, "half": model_state["half"] + 1, "count": model_state["count"]}
+        buffers = {
+            "mean": model_state["mean"] + value,
+            "half": model_state["half"] + 1,
+            "count": model_state["count"],
+        }
         buffers["mean"] = buffers["mean"].astype(jnp.bfloat16)  # what a careless module returns
         weight = jnp.sum(batch["mask"])
-        return fddp.Weighted(value, weight), (buffers, {"value": value, "noise": jax.random.uniform(rng)})
+        return fddp.Weighted(value, weight), (
+            buffers,
+            {"value": value, "noise": jax.random.uniform(rng)},
+        )
 
     params = {"w": np.ones(4, np.float32), "double": np.ones(2, np.float32), "number": np.int32(3)}
     model_state = {"mean": np.float32(0), "half": jnp.bfloat16(0), "count": np.int32(2**24 + 1)}
@@ -104,7 +121,12 @@ def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group)
     state, info = step(step.init(params, model_state=model_state, rng=jax.random.key(0)), batch)
     halves = {name for name, dtype in seen.items() if dtype == "bfloat16"}
     assert halves == {"w", "double", "x", "half"}
-    assert (seen["mean"], seen["count"], seen["mask"], seen["label"]) == ("float32", "int32", "bool", "int32")
+    assert (seen["mean"], seen["count"], seen["mask"], seen["label"]) == (
+        "float32",
+        "int32",
+        "bool",
+        "int32",
+    )
     assert {name: str(x.dtype) for name, x in state.model_state.items()} == {
         "mean": "float32",
         "half": "bfloat16",
@@ -126,7 +148,8 @@ def test_weights_and_metrics_are_summed_in_32_bits(group):
 
 
 def test_batchnorms_statistics_stay_exact(group):
-    """Flax's BatchNorm computes its statistics in float32 whatever it is given, and keeps them so."""
+    """Flax's BatchNorm computes its statistics in float32 whatever it is given, and keeps them
+    so."""
 
     class Net(nn.Module):
         @nn.compact
@@ -138,7 +161,9 @@ def test_batchnorms_statistics_stay_exact(group):
     step = fddp.train_step(fddp.mixed_precision(linen.loss_fn), optax.sgd(0.1), group=group(1))
     state, _ = step(step.init(params, model_state=model_state), X)
     expected = np.float64(jnp.asarray(X).astype(jnp.bfloat16)).mean(0)
-    np.testing.assert_allclose(state.model_state["batch_stats"]["BatchNorm_0"]["mean"], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        state.model_state["batch_stats"]["BatchNorm_0"]["mean"], expected, rtol=1e-5
+    )
     assert dtypes(state) == {"float32"}
 
 

@@ -1,4 +1,5 @@
-"""A loss that reports its weight is averaged over tokens, however unevenly these lie: Σ w·g / Σ w."""
+"""A loss that reports its weight is averaged over tokens, however unevenly these lie: Σ w·g / Σ
+w."""
 
 from typing import Any
 
@@ -42,8 +43,12 @@ def joined(p: Any, batch: Any) -> Any:
 @pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize(("n", "steps"), [(1, 8), (2, 2), (4, 1), (4, 2), (8, 1)])
-def test_unequal_numbers_of_tokens_give_the_gradient_over_all_tokens(group, x64, schedule, n, steps):
-    f = fddp.value_and_grad(weighted, group=group(n), has_aux=True, accumulation_steps=steps, schedule=schedule)
+def test_unequal_numbers_of_tokens_give_the_gradient_over_all_tokens(
+    group, x64, schedule, n, steps
+):
+    f = fddp.value_and_grad(
+        weighted, group=group(n), has_aux=True, accumulation_steps=steps, schedule=schedule
+    )
     (loss, aux), grads = f(PARAMS, ROWS)
     expected, truth = jax.value_and_grad(joined)(PARAMS, ROWS)
     np.testing.assert_allclose(loss, expected, rtol=1e-12)
@@ -58,12 +63,19 @@ def test_calls_without_synchronization_weigh_by_their_tokens_too(group, x64):
     state, info = step(state, jax.tree.map(lambda x: x[4:], ROWS))
     expected, truth = jax.value_and_grad(joined)(PARAMS, ROWS)
     np.testing.assert_allclose(info.loss, expected, rtol=1e-12)
-    jax.tree.map(lambda p, q, g: np.testing.assert_allclose(p, q - g, rtol=1e-12), state.params, PARAMS, truth)
+    jax.tree.map(
+        lambda p, q, g: np.testing.assert_allclose(p, q - g, rtol=1e-12),
+        state.params,
+        PARAMS,
+        truth,
+    )
 
 
 def test_the_weight_is_a_constant_for_the_gradient(group):
     loss = lambda w, x: fddp.Weighted(jnp.mean(w * x), w**2)  # noqa: E731
-    _, grad = fddp.value_and_grad(loss, group=group(2))(jnp.float32(2), np.array([1, 3], np.float32))
+    _, grad = fddp.value_and_grad(loss, group=group(2))(
+        jnp.float32(2), np.array([1, 3], np.float32)
+    )
     np.testing.assert_allclose(grad, 2.0)
 
 
@@ -93,7 +105,10 @@ def test_a_flax_module_with_buffers_may_weigh_its_loss(group, count):
 
     def of_tokens(model: Any, batch: Any) -> Any:
         y = model(batch["x"])
-        return fddp.Weighted(jnp.sum(y * batch["mask"]) / jnp.sum(batch["mask"]), jnp.sum(batch["mask"]).astype(count))
+        return fddp.Weighted(
+            jnp.sum(y * batch["mask"]) / jnp.sum(batch["mask"]),
+            jnp.sum(batch["mask"]).astype(count),
+        )
 
     linen = fddp.from_linen(Scaled(), of_tokens)
     batch = {"x": np.arange(1, 5, dtype=np.float32), "mask": np.array([1, 0, 1, 1], np.float32)}
@@ -105,6 +120,10 @@ def test_a_flax_module_with_buffers_may_weigh_its_loss(group, count):
 
 
 def test_a_weighted_loss_without_the_promised_aux_is_refused(group):
-    step = fddp.train_step(lambda w, x: fddp.Weighted(jnp.mean(w * x), 2.0), optax.sgd(1.0), has_aux=True)
-    with pytest.raises(TypeError, match=r"must return \(loss, aux\), got Weighted\(float32\[\], float\)"):
+    step = fddp.train_step(
+        lambda w, x: fddp.Weighted(jnp.mean(w * x), 2.0), optax.sgd(1.0), has_aux=True
+    )
+    with pytest.raises(
+        TypeError, match=r"must return \(loss, aux\), got Weighted\(float32\[\], float\)"
+    ):
         step(step.init(jnp.ones(())), np.ones(8, np.float32))

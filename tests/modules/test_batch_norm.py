@@ -1,7 +1,7 @@
 """BatchNorm over replicas is BatchNorm over all rows that count, wherever they lie.
 
-The truth is plain BatchNorm, written out in float64, over the joined rows without the padding; forward, gradients,
-running averages. Without mask and replicas the truth is Flax's own.
+The truth is plain BatchNorm, written out in float64, over the joined rows without the padding;
+forward, gradients, running averages. Without mask and replicas the truth is Flax's own.
 """
 
 from typing import Any
@@ -34,7 +34,9 @@ class Net(nn.Module):
     @nn.compact
     def __call__(self, x: Any, mask: Any) -> Any:
         w = self.param("w", lambda _: 1 + 0.1 * jnp.arange(FEATURES, dtype=jnp.float64))
-        norm = fddp.BatchNorm(False, momentum=MOMENTUM, axis_name=self.axis_name, param_dtype=jnp.float64, name="norm")
+        norm = fddp.BatchNorm(
+            False, momentum=MOMENTUM, axis_name=self.axis_name, param_dtype=jnp.float64, name="norm"
+        )
         return jnp.tanh(norm(jnp.where(mask, x, 0) * w, mask=mask)) + w
 
 
@@ -57,14 +59,18 @@ PARAMS = {
     "w": 1 + 0.1 * np.arange(FEATURES),
     "norm": {"scale": np.array([1.0, 0.5, 2.0]), "bias": np.array([0.1, -0.2, 0.3])},
 }
-STATE = {"batch_stats": {"norm": {"mean": np.array([0.0, 5.0, 1.0]), "var": np.array([1.0, 2.0, 3.0])}}}
+STATE = {
+    "batch_stats": {"norm": {"mean": np.array([0.0, 5.0, 1.0]), "var": np.array([1.0, 2.0, 3.0])}}
+}
 
 
 def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
     """Plain BatchNorm of the rows that count, and the running averages after it."""
     x, norm, old = X[valid] * params["w"], params["norm"], state["batch_stats"]["norm"]
     mean, var = jnp.mean(x, axis=(0, 1)), jnp.var(x, axis=(0, 1))
-    out = jnp.tanh((x - mean) / jnp.sqrt(var + EPSILON) * norm["scale"] + norm["bias"]) + params["w"]
+    out = (
+        jnp.tanh((x - mean) / jnp.sqrt(var + EPSILON) * norm["scale"] + norm["bias"]) + params["w"]
+    )
     new = {
         "mean": MOMENTUM * old["mean"] + (1 - MOMENTUM) * mean,
         "var": MOMENTUM * old["var"] + (1 - MOMENTUM) * var,
@@ -76,10 +82,20 @@ def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("replicas", "schedule"),
-    [(1, "fused"), (2, "fused"), (4, "fused"), (8, "fused"), (2, "after"), (4, "staged"), (2, "eager")],
+    [
+        (1, "fused"),
+        (2, "fused"),
+        (4, "fused"),
+        (8, "fused"),
+        (2, "after"),
+        (4, "staged"),
+        (2, "eager"),
+    ],
 )
 def test_unequal_counts_give_the_batchnorm_of_all_rows_that_count(group, x64, replicas, schedule):
-    f = fddp.value_and_grad(loss("replica"), group=group(replicas), schedule=schedule, bucket_cap_mb=0)
+    f = fddp.value_and_grad(
+        loss("replica"), group=group(replicas), schedule=schedule, bucket_cap_mb=0
+    )
     (value, (state, _)), grads = f(PARAMS, BATCH, model_state=STATE)
     (expected, averages), gradients = jax.value_and_grad(truth, has_aux=True)(PARAMS, STATE, VALID)
     np.testing.assert_allclose(value, expected, rtol=1e-12)
@@ -110,7 +126,9 @@ def test_micro_batches_are_normalized_each_over_all_replicas(group, x64):
 
 def test_where_nothing_counts_anywhere_nothing_moves(group, x64):
     step = fddp.train_step(loss("replica"), optax.sgd(1.0), group=group(4))
-    state, info = step(step.init(PARAMS, model_state=STATE), {**BATCH, "valid": np.zeros(ROWS, bool)})
+    state, info = step(
+        step.init(PARAMS, model_state=STATE), {**BATCH, "valid": np.zeros(ROWS, bool)}
+    )
     assert float(info.loss) == 0
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.model_state), (PARAMS, STATE))
 
@@ -119,7 +137,9 @@ def test_a_mean_far_from_zero_costs_no_digits(group):
     x = np.float32(RNG.normal(size=(64, 1)) + 1e4)
     norm = fddp.BatchNorm(False)
     y, _ = norm.apply(norm.init(jax.random.key(0), x), x, mutable=["batch_stats"])
-    np.testing.assert_allclose(y[:, 0], (x - x.mean(dtype=float)) @ [1] / x.std(dtype=float), atol=3e-3)
+    np.testing.assert_allclose(
+        y[:, 0], (x - x.mean(dtype=float)) @ [1] / x.std(dtype=float), atol=3e-3
+    )
 
 
 def test_three_small_numbers_a_feature_are_all_that_is_sent(group):
@@ -135,7 +155,10 @@ def test_three_small_numbers_a_feature_are_all_that_is_sent(group):
         check_vma=False,
     )
     sums = [text for text in str(jax.make_jaxpr(forward)(x)).splitlines() if " psum[" in text]
-    assert [text.split(" = ")[0].split(":")[-1] for text in sums] == [f"f32[2,{FEATURES}]", f"f32[{FEATURES}]"]
+    assert [text.split(" = ")[0].split(":")[-1] for text in sums] == [
+        f"f32[2,{FEATURES}]",
+        f"f32[{FEATURES}]",
+    ]
 
 
 ### In Flax's place
@@ -159,15 +182,17 @@ def test_alone_it_is_flaxs_batchnorm(form, masked):
     x = jnp.asarray(RNG.normal(size=(6, 4, FEATURES)), jnp.float32)
     mask = jnp.arange(6)[:, None, None] < 4 if masked else None
     variables = theirs.init(jax.random.key(0), x)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), ours.init(jax.random.key(0), x)) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), variables
-    )
+    assert jax.tree.map(
+        lambda x: (x.shape, x.dtype), ours.init(jax.random.key(0), x)
+    ) == jax.tree.map(lambda x: (x.shape, x.dtype), variables)
     got, state = ours.apply(variables, x, mask=mask, mutable=["batch_stats"])
     expected, flaxs = theirs.apply(variables, x, mask=mask, mutable=["batch_stats"])
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     rows = slice(None) if mask is None else slice(4)
     tolerance = 1e-2 if got.dtype == jnp.bfloat16 else 1e-5
-    np.testing.assert_allclose(np.float32(got[rows]), np.float32(expected[rows]), rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(
+        np.float32(got[rows]), np.float32(expected[rows]), rtol=tolerance, atol=tolerance
+    )
     close(state, flaxs, rtol=1e-5, atol=0)
 
 
@@ -181,7 +206,9 @@ def test_a_module_of_flax_is_trained_with_it(group):
     linen = fddp.from_linen(Small(), lambda model, x: jnp.mean((model(x) - 1) ** 2))
     x = RNG.normal(size=(16, 3)).astype(np.float32)
     params, model_state = linen.init(jax.random.key(0), x)
-    step = fddp.train_step(linen.loss_fn, optax.sgd(0.1), group=group(4), find_unused_parameters=True)
+    step = fddp.train_step(
+        linen.loss_fn, optax.sgd(0.1), group=group(4), find_unused_parameters=True
+    )
     state = step.init(params, model_state=model_state)
     state, first = step(state, x)
     for _ in range(9):

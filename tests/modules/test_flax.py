@@ -74,7 +74,9 @@ def test_a_state_becomes_an_nnx_module_that_later_steps_leave_alone(group, size,
     model = net.module(state)
     want = by_hand(on_host(state.params), on_host(state.model_state)["norm"])
     state, _ = step(state, X)
-    assert isinstance(model, Net) and {len(x.devices()) for x in jax.tree.leaves(nnx.state(model))} == {1}
+    assert isinstance(model, Net) and {
+        len(x.devices()) for x in jax.tree.leaves(nnx.state(model))
+    } == {1}
     model.eval()
     np.testing.assert_allclose(model(X), want, rtol=1e-4, atol=1e-5)
     want = by_hand(on_host(state.params), on_host(state.model_state)["norm"])
@@ -101,14 +103,18 @@ def test_a_state_becomes_a_bound_linen_module_that_later_steps_leave_alone(group
     want = by_hand(on_host(state.params), on_host(state.model_state)["batch_stats"]["norm"])
     step(state, X)
     np.testing.assert_allclose(model(X), want, rtol=1e-4, atol=1e-5)
-    assert jax.tree.structure(model.variables) == jax.tree.structure({"params": state.params, **state.model_state})
+    assert jax.tree.structure(model.variables) == jax.tree.structure(
+        {"params": state.params, **state.model_state}
+    )
 
 
 def test_modules_without_buffers_come_back_too(group):
     net = fddp.from_linen(linen.Dense(1), lambda model, x: jnp.mean(model(x) ** 2))
     params, model_state = net.init(jax.random.key(0), X)
     state = fddp.train_step(net.loss_fn, optax.sgd(0.1), group=group(2)).init(params)
-    np.testing.assert_allclose(net.module(state)(X), X @ params["kernel"] + params["bias"], rtol=1e-5)
+    np.testing.assert_allclose(
+        net.module(state)(X), X @ params["kernel"] + params["bias"], rtol=1e-5
+    )
     assert model_state is None
     module = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
     net = fddp.from_nnx(module, lambda model, x: jnp.mean(model(x) ** 2))
@@ -122,14 +128,20 @@ def test_what_lies_in_parts_stays_in_parts(make):
     net, _, state = make(fddp.mesh_group(mesh))
     halves = NamedSharding(mesh, PartitionSpec(None, mesh.axis_names[1]))
     kernel = jax.device_put(state.params["layer"]["kernel"], halves)
-    state = state._replace(params=state.params | {"layer": state.params["layer"] | {"kernel": kernel}})
+    state = state._replace(
+        params=state.params | {"layer": state.params["layer"] | {"kernel": kernel}}
+    )
     model = net.module(state)
-    variables = jax.tree.leaves(nnx.state(model)) if make is with_nnx else jax.tree.leaves(model.variables)
+    variables = (
+        jax.tree.leaves(nnx.state(model)) if make is with_nnx else jax.tree.leaves(model.variables)
+    )
     assert [x.sharding for x in variables if x.shape == (3, 4)] == [halves]
     if make is with_nnx:
         model.eval()
     buffers = state.model_state if make is with_nnx else state.model_state["batch_stats"]
-    np.testing.assert_allclose(model(X), by_hand(on_host(state.params), on_host(buffers["norm"])), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        model(X), by_hand(on_host(state.params), on_host(buffers["norm"])), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("make", [with_nnx, with_linen])
@@ -186,7 +198,9 @@ def test_each_scanned_layer_draws_from_a_stream_of_its_own(group):
     fresh = [keys if one else jnp.zeros_like(x) for one, x in zip(is_key, jax.tree.leaves(rngs))]
     by_hand = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(rngs), fresh), rest)
     want = jnp.mean(by_hand(jnp.asarray(X)) ** 2)
-    np.testing.assert_allclose(net.loss_fn(net.params, X, model_state=net.model_state, rng=key), want, rtol=1e-6)
+    np.testing.assert_allclose(
+        net.loss_fn(net.params, X, model_state=net.model_state, rng=key), want, rtol=1e-6
+    )
     step = fddp.train_step(net.loss_fn, optax.sgd(0.1), group=group(2))
     state, info = step(step.init(net.params, model_state=net.model_state, rng=key), X)
     assert np.isfinite(info.loss) and jax.tree.leaves(net.module(state)(X))
@@ -212,7 +226,9 @@ def test_a_linen_modules_functions_make_the_state_of_its_arrays(group, shard: An
     state = step.init(params, model_state=model_state)
     given, buffers = jax.jit(net.init)(jax.random.key(0), X)
     same_arrays(state, step.init(given, model_state=buffers))
-    np.testing.assert_allclose(net.module(state)(X), by_hand(given, buffers["batch_stats"]["norm"]), rtol=1e-5)
+    np.testing.assert_allclose(
+        net.module(state)(X), by_hand(given, buffers["batch_stats"]["norm"]), rtol=1e-5
+    )
     step(state, np.concatenate([X, X, X]))
 
 
@@ -241,7 +257,9 @@ def test_an_nnx_module_that_a_function_makes_has_the_state_of_its_arrays(group, 
 def test_an_nnx_module_that_a_function_makes_needs_its_buffers():
     net = fddp.from_nnx(lambda: Net(nnx.Rngs(0)), lambda model, x: jnp.mean(model(x)))
     step = fddp.train_step(net.loss_fn, optax.adam(0.1))
-    with pytest.raises(ValueError, match=r"has buffers: give step\.init\(net\.params, model_state="):
+    with pytest.raises(
+        ValueError, match=r"has buffers: give step\.init\(net\.params, model_state="
+    ):
         step(step.init(net.params, rng=jax.random.key(0)), X)
 
 
@@ -259,7 +277,8 @@ def test_a_module_of_a_state_in_shards_is_put_together_once(group):
 
 
 class Sowing(linen.Module):
-    """A layer that sows the mean of its squares into one collection, and counts its passes in another."""
+    """A layer that sows the mean of its squares into one collection, and counts its passes in
+    another."""
 
     @linen.compact
     def __call__(self, x: Any) -> Any:
@@ -301,7 +320,9 @@ def test_sown_values_that_would_be_buffers_are_refused():
     step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
     with pytest.raises(ValueError, match=r"\['losses'\].*sown=\('intermediates', 'losses'\)"):
         step(step.init(params, model_state=buffers), X)
-    with pytest.raises(TypeError, match=r"sown must be a sequence of names, got 'losses': give \('losses',\)"):
+    with pytest.raises(
+        TypeError, match=r"sown must be a sequence of names, got 'losses': give \('losses',\)"
+    ):
         fddp.from_linen(Sowing(), balanced, sown="losses")
 
 
@@ -316,5 +337,9 @@ def test_nnx_modules_that_keep_what_they_sow_are_refused():
         net = fddp.from_nnx(Net(nnx.Rngs(0)), partial(loss, pop=pop))
         step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
         state = step.init(net.params, model_state=net.model_state, rng=jax.random.key(1))
-        with nullcontext() if pop else pytest.raises(ValueError, match=r"nnx\.pop\(model, nnx\.Intermediate\)"):
+        with (
+            nullcontext()
+            if pop
+            else pytest.raises(ValueError, match=r"nnx\.pop\(model, nnx\.Intermediate\)")
+        ):
             step(state, X)

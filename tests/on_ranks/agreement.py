@@ -1,4 +1,5 @@
-"""Ranks that differ, or of which one fails, all raise the same error: it names what differs and each rank's value."""
+"""Ranks that differ, or of which one fails, all raise the same error: it names what differs and
+each rank's value."""
 
 import contextlib
 import io
@@ -31,7 +32,9 @@ def init_error(group: fddp.Group, params: Any, optimizer: Any = None, **options:
 def the_same(group: fddp.Group, message: str) -> str:
     data = np.frombuffer(message.encode()[:4096].ljust(4096), np.uint8)
     rows = group.all_gather(data)
-    assert np.all(rows == rows[0]), f"ranks have different messages: {[bytes(row).rstrip() for row in rows]}"
+    assert np.all(rows == rows[0]), (
+        f"ranks have different messages: {[bytes(row).rstrip() for row in rows]}"
+    )
     return message
 
 
@@ -75,7 +78,9 @@ def another_number_of_parameters_is_named_with_each_ranks(group: fddp.Group):
 
 @claim()
 def very_different_trees_are_a_short_message(group: fddp.Group):
-    message = init_error(group, {f"{'b' if odd(group) else 'a'}{k}": jnp.zeros(2) for k in range(200)})
+    message = init_error(
+        group, {f"{'b' if odd(group) else 'a'}{k}": jnp.zeros(2) for k in range(200)}
+    )
     assert_each_rank(group, message, "more", "more")
     assert len(message) < 4096
 
@@ -137,7 +142,9 @@ def no_float_parameters_on_all_ranks_is_each_ranks_own_error(group: fddp.Group):
 ### The first batch
 
 
-def step_error(group: fddp.Group, batch: Any, kind: type[Exception] = ValueError, **options: Any) -> str:
+def step_error(
+    group: fddp.Group, batch: Any, kind: type[Exception] = ValueError, **options: Any
+) -> str:
     """The error of a first step, the same on all ranks."""
     step = fddp.train_step(options.pop("loss", loss), optax.sgd(0.1), group=group, **options)
     state = step.init({"a": jnp.zeros(())})
@@ -147,7 +154,10 @@ def step_error(group: fddp.Group, batch: Any, kind: type[Exception] = ValueError
 @claim()
 def rows_that_one_rank_cannot_divide_are_an_error_on_all(group: fddp.Group):
     message = step_error(group, np.zeros(3 if odd(group) else 4, np.float32), accumulation_steps=2)
-    assert f"rank {group.size - 1}: ValueError: a batch of 3 rows cannot be divided into 2 equal parts" in message
+    assert (
+        f"rank {group.size - 1}: ValueError: a batch of 3 rows cannot be divided into 2 equal parts"
+        in message
+    )
     assert "rank 0" not in message
 
 
@@ -277,7 +287,9 @@ def value_and_grad_compares_buffers(group: fddp.Group):
 
     f = fddp.value_and_grad(buffered, group=group)
     buffers = {"mean": jnp.zeros(2 if odd(group) else 1)}
-    message = the_same(group, error_of(lambda: f(jnp.zeros(()), np.zeros(4, np.float32), model_state=buffers)))
+    message = the_same(
+        group, error_of(lambda: f(jnp.zeros(()), np.zeros(4, np.float32), model_state=buffers))
+    )
     assert_each_rank(group, message, "mean float32[1]", "mean float32[2]")
 
 
@@ -305,4 +317,6 @@ def ranks_that_read_the_same_rows_are_told_so_once(group: fddp.Group):
             for _ in range(2):
                 state, _ = step(state, rows)
         ranks = ", ".join(map(str, range(group.size)))
-        assert words.getvalue().count(f"ranks {ranks} bring the same first rows") == told, words.getvalue()
+        assert words.getvalue().count(f"ranks {ranks} bring the same first rows") == told, (
+            words.getvalue()
+        )

@@ -13,14 +13,20 @@ import fddp
 
 
 def keep_mean(w: Any, x: Any, *, model_state: Any) -> Any:
-    return square(w, x) + 0 * model_state["seen"], ({"calls": model_state["calls"] + 1, "seen": jnp.mean(x)}, None)
+    return square(w, x) + 0 * model_state["seen"], (
+        {"calls": model_state["calls"] + 1, "seen": jnp.mean(x)},
+        None,
+    )
 
 
 @claim()
 def rank_0s_buffers_are_everybodys(group: fddp.Group):
     for schedule in schedules(group):
         step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, schedule=schedule)
-        state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(2**30), "seen": jnp.float32(group.rank + 5)})
+        state = step.init(
+            jnp.zeros(()),
+            model_state={"calls": jnp.int32(2**30), "seen": jnp.float32(group.rank + 5)},
+        )
         assert float(state.model_state["seen"]) == 5
         state, _ = step(state, rows(group.rank + 3))
         assert float(state.model_state["seen"]) == 3, f"{schedule}: what rank 0 saw"
@@ -30,8 +36,12 @@ def rank_0s_buffers_are_everybodys(group: fddp.Group):
 @claim()
 def without_broadcast_every_rank_keeps_its_buffers(group: fddp.Group):
     for schedule in schedules(group):
-        step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, schedule=schedule, broadcast_buffers=False)
-        state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(0), "seen": jnp.float32(0)})
+        step = fddp.train_step(
+            keep_mean, optax.sgd(RATE), group=group, schedule=schedule, broadcast_buffers=False
+        )
+        state = step.init(
+            jnp.zeros(()), model_state={"calls": jnp.int32(0), "seen": jnp.float32(0)}
+        )
         for number in range(2):
             state, _ = step(state, rows(group.rank + number))
         mine = state.model_state["seen"].addressable_shards[0].data
@@ -50,5 +60,7 @@ def random_keys_differ_between_ranks_and_steps(group: fddp.Group):
         _, mine = step.no_sync(jax.tree.map(jnp.copy, state), rows(1.0))
         drawn.extend(group.all_gather(np.asarray(mine.aux["number"])).tolist())
         state, info = step(state, rows(1.0))
-        assert np.isclose(float(info.aux["number"]), np.mean(drawn[-group.size :])), "the step draws the same"
+        assert np.isclose(float(info.aux["number"]), np.mean(drawn[-group.size :])), (
+            "the step draws the same"
+        )
     assert len(set(drawn)) == 2 * group.size

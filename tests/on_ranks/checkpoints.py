@@ -1,4 +1,5 @@
-"""Ranks save and restore together: states in shards each its part; of others rank 0 alone need see the folder."""
+"""Ranks save and restore together: states in shards each its part; of others rank 0 alone need see
+the folder."""
 
 import errno
 import io
@@ -46,14 +47,20 @@ def shared_folder(group: fddp.Group) -> Iterator[Path]:
 
 def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
     """A step whose hook remembers something else on each rank."""
-    loss = lambda p, x, *, rng: jnp.mean((x * jax.random.normal(rng, x.shape) @ p["w"] + p["b"]) ** 2)  # noqa: E731
-    step = fddp.train_step(loss, optax.adam(0.1), group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0)
+
+    def loss(p: Any, x: Any, *, rng: Any) -> Any:
+        return jnp.mean((x * jax.random.normal(rng, x.shape) @ p["w"] + p["b"]) ** 2)
+
+    step = fddp.train_step(
+        loss, optax.adam(0.1), group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0
+    )
     params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
     return step, step.init(params, rng=jax.random.key(2))
 
 
 def in_shards(group: fddp.Group, shard: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step whose leaves are cut with padding, layer by layer, or into fewer parts than there are replicas."""
+    """A step whose leaves are cut with padding, layer by layer, or into fewer parts than there are
+    replicas."""
 
     def loss(p: Any, x: Any) -> jax.Array:
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ p["w"] + p["b"], p["stack"])
@@ -61,7 +68,12 @@ def in_shards(group: fddp.Group, shard: Any) -> tuple[fddp.TrainStep, fddp.Train
 
     step = fddp.train_step(loss, optax.adam(0.1), group=group, shard=shard)
     stack = np.sin(np.arange(3 * 20 * 20, dtype=np.float32)).reshape(3, 20, 20)
-    params = {"w": np.ones((3, 20), np.float32), "b": np.zeros(20, np.float32), "stack": stack, "one": np.ones(1)}
+    params = {
+        "w": np.ones((3, 20), np.float32),
+        "b": np.zeros(20, np.float32),
+        "stack": stack,
+        "one": np.ones(1),
+    }
     return step, step.init(jax.tree.map(np.float32, params))
 
 
@@ -69,7 +81,9 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
 
 
-def train(group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState, until: int) -> fddp.TrainState:
+def train(
+    group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState, until: int
+) -> fddp.TrainState:
     for number in range(int(state.step), until):
         state, _ = step(state, np.split(ROWS[number], group.processes)[group.rank])
     return state
@@ -92,7 +106,10 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
                 state = train(group, step, state, 5)
                 assert checkpoints.save(state, {"shard": 3})
             step, fresh = make(group)
-            with fddp.Checkpoints(path, step, every=5) as checkpoints, redirect_stderr(io.StringIO()) as told:
+            with (
+                fddp.Checkpoints(path, step, every=5) as checkpoints,
+                redirect_stderr(io.StringIO()) as told,
+            ):
                 state, data = checkpoints.restore(fresh)
             assert ("training goes on from step 5" in told.getvalue()) == (group.rank == 0)
             assert data == {"shard": 3}
@@ -103,7 +120,9 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
 @claim(quick=("gloo",))
 def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: fddp.Group):
     loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)  # noqa: E731
-    noisy = optax.chain(optax.add_noise(0.01, 0.55, key=0), optax.adam(0.1))  # its state has a random key
+    noisy = optax.chain(
+        optax.add_noise(0.01, 0.55, key=0), optax.adam(0.1)
+    )  # its state has a random key
     alone = lambda: fddp.train_step(loss, fddp.local_steps(noisy, every=3), group=group)  # noqa: E731
     together = lambda: fddp.train_step(loss, optax.adam(0.1), group=group, shard="optimizer")  # noqa: E731
     params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
@@ -135,7 +154,9 @@ def pending_gradients_of_unequal_rows_are_added_up_for_rank_0_alone(group: fddp.
         step = fddp.train_step(loss, optax.sgd(0.5), group=group)
         with place(group) as path:
             state, _ = step.no_sync(step.init(start), np.split(first, group.processes)[group.rank])
-            cuts = [1 + rank for rank in range(group.processes - 1)]  # a row for most ranks, and the last has many
+            cuts = [
+                1 + rank for rank in range(group.processes - 1)
+            ]  # a row for most ranks, and the last has many
             state, _ = step.no_sync(state, np.split(later, cuts)[group.rank])
             with fddp.Checkpoints(path, step) as checkpoints:
                 checkpoints.save(state, now=True)
@@ -144,12 +165,16 @@ def pending_gradients_of_unequal_rows_are_added_up_for_rank_0_alone(group: fddp.
                 with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()):
                     state, _ = checkpoints.restore(step.init(start))
                 state, _ = step(state, rest)
-                by_plain_jax = start - 0.5 * jax.grad(loss)(start, np.concatenate([first, later, rest]))
+                by_plain_jax = start - 0.5 * jax.grad(loss)(
+                    start, np.concatenate([first, later, rest])
+                )
                 np.testing.assert_allclose(state.params, by_plain_jax, rtol=1e-5, atol=1e-6)
 
 
 @claim(quick=("gloo",))
-def a_folder_that_rank_0_cannot_write_is_restored_from_and_save_is_an_error_on_every_rank(group: fddp.Group):
+def a_folder_that_rank_0_cannot_write_is_restored_from_and_save_is_an_error_on_every_rank(
+    group: fddp.Group,
+):
     mkdir = Path.mkdir
 
     def refuse(path: Path, *args: Any, **options: Any) -> None:
@@ -192,15 +217,27 @@ def a_state_in_shards_is_written_by_all_ranks_and_read_in_all_shards(group: fddp
             with fddp.Checkpoints(path, step) as checkpoints:
                 assert checkpoints.save(state, now=True)
             files = [file for file in path.rglob("*") if file.is_file()]
-            mine = sum(file.stat().st_size for file in files if file.relative_to(path).parts[1] == str(group.rank))
+            mine = sum(
+                file.stat().st_size
+                for file in files
+                if file.relative_to(path).parts[1] == str(group.rank)
+            )
             assert (mine > 3000) == (saved is not None or group.rank == 0), mine
             for wanted in sampled(group, kinds[kinds.index(saved) :] + kinds[: kinds.index(saved)]):
                 other, like = in_shards(group, wanted)
-                for form in (like, other.shapes(jax.tree.map(np.asarray, fddp.whole(like.params, group=group)))):
-                    with fddp.Checkpoints(path, other) as checkpoints, redirect_stderr(io.StringIO()):
+                for form in (
+                    like,
+                    other.shapes(jax.tree.map(np.asarray, fddp.whole(like.params, group=group))),
+                ):
+                    with (
+                        fddp.Checkpoints(path, other) as checkpoints,
+                        redirect_stderr(io.StringIO()),
+                    ):
                         again, _ = checkpoints.restore(form)
                     assert jax.tree.structure(again) == jax.tree.structure(like)
-                    assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(lambda x: x.sharding, like)
+                    assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(
+                        lambda x: x.sharding, like
+                    )
                     assert bits(fddp.whole(again, group=group)) == expected
                 train(group, other, again, 3)
 
@@ -211,7 +248,10 @@ def a_folder_of_shards_that_a_rank_does_not_see_is_an_error_on_every_rank(group:
     with folder(group) as path:
         message = error_of(lambda: fddp.Checkpoints(path, step))
     others = list(range(1, group.processes))
-    assert f"ranks {others} do not see" in message and "shard='optimizer' each rank writes its part" in message
+    assert (
+        f"ranks {others} do not see" in message
+        and "shard='optimizer' each rank writes its part" in message
+    )
 
 
 @claim(sizes=(3, 4))
@@ -250,7 +290,8 @@ def numbers(path: Path) -> list[str]:
 
 @contextmanager
 def two_checkpoints(group: fddp.Group) -> Iterator[tuple[Path, list[bytes], list[bytes]]]:
-    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and what this rank then had."""
+    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and what this rank then
+    had."""
     step, state = in_shards(group, "state")
     with shared_folder(group) as path:
         with fddp.Checkpoints(path, step, every=1) as checkpoints:
@@ -272,13 +313,17 @@ def restored(group: fddp.Group, path: Path) -> tuple[fddp.TrainState, str]:
 
 
 @claim(quick=("gloo",))
-def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_before(group: fddp.Group):
+def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_before(
+    group: fddp.Group,
+):
     with two_checkpoints(group) as (path, first, second):
         assert own(restored(group, path)[0]) == second
         for rank in [*range(group.processes), "d", "manifest.ocdbt"]:
             place = path / "2" / str(rank)
             file = max(
-                (file for file in place.rglob("*") if file.is_file()), key=lambda x: x.stat().st_size, default=place
+                (file for file in place.rglob("*") if file.is_file()),
+                key=lambda x: x.stat().st_size,
+                default=place,
             )
             data = file.read_bytes()
             group.barrier()
@@ -287,7 +332,9 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
             group.barrier()
             state, told = restored(group, path)
             assert own(state) == first
-            assert told.count(f"not whole: step 2 ({file.relative_to(path / '2')} is damaged)") == 1, told
+            assert (
+                told.count(f"not whole: step 2 ({file.relative_to(path / '2')} is damaged)") == 1
+            ), told
             group.barrier()
             if group.rank == 0:
                 file.write_bytes(data)
@@ -316,7 +363,9 @@ def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(g
                 state = train(group, step, state, 4)
                 checkpoints.save(state)  # there is room again
                 checkpoints.close()
-            assert [name for name in numbers(path) if "." not in name] == ["1", "2", "4"], numbers(path)
+            assert [name for name in numbers(path) if "." not in name] == ["1", "2", "4"], numbers(
+                path
+            )
             words = "".join(group.all_gather_object(told.getvalue()))
             assert "the checkpoint of step 3 could not be written" in words
             assert (f"rank {rank} could not write its part" in words) == (rank != 0), words
@@ -340,7 +389,10 @@ def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Grou
             checkpoints = fddp.Checkpoints(path, step, every=1)
             state, _ = checkpoints.restore(like)
             state = train(group, step, state, 3)
-            with mock.patch.object(reports, "WAIT_S", 0.5), mock.patch.object(saving, "report", silent):
+            with (
+                mock.patch.object(reports, "WAIT_S", 0.5),
+                mock.patch.object(saving, "report", silent),
+            ):
                 checkpoints.save(state)
                 checkpoints._writing.result()
             train(group, step, state, 4)
@@ -365,7 +417,13 @@ def an_error_in_training_ends_without_waiting_for_ranks_that_write_nothing(group
         waits = mock.patch.object(reports, "ENDING_S", 0.1)
         reported = mock.patch.object(saving, "report", silent)
         opened = fddp.Checkpoints(path, step)
-        with waits, reported, redirect_stderr(io.StringIO()), suppress(InterruptedError), opened as checkpoints:
+        with (
+            waits,
+            reported,
+            redirect_stderr(io.StringIO()),
+            suppress(InterruptedError),
+            opened as checkpoints,
+        ):
             checkpoints.save(train(group, step, state, 5), now=True)
             raise InterruptedError
         group.barrier()

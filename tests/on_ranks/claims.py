@@ -1,4 +1,5 @@
-"""Claims that every rank of a job asserts for itself; one job holds them all, so that processes start once."""
+"""Claims that every rank of a job asserts for itself; one job holds them all, so that processes
+start once."""
 
 import faulthandler
 import json
@@ -19,11 +20,13 @@ from fddp.step import ScheduleName
 Case = TypeVar("Case")
 
 SCHEDULES: tuple[ScheduleName, ...] = ("fused", "staged", "after")
-# Under which schedules the jobs of the default tier do not hold a claim. That every schedule trains as
-# the fused one does is claimed by `step/test_loss_fn.py` and `schedules/test_schedule.py`.
+# Under which schedules the jobs of the default tier do not hold a claim. That every schedule trains
+# as the fused one does is claimed by `step/test_loss_fn.py` and `schedules/test_schedule.py`.
 LEFT_OUT = {("mpi", 3): ("fused", "after", "auto"), ("gloo", 2): ("after", "auto")}
 HELD = "held"
-STALLED_S = 900.0  # a claim compiles several programs, on a machine that all ranks and other tests share
+STALLED_S = (
+    900.0  # a claim compiles several programs, on a machine that all ranks and other tests share
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Claim:
     backends: tuple[str, ...]
     sizes: tuple[int, ...]
     quick: tuple[str, ...]
-    """Where it is held in the default tier: what compiles much is held there on one backend, and on all in `slow`."""
+    """Where it is held in the default tier: what compiles much is held there on one backend, and on
+    all in `slow`."""
 
 
 def claim(
@@ -50,7 +54,9 @@ def claim(
 
 def claims_of(*modules: ModuleType) -> dict[str, Claim]:
     """All claims of some modules by name, in the order in which they are written."""
-    return {name: x for module in modules for name, x in vars(module).items() if isinstance(x, Claim)}
+    return {
+        name: x for module in modules for name, x in vars(module).items() if isinstance(x, Claim)
+    }
 
 
 def hold(claims: Mapping[str, Claim], group: fddp.Group, folder: Path) -> None:
@@ -61,7 +67,9 @@ def hold(claims: Mapping[str, Claim], group: fddp.Group, folder: Path) -> None:
     with (folder / f"{group.rank}.json").open("w") as report:
         for name, claim in claims.items():
             began = time.monotonic()
-            faulthandler.dump_traceback_later(STALLED_S, exit=True)  # says where a rank waits in vain
+            faulthandler.dump_traceback_later(
+                STALLED_S, exit=True
+            )  # says where a rank waits in vain
             try:
                 claim.check(group)
                 result = HELD
@@ -79,7 +87,8 @@ def schedules(group: fddp.Group, names: Sequence[ScheduleName] = SCHEDULES) -> l
 
 
 def sampled(group: fddp.Group, cases: Sequence[Case]) -> Sequence[Case]:
-    """The cases of a claim that this job holds: in the default tier MPI every second one, Gloo the others."""
+    """The cases of a claim that this job holds: in the default tier MPI every second one, Gloo the
+    others."""
     job = group.backend, group.processes
     return cases[group.backend == "gloo" :: 2] if job in LEFT_OUT else cases
 

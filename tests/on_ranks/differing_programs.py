@@ -15,18 +15,24 @@ from fddp.step.checks import verify_collectives
 
 @claim()
 def ranks_whose_branches_in_python_differ_sum_every_bucket(group: fddp.Group):
-    def loss(p: Any, x: Any) -> jax.Array:  # as many numbers in the bucket of a and in that of b, loss and weight too
+    def loss(
+        p: Any, x: Any
+    ) -> jax.Array:  # as many numbers in the bucket of a and in that of b, loss and weight too
         first = jnp.mean(x @ p["a"])
         return first + jnp.sum(p["b"] * x[0, 0]) if group.rank else first
 
     params = {"a": np.zeros((4, 4), np.float32), "b": np.zeros(18, np.float32)}
     share = (group.size - 1) / group.size
     for schedule in schedules(group, ("fused", "staged", "after", "eager")):
-        step = fddp.train_step(loss, optax.sgd(1.0), group=group, schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            loss, optax.sgd(1.0), group=group, schedule=schedule, bucket_cap_mb=0
+        )
         state, info = step(step.init(params), np.ones((2, 4), np.float32))
         assert len(step.plan.buckets) == 2
         assert np.all(np.asarray(state.params["a"]) == -0.25), schedule
-        np.testing.assert_allclose(np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule)
+        np.testing.assert_allclose(
+            np.asarray(state.params["b"]), -share, rtol=1e-6, err_msg=schedule
+        )
         assert same_on_all_ranks(group, (state.params, info.loss)), schedule
 
 
@@ -41,10 +47,10 @@ add {
 
 ENTRY main {
   x = f32[8] parameter(0)
-  first = f32[8] all-reduce(x), replica_groups={}, to_apply=add, metadata={op_name="jit(spread)/bucketFIRST/psum"}
-  ROOT then = f32[8] all-reduce(x), replica_groups={}, to_apply=add, metadata={op_name="jit(spread)/bucketTHEN/psum"}
+  first = f32[8] all-reduce(x), replica_groups={}, to_apply=add, @"jit(spread)/bucketFIRST/psum"}
+  ROOT then = f32[8] all-reduce(x), replica_groups={}, to_apply=add, @"jit(spread)/bucketTHEN/psum"}
 }
-"""
+""".replace("@", "metadata={op_name=")
 
 
 class Lowered:
@@ -61,13 +67,17 @@ class Lowered:
 
 
 @claim()
-def messages_in_another_order_are_named_on_every_rank_though_they_are_equally_long(group: fddp.Group):
+def messages_in_another_order_are_named_on_every_rank_though_they_are_equally_long(
+    group: fddp.Group,
+):
     order = ("1", "0") if group.rank else ("0", "1")
     text = SWAPPED.replace("FIRST", order[0]).replace("THEN", order[1])
     program: Any = Lowered(text)
     message = error_of(lambda: verify_collectives(group, program))
     for line in message.splitlines()[1:]:
-        first, second = ("bucket0", "bucket1") if line.startswith("rank 0:") else ("bucket1", "bucket0")
+        first, second = (
+            ("bucket0", "bucket1") if line.startswith("rank 0:") else ("bucket1", "bucket0")
+        )
         assert line.index(f"({first})") < line.index(f"({second})"), message
 
 
@@ -80,7 +90,9 @@ def ranks_that_would_gather_in_different_orders_are_told(group: fddp.Group):
         return jnp.mean(x)
 
     params = {name: np.eye(4, dtype=np.float32) for name in "abc"}
-    step = fddp.train_step(loss, optax.sgd(1.0), group=group, shard="state", reshard_after_forward=True)
+    step = fddp.train_step(
+        loss, optax.sgd(1.0), group=group, shard="state", reshard_after_forward=True
+    )
     state = step.init(params)
     error = error_of(lambda: step(state, np.ones((2, 4), np.float32)))
     assert "program, with reshard_after_forward" in error, error
@@ -88,14 +100,23 @@ def ranks_that_would_gather_in_different_orders_are_told(group: fddp.Group):
 
 @claim(quick=("mpi",))
 def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
-    """Rank 0 does not read one of the leaves, so its own program would tell it another order of what is put off."""
+    """Rank 0 does not read one of the leaves, so its own program would tell it another order of
+    what is put off."""
 
     def loss(p: Any, x: Any) -> Any:
-        return sum(jnp.mean((w - x[0]) ** 2) * (k + 1) for k, w in enumerate(p) if group.rank or k != 6)
+        return sum(
+            jnp.mean((w - x[0]) ** 2) * (k + 1) for k, w in enumerate(p) if group.rank or k != 6
+        )
 
-    params, batch, ended = [np.full(1000 + 7 * k, k, np.float32) for k in range(13)], np.ones(2, np.float32), []
+    params, batch, ended = (
+        [np.full(1000 + 7 * k, k, np.float32) for k in range(13)],
+        np.ones(2, np.float32),
+        [],
+    )
     for schedule in ("staged", "eager"):
-        step = fddp.train_step(loss, optax.sgd(0.5), group=group, schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            loss, optax.sgd(0.5), group=group, schedule=schedule, bucket_cap_mb=0
+        )
         state = step.init(params)
         for _ in range(5):
             state, _ = step(state, batch)

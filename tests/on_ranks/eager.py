@@ -47,20 +47,28 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
 
 @claim(quick=("mpi",))
 def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: fddp.Group):
-    """Gathers of the next step lie beside whatever a loop does: its results are right, and so is the training."""
+    """Gathers of the next step lie beside whatever a loop does: its results are right, and so is
+    the training."""
 
     def loss(p: Any, x: Any) -> jax.Array:
         for w in p:
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    params = [np.sin(np.arange(64.0 * 64, dtype=np.float32) + k).reshape(64, 64) / 8 for k in range(6)]
+    params = [
+        np.sin(np.arange(64.0 * 64, dtype=np.float32) + k).reshape(64, 64) / 8 for k in range(6)
+    ]
     batch = np.cos(np.arange(2 * 64.0 * group.size, dtype=np.float32)).reshape(group.size, 2, 64)
     large, ended = np.full(2**16, group.rank + 1.0, np.float32), []
     cases: Any = (("staged", "state"), ("eager", "state"), ("eager", None))
     for schedule, shard in sampled(group, cases):
         step = fddp.train_step(
-            loss, optax.sgd(0.05, momentum=0.9), group=group, schedule=schedule, shard=shard, bucket_cap_mb=0
+            loss,
+            optax.sgd(0.05, momentum=0.9),
+            group=group,
+            schedule=schedule,
+            shard=shard,
+            bucket_cap_mb=0,
         )
         state, losses = step.init(params), []
         for number in range(8):

@@ -23,7 +23,11 @@ def mine(group: fddp.Group, counts: list[int]) -> dict[str, np.ndarray]:
 @claim()
 def the_rows_of_all_ranks_come_in_order_of_rank_however_many_each_has(group: fddp.Group):
     # More on later ranks and none on the first, the other way round, and none anywhere.
-    for counts in ([3 * rank for rank in range(group.size)], list(range(group.size, 0, -1)), [0] * group.size):
+    for counts in (
+        [3 * rank for rank in range(group.size)],
+        list(range(group.size, 0, -1)),
+        [0] * group.size,
+    ):
         got, number = fddp.gather_rows(mine(group, counts), group=group), np.arange(sum(counts))
         assert got["number"].tolist() == number.tolist()
         assert got["pair"].dtype == jnp.bfloat16 and got["pair"].shape == (len(number), 2)
@@ -36,8 +40,13 @@ def rows_of_another_form_on_one_rank_are_an_error_on_all(group: fddp.Group):
         rows = other if group.rank == group.size - 1 else np.zeros((3, 4), np.float32)
         message = error_of(lambda rows=rows: fddp.gather_rows({"x": rows}, group=group))
         assert "ranks differ in their rows" in message and "a row of x float32[4]" in message
-    message = error_of(lambda: fddp.gather_rows(None if group.rank else "rows", group=group), TypeError)
-    assert "rank 0: TypeError: fddp.gather_rows: the array must be an array of numbers, got str" in message
+    message = error_of(
+        lambda: fddp.gather_rows(None if group.rank else "rows", group=group), TypeError
+    )
+    assert (
+        "rank 0: TypeError: fddp.gather_rows: the array must be an array of numbers, got str"
+        in message
+    )
 
 
 ### Metrics
@@ -55,7 +64,10 @@ def batches(group: fddp.Group) -> list[np.ndarray]:
 
 def metrics(w: Any, x: Any) -> Any:
     weight = jnp.sum(x[:, 0] > 0)  # in no batch as many as rows
-    return {"error": jnp.mean((x @ w) ** 2), "where": fddp.Weighted(jnp.sum(x[:, 1] * (x[:, 0] > 0)) / weight, weight)}
+    return {
+        "error": jnp.mean((x @ w) ** 2),
+        "where": fddp.Weighted(jnp.sum(x[:, 1] * (x[:, 0] > 0)) / weight, weight),
+    }
 
 
 @claim()
@@ -63,7 +75,9 @@ def metrics_are_means_over_the_rows_of_all_ranks_however_many_batches_each_has(g
     rows, w = ROWS[: sum(map(sum, COUNTS[: group.size]))], np.array([1.0, -2.0, 0.5])
     with jax.enable_x64(True):
         for shard in (None, "state"):
-            step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group, shard=shard)
+            step = fddp.train_step(
+                lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group, shard=shard
+            )
             got = fddp.evaluate(metrics, step.init(w), batches(group), group=group)
             wanted = {"error": np.mean((rows @ w) ** 2), "where": np.mean(rows[rows[:, 0] > 0, 1])}
             np.testing.assert_allclose([got["error"], got["where"]], [*wanted.values()], rtol=1e-14)
@@ -78,11 +92,24 @@ def a_metric_that_fails_on_one_rank_is_an_error_on_all_which_may_go_on(group: fd
         raise ZeroDivisionError("no rows above zero")
 
     metric = broken if group.rank == last else metrics
-    message = error_of(lambda: fddp.evaluate(metric, np.ones(3), batches(group), group=group), RuntimeError)
-    assert f"1 of {group.size} ranks failed.\nrank {last}: ZeroDivisionError: no rows above zero" in message, message
+    message = error_of(
+        lambda: fddp.evaluate(metric, np.ones(3), batches(group), group=group), RuntimeError
+    )
+    assert (
+        f"1 of {group.size} ranks failed.\nrank {last}: ZeroDivisionError: no rows above zero"
+        in message
+    ), message
     message = error_of(lambda: fddp.evaluate(metrics, np.ones(3), [], group=group))
     assert "no rank has a batch" in message
     other = (lambda w, x: jnp.mean(x)) if group.rank == last else metrics
     message = error_of(lambda: fddp.evaluate(other, np.ones(3), [ROWS[:2]], group=group))
-    assert "ranks differ in their metrics" in message and f"rank {last}: metric value float64[]" in message, message
-    assert fddp.evaluate(lambda w, x: jnp.mean(x[:, 0]), (), [np.full((group.rank, 1), 2.0)], group=group) == 2
+    assert (
+        "ranks differ in their metrics" in message
+        and f"rank {last}: metric value float64[]" in message
+    ), message
+    assert (
+        fddp.evaluate(
+            lambda w, x: jnp.mean(x[:, 0]), (), [np.full((group.rank, 1), 2.0)], group=group
+        )
+        == 2
+    )

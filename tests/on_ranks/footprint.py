@@ -17,7 +17,9 @@ from fddp.buckets import MiB
 WIDTH = 1024
 LEAVES = 8
 CARRYING_MIB = 32  # what MPI and the heap keep beside
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt: larger blocks go back to the system as soon as they are free
+M_MMAP_THRESHOLD = (
+    -3
+)  # of glibc's mallopt: larger blocks go back to the system as soon as they are free
 WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"shard": "optimizer"},

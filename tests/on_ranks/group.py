@@ -94,10 +94,14 @@ def another_operation_is_an_error(group: fddp.Group):
 def a_small_sum_is_not_slept_through(group: fddp.Group):
     naps, counts = list[float](), list[int]()
     here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
-    with mock.patch.object(mpi_transport, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))):
+    with mock.patch.object(
+        mpi_transport, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))
+    ):
         for _ in range(50):
             naps.clear()
-            assert np.unique(group.transport.all_reduce(here)).tolist() == [sum(range(1, group.size + 1))]
+            assert np.unique(group.transport.all_reduce(here)).tolist() == [
+                sum(range(1, group.size + 1))
+            ]
             counts.append(len(naps))
     # With a nap after each step of each message there are three times as many at best.
     assert min(counts) <= mpi_transport.MESSAGES
@@ -122,7 +126,8 @@ def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.
         (here,) = [np.asarray(shard.data) for shard in part.addressable_shards]
         np.testing.assert_array_equal(here, total.astype(dtype)[5 * group.rank :][:5])
         np.testing.assert_array_equal(_mine(whole), total.astype(dtype))
-        # Those of a program of its own, which leave the core to others while they wait, do the same.
+        # Those of a program of its own, which leave the core to others while they wait, do the
+        # same.
         for comm in (group.communicator, group.transport.inside):
             for came in group.placement.program(partial(inside, comm), (own,), REPLICATED)(x):
                 np.testing.assert_array_equal(_mine(came), total.astype(dtype))
@@ -134,7 +139,9 @@ def _mine(x: jax.Array) -> np.ndarray:
 
 @claim()
 def broadcast_gives_the_roots_bits(group: fddp.Group):
-    nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(np.float32)  # a NaN with a payload, and -0.0
+    nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(
+        np.float32
+    )  # a NaN with a payload, and -0.0
     for root in (0, group.size - 1):
         theirs = {
             "bf16": jnp.full((2, 1), 1.5, jnp.bfloat16),
@@ -148,7 +155,9 @@ def broadcast_gives_the_roots_bits(group: fddp.Group):
         mine = theirs if group.rank == root else jax.tree.map(_other, theirs)
         got = group.broadcast(mine, root)
         assert jax.tree.structure(got) == jax.tree.structure(theirs)
-        assert jnp.array_equal(jax.random.key_data(got.pop("key")), jax.random.key_data(theirs.pop("key")))
+        assert jnp.array_equal(
+            jax.random.key_data(got.pop("key")), jax.random.key_data(theirs.pop("key"))
+        )
         for name, value in theirs.items():
             assert np.asarray(got[name]).dtype == np.asarray(value).dtype, name
             assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes(), name

@@ -75,7 +75,11 @@ CLAIMS = claims_of(
 
 def claimed(backend: str, size: int) -> dict[str, Claim]:
     """The claims made for a kind of job."""
-    return {name: claim for name, claim in CLAIMS.items() if backend in claim.backends and size in claim.sizes}
+    return {
+        name: claim
+        for name, claim in CLAIMS.items()
+        if backend in claim.backends and size in claim.sizes
+    }
 
 
 def main(folder: Path, *names: str) -> None:

@@ -21,7 +21,9 @@ def parts(group: fddp.Group) -> np.ndarray:
     return np.random.default_rng(5).normal(size=(group.size, WIDTH)).astype(np.float32)
 
 
-def pulled(group: fddp.Group, hook: fddp.Hook, steps: int = 1, **options: Any) -> tuple[fddp.TrainState, Any]:
+def pulled(
+    group: fddp.Group, hook: fddp.Hook, steps: int = 1, **options: Any
+) -> tuple[fddp.TrainState, Any]:
     """The mean gradient as a hook makes it: what SGD with rate 1 takes from zeros."""
     loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, **options)
@@ -33,12 +35,17 @@ def pulled(group: fddp.Group, hook: fddp.Hook, steps: int = 1, **options: Any) -
 
 @claim(quick=("mpi",))
 def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group):
-    for hook, dtype, by in ((hooks.bf16(), jnp.bfloat16, 1), (hooks.fp16(), jnp.float16, group.size)):
+    for hook, dtype, by in (
+        (hooks.bf16(), jnp.bfloat16, 1),
+        (hooks.fp16(), jnp.float16, group.size),
+    ):
         rounded = (parts(group) / by).astype(dtype).astype(np.float32).sum(0)
         mean = by * rounded.astype(dtype).astype(np.float32) / group.size
         for schedule in schedules(group):
             state, info = pulled(group, hook, schedule=schedule)
-            np.testing.assert_allclose(state.params, -mean, rtol=1e-6, atol=2e-3 * float(jnp.finfo(dtype).eps))
+            np.testing.assert_allclose(
+                state.params, -mean, rtol=1e-6, atol=2e-3 * float(jnp.finfo(dtype).eps)
+            )
             # Half of the 4-byte words, and loss and weight beside them.
             assert info.sent.tolist() == [on_the_wire(group, 2 * WIDTH), on_the_wire(group, 2 * 4)]
             assert same_on_all_ranks(group, state.params)
@@ -65,7 +72,11 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
         state, info = pulled(group, hooks.topk(3 / WIDTH), schedule=schedule)
         np.testing.assert_allclose(state.params, -sparse.sum(0) / group.size, rtol=1e-5)
         assert int(info.sent[0]) == 3 * 8 * (group.size - 1)
-        own = np.asarray(state.hook_state.addressable_shards[0].data if group.backend == "gloo" else state.hook_state)
+        own = np.asarray(
+            state.hook_state.addressable_shards[0].data
+            if group.backend == "gloo"
+            else state.hook_state
+        )
         np.testing.assert_allclose(own.reshape(-1), (rows - sparse)[group.rank], rtol=1e-6)
         assert same_on_all_ranks(group, state.params)
 
@@ -73,7 +84,10 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
 @claim(quick=("mpi",))
 def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
     draw = np.random.default_rng(4)
-    params = {name: draw.normal(size=shape).astype(np.float32) for name, shape in (("a", (3, 5)), ("b", (5, 2)))}
+    params = {
+        name: draw.normal(size=shape).astype(np.float32)
+        for name, shape in (("a", (3, 5)), ("b", (5, 2)))
+    }
     rows = draw.normal(size=(3, group.size, 4, 3)).astype(np.float32)[:, group.rank]
     loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"] - 1) ** 2)  # noqa: E731
 
@@ -90,7 +104,8 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
         plain = trained(schedule="staged", hook=hook)
         for schedule, shard in sampled(group, ways):
             got = trained(schedule=schedule, shard=shard, hook=hook)
-            # A scattered sum is not rounded to 16 bits again, and Adam's three steps of 0.05 go by that much elsewhere.
+            # A scattered sum is not rounded to 16 bits again, and Adam's three steps of 0.05 go by
+            # that much elsewhere.
             rounded = shard is not None and hook.name.startswith("bf16")
             close(got, plain, rtol=1e-4, atol=3 * 0.05 * 2**-8 if rounded else 1e-5)
             assert same_on_all_ranks(group, got[0])
@@ -98,7 +113,8 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
 
 @claim(quick=("mpi",))
 def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.Group):
-    """The memory that a step promises is read by the next one, in whatever order their messages leave."""
+    """The memory that a step promises is read by the next one, in whatever order their messages
+    leave."""
     kept, ways = [], []
     names = [f"layer {k}" for k in range(6)]
     for schedule in ("staged", "eager"):
@@ -146,10 +162,22 @@ def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(gr
     loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(p["b"])) / len(x)  # noqa: E731
     params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
     good = parts(group)[group.rank][None]
-    bad = np.where((np.arange(WIDTH) == 5) & (group.rank == group.size - 1), np.float32(np.nan), good)
-    own = lambda state: [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state)]  # noqa: E731
-    for hook, schedule in ((hooks.quantize(), "staged"), (hooks.topk(0.1), "staged"), (hooks.quantize(), "fused")):
-        optimizer, options = fddp.dynamic_scale(optax.sgd(1.0), initial=4.0), {"schedule": schedule, "donate": False}
+    bad = np.where(
+        (np.arange(WIDTH) == 5) & (group.rank == group.size - 1), np.float32(np.nan), good
+    )
+
+    def own(state: Any) -> list[np.ndarray]:
+        return [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state)]
+
+    for hook, schedule in (
+        (hooks.quantize(), "staged"),
+        (hooks.topk(0.1), "staged"),
+        (hooks.quantize(), "fused"),
+    ):
+        optimizer, options = (
+            fddp.dynamic_scale(optax.sgd(1.0), initial=4.0),
+            {"schedule": schedule, "donate": False},
+        )
         step = fddp.train_step(loss, optimizer, group=group, hook=hook, bucket_cap_mb=0, **options)
         before, _ = step(step.init(params), good)
         after, _ = step(before, bad)
@@ -171,7 +199,9 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
     }
     cases: Any = ((None, "staged"), (hooks.quantize(), "staged"), (hooks.topk(1.0), "fused"))
     for hook, schedule in cases:
-        step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule, bucket_cap_mb=0
+        )
         state = step.init(params)
         for _ in range(2):
             state, _ = step(state, parts(group)[group.rank][None])

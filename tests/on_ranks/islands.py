@@ -31,7 +31,9 @@ def mine(copies: Any) -> np.ndarray:
 
 @claim(quick=("gloo",))
 def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(group: fddp.Group):
-    batches = [batches_of(rank, 5 + 2 * rank) for rank in range(group.size)]  # as many steps as each likes
+    batches = [
+        batches_of(rank, 5 + 2 * rank) for rank in range(group.size)
+    ]  # as many steps as each likes
     cases: Any = ((1, 0.0, "fused"), (max(group.size - 1, 1), 0.25, "staged"))
     for quorum, mix, schedule in cases:
         with shared_folder(group) as folder:
@@ -64,7 +66,9 @@ def an_island_that_is_stopped_stops_no_other_be_it_rank_0(group: fddp.Group):
         with shared_folder(group) as folder:
             train_while_one_is_stopped(group, stopped, folder)
             *merges, _ = read_log(folder / "merges.jsonl")
-            came = [island for line in merges if isinstance(line, Merged) for island in line.islands]
+            came = [
+                island for line in merges if isinstance(line, Merged) for island in line.islands
+            ]
             assert [came.count(rank) for rank in range(group.size)] == [
                 1 if rank == stopped else 21 for rank in range(group.size)
             ]
@@ -102,17 +106,26 @@ def islands_of_two_are_made_again_from_their_log(group: fddp.Group):
         np.testing.assert_allclose(mine(state.opt_state.shared), again.params, rtol=1e-5, atol=1e-6)
 
 
-def train_while_one_is_stopped(group: fddp.Group, stopped: int, folder: Path, island: int = 1) -> None:
-    """After its first step a rank is stopped until those of all other islands have made twenty more."""
+def train_while_one_is_stopped(
+    group: fddp.Group, stopped: int, folder: Path, island: int = 1
+) -> None:
+    """After its first step a rank is stopped until those of all other islands have made twenty
+    more."""
     pids = group.all_gather_object(os.getpid())
     others = [rank for rank in range(group.size) if rank // island != stopped // island]
-    optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1, island=island, log=folder / "merges.jsonl")
+    optimizer = fddp.local_steps(
+        optax.sgd(RATE), quorum=1, island=island, log=folder / "merges.jsonl"
+    )
     step = fddp.train_step(square, optimizer, group=group)
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
     if group.rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
     elif group.rank in others:
-        wait(lambda: Path(f"/proc/{pids[stopped]}/stat").read_text().rpartition(") ")[2].startswith("T"))
+        wait(
+            lambda: (
+                Path(f"/proc/{pids[stopped]}/stat").read_text().rpartition(") ")[2].startswith("T")
+            )
+        )
         for x in batches_of(group.rank, 20):
             state, _ = step(state, x)
         (folder / f"{group.rank}").touch()
@@ -125,7 +138,9 @@ def train_while_one_is_stopped(group: fddp.Group, stopped: int, folder: Path, is
 @claim()
 def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
     island = 2 if group.size == 4 else 1
-    step = fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1, island=island), group=group)
+    step = fddp.train_step(
+        square, fddp.local_steps(optax.sgd(RATE), quorum=1, island=island), group=group
+    )
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
     group.barrier()
     if group.is_main:
@@ -163,7 +178,10 @@ def a_state_that_is_not_the_last_is_no_islands(group: fddp.Group):
     taken = int(mine(fddp.meet(step, state).opt_state.version))
     state = step.init(jnp.zeros(()))
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), ValueError)
-    assert f"version 0 of the shared parameters, and the island has taken version {taken} last" in words
+    assert (
+        f"version 0 of the shared parameters, and the island has taken version {taken} last"
+        in words
+    )
 
 
 def wait(done: Any) -> None:
@@ -174,4 +192,8 @@ def wait(done: Any) -> None:
 def keepers() -> list[int]:
     """The keepers that this process has started, in that order."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return [int(pid) for pid in children if b"fddp.local_training.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        int(pid)
+        for pid in children
+        if b"fddp.local_training.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]

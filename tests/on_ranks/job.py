@@ -1,4 +1,5 @@
-"""The tests of claims on ranks, which a module takes for its backend: it sets `BACKEND` and imports all four names.
+"""The tests of claims on ranks, which a module takes for its backend: it sets `BACKEND` and imports
+all four names.
 
 One job of each kind holds all claims that are selected, so that its processes start once.
 """
@@ -18,11 +19,16 @@ from processes import HOLD, JOBS, Outcome, case, launch, selected
 Reports = Callable[[str, int], tuple[Outcome, list[dict[str, str]]]]
 
 
-def test_a_job_without_errors_ends_well_and_prints_nothing(backend: str, size: int, reports: Reports):
+def test_a_job_without_errors_ends_well_and_prints_nothing(
+    backend: str, size: int, reports: Reports
+):
     outcome, _ = reports(backend, size)
     assert outcome.succeeded
-    # Some claims are checked by one rank alone while the others wait. In some, all ranks have the same rows.
-    slow = re.compile(r"fddp: (rank \d of \d: rank \d is slow: |compiling |ranks [\d, ]+ bring the same ).*\n")
+    # Some claims are checked by one rank alone while the others wait. In some, all ranks have the
+    # same rows.
+    slow = re.compile(
+        r"fddp: (rank \d of \d: rank \d is slow: |compiling |ranks [\d, ]+ bring the same ).*\n"
+    )
     assert [slow.sub("", output) for output in outcome.outputs] == [""] * size
 
 
@@ -35,7 +41,8 @@ def test_on_every_rank(backend: str, size: int, claim: str, reports: Reports):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Reports:
-    """`reports(backend, size)`: the result of each selected claim on every rank; the job runs once."""
+    """`reports(backend, size)`: the result of each selected claim on every rank; the job runs
+    once."""
 
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, str]]]:
@@ -53,7 +60,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     jobs = [job for job in JOBS if job[0] == module.BACKEND]
     if "claim" in metafunc.fixturenames:
         cases = [
-            case(job, name, slow=job[0] not in claim.quick) for job in jobs for name, claim in claimed(*job).items()
+            case(job, name, slow=job[0] not in claim.quick)
+            for job in jobs
+            for name, claim in claimed(*job).items()
         ]
         metafunc.parametrize("backend, size, claim", cases)
     else:

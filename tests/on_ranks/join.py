@@ -30,7 +30,9 @@ def a_rank_without_data_counts_for_nothing_until_all_are_done(group: fddp.Group)
                 taken.append(float(state.params))
         # In step k all but the first k ranks have a batch.
         np.testing.assert_allclose(by_active, -np.arange(1.0, group.size + 1), rtol=1e-6)
-        np.testing.assert_allclose(by_all, -np.cumsum(np.arange(group.size, 0, -1) / group.size), rtol=1e-6)
+        np.testing.assert_allclose(
+            by_all, -np.cumsum(np.arange(group.size, 0, -1) / group.size), rtol=1e-6
+        )
 
 
 @claim()
@@ -70,7 +72,8 @@ def a_rank_that_ends_with_a_small_batch_counts_with_all_its_rows_afterwards(grou
     for batch in fddp.join(batches, group):
         state, _ = step(state, batch)
         seen.append(float(state.params))
-    # All rows of the first and the second step; of the third rank 0's four, divided by four rows of each rank.
+    # All rows of the first and the second step; of the third rank 0's four, divided by four rows of
+    # each rank.
     np.testing.assert_allclose(-np.diff(seen), [1, 2, 3 / group.size], rtol=1e-6)
 
 
@@ -79,10 +82,14 @@ def a_rank_without_data_goes_on_in_the_collectives_of_the_loss(group: fddp.Group
     def centred(w: Any, x: Any) -> Any:
         return square(w, x - jax.lax.pmean(jnp.mean(x), group.axis_name))
 
-    middle = (group.size - 1) / 2  # a rank that has run out brings its last rows, which weigh nothing
+    middle = (
+        group.size - 1
+    ) / 2  # a rank that has run out brings its last rows, which weigh nothing
     wanted = 1.0
     for k in range(group.size):  # in step k ranks k, k + 1, … have a batch
-        wanted -= RATE * sum(2 * (wanted - (rank - middle)) for rank in range(k, group.size)) / group.size
+        wanted -= (
+            RATE * sum(2 * (wanted - (rank - middle)) for rank in range(k, group.size)) / group.size
+        )
     for schedule in schedules(group, ("fused", "staged", "eager")):
         step = fddp.train_step(centred, optax.sgd(RATE), group=group, schedule=schedule)
         state = step.init(np.float32(1))

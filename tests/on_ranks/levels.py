@@ -11,7 +11,8 @@ from on_ranks.claims import claim, error_of, same_on_all_ranks, schedules
 import fddp
 from fddp.comm import REPLICATED
 
-# In float32 2²⁴ + 1 is 2²⁴, and 1 − 2²⁴ is exact: over nodes of two first the sum is 1. It is 0 from left to right.
+# In float32 2²⁴ + 1 is 2²⁴, and 1 − 2²⁴ is exact: over nodes of two first the sum is 1. It is 0
+# from left to right.
 FOUR = np.array([2**24, 1, 1, -(2**24)], np.float32)
 
 
@@ -23,7 +24,10 @@ def sums_over_nodes_first_are_exact_between_programs_and_inside(group: fddp.Grou
     for local in (n for n in range(1, group.size + 1) if group.size % n == 0):
         levels = group.hierarchical(local)
         own = levels.placement.per_replica
-        for dtype, size in ((np.float32, 23), (jnp.bfloat16, 1)):  # no multiple of a node's replicas, and less
+        for dtype, size in (
+            (np.float32, 23),
+            (jnp.bfloat16, 1),
+        ):  # no multiple of a node's replicas, and less
             mine = (numbers[:, None] * np.arange(1, size + 1)).astype(dtype)
             total = (group.size * (group.size + 1) // 2 * np.arange(1, size + 1)).astype(dtype)
             x = levels.placement.place(mine.reshape(-1), own)
@@ -32,7 +36,9 @@ def sums_over_nodes_first_are_exact_between_programs_and_inside(group: fddp.Grou
             for got in (between, inside):
                 assert got.dtype == dtype
                 for copy in got.addressable_shards:
-                    np.testing.assert_array_equal(copy.data, total, err_msg=f"{local} of {group.size}")
+                    np.testing.assert_array_equal(
+                        copy.data, total, err_msg=f"{local} of {group.size}"
+                    )
 
 
 @claim(sizes=(4,))
@@ -50,7 +56,10 @@ def nodes_of_unequally_many_are_an_error_on_every_rank(group: fddp.Group):
         return replace(group, levels=group.levels._replace(find=find)).hierarchical()
 
     found = ["a"] * (group.size - 1) + ["b"]
-    says = f"the {group.size} replicas of this group lie on 2 nodes, on one 1 and on another {group.size - 1}"
+    says = (
+        f"the {group.size} replicas of this group lie on 2 nodes, on one 1 and on another "
+        f"{group.size - 1}"
+    )
     assert says in error_of(lambda: on(lambda: found))
     assert f"a divisor of the {group.size} of this group; got {group.size - 1}" in error_of(
         lambda: group.hierarchical(local=group.size - 1)
@@ -62,7 +71,9 @@ def ranks_that_give_nodes_another_size_all_hear_of_it(group: fddp.Group):
     message = error_of(lambda: group.hierarchical(local=1 if group.rank else group.size))
     assert f"rank 0: local={group.size}" in message and "rank 1: local=1" in message
     # One that is wrong on one rank alone, too.
-    assert f"1 of {group.size} ranks failed" in error_of(lambda: group.hierarchical(local=1 if group.rank else 0))
+    assert f"1 of {group.size} ranks failed" in error_of(
+        lambda: group.hierarchical(local=1 if group.rank else 0)
+    )
 
 
 @claim(quick=("mpi",))
@@ -81,5 +92,8 @@ def groups_that_sum_over_nodes_first_take_the_buckets_in_turn(group: fddp.Group)
         own = turns.placement.place(jnp.full(4, group.rank + 1.0), turns.placement.per_replica)
         for link in turns.transport.clones:
             total = link.all_reduce(own)
-            assert np.asarray(jax.device_get(total)).tolist() == [group.size * (group.size + 1) / 2] * 4
+            assert (
+                np.asarray(jax.device_get(total)).tolist()
+                == [group.size * (group.size + 1) / 2] * 4
+            )
             assert same_on_all_ranks(group, jax.device_get(total))

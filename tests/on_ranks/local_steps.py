@@ -16,7 +16,9 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
     batches = np.sin(np.arange(5 * 4 * group.size, dtype=np.float32)).reshape(5, group.size, 4)
     cases: Any = (("fused", 0), ("staged", 1))
     for schedule, delay in cases:
-        optimizer = fddp.local_steps(optax.sgd(RATE, momentum=0.5), outer=optax.sgd(0.7), every=2, delay=delay)
+        optimizer = fddp.local_steps(
+            optax.sgd(RATE, momentum=0.5), outer=optax.sgd(0.7), every=2, delay=delay
+        )
         step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
         state, sent = step.init(jnp.zeros(())), []
         own, speed, shared = np.zeros(group.size), np.zeros(group.size), 0.0
@@ -29,7 +31,9 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
             if number > delay and (number - delay) % 2 == 0:
                 shared -= 0.7 * (shared - np.mean(before if delay else own))
                 own = np.full(group.size, shared)
-        assert sent == ([False, False, True, False, True] if delay else [False, True, False, True, False])
+        assert sent == (
+            [False, False, True, False, True] if delay else [False, True, False, True, False]
+        )
         np.testing.assert_allclose(float(state.opt_state.shared), shared, rtol=1e-5)
         whole = fddp.whole(state, group=group)
         np.testing.assert_allclose(whole.params, np.mean(own), rtol=1e-5)
@@ -42,20 +46,25 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
 def ranks_average_moments_and_over_nodes_each_at_its_own_period(group: fddp.Group):
     size = group.size
     batches = np.sin(np.arange(7 * 4 * size, dtype=np.float32)).reshape(7, size, 4)
-    # (replicas of an island, of a node, delay, schedule): with four ranks two nodes, or one of two islands
+    # (replicas of an island, of a node, delay, schedule): with four ranks two nodes, or one of two
+    # islands
     four = ((1, 2, 0, "fused"), (1, 2, 0, "staged"), (2, 4, 1, "staged"))
     cases: Any = four if size == 4 else ((1, size, 0, "staged"),)
     for island, node, delay, schedule in cases:
         every = {"params": 4, "node": 2, "trace": 3}
         inner = optax.sgd(RATE, momentum=0.5)
-        optimizer = fddp.local_steps(inner, outer=optax.sgd(0.7), every=every, delay=delay, island=island)
+        optimizer = fddp.local_steps(
+            inner, outer=optax.sgd(0.7), every=every, delay=delay, island=island
+        )
         step = fddp.train_step(square, optimizer, group=group.hierarchical(node), schedule=schedule)
         state = step.init(jnp.zeros(()))
         own, speed, shared = np.zeros(size), np.zeros(size), 0.0
         for number, batch in enumerate(batches, start=1):
             state, _ = step(state, batch[group.rank])
             before = own, speed
-            speed = 0.5 * speed + 2 * (own - np.repeat(batch.reshape(size // island, -1).mean(axis=1), island))
+            speed = 0.5 * speed + 2 * (
+                own - np.repeat(batch.reshape(size // island, -1).mean(axis=1), island)
+            )
             own = own - RATE * speed
             sent, pace = before if delay else (own, speed)
             alone = number - delay

@@ -14,7 +14,9 @@ import fddp
 
 MIB = 2**20
 LEAVES = 16
-BESIDE_MIB = 64  # a leaf and what XLA keeps beside it, programs, and what the heap does not give back
+BESIDE_MIB = (
+    64  # a leaf and what XLA keeps beside it, programs, and what the heap does not give back
+)
 
 
 def make() -> dict[str, jax.Array]:
@@ -60,7 +62,9 @@ def ranks_whose_functions_make_different_values_say_so(group: fddp.Group):
         lambda: jax.random.normal(jax.random.key(time.time_ns() % 2**31), (8, 4)),
         lambda: jnp.full((8, 4), 0.5 + group.rank),
     ):
-        assert "made by a function of digest" in error_of(lambda function=function: step.init(function))
+        assert "made by a function of digest" in error_of(
+            lambda function=function: step.init(function)
+        )
     rows = jnp.full((8, 4), float(group.rank))  # of which the parameters have the form alone
     assert step.init(lambda: jnp.zeros_like(rows)).params.shape == (8, 4)
 
@@ -77,7 +81,10 @@ def a_function_that_fails_on_one_rank_fails_on_all(group: fddp.Group):
 @claim(quick=("mpi",))
 def a_rank_never_holds_the_model_whose_state_it_makes(group: fddp.Group):
     def layers(width: int) -> dict[str, jax.Array]:
-        return {f"w{k}": jnp.sin(jnp.arange(float(width**2)) + k).reshape(width, width) for k in range(LEAVES)}
+        return {
+            f"w{k}": jnp.sin(jnp.arange(float(width**2)) + k).reshape(width, width)
+            for k in range(LEAVES)
+        }
 
     step = step_of(group, shard="state")
     jax.block_until_ready(step.init(lambda: layers(32)))  # all code is loaded
@@ -91,5 +98,7 @@ def a_rank_never_holds_the_model_whose_state_it_makes(group: fddp.Group):
 
 
 def resident_mib(name: str) -> float:
-    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")]
+    (line,) = [
+        x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")
+    ]
     return int(line.split()[1]) / 1024

@@ -20,7 +20,9 @@ def two_layers(params: Any, batch: Any) -> jax.Array:
 @claim(quick=("gloo",))
 def all_ranks_pick_the_same_cap_from_the_same_numbers(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)
-    tuning = fddp.tune(two_layers, optax.sgd(0.1), PARAMS, batch, group=group, steps=1, caps_mb=(0, 1))
+    tuning = fddp.tune(
+        two_layers, optax.sgd(0.1), PARAMS, batch, group=group, steps=1, caps_mb=(0, 1)
+    )
     told = str(tuning).ljust(2000).encode()
     gathered = group.all_gather(np.frombuffer(told, np.uint8))
     assert np.all(gathered == gathered[0])
@@ -56,7 +58,9 @@ def targets_that_no_rank_knows_are_named_on_every_rank(group: fddp.Group):
 def a_measured_step_of_processes_keeps_the_state_and_sends_each_bucket_once(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)
     for schedule in schedules(group, ("staged", "fused")):
-        step = fddp.train_step(two_layers, optax.sgd(0.1), group=group, schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            two_layers, optax.sgd(0.1), group=group, schedule=schedule, bucket_cap_mb=0
+        )
         state = step.init(PARAMS)
         found = step.measure(state, [batch] * 2)
         assert found.all_reduces == 2, schedule

@@ -17,7 +17,9 @@ import fddp
 def one_rank_alone_evaluates_the_module_of_a_state(group: fddp.Group):
     from flax import nnx
 
-    net = fddp.from_nnx(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1) ** 2))
+    net = fddp.from_nnx(
+        nnx.Linear(1, 1, rngs=nnx.Rngs(0)), lambda model, x: jnp.mean((model(x) - 1) ** 2)
+    )
     step = fddp.train_step(net.loss_fn, optax.sgd(RATE), group=group)
     state, _ = step(step.init(net.params), rows(group.rank)[None])
     want = 2 * np.array(state.params["kernel"]) + np.array(state.params["bias"])
@@ -44,7 +46,9 @@ def batchnorm_over_all_ranks_is_that_of_the_joined_rows(group: fddp.Group):
         return fddp.from_linen(Small(axis_name), lambda model, x: jnp.mean((model(x) - 1) ** 2))
 
     with jax.enable_x64(True):
-        each = np.random.default_rng(4).normal(size=(3, group.size, 4, 3))  # batches, ranks, rows, features
+        each = np.random.default_rng(4).normal(
+            size=(3, group.size, 4, 3)
+        )  # batches, ranks, rows, features
         params, first = pieces(None).init(jax.random.key(0), each[0, 0])
 
         @jax.jit
@@ -55,7 +59,11 @@ def batchnorm_over_all_ranks_is_that_of_the_joined_rows(group: fddp.Group):
 
         for schedule in sampled(group, ("fused", "staged", "after", "eager")):
             step = fddp.train_step(
-                pieces(group.axis_name).loss_fn, optax.sgd(RATE), group=group, schedule=schedule, bucket_cap_mb=0
+                pieces(group.axis_name).loss_fn,
+                optax.sgd(RATE),
+                group=group,
+                schedule=schedule,
+                bucket_cap_mb=0,
             )
             state = step.init(params, model_state=first)
             expected = params, first

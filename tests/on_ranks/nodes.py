@@ -35,8 +35,15 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
     expected, opt_state, *_ = by_plain_jax(layer, optimizer, PARAMS, [batch] * 3)
     nodes = group.hierarchical(local=2)
     for schedule, shard, micro_batches, again in WAYS:
-        options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}
-        step = fddp.train_step(layer, optimizer, group=nodes, reshard_after_forward=again, **options)
+        options: Any = {
+            "schedule": schedule,
+            "shard": shard,
+            "bucket_cap_mb": 0,
+            "accumulation_steps": micro_batches,
+        }
+        step = fddp.train_step(
+            layer, optimizer, group=nodes, reshard_after_forward=again, **options
+        )
         state = step.init(PARAMS)
         loss = None
         for _ in range(3):
@@ -56,14 +63,18 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
 def a_state_in_shards_of_nodes_is_written_once_and_goes_on_elsewhere(group: fddp.Group):
     folder = Path(group.broadcast_object(mkdtemp()))
     mine = np.sin(np.arange(12, dtype=np.float32) + group.rank).reshape(4, 3)
-    step = fddp.train_step(layer, optax.adam(0.05), group=group.hierarchical(local=2), shard="state")
+    step = fddp.train_step(
+        layer, optax.adam(0.05), group=group.hierarchical(local=2), shard="state"
+    )
     state, _ = step(step.init(PARAMS), mine)
     with fddp.Checkpoints(folder, step) as checkpoints:
         checkpoints.save(state, now=True)
     other = fddp.train_step(layer, optax.adam(0.05), group=group, shard="state")
     with fddp.Checkpoints(folder, other) as checkpoints, redirect_stderr(io.StringIO()):
         back, _ = checkpoints.restore(other.init(PARAMS))
-    for got, wanted in zip(jax.tree.leaves(fddp.whole(back)), jax.tree.leaves(fddp.whole(state)), strict=True):
+    for got, wanted in zip(
+        jax.tree.leaves(fddp.whole(back)), jax.tree.leaves(fddp.whole(state)), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
     other(back, mine)
 
@@ -73,28 +84,41 @@ def islands_of_two_train_together_inside_and_synchronize_now_and_then(group: fdd
     batches = np.sin(np.arange(5 * 12 * group.size, dtype=np.float32)).reshape(5, -1, 3)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     expected = by_hand(batches, optax.adam(0.05), outer)
-    ways: Any = (("fused", None), ("staged", None), ("staged", "optimizer"), ("fused", "state"), ("staged", "state"))
+    ways: Any = (
+        ("fused", None),
+        ("staged", None),
+        ("staged", "optimizer"),
+        ("fused", "state"),
+        ("staged", "state"),
+    )
     for schedule, shard in ways:
         optimizer = fddp.local_steps(optax.adam(0.05), outer=outer, every=2, island=2)
-        step = fddp.train_step(layer, optimizer, group=group, schedule=schedule, shard=shard, bucket_cap_mb=0)
+        step = fddp.train_step(
+            layer, optimizer, group=group, schedule=schedule, shard=shard, bucket_cap_mb=0
+        )
         state = step.init(PARAMS)
         for batch in batches:
             state, _ = step(state, np.split(batch, group.processes)[group.rank])
         whole = fddp.whole(state, group=group)
-        for got, wanted in zip(jax.tree.leaves(whole.params), jax.tree.leaves(expected), strict=True):
+        for got, wanted in zip(
+            jax.tree.leaves(whole.params), jax.tree.leaves(expected), strict=True
+        ):
             np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
         assert same_on_all_ranks(group, whole.params)
 
 
 def by_hand(batches: np.ndarray, inner: Any, outer: Any) -> Any:
-    """The mean of two islands that train alone, each on its half of the rows, and meet in every second step."""
+    """The mean of two islands that train alone, each on its half of the rows, and meet in every
+    second step."""
     shared = jax.tree.map(jnp.asarray, PARAMS)
     islands = [shared, shared]
     states = [inner.init(shared)] * 2
     outside = outer.init(shared)
     for number, batch in enumerate(batches, start=1):
         for k, rows in enumerate(np.split(batch, 2)):
-            updates, states[k] = inner.update(jax.grad(layer)(islands[k], rows), states[k], islands[k])
+            updates, states[k] = inner.update(
+                jax.grad(layer)(islands[k], rows), states[k], islands[k]
+            )
             islands[k] = optax.apply_updates(islands[k], updates)
         if number % 2 == 0:
             change = jax.tree.map(lambda old, a, b: old - (a + b) / 2, shared, *islands)

@@ -33,7 +33,9 @@ def _not_on_rank_0() -> None:
 @claim()
 def objects_of_any_size_are_gathered_in_order_of_rank(group: fddp.Group):
     mine = Found(group.rank, ["word"] * 1000 * group.rank)
-    assert group.all_gather_object(mine) == [Found(r, ["word"] * 1000 * r) for r in range(group.size)]
+    assert group.all_gather_object(mine) == [
+        Found(r, ["word"] * 1000 * r) for r in range(group.size)
+    ]
     assert group.all_gather_object(None) == [None] * group.size
 
 
@@ -57,15 +59,21 @@ def an_object_that_one_rank_cannot_pickle_is_an_error_on_every_rank(group: fddp.
     mine = (lambda: None) if group.rank == last else 1
     for call in (group.all_gather_object, lambda x: group.broadcast_object(x, root=last)):
         said = error_of(lambda call=call: call(mine), TypeError)
-        assert f"rank {last}: TypeError: group." in said and "this function cannot be pickled" in said, said
-    assert "this function cannot be pickled" in error_of(lambda: group.all_gather_object(lambda: None), TypeError)
+        assert (
+            f"rank {last}: TypeError: group." in said and "this function cannot be pickled" in said
+        ), said
+    assert "this function cannot be pickled" in error_of(
+        lambda: group.all_gather_object(lambda: None), TypeError
+    )
     assert group.all_gather_object(group.rank) == list(range(group.size))
 
 
 @claim()
 def an_object_that_one_rank_cannot_read_is_an_error_on_every_rank(group: fddp.Group):
     said = error_of(lambda: group.broadcast_object(Unreadable(), root=group.size - 1))
-    assert f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in said, said
+    assert f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in said, (
+        said
+    )
     assert group.broadcast_object("on") == "on"
 
 
@@ -74,11 +82,15 @@ def an_object_that_is_signed_with_another_secret_is_not_read(group: fddp.Group):
     others = {"FDDP_SECRET": "a guess"} if group.rank == group.size - 1 else {}
     with mock.patch.dict(os.environ, others):
         said = error_of(lambda: group.broadcast_object(Found(0, []), root=0))
-    assert "rank 0 signed its object with another secret: give all ranks the same FDDP_SECRET" in said, said
+    assert (
+        "rank 0 signed its object with another secret: give all ranks the same FDDP_SECRET" in said
+    ), said
     assert group.broadcast_object("on") == "on"
 
 
 @claim()
 def a_root_that_is_not_there_or_not_the_others_is_an_error_on_every_rank(group: fddp.Group):
     assert "root must be a rank in" in error_of(lambda: group.broadcast_object(1, root=group.size))
-    assert f"rank {group.rank}: root={group.rank}" in error_of(lambda: group.broadcast_object(1, root=group.rank))
+    assert f"rank {group.rank}: root={group.rank}" in error_of(
+        lambda: group.broadcast_object(1, root=group.rank)
+    )

@@ -35,7 +35,8 @@ def host(act: Callable[[], None]) -> Callable[[jax.Array], jax.Array]:
 
 
 def breakable(group: fddp.Group, lanes: int) -> tuple[fddp.TrainStep, set[str]]:
-    """A step that fails at places of one's choice, and the set of these; one rank is slower than the other."""
+    """A step that fails at places of one's choice, and the set of these; one rank is slower than
+    the other."""
     broken = set[str]()
 
     def fail(place: str) -> None:
@@ -67,13 +68,19 @@ def breakable(group: fddp.Group, lanes: int) -> tuple[fddp.TrainStep, set[str]]:
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         new: Any = sgd.update(updates, state, params)[0]
-        return [host(lambda: fail("in an update"))(w) if k == 1 else w for k, w in enumerate(new)], state
+        return [
+            host(lambda: fail("in an update"))(w) if k == 1 else w for k, w in enumerate(new)
+        ], state
 
     group = fddp.round_robin([group] * lanes)
     step = fddp.train_step(
-        loss, optax.GradientTransformation(sgd.init, update), group=replace(group, transport=failing(group.transport)),
-        schedule="staged", bucket_cap_mb=0, donate=False,
-    )  # fmt: skip
+        loss,
+        optax.GradientTransformation(sgd.init, update),
+        group=replace(group, transport=failing(group.transport)),
+        schedule="staged",
+        bucket_cap_mb=0,
+        donate=False,
+    )
     return step, broken
 
 
@@ -138,7 +145,9 @@ def a_rank_whose_first_run_fails_alone_does_not_compare_its_program_again(group:
 
         return runner._replace(run=run)
 
-    step = fddp.train_step(lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.5), group=group, schedule=late, donate=False)
+    step = fddp.train_step(
+        lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.5), group=group, schedule=late, donate=False
+    )
     state = step.init(jnp.zeros(10))
     if group.rank == group.size - 1:
         assert "on purpose" in error_of(partial(step, state, rows(group)), Exception)
@@ -156,6 +165,10 @@ def a_rank_that_fails_alone_before_it_sends_may_try_again(group: fddp.Group):
         state = step.init(jnp.zeros(10))
         for number in (-1, 0, 1):
             if group.rank == number:  # the others wait meanwhile
-                assert "shapes" in error_of(partial(step, state, np.zeros((1, 3), np.float32)), Exception)
+                assert "shapes" in error_of(
+                    partial(step, state, np.zeros((1, 3), np.float32)), Exception
+                )
             new, _ = step(state, rows(group))
-            np.testing.assert_array_equal(new.params, np.full(10, np.arange(group.size).mean()), err_msg=schedule)
+            np.testing.assert_array_equal(
+                new.params, np.full(10, np.arange(group.size).mean()), err_msg=schedule
+            )

@@ -15,7 +15,8 @@ STEPS = 12
 
 
 def trained(group: fddp.Group, schedule: Any) -> list[np.ndarray]:
-    """Leaves of different sizes, each a bucket, and a table of which rows travel, after some steps on random rows."""
+    """Leaves of different sizes, each a bucket, and a table of which rows travel, after some steps
+    on random rows."""
     rng = np.random.default_rng(0)
     params = [rng.normal(size=n).astype(np.float32) for n in (*SIZES, (20_000, 2))]
 
@@ -28,7 +29,11 @@ def trained(group: fddp.Group, schedule: Any) -> list[np.ndarray]:
     state, rows = step.init(params), np.random.default_rng(group.rank)
     for _ in range(STEPS):
         state, _ = step(state, rows.normal(size=(1, max(SIZES))).astype(np.float32))
-    assert sum(bucket.rows is None for bucket in step.plan.buckets) == len(SIZES) == len(step.plan.buckets) - 1
+    assert (
+        sum(bucket.rows is None for bucket in step.plan.buckets)
+        == len(SIZES)
+        == len(step.plan.buckets) - 1
+    )
     return jax.device_get(state.params)
 
 
@@ -46,9 +51,14 @@ def groups_in_turn_train_as_one_does(group: fddp.Group):
             assert same_on_all_ranks(group, got), (schedule, count)
             for ours, plain in zip(got, expected):
                 if group.backend == "mpi" or group.size == 2:
-                    np.testing.assert_array_equal(ours, plain, err_msg=f"{schedule}, {count} groups")
-                else:  # Gloo's sums of more than two numbers over devices in another order are rounded otherwise
-                    np.testing.assert_allclose(ours, plain, rtol=1e-5, atol=1e-6, err_msg=f"{schedule}, {count} groups")
+                    np.testing.assert_array_equal(
+                        ours, plain, err_msg=f"{schedule}, {count} groups"
+                    )
+                # Gloo adds devices in another order, and rounds sums of more than two otherwise
+                else:
+                    np.testing.assert_allclose(
+                        ours, plain, rtol=1e-5, atol=1e-6, err_msg=f"{schedule}, {count} groups"
+                    )
 
 
 @claim()

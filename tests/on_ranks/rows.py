@@ -21,7 +21,9 @@ def a_shorter_last_batch_on_one_rank_counts_by_its_rows(group: fddp.Group):
         short = group.rank == group.size - 1
         state, info = step(state, rows(8, 8) if short else rows(0, 0, 0, 0))
         np.testing.assert_allclose(state.params, np.mean(all_rows), rtol=1e-6, err_msg=schedule)
-        np.testing.assert_allclose(info.loss, np.square(all_rows).mean(), rtol=1e-6, err_msg=schedule)
+        np.testing.assert_allclose(
+            info.loss, np.square(all_rows).mean(), rtol=1e-6, err_msg=schedule
+        )
 
 
 @claim(quick=("gloo",))
@@ -34,7 +36,12 @@ def later_batches_may_have_unequally_many_rows(group: fddp.Group):
         return jnp.mean((jnp.tanh(x @ w) - 1) ** 2), {"mean": jnp.mean(x)}
 
     for schedule in schedules(group):
-        options: dict[str, Any] = {"group": group, "schedule": schedule, "has_aux": True, "accumulation_steps": 2}
+        options: dict[str, Any] = {
+            "group": group,
+            "schedule": schedule,
+            "has_aux": True,
+            "accumulation_steps": 2,
+        }
         step = fddp.train_step(loss, optax.sgd(RATE), **options)
         state = step.init(np.zeros(3, np.float32))
         state, _ = step(state, np.zeros((4, 3), np.float32))
@@ -43,14 +50,19 @@ def later_batches_may_have_unequally_many_rows(group: fddp.Group):
         held, _ = step.no_sync(jax.tree.map(jnp.copy, state), mine[:2])
         for before, rest in ((state, mine), (held, mine[2:])):
             after, info = step(before, rest)
-            np.testing.assert_allclose(np.asarray(after.params), old - RATE * grads, rtol=1e-5, err_msg=schedule)
-            np.testing.assert_allclose(np.asarray(info.aux["mean"]), aux["mean"], rtol=1e-5, err_msg=schedule)
+            np.testing.assert_allclose(
+                np.asarray(after.params), old - RATE * grads, rtol=1e-5, err_msg=schedule
+            )
+            np.testing.assert_allclose(
+                np.asarray(info.aux["mean"]), aux["mean"], rtol=1e-5, err_msg=schedule
+            )
             assert same_on_all_ranks(group, after.params), schedule
 
 
 @claim()
 def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
-    """Each rank looks up three rows, then rank 0 seven, of which the message has no room for four."""
+    """Each rank looks up three rows, then rank 0 seven, of which the message has no room for
+    four."""
     lookups = [[(5 * rank + k) % 7 for k in range(3)] for rank in range(group.size)]
     more = [[0, 1, 2, 3, 4, 50, 59], *lookups[1:]]
     expected, whole = np.zeros((20_000, 2)), 4 * 20_000 * 2
@@ -59,10 +71,17 @@ def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
         np.add.at(expected, joined, -1 / len(joined))
     for schedule in schedules(group, ("fused", "staged")):
         step = fddp.train_step(
-            lambda p, ids: jnp.mean(jnp.sum(p[ids], axis=1)), optax.sgd(1.0), group=group, schedule=schedule
+            lambda p, ids: jnp.mean(jnp.sum(p[ids], axis=1)),
+            optax.sgd(1.0),
+            group=group,
+            schedule=schedule,
         )
-        state, few = step(step.init(np.zeros((20_000, 2), np.float32)), np.array(lookups[group.rank]))
+        state, few = step(
+            step.init(np.zeros((20_000, 2), np.float32)), np.array(lookups[group.rank])
+        )
         state, many = step(state, np.array(more[group.rank]))
         np.testing.assert_allclose(state.params, expected, rtol=1e-6, err_msg=schedule)
         assert same_on_all_ranks(group, state.params), schedule
-        assert int(few.sent[0]) == (group.size - 1) * (3 * (2 + 1) + 1) * 4 < whole < int(many.sent[0]), schedule
+        assert (
+            int(few.sent[0]) == (group.size - 1) * (3 * (2 + 1) + 1) * 4 < whole < int(many.sent[0])
+        ), schedule

@@ -45,7 +45,9 @@ def stacked_layers_are_gathered_one_by_one_and_trained_as_by_plain_jax(group: fd
 def trained_as_by_plain_jax(group: fddp.Group, steps: int, **options: Any) -> None:
     draw = np.random.default_rng(0)
     layers = {"kernel": draw.normal(size=(7, 32, 32)), "bias": draw.normal(size=(7, 32))}
-    params = jax.tree.map(lambda x: x.astype(np.float32) / 8, {"in": draw.normal(size=(16, 32)), "layers": layers})
+    params = jax.tree.map(
+        lambda x: x.astype(np.float32) / 8, {"in": draw.normal(size=(16, 32)), "layers": layers}
+    )
     rows = draw.normal(size=(4 * group.size, 16)).astype(np.float32)
     batches = [np.roll(rows, k, axis=0) for k in range(steps)]
     expected = by_plain_jax(loss, ADAM, params, batches)
@@ -71,21 +73,31 @@ def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fd
     """The group is taken for one whose programs overlap, as those of GPUs do."""
     overlapping = replace(group, placement=group.placement._replace(overlaps=True))
     draw = np.random.default_rng(0)
-    params = {"layers": draw.normal(size=(5, 16, 16)).astype(np.float32) / 8, "in": np.eye(16, dtype=np.float32)}
+    params = {
+        "layers": draw.normal(size=(5, 16, 16)).astype(np.float32) / 8,
+        "in": np.eye(16, dtype=np.float32),
+    }
     rows = draw.normal(size=(4 * group.size, 16)).astype(np.float32)
 
     for branches, rounds in ((False, 5), (True, 1)):
 
         def summed(p: Any, x: Any, branches: bool = branches) -> jax.Array:
             x = x @ p["in"] if branches and group.rank else x @ p["in"] * 1.0 + 0.0 * x
-            return jnp.mean((jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["layers"])[0]) ** 2)
+            return jnp.mean(
+                (jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["layers"])[0]) ** 2
+            )
 
         options: Any = {"schedule": "fused", "bucket_cap_mb": 0.001}
         step = fddp.train_step(summed, optax.sgd(0.1), group=overlapping, **options)
         state, _ = step(step.init(params), rows[4 * group.rank :][:4])
         assert max(bucket.rounds for bucket in step.plan.buckets) == rounds
         grads = jax.grad(summed)(params, rows)
-        close(state.params, jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), rtol=1e-4, atol=1e-6)
+        close(
+            state.params,
+            jax.tree.map(lambda w, g: w - 0.1 * g, params, grads),
+            rtol=1e-4,
+            atol=1e-6,
+        )
 
 
 @claim(backends=("gloo",))
@@ -100,7 +112,9 @@ def a_scan_of_steps_over_global_arrays_gives_the_bits_of_a_loop(group: fddp.Grou
     sharding: Any = first.step.sharding
     along = NamedSharding(sharding.mesh, PartitionSpec(None, group.axis_name))
     batches = jax.make_array_from_process_local_data(along, rows)
-    scanned, infos = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(first, batches)
+    scanned, infos = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(
+        first, batches
+    )
     assert np.array_equal(scanned.params, state.params) and int(scanned.step) == 3
     assert infos.loss.addressable_data(0).tolist() == losses
     assert same_on_all_ranks(group, scanned.params)

@@ -1,4 +1,5 @@
-"""A mesh that ranks have set changes nothing, and what lies on a mesh of all ranks is taken, against plain JAX."""
+"""A mesh that ranks have set changes nothing, and what lies on a mesh of all ranks is taken,
+against plain JAX."""
 
 import io
 from collections.abc import Sequence
@@ -46,7 +47,9 @@ def mesh_of(devices: Sequence[Any], kind: AxisType) -> Mesh:
 def meshes() -> list[Mesh]:
     """Of all devices, and of this process's."""
     kinds = (AxisType.Explicit, AxisType.Auto)
-    return [mesh_of(devices, kind) for kind in kinds for devices in (jax.devices(), jax.local_devices())]
+    return [
+        mesh_of(devices, kind) for kind in kinds for devices in (jax.devices(), jax.local_devices())
+    ]
 
 
 def over(mesh: Mesh, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
@@ -55,7 +58,11 @@ def over(mesh: Mesh, x: np.ndarray, spec: PartitionSpec) -> jax.Array:
 
 
 def close(result: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6), result, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6),
+        result,
+        expected,
+    )
 
 
 @claim(quick=("gloo",))
@@ -78,9 +85,13 @@ def under_a_mesh_that_is_set_all_else_is_as_without(group: fddp.Group):
         step = fddp.train_step(first_column, OPTIMIZER, group=group, shard="state")
         with shared_folder(group) as folder, jax.set_mesh(mesh):
             assert group.all_reduce(np.int32(1)) == group.processes
-            assert group.broadcast({"key": jax.random.key(group.rank), "x": jnp.ones(2)})["x"].tolist() == [1, 1]
+            assert group.broadcast({"key": jax.random.key(group.rank), "x": jnp.ones(2)})[
+                "x"
+            ].tolist() == [1, 1]
             assert group.broadcast_object(group.rank, root=1) == 1
-            assert fddp.gather_rows(jnp.full(2, group.rank), group=group).size == 2 * group.processes
+            assert (
+                fddp.gather_rows(jnp.full(2, group.rank), group=group).size == 2 * group.processes
+            )
             close(fddp.value_and_grad(first_column, group=group)(PARAMS, local_rows(group)), value)
             state, _ = step(step.init(PARAMS), local_rows(group))
             loss = fddp.evaluate(first_column, state, [local_rows(group)], group=group)
@@ -92,7 +103,9 @@ def under_a_mesh_that_is_set_all_else_is_as_without(group: fddp.Group):
             assert fddp.audit(step.with_options(schedule="staged"), state, local_rows(group)).memory
         close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [all_rows(group)] * 1).params)
         close(loss, first_column(jax.device_get(params), all_rows(group)))
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, again)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, again
+        )
 
 
 @claim()
@@ -102,7 +115,9 @@ def a_loss_may_close_over_whole_arrays_of_any_mesh(group: fddp.Group):
 
     expected = by_plain_jax(pulled(PARAMS["b"]), OPTIMIZER, PARAMS, [all_rows(group)]).params
     for options, mesh in zip(WAYS, cycle(meshes())):
-        step = fddp.train_step(pulled(over(mesh, PARAMS["b"], PartitionSpec())), OPTIMIZER, group=group, **options)
+        step = fddp.train_step(
+            pulled(over(mesh, PARAMS["b"], PartitionSpec())), OPTIMIZER, group=group, **options
+        )
         state, _ = step(step.init(PARAMS), local_rows(group))
         close(fddp.whole(state.params), expected)
 
@@ -110,11 +125,17 @@ def a_loss_may_close_over_whole_arrays_of_any_mesh(group: fddp.Group):
 @claim(backends=("gloo",))
 def arrays_over_all_ranks_are_taken_as_rows_and_as_parameters(group: fddp.Group):
     expected = by_plain_jax(first_column, OPTIMIZER, PARAMS, [all_rows(group)] * 2).params
-    for options, kind in ((WAYS[0], AxisType.Auto), (WAYS[1], AxisType.Explicit), (WAYS[-1], AxisType.Explicit)):
+    for options, kind in (
+        (WAYS[0], AxisType.Auto),
+        (WAYS[1], AxisType.Explicit),
+        (WAYS[-1], AxisType.Explicit),
+    ):
         mesh = mesh_of(jax.devices(), kind)
         params = {
             "w": over(mesh, PARAMS["w"], PartitionSpec()),
-            "b": over(mesh, np.split(PARAMS["b"], group.processes)[group.rank], PartitionSpec("data")),
+            "b": over(
+                mesh, np.split(PARAMS["b"], group.processes)[group.rank], PartitionSpec("data")
+            ),
             "head": PARAMS["head"],
         }
         rows = over(mesh, local_rows(group), PartitionSpec("data"))
@@ -129,7 +150,9 @@ def arrays_over_all_ranks_are_taken_as_rows_and_as_parameters(group: fddp.Group)
         loss, _ = fddp.value_and_grad(first_column, group=group)(params, rows)
         close(fddp.evaluate(first_column, PARAMS, [rows], group=group), np.asarray(loss))
         assert np.array_equal(fddp.gather_rows(rows, group=group), all_rows(group))
-        assert [np.size(batch.share) for batch in fddp.join([rows], group)] == [len(local_rows(group))]
+        assert [np.size(batch.share) for batch in fddp.join([rows], group)] == [
+            len(local_rows(group))
+        ]
 
 
 @claim(backends=("gloo",))
@@ -143,7 +166,9 @@ def a_group_of_the_mesh_that_is_set_gives_results_that_its_programs_take(group: 
             step = fddp.train_step(first_column, OPTIMIZER, group=world, **options)
             state, info = step(step.init(PARAMS), local_rows(group))
             params = fddp.whole(state.params)
-            difference = jax.jit(lambda w, params, loss: loss * (params["w"] - w))(w, params, info.loss)
+            difference = jax.jit(lambda w, params, loss: loss * (params["w"] - w))(
+                w, params, info.loss
+            )
             assert jax.typeof(difference) == jax.typeof(w)
     with jax.set_mesh(mesh_of(jax.devices()[::-1], AxisType.Auto)):
         world = world_group(jax.devices())

@@ -31,7 +31,12 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         ("after", "state", 1, True),
     )
     for schedule, shard, micro_batches, again in sampled(group, ways):
-        options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0, "accumulation_steps": micro_batches}
+        options: Any = {
+            "schedule": schedule,
+            "shard": shard,
+            "bucket_cap_mb": 0,
+            "accumulation_steps": micro_batches,
+        }
         options["reshard_after_forward"] = again
         step = fddp.train_step(layer, optimizer, group=group, **options)
         state = step.init(params)
@@ -80,14 +85,24 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
     def loss(p: Any, x: Any) -> jax.Array:
         return jnp.mean((jnp.tanh(x @ p["v"]) @ p["w"] - p["b"]) ** 2)
 
-    params = {"v": np.sin(np.arange(15.0)).reshape(3, 5), "w": np.cos(np.arange(20.0)).reshape(5, 4), "b": np.ones(4)}
+    params = {
+        "v": np.sin(np.arange(15.0)).reshape(3, 5),
+        "w": np.cos(np.arange(20.0)).reshape(5, 4),
+        "b": np.ones(4),
+    }
     batch = np.sin(np.arange(12.0 * group.size)).reshape(-1, 3)
     mine = batch.reshape(group.size, -1, 3)[group.rank]
-    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.contrib.muon(0.05, weight_decay=0.1))
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(0.1), optax.contrib.muon(0.05, weight_decay=0.1)
+    )
     jax.config.update("jax_enable_x64", True)  # the threads of a step are to know it, too
     try:
         expected, opt_state, *_ = by_plain_jax(loss, optimizer, params, [batch] * 2)
-        for schedule, shard in (("fused", "optimizer"), ("staged", "state"), ("after", "optimizer")):
+        for schedule, shard in (
+            ("fused", "optimizer"),
+            ("staged", "state"),
+            ("after", "optimizer"),
+        ):
             options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
             step = fddp.train_step(loss, optimizer, group=group, **options)
             state = step.init(params)
@@ -95,7 +110,8 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
                 state, _ = step(state, mine)
             whole = fddp.whole(state, group=group)
             for got, wanted in zip(
-                jax.tree.leaves((whole.params, whole.opt_state)), jax.tree.leaves((expected, opt_state))
+                jax.tree.leaves((whole.params, whole.opt_state)),
+                jax.tree.leaves((expected, opt_state)),
             ):
                 np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-9, atol=1e-13)
             assert same_on_all_ranks(group, (whole.params, whole.opt_state))
@@ -105,7 +121,8 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
 
 @claim(quick=("gloo",))
 def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
-    """The leaf that is ready last is clipped alone: its update speaks with the others while nothing else may."""
+    """The leaf that is ready last is clipped alone: its update speaks with the others while nothing
+    else may."""
     params = {f"p{k:02}": np.full((8, 8), 0.1 + k / 100, np.float32) for k in range(8)}
     sgd = optax.sgd(0.01, momentum=0.5)
     labels: Any = {name: "clipped" if name == "p00" else "plain" for name in params}

@@ -12,7 +12,9 @@ import fddp
 
 @claim()
 def a_step_starts_from_rank_0s_values_bit_for_bit(group: fddp.Group):
-    nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(np.float32)  # a NaN with a payload, and -0.0
+    nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(
+        np.float32
+    )  # a NaN with a payload, and -0.0
     theirs = {
         "bf16": np.full((2, 1), 1.5, jnp.bfloat16),
         "empty": np.zeros((0, 2), np.float32),
@@ -25,7 +27,9 @@ def a_step_starts_from_rank_0s_values_bit_for_bit(group: fddp.Group):
     jax.config.update("jax_enable_x64", True)
     try:
         step = fddp.train_step(lambda p, x: jnp.mean(x), optax.sgd(0.1), group=group)
-        state = step.init(mine, model_state={"key": jax.random.key(group.rank)}, rng=jax.random.key(group.rank))
+        state = step.init(
+            mine, model_state={"key": jax.random.key(group.rank)}, rng=jax.random.key(group.rank)
+        )
     finally:
         jax.config.update("jax_enable_x64", False)
     for name, value in theirs.items():

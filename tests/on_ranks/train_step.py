@@ -1,4 +1,5 @@
-"""A step of ranks that hold different values takes the mean over all of them; on problems small enough for paper."""
+"""A step of ranks that hold different values takes the mean over all of them; on problems small
+enough for paper."""
 
 from typing import Any
 
@@ -50,7 +51,9 @@ def inside_a_context_of_64_bits_a_step_trains_in_64_bits(group: fddp.Group):
 
 @claim()
 def metrics_are_averaged_over_ranks(group: fddp.Group):
-    step = fddp.train_step(lambda w, x: (square(w, x), {"row": x[0]}), optax.sgd(RATE), group=group, has_aux=True)
+    step = fddp.train_step(
+        lambda w, x: (square(w, x), {"row": x[0]}), optax.sgd(RATE), group=group, has_aux=True
+    )
     _, info = step(step.init(jnp.zeros(())), rows(group.rank))
     assert float(info.aux["row"]) == np.arange(group.size).mean()
 
@@ -80,7 +83,10 @@ def no_sync_waits_for_the_next_step(group: fddp.Group):
 @claim()
 def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
     extra_args: Any = optax.GradientTransformationExtraArgs
-    seen = extra_args(lambda params: jnp.zeros(()), lambda updates, state, params=None, *, value, **_: (updates, value))
+    seen = extra_args(
+        lambda params: jnp.zeros(()),
+        lambda updates, state, params=None, *, value, **_: (updates, value),
+    )
     for schedule in schedules(group):
         step = fddp.train_step(product, seen, group=group, schedule=schedule)
         state, _ = step(step.init(np.float32(2)), rows(1 + group.rank))
@@ -95,7 +101,9 @@ def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
 def parameters_in_bfloat16_are_trained(group: fddp.Group):
     for schedule in schedules(group):
         step = towards_the_mean(group, schedule=schedule)
-        state, info = step(step.init(jnp.zeros(2, jnp.bfloat16)), rows(group.rank, group.rank)[:, None])
+        state, info = step(
+            step.init(jnp.zeros(2, jnp.bfloat16)), rows(group.rank, group.rank)[:, None]
+        )
         assert state.params.dtype == jnp.bfloat16
         assert state.params.tolist() == [np.arange(group.size).mean() / 2] * 2, schedule
         assert info.loss.dtype == jnp.float32

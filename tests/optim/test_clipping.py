@@ -1,7 +1,7 @@
 """Clipping sees what one replica on the joined batch would see: the mean gradient, once a step.
 
-DDP's users clip between backward and step; here clipping is a part of the optimizer. Plain JAX and optax on the joined
-batch are the truth.
+DDP's users clip between backward and step; here clipping is a part of the optimizer. Plain JAX and
+optax on the joined batch are the truth.
 """
 
 from functools import cache, partial
@@ -24,7 +24,11 @@ REPLICAS, STEPS = 4, 4
 RNG = np.random.default_rng(3)
 PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "head": RNG.normal(size=5)}
 # Steps and replicas have gradients of very different norms.
-ROWS = RNG.normal(size=(STEPS, 16, 3)) * np.array([1, 4, 0.5, 2])[:, None, None] * np.linspace(0.2, 2, 16)[:, None]
+ROWS = (
+    RNG.normal(size=(STEPS, 16, 3))
+    * np.array([1, 4, 0.5, 2])[:, None, None]
+    * np.linspace(0.2, 2, 16)[:, None]
+)
 CAP = 0.05
 ADAM = optax.adam(1e-2)
 RULES = {
@@ -54,7 +58,9 @@ def clipped(rule: str) -> list[Any]:
 @pytest.mark.parametrize("rule", RULES)
 def test_replicas_clip_what_one_on_the_joined_batch_clips(group, x64, schedule, rule):
     optimizer = optax.chain(RULES[rule], ADAM)
-    step = fddp.train_step(first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
+    step = fddp.train_step(
+        first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0
+    )
     state = step.init(PARAMS)
     for x, expected in zip(ROWS, clipped(rule)):
         state, _ = step(state, x)
@@ -77,7 +83,9 @@ def test_micro_batches_and_no_sync_are_clipped_together(group, x64, schedule):
 @SCHEDULES
 def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
     optimizer = optax.chain(optax.clip_by_global_norm(CAP), optax.sgd(1.0))
-    step = fddp.train_step(first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
+    step = fddp.train_step(
+        first_column, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0
+    )
     state, _ = step(step.init(PARAMS), ROWS[0])
     moved = jax.tree.map(lambda a, b: np.asarray(a) - b, state.params, PARAMS)
     np.testing.assert_allclose(norm(moved), CAP, rtol=1e-12)
@@ -97,5 +105,7 @@ def test_clipping_each_replicas_gradients_would_be_something_else(x64):
     gradient = jax.jit(jax.grad(first_column))
     own = [gradient(PARAMS, part) for part in np.split(ROWS[0], REPLICAS)]
     clip = RULES["by global norm"]
-    first = jax.tree.map(lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in own])
+    first = jax.tree.map(
+        lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in own]
+    )
     assert min(map(norm, own)) > CAP > 1.01 * norm(first)

@@ -1,7 +1,7 @@
 """A step is the same with a scale and without, where float16 has room for both.
 
-PyTorch's GradScaler around DDP. Replicas agree on a step to skip because they look at the same reduced gradients; ranks
-of real processes are in `on_ranks/guards.py`.
+PyTorch's GradScaler around DDP. Replicas agree on a step to skip because they look at the same
+reduced gradients; ranks of real processes are in `on_ranks/guards.py`.
 """
 
 from functools import partial
@@ -36,7 +36,9 @@ def product(w: Any, x: Any) -> jax.Array:
 
 
 # Remembers the gradients that it sees.
-MEMORY = optax.GradientTransformation(lambda params: params, lambda updates, state, params=None: (updates, updates))
+MEMORY = optax.GradientTransformation(
+    lambda params: params, lambda updates, state, params=None: (updates, updates)
+)
 
 
 @pytest.mark.quick("3-fused")
@@ -45,9 +47,17 @@ MEMORY = optax.GradientTransformation(lambda params: params, lambda updates, sta
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
     """Weighted, in micro-batches, over calls: what the optimizer sees, and clips, has no scale."""
-    loss = lambda p, x: (fddp.Weighted(two_layers(p, x), len(x) * jnp.abs(x[0, 0])), {"x": jnp.mean(x)})  # noqa: E731
+
+    def loss(p: Any, x: Any) -> Any:
+        return fddp.Weighted(two_layers(p, x), len(x) * jnp.abs(x[0, 0])), {"x": jnp.mean(x)}
+
     optimizer = optax.chain(MEMORY, optax.clip_by_global_norm(0.05), optax.sgd(0.1))
-    options: Any = {"group": group(replicas), "schedule": schedule, "accumulation_steps": 2, "has_aux": True}
+    options: Any = {
+        "group": group(replicas),
+        "schedule": schedule,
+        "accumulation_steps": 2,
+        "has_aux": True,
+    }
     ends = []
     for wrap in (lambda x: x, fddp.dynamic_scale):
         step = fddp.train_step(loss, wrap(optimizer), **options)
@@ -57,9 +67,13 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
     (plain, *told), (scaled, *told_scaled) = ends
     assert told[1].skipped is None and not told_scaled[1].skipped
     told_scaled[1] = told_scaled[1]._replace(skipped=None)
-    close((scaled.params, scaled.opt_state.inner, told_scaled), (plain.params, plain.opt_state, told))
+    close(
+        (scaled.params, scaled.opt_state.inner, told_scaled), (plain.params, plain.opt_state, told)
+    )
     assert (float(scaled.opt_state.scale), int(scaled.opt_state.good_steps)) == (2.0**15, 1)
-    moved = [np.float64(a) - b for a, b in zip(jax.tree.leaves(scaled.params), jax.tree.leaves(PARAMS))]
+    moved = [
+        np.float64(a) - b for a, b in zip(jax.tree.leaves(scaled.params), jax.tree.leaves(PARAMS))
+    ]
     np.testing.assert_allclose(np.sqrt(sum(np.sum(x**2) for x in moved)), 0.05 * 0.1, rtol=1e-4)
 
 
@@ -87,7 +101,8 @@ def test_a_constant_scale_is_a_weight(group):
 
 
 def overflowing(w: Any, x: Any) -> jax.Array:
-    """The gradient is x in float16: from a scale of 65,504 / x on it is infinite, the loss is not."""
+    """The gradient is x in float16: from a scale of 65,504 / x on it is infinite, the loss is
+    not."""
     return product(w.astype(jnp.float16), x.astype(jnp.float16)).astype(jnp.float32)
 
 
@@ -98,7 +113,13 @@ def test_a_replica_that_overflows_stops_all_and_leaves_every_bit(group, schedule
     loss = lambda p, x: overflowing(p["used"], x)  # noqa: E731
     decay = fddp.dynamic_scale(optax.adamw(0.5, weight_decay=0.5), initial=2.0**14)
     step = fddp.train_step(
-        loss, decay, group=group(4), schedule=schedule, accumulation_steps=steps, donate=False, bucket_cap_mb=0
+        loss,
+        decay,
+        group=group(4),
+        schedule=schedule,
+        accumulation_steps=steps,
+        donate=False,
+        bucket_cap_mb=0,
     )
     # A zero has a sign, which would be lost by the addition of a zero.
     params = {"used": np.float32(0.25), "other": rows(0.0, -0.0, -1e-30)}
@@ -111,7 +132,8 @@ def test_a_replica_that_overflows_stops_all_and_leaves_every_bit(group, schedule
     assert np.isfinite(info.loss) and int(state.step) == 2
     for _ in range(3):
         state, _ = step(state, x)
-    # 2¹³ · 16 and 2¹² · 16 do not fit float16 (its largest is 65,504), micro-batches of two rows halve it.
+    # 2¹³ · 16 and 2¹² · 16 do not fit float16 (its largest is 65,504), micro-batches of two rows
+    # halve it.
     assert float(state.params["used"]) < float(start.params["used"])
 
 
@@ -134,7 +156,9 @@ SKIPPING = {
 @SCHEDULES
 @pytest.mark.parametrize("buffers", [True, "mean", False], ids=str)
 @pytest.mark.parametrize("name", SKIPPING)
-def test_an_overflow_in_the_forward_pass_keeps_the_buffers_and_is_counted(group, capfd, name, buffers, schedule):
+def test_an_overflow_in_the_forward_pass_keeps_the_buffers_and_is_counted(
+    group, capfd, name, buffers, schedule
+):
     options: Any = {"broadcast_buffers": buffers, "schedule": schedule}
     step = fddp.train_step(normed, SKIPPING[name], group=group(2), **options)
     state = step.init(np.float32(1), model_state={"mean": np.float32(0), "calls": np.int32(0)})
@@ -171,7 +195,9 @@ def test_one_call_that_overflows_costs_all_since_the_last_synchronization(group,
 
 
 def test_a_loss_that_is_no_number_stays_visible(group):
-    step = fddp.train_step(lambda w, x: jnp.mean(jnp.sqrt(w * x)), fddp.dynamic_scale(optax.sgd(1.0)), group=group(2))
+    step = fddp.train_step(
+        lambda w, x: jnp.mean(jnp.sqrt(w * x)), fddp.dynamic_scale(optax.sgd(1.0)), group=group(2)
+    )
     state, info = step(step.init(np.float32(1)), rows(1, -1))
     assert np.isnan(info.loss)
     assert float(state.params) == 1
@@ -181,7 +207,9 @@ def test_a_parameter_that_is_unused_stays_and_the_count_is_of_replicas(group):
     decay = fddp.dynamic_scale(optax.adamw(0.5, weight_decay=0.5))
 
     def loss(p: Any, x: Any) -> jax.Array:
-        return jax.lax.cond(x[0] > 0, lambda: overflowing(p["a"], x), lambda: overflowing(p["b"], x))
+        return jax.lax.cond(
+            x[0] > 0, lambda: overflowing(p["a"], x), lambda: overflowing(p["b"], x)
+        )
 
     step = fddp.train_step(loss, decay, group=group(2), find_unused_parameters=True, donate=False)
     start = step.init({name: np.float32(1) for name in "ab"})
@@ -200,7 +228,9 @@ def test_a_parameter_that_is_unused_stays_and_the_count_is_of_replicas(group):
 
 def test_a_scale_follows_the_rule_of_grad_scaler():
     """An oracle in Python, on a random sequence of good and bad steps."""
-    optimizer = fddp.dynamic_scale(optax.sgd(1.0), initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0)
+    optimizer = fddp.dynamic_scale(
+        optax.sgd(1.0), initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0
+    )
     update = jax.jit(optimizer.update)
     state, scale, good, seen = optimizer.init(0.0), 8.0, 0, set()
     for finite in np.repeat(RNG.random(100) < 0.7, RNG.integers(1, 8, 100)):
@@ -243,7 +273,9 @@ def test_a_scale_is_found_wherever_it_stands_in_the_optimizer(group, place):
     # Not behind `optax.clip`, which would turn what is infinite into a number.
     whole: Any = {
         "chain": lambda: optax.chain(part, optax.scale(0.5), optax.scale(2.0)),
-        "partition": lambda: optax.partition({"half": part, "rest": optax.sgd(1.0)}, {"a": "half", "b": "rest"}),
+        "partition": lambda: optax.partition(
+            {"half": part, "rest": optax.sgd(1.0)}, {"a": "half", "b": "rest"}
+        ),
     }[place]()
     loss = lambda p, x: overflowing(p["a"], x) + jnp.mean(p["b"] * x)  # noqa: E731
     step = fddp.train_step(loss, whole, group=group(2))
@@ -287,7 +319,11 @@ def test_numbers_out_of_range_are_refused(options, says):
 
 
 def test_parameters_in_float16_are_refused_for_want_of_room(group):
-    """As by GradScaler: the scale would be divided out in float16, where it is what does not fit."""
+    """As by GradScaler: the scale would be divided out in float16, where it is what does not
+    fit."""
     step = fddp.train_step(product, fddp.dynamic_scale(optax.sgd(1.0)), group=group(2))
-    with pytest.raises(TypeError, match=r"'w' is float16; keep it in float32 and compute with fddp\.mixed_precision"):
+    with pytest.raises(
+        TypeError,
+        match=r"'w' is float16; keep it in float32 and compute with fddp\.mixed_precision",
+    ):
         step.init({"w": np.float16(1)})

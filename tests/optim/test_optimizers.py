@@ -1,7 +1,8 @@
-"""Any optax transformation trains over replicas as plain JAX on the joined batch, or is refused where a step is made.
+"""Any optax transformation trains over replicas as plain JAX on the joined batch, or is refused
+where a step is made.
 
-All of optax's aliases and contrib's optimizers are asked, by whatever names these modules have; the parts that those
-are made of (`scale_by_…`) are in them.
+All of optax's aliases and contrib's optimizers are asked, by whatever names these modules have; the
+parts that those are made of (`scale_by_…`) are in them.
 """
 
 import inspect
@@ -43,15 +44,22 @@ ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "mechanize": lambda make: make(optax.sgd(0.1)),
     "noisy_sgd": lambda make: make(0.1, key=0),
     # Of itself it only scales.
-    "reduce_on_plateau": lambda make: optax.chain(optax.sgd(0.1), make(factor=0.5, patience=1, rtol=0.5)),
-    "sam": lambda make: make(optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))),
+    "reduce_on_plateau": lambda make: optax.chain(
+        optax.sgd(0.1), make(factor=0.5, patience=1, rtol=0.5)
+    ),
+    "sam": lambda make: make(
+        optax.sgd(0.1), optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
+    ),
     "schedule_free": lambda make: make(optax.sgd(0.1), 0.1),
     "split_real_and_imaginary": lambda make: make(optax.adam(0.1)),
 }
-EXTRA_ARGS: Any = optax.GradientTransformationExtraArgs  # whose type knows no update with keywords of its own
+EXTRA_ARGS: Any = (
+    optax.GradientTransformationExtraArgs
+)  # whose type knows no update with keywords of its own
 PER_EXAMPLE = "the gradient of each example"
 REFUSED = {
-    "lbfgs": "value_fn",  # its line search computes the loss at several lengths of a step; without one it trains
+    # its line search computes the loss at several lengths of a step; without one it trains
+    "lbfgs": "value_fn",
     "sophia": "obj_fn",  # differentiates the loss a second time, in random directions
     "hutchinson_estimator_diag_hessian": "obj_fn",  # what sophia does it with
     "dpsgd": PER_EXAMPLE,  # clips it, before the mean is made
@@ -98,7 +106,13 @@ def expected(name: str) -> Any:
 
 
 def over_replicas(
-    group: Any, optimizer: Any, params: Any, loss: Any = loss_fn, *, batches: Any = BATCHES, **options: Any
+    group: Any,
+    optimizer: Any,
+    params: Any,
+    loss: Any = loss_fn,
+    *,
+    batches: Any = BATCHES,
+    **options: Any,
 ):
     step = fddp.train_step(loss, optimizer, group=group(REPLICAS), **options)
     state = step.init(params)
@@ -130,9 +144,14 @@ def test_it_does_so_on_other_schedules(group, name, schedule):
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(group, name):
-    for optimizer in (made(name), optax.chain(optax.clip(1.0), made(name)), fddp.dynamic_scale(made(name))):
+    for optimizer in (
+        made(name),
+        optax.chain(optax.clip(1.0), made(name)),
+        fddp.dynamic_scale(made(name)),
+    ):
         with pytest.raises(
-            TypeError, match=rf"the optimizer's update asks for {REFUSED[name]}.* which a step does not have"
+            TypeError,
+            match=rf"the optimizer's update asks for {REFUSED[name]}.* which a step does not have",
         ):
             fddp.train_step(loss_fn, optimizer, group=group(1))
 
@@ -148,7 +167,9 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
     ids=["backtracking", "zoom", "opaque sam", "the user's own"],
 )
 def test_so_is_every_other_that_asks_for_a_function(group, optimizer, wanted):
-    with pytest.raises(TypeError, match=rf"asks for {wanted}, which a step does not have.*linesearch=None"):
+    with pytest.raises(
+        TypeError, match=rf"asks for {wanted}, which a step does not have.*linesearch=None"
+    ):
         fddp.train_step(loss_fn, optimizer, group=group(1))
 
 
@@ -179,9 +200,13 @@ def test_extra_arguments_reach_what_is_wrapped(group):
 
 
 def test_a_step_that_dynamic_scale_passes_over_leaves_the_extra_state_alone(group):
-    inner = optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5))
+    inner = optax.chain(
+        optax.adam(0.1), optax.contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.5)
+    )
     bad = np.full_like(BATCHES[0], np.nan)
-    got = over_replicas(group, fddp.dynamic_scale(inner), PARAMS, batches=[BATCHES[0], bad, *BATCHES[1:]])
+    got = over_replicas(
+        group, fddp.dynamic_scale(inner), PARAMS, batches=[BATCHES[0], bad, *BATCHES[1:]]
+    )
     close(got.params, by_plain_jax(loss_fn, inner, PARAMS, BATCHES).params)
     assert int(got.opt_state.inner[0][0].count) == len(BATCHES)
     assert np.isfinite(got.opt_state.inner[1].best_value)
@@ -193,11 +218,15 @@ def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(gro
         lambda params: jnp.zeros(()),
         lambda updates, state, params=None, *, value, grad, **_: (updates, value + 0 * grad),
     )
-    state = over_replicas(group, seen, np.float32(1), weighted, batches=[np.array([1.0, 3.0], np.float32)])
+    state = over_replicas(
+        group, seen, np.float32(1), weighted, batches=[np.array([1.0, 3.0], np.float32)]
+    )
     assert float(state.opt_state) == (1 + 9) / 4
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "staged"}, {"find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "staged"}, {"find_unused_parameters": True}], ids=str
+)
 def test_lookahead_trains_as_in_plain_jax(group, options):
     optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5)
     start, scale = optax.LookaheadParams.init_synced(PARAMS), fddp.dynamic_scale(optimizer)

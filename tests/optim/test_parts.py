@@ -1,4 +1,5 @@
-"""Claims about updates that are made from parts of the leaves: `fddp.optim.parts`, against optax on whole arrays."""
+"""Claims about updates that are made from parts of the leaves: `fddp.optim.parts`, against optax on
+whole arrays."""
 
 import inspect
 import re
@@ -47,7 +48,9 @@ CUT: dict[str, Make] = {
     "yogi": lambda: optax.yogi(0.1),
     "clip_by_global_norm": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
     "clip_by_block_rms": lambda: optax.chain(optax.clip_by_block_rms(0.5), optax.sgd(0.1)),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)), 3),
+    "apply_if_finite": lambda: optax.apply_if_finite(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)), 3
+    ),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "contrib.cocob": lambda: optax.contrib.cocob(),
     "contrib.dadapt_adamw": lambda: optax.contrib.dadapt_adamw(),
@@ -56,7 +59,10 @@ CUT: dict[str, Make] = {
 }
 AT_HOME: dict[str, tuple[Make, dict[str, str]]] = {
     "adafactor": (lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), {"w": "reduce_sum"}),
-    "adaptive_grad_clip": (lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)), {"w": "reduce_sum"}),
+    "adaptive_grad_clip": (
+        lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
+        {"w": "reduce_sum"},
+    ),
     "centralize": (lambda: optax.chain(optax.centralize(), optax.sgd(0.1)), {"w": "reduce_sum"}),
     "clip_by_global_norm": (
         lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.contrib.muon(0.1)),
@@ -67,17 +73,24 @@ AT_HOME: dict[str, tuple[Make, dict[str, str]]] = {
         {"w": "scan"},
     ),
     "contrib.muon": (lambda: optax.contrib.muon(0.1, weight_decay=0.1), {"w": "scan"}),
-    "MultiSteps": (lambda: optax.MultiSteps(optax.contrib.muon(0.1), 2).gradient_transformation(), {"w": "scan"}),
+    "MultiSteps": (
+        lambda: optax.MultiSteps(optax.contrib.muon(0.1), 2).gradient_transformation(),
+        {"w": "scan"},
+    ),
     "noisy_sgd": (lambda: optax.noisy_sgd(0.1, key=0), {"b": "add", "w": "add"}),
 }
 REFUSED: dict[str, tuple[Make, dict[str, str]]] = {
-    "flatten": (lambda: optax.flatten(optax.adam(0.1)), {"b": "of several leaves", "w": "of several leaves"}),
+    "flatten": (
+        lambda: optax.flatten(optax.adam(0.1)),
+        {"b": "of several leaves", "w": "of several leaves"},
+    ),
     "sm3": (lambda: optax.sm3(0.1), {"b": "", "w": ""}),
 }
 
 
 # One of each kind in the default tier: element by element, a norm, one that counts, and one with
-# parameters in its state; at home: a factored one, a matrix, and a norm of all that is made at home.
+# parameters in its state; at home: a factored one, a matrix, and a norm of all that is made at
+# home.
 OF_EACH_KIND = {
     "adam",
     "adamw, masked",
@@ -148,9 +161,13 @@ def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
     """A mutant of Adam which divides each row by its norm, and looks like Adam from outside."""
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return jax.tree.map(lambda g: g / jnp.linalg.norm(g, axis=-1, keepdims=True), updates), state
+        return jax.tree.map(
+            lambda g: g / jnp.linalg.norm(g, axis=-1, keepdims=True), updates
+        ), state
 
-    mutant = optax.chain(optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+    mutant = optax.chain(
+        optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    )
     params, _ = problem()
     # Of a vector that is one sum; of a matrix it is not.
     assert list(divided(mutant, params).home) == [1]
@@ -166,7 +183,10 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[
 
 def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
     """The same on ranks that hold a part of each leaf and of the state."""
-    found, forms = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float)), jax.tree.leaves(params)
+    found, forms = (
+        divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float)),
+        jax.tree.leaves(params),
+    )
     count, comm = len(forms), axis_communicator("ranks", RANKS, "cpu")
     state, kinds = jax.tree.leaves(optimizer.init(params)), found.inputs[count:-1]
 
@@ -197,28 +217,47 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
             for x, old in zip(made, [*held[len(state) :], *held[: len(state)]])
         ]
         held = [*made[count:], *(p + u for p, u in zip(held[len(state) :], made))]
-    whole = [x.ravel()[: form.size].reshape(form.shape) for x, form in zip(held[len(state) :], forms)]
+    whole = [
+        x.ravel()[: form.size].reshape(form.shape) for x, form in zip(held[len(state) :], forms)
+    ]
     return jax.tree.unflatten(jax.tree.structure(params), whole)
 
 
 ### What the documentation says
 
-FORMS = {"b": jax.ShapeDtypeStruct((3,), "float32"), "w": jax.ShapeDtypeStruct((128, 130), "float32")}
+FORMS = {
+    "b": jax.ShapeDtypeStruct((3,), "float32"),
+    "w": jax.ShapeDtypeStruct((128, 130), "float32"),
+}
 NEEDED = {"learning_rate": 0.1, "key": 0}
 
 
 def aliases() -> dict[str, Callable[..., Any]]:
     """All of optax's aliases, and what of its contrib wants nothing but a learning rate."""
-    made = {name: f for name, f in vars(optax).items() if getattr(f, "__module__", "") == "optax._src.alias"}
-    contrib = {f"contrib.{name}": f for name, f in vars(optax.contrib).items() if inspect.isfunction(f)}
+    made = {
+        name: f
+        for name, f in vars(optax).items()
+        if getattr(f, "__module__", "") == "optax._src.alias"
+    }
+    contrib = {
+        f"contrib.{name}": f for name, f in vars(optax.contrib).items() if inspect.isfunction(f)
+    }
     named = {name: inspect.signature(f).parameters for name, f in contrib.items()}
-    rates = {name: contrib[name] for name, of in named.items() if "learning_rate" in of and required(of) <= set(NEEDED)}
+    rates = {
+        name: contrib[name]
+        for name, of in named.items()
+        if "learning_rate" in of and required(of) <= set(NEEDED)
+    }
     return {name: f for name, f in sorted((made | rates).items()) if inspect.isfunction(f)}
 
 
 def required(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
     """Those without a default; a key has one that warns."""
-    return {name for name, one in parameters.items() if one.default is inspect.Parameter.empty or name == "key"}
+    return {
+        name
+        for name, one in parameters.items()
+        if one.default is inspect.Parameter.empty or name == "key"
+    }
 
 
 def answer(make: Callable[..., Any]) -> str:
@@ -230,8 +269,12 @@ def answer(make: Callable[..., Any]) -> str:
     except TypeError:
         return "no step takes it"
     found = divided(optimizer, FORMS)
-    leaves = ", ".join(f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.home).items())
-    return f"no: {leaves}" if found.refused else f"yes, with an owner: {leaves}" if leaves else "yes"
+    leaves = ", ".join(
+        f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.home).items()
+    )
+    return (
+        f"no: {leaves}" if found.refused else f"yes, with an owner: {leaves}" if leaves else "yes"
+    )
 
 
 @pytest.mark.steps

@@ -26,7 +26,9 @@ def loss(p: Any, x: Any) -> Any:
 def recording() -> Any:
     """Writes down the norm of the gradients that it gets, and its rate."""
     adam = optax.inject_hyperparams(optax.adamw)(learning_rate=RATE)
-    return optax.chain(optax.snapshot("grad_norm", optax.tree.norm), optax.clip_by_global_norm(0.1), adam)
+    return optax.chain(
+        optax.snapshot("grad_norm", optax.tree.norm), optax.clip_by_global_norm(0.1), adam
+    )
 
 
 def norm(params: Any) -> float:
@@ -36,8 +38,12 @@ def norm(params: Any) -> float:
 
 @pytest.mark.quick("state-fused")
 @SCHEDULES
-@pytest.mark.parametrize("shard", [None, pytest.param("optimizer", marks=pytest.mark.slow), "state"])
-def test_a_step_tells_its_rate_and_norm_which_stay_when_training_goes_on(group, x64, schedule, shard):
+@pytest.mark.parametrize(
+    "shard", [None, pytest.param("optimizer", marks=pytest.mark.slow), "state"]
+)
+def test_a_step_tells_its_rate_and_norm_which_stay_when_training_goes_on(
+    group, x64, schedule, shard
+):
     options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
     step = fddp.train_step(loss, recording(), group=group(4), **options)
     state, told, norms = step.init(PARAMS), list[Any](), []
@@ -46,12 +52,16 @@ def test_a_step_tells_its_rate_and_norm_which_stay_when_training_goes_on(group, 
         state, info = step(state, ROWS)
         told.append(info)
     np.testing.assert_allclose([float(info.grad_norm) for info in told], norms, rtol=1e-12)
-    np.testing.assert_allclose([float(info.learning_rate) for info in told], [0.1, 0.09, 0.08], rtol=1e-6)
+    np.testing.assert_allclose(
+        [float(info.learning_rate) for info in told], [0.1, 0.09, 0.08], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_a_rate_that_never_changes_stays_when_its_state_is_given_away(group, schedule):
-    step = fddp.train_step(loss, optax.inject_hyperparams(optax.sgd)(0.25), group=group(1), schedule=schedule)
+    step = fddp.train_step(
+        loss, optax.inject_hyperparams(optax.sgd)(0.25), group=group(1), schedule=schedule
+    )
     state, first = step(step.init(PARAMS), ROWS)
     step(state, ROWS)
     assert float(first.learning_rate or 0) == 0.25
@@ -62,7 +72,10 @@ def test_a_step_that_is_skipped_tells_the_norm_that_it_was_skipped_for(group):
     state, _ = step(step.init(PARAMS), ROWS)
     kept = float(state.opt_state[0].measurement["grad_norm"])
     state, info = step(state, np.full_like(ROWS, np.nan))
-    assert np.isnan(np.asarray(info.grad_norm)) and float(state.opt_state[0].measurement["grad_norm"]) == kept
+    assert (
+        np.isnan(np.asarray(info.grad_norm))
+        and float(state.opt_state[0].measurement["grad_norm"]) == kept
+    )
 
 
 def test_what_is_not_written_down_or_twice_is_not_told(group):
@@ -73,7 +86,9 @@ def test_what_is_not_written_down_or_twice_is_not_told(group):
     )
     for optimizer in (optax.adam(0.1), twice):
         step = fddp.train_step(
-            lambda p, x: p["grad_norm"] * jnp.mean(p["learning_rate"] * x), optimizer, group=group(1)
+            lambda p, x: p["grad_norm"] * jnp.mean(p["learning_rate"] * x),
+            optimizer,
+            group=group(1),
         )
         _, info = step(step.init(params), np.ones(2))
         assert info.grad_norm is None and info.learning_rate is None

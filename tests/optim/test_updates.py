@@ -33,10 +33,16 @@ CASES = {
         ),
         NESTED,
     ),
-    "ignored leaves": (optax.multi_transform(PARTS, {"enc": "x", "head": "y"}), NESTED | {"head": None}),
+    "ignored leaves": (
+        optax.multi_transform(PARTS, {"enc": "x", "head": "y"}),
+        NESTED | {"head": None},
+    ),
     "hyperparameters": (optax.inject_hyperparams(optax.adam)(learning_rate=0.1), NESTED),
     "several steps": (optax.MultiSteps(optax.adam(0.1), 1).gradient_transformation(), NESTED),
-    "factors": (optax.adafactor(0.1, min_dim_size_to_factor=2), {"enc": {"a": np.ones((3, 4)), "b": np.ones((3, 4))}}),
+    "factors": (
+        optax.adafactor(0.1, min_dim_size_to_factor=2),
+        {"enc": {"a": np.ones((3, 4)), "b": np.ones((3, 4))}},
+    ),
     "a list": (optax.adamw(0.1), [np.ones(3), np.ones(3)]),
     "one array": (optax.adamw(0.1), np.ones(3)),
     "one array with a label": (optax.multi_transform(PARTS, "x"), np.ones(3)),
@@ -44,9 +50,14 @@ CASES = {
 
 
 def numbers(tree: Any, path: str) -> list[np.ndarray]:
-    """What a tree, or a state that has such trees in it, holds for a leaf: floats below its path."""
+    """What a tree, or a state that has such trees in it, holds for a leaf: floats below its
+    path."""
     found = jax.tree_util.tree_leaves_with_path(tree)
-    floats = [(jax.tree_util.keystr(name), np.asarray(x)) for name, x in found if np.asarray(x).dtype.kind == "f"]
+    floats = [
+        (jax.tree_util.keystr(name), np.asarray(x))
+        for name, x in found
+        if np.asarray(x).dtype.kind == "f"
+    ]
     return [x for name, x in floats if name.endswith(path) and "hyperparams" not in name]
 
 
@@ -146,7 +157,8 @@ def test_parts_that_alternate_train_as_with_separate_optimizers(group, name, opt
 
 @pytest.mark.steps
 def test_one_count_for_all_parts_counts_every_step_that_uses_a_part(group):
-    """Adam in float64 by hand: the steps of both parts correct its bias, those of one its moments."""
+    """Adam in float64 by hand: the steps of both parts correct its bias, those of one its
+    moments."""
     state = in_turns(group(4), optax.adam(0.05))
     assert int(state.opt_state[0].count) == len(TURNS)
     params = jax.tree.map(np.float64, NETS)

@@ -31,7 +31,8 @@ VIRTUAL = 12
 
 
 class Net(nn.Module):
-    """All that makes the bits of replicas differ: sums over rows, buffers, random numbers, weights."""
+    """All that makes the bits of replicas differ: sums over rows, buffers, random numbers,
+    weights."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
@@ -41,7 +42,9 @@ class Net(nn.Module):
 
 def loss_fn(params: Any, batch: Any, model_state: Any, rng: Any) -> Any:
     rows, labels = batch
-    logits, new = Net().apply({"params": params, **model_state}, rows, mutable=["batch_stats"], rngs={"dropout": rng})
+    logits, new = Net().apply(
+        {"params": params, **model_state}, rows, mutable=["batch_stats"], rngs={"dropout": rng}
+    )
     weights = 1.0 + labels  # as of rows with more and less tokens
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     value = fddp.Weighted(jnp.sum(weights * losses) / jnp.sum(weights), jnp.sum(weights))
@@ -49,22 +52,36 @@ def loss_fn(params: Any, batch: Any, model_state: Any, rng: Any) -> Any:
 
 
 VARIABLES = Net().init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, ROWS[:2])
-OPTIMIZER = fddp.dynamic_scale(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)), initial=2.0**10)
+OPTIMIZER = fddp.dynamic_scale(
+    optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.01)), initial=2.0**10
+)
 
 
 def make(group: fddp.Group, **options: Any) -> fddp.TrainStep:
-    chosen: Any = {"virtual_replicas": VIRTUAL, "broadcast_buffers": "mean", "bucket_cap_mb": 0} | options
+    chosen: Any = {
+        "virtual_replicas": VIRTUAL,
+        "broadcast_buffers": "mean",
+        "bucket_cap_mb": 0,
+    } | options
     return fddp.train_step(loss_fn, OPTIMIZER, group=group, has_aux=True, **chosen)
 
 
 def first(step: fddp.TrainStep) -> fddp.TrainState:
-    return step.init(VARIABLES["params"], model_state={"batch_stats": VARIABLES["batch_stats"]}, rng=jax.random.key(7))
+    return step.init(
+        VARIABLES["params"],
+        model_state={"batch_stats": VARIABLES["batch_stats"]},
+        rng=jax.random.key(7),
+    )
 
 
-def train(step: fddp.TrainStep, state: fddp.TrainState, steps: Sequence[int]) -> tuple[fddp.TrainState, Bits]:
+def train(
+    step: fddp.TrainStep, state: fddp.TrainState, steps: Sequence[int]
+) -> tuple[fddp.TrainState, Bits]:
     """Trains, with the rows of steps of these numbers; also the bits of what each told."""
     told = []
-    for rows in islice(fddp.samples(64, 24, virtual_replicas=VIRTUAL, start_step=steps[0]), len(steps)):
+    for rows in islice(
+        fddp.samples(64, 24, virtual_replicas=VIRTUAL, start_step=steps[0]), len(steps)
+    ):
         state, info = step(state, (ROWS[rows], LABELS[rows]))
         told.append(bits((info.loss, info.aux, info.used, info.skipped)))
     return state, told
@@ -81,7 +98,11 @@ def trained(step: fddp.TrainStep) -> Bits:
 @pytest.fixture(scope="module")
 def step_of() -> Steps:
     """`step_of(n)`: the step on n replicas, compiled once for all tests."""
-    return cache(lambda n: make(fddp.mesh_group(jax.make_mesh((n,), ("replica",), devices=jax.devices()[:n]))))
+    return cache(
+        lambda n: make(
+            fddp.mesh_group(jax.make_mesh((n,), ("replica",), devices=jax.devices()[:n]))
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +112,14 @@ def alone(step_of: Steps) -> Bits:
 
 
 @pytest.mark.quick("3")
-@pytest.mark.parametrize("replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))])
-def test_the_bits_do_not_depend_on_the_number_of_replicas(step_of: Steps, alone: Bits, replicas: int):
-    """Parameters, optimizer, loss scale, BatchNorm and what each step tells; with clipping, dropout and weights."""
+@pytest.mark.parametrize(
+    "replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))]
+)
+def test_the_bits_do_not_depend_on_the_number_of_replicas(
+    step_of: Steps, alone: Bits, replicas: int
+):
+    """Parameters, optimizer, loss scale, BatchNorm and what each step tells; with clipping, dropout
+    and weights."""
     assert trained(step_of(replicas)) == alone
 
 
@@ -113,15 +139,24 @@ def test_nor_on_how_it_is_sent(group: Groups, alone: Bits, options: Any):
 
 def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
     """Σ w is added in one dtype, whichever bucket is the last."""
-    params = {"a": ROWS[:5].copy(), "b": np.ones(3), "c": jnp.ones(5, jnp.bfloat16), "d": np.zeros((0, 2), np.float32)}
+    params = {
+        "a": ROWS[:5].copy(),
+        "b": np.ones(3),
+        "c": jnp.ones(5, jnp.bfloat16),
+        "d": np.zeros((0, 2), np.float32),
+    }
 
     def loss(p: Any, x: Array) -> Any:
-        value = jnp.mean(jnp.tanh(x @ p["a"] * p["c"]) ** 2) + jnp.mean(p["b"].astype(jnp.float32) ** 2)
+        value = jnp.mean(jnp.tanh(x @ p["a"] * p["c"]) ** 2) + jnp.mean(
+            p["b"].astype(jnp.float32) ** 2
+        )
         return fddp.Weighted(value, 1 + jnp.abs(x[0, 0])), (jnp.max(x), value.astype(jnp.bfloat16))
 
     def ends(replicas: int, schedule: str) -> list[bytes]:
         chosen: Any = {"schedule": schedule, "bucket_cap_mb": 0, "accumulation_steps": 2}
-        step = fddp.train_step(loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen)
+        step = fddp.train_step(
+            loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen
+        )
         state, told = step.init(params), []
         for k in range(3):
             state, info = step(state, ROWS[k : k + 24])
@@ -137,7 +172,11 @@ def test_without_virtual_replicas_they_do(group: Groups):
 
 
 def test_the_number_of_replicas_may_change_under_way(group: Groups, step_of: Steps, alone: Bits):
-    steps = [step_of(3), step_of(1), make(group(2))]  # the last one is settled by a state that has been trained
+    steps = [
+        step_of(3),
+        step_of(1),
+        make(group(2)),
+    ]  # the last one is settled by a state that has been trained
     state, told = train(steps[0], first(steps[0]), range(2))
     for step, numbers in zip(steps[1:], (range(2, 4), range(4, 5))):
         state, more = train(step, jax.device_get(state), numbers)
@@ -154,7 +193,9 @@ def test_it_is_the_mean_over_slices_of_the_rows(group: Groups, x64: None):
 
     params = {"b": np.ones(3), "w": DRAW.normal(size=(5, 3))}
     rows, key = ROWS[:24].astype(np.float64), jax.random.key(3)
-    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), virtual_replicas=6, accumulation_steps=2)
+    step = fddp.train_step(
+        loss, optax.sgd(0.1), group=group(2), virtual_replicas=6, accumulation_steps=2
+    )
     state, _ = step(step.init(params, rng=key), rows)
 
     total = jax.tree.map(np.zeros_like, params)
@@ -210,7 +251,10 @@ def test_another_order_is_another_sum(step_of: Steps, alone: Bits):
 def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: int, times: int):
     """And others more: each block to whoever adds a part of it, and the sum back."""
     step = fddp.train_step(
-        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(replicas), virtual_replicas=12
+        lambda w, x: jnp.mean((x @ w) ** 2),
+        optax.sgd(0.1),
+        group=group(replicas),
+        virtual_replicas=12,
     )
     _, info = step(step.init(np.ones(10, np.float32)), np.ones((24, 10), np.float32))
     # Loss and weight travel alone; all is padded to a multiple of the replicas.
@@ -227,7 +271,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a hook": ({"hook": fddp.hooks.bf16()}, "cannot go with hook"),
     "shards": ({"shard": "optimizer"}, "cannot go with shard"),
     "buffers of its own": ({"broadcast_buffers": False}, "Give broadcast_buffers=True or 'mean'"),
-    "replicas that do not divide it": ({"virtual_replicas": 8}, "multiple of the number of replicas, 3, got 8.*Give 9"),
+    "replicas that do not divide it": (
+        {"virtual_replicas": 8},
+        "multiple of the number of replicas, 3, got 8.*Give 9",
+    ),
 }
 
 
@@ -238,8 +285,12 @@ def test_what_it_cannot_promise_it_refuses(group: Groups, case: str):
         make(group(3), **options)
 
 
-@pytest.mark.parametrize("ask", [lambda x: jax.lax.pmean(x, "replica"), lambda x: x + jax.lax.axis_index("replica")])
-def test_a_loss_with_collectives_of_its_own_is_refused(group: Groups, ask: Callable[[Array], Array]):
+@pytest.mark.parametrize(
+    "ask", [lambda x: jax.lax.pmean(x, "replica"), lambda x: x + jax.lax.axis_index("replica")]
+)
+def test_a_loss_with_collectives_of_its_own_is_refused(
+    group: Groups, ask: Callable[[Array], Array]
+):
     def loss(w: Array, x: Array) -> Array:
         return jnp.mean((x - ask(jnp.mean(x)) - w) ** 2)
 
@@ -265,8 +316,13 @@ def test_batches_are_of_one_size_and_nothing_is_left_pending(group: Groups):
 
 def test_each_virtual_replica_reads_the_same_rows_on_any_number_of_processes():
     for size in (1, 2, 3, 4, 6, 12):
-        shares = [next(fddp.samples(50, 24, rank=rank, size=size, virtual_replicas=12)) for rank in range(size)]
-        np.testing.assert_array_equal(np.concatenate(shares), next(fddp.samples(50, 24, virtual_replicas=12)))
+        shares = [
+            next(fddp.samples(50, 24, rank=rank, size=size, virtual_replicas=12))
+            for rank in range(size)
+        ]
+        np.testing.assert_array_equal(
+            np.concatenate(shares), next(fddp.samples(50, 24, virtual_replicas=12))
+        )
     with pytest.raises(ValueError, match=r"multiple of size, 5, got 12.*give 15"):
         fddp.samples(50, 60, size=5, virtual_replicas=12)
     with pytest.raises(ValueError, match=r"multiple of virtual_replicas, 12, got 20.*give 24"):

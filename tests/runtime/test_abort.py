@@ -49,7 +49,9 @@ def test_a_keyboards_interrupt_of_all_ranks_is_one_line(backend: str, tmp_path: 
 
 
 @on("mpi")
-def test_a_keyboards_interrupt_of_one_rank_ends_all_without_a_traceback(backend: str, tmp_path: Path):
+def test_a_keyboards_interrupt_of_one_rank_ends_all_without_a_traceback(
+    backend: str, tmp_path: Path
+):
     outputs = ended(tmp_path, backend, "interrupted")
     assert outputs[1].startswith("fddp: rank 1 of 2 was interrupted.\n")
     assert "Traceback" not in "".join(outputs)

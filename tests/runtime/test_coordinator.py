@@ -1,4 +1,5 @@
-"""JAX's coordination service beside rank 0: it ends when nobody holds it, and says why it does not start."""
+"""JAX's coordination service beside rank 0: it ends when nobody holds it, and says why it does not
+start."""
 
 import os
 import socket
@@ -49,7 +50,9 @@ def test_only_rank_0_starts_one():
 def test_a_service_that_does_not_start_says_why():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(RuntimeError, match=rf"coordination service did not start at 127.0.0.1:{port}: .+"):
+        with pytest.raises(
+            RuntimeError, match=rf"coordination service did not start at 127.0.0.1:{port}: .+"
+        ):
             start_coordinator(f"127.0.0.1:{port}", 0, 2)
 
 

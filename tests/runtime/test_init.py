@@ -36,13 +36,16 @@ def test_under_mpiexec_gloo_needs_no_coordinator(tmp_path: Path):
         ),
         # Built with a newer jaxlib: it loads, and JAX refuses it when it starts.
         pytest.param(
-            "import jax\ndef refuse(): raise RuntimeError('API version')\njax.local_devices = refuse",
+            "import jax\ndef refuse(): raise RuntimeError('API version')\njax.local_devices = "
+            "refuse",
             "API version",
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_an_mpi4jax_that_does_not_fit_is_told_in_full_once_and_names_the_doctor(tmp_path: Path, mpi4jax: str, why: str):
+def test_an_mpi4jax_that_does_not_fit_is_told_in_full_once_and_names_the_doctor(
+    tmp_path: Path, mpi4jax: str, why: str
+):
     packages = tmp_path / "packages"
     packages.mkdir()
     (packages / "mpi4jax.py").write_text(mpi4jax)
@@ -52,7 +55,8 @@ def test_an_mpi4jax_that_does_not_fit_is_told_in_full_once_and_names_the_doctor(
     assert outcome.ended and not outcome.succeeded
     first, second = outcome.outputs
     error = (
-        f"RuntimeError: backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({why}); "
+        f"RuntimeError: backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib "
+        f"({why}); "
         "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'.\n"
     )
     assert first.count("Traceback") == 1 and first.endswith(error)

@@ -19,13 +19,18 @@ from fddp.runtime.place import Launch
 from fddp.watching.abort import read_grace
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
 HYDRA = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
 JOB = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16"}
 STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "node[007-012,040],login"}
 SLURM = JOB | STEP | {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
 
-# What Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 really set on rank 1 of two nodes, as far as it is of interest.
+# What Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 really set on rank 1 of two nodes, as far as
+# it is of interest.
 SRUN = {
     "SLURM_JOB_ID": "6",
     "SLURM_NTASKS": "2",
@@ -76,9 +81,26 @@ TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": 
 TORCHRUN = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 TORCH_MET = f"node1:{61440 + 29501 % 4096}"
 JAX = {"JAX_COORDINATOR_ADDRESS": "node1:4711", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
-PALS = {"PALS_RANKID": "3", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_LOCAL_RANK": "1"}
-FLUX = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "PMI_RANK": "3", "PMI_SIZE": "4"}
-MVAPICH = {"MV2_COMM_WORLD_RANK": "3", "MV2_COMM_WORLD_SIZE": "4", "MV2_COMM_WORLD_LOCAL_RANK": "1", "PMI_ID": "3"}
+PALS = {
+    "PALS_RANKID": "3",
+    "PALS_LOCAL_RANKID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+    "PMI_LOCAL_RANK": "1",
+}
+FLUX = {
+    "FLUX_TASK_RANK": "3",
+    "FLUX_JOB_SIZE": "4",
+    "FLUX_TASK_LOCAL_ID": "1",
+    "PMI_RANK": "3",
+    "PMI_SIZE": "4",
+}
+MVAPICH = {
+    "MV2_COMM_WORLD_RANK": "3",
+    "MV2_COMM_WORLD_SIZE": "4",
+    "MV2_COMM_WORLD_LOCAL_RANK": "1",
+    "PMI_ID": "3",
+}
 # What prterun of PRRTE 3 sets; Open MPI's mpirun, which is made of it, adds its own.
 PRRTE = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-5003@1", "PRTE_LAUNCHED": "1"}
 INDEXED = {"JOB_COMPLETION_INDEX": "2"}
@@ -97,7 +119,10 @@ PLACE = {"FDDP_SIZE": "3", "FDDP_COORDINATOR": "train-0.train:4711"}
         (HYDRA, Launch("Hydra", 5, 8, 1)),
         (HYDRA | {"PMI_FD": "7"}, Launch("Hydra", 5, 8, 1, pmi_fd=7)),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, Launch("Hydra", 0, 2)),
-        (SLURM, Launch("Slurm", 9, 16, 1, f"node007:{2531 * 123456 % 4096 + 61440}", job="123456.0")),
+        (
+            SLURM,
+            Launch("Slurm", 9, 16, 1, f"node007:{2531 * 123456 % 4096 + 61440}", job="123456.0"),
+        ),
         (SRUN, Launch("Slurm", 1, 2, 0, MET, job="6.2")),
         (SRUN | {"SLURM_MPI_TYPE": "none"}, Launch("Slurm", 1, 2, 0, MET, job="6.2")),
         (SRUN_PMI2, Launch("Slurm", 1, 2, 0, MET, "pmi2", job="6.2")),
@@ -114,7 +139,10 @@ PLACE = {"FDDP_SIZE": "3", "FDDP_COORDINATOR": "train-0.train:4711"}
         (FLUX | {"MPI_LOCALRANKID": "0"}, Launch("Hydra", 3, 4, 0)),
         (MVAPICH, Launch("MVAPICH", 3, 4, 1)),
         (PRRTE | PLACE, Launch("FDDP_SIZE and PMIX_RANK", 1, 3, None, "train-0.train:4711")),
-        (INDEXED | PLACE, Launch("FDDP_SIZE and JOB_COMPLETION_INDEX", 2, 3, None, "train-0.train:4711")),
+        (
+            INDEXED | PLACE,
+            Launch("FDDP_SIZE and JOB_COMPLETION_INDEX", 2, 3, None, "train-0.train:4711"),
+        ),
     ],
     ids=str,
 )
@@ -123,7 +151,8 @@ def test_a_launcher_is_read_for_what_it_says(env, launch):
 
 
 def test_of_mpiexecs_socket_only_the_number_may_be_left(tmp_path: Path):
-    """As where a program between the two has closed it: nobody writes to the file that has its number now."""
+    """As where a program between the two has closed it: nobody writes to the file that has its
+    number now."""
     taken = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
     ours, mpiexecs = socket.socketpair()
     with ours, mpiexecs:
@@ -152,7 +181,11 @@ def test_rank_0_of_slurm_is_met_on_the_first_node_of_the_step(nodes, first):
 
 def test_steps_that_run_at_the_same_time_meet_at_ports_of_their_own():
     """Those of 16 jobs that were started one after the other, each of up to 100 steps."""
-    steps = [{"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step)} for job in range(16) for step in range(100)]
+    steps = [
+        {"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step)}
+        for job in range(16)
+        for step in range(100)
+    ]
     assert len({read_launch(SLURM | step).coordinator for step in steps}) == len(steps)
 
 
@@ -165,10 +198,19 @@ def test_all_ranks_of_a_slurm_step_agree_on_a_port_that_differs_between_jobs():
 
 
 # What Slurm 22.05 sets for a script of sbatch, and for the shell of salloc, which is no task.
-SBATCH_N2 = {"SLURM_JOB_ID": "6", "SLURM_PROCID": "0", "SLURM_NNODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)"}
+SBATCH_N2 = {
+    "SLURM_JOB_ID": "6",
+    "SLURM_PROCID": "0",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "1(x2)",
+}
 SALLOC = {"SLURM_JOB_ID": "8", "SLURM_NNODES": "2", "SLURM_NTASKS": "2"}
 # A site may have salloc open its shell as a step of its own.
-SALLOC_STEP = SRUN | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+SALLOC_STEP = SRUN | {
+    "SLURM_STEP_ID": "4294967290",
+    "SLURM_STEP_NUM_TASKS": "1",
+    "SLURM_PROCID": "0",
+}
 
 
 def test_a_script_under_sbatch_without_srun_is_alone():
@@ -185,7 +227,10 @@ def test_a_script_under_sbatch_without_srun_is_alone():
         (SALLOC_STEP, 2),
         (SALLOC | {"SLURM_NTASKS": "1", "SLURM_NNODES": "1"}, None),  # sbatch -n 1
         (SBATCH_N2 | {"SLURM_NNODES": "1"}, None),  # sbatch -N 1 -c 2
-        (SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun -n 1
+        (
+            SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+            None,
+        ),  # srun -n 1
         (SRUN, None),
         (HYDRA_IN_SBATCH, None),
         (OPEN_MPI_IN_SBATCH, None),
@@ -208,7 +253,8 @@ def test_the_users_own_variables_win_then_the_innermost_launcher():
 
 
 def test_torchrun_wins_over_what_started_it_and_its_variables_over_nothing():
-    """Inside of srun or mpirun torchrun is the inner one; RANK that somebody has set beside them may be anybody's."""
+    """Inside of srun or mpirun torchrun is the inner one; RANK that somebody has set beside them
+    may be anybody's."""
     for outer in (SRUN, HYDRA, OPEN_MPI, FLUX, PALS, JAX):
         assert read_launch(TORCHRUN | outer).launcher == "torchrun"
         assert read_launch(TORCH | outer) == read_launch(outer)
@@ -233,7 +279,10 @@ def test_a_rank_that_stands_alone_is_nobodys_and_nothing_is_said(env):
 
 @pytest.mark.parametrize("port", [1, 4711, 29500, 61439, 61440, 65535])
 def test_ranks_of_torchrun_meet_beside_its_own_store(port):
-    ranks = {read_launch(TORCHRUN | {"RANK": rank, "MASTER_PORT": str(port)}).coordinator for rank in "01"}
+    ranks = {
+        read_launch(TORCHRUN | {"RANK": rank, "MASTER_PORT": str(port)}).coordinator
+        for rank in "01"
+    }
     (met,) = ranks
     assert met is not None and met.startswith("node1:")
     assert int(met.rsplit(":", 1)[1]) != port and 61440 <= int(met.rsplit(":", 1)[1]) < 2**16
@@ -245,9 +294,15 @@ def test_ranks_of_torchrun_meet_beside_its_own_store(port):
         (PRRTE, ["PMIX_RANK=1", "FDDP_SIZE"]),
         (INDEXED, ["JOB_COMPLETION_INDEX=2", "FDDP_SIZE", "FDDP_COORDINATOR"]),
         ({"PALS_RANKID": "1"}, ["PALS_RANKID=1", "FDDP_SIZE"]),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, ["RANK=1", "WORLD_SIZE=2", "MASTER_ADDR, MASTER_PORT", "torchrun"]),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2"},
+            ["RANK=1", "WORLD_SIZE=2", "MASTER_ADDR, MASTER_PORT", "torchrun"],
+        ),
         (TORCH | {"MASTER_PORT": None}, ["not MASTER_PORT"]),
-        ({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}, ["JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS"]),
+        (
+            {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"},
+            ["JAX_NUM_PROCESSES=2", "JAX_COORDINATOR_ADDRESS"],
+        ),
     ],
     ids=str,
 )
@@ -263,9 +318,19 @@ def test_a_process_that_has_siblings_and_no_place_to_meet_says_so_in_one_line(en
 def test_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_none():
     for env in (OPEN_MPI | TORCH, HYDRA | JAX, SRUN | JAX, TORCHRUN | JAX, JAX | TORCH):
         (line,) = hints(read_launch(env), env)
-        assert line.startswith(read_launch(env).launcher) and "the former counts" in line and "\n" not in line
+        assert (
+            line.startswith(read_launch(env).launcher)
+            and "the former counts" in line
+            and "\n" not in line
+        )
     agreeing = TORCH | {"RANK": "2", "WORLD_SIZE": "4"}
-    for env in (OPEN_MPI | agreeing, SRUN | TORCHRUN, OPEN_MPI | {"RANK": "x"}, EXPLICIT | TORCH, OPEN_MPI_IN_SBATCH):
+    for env in (
+        OPEN_MPI | agreeing,
+        SRUN | TORCHRUN,
+        OPEN_MPI | {"RANK": "x"},
+        EXPLICIT | TORCH,
+        OPEN_MPI_IN_SBATCH,
+    ):
         assert hints(read_launch(env), env) == ()
 
 
@@ -273,15 +338,27 @@ def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
     known = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
     said = spoken(known | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
     assert said.items() <= known.items() and not {"HOME", "XRANK", "RANKS"} & set(said)
-    assert {"RANK", "MASTER_PORT", "JAX_PROCESS_ID", "PALS_RANKID", "FLUX_JOB_SIZE", "PMIX_RANK"} <= set(said)
+    assert {
+        "RANK",
+        "MASTER_PORT",
+        "JAX_PROCESS_ID",
+        "PALS_RANKID",
+        "FLUX_JOB_SIZE",
+        "PMIX_RANK",
+    } <= set(said)
 
 
 def test_a_coordinator_can_be_told_to_the_ranks_of_any_launcher():
-    assert read_launch(OPEN_MPI | {"FDDP_COORDINATOR": "a:1"}) == replace(read_launch(OPEN_MPI), coordinator="a:1")
+    assert read_launch(OPEN_MPI | {"FDDP_COORDINATOR": "a:1"}) == replace(
+        read_launch(OPEN_MPI), coordinator="a:1"
+    )
 
 
 def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
-    assert [read_launch(env).by_mpi for env in (OPEN_MPI, HYDRA, SLURM, EXPLICIT, {})] == [True, True] + [False] * 3
+    assert [read_launch(env).by_mpi for env in (OPEN_MPI, HYDRA, SLURM, EXPLICIT, {})] == [
+        True,
+        True,
+    ] + [False] * 3
     assert [read_launch(env).by_mpi for env in (PALS, FLUX, MVAPICH, TORCHRUN, JAX)] == [False] * 5
 
 
@@ -297,18 +374,27 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
         (EXPLICIT | {"FDDP_RANK": "-1"}, "rank -1 of 3"),
         (EXPLICIT | {"FDDP_SIZE": "0"}, "rank 1 of 0"),
         (EXPLICIT | {"FDDP_COORDINATOR": "node1"}, "coordinator 'node1'; it must be host:port"),
-        (EXPLICIT | {"FDDP_COORDINATOR": "node1:http"}, "coordinator 'node1:http'; it must be host:port"),
+        (
+            EXPLICIT | {"FDDP_COORDINATOR": "node1:http"},
+            "coordinator 'node1:http'; it must be host:port",
+        ),
         ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not set"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI says this is rank 2 of 2"),
         ({"PMI_RANK": "0"}, "PMI_SIZE is not set"),
         (HYDRA | {"PMI_SIZE": "8.0"}, "PMI_SIZE must be a whole number, got '8.0'"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_JOB_ID"}, "SLURM_JOB_ID is not set"),
-        ({k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"}, "SLURM_STEP_NODELIST is not set"),
+        (
+            {k: v for k, v in SLURM.items() if k != "SLURM_STEP_NODELIST"},
+            "SLURM_STEP_NODELIST is not set",
+        ),
         ({"FLUX_TASK_RANK": "0"}, "FLUX_JOB_SIZE is not set"),
         (TORCHRUN | {"RANK": "2"}, "torchrun says this is rank 2 of 2"),
         (TORCH | {"MASTER_PORT": "http"}, "MASTER_PORT must be a whole number, got 'http'"),
         (JAX | {"JAX_COORDINATOR_ADDRESS": "node1"}, "coordinator 'node1'; it must be host:port"),
-        (SLURM | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST must be a list of hosts, got ''"),
+        (
+            SLURM | {"SLURM_STEP_NODELIST": ""},
+            "SLURM_STEP_NODELIST must be a list of hosts, got ''",
+        ),
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
@@ -412,13 +498,21 @@ def test_a_launcher_that_names_no_place_to_meet_is_an_error_with_its_cures(env, 
 
 
 def test_the_grace_of_a_rank_that_fails_is_five_seconds_or_as_the_environment_says():
-    assert [read_grace(env) for env in ({}, {"FDDP_GRACE_S": "0.5"}, {"FDDP_GRACE_S": "0"})] == [5, 0.5, 0]
+    assert [read_grace(env) for env in ({}, {"FDDP_GRACE_S": "0.5"}, {"FDDP_GRACE_S": "0"})] == [
+        5,
+        0.5,
+        0,
+    ]
     for text in ("", "soon", "-1", "nan", "inf"):
-        with pytest.raises(ValueError, match=f"FDDP_GRACE_S must be a number of seconds of 0 or more, got '{text}'"):
+        with pytest.raises(
+            ValueError, match=f"FDDP_GRACE_S must be a number of seconds of 0 or more, got '{text}'"
+        ):
             read_grace({"FDDP_GRACE_S": text})
 
 
-def test_the_ranks_of_a_launch_share_a_secret_that_no_other_launch_has(monkeypatch: pytest.MonkeyPatch):
+def test_the_ranks_of_a_launch_share_a_secret_that_no_other_launch_has(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.delenv("FDDP_SECRET", raising=False)
     (first,), (second,) = ({variables["FDDP_SECRET"] for variables in worlds(3)} for _ in range(2))
     assert first != second and len(first) == 32

@@ -1,4 +1,5 @@
-"""Whose MPI is what, read off what real programs say; and the command that makes an installation one."""
+"""Whose MPI is what, read off what real programs say; and the command that makes an installation
+one."""
 
 import importlib
 import sys
@@ -33,9 +34,10 @@ local_devices = list
 NEWER = """
 def refuse():
     raise RuntimeError(
-        "Unable to initialize backend 'cpu': INVALID_ARGUMENT: XLA FFI handler registration for mpi_scan_ffi on "
-        "platform Host failed because the handler's API version (0.5) is incompatible with the framework's API version "
-        "(0.4). Minimum supported API version is (0.1)."
+        "Unable to initialize backend 'cpu': INVALID_ARGUMENT: XLA FFI handler registration for "
+        "mpi_scan_ffi on platform Host failed because the handler's API version (0.5) is "
+        "incompatible with the framework's API version (0.4). Minimum supported API version is "
+        "(0.1)."
     )
 
 import jax
@@ -75,7 +77,9 @@ def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
     first, command = mpi_vendors.rebuild("MPICH").split("; ")
     assert first == f"echo jaxlib=={version('jaxlib')} >jaxlib.txt"
     assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={own} " in command
-    assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in mpi_vendors.rebuild("Intel MPI")
+    assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in mpi_vendors.rebuild(
+        "Intel MPI"
+    )
 
 
 def test_an_nvcc_without_headers_needs_a_cuda_path(here):
@@ -97,10 +101,15 @@ def test_an_nvcc_without_headers_needs_a_cuda_path(here):
         ("", ""),
         (f"raise RuntimeError({MISMATCH!r})", "mpi4jax was built with MPICH, mpi4py has Open MPI"),
         (NEWER, f"mpi4jax was built with a newer jaxlib than {version('jaxlib')}"),
-        ("raise ImportError('libmpi.so.12: cannot open')", "ImportError: libmpi.so.12: cannot open"),
+        (
+            "raise ImportError('libmpi.so.12: cannot open')",
+            "ImportError: libmpi.so.12: cannot open",
+        ),
     ],
 )
-def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(tmp_path, monkeypatch, mpi4jax, problem):
+def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(
+    tmp_path, monkeypatch, mpi4jax, problem
+):
     (tmp_path / "mpi4py").mkdir()
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: initialize = True\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('Open MPI', (4, 1, 4))\n")

@@ -1,4 +1,5 @@
-"""Ranks meet before anything else starts, and say whom they wait for; nobody waits for ever, and all hear why."""
+"""Ranks meet before anything else starts, and say whom they wait for; nobody waits for ever, and
+all hear why."""
 
 import hashlib
 import hmac
@@ -14,8 +15,8 @@ import pytest
 from processes import free_port
 
 from fddp.runtime import reception, rendezvous
-from fddp.runtime.reception import Guest, Meeting
-from fddp.runtime.rendezvous import meet
+from fddp.runtime.reception import Guest, ServiceAddresses
+from fddp.runtime.rendezvous import meet_ranks
 from fddp.watching import allow_files
 
 
@@ -24,7 +25,7 @@ def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: floa
 
     def outcome(place: tuple[int, int]) -> str:
         try:
-            meet(*place, coordinator, timeout_s)
+            meet_ranks(*place, coordinator, timeout_s)
         except RuntimeError as error:
             return str(error)
         return ""
@@ -51,7 +52,8 @@ def test_who_has_not_come_is_the_same_error_on_all_who_have():
     assert (
         told
         == [
-            f"fddp.init(timeout_s=2) could not join the others at {coordinator}: ranks 1, 3 of 4 have not come in time."
+            f"fddp.init(timeout_s=2) could not join the others at {coordinator}: ranks 1, 3 of 4 "
+            f"have not come in time."
         ]
         * 2
     )
@@ -63,7 +65,7 @@ def test_a_rank_that_cannot_join_tells_all_others_why_at_once(late):
 
     def come(rank: int) -> None:
         with pytest.raises(RuntimeError) as error:
-            meet(rank, 3, coordinator, 300, "it came too late" * (rank == late))
+            meet_ranks(rank, 3, coordinator, 300, "it came too late" * (rank == late))
         told[rank] = str(error.value)
 
     with ThreadPoolExecutor(3) as threads:
@@ -78,7 +80,7 @@ def test_a_rank_that_cannot_join_tells_all_others_why_at_once(late):
 def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
     monkeypatch.setattr(rendezvous, "TELL_S", 0.5)
     with pytest.raises(RuntimeError, match=f"rank {rank}: it came too late"):
-        meet(rank, 2, here(), 1e6, "it came too late")
+        meet_ranks(rank, 2, here(), 1e6, "it came too late")
 
 
 @pytest.mark.steps
@@ -102,7 +104,8 @@ def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monk
     outcomes([(1, 2)], coordinator, 3)
     assert sorted(capsys.readouterr().err.splitlines()) == [
         f"fddp: rank 0 waits at {coordinator}: rank 2 of 3 has not come",
-        f"fddp: rank 1 of 2 waits for rank 0 at {coordinator}: connection refused, nobody listens there yet",
+        f"fddp: rank 1 of 2 waits for rank 0 at {coordinator}: connection refused, nobody listens "
+        f"there yet",
         f"fddp: rank 1 of 3 waits for rank 0 at {coordinator}: it is there, and waits for others",
     ]
     assert threading.active_count() == before
@@ -132,7 +135,7 @@ def test_a_port_that_is_taken_is_an_error_at_once():
 def test_strangers_and_ranks_that_leave_again_do_not_count():
     host, port = "127.0.0.1", free_port()
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(meet, 0, 3, f"{host}:{port}", 60)
+        first = threads.submit(meet_ranks, 0, 3, f"{host}:{port}", 60)
         for call in (b"GET / HTTP/1.1\r\n\r\n", b"", b"fddp: rank 1 of 3\n"):
             stranger = connected(host, port)
             stranger.sendall(call)
@@ -144,12 +147,14 @@ def test_strangers_and_ranks_that_leave_again_do_not_count():
 def test_ranks_of_another_job_do_not_count_and_hear_that_it_is_another():
     coordinator = here()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(meet, 0, 2, coordinator, 60, job="777.0 of a cluster")
+        first = threads.submit(meet_ranks, 0, 2, coordinator, 60, job="777.0 of a cluster")
         for job in ("", "777.1"):
-            with pytest.raises(RuntimeError, match="in time: what answers there is not rank 0 of this job"):
-                meet(1, 2, coordinator, 2, job=job)
+            with pytest.raises(
+                RuntimeError, match="in time: what answers there is not rank 0 of this job"
+            ):
+                meet_ranks(1, 2, coordinator, 2, job=job)
         assert not first.done()
-        meet(1, 2, coordinator, 60, job="777.0 of a cluster")
+        meet_ranks(1, 2, coordinator, 60, job="777.0 of a cluster")
         first.result()
 
 
@@ -184,9 +189,9 @@ def calls_through(caller: socket.socket, words: str, secret: str = "") -> str:
 def test_a_rank_out_of_range_does_not_count(rank):
     coordinator = here()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(meet, 0, 2, coordinator, 60)
+        first = threads.submit(meet_ranks, 0, 2, coordinator, 60)
         assert calls(coordinator, f"rank {rank} of 2 on here") == ""
-        meet(1, 2, coordinator, 60)
+        meet_ranks(1, 2, coordinator, 60)
         first.result()
 
 
@@ -194,7 +199,7 @@ def test_who_does_not_know_the_secret_is_no_rank(monkeypatch):
     monkeypatch.setenv("FDDP_SECRET", "swordfish")
     coordinator = here()
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(meet, 0, 2, coordinator, 60)
+        first = threads.submit(meet_ranks, 0, 2, coordinator, 60)
         for secret in ("", "guessed"):
             assert calls(coordinator, "rank 1 of 2 on here", secret) == "another job\n"
         assert not first.done()
@@ -203,7 +208,8 @@ def test_who_does_not_know_the_secret_is_no_rank(monkeypatch):
 
 
 def answers(*lines: bytes, every_s: float = 0.0) -> tuple[str, float]:
-    """What rank 1 says of a service that answers so, after three seconds at most, and how long that took."""
+    """What rank 1 says of a service that answers so, after three seconds at most, and how long that
+    took."""
     with socket.create_server(("127.0.0.1", 0)) as service, ThreadPoolExecutor(1) as threads:
         port = service.getsockname()[1]
         began = time.monotonic()
@@ -225,7 +231,13 @@ def answers(*lines: bytes, every_s: float = 0.0) -> tuple[str, float]:
 
 @pytest.mark.parametrize(
     ("lines", "every_s"),
-    [((b"go\n",), 0.0), ((b"stop: \xff\n",), 0.0), ((b"f",) * 50, 0.1), ((), 0.0), ((b"x" * 10_000,), 0.0)],
+    [
+        ((b"go\n",), 0.0),
+        ((b"stop: \xff\n",), 0.0),
+        ((b"f",) * 50, 0.1),
+        ((), 0.0),
+        ((b"x" * 10_000,), 0.0),
+    ],
 )
 def test_a_service_that_is_not_rank_0_holds_no_rank_longer_than_it_waits(lines, every_s):
     said, seconds = answers(*lines, every_s=every_s)
@@ -239,11 +251,13 @@ def test_silent_strangers_are_dropped_before_files_run_out(monkeypatch):
     host, port = coordinator.rsplit(":", 1)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
-        first = threads.submit(meet, 0, 2, coordinator, 60)
+        first = threads.submit(meet_ranks, 0, 2, coordinator, 60)
         stack.enter_context(connected(host, int(port)))
         callers = [stack.enter_context(socket.socket()) for _ in range(40)]
         most = max(caller.fileno() for caller in callers) + 20
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))  # rank 0 can hold 20 of the 40
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (most, before[1])
+        )  # rank 0 can hold 20 of the 40
         try:
             for caller in callers:
                 caller.connect((host, int(port)))
@@ -267,7 +281,9 @@ def test_rank_0_raises_the_number_of_files_that_it_may_open():
 @pytest.mark.steps
 def test_a_size_beyond_all_measure_is_counted_and_not_listed():
     (told,) = outcomes([(0, 10**30)], here(), 1)
-    assert told.endswith(f": ranks 1, 2, 3, 4, 5, 6, 7, 8 and {10**30 - 9} more of {10**30} have not come in time.")
+    assert told.endswith(
+        f": ranks 1, 2, 3, 4, 5, 6, 7, 8 and {10**30 - 9} more of {10**30} have not come in time."
+    )
 
 
 def test_a_name_that_is_too_long_to_be_one_does_not_resolve():
@@ -289,18 +305,24 @@ def test_what_a_rank_says_changes_no_terminal():
 def test_ranks_of_one_host_meet_at_its_loopback_device_whatever_the_host_is_called():
     port = free_port()
     with ThreadPoolExecutor(2) as threads:
-        both = [threads.submit(meet, rank, 2, f"{socket.gethostname()}:{port}", 60) for rank in (0, 1)]
+        both = [
+            threads.submit(meet_ranks, rank, 2, f"{socket.gethostname()}:{port}", 60)
+            for rank in (0, 1)
+        ]
     loopback = f"127.0.0.1:{port}"
-    assert [one.result() for one in both] == [Meeting(loopback, loopback), Meeting(loopback, "")]
+    assert [one.result() for one in both] == [
+        ServiceAddresses(loopback, loopback),
+        ServiceAddresses(loopback, ""),
+    ]
 
 
 @pytest.mark.parametrize(
     ("addresses", "meeting"),
     [
-        (["::ffff:10.0.0.5"] * 2, Meeting("10.0.0.5:7", "10.0.0.5:7")),
-        (["fd00::5"] * 2, Meeting("[fd00::5]:7", "[fd00::5]:7")),
-        (["10.0.0.5", "10.1.0.5"], Meeting("127.0.0.1:7", "[::]:7")),
-        (["fe80::5%eth0"] * 2, Meeting("127.0.0.1:7", "[::]:7")),
+        (["::ffff:10.0.0.5"] * 2, ServiceAddresses("10.0.0.5:7", "10.0.0.5:7")),
+        (["fd00::5"] * 2, ServiceAddresses("[fd00::5]:7", "[fd00::5]:7")),
+        (["10.0.0.5", "10.1.0.5"], ServiceAddresses("127.0.0.1:7", "[::]:7")),
+        (["fe80::5%eth0"] * 2, ServiceAddresses("127.0.0.1:7", "[::]:7")),
     ],
 )
 def test_ranks_of_other_hosts_find_the_service_where_they_came_in(addresses, meeting):

@@ -1,4 +1,5 @@
-"""`fddp.launch`: ranks started from Python return their results, and all end when one fails or the caller does."""
+"""`fddp.launch`: ranks started from Python return their results, and all end when one fails or the
+caller does."""
 
 import importlib.util
 import multiprocessing
@@ -124,7 +125,9 @@ def test_ranks_train_though_their_caller_has_used_jax_and_leave_its_variables_al
         ),
     ],
 )
-def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(how: str, told: str, tmp_path: Path):
+def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(
+    how: str, told: str, tmp_path: Path
+):
     with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: {told}"):
         fddp.launch(noted, 2, str(tmp_path), how, timeout_s=END_S)
     assert len(list(tmp_path.iterdir())) == 2 and ended(tmp_path)
@@ -183,10 +186,14 @@ def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_e
         pytest.param(signal.SIGTERM, marks=slow),
     ],
 )
-def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(number: signal.Signals, tmp_path: Path):
+def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(
+    number: signal.Signals, tmp_path: Path
+):
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, str(WORKERS / "spawns.py"), str(tmp_path)]
-    caller = subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    caller = subprocess.Popen(
+        words, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         until = time.monotonic() + END_S
         while len(list(tmp_path.glob("rank*"))) < 2 and time.monotonic() < until:
@@ -201,17 +208,27 @@ def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(number: signal.
 
 
 @pytest.mark.ranks
-def test_functions_without_a_name_need_cloudpickle_and_one_of_a_prompt_as_well(monkeypatch: pytest.MonkeyPatch):
+def test_functions_without_a_name_need_cloudpickle_and_one_of_a_prompt_as_well(
+    monkeypatch: pytest.MonkeyPatch,
+):
     rows = np.arange(3)
     (doubled,) = fddp.launch(lambda: rows * 2, 1, timeout_s=END_S)
     assert doubled.tolist() == [0, 2, 4]
-    prompt = "import fddp\ndef own(x): return x + 1\nif __name__ == '__main__': print(fddp.launch(own, 1, 1))"
+    prompt = (
+        "import fddp\ndef own(x): return x + 1\nif __name__ == '__main__': print(fddp.launch(own, "
+        "1, 1))"
+    )
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", prompt], env=env, capture_output=True, text=True, timeout=END_S)
+    done = subprocess.run(
+        [sys.executable, "-c", prompt], env=env, capture_output=True, text=True, timeout=END_S
+    )
     assert (done.stdout, done.returncode) == ("[2]\n", 0), done.stderr
     without = lambda name: None if name == "cloudpickle" else importlib.util.find_spec(name)  # noqa: E731
     monkeypatch.setattr(spawn, "find_spec", without)
-    with pytest.raises(ValueError, match=r"given .*<lambda>.*: write it into a module .*, or pip install cloudpickle"):
+    with pytest.raises(
+        ValueError,
+        match=r"given .*<lambda>.*: write it into a module .*, or pip install cloudpickle",
+    ):
         fddp.launch(lambda: rows, 2)
 
 
@@ -227,14 +244,20 @@ print(fddp.launch(os.getpid, 1))
 
 @pytest.mark.ranks
 def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told(tmp_path: Path):
-    with pytest.raises(RuntimeError, match=r"what a_lock returned cannot be pickled; return arrays"):
+    with pytest.raises(
+        RuntimeError, match=r"what a_lock returned cannot be pickled; return arrays"
+    ):
         fddp.launch(a_lock, 1, None, timeout_s=END_S)
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=END_S)
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=END_S
+    )
     assert done.returncode == 1
-    assert done.stderr.endswith("while it started: a script calls fddp.launch below `if __name__ == '__main__':`.\n")
+    assert done.stderr.endswith(
+        "while it started: a script calls fddp.launch below `if __name__ == '__main__':`.\n"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""`python -m fddp run`: ranks that fail end all, and training goes on from the last checkpoint with the same bits."""
+"""`python -m fddp run`: ranks that fail end all, and training goes on from the last checkpoint with
+the same bits."""
 
 import json
 import os
@@ -17,13 +18,20 @@ from fddp.__main__ import main
 from fddp.runtime.supervisor import Ended, Job, launcher, supervise
 
 PYTHON = (sys.executable, "-c")
-ENV = {"PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}", "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1", **UNOPTIMIZED}
+ENV = {
+    "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+    "JAX_PLATFORMS": "cpu",
+    "FDDP_GRACE_S": "1",
+    **UNOPTIMIZED,
+}
 
 
 def run(*words: str, timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m fddp run WORDS`; what it says is shown when the test fails."""
     command = [sys.executable, "-m", "fddp", "run", *words]
-    done = subprocess.run(command, env=os.environ | ENV | env, capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(
+        command, env=os.environ | ENV | env, capture_output=True, text=True, timeout=timeout_s
+    )
     print(done.stdout, done.stderr)
     return done
 
@@ -31,7 +39,13 @@ def run(*words: str, timeout_s: float = 300, **env: str) -> subprocess.Completed
 def ends(capfd: pytest.CaptureFixture[str], script: str, **job: Any) -> tuple[int, str, str]:
     """What becomes of ranks that run a script of Python's alone; `rank` is in it."""
     code = supervise(
-        Job([*PYTHON, f"import os, sys, time; rank = int(os.environ.get('FDDP_RANK', 0)); {script}"], **job)
+        Job(
+            [
+                *PYTHON,
+                f"import os, sys, time; rank = int(os.environ.get('FDDP_RANK', 0)); {script}",
+            ],
+            **job,
+        )
     )
     out, err = capfd.readouterr()
     return code, out, err
@@ -41,13 +55,17 @@ def ends(capfd: pytest.CaptureFixture[str], script: str, **job: Any) -> tuple[in
 
 
 def test_lines_have_their_rank_in_front_and_success_is_0(capfd: pytest.CaptureFixture[str]):
-    code, out, err = ends(capfd, "print('out'); print(os.environ['FDDP_SIZE'], file=sys.stderr)", ranks=2)
+    code, out, err = ends(
+        capfd, "print('out'); print(os.environ['FDDP_SIZE'], file=sys.stderr)", ranks=2
+    )
     assert code == 0
     assert sorted(out.splitlines()) == ["[0] out", "[1] out"]
     assert sorted(err.splitlines()) == ["[0] 2", "[1] 2"]
 
 
-def test_a_progress_bar_is_shown_as_it_grows_and_a_long_line_in_pieces(capfd: pytest.CaptureFixture[str]):
+def test_a_progress_bar_is_shown_as_it_grows_and_a_long_line_in_pieces(
+    capfd: pytest.CaptureFixture[str],
+):
     bar = "[print(f'{k} %', end='\\r', flush=True) for k in (10, 20)]"
     assert ends(capfd, bar, ranks=1) == (0, "10 %\r20 %\r", "")
     code, out, _ = ends(capfd, "print('x' * 300_000)", ranks=2)
@@ -57,17 +75,23 @@ def test_a_progress_bar_is_shown_as_it_grows_and_a_long_line_in_pieces(capfd: py
 @pytest.mark.ranks
 def test_ranks_go_on_when_nothing_takes_their_output(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text(f"for k in range(1000): print('x' * 100)\nopen({str(tmp_path / 'end')!r}, 'w')")
+    script.write_text(
+        f"for k in range(1000): print('x' * 100)\nopen({str(tmp_path / 'end')!r}, 'w')"
+    )
     run = f"{sys.executable} -m fddp run --by processes -n 1 {script}"
     for behind, words in (("> /dev/full", "No space left on device"), (">&-", ""), ("| true", "")):
-        done = subprocess.run(f"{run} {behind}", shell=True, env=os.environ | ENV, capture_output=True, text=True)
+        done = subprocess.run(
+            f"{run} {behind}", shell=True, env=os.environ | ENV, capture_output=True, text=True
+        )
         assert done.returncode == 0 and words in done.stderr, done.stderr
         (tmp_path / "end").unlink()
 
 
 def test_no_rank_outlives_fddp_run_though_it_is_killed(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text(f"import os, time\nopen(f'{tmp_path}/rank{{os.getpid()}}', 'w').close()\ntime.sleep(600)")
+    script.write_text(
+        f"import os, time\nopen(f'{tmp_path}/rank{{os.getpid()}}', 'w').close()\ntime.sleep(600)"
+    )
     words = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", str(script)]
     with subprocess.Popen(words, env=os.environ | ENV, stderr=subprocess.PIPE) as launcher:
         until = time.monotonic() + 60
@@ -75,7 +99,9 @@ def test_no_rank_outlives_fddp_run_though_it_is_killed(tmp_path: Path):
             time.sleep(0.05)
         launcher.kill()
     assert len(ranks) == 2
-    while alive := [rank for rank in ranks if Path("/proc", rank.name.removeprefix("rank")).exists()]:
+    while alive := [
+        rank for rank in ranks if Path("/proc", rank.name.removeprefix("rank")).exists()
+    ]:
         assert time.monotonic() < until, alive
         time.sleep(0.05)
 
@@ -107,8 +133,12 @@ def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(
 
 
 @pytest.mark.ranks
-def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(capfd: pytest.CaptureFixture[str]):
-    write = "rank = os.environ['PMI_RANK']; [(os.write(1, text), time.sleep(0.05)) for text in pieces]"
+def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(
+    capfd: pytest.CaptureFixture[str],
+):
+    write = (
+        "rank = os.environ['PMI_RANK']; [(os.write(1, text), time.sleep(0.05)) for text in pieces]"
+    )
     pieces = "pieces = [b'10 s ', b'so far', b'\\n', b'loss [1] 0.5\\nend ', b'without a newline']"
     code, out, _ = ends(capfd, f"{pieces}; {write}", ranks=2, mpiexec=launcher("MPICH"))
     by_rank = ("10 s so far", "end without a newline", "loss [1] 0.5")
@@ -117,15 +147,22 @@ def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(capfd: pytest
 
 
 @pytest.mark.ranks
-def test_ranks_under_mpiexec_share_a_secret(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_ranks_under_mpiexec_share_a_secret(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.delenv("FDDP_SECRET", raising=False)
-    code, out, _ = ends(capfd, "print(os.environ['FDDP_SECRET'])", ranks=2, mpiexec=launcher("MPICH"))
+    code, out, _ = ends(
+        capfd, "print(os.environ['FDDP_SECRET'])", ranks=2, mpiexec=launcher("MPICH")
+    )
     first, second = sorted(line.split()[1] for line in out.splitlines())
     assert code == 0 and first == second and len(first) == 32
 
 
 def test_greetings_of_gloo_are_not_shown(capfd: pytest.CaptureFixture[str]):
-    greets = "print('[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1')"
+    greets = (
+        "print('[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer "
+        "ranks is : 1')"
+    )
     assert ends(capfd, f"{greets}; print('trained')", ranks=1) == (0, "trained\n", "")
 
 
@@ -195,12 +232,18 @@ def test_it_goes_on_with_the_hosts_that_answer_and_not_with_too_few(
     monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", str(ssh))
     monkeypatch.setattr("fddp.runtime.supervisor.PAUSE_S", 0.0)
     monkeypatch.setattr("fddp.runtime.supervisor._run", failing)
-    job = Job(["train"], ranks=6, hosts=("a", "b", "c"), restarts=1, least=4, mpiexec=("mpiexec", "MPICH"))
+    job = Job(
+        ["train"], ranks=6, hosts=("a", "b", "c"), restarts=1, least=4, mpiexec=("mpiexec", "MPICH")
+    )
     assert supervise(job) == 9 and started == [["a", "b", "c"], ["a", "c"]]
     assert "restart 1 of 1, with 4 ranks." in capfd.readouterr().err
-    more = Job(["train"], ranks=6, hosts=("a", "b", "c"), restarts=1, least=6, mpiexec=("mpiexec", "MPICH"))
+    more = Job(
+        ["train"], ranks=6, hosts=("a", "b", "c"), restarts=1, least=6, mpiexec=("mpiexec", "MPICH")
+    )
     assert supervise(more) == 9
-    assert "with 4 ranks on the hosts that answer it is not started again." in capfd.readouterr().err
+    assert (
+        "with 4 ranks on the hosts that answer it is not started again." in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,8 +253,14 @@ def test_it_goes_on_with_the_hosts_that_answer_and_not_with_too_few(
         ({"ranks": 2, "least": 3}, "--min from 1 to it, got -n 2 and --min 3"),
         ({"ranks": 2, "restarts": -1}, "--restarts must be 0 or more, got -1"),
         ({"ranks": 2, "hosts": ("a", "b")}, "--hosts needs an mpiexec"),
-        ({"ranks": 3, "hosts": ("a", "b"), "mpiexec": ("mpiexec", None)}, "a multiple of the 2 hosts, got 3"),
-        ({"ranks": 2, "hosts": ("a", "-oProxyCommand=x"), "mpiexec": ("mpiexec", None)}, "got '-oProxyCommand=x'"),
+        (
+            {"ranks": 3, "hosts": ("a", "b"), "mpiexec": ("mpiexec", None)},
+            "a multiple of the 2 hosts, got 3",
+        ),
+        (
+            {"ranks": 2, "hosts": ("a", "-oProxyCommand=x"), "mpiexec": ("mpiexec", None)},
+            "got '-oProxyCommand=x'",
+        ),
     ],
 )
 def test_what_cannot_be_started_is_refused(job: dict[str, Any], says: str):
@@ -295,9 +344,23 @@ def test_a_rank_that_is_lost_for_good_costs_no_bit_where_replicas_are_virtual(tm
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["", "state"])
-def test_who_is_told_to_end_saves_and_ends_all_well(shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_who_is_told_to_end_saves_and_ends_all_well(
+    shard: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("SHARD", shard)
-    command = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--restarts", "3", "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "fddp",
+        "run",
+        "-n",
+        "2",
+        "--by",
+        "processes",
+        "--restarts",
+        "3",
+        "--",
+    ]
     command += [sys.executable, SCRIPT, str(tmp_path), "1000000"]
     job = subprocess.Popen(command, env=os.environ | ENV, stderr=subprocess.PIPE, text=True)
     saved, until = tmp_path / "saved", time.monotonic() + 60

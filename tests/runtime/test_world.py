@@ -1,4 +1,5 @@
-"""Ways into a world of several processes and out of it, with real processes: other launchers, too late, and leaving."""
+"""Ways into a world of several processes and out of it, with real processes: other launchers, too
+late, and leaving."""
 
 import signal
 from pathlib import Path
@@ -33,7 +34,12 @@ def open_mpi(rank: int, port: int) -> dict[str, str]:
 
 def torchrun(rank: int, port: int) -> dict[str, str]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-    return place | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    return place | {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": "2",
+    }
 
 
 def jax_variables(rank: int, port: int) -> dict[str, str]:
@@ -47,7 +53,11 @@ def job_of_kubernetes(rank: int, port: int) -> dict[str, str]:
 
 
 def flux(rank: int, port: int) -> dict[str, str]:
-    place = {"FDDP_COORDINATOR": f"127.0.0.1:{port}", "FLUX_TASK_LOCAL_ID": str(rank), "PMI_RANK": str(rank)}
+    place = {
+        "FDDP_COORDINATOR": f"127.0.0.1:{port}",
+        "FLUX_TASK_LOCAL_ID": str(rank),
+        "PMI_RANK": str(rank),
+    }
     return place | {"FLUX_TASK_RANK": str(rank), "FLUX_JOB_SIZE": "2", "PMI_SIZE": "2"}
 
 
@@ -79,7 +89,10 @@ def test_ranks_with_a_launchers_variables_meet_over_gloo_and_train(variables, li
 @ranks
 @slow
 def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_path: Path):
-    worlds = [{name: value for name, value in flux(rank, 1).items() if name != "FDDP_COORDINATOR"} for rank in range(2)]
+    worlds = [
+        {name: value for name, value in flux(rank, 1).items() if name != "FDDP_COORDINATOR"}
+        for rank in range(2)
+    ]
     outcome = launch_with(worlds, "doors.py", "join", folder=tmp_path)
     assert outcome.codes == (1, 1)
     for text in outcome.outputs:
@@ -92,7 +105,9 @@ def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_
 
 @ranks
 @pytest.mark.parametrize("who", ["1", *(pytest.param(who, marks=slow) for who in ("0", "all"))])
-def test_init_after_a_computation_is_the_same_error_on_all_ranks_though_one_is_late(who: str, tmp_path: Path):
+def test_init_after_a_computation_is_the_same_error_on_all_ranks_though_one_is_late(
+    who: str, tmp_path: Path
+):
     outcome = launch("gloo", 2, "doors.py", "late", who, folder=tmp_path)
     assert outcome.codes == (1, 1)
     errors = {text.strip().splitlines()[-1].partition(": rank ")[2] for text in outcome.outputs}

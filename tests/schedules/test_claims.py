@@ -1,4 +1,5 @@
-"""A program that a neighbour compiles is waited for last, and no neighbour keeps it from being compiled."""
+"""A program that a neighbour compiles is waited for last, and no neighbour keeps it from being
+compiled."""
 
 import subprocess
 import sys

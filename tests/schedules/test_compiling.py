@@ -1,4 +1,5 @@
-"""Rank 0 says what compiles, and for how long already, where it takes long; else nobody says anything."""
+"""Rank 0 says what compiles, and for how long already, where it takes long; else nobody says
+anything."""
 
 import re
 from collections.abc import Iterator
@@ -46,7 +47,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_every_schedule_says_what_compiles(group, impatient, capsys, options: dict[str, Any], said: str):
+def test_every_schedule_says_what_compiles(
+    group, impatient, capsys, options: dict[str, Any], said: str
+):
     step = fddp.train_step(net, optax.sgd(0.1), group=group(2), bucket_cap_mb=0, **options)
     state, _ = step(step.init(PARAMS), ROWS)
     lines = capsys.readouterr().err.splitlines()

@@ -1,4 +1,5 @@
-"""Claims about steps that return before their last sums are back: on paper, in training, for who holds the state."""
+"""Claims about steps that return before their last sums are back: on paper, in training, for who
+holds the state."""
 
 import copy
 import math
@@ -32,7 +33,8 @@ Groups = Callable[[int], fddp.Group]
 
 
 def layers(n: int, *, asks: int | None = None) -> TaskList:
-    """A net of n layers with a bucket each: the last one's gradient is ready first and needed last."""
+    """A net of n layers with a bucket each: the last one's gradient is ready first and needed
+    last."""
     x, y = ([Value(kind, k) for k in range(n + 1)] for kind in "xy")
     params = [Value("state", path=f"params/{k}") for k in range(n)]
     tasks: list[Task] = [Compute(f"forward {k}", (params[k], x[k]), (x[k + 1],)) for k in range(n)]
@@ -41,8 +43,14 @@ def layers(n: int, *, asks: int | None = None) -> TaskList:
         asked = (total[asks],) if asks is not None and number > asks else ()
         told = (BYTES,) if number == n - 1 else ()
         how = Reduction(asks=Asks(asks or 0, (0,)) if asked else None)
-        tasks += [Compute(f"backward {k}", (y[k + 1] if number else x[n], params[k]), (y[k], message[number]))]
-        tasks += [Communicate(f"bucket {number}", (message[number], *asked), (total[number], *told), how)]
+        tasks += [
+            Compute(
+                f"backward {k}", (y[k + 1] if number else x[n], params[k]), (y[k], message[number])
+            )
+        ]
+        tasks += [
+            Communicate(f"bucket {number}", (message[number], *asked), (total[number], *told), how)
+        ]
     weight = Value("weight")
     for number, k in enumerate(reversed(range(n))):
         reads = total[number], params[k], *((weight,) if number else ())
@@ -103,21 +111,29 @@ def test_neither_the_carrier_nor_gradients_that_are_returned_are_put_off():
     told = {name: use for name, use in uses(4).items() if name != "bucket 1"}  # it carries the loss
     assert order(trailed(layers(4), told)) == [0, 1, 2, 3]
     listed = layers(8)
-    kept = [task._replace(reads=tuple(x for x in task.reads if "state" not in x)) for task in listed.tasks]
+    kept = [
+        task._replace(reads=tuple(x for x in task.reads if "state" not in x))
+        for task in listed.tasks
+    ]
     assert order(trailed(listed._replace(tasks=tuple(kept)), uses(8))) == list(range(8))
 
 
 def test_a_put_off_sum_lies_under_the_next_forward_pass():
     """Four layers, by hand: a forward second and two of backward each, messages of three.
 
-    Messages are ready at 6, 8, 10 and 12, and leave in the order 0, 2, 3, 1: at 6, 10, 13 and 16. The next forward pass
-    needs 3 (layer 0) first, and begins at 16; layer 2 waits from 18 to 19 for message 1. So message 0 is ready anew at
-    23: 17 seconds a step, where all that wait for all take 18.
+    Messages are ready at 6, 8, 10 and 12, and leave in the order 0, 2, 3, 1: at 6, 10, 13 and 16.
+    The next forward pass needs 3 (layer 0) first, and begins at 16; layer 2 waits from 18 to 19 for
+    message 1. So message 0 is ready anew at 23: 17 seconds a step, where all that wait for all take
+    18.
     """
     took = {
-        f"{word} {k}": time for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0)) for k in range(4)
+        f"{word} {k}": time
+        for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0))
+        for k in range(4)
     }
-    assert steady_seconds(trailed(layers(4), uses(4)).tasks, took, attrgetter("replaces")) == pytest.approx(17.0)
+    assert steady_seconds(
+        trailed(layers(4), uses(4)).tasks, took, attrgetter("replaces")
+    ) == pytest.approx(17.0)
     assert steady_seconds(layers(4).tasks, took) == pytest.approx(18.0)
 
 
@@ -131,7 +147,9 @@ def batch(k: int) -> Any:
 
 
 def assert_close(got: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), got, expected
+    )
 
 
 def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
@@ -225,10 +243,14 @@ def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: 
 
 
 @pytest.mark.steps
-def test_the_next_forward_pass_begins_before_the_last_sum_is_back(group: Groups, x64: None, monkeypatch):
+def test_the_next_forward_pass_begins_before_the_last_sum_is_back(
+    group: Groups, x64: None, monkeypatch
+):
     wire = Wire(group(1))
     step, state = begun(wire)
-    for k in range(1, STEPS):  # then it is the turn of the order in which the sum that is used first is not the last
+    for k in range(
+        1, STEPS
+    ):  # then it is the turn of the order in which the sum that is used first is not the last
         state, _ = step(state, batch(k))
     jax.block_until_ready(state)
     said, messages = list[str](), len(step.plan.buckets)
@@ -237,7 +259,9 @@ def test_the_next_forward_pass_begins_before_the_last_sum_is_back(group: Groups,
         state, _ = step(state, batch(STEPS))
         said.clear()
         ended = list[Any]()
-        thread = threading.Thread(target=with_configuration(lambda: ended.append(step(state, batch(STEPS + 1)))))
+        thread = threading.Thread(
+            target=with_configuration(lambda: ended.append(step(state, batch(STEPS + 1))))
+        )
         thread.start()
         assert poll(lambda: "stage 3" in said, 60) and not ended
     thread.join(60)
@@ -246,7 +270,9 @@ def test_the_next_forward_pass_begins_before_the_last_sum_is_back(group: Groups,
 
 
 @pytest.mark.steps
-def test_the_first_steps_try_both_orders_of_the_messages_and_train_as_any(group: Groups, x64: None, monkeypatch):
+def test_the_first_steps_try_both_orders_of_the_messages_and_train_as_any(
+    group: Groups, x64: None, monkeypatch
+):
     wire, sent, took = Wire(group(1)), list[str](), list[tuple[str, ...]]()
     noted = wire.group.journal.message
 
@@ -265,7 +291,11 @@ def test_the_first_steps_try_both_orders_of_the_messages_and_train_as_any(group:
     ready, put_off = took[0], took[STEPS]
     assert ready != put_off and sorted(ready) == sorted(put_off)
     assert took[: 2 * TURNS * STEPS] == [*([ready] * STEPS), *([put_off] * STEPS)] * TURNS
-    assert took[-2] == took[-1] == tuple(one.reduction.title for one in step.tasks(state, TOKENS).messages)
+    assert (
+        took[-2]
+        == took[-1]
+        == tuple(one.reduction.title for one in step.tasks(state, TOKENS).messages)
+    )
     assert_close(state.params, plain(PARAMS, len(took)))
 
 
@@ -373,7 +403,8 @@ def test_a_sum_that_fails_is_an_error_for_whoever_looks_and_for_the_next_step(gr
 
 
 def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
-    """Makes a call while nothing but the first sum comes back; what it returned or raised when all were let."""
+    """Makes a call while nothing but the first sum comes back; what it returned or raised when all
+    were let."""
     ended = list[Any]()
 
     def run() -> None:
@@ -395,7 +426,11 @@ def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
 def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Groups, monkeypatch):
     wire, told = Wire(group(1)), list[str]()
     step, state = begun(wire, donate=False)
-    last = max(int(task.name.split()[1]) for task in step.tasks(state, TOKENS).tasks if task.kind == "compute")
+    last = max(
+        int(task.name.split()[1])
+        for task in step.tasks(state, TOKENS).tasks
+        if task.kind == "compute"
+    )
 
     def say(doing: str) -> None:
         told.append(doing)
@@ -420,7 +455,9 @@ def test_without_a_communicator_of_its_own_a_step_leaves_nothing(group: Groups):
 
 
 @pytest.mark.steps
-def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(group: Groups, x64: None, monkeypatch):
+def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(
+    group: Groups, x64: None, monkeypatch
+):
     """A clip by the global norm."""
     optimizer, wire = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)), Wire(group(1))
     step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
@@ -443,7 +480,9 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(grou
 
 
 @pytest.mark.steps
-def test_steps_that_are_local_for_a_while_promise_what_is_late_as_others_do(group: Groups, x64: None):
+def test_steps_that_are_local_for_a_while_promise_what_is_late_as_others_do(
+    group: Groups, x64: None
+):
     wire = Wire(group(1))
     optimizer = fddp.local_steps(optax.sgd(0.05), every=2)
     step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
@@ -460,3 +499,11 @@ def test_gradients_are_returned_when_all_are_there(group: Groups, x64: None):
     f = fddp.value_and_grad(tied_net, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
     for k in range(3):
         assert_close(f(PARAMS, batch(k)), jax.value_and_grad(tied_net)(PARAMS, batch(k)))
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "state"])
+def test_with_shards_an_eager_step_is_a_staged_one(group: Groups, shard: Any):
+    eager, staged = (trainer(group(2), shard=shard, schedule=name) for name in ("eager", "staged"))
+    form = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)
+    lists = [str(step.tasks(step.shapes(PARAMS), form)) for step in (eager, staged)]
+    assert lists[0] == lists[1]

@@ -1,4 +1,5 @@
-"""A loss's collectives travel between stages, and the step is that of one device on the joined batch, in float64."""
+"""A loss's collectives travel between stages, and the step is that of one device on the joined
+batch, in float64."""
 
 from functools import partial
 from typing import Any
@@ -26,11 +27,18 @@ def batch(replicas: int) -> Any:
 
 
 @pytest.mark.steps
-@crossed(loss={loss.__name__: loss for loss in LOSSES}, replicas=[1, 2, 3, 8], schedule=["staged", "eager"])
+@crossed(
+    loss={loss.__name__: loss for loss in LOSSES},
+    replicas=[1, 2, 3, 8],
+    schedule=["staged", "eager"],
+)
 def test_a_loss_with_collectives_is_that_of_the_joined_batch(group, x64, loss, replicas, schedule):
     value, grads = jax.value_and_grad(loss)(PARAMS, batch(replicas), None)
     f = fddp.value_and_grad(
-        lambda p, rows: loss(p, rows, "replica"), group=group(replicas), schedule=schedule, bucket_cap_mb=0
+        lambda p, rows: loss(p, rows, "replica"),
+        group=group(replicas),
+        schedule=schedule,
+        bucket_cap_mb=0,
     )
     got, found = f(PARAMS, batch(replicas))
     np.testing.assert_allclose(got, value, rtol=1e-10)
@@ -49,7 +57,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.quick(
-    "{'find_unused_parameters': True}-staged", "{'shard': 'state'}-eager", "{'accumulation_steps': 2}-eager"
+    "{'find_unused_parameters': True}-staged",
+    "{'shard': 'state'}-eager",
+    "{'accumulation_steps': 2}-eager",
 )
 @pytest.mark.steps
 @pytest.mark.parametrize(
@@ -92,7 +102,11 @@ def test_collectives_of_a_loss_go_with_other_options(group, x64, options, schedu
 def test_collectives_of_a_loss_are_carried_out_under_no_sync_too(group, x64, schedule):
     optimizer = optax.sgd(0.1)
     step = fddp.train_step(
-        lambda p, rows: normalized(p, rows, "replica"), optimizer, group=group(2), schedule=schedule, bucket_cap_mb=0
+        lambda p, rows: normalized(p, rows, "replica"),
+        optimizer,
+        group=group(2),
+        schedule=schedule,
+        bucket_cap_mb=0,
     )
     state, _ = step.no_sync(step.init(PARAMS), rows_of(0))
     state, _ = step(state, rows_of(1))
@@ -108,7 +122,9 @@ def rows_of(turn: int) -> Any:
 
 @pytest.mark.steps
 def test_the_plan_names_the_kinds_of_collectives_that_the_loss_holds(group):
-    step = fddp.train_step(lambda p, rows: normalized(p, rows, "replica"), optax.sgd(0.1), group=group(2))
+    step = fddp.train_step(
+        lambda p, rows: normalized(p, rows, "replica"), optax.sgd(0.1), group=group(2)
+    )
     step(step.init(PARAMS), batch(2))
     assert "the loss has collectives of its own: psum\n" in f"{step.plan}"
 
@@ -116,13 +132,19 @@ def test_the_plan_names_the_kinds_of_collectives_that_the_loss_holds(group):
 @pytest.mark.steps
 def test_each_collective_is_a_task_by_its_name_and_a_span(group):
     step = fddp.train_step(
-        lambda p, rows: clip(p, rows, "replica"), optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=0
+        lambda p, rows: clip(p, rows, "replica"),
+        optax.sgd(0.1),
+        group=group(2),
+        schedule="staged",
+        bucket_cap_mb=0,
     )
     params, rows = jax.tree.map(np.float32, (PARAMS, batch(2)))
     state = step.init(params)
     tasks = step.tasks(state, rows).tasks
     spoken = [task.name for task in tasks if getattr(task, "speaks", False)]
-    assert spoken[0].startswith("all_gather") and any(name.startswith("psum_scatter") for name in spoken)
+    assert spoken[0].startswith("all_gather") and any(
+        name.startswith("psum_scatter") for name in spoken
+    )
     made = {name: at for at, task in enumerate(tasks) for name in task.writes}
     for at, task in enumerate(tasks):  # no task stands before what it waits for
         assert all(made[name] < at for name in task.reads if name in made)

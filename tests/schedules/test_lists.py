@@ -1,4 +1,5 @@
-"""Claims about lists of tasks: what is in them, without anything run; and any launcher runs any list."""
+"""Claims about lists of tasks: what is in them, without anything run; and any launcher runs any
+list."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -38,7 +39,9 @@ ROWS = np.random.default_rng(9).normal(size=(8, 3)).astype(np.float32)
 
 def listed(group: fddp.Group, schedule: Any, **options: Any) -> TaskList:
     """The list of a step; only shapes are given."""
-    step = fddp.train_step(net, optax.adam(0.1), group=group, schedule=schedule, bucket_cap_mb=0, **options)
+    step = fddp.train_step(
+        net, optax.adam(0.1), group=group, schedule=schedule, bucket_cap_mb=0, **options
+    )
     return step.tasks(step.shapes(PARAMS), jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype))
 
 
@@ -47,7 +50,11 @@ def listed(group: fddp.Group, schedule: Any, **options: Any) -> TaskList:
 
 def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(group):
     tasks = listed(group(2), "after").tasks
-    assert [task.name for task in tasks] == ["backward", *(f"bucket {k}" for k in range(5)), "update"]
+    assert [task.name for task in tasks] == [
+        "backward",
+        *(f"bucket {k}" for k in range(5)),
+        "update",
+    ]
     assert tasks[0].writes == (*(f"message {k}" for k in range(5)), "kept by backward")
     assert [task.reads for task in tasks[1:-1]] == [(f"message {k}",) for k in range(5)]
     assert listed(group(2), "fused").tasks[1].reads == ("message 0",)
@@ -56,10 +63,13 @@ def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(gro
 @pytest.mark.parametrize("options", [{}, {"virtual_replicas": 4}], ids=str)
 def test_a_list_for_numpy_s_rows_of_64_bits_is_that_of_the_rows_as_jax_takes_them(group, options):
     """And the forms of none are made that JAX would have to shorten, of which it warns."""
-    step = fddp.train_step(net, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options)
+    step = fddp.train_step(
+        net, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options
+    )
     state = step.init(PARAMS)
     wide = step.tasks(
-        jax.tree.map(lambda x: np.asarray(x, np.result_type(x.dtype, np.int64)), state), ROWS.astype(float)
+        jax.tree.map(lambda x: np.asarray(x, np.result_type(x.dtype, np.int64)), state),
+        ROWS.astype(float),
     )
     assert str(wide) == str(step.tasks(state, ROWS))
 
@@ -68,32 +78,45 @@ def test_a_cut_list_sends_each_message_behind_the_stage_that_makes_it(group):
     tasks = listed(group(2), "staged").tasks
     stages, updates = [[f"{kind} {k}" for k in range(5)] for kind in ("stage", "update")]
     sends = [f"bucket {k}" for k in range(5)]
-    assert [task.name for task in tasks] == [*(name for pair in zip(stages, sends) for name in pair), *updates]
+    assert [task.name for task in tasks] == [
+        *(name for pair in zip(stages, sends) for name in pair),
+        *updates,
+    ]
     by_name = {task.name: task for task in tasks}
     for k in range(5):
         assert f"message {k}" in by_name[f"stage {k}"].writes
-        assert (by_name[f"bucket {k}"].reads, by_name[f"bucket {k}"].writes[0]) == ((f"message {k}",), f"sum {k}")
-    # The target's gradient is ready first, and the last layer's next: the first stage reads the whole forward pass.
+        assert (by_name[f"bucket {k}"].reads, by_name[f"bucket {k}"].writes[0]) == (
+            (f"message {k}",),
+            f"sum {k}",
+        )
+    # The target's gradient is ready first, and the last layer's next: the first stage reads the
+    # whole forward pass.
     assert "state/params/target" in by_name["stage 0"].reads and "rows" in by_name["stage 0"].reads
 
 
 @pytest.mark.parametrize("schedule", ["staged", "after"])
 def test_a_task_reads_what_was_there_or_was_written_before(group, schedule):
-    tasks = listed(group(2), schedule, find_unused_parameters=True, skip_all_reduce_unused_params=True)
+    tasks = listed(
+        group(2), schedule, find_unused_parameters=True, skip_all_reduce_unused_params=True
+    )
     written = set[str]()
     everything = {name for task in tasks.tasks for name in task.writes}
     for task in tasks.tasks:
         assert everything & set(task.reads) <= written, task.name
         assert not written & set(task.writes), "a value is written once"
         written |= set(task.writes)
-    assert all("sum 0" in task.reads for task in tasks.messages[1:])  # which says whether anybody needs the others
+    assert all(
+        "sum 0" in task.reads for task in tasks.messages[1:]
+    )  # which says whether anybody needs the others
     assert "bytes" in tasks.messages[-1].writes
 
 
 def test_a_cut_list_is_what_its_outline_says(group):
     on_paper, _ = outline([1.0] * 5, [1.0] * 5, [1.0] * 5)
     tasks = listed(group(2), "staged").tasks
-    assert [(task.kind, task.name) for task in tasks] == [(task.kind, task.name) for task in on_paper]
+    assert [(task.kind, task.name) for task in tasks] == [
+        (task.kind, task.name) for task in on_paper
+    ]
     sums = lambda task: [name for name in task.reads if name.startswith(("sum", "message"))]  # noqa: E731
     for task, drawn in zip(tasks, on_paper):
         # An update may need less than all that is back, and never more.
@@ -111,7 +134,9 @@ def test_names_of_paths_that_read_alike_differ(group):
     loss = lambda p, x: jnp.mean((x * p["a"]["b"] - p["a/b"]) ** 2)  # noqa: E731
     ends = []
     for schedule in ("staged", "fused"):
-        step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0
+        )
         ends.append(step(step.init(params), np.ones((4, 2), np.float32))[0].params)
     jax.tree.map(np.testing.assert_array_equal, *ends)
 
@@ -136,13 +161,17 @@ def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, made
     def schedule(group: fddp.Group, pieces: Pieces, donate: bool) -> Any:
         return LAUNCHERS[launcher](group, partial(LISTS[made], group.placement, pieces), donate)
 
-    step = fddp.train_step(net, SGD, group=group(n), schedule=schedule, bucket_cap_mb=0, donate=False)
+    step = fddp.train_step(
+        net, SGD, group=group(n), schedule=schedule, bucket_cap_mb=0, donate=False
+    )
     expected, _, losses, _ = by_plain_jax(net, SGD, PARAMS, [ROWS] * 2)
     state = step.init(PARAMS)
     for value in losses:
         state, info = step(state, ROWS)
         np.testing.assert_allclose(info.loss, value, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), state.params, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), state.params, expected
+    )
 
 
 @pytest.mark.steps
@@ -150,7 +179,9 @@ def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, made
 def test_messages_in_xlas_order_give_the_bits_of_messages_in_their_own(group, n):
     ends = []
     for schedule in ("fused", "held", "unordered"):
-        step = fddp.train_step(net, optax.adam(0.1), group=group(n), schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            net, optax.adam(0.1), group=group(n), schedule=schedule, bucket_cap_mb=0
+        )
         state, _ = step(step.init(PARAMS), ROWS)
         state, info = step(state, ROWS)
         ends.append((state.params, info.loss))
@@ -196,13 +227,17 @@ WEIGHTS = [np.random.default_rng(k).normal(size=(3, 3)) for k in range(4)]
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2], [0, 3], [1]]])
 def test_outputs_are_those_of_the_program_in_any_order(group, groups):
     outputs, _, _ = made(group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], groups)
-    for got, want in zip(outputs, chain(jnp.ones((2, 3)), *(jnp.asarray(w, jnp.float32) for w in WEIGHTS))):
+    for got, want in zip(
+        outputs, chain(jnp.ones((2, 3)), *(jnp.asarray(w, jnp.float32) for w in WEIGHTS))
+    ):
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 def test_equal_stages_are_compiled_once(group):
     """Layers of equal shape: a network ten times as deep compiles no longer."""
-    _, programs, _ = made(group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], [[0], [1], [2], [3]])
+    _, programs, _ = made(
+        group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], [[0], [1], [2], [3]]
+    )
     first, *others, last = programs.values()
     assert len(set(map(id, others))) == 1
     # The first reads an input, the last hands nothing on.
@@ -219,7 +254,11 @@ def test_stages_that_differ_in_a_constant_are_different_programs(group):
 
 def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
     outputs, _, (a, b) = made(
-        group, lambda a, b: [jnp.sin(a), jnp.sin(a * b)], [np.ones(3), np.ones(3)], [[0], [1]], donate=True
+        group,
+        lambda a, b: [jnp.sin(a), jnp.sin(a * b)],
+        [np.ones(3), np.ones(3)],
+        [[0], [1]],
+        donate=True,
     )
     assert a.is_deleted() and not b.is_deleted()
     np.testing.assert_allclose(outputs[1], np.sin(np.ones(3)), rtol=1e-6)

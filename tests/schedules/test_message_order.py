@@ -10,7 +10,8 @@ from fddp.schedules.message_order import STEPS, TRIED, TURNS, Trial
 
 
 def steps(trial: Trial, seconds: list[float], count: int) -> list[int]:
-    """The ways of so many steps, one as long as the other but for the first of a turn, which misleads."""
+    """The ways of so many steps, one as long as the other but for the first of a turn, which
+    misleads."""
     ways = list[int]()
     for number in range(count):
         ways.append(trial.way(len(seconds)))
@@ -23,7 +24,9 @@ def steps(trial: Trial, seconds: list[float], count: int) -> list[int]:
 def test_ways_take_turns_and_the_fastest_one_stays(group, seconds: list[float]):
     n = len(seconds)
     got = steps(Trial(group(1)), seconds, n * TURNS * STEPS + 5)
-    assert got[: n * TURNS * STEPS] == [way for _ in range(TURNS) for way in range(n) for _ in range(STEPS)]
+    assert got[: n * TURNS * STEPS] == [
+        way for _ in range(TURNS) for way in range(n) for _ in range(STEPS)
+    ]
     assert got[n * TURNS * STEPS :] == [int(np.argmin(seconds))] * 5
 
 
@@ -35,7 +38,10 @@ def test_what_is_said_of_one_way_alone_is_nothing(group):
 def told(group: fddp.Group, words: list[list[int]]) -> fddp.Group:
     """A group in which rank 0 says these, one after the other."""
     said = iter(words)
-    return replace(group, hosts=group.hosts._replace(broadcast=lambda own, root: np.array(next(said), own.dtype)))
+    return replace(
+        group,
+        hosts=group.hosts._replace(broadcast=lambda own, root: np.array(next(said), own.dtype)),
+    )
 
 
 def test_at_each_turn_all_ranks_take_rank_0_s_way_whatever_they_would_have_taken(group):

@@ -44,9 +44,14 @@ def test_staged_gives_what_fused_gives(group, module):
     ends = {}
     for schedule in ("fused", "staged"):
         step = fddp.train_step(
-            loss_fn, optax.sgd(0.05, 0.9), group=group(2), has_aux=True, schedule=schedule,
-            accumulation_steps=2, **caps,
-        )  # fmt: skip
+            loss_fn,
+            optax.sgd(0.05, 0.9),
+            group=group(2),
+            has_aux=True,
+            schedule=schedule,
+            accumulation_steps=2,
+            **caps,
+        )
         state = step.init(params, model_state=model_state)
         for _ in range(3):
             state, _ = step(state, batch)
@@ -73,14 +78,26 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 def everything(params: Any, batch: Any, *, model_state: Any, rng: Any) -> Any:
-    """Draws of its own and in common, a branch, dtypes and an empty leaf, few rows, weights, buffers and metrics."""
-    x = batch["x"] + 0.1 * jax.random.normal(rng["own"], batch["x"].shape) + jax.random.uniform(rng["common"])
+    """Draws of its own and in common, a branch, dtypes and an empty leaf, few rows, weights,
+    buffers and metrics."""
+    x = (
+        batch["x"]
+        + 0.1 * jax.random.normal(rng["own"], batch["x"].shape)
+        + jax.random.uniform(rng["common"])
+    )
     hidden = jnp.tanh((x - model_state["mean"]) @ params["first"]) * params["half"].astype(x.dtype)
     hidden += params["table"][batch["row"]]
     wave = jnp.real(jnp.fft.fft(hidden) * params["wave"]) + jnp.sum(params["empty"])
-    branches = [lambda: jnp.mean(wave * params["left"]), lambda: jnp.mean(wave * params["right"]), lambda: 0.0]
+    branches = [
+        lambda: jnp.mean(wave * params["left"]),
+        lambda: jnp.mean(wave * params["right"]),
+        lambda: 0.0,
+    ]
     value = jnp.mean(wave**2) + jax.lax.switch(batch["choice"][0], branches)
-    new = {"mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(jnp.clip(x, -9, 9)), "calls": model_state["calls"] + 1}
+    new = {
+        "mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(jnp.clip(x, -9, 9)),
+        "calls": model_state["calls"] + 1,
+    }
     return fddp.Weighted(value, jnp.sum(jnp.abs(batch["x"]))), (new, {"wave": jnp.mean(wave)})
 
 
@@ -101,7 +118,8 @@ def params_of_everything(rows: int) -> Any:
 
 
 def batches_of_everything() -> list[fddp.Joined]:
-    """The first call is of no_sync; in the third something overflows, in the last one replica has run out of data."""
+    """The first call is of no_sync; in the third something overflows, in the last one replica has
+    run out of data."""
     rng, found = np.random.default_rng(3), []
     for number, choices in enumerate([(0, 0), (0, 1), (1, 1), (2, 2), (0, 2)]):
         x, choice = rng.normal(size=(8, 3)), np.repeat(np.array(choices, np.int32), 4)
@@ -115,12 +133,21 @@ def batches_of_everything() -> list[fddp.Joined]:
 
 def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[str, Any]) -> Any:
     """The state after each step, as arrays, and what the steps told."""
-    clipped = optax.chain(optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9))
+    clipped = optax.chain(
+        optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)
+    )
     step = fddp.train_step(
-        everything, fddp.dynamic_scale(clipped, initial=4.0), group=replicas, has_aux=True, schedule=schedule,
-        accumulation_steps=2, bucket_cap_mb=0, find_unused_parameters=True, ignore=lambda path: path == "ignored",
+        everything,
+        fddp.dynamic_scale(clipped, initial=4.0),
+        group=replicas,
+        has_aux=True,
+        schedule=schedule,
+        accumulation_steps=2,
+        bucket_cap_mb=0,
+        find_unused_parameters=True,
+        ignore=lambda path: path == "ignored",
         **features,
-    )  # fmt: skip
+    )
     # A hook gets whole gradients, and rounds them: of few numbers.
     state = step.init(
         params_of_everything(64 if "hook" in features else 4096),
@@ -129,7 +156,9 @@ def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[
     )
     first, *rest = batches_of_everything()
     state, told = step.no_sync(state, first)
-    found: list[Any] = [told._replace(sent=None)]  # what is not exact in 16 bits travels in another bucket
+    found: list[Any] = [
+        told._replace(sent=None)
+    ]  # what is not exact in 16 bits travels in another bucket
     for batch in rest:
         state, info = step(state, batch)
         found += [jax.device_get(state._replace(rng=None)), info._replace(sent=None)]
@@ -141,9 +170,15 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if jnp.issubdtype(got.dtype, jnp.inexact) and got.size:
         wide = np.complex128 if jnp.iscomplexobj(got) else np.float64
-        got, expected, eps = got.astype(wide), expected.astype(wide), float(jnp.finfo(got.dtype).eps)
+        got, expected, eps = (
+            got.astype(wide),
+            expected.astype(wide),
+            float(jnp.finfo(got.dtype).eps),
+        )
         # What a hook remembers is a difference of numbers of about 1.
-        np.testing.assert_allclose(got, expected, rtol=16 * eps, atol=16 * eps * max(1, np.max(np.abs(expected))))
+        np.testing.assert_allclose(
+            got, expected, rtol=16 * eps, atol=16 * eps * max(1, np.max(np.abs(expected)))
+        )
     else:
         np.testing.assert_array_equal(got, expected)
 
@@ -152,10 +187,20 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("features", FEATURES)
 def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, x64, features):
     schedules = ("fused", "staged", "after", *(() if "hook" in FEATURES[features] else ("eager",)))
-    fused, *others = (trained_with_everything(group(2), schedule, FEATURES[features]) for schedule in schedules)
-    assert [float(state.opt_state.scale) for state in fused[1::2]] == [4, 2, 2, 2], "one step overflows"
-    used = [{name: int(info.used[name]) for name in ("left", "right", "never")} for info in fused[2::2]]
-    assert used[0] == {"left": 2, "right": 1, "never": 0} and used[2] == {"left": 0, "right": 0, "never": 0}
+    fused, *others = (
+        trained_with_everything(group(2), schedule, FEATURES[features]) for schedule in schedules
+    )
+    assert [float(state.opt_state.scale) for state in fused[1::2]] == [4, 2, 2, 2], (
+        "one step overflows"
+    )
+    used = [
+        {name: int(info.used[name]) for name in ("left", "right", "never")} for info in fused[2::2]
+    ]
+    assert used[0] == {"left": 2, "right": 1, "never": 0} and used[2] == {
+        "left": 0,
+        "right": 0,
+        "never": 0,
+    }
     for found in others:
         assert jax.tree.structure(found) == jax.tree.structure(fused)
         jax.tree.map(assert_as_near_as_dtypes_are, found, fused)
@@ -168,7 +213,9 @@ def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, 
 def staged_gpt(group):
     """A step of many stages, compiled once; parameters and a batch."""
     loss_fn, params, _, batch = problem(gpt)
-    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS)
+    step = fddp.train_step(
+        loss_fn, optax.adamw(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS
+    )
     return step, params, batch
 
 
@@ -212,7 +259,9 @@ def test_a_bucket_is_used_while_the_next_one_travels(group):
 def test_the_weight_that_divides_a_hooks_sums_travels_before_them(group, schedule):
     params = {"a": jnp.ones(4), "b": jnp.ones(4)}
     loss = lambda p, x: jnp.mean(p["a"] * p["b"]) * jnp.mean(x)  # noqa: E731
-    step = fddp.train_step(loss, optax.sgd(0.1), group=group(1), schedule=schedule, hook=hooks.bf16(), bucket_cap_mb=0)
+    step = fddp.train_step(
+        loss, optax.sgd(0.1), group=group(1), schedule=schedule, hook=hooks.bf16(), bucket_cap_mb=0
+    )
     step(step.init(params), np.ones(2, np.float32))
     assert [span.name for span in step.timeline().communication] == ["tail", "bucket 0", "bucket 1"]
 
@@ -233,8 +282,11 @@ def test_a_fused_step_says_that_it_has_no_timeline(group):
 
 
 def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_begins(group):
-    """XLA:CPU's threads would all wait in all-reduces of different steps for devices that have none left."""
-    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), schedule="fused")
+    """XLA:CPU's threads would all wait in all-reduces of different steps for devices that have none
+    left."""
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), schedule="fused"
+    )
     state = step.init(jnp.ones((512, 512)))
     for _ in range(3):
         state, info = step(state, np.ones((64, 512), np.float32))
@@ -242,15 +294,20 @@ def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_beg
 
 
 @pytest.mark.parametrize(
-    "options", [{"schedule": "staged"}, {"schedule": "eager"}, {"schedule": "eager", "shard": "state"}]
+    "options",
+    [{"schedule": "staged"}, {"schedule": "eager"}, {"schedule": "eager", "shard": "state"}],
 )
 def test_threads_begin_with_the_first_call_of_a_step_and_end_with_the_step(group, options):
     def threads():
-        return {thread for thread in threading.enumerate() if thread.name.startswith("fddp")} - others
+        return {
+            thread for thread in threading.enumerate() if thread.name.startswith("fddp")
+        } - others
 
     others: set[threading.Thread] = set()
     others = threads()
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1), **options)
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1), **options
+    )
     state = step.init(np.zeros(3))
     assert not threads()
     state, _ = step(state, np.ones((4, 3)))
@@ -268,14 +325,22 @@ def test_threads_begin_with_the_first_call_of_a_step_and_end_with_the_step(group
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"hook": hooks.bf16()}, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}],
+    [
+        {},
+        {"hook": hooks.bf16()},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    ],
     ids=["plain", "hook", "skipped"],
 )
 def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, options):
     def loss(p, x):
-        return jnp.mean((x @ p["a"]) ** 2) + jax.lax.cond(x[0, 0] > 9, lambda: jnp.sum(p["b"]), lambda: 0.0)
+        return jnp.mean((x @ p["a"]) ** 2) + jax.lax.cond(
+            x[0, 0] > 9, lambda: jnp.sum(p["b"]), lambda: 0.0
+        )
 
-    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options)
+    step = fddp.train_step(
+        loss, optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options
+    )
     state, info = step(step.init({"a": np.full((3, 1), 1 / 3), "b": np.ones(2)}), np.ones((4, 3)))
     assert info.loss.dtype == np.float64
     # The sum of three thirds is 1, its square's gradient 2, which 16 bits hold.
@@ -283,12 +348,23 @@ def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, op
     np.testing.assert_array_equal(state.params["b"], np.ones(2))
 
 
-@crossed(options={"plain": {}, "hook": {"hook": hooks.bf16()}}, schedule=["fused", "staged", "after"], n=[1, 2])
+@crossed(
+    options={"plain": {}, "hook": {"hook": hooks.bf16()}},
+    schedule=["fused", "staged", "after"],
+    n=[1, 2],
+)
 def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, options):
     step = fddp.train_step(
-        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5), group=group(n), schedule=schedule, **options
+        lambda w, x: jnp.mean((x - w) ** 2),
+        optax.sgd(0.5),
+        group=group(n),
+        schedule=schedule,
+        **options,
     )
-    state, rows = step.init(np.zeros(())), group(n).placement.place(np.full(4, 2.0), group(n).placement.per_replica)
+    state, rows = (
+        step.init(np.zeros(())),
+        group(n).placement.place(np.full(4, 2.0), group(n).placement.per_replica),
+    )
     with jax.transfer_guard("disallow"):
         for _ in range(2):
             state, _ = step(state, rows)
@@ -304,7 +380,9 @@ def test_without_jit_a_step_runs_as_jax_runs_it_or_says_why_not(group):
         state, _ = step(step.init(np.float32(0)), np.full(2, 2.0, np.float32))
         with jax.disable_jit():
             if schedule == "staged":
-                with pytest.raises(ValueError, match=r"under jax.disable_jit\(\).*schedule='after' to look inside"):
+                with pytest.raises(
+                    ValueError, match=r"under jax.disable_jit\(\).*schedule='after' to look inside"
+                ):
                     step(state, np.full(2, 4.0, np.float32))
             else:
                 state, _ = step(state, np.full(2, 4.0, np.float32))
@@ -323,19 +401,27 @@ def test_a_schedule_may_be_a_function_of_the_users_own(group):
     def loss(p, x):
         return jnp.mean((x @ p["a"]) ** 2) + jnp.sum(p["b"] ** 2)
 
-    params, rows = {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)}, np.ones((4, 3), np.float32)
+    params, rows = (
+        {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)},
+        np.ones((4, 3), np.float32),
+    )
     ends = []
     for schedule in (noted, "fused"):
-        step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0)
+        step = fddp.train_step(
+            loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0
+        )
         ends.append(step(step.init(params), rows)[0].params)
     assert made == [["bucket 0", "bucket 1"]]
     jax.tree.map(np.testing.assert_array_equal, *ends)
     for schedule in (noted, partial(noted)):  # ranks compare options by these names
         assert "schedule=noted" in repr(fddp.Options(schedule=schedule))
-    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=partial(after), bucket_cap_mb=0)
+    step = fddp.train_step(
+        loss, optax.sgd(0.1), group=group(2), schedule=partial(after), bucket_cap_mb=0
+    )
     jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, ends[0])
     with pytest.raises(
-        ValueError, match="schedule must be one of auto, fused, held, unordered, staged, eager, after, got 3"
+        ValueError,
+        match="schedule must be one of auto, fused, held, unordered, staged, eager, after, got 3",
     ):
         fddp.train_step(loss, optax.sgd(0.1), schedule=3)  # pyright: ignore[reportArgumentType]
 
@@ -347,7 +433,9 @@ def test_an_error_of_the_communication_thread_reaches_the_caller(group):
     alone = group(1)
     cut_off = replace(alone, transport=alone.transport._replace(all_reduce=broken))
     loss_fn, params, _, batch = problem(gpt)
-    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=cut_off, has_aux=True, schedule="staged", **CAPS)
+    step = fddp.train_step(
+        loss_fn, optax.sgd(0.1), group=cut_off, has_aux=True, schedule="staged", **CAPS
+    )
     with pytest.raises(ConnectionError, match="the wire is cut"):
         step(step.init(params), batch)
 
@@ -395,7 +483,8 @@ def chain(p: Any, x: Any, between: Callable[[Any], Any] = lambda x: x) -> Any:
 def sent_before(
     group: fddp.Group, error: str, reduce: Callable[[int], None], lanes: int = 1, **parts: Any
 ) -> list[int]:
-    """The messages of a step that have left when its error comes; `reduce(k)` is called when message k leaves."""
+    """The messages of a step that have left when its error comes; `reduce(k)` is called when
+    message k leaves."""
     sent: list[int] = []
 
     def noted(wire: jax.Array) -> jax.Array:
@@ -414,7 +503,10 @@ def sent_before(
         bucket_cap_mb=0,
     )
     with pytest.raises(Exception, match=error):
-        step(step.init([jnp.full(10 * (k + 1), 0.01) for k in range(MESSAGES)]), np.ones(2, np.float32))
+        step(
+            step.init([jnp.full(10 * (k + 1), 0.01) for k in range(MESSAGES)]),
+            np.ones(2, np.float32),
+        )
     return sorted(sent)
 
 

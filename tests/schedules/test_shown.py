@@ -22,7 +22,9 @@ def net(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(batch @ params["first"]) @ params["second"]) ** 2)
 
 
-@pytest.mark.quick("{'schedule': 'eager', 'shard': 'state'}", "{'schedule': 'staged', 'virtual_replicas': 4}")
+@pytest.mark.quick(
+    "{'schedule': 'eager', 'shard': 'state'}", "{'schedule': 'staged', 'virtual_replicas': 4}"
+)
 @pytest.mark.steps
 @pytest.mark.parametrize(
     "options",
@@ -48,5 +50,6 @@ def test_a_trace_has_every_task_of_a_step_by_name(group, tmp_path: Path, options
     shown = Counter(event.name for plane in read_profile(path) for event in plane.events)
     assert len(tasks) >= 4
     assert {task.name for task in tasks} <= set(shown)
-    # A message is on its way once; what is computed shows where it is launched and where it is waited for.
+    # A message is on its way once; what is computed shows where it is launched and where it is
+    # waited for.
     assert all(shown[task.name] == 1 for task in tasks if isinstance(task, Communicate))

@@ -33,7 +33,8 @@ def test_all_is_exposed_when_traffic_comes_after():
 
 
 def test_the_bound_starts_an_all_reduce_when_its_stage_is_done_and_the_link_is_free():
-    # Stages of 2, 1, 1 s; all-reduces of 2, 2, 1 s: ready at 2, 3, 4; sent 2-4, 4-6, 6-7; then an update of 1 s.
+    # Stages of 2, 1, 1 s; all-reduces of 2, 2, 1 s: ready at 2, 3, 4; sent 2-4, 4-6, 6-7; then an
+    # update of 1 s.
     line = step([(0, 2), (2, 3), (3, 4)], [(4, 6), (6, 8), (8, 9)], [(9, 10)])
     assert line.bound() == 8
 
@@ -79,7 +80,8 @@ def test_a_link_that_is_free_waits_for_the_next_stage():
 
 
 def test_a_pace_slows_both_only_while_both_are_under_way():
-    # From 2 s on stage 1 goes at half its speed; its 1 s takes until 4, when the all-reduce, at 3/4, has 0.5 s left.
+    # From 2 s on stage 1 goes at half its speed; its 1 s takes until 4, when the all-reduce, at
+    # 3/4, has 0.5 s left.
     line = simulate(*outline([2, 1], [2, 1]), pace=Pace(compute=0.5, communication=0.75))
     assert times(line, "compute") == [(0, 2), (2, 4)]
     assert times(line, "communication") == [(2, 4.5), (4.5, 5.5)]
@@ -106,7 +108,8 @@ lengths = st.lists(st.floats(0.01, 5), min_size=1, max_size=6)
 
 @given(lengths, st.data())
 def test_no_order_of_events_beats_the_bound(stages, data):
-    """Any run in which an all-reduce waits for its stage and for the link ends at the bound or later."""
+    """Any run in which an all-reduce waits for its stage and for the link ends at the bound or
+    later."""
     sends = data.draw(st.lists(st.floats(0.01, 5), min_size=len(stages), max_size=len(stages)))
     gap = data.draw(st.floats(0, 1))
     clock, link, computed, traffic = 0.0, 0.0, [], []
@@ -124,8 +127,12 @@ def test_no_order_of_events_beats_the_bound(stages, data):
 
 def test_the_printed_timeline_tells_the_end_and_what_is_exposed():
     line = step([(10, 10.002)], [(10.002, 10.005)])
-    assert str(line).endswith("5.00 ms, 3.00 ms of communication exposed, 0% of all under computation; bound 5.00 ms")
-    assert str(Timeline(line.spans)).endswith("0% of all under computation")  # of spans alone nothing follows
+    assert str(line).endswith(
+        "5.00 ms, 3.00 ms of communication exposed, 0% of all under computation; bound 5.00 ms"
+    )
+    assert str(Timeline(line.spans)).endswith(
+        "0% of all under computation"
+    )  # of spans alone nothing follows
 
 
 ### Any list
@@ -141,7 +148,14 @@ def test_a_list_on_paper_waits_for_what_it_reads_and_for_nothing_else():
         Compute("backward", (Value("y"),), (Value("message", 0),)),
         Communicate("scatter 0", (Value("message", 0),), (Value("shard", 0),)),
     ]
-    seconds = {"forward 0": 2, "forward 1": 2, "backward": 3, "gather 0": 1, "gather 1": 4, "scatter 0": 1}
+    seconds = {
+        "forward 0": 2,
+        "forward 1": 2,
+        "backward": 3,
+        "gather 0": 1,
+        "gather 1": 4,
+        "scatter 0": 1,
+    }
     line = simulate(tasks, seconds)
     assert times(line, "communication") == [(0, 1), (1, 5), (10, 11)]
     assert times(line, "compute") == [(1, 3), (5, 7), (7, 10)]

@@ -1,4 +1,5 @@
-"""Stacked layers that are gathered for each pass: one layer after the other, in the loop that reads it."""
+"""Stacked layers that are gathered for each pass: one layer after the other, in the loop that reads
+it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_scanned_shards import CAP, INNER, LAYERS, SLICES, WIDTH, layer, net, plain, slices, trained, weights
+from test_scanned_shards import (
+    CAP,
+    INNER,
+    LAYERS,
+    SLICES,
+    WIDTH,
+    layer,
+    net,
+    plain,
+    slices,
+    trained,
+    weights,
+)
 from trees import close
 
 import fddp
@@ -33,7 +46,9 @@ def with_rng(x: Any, p: Any) -> Any:
 def by_copies(x: Any, p: Any) -> Any:
     """Cheap copies of the weights are made before the loop, and in it for the backward loop."""
     scaled = {"kernel": 2 * p["layers"]["kernel"], "bias": p["layers"]["bias"]}
-    return jax.lax.scan(lambda x, w: layer(x, {"kernel": jnp.negative(w["kernel"]), "bias": w["bias"]}), x, scaled)[0]
+    return jax.lax.scan(
+        lambda x, w: layer(x, {"kernel": jnp.negative(w["kernel"]), "bias": w["bias"]}), x, scaled
+    )[0]
 
 
 def in_turn(x: Any, p: Any) -> Any:
@@ -45,10 +60,18 @@ def in_pairs(x: Any, p: Any) -> Any:
     return jax.lax.scan(layer, x, p["layers"], unroll=2)[0]
 
 
-ALONE = {**INNER, "with random numbers": with_rng, "by copies": by_copies, "twice": in_turn, "unrolled": in_pairs}
+ALONE = {
+    **INNER,
+    "with random numbers": with_rng,
+    "by copies": by_copies,
+    "twice": in_turn,
+    "unrolled": in_pairs,
+}
 
 
-def shared(group: fddp.Group, inner: Any, optimizer: Any, schedule: Any = "fused", **options: Any) -> fddp.TrainStep:
+def shared(
+    group: fddp.Group, inner: Any, optimizer: Any, schedule: Any = "fused", **options: Any
+) -> fddp.TrainStep:
     wanted = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": CAP} | options
     return fddp.train_step(net(inner), optimizer, group=group, schedule=schedule, **wanted)
 
@@ -56,7 +79,11 @@ def shared(group: fddp.Group, inner: Any, optimizer: Any, schedule: Any = "fused
 def gathering_loops(module: Any) -> int:
     """The number of loops that gather, beside products."""
     loops = [some.lines for some in module.schedules() if some.loops]
-    gather = [some for some in loops if any(sends(module, line) and "gather" in line.opcode for line, _ in some)]
+    gather = [
+        some
+        for some in loops
+        if any(sends(module, line) and "gather" in line.opcode for line, _ in some)
+    ]
     return sum(any(work(module, line, body) for line, body in some) for some in gather)
 
 
@@ -68,13 +95,18 @@ def largest(module: Any) -> int:
 
 DEFAULT = [(3, "rematerialised whole"), (8, "by copies")]
 WIDE = [
-    pytest.param(n, inner, marks=pytest.mark.slow) for n in (2, 3, 8) for inner in ALONE if (n, inner) not in DEFAULT
+    pytest.param(n, inner, marks=pytest.mark.slow)
+    for n in (2, 3, 8)
+    for inner in ALONE
+    if (n, inner) not in DEFAULT
 ]
 
 
 @pytest.mark.quick("8-by copies")
 @pytest.mark.parametrize(("n", "inner"), [*DEFAULT, *WIDE])
-def test_layers_that_a_loop_gathers_are_trained_as_by_plain_jax(group: Groups, x64: None, n: int, inner: str):
+def test_layers_that_a_loop_gathers_are_trained_as_by_plain_jax(
+    group: Groups, x64: None, n: int, inner: str
+):
     step = shared(group(n), ALONE[inner], optax.adamw(0.05))
     state = fddp.whole(trained(step, 2), group=group(n))
     assert max(bucket.rounds for bucket in step.plan.buckets) == LAYERS
@@ -82,9 +114,12 @@ def test_layers_that_a_loop_gathers_are_trained_as_by_plain_jax(group: Groups, x
 
 
 @pytest.mark.parametrize(
-    "inner", ["by copies", *(pytest.param(x, marks=pytest.mark.slow) for x in ALONE if x != "by copies")]
+    "inner",
+    ["by copies", *(pytest.param(x, marks=pytest.mark.slow) for x in ALONE if x != "by copies")],
 )
-def test_each_loop_gathers_and_no_array_of_the_program_is_as_large_as_the_stack(group: Groups, inner: str):
+def test_each_loop_gathers_and_no_array_of_the_program_is_as_large_as_the_stack(
+    group: Groups, inner: str
+):
     step = shared(group(4), ALONE[inner], optax.adam(0.05))
     module = program(step)
     # The gradients of two loops over the same layers are stacked, and added behind the second one.
@@ -103,7 +138,9 @@ def test_each_loop_brings_every_layer_once(group: Groups, x64: None):
     _, info = step(step.init(weights()), FEW)
     (at,) = (k for k, bucket in enumerate(step.plan.buckets) if bucket.rounds > 1)
     part = -(-WIDTH * WIDTH // 4) * 8  # of a layer in 64 bits
-    assert int(info.sent[at]) == 3 * 3 * LAYERS * part  # two gathers and a scatter, each to three others
+    assert (
+        int(info.sent[at]) == 3 * 3 * LAYERS * part
+    )  # two gathers and a scatter, each to three others
 
 
 def deep(x: Any, p: Any) -> Any:
@@ -122,7 +159,10 @@ def every_other(x: Any, p: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("inner", "loops"),
-    [(also_read, 0), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((deep, 2), (every_other, 0)))],
+    [
+        (also_read, 0),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((deep, 2), (every_other, 0))),
+    ],
 )
 def test_a_stack_that_more_reads_than_a_loop_over_its_layers_comes_whole(
     group: Groups, x64: None, inner: Any, loops: int
@@ -146,30 +186,45 @@ def test_a_step_with_other_options_gathers_as_they_say(group: Groups, x64: None)
     assert sent(made(False).with_options(reshard_after_forward=True)) == twice
 
 
-MORE = [{"find_unused_parameters": True}, {"skip_nonfinite": True}, {"hook": fddp.hooks.bf16()}, {"donate": False}]
+MORE = [
+    {"find_unused_parameters": True},
+    {"skip_nonfinite": True},
+    {"hook": fddp.hooks.bf16()},
+    {"donate": False},
+]
 
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
         ("fused", {"accumulation_steps": 2}),
-        *(pytest.param("staged", one, marks=pytest.mark.slow) for one in ({"accumulation_steps": 2}, *MORE)),
+        *(
+            pytest.param("staged", one, marks=pytest.mark.slow)
+            for one in ({"accumulation_steps": 2}, *MORE)
+        ),
         *(pytest.param("fused", one, marks=pytest.mark.slow) for one in MORE),
     ],
     ids=str,
 )
-def test_options_do_what_they_do_without(group: Groups, x64: None, schedule: str, options: dict[str, Any]):
+def test_options_do_what_they_do_without(
+    group: Groups, x64: None, schedule: str, options: dict[str, Any]
+):
     ends = []
     for again in (True, False):
         clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
-        step = shared(group(2), ALONE["plainly"], clipped, schedule, reshard_after_forward=again, **options)
+        step = shared(
+            group(2), ALONE["plainly"], clipped, schedule, reshard_after_forward=again, **options
+        )
         ends.append(fddp.whole(trained(step, 2)))
     close(*ends)
 
 
 @pytest.mark.parametrize(
     ("n", "inner"),
-    [(2, "plainly"), *(pytest.param(n, inner, marks=pytest.mark.slow) for n in (3, 8) for inner in ALONE)],
+    [
+        (2, "plainly"),
+        *(pytest.param(n, inner, marks=pytest.mark.slow) for n in (3, 8) for inner in ALONE),
+    ],
 )
 def test_a_schedule_that_cuts_the_loop_gathers_slices(group: Groups, x64: None, n: int, inner: str):
     step = shared(group(n), ALONE[inner], optax.adamw(0.05), "staged")

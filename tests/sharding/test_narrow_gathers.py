@@ -1,4 +1,5 @@
-"""Parameters in shards travel in the bits in which the loss reads them, and the loss is the same bit for bit."""
+"""Parameters in shards travel in the bits in which the loss reads them, and the loss is the same
+bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,9 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 def apart(p: Any, x: Any) -> Any:
     """In 16 bits with the one half of its parameters, in 32 with the other."""
-    return jnp.mean((jnp.tanh(x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)) @ p["b"] - 1) ** 2)
+    return jnp.mean(
+        (jnp.tanh(x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)) @ p["b"] - 1) ** 2
+    )
 
 
 def trained(
@@ -56,7 +59,9 @@ def trained(
 
 
 @pytest.mark.quick("fused")
-@pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow), "eager"])
+@pytest.mark.parametrize(
+    "schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow), "eager"]
+)
 def test_gathers_take_half_the_bytes_and_the_loss_has_the_same_bits(group: Groups, schedule: Any):
     loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
     step = {"shard": "state", "schedule": schedule}
@@ -87,13 +92,17 @@ WAYS = {"state": {"shard": "state"}, "gathered twice": TWICE}
 
 
 def scanned(p: Any, x: Any) -> Any:
-    return jnp.mean((jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])[0] - 1) ** 2)
+    return jnp.mean(
+        (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["layers"])[0] - 1) ** 2
+    )
 
 
 @pytest.mark.quick("fused-gathered twice")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow)])
-def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(group: Groups, schedule: Any, way: Any):
+def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(
+    group: Groups, schedule: Any, way: Any
+):
     """Against replicas that hold all, whose programs compute the same in the same 16 bits."""
     nodes = group(6).hierarchical(2)
     loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
@@ -102,7 +111,8 @@ def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(group: Gr
     _, _, whole = trained(nodes, loss_fn, schedule=schedule, **way)
     np.testing.assert_allclose(losses, wanted, rtol=1e-6)
     close(params, masters, rtol=1e-5, atol=1e-6)
-    # Of the two replicas of a node each sends its half of what is gathered, once or for one bucket of two twice.
+    # Of the two replicas of a node each sends its half of what is gathered, once or for one bucket
+    # of two twice.
     assert whole - sent in (GATHERED // 2 * (4 - 2), 3 * GATHERED // 4 * (4 - 2))
 
 
@@ -111,7 +121,11 @@ def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(group: Gr
 def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule: Any, nodes: Any):
     replicas = group(6).hierarchical(nodes) if nodes else group(2)
     loss = fddp.mixed_precision(scanned, jnp.bfloat16)
-    options: dict[str, Any] = {"schedule": schedule, "params": STACK, "bucket_cap_mb": 2 * WIDTH * WIDTH * 4 / 2**20}
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "params": STACK,
+        "bucket_cap_mb": 2 * WIDTH * WIDTH * 4 / 2**20,
+    }
     losses, params, sent = trained(replicas, loss, **options, **TWICE)
     wanted, masters, _ = trained(replicas, loss, **options)
     _, _, whole = trained(replicas, scanned, **options, **TWICE)
@@ -131,10 +145,20 @@ def test_in_nodes_scatters_take_fewer_bits_and_lose_nothing_of_small_integers(
     linear = lambda p, x: sum(jnp.sum(leaf * x[0, :1]) for leaf in jax.tree.leaves(p))  # noqa: E731
     rows = np.arange(6 * WIDTH, dtype=np.float32).reshape(6, WIDTH)[None] % 7
     nodes = group(6).hierarchical(2)
-    options = {"params": params, "rows": rows, "schedule": schedule, "optimizer": optax.sgd(1.0), **way}
+    options = {
+        "params": params,
+        "rows": rows,
+        "schedule": schedule,
+        "optimizer": optax.sgd(1.0),
+        **way,
+    }
     _, got, sent = trained(nodes, linear, hook=fddp.hooks.bf16(), **options)
     _, _, plain = trained(nodes, linear, **options)
-    jax.tree.map(lambda new, old: np.testing.assert_allclose(new, old - np.mean(rows[0, :, 0]), rtol=1e-6), got, params)
+    jax.tree.map(
+        lambda new, old: np.testing.assert_allclose(new, old - np.mean(rows[0, :, 0]), rtol=1e-6),
+        got,
+        params,
+    )
     assert sent < plain
 
 
@@ -147,10 +171,15 @@ def test_a_parameter_that_is_read_whole_travels_whole(group: Groups):
 def test_a_later_batch_that_reads_more_is_refused(group: Groups):
     narrow = fddp.mixed_precision(loss_fn, jnp.bfloat16)
     step = fddp.train_step(
-        lambda p, x: narrow(p, x) if len(x) == 3 else loss_fn(p, x), optax.sgd(0.1), group=group(2), shard="state"
+        lambda p, x: narrow(p, x) if len(x) == 3 else loss_fn(p, x),
+        optax.sgd(0.1),
+        group=group(2),
+        shard="state",
     )
     state, _ = step(step.init(PARAMS), ROWS[0])
-    with pytest.raises(ValueError, match="a is read as float32, and the first batch's loss read it as bfloat16"):
+    with pytest.raises(
+        ValueError, match="a is read as float32, and the first batch's loss read it as bfloat16"
+    ):
         step(state, ROWS[0][:4])
 
 
@@ -165,11 +194,15 @@ def test_a_later_batch_that_reads_more_is_refused(group: Groups):
         (lambda x: jax.jit(lambda x: x.astype(jnp.float16))(x), [jnp.float16]),
         (lambda x: jax.checkpoint(lambda x: jnp.sin(x.astype(jnp.float16)))(x), [jnp.float16]),
         (
-            lambda x: jax.lax.scan(lambda c, row: (c + row.astype(jnp.bfloat16), None), jnp.bfloat16(0), x)[0],
+            lambda x: jax.lax.scan(
+                lambda c, row: (c + row.astype(jnp.bfloat16), None), jnp.bfloat16(0), x
+            )[0],
             [jnp.bfloat16],
         ),
         (lambda x: jax.lax.scan(lambda c, row: (c + row, None), jnp.float32(0), x)[0], [None]),
     ],
 )
 def test_a_program_tells_in_which_bits_it_reads_its_inputs(f: Any, dtypes: Any):
-    assert read_in(jax.make_jaxpr(f)(jnp.ones(4))) == [None if one is None else np.dtype(one) for one in dtypes]
+    assert read_in(jax.make_jaxpr(f)(jnp.ones(4))) == [
+        None if one is None else np.dtype(one) for one in dtypes
+    ]

@@ -1,4 +1,5 @@
-"""Replicas of a node share a state, and nodes sum the parts of its gradients: training is that of plain JAX."""
+"""Replicas of a node share a state, and nodes sum the parts of its gradients: training is that of
+plain JAX."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -110,21 +111,32 @@ def test_each_replica_holds_a_part_of_its_nodes_size(group: Groups):
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 def test_parts_cross_the_network_once_and_gathers_do_not(group: Groups, schedule: Any, shard: Any):
-    """Of 8 replicas in nodes of 4 each sends 3/4 of a bucket to its node, a part to the other node, and gathers 3/4."""
+    """Of 8 replicas in nodes of 4 each sends 3/4 of a bucket to its node, a part to the other node,
+    and gathers 3/4."""
     parts = [-(-21 // 4), -(-7 // 4), 3 * -(-259 // 4), 1]
-    _, _, info = trained(group(8).hierarchical(4), optax.sgd(0.1), 1, shard=shard, schedule=schedule)
-    # Scattered among four, summed between two (2 · 1/2 of a part), gathered from four; four bytes a number.
-    assert sorted(info.sent.tolist()[:4]) == sorted(4 * (3 * part + part + 3 * part) for part in parts)
+    _, _, info = trained(
+        group(8).hierarchical(4), optax.sgd(0.1), 1, shard=shard, schedule=schedule
+    )
+    # Scattered among four, summed between two (2 · 1/2 of a part), gathered from four; four bytes a
+    # number.
+    assert sorted(info.sent.tolist()[:4]) == sorted(
+        4 * (3 * part + part + 3 * part) for part in parts
+    )
 
 
 def test_the_network_carries_the_parts_alone(group: Groups):
-    """In the compiled program what goes between nodes of two is half of each bucket, and no gather goes there."""
-    step, state, _ = trained(group(4).hierarchical(2), optax.sgd(0.1), 0, shard="state", reshard_after_forward=True)
+    """In the compiled program what goes between nodes of two is half of each bucket, and no gather
+    goes there."""
+    step, state, _ = trained(
+        group(4).hierarchical(2), optax.sgd(0.1), 0, shard="state", reshard_after_forward=True
+    )
     compiled = step.lower(state, ROWS).compile().as_text() or ""
     between = [line for line in compiled.splitlines() if "{{0,2},{1,3}}" in line]
     inside = [line for line in compiled.splitlines() if "{{0,1},{2,3}}" in line]
     assert between and all(" all-reduce(" in line for line in between)
-    assert sum(" all-gather(" in line for line in inside) > 4 and not any(" all-reduce(" in line for line in inside)
+    assert sum(" all-gather(" in line for line in inside) > 4 and not any(
+        " all-reduce(" in line for line in inside
+    )
     everyone = [line for line in compiled.splitlines() if "{{0,1,2,3}}" in line]
     assert not everyone
 
@@ -164,7 +176,10 @@ def test_a_state_is_put_together_inside_of_jit(group: Groups):
 
 def test_nodes_of_one_replica_share_nothing_and_say_so(group: Groups, capfd: Any):
     fddp.train_step(loss_fn, clipped, group=group(4).hierarchical(1), shard="state").init(PARAMS)
-    assert "each node of the group has one replica, which holds all of the state" in capfd.readouterr().err
+    assert (
+        "each node of the group has one replica, which holds all of the state"
+        in capfd.readouterr().err
+    )
 
 
 def test_the_state_of_other_nodes_is_refused(group: Groups):
@@ -175,8 +190,13 @@ def test_the_state_of_other_nodes_is_refused(group: Groups):
 
 
 def test_a_checkpoint_is_written_once_and_restored_in_other_nodes(group: Groups, tmp_path: Path):
-    nodes, others = group(4).hierarchical(2), (group(3), group(8).hierarchical(4), group(4).hierarchical(4))
-    expected = {shard: does(nodes, tmp_path / "nodes", f"save:{shard}") for shard in ("optimizer", "state")}
+    nodes, others = (
+        group(4).hierarchical(2),
+        (group(3), group(8).hierarchical(4), group(4).hierarchical(4)),
+    )
+    expected = {
+        shard: does(nodes, tmp_path / "nodes", f"save:{shard}") for shard in ("optimizer", "state")
+    }
     for other in others:
         for shard, digest in expected.items():
             for wanted in ("None", "optimizer", "state"):
@@ -185,5 +205,8 @@ def test_a_checkpoint_is_written_once_and_restored_in_other_nodes(group: Groups,
     assert does(nodes, tmp_path / "plain", "restore:state:state") == plain
     # Each part is in it once: the bytes are those of a state whose parts all replicas hold.
     assert does(group(2), tmp_path / "two", "save:state")
-    nbytes = [sum(x.stat().st_size for x in (tmp_path / of).rglob("*") if x.is_file()) for of in ("nodes/state", "two")]
+    nbytes = [
+        sum(x.stat().st_size for x in (tmp_path / of).rglob("*") if x.is_file())
+        for of in ("nodes/state", "two")
+    ]
     assert nbytes[0] < 1.2 * nbytes[1]

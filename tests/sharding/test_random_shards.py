@@ -1,6 +1,8 @@
-"""States in shards train as plain JAX does in float64, whatever else is asked for; or fddp says why that cannot be.
+"""States in shards train as plain JAX does in float64, whatever else is asked for; or fddp says why
+that cannot be.
 
-What is drawn, and what plain JAX makes of it, stands in `bench/`: `bench/configurations.py --shards` asks for more.
+What is drawn, and what plain JAX makes of it, stands in `bench/`: `bench/configurations.py
+--shards` asks for more.
 """
 
 import jax
@@ -17,7 +19,9 @@ FEW = range(3)
 # optax.MultiSteps casts sums of complex gradients so.
 @pytest.mark.quick("1", "2")
 @pytest.mark.filterwarnings("ignore:Casting from complex to real dtypes:DeprecationWarning")
-@pytest.mark.parametrize("seed", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in range(MANY)])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in range(MANY)]
+)
 def test_a_random_configuration_trains_as_plain_jax_or_is_refused(seed: int):
     drawn = draw_shards(seed)
     with jax.enable_x64(drawn.x64):
@@ -30,7 +34,9 @@ def test_what_is_drawn_has_all_that_shards_go_with():
     assert {one.options["schedule"] for one in drawn} == {"fused", "staged", "eager", "after"}
     assert {"", "bf16", "fp16"} <= {one.hook for one in drawn}
     assert {1, 2, 4} <= {one.hosts for one in drawn}
-    assert {"multi_transform", "decay of some", "momentum of some"} <= {one.optimizer for one in drawn}
+    assert {"multi_transform", "decay of some", "momentum of some"} <= {
+        one.optimizer for one in drawn
+    }
     assert {"rows", "joined"} <= {one.rows for one in drawn}
     for has in (
         lambda one: "reshard_after_forward" in one.options,

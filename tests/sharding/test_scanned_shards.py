@@ -1,4 +1,5 @@
-"""Layers under `lax.scan` in shards: slices travel, and are updated, by themselves, and nothing else changes."""
+"""Layers under `lax.scan` in shards: slices travel, and are updated, by themselves, and nothing
+else changes."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -28,8 +29,16 @@ SLICES = ["layers/kernel[0:2]", "layers/kernel[2:4]", "layers/kernel[4:5]"]
 
 def weights() -> dict[str, Any]:
     make = np.random.default_rng(1).normal
-    layers = {"bias": make(size=(LAYERS, WIDTH)) / 9, "kernel": make(size=(LAYERS, WIDTH, WIDTH)) / 6}
-    return {"in": make(size=(WIDTH, WIDTH)) / 5, "layers": layers, "out": make(size=(WIDTH, 2)), "unused": make(size=3)}
+    layers = {
+        "bias": make(size=(LAYERS, WIDTH)) / 9,
+        "kernel": make(size=(LAYERS, WIDTH, WIDTH)) / 6,
+    }
+    return {
+        "in": make(size=(WIDTH, WIDTH)) / 5,
+        "layers": layers,
+        "out": make(size=(WIDTH, 2)),
+        "unused": make(size=3),
+    }
 
 
 def layer(x: Any, w: Any) -> tuple[Any, None]:
@@ -49,7 +58,9 @@ INNER: dict[str, Callable[[Any, Any], Any]] = {
     "in reverse": lambda x, p: scanned(x, p["layers"], reverse=True),
     "rematerialised whole": lambda x, p: jax.checkpoint(scanned)(x, p["layers"]),
     "each rematerialised": lambda x, p: jax.lax.scan(jax.checkpoint(layer), x, p["layers"])[0],
-    "beside tied parameters": lambda x, p: jax.lax.scan(lambda x, w: layer(x @ p["in"], w), x, p["layers"])[0],
+    "beside tied parameters": lambda x, p: jax.lax.scan(
+        lambda x, w: layer(x @ p["in"], w), x, p["layers"]
+    )[0],
 }
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(0.05),
@@ -115,15 +126,26 @@ def case(
     ],
 )
 def test_stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(
-    group: Groups, x64: None, n: int, shard: Any, schedule: Any, inner: str, optimizer: str, options: Any
+    group: Groups,
+    x64: None,
+    n: int,
+    shard: Any,
+    schedule: Any,
+    inner: str,
+    optimizer: str,
+    options: Any,
 ):
     loss = net(INNER[inner])
     make = OPTIMIZERS[optimizer]
-    step = fddp.train_step(loss, make(), group=group(n), shard=shard, schedule=schedule, bucket_cap_mb=CAP, **options)
+    step = fddp.train_step(
+        loss, make(), group=group(n), shard=shard, schedule=schedule, bucket_cap_mb=CAP, **options
+    )
     state = fddp.whole(trained(step), group=group(n))
     assert sorted(slices(step)) == SLICES
     params, held = plain(loss, make())
-    if "find_unused_parameters" in options:  # such a leaf stays, where plain JAX lets its weight decay
+    if (
+        "find_unused_parameters" in options
+    ):  # such a leaf stays, where plain JAX lets its weight decay
         params["unused"] = weights()["unused"]
     close(state.params, params)
     if "find_unused_parameters" not in options:
@@ -132,9 +154,13 @@ def test_stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_j
 
 @pytest.mark.quick("3-state")
 @pytest.mark.parametrize(("n", "shard"), [(8, "optimizer"), (3, "state")])
-def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(group: Groups, x64: None, n: int, shard: Any):
+def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(
+    group: Groups, x64: None, n: int, shard: Any
+):
     loss = net(INNER["plainly"])
-    step = fddp.train_step(loss, optax.adamw(0.05), group=group(n), shard=shard, schedule="fused", bucket_cap_mb=CAP)
+    step = fddp.train_step(
+        loss, optax.adamw(0.05), group=group(n), shard=shard, schedule="fused", bucket_cap_mb=CAP
+    )
     state = fddp.whole(trained(step), group=group(n))
     assert not slices(step)
     close((state.params, state.opt_state), plain(loss, optax.adamw(0.05)))
@@ -150,20 +176,28 @@ def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(group:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_stack_is_scattered_whole_where_slices_are_of_no_use(group: Groups, n: int, options: Any, why: str):
+def test_a_stack_is_scattered_whole_where_slices_are_of_no_use(
+    group: Groups, n: int, options: Any, why: str
+):
     del why
     width = options.pop("width", WIDTH)
     params = {"layers": {"bias": np.zeros((5, width)), "kernel": np.ones((5, width, width))}}
     options = {"bucket_cap_mb": CAP / 2, "schedule": "staged"} | options
     step = fddp.train_step(
-        lambda p, x: jnp.mean(scanned(x, p["layers"])), optax.adam(0.1), group=group(n), shard="optimizer", **options
+        lambda p, x: jnp.mean(scanned(x, p["layers"])),
+        optax.adam(0.1),
+        group=group(n),
+        shard="optimizer",
+        **options,
     )
     step(step.init(jax.tree.map(np.float32, params)), np.ones((8, width), np.float32))
     assert not slices(step)
 
 
 @pytest.mark.parametrize("shard", [pytest.param("optimizer", marks=pytest.mark.slow), "state"])
-def test_slices_are_scattered_by_a_hook_that_sums_each_element_by_itself(group: Groups, x64: None, shard: Any):
+def test_slices_are_scattered_by_a_hook_that_sums_each_element_by_itself(
+    group: Groups, x64: None, shard: Any
+):
     loss = net(INNER["plainly"])
     optimizer = optax.sgd(0.001, momentum=0.9)
     options: dict[str, Any] = {"shard": shard, "schedule": "staged", "bucket_cap_mb": CAP}
@@ -177,18 +211,27 @@ def test_slices_are_scattered_by_a_hook_that_sums_each_element_by_itself(group: 
     exact = params(fddp.hooks.allreduce())
     close(exact, plain(loss, optimizer)[0])
     # bfloat16 keeps 8 bits of a gradient.
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2**-8), params(fddp.hooks.bf16()), exact)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=2**-8), params(fddp.hooks.bf16()), exact
+    )
 
 
 def listed(group: fddp.Group, shard: Any, schedule: Any) -> tuple[fddp.TrainStep, Any]:
     step = fddp.train_step(
-        net(INNER["plainly"]), optax.adam(0.1), group=group, shard=shard, schedule=schedule, bucket_cap_mb=CAP
+        net(INNER["plainly"]),
+        optax.adam(0.1),
+        group=group,
+        shard=shard,
+        schedule=schedule,
+        bucket_cap_mb=CAP,
     )
     state, _ = step(step.init(weights()), ROWS)
     return step, step.tasks(state, ROWS).tasks
 
 
-def test_slices_leave_while_the_loop_goes_on_and_come_back_while_others_are_updated(group: Groups, x64: None):
+def test_slices_leave_while_the_loop_goes_on_and_come_back_while_others_are_updated(
+    group: Groups, x64: None
+):
     step, tasks = listed(group(2), "optimizer", "staged")
     assert slices(step) == SLICES[::-1]
     names = [task.name for task in tasks]
@@ -198,27 +241,39 @@ def test_slices_leave_while_the_loop_goes_on_and_come_back_while_others_are_upda
         assert behind.index(f"gather {k}") < behind.index(f"gather {k + 1}")
     gathered = [names.index(f"gather {k}") for k in range(4)]
     assert all(any(name.startswith("update") for name in names[a:b]) for a, b in pairwise(gathered))
-    assert {task.reduction.carries for task in tasks if task.name in ("bucket 1", "gather 1")} == {SLICES[1]}
+    assert {task.reduction.carries for task in tasks if task.name in ("bucket 1", "gather 1")} == {
+        SLICES[1]
+    }
 
 
 @pytest.mark.quick("eager")
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
-def test_a_round_of_the_forward_loop_waits_for_its_own_layers_alone(group: Groups, x64: None, schedule: str):
+def test_a_round_of_the_forward_loop_waits_for_its_own_layers_alone(
+    group: Groups, x64: None, schedule: str
+):
     step, tasks = listed(group(2), "state", schedule)
     gathers = [task for task in tasks if task.name.startswith("gather")]
-    bucket = {task.writes[0].number: step.plan.buckets[int(task.name.split()[1])] for task in gathers}
+    bucket = {
+        task.writes[0].number: step.plan.buckets[int(task.name.split()[1])] for task in gathers
+    }
     waits = [
         [bucket[value.number].names for value in task.reads if value.kind == "whole"]
         for task in tasks
         if task.name.startswith("stage")
     ]
     # The first weights, then layer by layer; the last weights came with the first.
-    assert [name for some in waits for names in some for name in names if "kernel" in name] == SLICES
+    assert [
+        name for some in waits for names in some for name in names if "kernel" in name
+    ] == SLICES
 
 
 @pytest.mark.quick("state-eager")
-@pytest.mark.parametrize(("shard", "schedule"), [("optimizer", "staged"), ("state", "staged"), ("state", "eager")])
-def test_each_slice_is_written_into_memory_that_nobody_reads_later(group: Groups, x64: None, shard: str, schedule: str):
+@pytest.mark.parametrize(
+    ("shard", "schedule"), [("optimizer", "staged"), ("state", "staged"), ("state", "eager")]
+)
+def test_each_slice_is_written_into_memory_that_nobody_reads_later(
+    group: Groups, x64: None, shard: str, schedule: str
+):
     _, tasks = listed(group(2), shard, schedule)
     updates = [task for task in tasks if task.kind == "update"]
     chains = [task for task in updates if any(value.kind == "written" for value in task.writes)]
@@ -235,7 +290,12 @@ def test_a_checkpoint_of_a_stack_goes_on_on_other_numbers_of_replicas_and_whole(
 ):
     def make(n: int, shard: Any) -> fddp.TrainStep:
         return fddp.train_step(
-            net(INNER["plainly"]), optax.adamw(0.05), group=group(n), shard=shard, schedule="staged", bucket_cap_mb=CAP
+            net(INNER["plainly"]),
+            optax.adamw(0.05),
+            group=group(n),
+            shard=shard,
+            schedule="staged",
+            bucket_cap_mb=CAP,
         )
 
     step = make(3, shard)
@@ -247,12 +307,20 @@ def test_a_checkpoint_of_a_stack_goes_on_on_other_numbers_of_replicas_and_whole(
         with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
             state, _ = checkpoints.restore(step.init(weights()))
         state, _ = step(state, ROWS + 1)
-        close(fddp.whole(state, group=group(n)).params, plain(net(INNER["plainly"]), optax.adamw(0.05), 2)[0])
+        close(
+            fddp.whole(state, group=group(n)).params,
+            plain(net(INNER["plainly"]), optax.adamw(0.05), 2)[0],
+        )
 
 
 def test_what_an_optimizer_keeps_of_a_stack_lies_as_the_stack_does(group: Groups):
     step = fddp.train_step(net(INNER["plainly"]), optax.adam(0.1), group=group(2), shard="state")
     state = step.init(jax.tree.map(np.float32, weights()))
-    kernels = [tree["layers"]["kernel"] for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu)]
+    kernels = [
+        tree["layers"]["kernel"]
+        for tree in (state.params, state.opt_state[0].mu, state.opt_state[0].nu)
+    ]
     assert [x.parts.shape for x in kernels] == [(2 * LAYERS, 265)] * 3
-    assert state.params["layers"]["bias"].parts.shape == (2 * 58,)  # its layers are too small to be cut each
+    assert state.params["layers"]["bias"].parts.shape == (
+        2 * 58,
+    )  # its layers are too small to be cut each

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.steps
 Groups = Callable[[int], fddp.Group]
 both = pytest.mark.parametrize("shard", ["optimizer", "state"])
 DRAW = np.random.default_rng(3)
-# No size is divided by 3 or 5 replicas; a scalar and a leaf of two have fewer elements than there are replicas.
+# No size is divided by 3 or 5 replicas; a scalar and a leaf of two have fewer elements than there
+# are replicas.
 PARAMS = {
     "w": DRAW.normal(size=(3, 7)),
     "b": DRAW.normal(size=2),
@@ -39,22 +40,33 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adamw, clipped": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(0.05)),
-    "adamw, masked": lambda: optax.adamw(0.05, mask={"w": True, "b": False, "v": True, "s": False, "empty": False}),
+    "adamw, masked": lambda: optax.adamw(
+        0.05, mask={"w": True, "b": False, "v": True, "s": False, "empty": False}
+    ),
     "optimistic gradient descent": lambda: optax.optimistic_gradient_descent(0.05),  # sets a flag
     "rprop": lambda: optax.rprop(0.05),
     "lamb": lambda: optax.lamb(0.05),
     "prodigy": lambda: optax.contrib.prodigy(),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation(),
     # Leaves that go home.
-    "muon, clipped": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.contrib.muon(0.05, weight_decay=0.1)),
+    "muon, clipped": lambda: optax.chain(
+        optax.clip_by_global_norm(0.3), optax.contrib.muon(0.05, weight_decay=0.1)
+    ),
     "muon, skipping": lambda: optax.apply_if_finite(optax.contrib.muon(0.05), 3),
     "adafactor": lambda: optax.adafactor(0.05, min_dim_size_to_factor=2),
     "a rate in the state": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.05),
 }
 
 
-# In the default tier: element by element, a norm, an owner of whole leaves, and two states in turns.
-OF_EACH_KIND = [(3, "momentum"), (3, "adamw, clipped"), (5, "lamb"), (2, "muon, clipped"), (3, "MultiSteps")]
+# In the default tier: element by element, a norm, an owner of whole leaves, and two states in
+# turns.
+OF_EACH_KIND = [
+    (3, "momentum"),
+    (3, "adamw, clipped"),
+    (5, "lamb"),
+    (2, "muon, clipped"),
+    (3, "MultiSteps"),
+]
 
 
 def loss_fn(p: Any, x: Any) -> Any:
@@ -66,7 +78,9 @@ def plain(optimizer: optax.GradientTransformation, steps: int) -> tuple[Any, Any
     return by_plain_jax(loss_fn, optimizer, PARAMS, [ROWS * (k + 1) for k in range(steps)])[:2]
 
 
-@pytest.mark.quick("2-muon, clipped-state", "5-lamb-optimizer", "3-MultiSteps-state", "3-momentum-optimizer")
+@pytest.mark.quick(
+    "2-muon, clipped-state", "5-lamb-optimizer", "3-MultiSteps-state", "3-momentum-optimizer"
+)
 @both
 @pytest.mark.parametrize(
     ("n", "name"),
@@ -109,15 +123,24 @@ def test_training_in_shards_is_training_under_every_schedule(
 def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard: Any):
     n, params = 4, {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
     step = fddp.train_step(
-        lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(n), shard=shard
+        lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
+        optax.adam(0.1),
+        group=group(n),
+        shard=shard,
     )
     state = step.init(params)
     state, _ = step(state, np.ones((4, 33), np.float32))
-    arrays = [*jax.tree.leaves(state.opt_state), *(jax.tree.leaves(state.params) if shard == "state" else ())]
+    arrays = [
+        *jax.tree.leaves(state.opt_state),
+        *(jax.tree.leaves(state.params) if shard == "state" else ()),
+    ]
     shards = [shard for x in arrays if x.ndim for shard in x.addressable_shards]
-    for device in group(n).placement.place(jnp.ones(()), group(n).placement.per_replica.__class__()).devices():
+    for device in (
+        group(n).placement.place(jnp.ones(()), group(n).placement.per_replica.__class__()).devices()
+    ):
         held = sum(shard.data.nbytes for shard in shards if shard.device == device)
-        # Two moments of 165 and 3 floats, and the parameters, each filled up to a multiple of the replicas.
+        # Two moments of 165 and 3 floats, and the parameters, each filled up to a multiple of the
+        # replicas.
         assert held == (3 if shard == "state" else 2) * 4 * (42 + 1)
 
 
@@ -128,10 +151,15 @@ def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, 
     for shard in (None, "optimizer", "state"):
         options = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
         step = fddp.train_step(
-            lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(n), **options
+            lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
+            optax.adam(0.1),
+            group=group(n),
+            **options,
         )
         _, info = step(step.init(params), np.ones((4, 8), np.float32))
-        by_name = dict(zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist()))
+        by_name = dict(
+            zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist())
+        )
         sent.append(by_name)
     # Loss and metrics ride in the first bucket of an ordinary step, and alone here.
     carrier = next(iter(sent[0]))
@@ -143,7 +171,9 @@ def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, 
 def test_no_sum_of_gradients_comes_back_whole(group: Groups, shard: Any):
     """The program's all-reduce is that of loss and metrics."""
     params = {"w": np.ones((64, 8), np.float32)}
-    step = fddp.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1), group=group(4), shard=shard)
+    step = fddp.train_step(
+        lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1), group=group(4), shard=shard
+    )
     compiled = step.lower(step.init(params), np.ones((4, 64), np.float32)).compile()
     found = [one.kind for one in find_collectives(parse(compiled.as_text() or ""))]
     assert sorted(found) == ["all-gather", "all-reduce", "all-to-all"]
@@ -154,14 +184,19 @@ def test_what_no_replica_used_stays_with_its_moments(group: Groups, shard: Any):
     def loss(p: Any, x: Any) -> Any:
         return jax.lax.cond(x[0, 0] > 0, lambda: jnp.sum(p["a"] ** 2), lambda: jnp.sum(p["b"] ** 2))
 
-    step = fddp.train_step(loss, optax.adamw(0.1), group=group(2), shard=shard, find_unused_parameters=True)
+    step = fddp.train_step(
+        loss, optax.adamw(0.1), group=group(2), shard=shard, find_unused_parameters=True
+    )
     state = step.init({"a": np.ones(3, np.float32), "b": np.ones(5, np.float32)})
     state, _ = step(state, np.ones((4, 1), np.float32))
     before = jax.tree.map(np.asarray, fddp.whole(state, group=group(2)))
     state, info = step(state, -np.ones((4, 1), np.float32))
     after = fddp.whole(state, group=group(2))
     assert jax.tree.map(int, info.used) == {"a": 0, "b": 2}
-    for old, new in ((before.params, after.params), (before.opt_state[0].mu, after.opt_state[0].mu)):
+    for old, new in (
+        (before.params, after.params),
+        (before.opt_state[0].mu, after.opt_state[0].mu),
+    ):
         np.testing.assert_array_equal(old["a"], new["a"])
         assert np.all(old["b"] != new["b"])
 
@@ -170,7 +205,13 @@ def test_what_no_replica_used_stays_with_its_moments(group: Groups, shard: Any):
 @both
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
-    [("fused", 1), ("fused", 4), ("staged", 2), ("staged", 4), pytest.param("after", 4, marks=pytest.mark.slow)],
+    [
+        ("fused", 1),
+        ("fused", 4),
+        ("staged", 2),
+        ("staged", 4),
+        pytest.param("after", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
     group: Groups, x64: None, schedule: str, micro_batches: int, shard: str
@@ -192,17 +233,29 @@ def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
 
 @both
 def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, shard: Any):
-    """Counted on paper: what tasks before a micro-batch have made that its tasks, or later ones, read."""
-    n, size, options = 8, 64 * 64 * 4, {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0}
+    """Counted on paper: what tasks before a micro-batch have made that its tasks, or later ones,
+    read."""
+    n, size, options = (
+        8,
+        64 * 64 * 4,
+        {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0},
+    )
     params = {name: np.ones((64, 64), np.float32) for name in "wv"}
     step = fddp.train_step(
-        lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]), optax.adam(0.1), group=group(n), shard=shard, **options
+        lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]),
+        optax.adam(0.1),
+        group=group(n),
+        shard=shard,
+        **options,
     )
     state, batch = step.init(params), np.ones((4 * n, 64), np.float32)
     listed = step.tasks(state, batch)
     equal, shards = take_apart(state)
     given = listed.enter(equal, None, *of_one_replica((shards, batch), n))
-    forms, held = {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in given.items()}, []
+    forms, held = (
+        {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in given.items()},
+        [],
+    )
     last = max(at for at, task in enumerate(listed.tasks) if task.kind == "compute")
     for at, task in enumerate(listed.tasks[:last]):
         if task.name.endswith("stage 0"):
@@ -212,7 +265,10 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
             forms.update(zip(task.writes, (task.reduction.back(forms[task.reads[0]]),)))
         else:
             forms.update(
-                zip(task.writes, trace(group(n).placement, task.run, *(forms[name] for name in task.reads))[1])
+                zip(
+                    task.writes,
+                    trace(group(n).placement, task.run, *(forms[name] for name in task.reads))[1],
+                )
             )
     whole = 2 * size if shard == "state" else 0  # parameters, which are gathered once
     part = 2 * size // n
@@ -226,14 +282,20 @@ def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups,
     params, sent = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}, []
     for steps in (1, 2, 3):
         step = fddp.train_step(
-            lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]), optax.adam(0.1), group=group(4), shard=shard,
-            accumulation_steps=steps, bucket_cap_mb=0,
-        )  # fmt: skip
+            lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
+            optax.adam(0.1),
+            group=group(4),
+            shard=shard,
+            accumulation_steps=steps,
+            bucket_cap_mb=0,
+        )
         _, info = step(step.init(params), np.ones((24, 8), np.float32))
         sent.append(np.asarray(info.sent).tolist())
     leaves = [40 if bucket.names == ("w",) else 16 for bucket in step.plan.buckets]
     for steps, each in zip((1, 2, 3), sent):
-        assert each[:2] == [(steps + 1) * 3 * size for size in leaves]  # three parts of a quarter of 4 bytes each
+        assert each[:2] == [
+            (steps + 1) * 3 * size for size in leaves
+        ]  # three parts of a quarter of 4 bytes each
         assert each[2] == sent[0][2]
 
 
@@ -250,12 +312,16 @@ def test_a_python_number_is_trained_in_shards(group: Groups, shard: Any):
 
 @both
 def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups, shard: Any):
-    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, ignore=lambda name: name == "w")
+    step = fddp.train_step(
+        loss_fn, optax.adam(0.1), group=group(3), shard=shard, ignore=lambda name: name == "w"
+    )
     state = step.init(jax.tree.map(np.float32, PARAMS))
     assert state.opt_state[0].mu["w"] is None
     state, _ = step(state, ROWS.astype(np.float32))
     np.testing.assert_array_equal(state.params["w"], PARAMS["w"].astype(np.float32))
-    assert np.all(np.asarray(fddp.whole(state, group=group(3)).params["v"]) != PARAMS["v"].astype(np.float32))
+    assert np.all(
+        np.asarray(fddp.whole(state, group=group(3)).params["v"]) != PARAMS["v"].astype(np.float32)
+    )
 
 
 @both
@@ -277,7 +343,11 @@ def test_where_one_shard_overflows_all_replicas_skip_and_lower_the_scale(group: 
 @both
 def test_a_step_that_is_not_finite_changes_no_shard(group: Groups, shard: Any, capfd: Any):
     step = fddp.train_step(
-        lambda p, x: jnp.sum(p["w"] * x[0]), optax.adam(0.1), group=group(2), shard=shard, skip_nonfinite=True
+        lambda p, x: jnp.sum(p["w"] * x[0]),
+        optax.adam(0.1),
+        group=group(2),
+        shard=shard,
+        skip_nonfinite=True,
     )
     state, _ = step(step.init({"w": np.ones(4, np.float32)}), np.ones((2, 4), np.float32))
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
@@ -333,7 +403,8 @@ def test_forms_are_those_of_the_state(group: Groups, shard: Any):
 
 
 def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_them(group: Groups):
-    """Tied embeddings are ready last and used first; what is cast at the beginning is used where it is multiplied."""
+    """Tied embeddings are ready last and used first; what is cast at the beginning is used where it
+    is multiplied."""
 
     def loss(p: Any, x: Any) -> Any:
         narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
@@ -356,7 +427,8 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
         for _ in range(3):
             state, _ = step(state, np.arange(8, dtype=np.int32))
         ends.append(fddp.whole(state, group=group(2)).params)
-    # What is kept in 16 bits, and what is not rounded inside a stage, depends on where a program is cut.
+    # What is kept in 16 bits, and what is not rounded inside a stage, depends on where a program is
+    # cut.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *ends)
     listed = step.tasks(state, np.arange(8, dtype=np.int32))
     first = [task.name for task in listed.messages][:5]
@@ -369,7 +441,9 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
 
 
 @both
-def test_a_plan_says_that_it_is_scattered_and_gathered_and_how_much_of_it_is_padding(group: Groups, shard: str):
+def test_a_plan_says_that_it_is_scattered_and_gathered_and_how_much_of_it_is_padding(
+    group: Groups, shard: str
+):
     def plan(n: int, shard: Any) -> fddp.BucketPlan:
         step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(n), shard=shard)
         step.init(jax.tree.map(np.float32, PARAMS))
@@ -389,11 +463,17 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
     params = {"b": np.ones(3, np.float32), "w": np.ones((4, 3), np.float32)}
 
     def init(optimizer: optax.GradientTransformation, **options: Any) -> Any:
-        return fddp.train_step(lambda p, x: jnp.sum(p["w"]), optimizer, shard="optimizer", **options).init(params)
+        return fddp.train_step(
+            lambda p, x: jnp.sum(p["w"]), optimizer, shard="optimizer", **options
+        ).init(params)
 
-    with pytest.raises(ValueError, match=r"b \(concatenate of several leaves\), w \(.*\)\. Leave shard out"):
+    with pytest.raises(
+        ValueError, match=r"b \(concatenate of several leaves\), w \(.*\)\. Leave shard out"
+    ):
         init(optax.flatten(optax.adam(0.1)))
-    with pytest.raises(ValueError, match=r"does not go so: b \(a state that is in parts only afterwards\)"):
+    with pytest.raises(
+        ValueError, match=r"does not go so: b \(a state that is in parts only afterwards\)"
+    ):
         init(optax.sm3(0.1))
     with pytest.raises(ValueError, match="cannot go with skip_all_reduce_unused_params"):
         init(optax.adam(0.1), find_unused_parameters=True, skip_all_reduce_unused_params=True)
@@ -411,7 +491,11 @@ def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups, shard
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, donate=False)
     state, _ = step(step.init(params), x)
     other = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard=shard, donate=False)
-    for wrong, with_step in ((fddp.whole(state, group=group(3)), step), (other.init(params), step), (state, other)):
+    for wrong, with_step in (
+        (fddp.whole(state, group=group(3)), step),
+        (other.init(params), step),
+        (state, other),
+    ):
         with pytest.raises(ValueError, match=r"not in shards of \d replicas"):
             with_step(wrong, x)
     with pytest.raises(ValueError, match="made without shard="):
@@ -423,14 +507,19 @@ def test_forms_and_copies_of_the_host_are_put_together_too(group: Groups):
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard="optimizer")
     state = step.init(jax.tree.map(np.float32, PARAMS))
     expected = fddp.whole(state, group=group(3))
-    jax.tree.map(np.testing.assert_array_equal, fddp.whole(jax.device_get(state), group=group(3)), expected)
+    jax.tree.map(
+        np.testing.assert_array_equal, fddp.whole(jax.device_get(state), group=group(3)), expected
+    )
     forms = fddp.whole(step.shapes(jax.tree.map(np.float32, PARAMS)), group=group(3))
     assert forms.opt_state[0].mu["w"].shape == (3, 7)
 
 
 ### Nothing to save
 
-MATRIX, SMALL = {"w": np.ones((8, 3), np.float32)}, {"b": np.ones(3, np.float32), "s": np.float32(1)}
+MATRIX, SMALL = (
+    {"w": np.ones((8, 3), np.float32)},
+    {"b": np.ones(3, np.float32), "s": np.float32(1)},
+)
 
 
 def begun(
@@ -447,17 +536,31 @@ def begun(
 @pytest.mark.parametrize(
     ("n", "shard", "optimizer", "params", "why"),
     [
-        (4, "optimizer", optax.sgd(0.1), MATRIX, "this optimizer's state has nothing of the parameters' shapes"),
+        (
+            4,
+            "optimizer",
+            optax.sgd(0.1),
+            MATRIX,
+            "this optimizer's state has nothing of the parameters' shapes",
+        ),
         (1, "optimizer", optax.adam(0.1), MATRIX, "there is one replica"),
         (1, "state", optax.sgd(0.1), MATRIX, "there is one replica"),
-        (4, "state", optax.adam(0.1), dict.fromkeys("ab", np.float32(1)), "no leaf has more than one element"),
+        (
+            4,
+            "state",
+            optax.adam(0.1),
+            dict.fromkeys("ab", np.float32(1)),
+            "no leaf has more than one element",
+        ),
     ],
 )
 def test_where_sharing_saves_nothing_the_first_rank_says_so_in_a_line(
     group: Groups, capfd: Any, n: int, shard: str, optimizer: Any, params: Any, why: str
 ):
     lines, saved = begun(group(n), shard, optimizer, params, capfd)
-    assert saved == 0 and len(lines) == 1 and f"fddp: shard={shard!r} saves nothing: {why}" in lines[0]
+    assert (
+        saved == 0 and len(lines) == 1 and f"fddp: shard={shard!r} saves nothing: {why}" in lines[0]
+    )
     assert begun(replace(group(n), rank=1), shard, optimizer, params, capfd) == ([], 0)
 
 
@@ -486,7 +589,9 @@ def test_a_group_that_does_not_hold_the_shards_is_told_so(group: Groups):
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard="state")
     state = step.init(jax.tree.map(np.float32, PARAMS))
     close(fddp.whole(state.params), fddp.whole(state.params, group=group(2)))
-    with pytest.raises(ValueError, match="2 devices hold the parts, and the group is another, of 3 replicas"):
+    with pytest.raises(
+        ValueError, match="2 devices hold the parts, and the group is another, of 3 replicas"
+    ):
         fddp.whole(state, group=group(3))
 
 

@@ -1,4 +1,5 @@
-"""States in shards go with parameters, losses and groups of all kinds: training is that of whole states."""
+"""States in shards go with parameters, losses and groups of all kinds: training is that of whole
+states."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,9 +42,17 @@ PARAMS: dict[str, Any] = {
 
 
 def trained(
-    group: fddp.Group, loss: Any, params: Any, *, optimizer: Any = None, model_state: Any = None, **options: Any
+    group: fddp.Group,
+    loss: Any,
+    params: Any,
+    *,
+    optimizer: Any = None,
+    model_state: Any = None,
+    **options: Any,
 ) -> Any:
-    step = fddp.train_step(loss, optimizer or optax.adam(0.05), group=group, bucket_cap_mb=0, **options)
+    step = fddp.train_step(
+        loss, optimizer or optax.adam(0.05), group=group, bucket_cap_mb=0, **options
+    )
     state = step.init(params, model_state=model_state)
     for k in range(3):
         state, _ = step(state, ROWS + k / 10)
@@ -57,7 +66,9 @@ def alike(got: Any, expected: Any) -> None:
         wide = np.complex64 if jnp.issubdtype(a.dtype, jnp.complexfloating) else np.float32
         # A sum over three replicas may be rounded once more where it is scattered.
         rounding = 8 * float(jnp.finfo(a.dtype).eps) if jnp.issubdtype(a.dtype, jnp.inexact) else 0
-        np.testing.assert_allclose(np.asarray(a, wide), np.asarray(b, wide), rtol=rounding, atol=rounding)
+        np.testing.assert_allclose(
+            np.asarray(a, wide), np.asarray(b, wide), rtol=rounding, atol=rounding
+        )
 
 
 @pytest.mark.quick("complex-optimizer", "of 16 bits-state", "of two dtypes-gathered twice")
@@ -85,7 +96,9 @@ def test_several_optimizers_and_masks(group: Groups, way: dict[str, Any]):
         "sgd": optax.sgd(0.1, momentum=0.9),
     }
     optimizer = optax.multi_transform(rules, {"w0": "adam", "w1": "sgd", "w2": "adam"})
-    alike(*(trained(group(3), deep, WEIGHTS, optimizer=optimizer, **options) for options in (way, {})))
+    alike(
+        *(trained(group(3), deep, WEIGHTS, optimizer=optimizer, **options) for options in (way, {}))
+    )
 
 
 @pytest.mark.quick("state")

@@ -1,4 +1,5 @@
-"""Replicas of several devices share a state: of each device's parts of the leaves every replica holds its share.
+"""Replicas of several devices share a state: of each device's parts of the leaves every replica
+holds its share.
 
 Every claim is held against plain JAX on the joined batch, in float64.
 """
@@ -41,7 +42,11 @@ WHERE = {
     "stack": PartitionSpec(None, "part"),
     "frozen": PartitionSpec("part"),
 }
-OTHER = {"rows": PartitionSpec(), "stack": PartitionSpec(None, None, "part"), "columns": PartitionSpec(None, "part")}
+OTHER = {
+    "rows": PartitionSpec(),
+    "stack": PartitionSpec(None, None, "part"),
+    "columns": PartitionSpec(None, "part"),
+}
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.05))
 
 
@@ -50,17 +55,22 @@ def loss_fn(p: Any, x: Any) -> Any:
     for w in p["stack"]:
         x = jnp.tanh(x @ w @ w.T)
     x = x @ p["rows"]
-    return p["scale"] * jnp.mean(x**2) + jnp.mean((p["bias"] - jnp.sum(x, axis=1, keepdims=True)) ** 2)
+    return p["scale"] * jnp.mean(x**2) + jnp.mean(
+        (p["bias"] - jnp.sum(x, axis=1, keepdims=True)) ** 2
+    )
 
 
 def placed(group: fddp.Group, params: Any, where: Any) -> Any:
     mesh = group.placement.place(np.zeros(()), PartitionSpec()).sharding.mesh
     return {
-        name: jax.device_put(x, NamedSharding(mesh, where.get(name, PartitionSpec()))) for name, x in params.items()
+        name: jax.device_put(x, NamedSharding(mesh, where.get(name, PartitionSpec())))
+        for name, x in params.items()
     }
 
 
-def begun(shape: tuple[int, int], optimizer: Any = CLIPPED, where: Any = None, **options: Any) -> Any:
+def begun(
+    shape: tuple[int, int], optimizer: Any = CLIPPED, where: Any = None, **options: Any
+) -> Any:
     """A step over (replicas, devices of each), and its first state."""
     group = fddp.mesh_group(two_axes(*shape))
     step = fddp.train_step(loss_fn, optimizer, group=group, **options)
@@ -80,18 +90,31 @@ def alone(optimizer: Any = CLIPPED) -> tuple[Any, Any]:
 
 def trains_alike(state: Any, expected: tuple[Any, Any]) -> None:
     params, opt_state = expected
-    close(jax.device_get({name: state.params[name] for name in params}), params, rtol=1e-10, atol=1e-12)
+    close(
+        jax.device_get({name: state.params[name] for name in params}),
+        params,
+        rtol=1e-10,
+        atol=1e-12,
+    )
     np.testing.assert_array_equal(state.params["frozen"], PARAMS["frozen"])
-    got = [x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.shape != (4,)]  # those of what is trained
+    got = [
+        x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.shape != (4,)
+    ]  # those of what is trained
     close(got, jax.tree.leaves(opt_state), rtol=1e-10, atol=1e-12)
 
 
-SHAPES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(4, 2), (2, 4)]), (1, 2)]
+SHAPES = [
+    (2, 2),
+    *(pytest.param(shape, marks=pytest.mark.slow) for shape in [(4, 2), (2, 4)]),
+    (1, 2),
+]
 
 
 @pytest.mark.quick("(2, 2)")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_replicas_of_several_devices_train_in_shards_as_plain_jax_does(x64: None, shape: tuple[int, int]):
+def test_replicas_of_several_devices_train_in_shards_as_plain_jax_does(
+    x64: None, shape: tuple[int, int]
+):
     trains_alike(trained(*reversed(begun(shape, shard="state"))), alone())
 
 
@@ -99,7 +122,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "optimizer": {"shard": "optimizer"},
     "after": {"shard": "optimizer", "schedule": "after"},
     "accumulated": {"shard": "optimizer", "accumulation_steps": 2},
-    "small buckets": {"shard": "state", "bucket_cap_mb": 0, "skip_nonfinite": True, "find_unused_parameters": True},
+    "small buckets": {
+        "shard": "state",
+        "bucket_cap_mb": 0,
+        "skip_nonfinite": True,
+        "find_unused_parameters": True,
+    },
 }
 
 
@@ -110,13 +138,20 @@ def test_shards_of_parts_go_with_options(x64: None, options: dict[str, Any]):
 
 
 def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
-    options = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0, "accumulation_steps": 2}
+    options = {
+        "shard": "state",
+        "reshard_after_forward": True,
+        "bucket_cap_mb": 0,
+        "accumulation_steps": 2,
+    }
     trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
 
 
 @pytest.mark.quick("(2, 2)")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
-def test_leaves_that_an_optimizer_needs_whole_are_gathered_by_each_replica(x64: None, shape: tuple[int, int]):
+def test_leaves_that_an_optimizer_needs_whole_are_gathered_by_each_replica(
+    x64: None, shape: tuple[int, int]
+):
     muon = optax.contrib.muon(0.02)
     trains_alike(trained(*reversed(begun(shape, muon, shard="state"))), alone(muon))
 
@@ -135,10 +170,19 @@ def test_each_device_holds_its_share_of_its_part_and_no_more():
     step, first = begun((2, 2), shard="state", donate=False)
     for state in (first, step(first, ROWS)[0]):
         for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
-            held = {name: tree[name].parts.addressable_shards for name in PARAMS if name != "frozen"}
+            held = {
+                name: tree[name].parts.addressable_shards for name in PARAMS if name != "frozen"
+            }
             elements = {name: {part.data.size for part in parts} for name, parts in held.items()}
-            # Half of a half, and half of what all devices of a replica hold: a number of padding is the rest of 7.
-            assert elements == {"columns": {6}, "rows": {10}, "stack": {240}, "bias": {4}, "scale": {1}}
+            # Half of a half, and half of what all devices of a replica hold: a number of padding is
+            # the rest of 7.
+            assert elements == {
+                "columns": {6},
+                "rows": {10},
+                "stack": {240},
+                "bias": {4},
+                "scale": {1},
+            }
     assert step.stats().replica_bytes.held.params == 4 * (6 + 10 + 240 + 4 + 1 + 2)
 
 
@@ -148,7 +192,8 @@ def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
     on_replicas = ((0, 2, 4, 6), (1, 3, 5, 7))
     for kind in ("all-gather", "all-to-all"):  # on CPUs an exchange, and then a sum
         sizes = [int(np.prod(x.arrays[0].dims)) for x in sent if x.kind == kind]
-        # A quarter of half of each leaf, and of what all devices of a replica hold; the last gather is of norms.
+        # A quarter of half of each leaf, and of what all devices of a replica hold; the last gather
+        # is of norms.
         assert sorted(sizes)[-5:] == [1, 2, 3, 5, 120]
         assert {x.devices for x in sent if x.kind == kind} == {on_replicas}
     # Among the devices of a replica nothing moves but sums of activations, and of norms.
@@ -170,7 +215,9 @@ def test_leaves_of_several_dtypes_lie_in_parts(x64: None):
     }
 
     def loss(p: Any, x: Any) -> Any:
-        return jnp.mean(jnp.abs(jnp.tanh(x @ p["wide"]) @ p["narrow"].astype(jnp.float64) @ p["complex"]) ** 2)
+        return jnp.mean(
+            jnp.abs(jnp.tanh(x @ p["wide"]) @ p["narrow"].astype(jnp.float64) @ p["complex"]) ** 2
+        )
 
     ends = []
     for shard in (None, "state"):
@@ -250,11 +297,18 @@ def test_a_checkpoint_is_restored_on_other_meshes_and_in_other_parts(tmp_path: P
 def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
     (tmp_path / "ranks").mkdir()
     saved = tmp_path / "saved"
-    outcome = launch("gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", JAX_NUM_CPU_DEVICES="2")
+    outcome = launch(
+        "gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", JAX_NUM_CPU_DEVICES="2"
+    )
     assert outcome.succeeded
     start, rows = parts_in_shards.START, parts_in_shards.ROWS
     params = by_plain_jax(parts_in_shards.loss, optax.adam(0.1), start, [rows, rows]).params
     for text in outcome.outputs:
         end, held, *_ = text.splitlines()
-        close({name: np.array(x, np.float32) for name, x in json.loads(end).items()}, params, rtol=1e-4, atol=1e-5)
+        close(
+            {name: np.array(x, np.float32) for name, x in json.loads(end).items()},
+            params,
+            rtol=1e-4,
+            atol=1e-5,
+        )
         assert held == "{'bias': 2, 'first': 6, 'second': 2} True"

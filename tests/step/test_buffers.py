@@ -1,6 +1,8 @@
-"""Every replica goes on with the same buffers: replica 0's, or the mean of all, or each with its own.
+"""Every replica goes on with the same buffers: replica 0's, or the mean of all, or each with its
+own.
 
-That `no_sync` leaves them alone is in `test_no_sync.py`; how they go between processes in `on_ranks/buffers.py`.
+That `no_sync` leaves them alone is in `test_no_sync.py`; how they go between processes in
+`on_ranks/buffers.py`.
 """
 
 from typing import Any
@@ -24,7 +26,9 @@ def noting(w: Any, x: Any, *, model_state: Any) -> Any:
 
 
 def buffers(group: Any, mode: Any, schedule: Any, steps: int = 2) -> Any:
-    step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers=mode, schedule=schedule)
+    step = fddp.train_step(
+        noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers=mode, schedule=schedule
+    )
     state = step.init(np.float32(0), model_state={"seen": np.float32(0), "count": np.int32(0)})
     for _ in range(steps):
         state, _ = step(state, np.array([1, 2, 4, 9], np.float32))
@@ -37,9 +41,13 @@ def on_each(x: Any) -> list[float]:
 
 @SCHEDULES
 @pytest.mark.parametrize(
-    ("mode", "seen"), [(True, [2.0] * 4), ("mean", [8.0] * 4), (False, [2.0, 4.0, 8.0, 18.0])], ids=str
+    ("mode", "seen"),
+    [(True, [2.0] * 4), ("mean", [8.0] * 4), (False, [2.0, 4.0, 8.0, 18.0])],
+    ids=str,
 )
-def test_after_two_steps_the_buffers_are_replica_0s_or_the_mean_or_each_replicas_own(group, schedule, mode, seen):
+def test_after_two_steps_the_buffers_are_replica_0s_or_the_mean_or_each_replicas_own(
+    group, schedule, mode, seen
+):
     state = buffers(group, mode, schedule)
     assert on_each(state["seen"]) == seen
     assert on_each(state["count"]) == [2.0] * 4
@@ -67,7 +75,10 @@ def test_buffers_of_any_dtype_are_replica_0s_bit_for_bit(group, schedule):
 
     def loss(w: Any, x: Any, *, model_state: Any) -> Any:
         mine = jnp.all(x == 1)
-        kept = {name: jnp.where(mine, jnp.asarray(old), jnp.ones_like(old)) for name, old in model_state["odd"].items()}
+        kept = {
+            name: jnp.where(mine, jnp.asarray(old), jnp.ones_like(old))
+            for name, old in model_state["odd"].items()
+        }
         key = jnp.where(mine, jax.random.key(7), jax.random.key(8))
         return jnp.mean((x - w) ** 2), ({"odd": kept, "key": key}, None)
 
@@ -84,8 +95,12 @@ def test_buffers_of_any_dtype_are_replica_0s_bit_for_bit(group, schedule):
 @SCHEDULES
 def test_the_sum_of_buffers_of_16_bits_may_be_more_than_they_hold(group, schedule):
     loss = lambda w, x, *, model_state: (jnp.mean((x - w) ** 2), (model_state, None))  # noqa: E731
-    step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule)
-    state, _ = step(step.init(np.float32(0), model_state=np.float16(20_000)), np.ones(REPLICAS, np.float32))
+    step = fddp.train_step(
+        loss, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule
+    )
+    state, _ = step(
+        step.init(np.float32(0), model_state=np.float16(20_000)), np.ones(REPLICAS, np.float32)
+    )
     assert state.model_state.dtype == np.float16 and state.model_state == 20_000
 
 
@@ -107,14 +122,17 @@ def test_buffers_of_8_bits_and_less_are_averaged(group, schedule, dtype):
 
 @SCHEDULES
 def test_buffers_that_are_averaged_cost_no_message_of_their_own(group, schedule):
-    step = fddp.train_step(noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule)
+    step = fddp.train_step(
+        noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule
+    )
     state = step.init(np.float32(0), model_state={"seen": np.float32(0), "count": np.int32(0)})
     _, info = step(state, np.ones(4, np.float32))
     assert len(info.sent) == len(step.plan.buckets) == 1
 
 
 def test_averaged_batch_norm_statistics_are_those_of_all_rows(group):
-    """Running means are linear in the rows; the variances of parts do not add up to that of the whole, as in DDP."""
+    """Running means are linear in the rows; the variances of parts do not add up to that of the
+    whole, as in DDP."""
     rows = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 
     def loss(w: Any, x: Any, *, model_state: Any) -> Any:

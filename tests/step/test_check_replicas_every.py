@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 import fddp
 from fddp.guards.digests import _digest
 
-DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "int8", "bool", "float8_e4m3fn", "complex64")
+DTYPES = (
+    "float32",
+    "bfloat16",
+    "float16",
+    "int32",
+    "uint8",
+    "int8",
+    "bool",
+    "float8_e4m3fn",
+    "complex64",
+)
 
 
 def flipped(x: np.ndarray, bit: int) -> np.ndarray:
@@ -27,7 +37,9 @@ def flipped(x: np.ndarray, bit: int) -> np.ndarray:
 @given(dtype=st.sampled_from(DTYPES), size=st.integers(1, 5), data=st.data())
 def test_any_bit_that_flips_changes_the_digest(dtype: str, size: int, data: Any):
     kind = jnp.dtype(dtype)
-    x = np.frombuffer(data.draw(st.binary(min_size=size * kind.itemsize, max_size=size * kind.itemsize)), kind)
+    x = np.frombuffer(
+        data.draw(st.binary(min_size=size * kind.itemsize, max_size=size * kind.itemsize)), kind
+    )
     bit = data.draw(st.integers(0, x.nbytes * 8 - 1))
     if dtype == "bool":  # it has one bit in each byte
         x, bit = x.view(np.uint8) % 2 == 1, bit // 8 * 8
@@ -40,7 +52,10 @@ def test_two_values_that_change_places_change_the_digest():
 
 def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
     step = fddp.train_step(
-        lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2), optax.adam(0.1), group=group, check_replicas_every=2
+        lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2),
+        optax.adam(0.1),
+        group=group,
+        check_replicas_every=2,
     )
     return step, step.init({"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)})
 
@@ -49,7 +64,9 @@ def with_one_bit(x: jax.Array, replica: int) -> jax.Array:
     """The array, of which one replica has another last bit somewhere."""
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     shards[replica] = flipped(shards[replica], 8 * (x.nbytes - 4))
-    there = [jax.device_put(part, shard.device) for part, shard in zip(shards, x.addressable_shards)]
+    there = [
+        jax.device_put(part, shard.device) for part, shard in zip(shards, x.addressable_shards)
+    ]
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, there)
 
 
@@ -66,7 +83,9 @@ def test_a_bit_that_flips_on_one_replica_is_found_and_named(group: Callable[[int
     step, state = make(group(4))
     state, _ = step(state, X)
     state = state._replace(params=state.params | {"w": with_one_bit(state.params["w"], 2)})
-    with pytest.raises(RuntimeError, match=r"after step 2: params/w of rank 0, replica 2 differs from the others'"):
+    with pytest.raises(
+        RuntimeError, match=r"after step 2: params/w of rank 0, replica 2 differs from the others'"
+    ):
         step(state, X)
 
 
@@ -74,22 +93,32 @@ def test_the_state_of_the_optimizer_is_compared_too(group: Callable[[int], fddp.
     step, state = make(group(2))
     state, _ = step(state, X)
     (adam, rest) = state.opt_state
-    state = state._replace(opt_state=(adam._replace(nu=adam.nu | {"b": with_one_bit(adam.nu["b"], 1)}), rest))
+    state = state._replace(
+        opt_state=(adam._replace(nu=adam.nu | {"b": with_one_bit(adam.nu["b"], 1)}), rest)
+    )
     with pytest.raises(RuntimeError, match="opt_state/0/nu/b differs, and not more of them"):
         step(state, X)
 
 
-def test_replicas_that_are_not_equal_at_first_are_named_before_the_first_step(group: Callable[[int], fddp.Group]):
+def test_replicas_that_are_not_equal_at_first_are_named_before_the_first_step(
+    group: Callable[[int], fddp.Group],
+):
     step, state = make(group(4))
     state = state._replace(params=state.params | {"b": with_one_bit(state.params["b"], 3)})
-    with pytest.raises(RuntimeError, match="not equal before the first step: params/b of rank 0, replica 3 differs"):
+    with pytest.raises(
+        RuntimeError, match="not equal before the first step: params/b of rank 0, replica 3 differs"
+    ):
         step(state, X)
     assert not state.params["b"].is_deleted()
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.lars(0.1)])
-def test_a_state_that_lies_in_shards_alone_has_nothing_to_compare(group: Callable[[int], fddp.Group], optimizer: Any):
+@pytest.mark.parametrize(
+    "optimizer", [optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), optax.lars(0.1)]
+)
+def test_a_state_that_lies_in_shards_alone_has_nothing_to_compare(
+    group: Callable[[int], fddp.Group], optimizer: Any
+):
     loss_fn = lambda p, x: jnp.mean((x @ p["w"]) ** 2)  # noqa: E731
     options: Any = {"shard": "state", "check_replicas_every": 2}
     step = fddp.train_step(loss_fn, optimizer, group=group(2), **options)

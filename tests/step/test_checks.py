@@ -19,6 +19,7 @@ from flax import linen, nnx
 from problems import square
 
 import fddp
+from fddp.step import checks
 
 W = np.zeros((), np.float32)
 X = np.ones(8, np.float32)
@@ -31,7 +32,9 @@ def buffered(w: Any, x: Any, *, model_state: Any) -> Any:
 @pytest.fixture
 def make(group) -> Callable[..., fddp.TrainStep]:
     """`make(loss, **options)`: a step on four replicas."""
-    return lambda loss=square, **options: fddp.train_step(loss, optax.sgd(0.1), group=group(4), **options)
+    return lambda loss=square, **options: fddp.train_step(
+        loss, optax.sgd(0.1), group=group(4), **options
+    )
 
 
 def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
@@ -45,15 +48,22 @@ def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
 BATCHES = [
     (np.ones(6), r"6 rows cannot be divided into 4 equal parts: .* 4 replicas × 1 micro-batches"),
     (np.ones(0), r"0 rows.*fddp\.join.*fddp\.Weighted\(mean, weight\)"),
-    ({"x": np.ones(8), "y": np.ones((4, 2))}, r"equally many rows, got x float64\[8\], y float64\[4, 2\]"),
+    (
+        {"x": np.ones(8), "y": np.ones((4, 2))},
+        r"equally many rows, got x float64\[8\], y float64\[4, 2\]",
+    ),
     ({"x": np.ones(8), "y": np.ones(())}, r"equally many rows, got x float64\[8\], y float64\[\]"),
     (3.0, "equally many rows, got float"),
     ([1.0] * 8, r"Python lists of numbers, at its top: make arrays, with np.asarray\.$"),
-    ({"x": [[1, 2]] * 8, "y": ([0] * 8, [1] * 8), "z": X}, r"numbers, x, y/0, y/1: make arrays, with np.asarray\.$"),
+    (
+        {"x": [[1, 2]] * 8, "y": ([0] * 8, [1] * 8), "z": X},
+        r"numbers, x, y/0, y/1: make arrays, with np.asarray\.$",
+    ),
     ((np.ones(8), 0.5), r"equally many rows, got 0 float64\[8\], 1 float"),
     (
         [np.ones(k) for k in range(40)],
-        r"got 0 float64\[0\], .*, 5 float64\[5\], and 34 more: this process has 4 replicas × 1 micro-batches; give",
+        r"got 0 float64\[0\], .*, 5 float64\[5\], and 34 more: this process has 4 replicas × 1 "
+        r"micro-batches; give",
     ),
     (np.array(["a"] * 8), r"leaves that are not numeric, array\(\['a', .*: give numbers"),
     ({"x": X, "name": "train"}, "not numeric, name 'train': give numbers"),
@@ -91,7 +101,11 @@ def test_micro_batches_count_in_the_division(make):
 
 @pytest.mark.parametrize("params", [{}, None, (), {"a": None}], ids=str)
 def test_params_without_arrays_are_refused(make, params):
-    refused(ValueError, f"params holds no arrays: got {re.escape(repr(params))}", lambda: make().init(params))
+    refused(
+        ValueError,
+        f"params holds no arrays: got {re.escape(repr(params))}",
+        lambda: make().init(params),
+    )
 
 
 def test_params_without_floats_are_refused_by_what_they_hold(make):
@@ -129,7 +143,9 @@ def test_what_is_no_group_is_refused(group):
         says = r"group must be a fddp.Group, .* got 2"
         refused(TypeError, says, lambda call=call: call(square, optax.sgd(0.1), group=two))
     refused(
-        TypeError, r"group must be a fddp.Group, .* got 'all'", lambda: fddp.value_and_grad(square, group=all_of_them)
+        TypeError,
+        r"group must be a fddp.Group, .* got 'all'",
+        lambda: fddp.value_and_grad(square, group=all_of_them),
     )
     refused(TypeError, r"group must be a fddp.Group", lambda: fddp.join([X], all_of_them))
 
@@ -242,7 +258,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.quick(
-    "{'shard': 'state'}-dtype", "{'shard': 'optimizer'}-shape", "{'schedule': 'eager'}-shape", "{}-dtype"
+    "{'shard': 'state'}-dtype",
+    "{'shard': 'optimizer'}-shape",
+    "{'schedule': 'eager'}-shape",
+    "{}-dtype",
 )
 @pytest.mark.steps
 @pytest.mark.parametrize("name", CHANGES)
@@ -282,18 +301,63 @@ def test_numpy_parameters_of_64_bits_are_accepted_as_the_same(make):
 @pytest.mark.parametrize(
     ("loss", "has_aux", "kind", "says"),
     [
-        (lambda w, x: (x - w) ** 2, False, ValueError, r"loss must be a scalar, got float32\[2\]; take its mean"),
+        (
+            lambda w, x: (x - w) ** 2,
+            False,
+            ValueError,
+            r"loss must be a scalar, got float32\[2\]; take its mean",
+        ),
         (lambda w, x: jnp.int32(w), False, TypeError, r"loss must be a float, got int32\[\]"),
         (lambda w, x: w * 1j, False, TypeError, r"loss must be a float, got complex64\[\]"),
-        (lambda w, x: None, False, TypeError, "loss must be an array computed from params, got NoneType"),
-        (lambda w, x: (w, {}), False, TypeError, r"one number, got a tuple .*; metrics need has_aux=True"),
+        (
+            lambda w, x: None,
+            False,
+            TypeError,
+            "loss must be an array computed from params, got NoneType",
+        ),
+        (
+            lambda w, x: (w, {}),
+            False,
+            TypeError,
+            r"one number, got a tuple .*; metrics need has_aux=True",
+        ),
         (lambda w, x: w, True, TypeError, r"must return \(loss, aux\), got float32\[\]"),
-        (lambda w, x: (w, 1.0, 2.0), True, TypeError, r"must return \(loss, aux\), got \(float32\[\], float, float\)"),
-        (lambda w, x: (w, {"hits": jnp.int32(3)}), True, TypeError, r"aux\['hits'\] must be a float .* got int32\[\]"),
-        (lambda w, x: (w, {"hit": jnp.bool_(1)}), True, TypeError, r"aux\['hit'\] must be a float .* got bool\[\]"),
-        (lambda w, x: (w, {"name": "mlp"}), True, TypeError, r"aux\['name'\] must be a float .* got str"),
-        (lambda w, x: fddp.Weighted(w, None), False, TypeError, "weight of a loss must be one number, .* got NoneType"),
-        (lambda w, x: fddp.Weighted(w, "8"), False, TypeError, "weight of a loss must be one number, .* got str"),
+        (
+            lambda w, x: (w, 1.0, 2.0),
+            True,
+            TypeError,
+            r"must return \(loss, aux\), got \(float32\[\], float, float\)",
+        ),
+        (
+            lambda w, x: (w, {"hits": jnp.int32(3)}),
+            True,
+            TypeError,
+            r"aux\['hits'\] must be a float .* got int32\[\]",
+        ),
+        (
+            lambda w, x: (w, {"hit": jnp.bool_(1)}),
+            True,
+            TypeError,
+            r"aux\['hit'\] must be a float .* got bool\[\]",
+        ),
+        (
+            lambda w, x: (w, {"name": "mlp"}),
+            True,
+            TypeError,
+            r"aux\['name'\] must be a float .* got str",
+        ),
+        (
+            lambda w, x: fddp.Weighted(w, None),
+            False,
+            TypeError,
+            "weight of a loss must be one number, .* got NoneType",
+        ),
+        (
+            lambda w, x: fddp.Weighted(w, "8"),
+            False,
+            TypeError,
+            "weight of a loss must be one number, .* got str",
+        ),
     ],
 )
 def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_aux, kind, says):
@@ -306,10 +370,26 @@ def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_au
 @pytest.mark.parametrize(
     ("loss", "kind", "says"),
     [
-        (lambda w, x, *, model_state: w, TypeError, r"must return \(loss, \(model_state, aux\)\), got float32"),
-        (lambda w, x, *, model_state: (w, model_state), TypeError, r"must return \(loss, \(model_state, aux\)\)"),
-        (lambda w, x, *, model_state: (w, ({}, None)), ValueError, "model_state of the structure it was given"),
-        (lambda w, x, *, model_state: (w, (None, None)), ValueError, "model_state of the structure it was given"),
+        (
+            lambda w, x, *, model_state: w,
+            TypeError,
+            r"must return \(loss, \(model_state, aux\)\), got float32",
+        ),
+        (
+            lambda w, x, *, model_state: (w, model_state),
+            TypeError,
+            r"must return \(loss, \(model_state, aux\)\)",
+        ),
+        (
+            lambda w, x, *, model_state: (w, ({}, None)),
+            ValueError,
+            "model_state of the structure it was given",
+        ),
+        (
+            lambda w, x, *, model_state: (w, (None, None)),
+            ValueError,
+            "model_state of the structure it was given",
+        ),
     ],
 )
 def test_a_loss_that_loses_the_model_state_is_refused(make, loss, kind, says):
@@ -347,19 +427,35 @@ def test_an_error_of_the_loss_itself_comes_through(make):
     ("options", "kind", "says"),
     [
         ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb must be 0 or more MiB, got -1"),
-        ({"bucket_cap_mb": [1, -1]}, ValueError, r"bucket_cap_mb must be one cap or more, .* got \[1, -1\]"),
+        (
+            {"bucket_cap_mb": [1, -1]},
+            ValueError,
+            r"bucket_cap_mb must be one cap or more, .* got \[1, -1\]",
+        ),
         ({"bucket_cap_mb": math.nan}, ValueError, "bucket_cap_mb must be 0 or more MiB, got nan"),
         ({"first_bucket_mb": "1"}, ValueError, "first_bucket_mb must be 0 or more MiB, got '1'"),
         ({"last_bucket_mb": None}, ValueError, "last_bucket_mb must be 0 or more MiB, got None"),
-        ({"accumulation_steps": 0}, ValueError, "accumulation_steps must be a whole number of 1 or more, got 0"),
+        (
+            {"accumulation_steps": 0},
+            ValueError,
+            "accumulation_steps must be a whole number of 1 or more, got 0",
+        ),
         ({"accumulation_steps": 1.5}, ValueError, "accumulation_steps must be .*, got 1.5"),
         ({"accumulation_steps": True}, ValueError, "accumulation_steps must be .*, got True"),
         ({"order": "forward"}, ValueError, "order must be one of ready, reverse, got 'forward'"),
         ({"schedule": "later"}, ValueError, "schedule must be one of auto, fused.*, got 'later'"),
         ({"groups": 3}, TypeError, "groups must be a function from a leaf's path .*, got int"),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
-        ({"broadcast_buffers": 1}, ValueError, "broadcast_buffers must be True, False or 'mean', got 1"),
-        ({"broadcast_buffers": "yes"}, ValueError, "broadcast_buffers must be True, False or 'mean', got 'yes'"),
+        (
+            {"broadcast_buffers": 1},
+            ValueError,
+            "broadcast_buffers must be True, False or 'mean', got 1",
+        ),
+        (
+            {"broadcast_buffers": "yes"},
+            ValueError,
+            "broadcast_buffers must be True, False or 'mean', got 'yes'",
+        ),
         ({"cap": 5}, TypeError, "has no option 'cap'; it has bucket_cap_mb, "),
         ({"bucket_cap": 5}, TypeError, r"'bucket_cap'; bucket_cap: did you mean bucket_cap_mb\?$"),
         ({"find_unused_parameter": 1}, TypeError, r"did you mean find_unused_parameters\?$"),
@@ -367,9 +463,21 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ({"accumulate_grad_batch": 2}, TypeError, r"_batches \(give accumulation_steps=\)\?$"),
         ({"max_grad_norm": 1.0}, TypeError, "put optax.clip_by_global_norm into the optimizer"),
         ({"sharding_strategy": "FULL_SHARD"}, TypeError, r"shard='state' \(FSDP\)\.$"),
-        ({"static_graph": True}, TypeError, "'static_graph'; static_graph: leave it out, the program is known"),
-        ({"device_ids": [0]}, TypeError, r"'device_ids'; device_ids: leave it out, the devices are the group's\.$"),
-        ({"process_group": None, "cap": 1}, TypeError, "process_group: give group=.*; it has bucket_cap_mb, "),
+        (
+            {"static_graph": True},
+            TypeError,
+            "'static_graph'; static_graph: leave it out, the program is known",
+        ),
+        (
+            {"device_ids": [0]},
+            TypeError,
+            r"'device_ids'; device_ids: leave it out, the devices are the group's\.$",
+        ),
+        (
+            {"process_group": None, "cap": 1},
+            TypeError,
+            "process_group: give group=.*; it has bucket_cap_mb, ",
+        ),
     ],
     ids=str,
 )
@@ -381,7 +489,11 @@ def test_an_option_is_checked_where_it_is_given(make, group, options, kind, says
 
 def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
     refused(TypeError, "fddp.train_step: loss_fn must be a function, got float", lambda: make(1.0))
-    refused(TypeError, "fddp.value_and_grad: loss_fn must be a function, got dict", lambda: fddp.value_and_grad({}))  # pyright: ignore[reportArgumentType]
+    refused(
+        TypeError,
+        "fddp.value_and_grad: loss_fn must be a function, got dict",
+        lambda: fddp.value_and_grad({}),  # pyright: ignore[reportArgumentType]
+    )
     bad: Any = lambda params: params  # noqa: E731
     refused(
         TypeError,
@@ -393,15 +505,22 @@ def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
 def test_every_argument_of_ddp_is_an_option_or_answered(group):
     """Those of PyTorch 2.15, and of the one that is installed here, if one is."""
     ddp = (
-        "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb find_unused_parameters "
-        "check_reduction gradient_as_bucket_view static_graph delay_all_reduce_named_params param_to_hook_all_reduce "
-        "mixed_precision device_mesh skip_all_reduce_unused_params bucket_cap_mb_list batched_grad_copy "
+        "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb "
+        "find_unused_parameters "
+        "check_reduction gradient_as_bucket_view static_graph delay_all_reduce_named_params "
+        "param_to_hook_all_reduce "
+        "mixed_precision device_mesh skip_all_reduce_unused_params bucket_cap_mb_list "
+        "batched_grad_copy "
         "forward_sync_buffers lazy_bucket_allocation require_manual_backward_finalization"
     )
     options = {field.name for field in dataclasses.fields(fddp.Options)}
     for name in {*ddp.split(), *arguments_of_installed_ddp()}:
         if name not in options:
-            refused(TypeError, f"; {name}: [^;]*$", partial(fddp.train_step, square, optax.sgd(0.1), **{name: None}))
+            refused(
+                TypeError,
+                f"; {name}: [^;]*$",
+                partial(fddp.train_step, square, optax.sgd(0.1), **{name: None}),
+            )
 
 
 def arguments_of_installed_ddp() -> list[str]:
@@ -409,8 +528,14 @@ def arguments_of_installed_ddp() -> list[str]:
     torch = find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         return []
-    source = Path(torch.submodule_search_locations[0], "nn", "parallel", "distributed.py").read_text()
-    (ddp,) = (x for x in ast.parse(source).body if isinstance(x, ast.ClassDef) and x.name == "DistributedDataParallel")
+    source = Path(
+        torch.submodule_search_locations[0], "nn", "parallel", "distributed.py"
+    ).read_text()
+    (ddp,) = (
+        x
+        for x in ast.parse(source).body
+        if isinstance(x, ast.ClassDef) and x.name == "DistributedDataParallel"
+    )
     (init,) = (x for x in ddp.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
     names = [argument.arg for argument in (*init.args.args, *init.args.kwonlyargs)]
     return [name for name in names if name not in ("self", "module")]
@@ -428,7 +553,10 @@ def arguments_of_installed_ddp() -> list[str]:
 )
 def test_a_module_in_the_place_of_the_loss_is_told_what_makes_one_of_it(group, module, adapter):
     """DDP takes a module, and Flax's can be called."""
-    says = rf"loss_fn must be a loss, .* got the module (Dense|Linear); fddp\.{adapter}\(module, loss\)"
+    says = (
+        rf"loss_fn must be a loss, .* got the module (Dense|Linear); fddp\.{adapter}\(module, "
+        rf"loss\)"
+    )
     refused(TypeError, says, lambda: fddp.train_step(module, optax.sgd(0.1), group=group(1)))
     refused(TypeError, says, lambda: fddp.value_and_grad(module, group=group(1)))
 
@@ -440,7 +568,11 @@ def test_what_nnx_compiled_is_a_function(group):
 
 def test_flaxs_optimizers_are_told_to_give_what_they_hold(group):
     bad: Any = nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param)
-    refused(TypeError, "got Optimizer; pass its .tx", lambda: fddp.train_step(square, bad, group=group(1)))
+    refused(
+        TypeError,
+        "got Optimizer; pass its .tx",
+        lambda: fddp.train_step(square, bad, group=group(1)),
+    )
 
 
 def test_a_plan_before_a_state_and_a_look_at_several_programs_are_refused(make):
@@ -464,30 +596,62 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.pack, ({}, W), NOT_A_PLAN),
     (fddp.unpack, ({}, [W]), NOT_A_PLAN),
     (given(fddp.all_reduce, axis_name="x"), (W, {}), NOT_A_PLAN),
-    (given(fddp.all_reduce, axis_name="x", hook="bf16"), (W, fddp.make_plan(W)), "hook must be a fddp.Hook"),
+    (
+        given(fddp.all_reduce, axis_name="x", hook="bf16"),
+        (W, fddp.make_plan(W)),
+        "hook must be a fddp.Hook",
+    ),
     (fddp.hooks.bf16, (8,), "bf16: hook must be a fddp.Hook, one of fddp.hooks, got int 8"),
     (fddp.hooks.fp16, (8,), "fp16: hook must be a fddp.Hook"),
     (fddp.hooks.starting, (8, "bf16"), "starting: hook must be a fddp.Hook"),
     (given(fddp.hooks.momentum, start=1), (None,), "momentum: hook must be a fddp.Hook"),
-    (given(fddp.hooks.topk, error_feedback="no"), (), "error_feedback must be True or False, got 'no'"),
+    (
+        given(fddp.hooks.topk, error_feedback="no"),
+        (),
+        "error_feedback must be True or False, got 'no'",
+    ),
     (given(fddp.hooks.sign, error_feedback=1), (), "error_feedback must be True or False, got 1"),
     (fddp.dynamic_scale, ("adam",), "optimizer must be an optax transformation, got str 'adam'"),
-    (given(fddp.train_step, has_aux="metrics"), (square, optax.sgd(0.1)), "has_aux must be True or False"),
+    (
+        given(fddp.train_step, has_aux="metrics"),
+        (square, optax.sgd(0.1)),
+        "has_aux must be True or False",
+    ),
     (given(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
-    (fddp.tune, (square, optax.sgd(0.1)), r"fddp.tune\(loss_fn, optimizer, params, batch\), which measures"),
+    (
+        fddp.tune,
+        (square, optax.sgd(0.1)),
+        r"fddp.tune\(loss_fn, optimizer, params, batch\), which measures",
+    ),
     (given(fddp.hooks.topk, "half"), (), "ratio must be a number, got 'half'"),
     (given(fddp.hooks.fp16, predivide="x"), (), "predivide must be a number, got 'x'"),
-    (given(fddp.dynamic_scale, initial="x"), (optax.sgd(0.1),), "initial must be a number, got 'x'"),
+    (
+        given(fddp.dynamic_scale, initial="x"),
+        (optax.sgd(0.1),),
+        "initial must be a number, got 'x'",
+    ),
     (fddp.hooks.adaptive, (8,), r"bits must be a sequence of numbers, \[8\], got int 8"),
     (given(fddp.make_plan, order="ready"), (W,), "order must be the numbers of leaves"),
-    (given(fddp.join, throw_on_early_termination="no"), ([X],), "throw_on_early_termination must be True or False"),
+    (
+        given(fddp.join, throw_on_early_termination="no"),
+        ([X],),
+        "throw_on_early_termination must be True or False",
+    ),
     (fddp.grad_order, ("square", W), "loss_fn must be a function, got str 'square'"),
     (fddp.check, (square, "x", X), "params must be an array, got str 'x'"),
     (fddp.value_and_grad(square), ("x", X), "params must be an array, got str 'x'"),
     (fddp.from_linen, (None, square), "module must be a flax.linen.Module, got NoneType"),
     (fddp.from_linen, (linen.Dense(1), None), "loss must be a function, got NoneType"),
-    (given(fddp.from_linen, rngs=5), (linen.Dense(1), square), "rngs must be a sequence of names, got 5"),
-    (fddp.from_nnx, (linen.Dense(1), square), "module must be a flax.nnx.Module or a function that makes one"),
+    (
+        given(fddp.from_linen, rngs=5),
+        (linen.Dense(1), square),
+        "rngs must be a sequence of names, got 5",
+    ),
+    (
+        fddp.from_nnx,
+        (linen.Dense(1), square),
+        "module must be a flax.nnx.Module or a function that makes one",
+    ),
     (fddp.from_nnx, (lambda: None, 3), "loss must be a function, got int"),
 ]
 
@@ -499,9 +663,21 @@ def test_a_value_of_another_kind_is_refused_by_name(case: int):
 
 
 def test_text_among_buffers_or_keys_and_a_group_that_is_none_are_refused(make):
-    refused(TypeError, "model_state must be .* and holds m 'x'", lambda: make().init(W, model_state={"m": "x"}))
-    refused(TypeError, "rng must be .* holds a fddp.TrainState", lambda: make().init(W, rng=make().init(W)))
-    refused(TypeError, r"rng must be a tree of arrays, and holds 'seed'", lambda: make().init(W, rng="seed"))
+    refused(
+        TypeError,
+        "model_state must be .* and holds m 'x'",
+        lambda: make().init(W, model_state={"m": "x"}),
+    )
+    refused(
+        TypeError,
+        "rng must be .* holds a fddp.TrainState",
+        lambda: make().init(W, rng=make().init(W)),
+    )
+    refused(
+        TypeError,
+        r"rng must be a tree of arrays, and holds 'seed'",
+        lambda: make().init(W, rng="seed"),
+    )
     refused(TypeError, "fddp.on: group must be a fddp.Group", lambda: make().on("gpu"))
 
 
@@ -523,3 +699,8 @@ def test_value_and_grad_under_a_transformation_is_refused(group, transform):
     says = "cannot be called under jax.jit, grad or vmap"
     refused(TypeError, says, lambda: transform(lambda w: f(w, X)[0])(W))
     refused(TypeError, says, lambda: transform(lambda x: f(W, x)[0])(X))
+
+
+@pytest.mark.parametrize("scope", ["bucket3", "tail", "gather1", "micro-batch0bucket1"])
+def test_a_collective_is_named_after_its_message(scope: str):
+    assert checks._message(f"jit(step)/{scope}/psum") == f" ({scope})"

@@ -1,4 +1,5 @@
-"""What a loss closes over, and what it says about meshes, changes nothing for a replica of one device."""
+"""What a loss closes over, and what it says about meshes, changes nothing for a replica of one
+device."""
 
 import re
 from collections.abc import Callable
@@ -20,7 +21,10 @@ import fddp
 pytestmark = pytest.mark.steps
 
 PARAMS = {"w": np.sin(np.arange(12, dtype=np.float32)).reshape(3, 4), "v": np.ones(4, np.float32)}
-TEACHER = {"w": np.cos(np.arange(12, dtype=np.float32)).reshape(3, 4), "v": np.full(4, 0.5, np.float32)}
+TEACHER = {
+    "w": np.cos(np.arange(12, dtype=np.float32)).reshape(3, 4),
+    "v": np.full(4, 0.5, np.float32),
+}
 ROWS = np.sin(np.arange(96, dtype=np.float32)).reshape(32, 3)
 WAYS: list[dict[str, Any]] = [
     *({"schedule": schedule} for schedule in ("fused", "staged", "eager", "after")),
@@ -41,7 +45,9 @@ def distilled(teacher: Any) -> Callable[..., Any]:
     def loss(params: Any, x: Any) -> Any:
         offset = jax.lax.fori_loop(0, 2, lambda _, total: total + teacher["v"][0], jnp.float32(0))
         offset += jax.lax.cond(params["v"][0] > 0, lambda: teacher["v"][1], lambda: jnp.float32(0))
-        inner = jax.checkpoint(lambda params: net(params, x) - jax.jit(lambda x: net(teacher, x))(x))
+        inner = jax.checkpoint(
+            lambda params: net(params, x) - jax.jit(lambda x: net(teacher, x))(x)
+        )
         return jnp.mean((inner(params) - offset) ** 2)
 
     return loss
@@ -52,8 +58,12 @@ def pulled_to(teacher: Any) -> optax.GradientTransformation:
     return optax.chain(optax.stateless(pull), optax.adam(0.05))
 
 
-def trained(loss: Callable[..., Any], optimizer: optax.GradientTransformation, **options: Any) -> Any:
-    step = fddp.train_step(loss, optimizer, group=fddp.mesh_group(mesh_of(4, AxisType.Auto, "replica")), **options)
+def trained(
+    loss: Callable[..., Any], optimizer: optax.GradientTransformation, **options: Any
+) -> Any:
+    step = fddp.train_step(
+        loss, optimizer, group=fddp.mesh_group(mesh_of(4, AxisType.Auto, "replica")), **options
+    )
     state = step.init(PARAMS)
     for _ in range(2):
         state, _ = step(state, ROWS)
@@ -74,7 +84,11 @@ def another_state() -> Any:
 
 
 def close(result: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6), result, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6),
+        result,
+        expected,
+    )
 
 
 PLACES = {
@@ -86,7 +100,9 @@ PLACES = {
 
 
 @crossed(options=WAYS, place=PLACES)
-def test_a_loss_and_an_optimizer_may_close_over_arrays_of_any_mesh(options: dict[str, Any], place: Callable[[], Any]):
+def test_a_loss_and_an_optimizer_may_close_over_arrays_of_any_mesh(
+    options: dict[str, Any], place: Callable[[], Any]
+):
     expected = by_plain_jax(distilled(TEACHER), pulled_to(TEACHER), PARAMS, [ROWS] * 2).params
     teacher = place()
     close(trained(distilled(teacher), pulled_to(teacher), **options), expected)
@@ -95,20 +111,27 @@ def test_a_loss_and_an_optimizer_may_close_over_arrays_of_any_mesh(options: dict
 def test_a_metric_and_gradients_may_close_over_arrays_of_any_mesh():
     loss = distilled(on(mesh_of(4, AxisType.Explicit)))
     close(fddp.evaluate(loss, PARAMS, [ROWS]), np.asarray(distilled(TEACHER)(PARAMS, ROWS)))
-    close(fddp.value_and_grad(loss)(PARAMS, ROWS), jax.value_and_grad(distilled(TEACHER))(PARAMS, ROWS))
+    close(
+        fddp.value_and_grad(loss)(PARAMS, ROWS),
+        jax.value_and_grad(distilled(TEACHER))(PARAMS, ROWS),
+    )
 
 
 @pytest.mark.parametrize("options", WAYS[:2])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_arrays_in_parts_are_refused(options: dict[str, Any], kind: str):
     teacher = on(mesh_of(4, AxisType[kind]), PartitionSpec())
-    teacher["v"] = jax.device_put(TEACHER["v"], NamedSharding(mesh_of(4, AxisType[kind]), PartitionSpec("data")))
+    teacher["v"] = jax.device_put(
+        TEACHER["v"], NamedSharding(mesh_of(4, AxisType[kind]), PartitionSpec("data"))
+    )
     with pytest.raises(ValueError, match=r"whole array"):
         trained(distilled(teacher), optax.sgd(0.1), **options)
 
 
 def test_a_shard_is_refused_by_name():
-    shards = fddp.train_step(lambda p, x: jnp.mean(net(p, x)), optax.sgd(0.0), shard="state").init(TEACHER)
+    shards = fddp.train_step(lambda p, x: jnp.mean(net(p, x)), optax.sgd(0.0), shard="state").init(
+        TEACHER
+    )
     with pytest.raises(TypeError, match=r"a Shard of float32\[3, 4\] is no array.*fddp\.whole"):
         trained(lambda p, x: jnp.mean((net(p, x) - net(shards.params, x)) ** 2), optax.sgd(0.1))
 
@@ -131,19 +154,26 @@ MARKS: dict[str, Callable[[Any], Any]] = {
     ),
     "device_put": lambda x: jax.device_put(x, auto()),
     "out_shardings": lambda x: jax.jit(lambda x: x, out_shardings=auto())(x),
-    "reshard": lambda x: jax.sharding.reshard(x, NamedSharding(mesh_of(2, AxisType.Explicit), PartitionSpec())),
+    "reshard": lambda x: jax.sharding.reshard(
+        x, NamedSharding(mesh_of(2, AxisType.Explicit), PartitionSpec())
+    ),
 }
 
 
 @crossed(options=WAYS, mark=MARKS)
-def test_constraints_that_are_left_in_a_loss_are_ignored(options: dict[str, Any], mark: Callable[[Any], Any]):
+def test_constraints_that_are_left_in_a_loss_are_ignored(
+    options: dict[str, Any], mark: Callable[[Any], Any]
+):
     expected = by_plain_jax(marked(lambda x: x), optax.sgd(0.1), PARAMS, [ROWS] * 2).params
     close(trained(marked(mark), optax.sgd(0.1), **options), expected)
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "shard_map": lambda x: jax.shard_map(
-        lambda x: x, mesh=auto().mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data")
+        lambda x: x,
+        mesh=auto().mesh,
+        in_specs=PartitionSpec("data"),
+        out_specs=PartitionSpec("data"),
     )(x),
     "a spec without a mesh": lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec("data")),
     "device_put to a spec": lambda x: jax.device_put(x, PartitionSpec("data")),
@@ -153,14 +183,18 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("options", WAYS[:2])
 @pytest.mark.parametrize("mark", REFUSED)
 def test_lines_that_need_a_mesh_are_refused_by_their_place(options: dict[str, Any], mark: str):
-    with pytest.raises(ValueError, match=re.escape(__file__) + r":\d+.*a replica is one device without a mesh"):
+    with pytest.raises(
+        ValueError, match=re.escape(__file__) + r":\d+.*a replica is one device without a mesh"
+    ):
         trained(marked(REFUSED[mark]), optax.sgd(0.1), **options)
 
 
 def test_boxes_of_partitioned_modules_train_as_the_module_without_them():
     def module(boxed: bool) -> nn.Module:
         init = nn.initializers.lecun_normal()
-        return nn.Dense(4, kernel_init=nn.with_partitioning(init, ("embed", "mlp")) if boxed else init)
+        return nn.Dense(
+            4, kernel_init=nn.with_partitioning(init, ("embed", "mlp")) if boxed else init
+        )
 
     results = list[Any]()
     for boxed in (False, True):
@@ -174,7 +208,9 @@ def test_boxes_of_partitioned_modules_train_as_the_module_without_them():
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 def test_a_collective_in_an_optimizer_is_refused_where_replicas_update_parts(shard: Any):
-    optimizer = optax.chain(optax.stateless(lambda g, _: jax.lax.pmean(g, "replica")), optax.sgd(0.1))
+    optimizer = optax.chain(
+        optax.stateless(lambda g, _: jax.lax.pmean(g, "replica")), optax.sgd(0.1)
+    )
     expected = by_plain_jax(marked(lambda x: x), optax.sgd(0.1), PARAMS, [ROWS] * 2).params
     close(trained(marked(lambda x: x), optimizer), expected)
     with pytest.raises(ValueError, match=r"the optimizer has a collective: leave it out"):

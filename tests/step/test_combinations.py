@@ -27,7 +27,7 @@ from fddp.step.combinations import (
     QUORUM,
     SCALE_INSIDE,
     WHOLE_LEAVES,
-    table,
+    as_markdown,
 )
 from models.tensor_parallel import two_axes
 
@@ -49,7 +49,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"shard": "state"},
     "shard='optimizer'": {"shard": "optimizer"},
     "reshard_after_forward": {"shard": "state", "reshard_after_forward": True},
-    "skip_all_reduce_unused_params": {"skip_all_reduce_unused_params": True, "find_unused_parameters": True},
+    "skip_all_reduce_unused_params": {
+        "skip_all_reduce_unused_params": True,
+        "find_unused_parameters": True,
+    },
     "virtual_replicas": {"virtual_replicas": 4},
     "hook": {"hook": hooks.bf16()},
     MEMORY: {"hook": hooks.quantize()},
@@ -59,7 +62,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "check_replicas_every": {"check_replicas_every": 2},
     "skip_nonfinite": {"skip_nonfinite": True},
     "find_unused_parameters": {"find_unused_parameters": True},
-    **{f"schedule={name!r}": {"schedule": name} for name in ("fused", "held", "unordered", "staged", "eager")},
+    **{
+        f"schedule={name!r}": {"schedule": name}
+        for name in ("fused", "held", "unordered", "staged", "eager")
+    },
     OWN_SCHEDULE: {"schedule": lambda group, pieces, donate: None},
 }
 
@@ -76,9 +82,15 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
         return
     inner = optax.lookahead(optax.sgd(0.1), 2, 0.5) if LOOKAHEAD in features else optax.adam(0.1)
     local = {LOCAL, ALONE, ISLANDS} & {*features}
-    optimizer = fddp.local_steps(inner, every=2, island=2 if ISLANDS in local else 1) if local else inner
+    optimizer = (
+        fddp.local_steps(inner, every=2, island=2 if ISLANDS in local else 1) if local else inner
+    )
     optimizer = fddp.local_steps(inner, quorum=1) if QUORUM in features else optimizer
-    optimizer = optax.MultiSteps(inner, 2).gradient_transformation() if MULTI_STEPS in features else optimizer
+    optimizer = (
+        optax.MultiSteps(inner, 2).gradient_transformation()
+        if MULTI_STEPS in features
+        else optimizer
+    )
     scaled = optax.MultiSteps(fddp.dynamic_scale(inner), 2).gradient_transformation()
     optimizer = scaled if SCALE_INSIDE in features else optimizer
     if "fddp.tune" in features:
@@ -107,4 +119,4 @@ def test_no_pair_stands_twice():
 
 
 def test_the_page_shows_the_table():
-    assert table() in PAGE.read_text()
+    assert as_markdown() in PAGE.read_text()

@@ -1,4 +1,5 @@
-"""With `jax_debug_nans` a step that makes a NaN raises, and training goes on from the state before it."""
+"""With `jax_debug_nans` a step that makes a NaN raises, and training goes on from the state before
+it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,12 +49,16 @@ def test_a_step_with_a_nan_raises_and_training_goes_on(group: fddp.Group, option
     with jax.debug_nans(True):
         for rows in (BAD, ROWS, BAD):
             if rows is BAD:
-                with pytest.raises(FloatingPointError, match=r"NaN in .*the step was given is unchanged"):
+                with pytest.raises(
+                    FloatingPointError, match=r"NaN in .*the step was given is unchanged"
+                ):
                     step(state, rows)
             else:
                 state, _ = step(state, rows)
     expected = by_plain_jax(loss, optax.adam(0.01), PARAMS, [ROWS] * 2).params
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), fddp.whole(state.params), expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), fddp.whole(state.params), expected
+    )
 
 
 CALLS: dict[str, Callable[[fddp.Group], Any]] = {
@@ -69,6 +74,8 @@ def test_gradients_with_a_nan_raise(group: fddp.Group, call: str):
 
 
 def test_an_infinite_loss_raises_where_only_infs_are_asked_for(group: fddp.Group):
-    step = fddp.train_step(lambda w, x: jnp.mean(w * 1e38) * jnp.mean(x), optax.sgd(0.0), group=group)
+    step = fddp.train_step(
+        lambda w, x: jnp.mean(w * 1e38) * jnp.mean(x), optax.sgd(0.0), group=group
+    )
     with jax.debug_infs(True), pytest.raises(FloatingPointError, match="inf in loss"):
         step(step.init(np.ones(4, np.float32)), 100 * ROWS)

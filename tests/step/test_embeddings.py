@@ -1,4 +1,5 @@
-"""Embeddings whose gradients touch few rows: these travel, and training is that of one device on the joined batch."""
+"""Embeddings whose gradients touch few rows: these travel, and training is that of one device on
+the joined batch."""
 
 from collections.abc import Callable
 from functools import partial
@@ -41,14 +42,17 @@ def alone(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> Any:
 
 
 def nbytes(replicas: int, rows: int) -> int:
-    """What each replica sends to all others: rows of float64 with their numbers, and whether there are more."""
+    """What each replica sends to all others: rows of float64 with their numbers, and whether there
+    are more."""
     return (replicas - 1) * (rows * (WIDTH + 1) + 1) * 8
 
 
 @pytest.mark.quick("3-staged", "2-fused")
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_few_rows_travel_and_all_others_are_updated_too(group: Groups, x64: None, schedule: Any, replicas: int):
+def test_few_rows_travel_and_all_others_are_updated_too(
+    group: Groups, x64: None, schedule: Any, replicas: int
+):
     batches = [batch_of(8 * replicas, seed) for seed in range(4)]
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(replicas), schedule=schedule)
     state = step.init(PARAMS)
@@ -76,7 +80,9 @@ def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: N
     close(state.params, alone(batches))
 
 
-def test_rows_of_micro_batches_and_of_calls_without_synchronization_come_together(group: Groups, x64: None):
+def test_rows_of_micro_batches_and_of_calls_without_synchronization_come_together(
+    group: Groups, x64: None
+):
     batches = [batch_of(16, seed) for seed in range(3)]
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(2), accumulation_steps=2)
     state, info = step(step.init(PARAMS), batches[0])
@@ -88,7 +94,9 @@ def test_rows_of_micro_batches_and_of_calls_without_synchronization_come_togethe
 
 
 def tied(p: Any, batch: Any) -> Any:
-    return jnp.mean((jnp.tanh(p["embed"][batch["ids"]]) @ p["embed"].T) ** 2) + jnp.mean(p["out"] ** 2)
+    return jnp.mean((jnp.tanh(p["embed"][batch["ids"]]) @ p["embed"].T) ** 2) + jnp.mean(
+        p["out"] ** 2
+    )
 
 
 def test_a_table_that_is_read_otherwise_too_travels_whole(group: Groups, x64: None):
@@ -126,7 +134,11 @@ def test_a_plan_with_rows_serves_an_all_reduce_of_ones_own(group: Groups):
     two = jax.tree.map(lambda x: np.stack([x, 3 * x]).astype(np.float32), PARAMS)
 
     def mean(tree: Any) -> Any:
-        return fddp.all_reduce(jax.tree.map(lambda x: x[0], tree), step.plan, axis_name="replica", op="mean")
+        return fddp.all_reduce(
+            jax.tree.map(lambda x: x[0], tree), step.plan, axis_name="replica", op="mean"
+        )
 
-    got = jax.shard_map(mean, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec(), check_vma=False)(two)
+    got = jax.shard_map(
+        mean, mesh=mesh, in_specs=spec, out_specs=jax.sharding.PartitionSpec(), check_vma=False
+    )(two)
     close(got, jax.tree.map(lambda b: 2 * b, PARAMS), rtol=1e-6)

@@ -1,7 +1,8 @@
-"""Parameters that a step does not use are found by the program and left alone; `find_unused_parameters` of DDP.
+"""Parameters that a step does not use are found by the program and left alone;
+`find_unused_parameters` of DDP.
 
-Four replicas in this process, each with its own rows, which choose what it uses; ranks with branches of their own are
-in `on_ranks/unused.py`, the dataflow alone in test_used.py.
+Four replicas in this process, each with its own rows, which choose what it uses; ranks with
+branches of their own are in `on_ranks/unused.py`, the dataflow alone in test_used.py.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ OPTIMIZERS = {
     "adamw": optax.adamw(0.1, weight_decay=0.5),
     "momentum": optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9)),
     "parts": optax.multi_transform(
-        {"a": optax.adamw(0.1), "b": optax.rmsprop(0.1, momentum=0.9)}, {"left": "a", "right": "b", "never": "a"}
+        {"a": optax.adamw(0.1), "b": optax.rmsprop(0.1, momentum=0.9)},
+        {"left": "a", "right": "b", "never": "a"},
     ),
     "parts by a function of names": optax.multi_transform(
         {"a": optax.adamw(0.1), "b": optax.rmsprop(0.1, momentum=0.9)},
@@ -35,7 +37,8 @@ OPTIMIZERS = {
 
 
 def branching(params: Any, batch: Any) -> Any:
-    """Uses "left" where the first row says 0, "right" where it says 1; "never" in a branch that is never taken."""
+    """Uses "left" where the first row says 0, "right" where it says 1; "never" in a branch that is
+    never taken."""
     branches = [lambda p, x, name=name: jnp.mean(p[name] * x) for name in NAMES]
     return jax.lax.switch(batch["choice"][0], branches, params, batch["x"])
 
@@ -50,8 +53,12 @@ def batch(*choices: int) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def make(group) -> Callable[..., fddp.TrainStep]:
-    def make(loss: Any = branching, optimizer: Any = OPTIMIZERS["adamw"], **options: Any) -> fddp.TrainStep:
-        return fddp.train_step(loss, optimizer, group=group(4), find_unused_parameters=True, **options)
+    def make(
+        loss: Any = branching, optimizer: Any = OPTIMIZERS["adamw"], **options: Any
+    ) -> fddp.TrainStep:
+        return fddp.train_step(
+            loss, optimizer, group=group(4), find_unused_parameters=True, **options
+        )
 
     return make
 
@@ -75,7 +82,9 @@ def test_what_no_replica_used_stays_bit_for_bit_with_its_moments(make, schedule,
     later, info = step(state, batch(0, 0, 0, 0))
     assert counts(info) == {"left": 4, "right": 0, "never": 0}
     for name, moves in (("left", True), ("right", False), ("never", False)):
-        before, after = ([np.asarray(s.params[name]), *of_leaf(s.opt_state, name)] for s in (state, later))
+        before, after = (
+            [np.asarray(s.params[name]), *of_leaf(s.opt_state, name)] for s in (state, later)
+        )
         assert len(before) > 1
         assert all(np.array_equal(a, b) for a, b in zip(before, after)) != moves, name
 
@@ -101,7 +110,10 @@ def test_used_once_in_a_session_of_micro_batches_and_calls_is_used(make):
 
 def test_a_gradient_of_zero_is_not_a_sign_of_disuse(make):
     step = make(lambda p, x: jnp.mean(0.0 * p["a"] + p["b"]) * jnp.mean(x))
-    _, info = step(step.init({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}), np.ones(4, np.float32))
+    _, info = step(
+        step.init({"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}),
+        np.ones(4, np.float32),
+    )
     assert counts(info) == {"a": 4, "b": 4}
 
 
@@ -111,7 +123,9 @@ def test_what_has_no_path_to_the_loss_does_not_travel(make):
 
     step = make(loss)
     names = ("alone", "stopped", "used")
-    state, info = step(step.init({name: np.ones(2, np.float32) for name in names}), np.ones((4, 2), np.float32))
+    state, info = step(
+        step.init({name: np.ones(2, np.float32) for name in names}), np.ones((4, 2), np.float32)
+    )
     assert [bucket.names for bucket in step.plan.buckets] == [("used",)]
     assert counts(info) == {"alone": 0, "stopped": 0, "used": 4}
     np.testing.assert_array_equal(state.params["alone"], 1)
@@ -148,7 +162,8 @@ def test_a_dropped_layer_is_left_alone_and_the_next_step_finds_it_again(make):
 
 @pytest.mark.slow
 def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
-    """Each replica leaves out its own layers. Which ones, plain JAX tells: their gradients are zero."""
+    """Each replica leaves out its own layers. Which ones, plain JAX tells: their gradients are
+    zero."""
     model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.7)
     data = gpt.batch(model, 4, length=8)
     start, loss = gpt.init(model, jax.random.key(0), data)[0], gpt.loss_fn(model)
@@ -194,16 +209,25 @@ def test_finding_sends_nothing_more(make, group):
 def two_tasks(params: Any, batch: Any) -> Any:
     """A branch in Python: a batch of either task has a program of its own."""
     hidden = batch["x"] * params["body"]
-    return jnp.mean((hidden * params["a"] - 1) ** 2) if "a" in batch else jnp.mean((hidden * params["b"] + 1) ** 2)
+    return (
+        jnp.mean((hidden * params["a"] - 1) ** 2)
+        if "a" in batch
+        else jnp.mean((hidden * params["b"] + 1) ** 2)
+    )
 
 
-TASKS = [{"x": np.ones((4, 3), np.float32), name: np.zeros(4, np.float32)} for name in ("a", "b", "a", "b")]
+TASKS = [
+    {"x": np.ones((4, 3), np.float32), name: np.zeros(4, np.float32)}
+    for name in ("a", "b", "a", "b")
+]
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_tasks_in_turn_train_each_its_own_head(make, schedule):
     optimizer = optax.sgd(0.1, momentum=0.9)
-    step = make(two_tasks, optimizer, schedule=schedule, skip_all_reduce_unused_params=True, bucket_cap_mb=0)
+    step = make(
+        two_tasks, optimizer, schedule=schedule, skip_all_reduce_unused_params=True, bucket_cap_mb=0
+    )
     truth: dict[str, Any] = {name: np.full(3, 0.5, np.float32) for name in ("a", "b", "body")}
     state = step.init(truth)
     moments = {name: optimizer.init(value) for name, value in truth.items()}
@@ -220,6 +244,8 @@ def test_tasks_in_turn_train_each_its_own_head(make, schedule):
 @pytest.mark.parametrize("call", ["step", "no_sync"])
 def test_a_batch_that_uses_what_the_first_had_no_path_to_is_refused(make, call):
     step = make(two_tasks)
-    state, _ = step(step.init({name: np.ones(3, np.float32) for name in ("a", "b", "body")}), TASKS[0])
+    state, _ = step(
+        step.init({name: np.ones(3, np.float32) for name in ("a", "b", "body")}), TASKS[0]
+    )
     with pytest.raises(ValueError, match=r"the loss uses b, .*skip_all_reduce_unused_params=True"):
         (step if call == "step" else step.no_sync)(state, TASKS[1])

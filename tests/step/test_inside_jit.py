@@ -1,4 +1,5 @@
-"""A settled fused step is a part of the user's own program, under `jax.jit` and in `jax.lax.scan`."""
+"""A settled fused step is a part of the user's own program, under `jax.jit` and in
+`jax.lax.scan`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,10 @@ BATCHES = np.random.default_rng(0).normal(size=(STEPS, 16, 5)).astype(np.float32
 
 def weights() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(1)
-    return {"bias": draw.normal(size=4).astype(np.float32), "kernel": draw.normal(size=(5, 4)).astype(np.float32)}
+    return {
+        "bias": draw.normal(size=4).astype(np.float32),
+        "kernel": draw.normal(size=(5, 4)).astype(np.float32),
+    }
 
 
 def loss(params: Any, rows: Any) -> Any:
@@ -40,7 +44,9 @@ def bits(tree: Any) -> list[bytes]:
     return [np.asarray(numbers(x)).tobytes() for x in jax.tree.leaves(tree)]
 
 
-def in_a_loop(step: fddp.TrainStep, state: fddp.TrainState) -> tuple[fddp.TrainState, fddp.StepInfo]:
+def in_a_loop(
+    step: fddp.TrainStep, state: fddp.TrainState
+) -> tuple[fddp.TrainState, fddp.StepInfo]:
     infos = []
     for batch in BATCHES:
         state, info = step(state, batch)
@@ -48,7 +54,9 @@ def in_a_loop(step: fddp.TrainStep, state: fddp.TrainState) -> tuple[fddp.TrainS
     return state, jax.tree.map(lambda *x: jnp.stack(x), *infos)
 
 
-def in_a_scan(step: fddp.TrainStep, state: fddp.TrainState) -> tuple[fddp.TrainState, fddp.StepInfo]:
+def in_a_scan(
+    step: fddp.TrainStep, state: fddp.TrainState
+) -> tuple[fddp.TrainState, fddp.StepInfo]:
     return jax.jit(lambda state, batches: jax.lax.scan(step, state, batches))(state, BATCHES)
 
 
@@ -66,20 +74,26 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_a_scan_of_steps_gives_the_bits_of_a_loop(group: Callable[[int], fddp.Group], case: str):
     replicas, options = CASES[case]
-    step = fddp.train_step(loss, ADAM, group=group(replicas), bucket_cap_mb=0.0001, donate=False, **options)
+    step = fddp.train_step(
+        loss, ADAM, group=group(replicas), bucket_cap_mb=0.0001, donate=False, **options
+    )
     first = step.init(weights())
     state, infos = in_a_loop(step, first)
     scanned, scanned_infos = in_a_scan(step, first)
     assert bits(scanned) == bits(state)
     assert bits(scanned_infos) == bits(infos)
     assert step.steps == STEPS  # what the host counts, it counts outside
-    again, _ = step(scanned, BATCHES[0])  # what a program of the user's returned is a state as any other
+    again, _ = step(
+        scanned, BATCHES[0]
+    )  # what a program of the user's returned is a state as any other
     assert bits(again) == bits(step(state, BATCHES[0])[0])
 
 
 def test_buffers_and_random_numbers_are_those_of_a_loop(group: Callable[[int], fddp.Group]):
     step = fddp.train_step(noisy, ADAM, group=group(4), donate=False)
-    first = step.init(weights(), model_state={"mean": np.zeros(5, np.float32)}, rng=jax.random.key(3))
+    first = step.init(
+        weights(), model_state={"mean": np.zeros(5, np.float32)}, rng=jax.random.key(3)
+    )
     looped = in_a_loop(step, first)
     assert bits(in_a_scan(step, first)) == bits(looped)
 
@@ -97,7 +111,9 @@ def test_a_step_is_a_part_of_a_program_inside_a_context_mesh(kind: AxisType):
 
 def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int], fddp.Group]):
     def refused(step: fddp.TrainStep, call: Callable[..., Any], says: str) -> None:
-        with pytest.raises(TypeError, match=f"cannot be called under jax.jit, grad or vmap: .*{says}"):
+        with pytest.raises(
+            TypeError, match=f"cannot be called under jax.jit, grad or vmap: .*{says}"
+        ):
             call(step)(step.init(weights()), BATCHES[0])
 
     def made(**options: Any) -> fddp.TrainStep:
@@ -107,8 +123,16 @@ def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int
 
     refused(fddp.train_step(loss, ADAM, group=group(2)), jax.jit, "its first batch settles it")
     refused(made(schedule="staged"), jax.jit, "schedule='fused'")
-    refused(made(), lambda step: lambda state, x: jax.grad(lambda x: step(state, x)[1].loss)(x), "jax.lax.scan alone")
-    refused(made(), lambda step: lambda state, x: jax.vmap(lambda x: step(state, x)[1].loss)(x[None]), "all replicas")
+    refused(
+        made(),
+        lambda step: lambda state, x: jax.grad(lambda x: step(state, x)[1].loss)(x),
+        "jax.lax.scan alone",
+    )
+    refused(
+        made(),
+        lambda step: lambda state, x: jax.vmap(lambda x: step(state, x)[1].loss)(x[None]),
+        "all replicas",
+    )
     step = made()
     with pytest.raises(ValueError, match="15 rows cannot be divided into 2"):
         jax.jit(step)(step.init(weights()), BATCHES[0][:15])

@@ -1,7 +1,8 @@
 """Any loss that JAX can differentiate trains as on one replica, however its program is made.
 
-Rematerialisation, tied weights, several forwards, hand-written gradients, frozen parts, loops and branches; each for
-three steps, one bucket per leaf, against plain JAX and optax on the joined batch in float64.
+Rematerialisation, tied weights, several forwards, hand-written gradients, frozen parts, loops and
+branches; each for three steps, one bucket per leaf, against plain JAX and optax on the joined batch
+in float64.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,11 @@ LAYERS = {
     "second": {"w": RNG.normal(size=(4, 4)), "b": RNG.normal(size=4)},
     "third": {"w": RNG.normal(size=(4, 2)), "b": RNG.normal(size=2)},
 }
-STACK = {"w": RNG.normal(size=(3, 3, 3)) / 2, "b": RNG.normal(size=(3, 3)), "scale": RNG.normal(size=3)}
+STACK = {
+    "w": RNG.normal(size=(3, 3, 3)) / 2,
+    "b": RNG.normal(size=(3, 3)),
+    "scale": RNG.normal(size=3),
+}
 X = RNG.normal(size=(STEPS, 8, 3))
 TOKENS = RNG.integers(0, 6, size=(STEPS, 8, 5))
 Apply = Callable[[Any, Any], jax.Array]
@@ -109,7 +114,9 @@ def rematerialised_inside_a_scan_over_layers(params: Any, x: Any) -> jax.Array:
 @program()
 def a_branch_on_the_data_and_a_loop(params: Any, x: Any) -> jax.Array:
     first = dense(params["first"], x)
-    second = jax.vmap(lambda row: jax.lax.cond(row[0] > 0, partial(dense, params["second"]), jnp.sin, row))(first)
+    second = jax.vmap(
+        lambda row: jax.lax.cond(row[0] > 0, partial(dense, params["second"]), jnp.sin, row)
+    )(first)
     second = jax.lax.fori_loop(0, 2, lambda _, h: dense(params["second"], h), second)
     return jnp.mean((dense(params["third"], second) - x[:, :2]) ** 2)
 
@@ -127,7 +134,11 @@ def one_compiled_layer_called_three_times(params: Any, x: Any) -> jax.Array:
 
 
 @program(
-    {"embedding": RNG.normal(size=(6, 4)), "layer": {"w": RNG.normal(size=(4, 4)), "b": RNG.normal(size=4)}}, TOKENS
+    {
+        "embedding": RNG.normal(size=(6, 4)),
+        "layer": {"w": RNG.normal(size=(4, 4)), "b": RNG.normal(size=4)},
+    },
+    TOKENS,
 )
 def an_embedding_tied_with_the_output(params: Any, tokens: Any) -> jax.Array:
     hidden = dense(params["layer"], params["embedding"][tokens[:, :-1]])
@@ -192,7 +203,9 @@ def halved(x: jax.Array) -> jax.Array:
     return jax.nn.softplus(x)
 
 
-halved.defjvp(lambda primals, tangents: (halved(*primals), 0.5 * tangents[0] * jax.nn.sigmoid(primals[0])))
+halved.defjvp(
+    lambda primals, tangents: (halved(*primals), 0.5 * tangents[0] * jax.nn.sigmoid(primals[0]))
+)
 
 
 @program()
@@ -202,17 +215,27 @@ def custom_vjp(params: Any, x: Any) -> jax.Array:
 
 @program()
 def custom_vjp_rematerialised(params: Any, x: Any) -> jax.Array:
-    return mean_square(params, x, jax.checkpoint(partial(net, apply=lambda p, x: straight_through(scaled(p, x) * 2))))
+    return mean_square(
+        params,
+        x,
+        jax.checkpoint(partial(net, apply=lambda p, x: straight_through(scaled(p, x) * 2))),
+    )
 
 
 @program()
 def custom_jvp(params: Any, x: Any) -> jax.Array:
-    return mean_square(params, x, partial(net, apply=lambda layer, x: halved(x @ layer["w"] + layer["b"])))
+    return mean_square(
+        params, x, partial(net, apply=lambda layer, x: halved(x @ layer["w"] + layer["b"]))
+    )
 
 
 ### Frozen parts
 
-WITH_INTEGERS = LAYERS | {"count": np.int32(3), "mask": np.array([True, False, True]), "table": np.array([2, 0, 1])}
+WITH_INTEGERS = LAYERS | {
+    "count": np.int32(3),
+    "mask": np.array([True, False, True]),
+    "table": np.array([2, 0, 1]),
+}
 
 
 @program(optimizer=optax.adamw(1e-2, weight_decay=0.1))
@@ -233,10 +256,16 @@ def integers_and_flags_that_take_part(params: Any, x: Any) -> jax.Array:
 def halves(params: Any) -> Any:
     """Names of the optimizers: biases and the whole first layer are frozen."""
     frozen = lambda path: path[-1].key == "b" or path[0].key == "first"  # noqa: E731
-    return jax.tree_util.tree_map_with_path(lambda path, _: "frozen" if frozen(path) else "trained", params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if frozen(path) else "trained", params
+    )
 
 
-@program(optimizer=optax.multi_transform({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, halves))
+@program(
+    optimizer=optax.multi_transform(
+        {"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, halves
+    )
+)
 def partitions_that_optax_leaves_alone(params: Any, x: Any) -> jax.Array:
     return mean_square(params, x)
 
@@ -247,16 +276,21 @@ def partitions_that_optax_leaves_alone(params: Any, x: Any) -> jax.Array:
 def parted(tree: Any) -> tuple[Any, Any]:
     """Floats, and the rest; each with None in the other's places."""
     floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
-    return floats, jax.tree.map(lambda x: None if jnp.issubdtype(x.dtype, jnp.floating) else x, tree)
+    return floats, jax.tree.map(
+        lambda x: None if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
 
 
 def together(floats: Any, rest: Any) -> Any:
-    return jax.tree.map(lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda x: x is None)
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda x: x is None
+    )
 
 
 @cache
 def alone(name: str) -> tuple[Any, list[Any]]:
-    """Parameters after the last step, and the loss of each, of one replica on the joined batches."""
+    """Parameters after the last step, and the loss of each, of one replica on the joined
+    batches."""
     loss, params, batches, optimizer = PROGRAMS[name]
     floats, rest = parted(params)
     of_floats = lambda floats, batch: loss(together(floats, rest), batch)  # noqa: E731
@@ -280,7 +314,9 @@ def alone(name: str) -> tuple[Any, list[Any]]:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):
     loss, params, batches, optimizer = PROGRAMS[name]
-    step = fddp.train_step(loss, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0)
+    step = fddp.train_step(
+        loss, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0
+    )
     state, losses = step.init(params), []
     for batch in batches:
         state, info = step(state, batch)
@@ -289,7 +325,9 @@ def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):
     # Each leaf travels alone, or with the others of some layers in a loop.
     buckets = step.plan.buckets
     assert all(len(bucket.leaves) == 1 or bucket.slice for bucket in buckets)
-    assert len({i for bucket in buckets for i in bucket.leaves}) == len(jax.tree.leaves(parted(params)[0]))
+    assert len({i for bucket in buckets for i in bucket.leaves}) == len(
+        jax.tree.leaves(parted(params)[0])
+    )
 
 
 def test_the_references_move_what_is_not_frozen(x64):
@@ -327,7 +365,11 @@ def test_one_array_at_two_places_of_a_tree_is_two_parameters(group, x64, schedul
 
 GAN = {
     "generator": {"w": RNG.normal(size=(3, 3)), "b": RNG.normal(size=3)},
-    "discriminator": {"w": RNG.normal(size=(3, 4)), "b": RNG.normal(size=4), "head": RNG.normal(size=4)},
+    "discriminator": {
+        "w": RNG.normal(size=(3, 4)),
+        "b": RNG.normal(size=4),
+        "head": RNG.normal(size=4),
+    },
 }
 OTHERS = {"discriminator": "generator", "generator": "discriminator"}
 OPTIMIZERS = {"discriminator": optax.adam(1e-2), "generator": optax.sgd(0.1, momentum=0.9)}
@@ -349,9 +391,13 @@ def test_two_players_freeze_and_thaw_each_other(group, x64, schedule):
     steps, states = {}, {}
     for player, other in OTHERS.items():
         steps[player] = fddp.train_step(
-            partial(player_loss, player), OPTIMIZERS[player], group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0,
+            partial(player_loss, player),
+            OPTIMIZERS[player],
+            group=group(REPLICAS),
+            schedule=schedule,
+            bucket_cap_mb=0,
             ignore=lambda path, other=other: path.startswith(f"{other}/"),
-        )  # fmt: skip
+        )
         states[player] = steps[player].init(GAN)
     expected, opt_states = GAN, {player: OPTIMIZERS[player].init(GAN[player]) for player in OTHERS}
     params = states["discriminator"].params
@@ -360,10 +406,16 @@ def test_two_players_freeze_and_thaw_each_other(group, x64, schedule):
             states[player], info = steps[player](states[player]._replace(params=params), x)
             params = states[player].params
             loss, grads = jax.value_and_grad(
-                lambda own, player=player, x=x, whole=expected: player_loss(player, whole | {player: own}, x)
+                lambda own, player=player, x=x, whole=expected: player_loss(
+                    player, whole | {player: own}, x
+                )
             )(expected[player])
-            updates, opt_states[player] = OPTIMIZERS[player].update(grads, opt_states[player], expected[player])
+            updates, opt_states[player] = OPTIMIZERS[player].update(
+                grads, opt_states[player], expected[player]
+            )
             frozen = expected[other]
             expected = {player: optax.apply_updates(expected[player], updates), other: frozen}
             close((params, info.loss), (expected, loss))
-    assert [bucket.names[0].split("/")[0] for bucket in steps["generator"].plan.buckets] == ["generator"] * 2
+    assert [bucket.names[0].split("/")[0] for bucket in steps["generator"].plan.buckets] == [
+        "generator"
+    ] * 2

@@ -66,7 +66,9 @@ def test_a_function_makes_the_state_of_its_arrays_bit_for_bit(group: Groups, n: 
 
 @pytest.mark.quick("a number of all leaves-state", "adam-None")
 @crossed(name=list(OPTIMIZERS), shard=[None, "optimizer", "state"])
-def test_an_optimizer_that_looks_at_parameters_sees_those_of_the_function(group: Groups, name: str, shard: Any):
+def test_an_optimizer_that_looks_at_parameters_sees_those_of_the_function(
+    group: Groups, name: str, shard: Any
+):
     step = step_of(group(3), OPTIMIZERS[name](), shard=shard)
     state = step.init(make)
     same_arrays(state, step.init(jax.jit(make)()))
@@ -82,7 +84,9 @@ def test_replicas_that_train_alone_begin_with_copies_of_what_the_function_makes(
 def test_a_function_makes_the_model_of_a_library_bit_for_bit(group: Groups, optimized: None):
     model = gpt.PRESETS["tiny"]
     init = partial(gpt.init, model, jax.random.key(1), gpt.batch(model, 2))
-    step = fddp.train_step(gpt.loss_fn(model), optax.adamw(1e-3), group=group(2), has_aux=True, shard="state")
+    step = fddp.train_step(
+        gpt.loss_fn(model), optax.adamw(1e-3), group=group(2), has_aux=True, shard="state"
+    )
     same_arrays(step.init(lambda: init()[0]), step.init(jax.jit(init)()[0]))
 
 
@@ -166,7 +170,10 @@ def numbers() -> Any:
         (lambda key: jax.random.normal(key, (3,)), "called without arguments, and .* wants"),
         (numbers, "needs numbers while it is.*compute with jax.numpy"),
         (lambda: {"w": "a string"}, "must be an array, got str"),
-        (lambda: {"w": jnp.ones(3), "key": jax.random.key(0)}, "random key, which nothing can train"),
+        (
+            lambda: {"w": jnp.ones(3), "key": jax.random.key(0)},
+            "random key, which nothing can train",
+        ),
     ],
     ids=["it wants arguments", "it needs numbers", "it makes no array", "it makes a key"],
 )
@@ -178,9 +185,12 @@ def test_a_function_that_makes_no_parameters_is_refused(group: Groups, function:
 
 
 @pytest.mark.parametrize(
-    "function, words", [(lambda: None, "holds no arrays"), (lambda: jnp.arange(3), "nothing to train")]
+    "function, words",
+    [(lambda: None, "holds no arrays"), (lambda: jnp.arange(3), "nothing to train")],
 )
-def test_a_function_that_makes_nothing_to_train_is_refused(group: Groups, function: Any, words: str):
+def test_a_function_that_makes_nothing_to_train_is_refused(
+    group: Groups, function: Any, words: str
+):
     with pytest.raises(ValueError, match=words):
         step_of(group(2)).init(function)
 
@@ -200,8 +210,12 @@ def test_a_step_is_told_of_shards_that_other_devices_hold(group: Groups, shard: 
     state = step.init(make)
     batch = np.ones(2, np.float32)
     for devices in ([2, 3], [1, 0]):
-        other = step.on(fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices())[devices], "replica")))
-        with pytest.raises(ValueError, match=r"shards that devices \[0, 1\] hold, and .* are devices"):
+        other = step.on(
+            fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices())[devices], "replica"))
+        )
+        with pytest.raises(
+            ValueError, match=r"shards that devices \[0, 1\] hold, and .* are devices"
+        ):
             other(state, batch)
         own, _ = other(other.init(make), batch)
         with pytest.raises(ValueError, match=r"shards that devices \[0, 1\] hold"):

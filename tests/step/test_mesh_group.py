@@ -1,7 +1,7 @@
 """Replicas can be anything JAX has devices for: parts of a mesh that has other axes too.
 
-A replica of several devices holds its parameters in parts (tensor parallelism); every claim is held against plain JAX
-on the joined batch, and what is sent is read off the compiled program.
+A replica of several devices holds its parameters in parts (tensor parallelism); every claim is held
+against plain JAX on the joined batch, and what is sent is read off the compiled program.
 """
 
 import re
@@ -40,7 +40,11 @@ def in_halves(tree: Any) -> set[str]:
     """Names of the leaves of which every device holds one half."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     keys = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named}
-    return {key for key, x in keys.items() if {2 * part.data.size for part in x.addressable_shards} == {x.size}}
+    return {
+        key
+        for key, x in keys.items()
+        if {2 * part.data.size for part in x.addressable_shards} == {x.size}
+    }
 
 
 ### A replica of two devices
@@ -49,13 +53,18 @@ MATRICES = {"query", "key", "value", "out", "gate", "up", "down", "embed"}
 
 
 @pytest.mark.quick("gpt-adamw-after")
-@pytest.mark.parametrize("run", [Run("gpt", "adamw", "fused", 2), Run("gpt", "adamw", "after")], ids=str)
+@pytest.mark.parametrize(
+    "run", [Run("gpt", "adamw", "fused", 2), Run("gpt", "adamw", "after")], ids=str
+)
 def test_four_replicas_of_two_devices_end_where_one_device_does(run: Run):
     with trainings.precision(run.rule):
         params = tensor_parallel.placed(trainings.start(run.model, run.rule)[0], mesh())
         result = train(fddp.mesh_group(mesh()), run, (params, None))
         expected = trainings.alone(run.model, run.rule)
-        assert trainings.relative_error(jax.device_get(result), expected) <= trainings.RULES[run.rule].tolerance
+        assert (
+            trainings.relative_error(jax.device_get(result), expected)
+            <= trainings.RULES[run.rule].tolerance
+        )
         assert {name.split("/")[-2] for name in in_halves(result.params)} == MATRICES
 
 
@@ -64,9 +73,18 @@ def trained() -> Any:
     """A step of the GPT, and its state and batch after one call."""
     _, model = trainings.MODELS["gpt"]
     params, _ = gpt.init(model, jax.random.key(0), gpt.batch(model, 1))
-    options: dict[str, Any] = {"bucket_cap_mb": 1 / 16, "first_bucket_mb": 1 / 64, "last_bucket_mb": 1 / 64}
+    options: dict[str, Any] = {
+        "bucket_cap_mb": 1 / 16,
+        "first_bucket_mb": 1 / 64,
+        "last_bucket_mb": 1 / 64,
+    }
     step = fddp.train_step(
-        gpt.loss_fn(model), optax.adamw(1e-3), group=fddp.mesh_group(mesh()), has_aux=True, donate=False, **options
+        gpt.loss_fn(model),
+        optax.adamw(1e-3),
+        group=fddp.mesh_group(mesh()),
+        has_aux=True,
+        donate=False,
+        **options,
     )
     batch = gpt.batch(model, 8)
     state, _ = step(step.init(tensor_parallel.placed(params, mesh())), batch)
@@ -85,8 +103,13 @@ def test_each_device_holds_its_part_of_parameters_and_moments():
 
 def all_reduces(text: str) -> list[tuple[int, Devices]]:
     """Elements and groups of devices of every all-reduce in a compiled program."""
-    found = re.findall(r"= \w+\[([\d,]*)\]\S* all-reduce\(.*?replica_groups=(.+?), use_global", text)
-    return [(int(np.prod([int(n) for n in shape.split(",") if n])), device_groups(groups)) for shape, groups in found]
+    found = re.findall(
+        r"= \w+\[([\d,]*)\]\S* all-reduce\(.*?replica_groups=(.+?), use_global", text
+    )
+    return [
+        (int(np.prod([int(n) for n in shape.split(",") if n])), device_groups(groups))
+        for shape, groups in found
+    ]
 
 
 def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
@@ -101,9 +124,12 @@ def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
     sizes = [bucket.size for bucket in step.plan.buckets]
     assert len(sizes) >= 3
     assert sorted(among_replicas) == sorted([sizes[0] + loss_accuracy_and_weight, *sizes[1:]])
-    parts = [part.data.size for part in (x.addressable_shards[0] for x in jax.tree.leaves(state.params))]
+    parts = [
+        part.data.size for part in (x.addressable_shards[0] for x in jax.tree.leaves(state.params))
+    ]
     assert sum(sizes) == sum(parts)
-    # Nothing else moves but the accuracy's largest logits, of which each part finds one for every token.
+    # Nothing else moves but the accuracy's largest logits, of which each part finds one for every
+    # token.
     gathered = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
     assert set(gathered) == {"2,8,2"}
     assert not re.search(r" (all-to-all|collective-permute|reduce-scatter)(-start)?\(", text)
@@ -122,7 +148,9 @@ def test_a_second_step_finds_everything_where_the_first_did():
 
 def loss(params: Any, x: Any) -> jax.Array:
     """One that says itself how it is to be partitioned."""
-    hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ params["first"]), PartitionSpec(None, "part"))
+    hidden = jax.lax.with_sharding_constraint(
+        jnp.tanh(x @ params["first"]), PartitionSpec(None, "part")
+    )
     return jnp.mean((hidden @ params["second"] + params["bias"]) ** 2)
 
 
@@ -131,16 +159,26 @@ def plain(params: Any, x: Any) -> jax.Array:
 
 
 RNG = np.random.default_rng(3)
-PARAMS = {"first": RNG.normal(size=(3, 4)), "second": RNG.normal(size=(4, 2)), "bias": RNG.normal(size=2)}
+PARAMS = {
+    "first": RNG.normal(size=(3, 4)),
+    "second": RNG.normal(size=(4, 2)),
+    "bias": RNG.normal(size=2),
+}
 X = RNG.normal(size=(16, 3))
 
 
 def in_parts(on: Mesh) -> Any:
-    where = {"first": PartitionSpec(None, "part"), "second": PartitionSpec("part"), "bias": PartitionSpec()}
+    where = {
+        "first": PartitionSpec(None, "part"),
+        "second": PartitionSpec("part"),
+        "bias": PartitionSpec(),
+    }
     return {name: jax.device_put(PARAMS[name], NamedSharding(on, where[name])) for name in PARAMS}
 
 
-@pytest.mark.parametrize("on", [mesh, lambda: jax.make_mesh((4, 2), ("replica", "part"))], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "on", [mesh, lambda: jax.make_mesh((4, 2), ("replica", "part"))], ids=["auto", "explicit"]
+)
 def test_gradients_lie_as_the_parameters(x64, on):
     f = fddp.value_and_grad(loss, group=fddp.mesh_group(on()), find_unused_parameters=True)
     value, grads = f(in_parts(on()), X)
@@ -167,12 +205,19 @@ def test_what_waits_for_a_synchronization_lies_in_parts_too(x64, schedule):
     assert shapes[:3] == [(1, 2), (1, 3, 2), (1, 2, 2)]
     state, _ = step(state, X[8:])
     grads = jax.grad(plain)(PARAMS, X)
-    jax.tree.map(lambda p, q, g: np.testing.assert_allclose(p, q - g, rtol=1e-12), state.params, PARAMS, grads)
+    jax.tree.map(
+        lambda p, q, g: np.testing.assert_allclose(p, q - g, rtol=1e-12),
+        state.params,
+        PARAMS,
+        grads,
+    )
 
 
 def test_buffers_keys_and_used_sets_go_along(x64):
     def noted(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
-        hidden = jax.lax.with_sharding_constraint(jnp.tanh(x @ params["first"]), PartitionSpec(None, "part"))
+        hidden = jax.lax.with_sharding_constraint(
+            jnp.tanh(x @ params["first"]), PartitionSpec(None, "part")
+        )
         total = jax.lax.psum(jnp.sum(x), "replica")
         value = jnp.mean((hidden @ params["second"]) ** 2) + 0 * jax.random.uniform(rng)
         return value, ({"sum": model_state["sum"] + total}, None)
@@ -195,11 +240,16 @@ def test_buffers_keys_and_used_sets_go_along(x64):
 
 def test_an_optimizers_factors_need_not_have_the_shape_of_a_parameter(x64):
     optimizer = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.sgd(0.1))
-    step = fddp.train_step(loss, optimizer, group=fddp.mesh_group(mesh()), ignore=lambda name: name == "bias")
+    step = fddp.train_step(
+        loss, optimizer, group=fddp.mesh_group(mesh()), ignore=lambda name: name == "bias"
+    )
     state, _ = step(step.init(in_parts(mesh())), X)
     trained, bias = {name: PARAMS[name] for name in ("first", "second")}, PARAMS["bias"].copy()
-    # A copy: JAX remembers a constant of a program by its object, in 64 bits here and in 32 in other tests.
-    expected = by_plain_jax(lambda p, x: plain({**p, "bias": bias}, x), optimizer, trained, [X]).params
+    # A copy: JAX remembers a constant of a program by its object, in 64 bits here and in 32 in
+    # other tests.
+    expected = by_plain_jax(
+        lambda p, x: plain({**p, "bias": bias}, x), optimizer, trained, [X]
+    ).params
     close(state.params, {**PARAMS, **expected}, rtol=1e-10, atol=0)
 
 
@@ -212,7 +262,9 @@ def test_the_callers_parameters_outlive_donation():
 
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 def test_a_replica_in_parts_cannot_be_staged(schedule: Any):
-    with pytest.raises(ValueError, match=r"a replica of several devices, along 'part'.*schedule='fused'"):
+    with pytest.raises(
+        ValueError, match=r"a replica of several devices, along 'part'.*schedule='fused'"
+    ):
         fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
 
 
@@ -222,18 +274,30 @@ HOOKS = [(fddp.hooks.allreduce(), 1e-12), (fddp.hooks.bf16(), 2**-7), (fddp.hook
 
 @pytest.mark.parametrize(("hook", "rounding"), HOOKS, ids=["allreduce", "bf16", "fp16"])
 @pytest.mark.parametrize("shard", [None, "state"])
-def test_a_hook_of_single_elements_sums_the_parts_of_each_device(x64: None, hook: Any, rounding: float, shard: Any):
-    step = fddp.train_step(plain, optax.sgd(1.0), group=fddp.mesh_group(mesh()), hook=hook, shard=shard)
+def test_a_hook_of_single_elements_sums_the_parts_of_each_device(
+    x64: None, hook: Any, rounding: float, shard: Any
+):
+    step = fddp.train_step(
+        plain, optax.sgd(1.0), group=fddp.mesh_group(mesh()), hook=hook, shard=shard
+    )
     state, _ = step(step.init(in_parts(mesh())), X)
     grads = jax.grad(plain)(PARAMS, X)
     atol = rounding * max(np.max(np.abs(g)) for g in jax.tree.leaves(grads))
-    close(fddp.whole(state.params), jax.tree.map(lambda p, g: p - g, PARAMS, grads), rtol=0, atol=atol)
+    close(
+        fddp.whole(state.params), jax.tree.map(lambda p, g: p - g, PARAMS, grads), rtol=0, atol=atol
+    )
 
 
 def test_a_hook_cannot_have_whole_leaves_of_a_replica_in_parts():
-    says, hook = "several devices, along 'part': each device sends the parts", fddp.hooks.quantize(error_feedback=False)
+    says, hook = (
+        "several devices, along 'part': each device sends the parts",
+        fddp.hooks.quantize(error_feedback=False),
+    )
     parts, whole = fddp.mesh_group(mesh()), fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
-    for call in (partial(fddp.train_step, loss, optax.sgd(1.0)), partial(fddp.value_and_grad, loss)):
+    for call in (
+        partial(fddp.train_step, loss, optax.sgd(1.0)),
+        partial(fddp.value_and_grad, loss),
+    ):
         with pytest.raises(ValueError, match=says):
             call(group=parts, hook=hook)
     step = fddp.train_step(loss, optax.sgd(1.0), group=whole, hook=hook)
@@ -256,7 +320,10 @@ def test_processes_hold_their_replicas_in_parts(tmp_path):
     assert outcome.succeeded
     ends, spread, subgroups, refused = zip(*(text.splitlines() for text in outcome.outputs))
     # By hand: of rows [1, 1] and [2, 2], and weights that start at 0.5, 0.25 and 1.
-    params, x = {"first": np.full((2, 4), 0.5), "second": np.full((4, 2), 0.25), "bias": np.ones(2)}, np.ones((4, 2))
+    params, x = (
+        {"first": np.full((2, 4), 0.5), "second": np.full((4, 2), 0.25), "bias": np.ones(2)},
+        np.ones((4, 2)),
+    )
     x = np.concatenate([x, 2 * x])
     linear = lambda p: jnp.mean(((x @ p["first"]) @ p["second"] + p["bias"]) ** 2)  # noqa: E731
     params = jax.tree.map(lambda p, g: p - 0.125 * g, params, jax.grad(linear)(params))
@@ -267,6 +334,8 @@ def test_processes_hold_their_replicas_in_parts(tmp_path):
         expected = [params["first"][0, 0], params["second"][0, 0], params["bias"][0], value]
         np.testing.assert_allclose(sorted(numbers), sorted(expected), rtol=1e-5)
         assert "'first': (2, 2)" in end and "'second': (2, 2)" in end
-    assert all("replica 0 of the axis 'replica' is spread over processes [0, 1]" in text for text in spread)
+    assert all(
+        "replica 0 of the axis 'replica' is spread over processes [0, 1]" in text for text in spread
+    )
     assert subgroups == ("alone 1 backwards 1", "alone 1 backwards 0")
     assert refused == ("True", "True")

@@ -1,7 +1,8 @@
 """Any number of calls, then a step, are one step on all their rows.
 
-Nothing is sent in between. Plain JAX on the joined batch is the truth, and a loop over replicas where each has its own
-buffers. What a call tells about its rows, and what is pending then, is tested in `test_value_and_grad.py`.
+Nothing is sent in between. Plain JAX on the joined batch is the truth, and a loop over replicas
+where each has its own buffers. What a call tells about its rows, and what is pending then, is
+tested in `test_value_and_grad.py`.
 """
 
 import re
@@ -45,7 +46,10 @@ def batches(count: int) -> Iterator[np.ndarray]:
 
 def shards(x: jax.Array) -> list[Any]:
     """What each replica has, in order."""
-    return [np.asarray(shard.data) for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)]
+    return [
+        np.asarray(shard.data)
+        for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
+    ]
 
 
 @cache
@@ -77,11 +81,14 @@ def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x6
 ### Traffic
 
 # An instruction of XLA's that moves something between replicas.
-MESSAGE = re.compile(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+)(-start)?\(")
+MESSAGE = re.compile(
+    r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-[a-z]+)(-start)?\("
+)
 
 
 def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
-    """The group, and the names of the messages it sends from now on: inside programs when these are traced."""
+    """The group, and the names of the messages it sends from now on: inside programs when these are
+    traced."""
     sent: list[str] = []
 
     def noted(name: str, message: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +98,9 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
 
         return call
 
-    communicator = replace(group.communicator, all_reduce=noted("inside", group.communicator.all_reduce))
+    communicator = replace(
+        group.communicator, all_reduce=noted("inside", group.communicator.all_reduce)
+    )
     transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
     hosts = Hosts(*(noted(name, f) for name, f in group.hosts._asdict().items()))
     return replace(group, communicator=communicator, transport=transport, hosts=hosts), sent
@@ -102,8 +111,8 @@ def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(grou
     """Also where what is pending goes on with a step of its own first batch, as after a restart."""
     data, counts = np.concatenate(list(batches(3))), (8, 24, 16)
     parts = np.split(data, np.cumsum(counts)[:-1])
-    made = lambda: fddp.train_step(first_column, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)  # noqa: E731
-    step, other = made(), made()
+    options: Any = {"group": group(REPLICAS), "schedule": schedule}
+    step, other = (fddp.train_step(first_column, optax.sgd(0.1), **options) for _ in range(2))
     state, _ = step.no_sync(step.init(PARAMS), parts[0])
     state, _ = step.no_sync(state, parts[1])
     state, _ = other(state, parts[2])
@@ -117,14 +126,20 @@ def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, sche
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
     step = fddp.train_step(first_column, optax.sgd(0.1), group=four, **options)
     rows = np.ones((ROWS, 3), np.float32)
-    state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), rows)  # which also compares the ranks
+    state, _ = step(
+        step.init(jax.tree.map(np.float32, PARAMS)), rows
+    )  # which also compares the ranks
     assert sent
     sent.clear()
     for _ in range(3):
         state, _ = step.no_sync(state, rows)
     assert sent == []
     step(state, rows)
-    assert sent == ["inside" if schedule == "fused" else "all_reduce"] * 3 == sent[:1] * len(step.plan.buckets)
+    assert (
+        sent
+        == ["inside" if schedule == "fused" else "all_reduce"] * 3
+        == sent[:1] * len(step.plan.buckets)
+    )
 
 
 def running(params: Any, x: Any, *, model_state: Any) -> Any:
@@ -135,14 +150,20 @@ def running(params: Any, x: Any, *, model_state: Any) -> Any:
 
 def test_xla_puts_no_collective_into_no_sync_either(group):
     def noisy(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
-        return running(params, x * jax.random.bernoulli(rng, shape=x.shape), model_state=model_state)
+        return running(
+            params, x * jax.random.bernoulli(rng, shape=x.shape), model_state=model_state
+        )
 
     step = fddp.train_step(noisy, optax.sgd(0.1), group=group(REPLICAS), accumulation_steps=2)
     rows = np.ones((ROWS, 3), np.float32)
-    first = step.init(jax.tree.map(np.float32, PARAMS), model_state=np.zeros(3, np.float32), rng=jax.random.key(0))
+    first = step.init(
+        jax.tree.map(np.float32, PARAMS), model_state=np.zeros(3, np.float32), rng=jax.random.key(0)
+    )
     second, _ = step.no_sync(first, rows)
     for state in (first, second):
-        held = step.settled.accumulate.lower(state._replace(accumulated=None), [], state.accumulated, rows)
+        held = step.settled.accumulate.lower(
+            state._replace(accumulated=None), [], state.accumulated, rows
+        )
         text = held.compile().as_text() or ""
         assert " while(" in text and not MESSAGE.search(text)
     assert MESSAGE.search(step.lower(second, rows).compile().as_text() or "")
@@ -151,14 +172,19 @@ def test_xla_puts_no_collective_into_no_sync_either(group):
 ### Buffers
 
 
-def by_hand(rows: Sequence[np.ndarray], model_states: list[Any], steps: int) -> tuple[Any, list[list[Any]]]:
-    """Mean gradient at PARAMS over all rows, each replica with its own buffers; and the buffers after each call."""
+def by_hand(
+    rows: Sequence[np.ndarray], model_states: list[Any], steps: int
+) -> tuple[Any, list[list[Any]]]:
+    """Mean gradient at PARAMS over all rows, each replica with its own buffers; and the buffers
+    after each call."""
     gradient = jax.jit(jax.value_and_grad(running, has_aux=True))
     grads, history = [], []
     for part in rows:
         for k, own in enumerate(np.split(part, REPLICAS)):
             for micro in np.split(own, steps):
-                (_, (model_states[k], _)), grad = gradient(PARAMS, micro, model_state=model_states[k])
+                (_, (model_states[k], _)), grad = gradient(
+                    PARAMS, micro, model_state=model_states[k]
+                )
                 grads.append(grad)
         history.append(list(model_states))
     return jax.tree.map(lambda *parts: sum(parts) / len(parts), *grads), history
@@ -167,7 +193,12 @@ def by_hand(rows: Sequence[np.ndarray], model_states: list[Any], steps: int) -> 
 @SCHEDULES
 @pytest.mark.parametrize("broadcast", [True, False], ids=["broadcast", "own"])
 def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadcast):
-    options: Any = {"schedule": schedule, "broadcast_buffers": broadcast, "accumulation_steps": 2, "bucket_cap_mb": 0}
+    options: Any = {
+        "schedule": schedule,
+        "broadcast_buffers": broadcast,
+        "accumulation_steps": 2,
+        "bucket_cap_mb": 0,
+    }
     step = fddp.train_step(running, optax.sgd(1.0), group=group(REPLICAS), **options)
     start, rows = np.ones(3), list(batches(3))
     state = step.init(PARAMS, model_state=start)
@@ -184,8 +215,11 @@ def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadca
     close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
 
 
-def test_in_turns_with_steps_nothing_is_checked_anew(group: Callable[[int], fddp.Group], monkeypatch: Any):
-    """What a call is given differs from what the next one is; to look through a large state takes its time."""
+def test_in_turns_with_steps_nothing_is_checked_anew(
+    group: Callable[[int], fddp.Group], monkeypatch: Any
+):
+    """What a call is given differs from what the next one is; to look through a large state takes
+    its time."""
     checked = []
     monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
     step = fddp.train_step(first_column, ADAM, group=group(2))

@@ -36,7 +36,15 @@ def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
     assert len(wrong) > 10
     bare = tmp_path / "bare.py"
     bare.write_text("\n".join(LET_PASS.sub("", line) for line in lines))
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, str(CALLS), str(bare)]
+    command = [
+        sys.executable,
+        "-m",
+        "pyright",
+        "--pythonpath",
+        sys.executable,
+        str(CALLS),
+        str(bare),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     found = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", done.stdout)
     assert found == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
@@ -80,14 +88,19 @@ def by_hand(optimizer: Any, ignored: tuple[Any, Any]) -> Any:
 
 
 @pytest.mark.quick(
-    "frozen-adam-state", "unfrozen-adam-None", "frozen-momentum-None", "unfrozen-momentum-state", "unfrozen-sgd-None"
+    "frozen-adam-state",
+    "unfrozen-adam-None",
+    "frozen-momentum-None",
+    "unfrozen-momentum-state",
+    "unfrozen-sgd-None",
 )
 @pytest.mark.steps
 @pytest.mark.parametrize("shard", [None, "state"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("change", IGNORED)
 def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name, shard):
-    """By `step.init` of the current parameters; `with_options` works for an optimizer without state."""
+    """By `step.init` of the current parameters; `with_options` works for an optimizer without
+    state."""
     before, after = IGNORED[change]
     optimizer = OPTIMIZERS[name]
     options: Any = {"group": group(4), "shard": shard, "donate": False}
@@ -126,19 +139,25 @@ def test_a_misspelt_option_of_with_options_is_answered(group):
 
 def test_a_step_shows_its_loss_its_replicas_its_schedule_and_its_buckets(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
-    assert repr(step) == "TrainStep(square, size=2, backend='local', to be settled by the first batch)"
+    assert (
+        repr(step) == "TrainStep(square, size=2, backend='local', to be settled by the first batch)"
+    )
     step(step.init(jnp.zeros(())), jnp.ones(4))
     plan = "1 of 1 leaves in 1 bucket, 0.000 MiB"
     assert repr(step) == f"TrainStep(square, size=2, backend='local', schedule='fused', {plan})"
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize("options", [{}, {"schedule": "eager"}, {"shard": "state", "schedule": "staged"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"schedule": "eager"}, {"shard": "state", "schedule": "staged"}], ids=str
+)
 def test_a_used_up_state_says_so_in_one_line(group, options):
     step = fddp.train_step(square, optax.adam(0.1), group=group(2), **options)
     first = step.init(jnp.zeros(3))
     second, _ = step(first, jnp.ones((4, 3)))
-    assert repr(first) == "TrainState(used up: a step has written the next state where this one lay)"
+    assert (
+        repr(first) == "TrainState(used up: a step has written the next state where this one lay)"
+    )
     assert repr(second).startswith("TrainState(step=")
 
 

@@ -1,4 +1,5 @@
-"""Losses of loops and collectives, drawn at random, train as plain JAX trains on the joined batch, in float64."""
+"""Losses of loops and collectives, drawn at random, train as plain JAX trains on the joined batch,
+in float64."""
 
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +49,9 @@ def attending(x: Any, axis: str | None, replicas: int) -> Any:
 
 def from_the_neighbour(x: Any, axis: str | None, replicas: int) -> Any:
     if axis:
-        return x + jnp.sin(jax.lax.ppermute(x, axis, [(k, (k + 1) % replicas) for k in range(replicas)]))
+        return x + jnp.sin(
+            jax.lax.ppermute(x, axis, [(k, (k + 1) % replicas) for k in range(replicas)])
+        )
     return x + jnp.sin(jnp.roll(x, ROWS, 0))
 
 
@@ -66,7 +69,15 @@ def from_all(x: Any, axis: str | None, replicas: int) -> Any:
     return x + place * replicas * jnp.mean(x, 0)
 
 
-WORDS: tuple[Word, ...] = (centred, scaled, below_the_largest, attending, from_the_neighbour, dealt, from_all)
+WORDS: tuple[Word, ...] = (
+    centred,
+    scaled,
+    below_the_largest,
+    attending,
+    from_the_neighbour,
+    dealt,
+    from_all,
+)
 
 
 ### Programs
@@ -110,7 +121,10 @@ def programs(draw: Any) -> Drawn:
     parts = draw(st.lists(LOOPS, max_size=3)) + draw(st.lists(st.sampled_from(WORDS), max_size=5))
     options = draw(
         st.fixed_dictionaries(
-            {"schedule": st.sampled_from(["fused", "staged", "eager"]), "bucket_cap_mb": st.sampled_from([0, CAP, 25])},
+            {
+                "schedule": st.sampled_from(["fused", "staged", "eager"]),
+                "bucket_cap_mb": st.sampled_from([0, CAP, 25]),
+            },
             optional={
                 "shard": st.just("state"),
                 "find_unused_parameters": st.just(True),
@@ -140,7 +154,11 @@ def params_of(drawn: Drawn) -> dict[str, Any]:
 def loss(drawn: Drawn, axis: str | None, params: Any, rows: Any) -> jax.Array:
     x = rows @ params["first"]
     for at, part in enumerate(drawn.parts):
-        x = looped(part, params[f"layers {at}"], x, axis) if isinstance(part, Loop) else part(x, axis, drawn.replicas)
+        x = (
+            looped(part, params[f"layers {at}"], x, axis)
+            if isinstance(part, Loop)
+            else part(x, axis, drawn.replicas)
+        )
     return jnp.mean((jnp.tanh(x) @ params["last"] - 0.3) ** 2)
 
 
@@ -161,13 +179,17 @@ def looped(loop: Loop, layers: Any, x: Any, axis: str | None) -> Any:
 def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
     """Three steps take the parameters to where plain JAX takes them.
 
-    Some of these programs multiply a rounding by many thousands. By how much, plain JAX tells that begins with
-    parameters which are a rounding off.
+    Some of these programs multiply a rounding by many thousands. By how much, plain JAX tells that
+    begins with parameters which are a rounding off.
     """
     optimizer = optax.sgd(0.01, momentum=0.9)
-    batches = [np.random.default_rng(turn).normal(size=(ROWS * drawn.replicas, WIDTH)) for turn in range(3)]
+    batches = [
+        np.random.default_rng(turn).normal(size=(ROWS * drawn.replicas, WIDTH)) for turn in range(3)
+    ]
     params = params_of(drawn)
-    step = fddp.train_step(partial(loss, drawn, "replica"), optimizer, group=group(drawn.replicas), **drawn.options)
+    step = fddp.train_step(
+        partial(loss, drawn, "replica"), optimizer, group=group(drawn.replicas), **drawn.options
+    )
     state = step.init(params)
     for rows in batches:
         state, _ = step(state, rows)
@@ -175,7 +197,10 @@ def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
     expected = by_plain_jax(joined, optimizer, params, batches).params
     beside = jax.tree.map(lambda x: x * (1 + 4 * np.finfo(x.dtype).eps), params)
     off = by_plain_jax(joined, optimizer, beside, batches).params
-    apart = max(float(np.max(np.abs(a - b))) for a, b in zip(jax.tree.leaves(off), jax.tree.leaves(expected)))
+    apart = max(
+        float(np.max(np.abs(a - b)))
+        for a, b in zip(jax.tree.leaves(off), jax.tree.leaves(expected))
+    )
     close(fddp.whole(state.params), expected, atol=1e-12 + 4 * apart)
 
 
@@ -186,7 +211,10 @@ def drawn_often(count: int) -> Callable[[Any], Any]:
         deadline=None,
         derandomize=True,
         database=None,
-        suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+        suppress_health_check=[
+            hypothesis.HealthCheck.function_scoped_fixture,
+            hypothesis.HealthCheck.too_slow,
+        ],
     )
 
 

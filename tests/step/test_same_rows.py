@@ -1,4 +1,5 @@
-"""Ranks that bring the same rows are told so once; what each rank tells beside a comparison may differ."""
+"""Ranks that bring the same rows are told so once; what each rank tells beside a comparison may
+differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,21 +24,34 @@ def test_equal_first_rows_have_one_digest_wherever_they_lie():
 
 @pytest.mark.parametrize(
     "batch",
-    [np.ones((4, 2)), {"x": np.zeros(3), "y": 1.0}, jax.ShapeDtypeStruct((4,), jnp.float32), np.zeros((0, 2)), ()],
+    [
+        np.ones((4, 2)),
+        {"x": np.zeros(3), "y": 1.0},
+        jax.ShapeDtypeStruct((4,), jnp.float32),
+        np.zeros((0, 2)),
+        (),
+    ],
 )
 def test_of_rows_that_are_made_up_nothing_is_told(batch: Any):
     assert digest(batch) == bytes(BESIDE)
 
 
-def test_rank_0_names_the_ranks_that_bring_the_same_rows(group: Callable[[int], fddp.Group], capfd: Any):
+def test_rank_0_names_the_ranks_that_bring_the_same_rows(
+    group: Callable[[int], fddp.Group], capfd: Any
+):
     same, other, nothing = digest(X), digest(X[1:]), bytes(BESIDE)
     tell_same_rows(group(1), [same, other, nothing, same, nothing])
     words = capfd.readouterr().err
-    assert words.startswith("fddp: ranks 0, 3 bring the same first rows") and "fddp.samples" in words
+    assert (
+        words.startswith("fddp: ranks 0, 3 bring the same first rows") and "fddp.samples" in words
+    )
     tell_same_rows(group(1), [same, other, nothing, nothing])
     assert capfd.readouterr().err == ""
 
 
 def test_what_travels_beside_a_comparison_comes_back_filled_up(group: Callable[[int], fddp.Group]):
-    assert verify_beside(group(1), "nothing", list, list, lambda found: b"abc") == ([], [b"abc" + bytes(13)])
+    assert verify_beside(group(1), "nothing", list, list, lambda found: b"abc") == (
+        [],
+        [b"abc" + bytes(13)],
+    )
     assert verify_beside(group(1), "nothing", list, list, lambda found: b"") == ([], [bytes(16)])

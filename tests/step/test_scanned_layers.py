@@ -1,4 +1,5 @@
-"""Layers under `lax.scan`: their gradients leave, and are used, slice by slice, and nothing else changes."""
+"""Layers under `lax.scan`: their gradients leave, and are used, slice by slice, and nothing else
+changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,10 @@ ROWS = np.random.default_rng(7).normal(size=(8, WIDTH))
 
 def stack(*lengths: int) -> dict[str, np.ndarray]:
     make = np.random.default_rng(sum(lengths)).normal
-    return {"bias": make(size=(*lengths, WIDTH)) / 9, "kernel": make(size=(*lengths, WIDTH, WIDTH)) / 3}
+    return {
+        "bias": make(size=(*lengths, WIDTH)) / 9,
+        "kernel": make(size=(*lengths, WIDTH, WIDTH)) / 3,
+    }
 
 
 def weights() -> dict[str, Any]:
@@ -70,18 +74,25 @@ SLICED = {
     "in reverse": lambda x, p: scanned(x, p["layers"], reverse=True),
     "unrolled by two": lambda x, p: scanned(x, p["layers"], unroll=2),
     "rematerialised whole": lambda x, p: jax.checkpoint(scanned)(x, p["layers"]),
-    "each layer rematerialised": lambda x, p: jax.lax.scan(jax.checkpoint(layer), x, p["layers"])[0],
+    "each layer rematerialised": lambda x, p: jax.lax.scan(jax.checkpoint(layer), x, p["layers"])[
+        0
+    ],
     "beside tied parameters": tied,
     "with results of each round": with_results,
     "with random numbers": with_rng,
     "twice over the same layers": lambda x, p: scanned(scanned(x, p["layers"]), p["layers"]),
-    "and read by something else": lambda x, p: scanned(x, p["layers"]) + jnp.mean(p["layers"]["kernel"] ** 2),
+    "and read by something else": lambda x, p: (
+        scanned(x, p["layers"]) + jnp.mean(p["layers"]["kernel"] ** 2)
+    ),
 }
-# Of the stack's own rows, one by one, and not of its slices: nothing is taken for a slice that is none.
+# Of the stack's own rows, one by one, and not of its slices: nothing is taken for a slice that is
+# none.
 MASKS = np.random.default_rng(2).integers(2, size=(LAYERS, 1, WIDTH, WIDTH))
 JOINED = {
     "of rows": lambda p: jnp.concatenate([jnp.asarray(mask, jnp.float64) for mask in MASKS]),
-    "of columns": lambda p: jnp.concatenate([p["layers"]["kernel"][..., :2], jnp.ones((LAYERS, WIDTH, 4))], -1),
+    "of columns": lambda p: jnp.concatenate(
+        [p["layers"]["kernel"][..., :2], jnp.ones((LAYERS, WIDTH, 4))], -1
+    ),
 }
 UNDER_EAGER = ("plainly", "in reverse", "rematerialised whole", "beside tied parameters")
 
@@ -118,13 +129,19 @@ def compare(got: Any, expected: Any) -> None:
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("written", "schedule"),
-    [*((written, "staged") for written in SLICED), *((written, "eager") for written in UNDER_EAGER)],
+    [
+        *((written, "staged") for written in SLICED),
+        *((written, "eager") for written in UNDER_EAGER),
+    ],
 )
-def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(group, x64, written, schedule):
+def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(
+    group, x64, written, schedule
+):
     loss = net(SLICED[written])
     optimizer = optax.adamw(0.1)
     step, params = trained(
-        fddp.train_step(loss, optimizer, group=group(2), schedule=schedule, bucket_cap_mb=CAP), weights()
+        fddp.train_step(loss, optimizer, group=group(2), schedule=schedule, bucket_cap_mb=CAP),
+        weights(),
     )
     kernels = [name for name in slices(step) if "kernel" in name]
     assert sorted(kernels) == [f"layers/kernel[{at}]" for at in ("0:2", "2:4", "4:5")]
@@ -134,12 +151,16 @@ def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(group, x
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 @pytest.mark.parametrize("made", JOINED)
-def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices(group, x64, made, schedule):
+def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices(
+    group, x64, made, schedule
+):
     def pruned(x: Any, p: Any) -> Any:
         return scanned(x, p["layers"] | {"kernel": p["layers"]["kernel"] * JOINED[made](p)})
 
     options = {"schedule": schedule, "bucket_cap_mb": CAP}
-    step, params = trained(fddp.train_step(net(pruned), optax.adamw(0.1), group=group(2), **options), weights())
+    step, params = trained(
+        fddp.train_step(net(pruned), optax.adamw(0.1), group=group(2), **options), weights()
+    )
     assert slices(step)
     compare(params, plain(net(pruned), optax.adamw(0.1), weights()))
 
@@ -151,7 +172,10 @@ def test_a_stack_of_no_layers_is_trained_beside_others(group, x64):
 
     params = weights() | {"none": stack(0)}
     _, got = trained(
-        fddp.train_step(net(beside), optax.adamw(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP), params
+        fddp.train_step(
+            net(beside), optax.adamw(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP
+        ),
+        params,
     )
     compare(got, plain(net(beside), optax.adamw(0.1), params))
 
@@ -160,7 +184,11 @@ def test_a_stack_of_no_layers_is_trained_beside_others(group, x64):
 def test_slices_become_ready_in_the_order_of_the_loops_rounds(group, x64):
     def order(written: str) -> list[str]:
         step = fddp.train_step(
-            net(SLICED[written]), optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP
+            net(SLICED[written]),
+            optax.sgd(0.1),
+            group=group(2),
+            schedule="staged",
+            bucket_cap_mb=CAP,
         )
         step(step.init(weights()), ROWS)
         return [name for name in slices(step) if "kernel" in name]
@@ -186,7 +214,10 @@ def test_slices_go_with_other_options(group, x64, options):
     loss = net(SLICED["plainly"])
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))
     step, params = trained(
-        fddp.train_step(loss, clipped, group=group(2), schedule="staged", bucket_cap_mb=CAP, **options), weights()
+        fddp.train_step(
+            loss, clipped, group=group(2), schedule="staged", bucket_cap_mb=CAP, **options
+        ),
+        weights(),
     )
     assert slices(step)
     compare(params, plain(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
@@ -220,16 +251,25 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
 
     def inner(x: Any, p: Any) -> Any:
         x = scanned(scanned(x, p["layers"]), p["more"], reverse=True)
-        x = jax.lax.scan(lambda x, w: (scanned(x, w), None), x, p["deep"])[0]  # the outer loop is cut
+        x = jax.lax.scan(lambda x, w: (scanned(x, w), None), x, p["deep"])[
+            0
+        ]  # the outer loop is cut
         return scanned(x, p["one"])
 
     loss = net(inner)
     step, got = trained(
-        fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=CAP), params
+        fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=CAP),
+        params,
     )
     kernels = {name for name in slices(step) if "kernel" in name}
-    assert {name.partition("/")[0] for name in kernels} == {"layers", "more", "deep"}  # a loop of one round is whole
-    assert {name for name in kernels if "deep" in name} == {f"deep/kernel[{at}]" for at in ("0:1", "1:2", "2:3")}
+    assert {name.partition("/")[0] for name in kernels} == {
+        "layers",
+        "more",
+        "deep",
+    }  # a loop of one round is whole
+    assert {name for name in kernels if "deep" in name} == {
+        f"deep/kernel[{at}]" for at in ("0:1", "1:2", "2:3")
+    }
     compare(got, plain(loss, optax.sgd(0.1), params))
 
 
@@ -238,15 +278,23 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
     ("options", "why"),
     [
         ({"schedule": "fused"}, "one program has no slices to send early"),
-        ({"schedule": "staged", "hook": fddp.hooks.adasum()}, "a hook that weighs leaves is given all of each"),
+        (
+            {"schedule": "staged", "hook": fddp.hooks.adasum()},
+            "a hook that weighs leaves is given all of each",
+        ),
         ({"schedule": "staged", "bucket_cap_mb": 25}, "all of it fits into a bucket"),
-        ({"schedule": "staged", "groups": lambda name: name.partition("/")[0]}, "the user's groups hold leaves"),
+        (
+            {"schedule": "staged", "groups": lambda name: name.partition("/")[0]},
+            "the user's groups hold leaves",
+        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_stack_travels_whole_where_slices_are_of_no_use(group, options, why):
     del why
-    step = fddp.train_step(net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), **({"bucket_cap_mb": CAP} | options))
+    step = fddp.train_step(
+        net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), **({"bucket_cap_mb": CAP} | options)
+    )
     step(step.init(weights()), ROWS)
     assert not slices(step)
 
@@ -256,7 +304,8 @@ def test_an_update_that_mixes_layers_waits_for_all_slices(group, x64):
     loss = net(SLICED["plainly"])
     optimizer = optax.adafactor(0.1, min_dim_size_to_factor=2)
     step, params = trained(
-        fddp.train_step(loss, optimizer, group=group(2), schedule="staged", bucket_cap_mb=CAP), weights()
+        fddp.train_step(loss, optimizer, group=group(2), schedule="staged", bucket_cap_mb=CAP),
+        weights(),
     )
     assert slices(step)
     compare(params, plain(loss, optimizer, weights()))
@@ -267,14 +316,18 @@ def test_an_update_that_mixes_layers_waits_for_all_slices(group, x64):
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
 def test_a_state_is_whole_whenever_somebody_looks(group, x64, schedule):
     loss = net(SLICED["plainly"])
-    step = fddp.train_step(loss, optax.adam(0.1), group=group(2), schedule=schedule, bucket_cap_mb=CAP, donate=False)
+    step = fddp.train_step(
+        loss, optax.adam(0.1), group=group(2), schedule=schedule, bucket_cap_mb=CAP, donate=False
+    )
     states = [step.init(weights())]
     for k in range(4):
         states.append(step(states[-1], ROWS + k)[0])
         if k == 1:  # a user may change it
             doubled = jax.tree.map(lambda x: 2 * x, states[-1].params)
             states[-1] = states[-1]._replace(params=doubled)
-    compare(states[2].params, jax.tree.map(lambda x: 2 * x, plain(loss, optax.adam(0.1), weights(), 2)))
+    compare(
+        states[2].params, jax.tree.map(lambda x: 2 * x, plain(loss, optax.adam(0.1), weights(), 2))
+    )
     shapes = [[x.shape for x in jax.tree.leaves(state)] for state in states]
     assert all(shape == shapes[0] for shape in shapes)
     again, _ = step(states[3], ROWS + 3)
@@ -284,13 +337,18 @@ def test_a_state_is_whole_whenever_somebody_looks(group, x64, schedule):
 @pytest.mark.steps
 def test_no_sync_adds_up_whole_stacks(group, x64):
     loss = net(SLICED["plainly"])
-    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP)
+    step = fddp.train_step(
+        loss, optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP
+    )
     state = step.init(weights())
     for _ in range(2):
         state, _ = step.no_sync(state, ROWS)
         state, _ = step(state, ROWS)
     assert slices(step)
-    compare(jax.device_get(state.params), plain(lambda p, rows: loss(p, ROWS), optax.sgd(0.1), weights(), 2))
+    compare(
+        jax.device_get(state.params),
+        plain(lambda p, rows: loss(p, ROWS), optax.sgd(0.1), weights(), 2),
+    )
 
 
 @pytest.mark.steps
@@ -303,7 +361,12 @@ def test_flax_layers_under_nn_scan_leave_in_slices(group, x64):
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x: jax.Array) -> jax.Array:
-            blocks = nn.scan(nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
+            blocks = nn.scan(
+                nn.remat(Block),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=LAYERS,
+            )
             return nn.Dense(2, param_dtype=jnp.float64)(blocks()(x, None)[0])
 
     params = Net().init(jax.random.key(0), ROWS)["params"]
@@ -312,7 +375,9 @@ def test_flax_layers_under_nn_scan_leave_in_slices(group, x64):
         return jnp.mean(jnp.asarray(Net().apply({"params": params}, rows)) ** 2)
 
     step, got = trained(
-        fddp.train_step(loss, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP),
+        fddp.train_step(
+            loss, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP
+        ),
         jax.device_get(params),
     )
     assert any("kernel[" in name for name in slices(step))
@@ -323,7 +388,11 @@ def test_flax_layers_under_nn_scan_leave_in_slices(group, x64):
 def test_equal_rounds_share_a_program(group, x64):
     def programs(layers: int) -> tuple[int, int]:
         step = fddp.train_step(
-            net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP / 2
+            net(SLICED["plainly"]),
+            optax.sgd(0.1),
+            group=group(2),
+            schedule="staged",
+            bucket_cap_mb=CAP / 2,
         )
         state = step.init(weights() | {"layers": stack(layers)})
         state, _ = step(state, ROWS)
@@ -337,9 +406,15 @@ def test_equal_rounds_share_a_program(group, x64):
     compile_ = jax.stages.Lowered.compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            jax.stages.Lowered, "compile", lambda self, *a, **k: (COMPILED.append(""), compile_(self, *a, **k))[1]
+            jax.stages.Lowered,
+            "compile",
+            lambda self, *a, **k: (COMPILED.append(""), compile_(self, *a, **k))[1],
         )
-        patch.setattr(ahead_of_time, "program_of", lambda _, task, *more: (TRACED.append(""), trace(_, task, *more))[1])
+        patch.setattr(
+            ahead_of_time,
+            "program_of",
+            lambda _, task, *more: (TRACED.append(""), trace(_, task, *more))[1],
+        )
         programs(4)
         COMPILED.clear()
         TRACED.clear()
@@ -350,16 +425,24 @@ def test_equal_rounds_share_a_program(group, x64):
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
-def test_a_checkpointed_loop_of_a_few_bytes_trains_as_plain_jax(group, optimized: None, uncached: None, schedule: Any):
-    """XLA:CPU aborts the process at a barrier in a loop of less than 1 KiB that it compiles as a small call."""
+def test_a_checkpointed_loop_of_a_few_bytes_trains_as_plain_jax(
+    group, optimized: None, uncached: None, schedule: Any
+):
+    """XLA:CPU aborts the process at a barrier in a loop of less than 1 KiB that it compiles as a
+    small call."""
 
     def loss(p: Any, x: Any) -> Any:
-        return jnp.mean(jax.lax.scan(lambda h, _: (jax.checkpoint(body)(p, h), None), x, None, length=3)[0] ** 2)
+        return jnp.mean(
+            jax.lax.scan(lambda h, _: (jax.checkpoint(body)(p, h), None), x, None, length=3)[0] ** 2
+        )
 
     def body(p: Any, h: Any) -> Any:
         return jnp.tanh(h @ p["w"] + p["b"])
 
-    params = {"w": np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3), "b": np.ones(3, np.float32)}
+    params = {
+        "w": np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3),
+        "b": np.ones(3, np.float32),
+    }
     rows = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
     expected = by_plain_jax(loss, optax.sgd(0.1), params, [rows])
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(4), schedule=schedule)

@@ -49,7 +49,10 @@ def kind(request: pytest.FixtureRequest) -> AxisType:
 
 def context_of(name: str, kind: AxisType) -> Context:
     axis = "data" if name == "of the group" else "replica"
-    return Context(mesh_of(1 if name == "of one device" else 4, kind), fddp.mesh_group(mesh_of(4, kind, axis), axis))
+    return Context(
+        mesh_of(1 if name == "of one device" else 4, kind),
+        fddp.mesh_group(mesh_of(4, kind, axis), axis),
+    )
 
 
 CONTEXTS = {
@@ -60,7 +63,11 @@ CONTEXTS = {
 
 
 def close(result: Any, expected: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6), result, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=2e-6),
+        result,
+        expected,
+    )
 
 
 ### Entry points, each against plain JAX
@@ -77,7 +84,10 @@ def trained(group: fddp.Group, **options: Any) -> Any:
 
 def after_steps(**options: Any) -> Callable[[fddp.Group, Path], None]:
     def check(group: fddp.Group, folder: Path) -> None:
-        close(trained(group, **options), by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 3).params)
+        close(
+            trained(group, **options),
+            by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 3).params,
+        )
 
     return check
 
@@ -100,11 +110,16 @@ def evaluated(group: fddp.Group, folder: Path) -> None:
         state = fddp.train_step(first_column, OPTIMIZER, group=group, shard=shard).init(PARAMS)
         # A metric cuts rows, which JAX does not do along an Explicit axis.
         metric = lambda p, x: jnp.mean(x.reshape(-1)) + 0 * p["w"][0, 0]  # noqa: E731
-        close(fddp.evaluate(metric, state, [ROWS, ROWS[:3]], group=group), np.mean(np.append(ROWS, ROWS[:3])))
+        close(
+            fddp.evaluate(metric, state, [ROWS, ROWS[:3]], group=group),
+            np.mean(np.append(ROWS, ROWS[:3])),
+        )
 
 
 def evaluates_rows_that_are_made_under_the_mesh(group: fddp.Group, folder: Path) -> None:
-    rows = (jax.device_put(ROWS, PartitionSpec()) for _ in range(2))  # the mesh that is set has to be seen in here
+    rows = (
+        jax.device_put(ROWS, PartitionSpec()) for _ in range(2)
+    )  # the mesh that is set has to be seen in here
     close(fddp.evaluate(lambda p, x: jnp.mean(x), PARAMS, rows, group=group), np.mean(ROWS))
 
 
@@ -148,7 +163,9 @@ def measured(group: fddp.Group, folder: Path) -> None:
 
 def tuned(group: fddp.Group, folder: Path) -> None:
     alone = fddp.mesh_group(mesh_of(1, AxisType.Auto), "data")
-    tuning = fddp.tune(first_column, OPTIMIZER, PARAMS, ROWS, group=alone, caps_mb=[0.0, 25.0], steps=1)
+    tuning = fddp.tune(
+        first_column, OPTIMIZER, PARAMS, ROWS, group=alone, caps_mb=[0.0, 25.0], steps=1
+    )
     assert len(tuning.candidates) == 2
 
 
@@ -174,21 +191,31 @@ def made_by_a_function(group: fddp.Group, folder: Path) -> None:
 
 
 def modules(group: fddp.Group, folder: Path) -> None:
-    net = fddp.from_nnx(nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2))
+    net = fddp.from_nnx(
+        nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2)
+    )
     step = fddp.train_step(net.loss_fn, OPTIMIZER, group=group)
     state, _ = step(step.init(net.params), ROWS)
     module: Any = net.module(state)
     expected = ROWS @ np.asarray(module.kernel[...]) + np.asarray(module.bias[...])
     close(module(ROWS), expected)
-    close(fddp.evaluate(lambda model, x: jnp.mean(model(x)), module, [ROWS], group=group), np.mean(expected))
+    close(
+        fddp.evaluate(lambda model, x: jnp.mean(model(x)), module, [ROWS], group=group),
+        np.mean(expected),
+    )
 
 
 def islands(group: fddp.Group, folder: Path) -> None:
     optimizer = fddp.local_steps(optax.sgd(0.25), quorum=1)
     loss = lambda w, x: jnp.mean((x - w) ** 2)  # noqa: E731
     arguments = loss, optimizer, jnp.zeros(()), [[np.full(8, 2.0)] * 2, [np.full(8, 4.0)]]
-    result = fddp.simulate_islands(*arguments, seconds=lambda island, number: 3.0 if island else 1.0)
-    assert float(result.params) == 3.5 and float(fddp.replay_islands(result.log, *arguments).params) == 3.5
+    result = fddp.simulate_islands(
+        *arguments, seconds=lambda island, number: 3.0 if island else 1.0
+    )
+    assert (
+        float(result.params) == 3.5
+        and float(fddp.replay_islands(result.log, *arguments).params) == 3.5
+    )
 
 
 def in_local_steps(group: fddp.Group, folder: Path) -> None:
@@ -196,11 +223,17 @@ def in_local_steps(group: fddp.Group, folder: Path) -> None:
     state = step.init(PARAMS)
     for _ in range(2):
         state, _ = step(state, np.tile(ROWS[:1], (8, 1)))
-    close(fddp.whole(state.params), by_plain_jax(first_column, optax.sgd(0.1), PARAMS, [ROWS[:1]] * 2).params)
+    close(
+        fddp.whole(state.params),
+        by_plain_jax(first_column, optax.sgd(0.1), PARAMS, [ROWS[:1]] * 2).params,
+    )
 
 
 CHECKS: dict[str, Check] = {
-    **{name: after_steps(schedule=name) for name in ("fused", "held", "unordered", "staged", "eager", "after")},
+    **{
+        name: after_steps(schedule=name)
+        for name in ("fused", "held", "unordered", "staged", "eager", "after")
+    },
     "shard=optimizer": after_steps(shard="optimizer"),
     "shard=state": after_steps(shard="state"),
     "shard=state, eager": after_steps(shard="state", schedule="eager"),
@@ -210,8 +243,14 @@ CHECKS: dict[str, Check] = {
     "quantize": lambda group, folder: trained(group, hook=fddp.hooks.quantize()),
     "find_unused_parameters": after_steps(find_unused_parameters=True),
     "check_replicas_every": after_steps(check_replicas_every=1),
-    **{f.__name__: f for f in (gradients, accumulated, evaluated, evaluates_rows_that_are_made_under_the_mesh)},
-    **{f.__name__: f for f in (group_calls, saved, audited, measured, tuned, checked, joined, made_by_a_function)},
+    **{
+        f.__name__: f
+        for f in (gradients, accumulated, evaluated, evaluates_rows_that_are_made_under_the_mesh)
+    },
+    **{
+        f.__name__: f
+        for f in (group_calls, saved, audited, measured, tuned, checked, joined, made_by_a_function)
+    },
     **{f.__name__: f for f in (modules, islands, in_local_steps)},
 }
 
@@ -235,7 +274,9 @@ def test_a_thread_of_the_users_sets_a_mesh_of_its_own(tmp_path: Path):
         thread.submit(train).result()
 
 
-def test_a_step_is_not_compiled_again_when_a_mesh_is_set(kind: AxisType, caplog: pytest.LogCaptureFixture):
+def test_a_step_is_not_compiled_again_when_a_mesh_is_set(
+    kind: AxisType, caplog: pytest.LogCaptureFixture
+):
     step = fddp.train_step(first_column, OPTIMIZER, group=fddp.mesh_group(mesh_of(4, kind), "data"))
     state, _ = step(step.init(PARAMS), ROWS)
     state, _ = step(state, ROWS)
@@ -254,12 +295,18 @@ def lying(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-@crossed(options=[{}, {"schedule": "staged"}, {"shard": "state"}], inside=[True, False], where=CONTEXTS)
-def test_rows_and_parameters_may_lie_in_parts(options: dict[str, Any], inside: bool, where: tuple[str, AxisType]):
+@crossed(
+    options=[{}, {"schedule": "staged"}, {"shard": "state"}], inside=[True, False], where=CONTEXTS
+)
+def test_rows_and_parameters_may_lie_in_parts(
+    options: dict[str, Any], inside: bool, where: tuple[str, AxisType]
+):
     context = context_of(*where)
     mesh = mesh_of(4, AxisType.Explicit)
     step = fddp.train_step(first_column, OPTIMIZER, group=context.group, **options)
-    params = PARAMS | {name: lying(PARAMS[name], mesh, PartitionSpec("data")) for name in ("b", "head")}
+    params = PARAMS | {
+        name: lying(PARAMS[name], mesh, PartitionSpec("data")) for name in ("b", "head")
+    }
     with jax.set_mesh(mesh if inside else None):
         state = step.init(params)
         for _ in range(3):
@@ -292,7 +339,9 @@ def test_results_go_on_in_programs_of_the_groups_own_mesh(options: dict[str, Any
 
 def test_results_of_another_mesh_go_on_when_they_are_put_on_it(kind: AxisType):
     mesh = mesh_of(4, kind)
-    step = fddp.train_step(first_column, OPTIMIZER, group=fddp.mesh_group(mesh_of(4, AxisType.Auto, "replica")))
+    step = fddp.train_step(
+        first_column, OPTIMIZER, group=fddp.mesh_group(mesh_of(4, AxisType.Auto, "replica"))
+    )
     with jax.set_mesh(mesh):
         state, _ = step(step.init(PARAMS), ROWS)
         params = jax.device_put(state.params, PartitionSpec())
@@ -301,7 +350,9 @@ def test_results_of_another_mesh_go_on_when_they_are_put_on_it(kind: AxisType):
 
 def test_shards_are_put_together_inside_of_a_program(kind: AxisType):
     mesh = mesh_of(4, kind)
-    step = fddp.train_step(first_column, OPTIMIZER, group=fddp.mesh_group(mesh, "data"), shard="state")
+    step = fddp.train_step(
+        first_column, OPTIMIZER, group=fddp.mesh_group(mesh, "data"), shard="state"
+    )
     with jax.set_mesh(mesh):
         close(jax.jit(fddp.whole)(step.init(PARAMS).params), PARAMS)
 
@@ -311,14 +362,22 @@ def test_shards_are_put_together_inside_of_a_program(kind: AxisType):
 
 def trained_on_ones(group: fddp.Group) -> fddp.TrainState:
     """A step whose loss names the axis."""
-    step = fddp.train_step(lambda w, x: jax.lax.pmean(jnp.mean(w * x), group.axis_name), optax.sgd(0.5))
+    step = fddp.train_step(
+        lambda w, x: jax.lax.pmean(jnp.mean(w * x), group.axis_name), optax.sgd(0.5)
+    )
     return step(step.init(jnp.zeros(())), jnp.ones(group.size))[0]
 
 
 def test_init_takes_the_axis_of_a_mesh_that_has_its_devices(kind: AxisType):
     devices = jax.devices()
-    others = (mesh_of(2, kind), Mesh(np.array(devices).reshape(2, -1), ("data", "model"), axis_types=(kind,) * 2))
-    for mesh, axis in ((mesh_of(len(devices), kind), "data"), *((other, "replica") for other in others)):
+    others = (
+        mesh_of(2, kind),
+        Mesh(np.array(devices).reshape(2, -1), ("data", "model"), axis_types=(kind,) * 2),
+    )
+    for mesh, axis in (
+        (mesh_of(len(devices), kind), "data"),
+        *((other, "replica") for other in others),
+    ):
         fddp.shutdown()
         try:
             with jax.set_mesh(mesh):

@@ -21,7 +21,9 @@ pytestmark = pytest.mark.steps
 REPLICAS, LAYERS, WIDTH = 4, 5, 6
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(16, WIDTH)).astype(np.float32)
-PARAMS = {f"layer{k}": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 3 for k in range(LAYERS)}
+PARAMS = {
+    f"layer{k}": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 3 for k in range(LAYERS)
+}
 MASK, TAIL = 4 * LAYERS, 3 * 4  # a float for each leaf; loss, weight and one metric
 ONE = 4 * WIDTH**2
 
@@ -30,7 +32,11 @@ def network(params: Any, x: Any, kept: Any) -> Any:
     """A residual network whose layers are left out where `kept` is false."""
     for k in range(LAYERS):
         x = x + jax.lax.cond(
-            kept[k], lambda x, w: jnp.tanh(x @ w), lambda x, w: jnp.zeros_like(x), x, params[f"layer{k}"]
+            kept[k],
+            lambda x, w: jnp.tanh(x @ w),
+            lambda x, w: jnp.zeros_like(x),
+            x,
+            params[f"layer{k}"],
         )
     return jnp.mean(x**2)
 
@@ -40,12 +46,20 @@ def dropping(params: Any, x: Any, *, rng: Any) -> Any:
     return network(params, x, kept), {"kept": jnp.sum(kept * 1.0)}
 
 
-def steps(group: Any, shared: bool, schedule: Any, count: int = 4, **options: Any) -> tuple[Any, list[fddp.StepInfo]]:
+def steps(
+    group: Any, shared: bool, schedule: Any, count: int = 4, **options: Any
+) -> tuple[Any, list[fddp.StepInfo]]:
     key = jax.random.key(7)
     step = fddp.train_step(
-        dropping, optax.adam(1e-2), group=group(REPLICAS), has_aux=True, schedule=schedule, bucket_cap_mb=0,
-        find_unused_parameters=True, **options,
-    )  # fmt: skip
+        dropping,
+        optax.adam(1e-2),
+        group=group(REPLICAS),
+        has_aux=True,
+        schedule=schedule,
+        bucket_cap_mb=0,
+        find_unused_parameters=True,
+        **options,
+    )
     state, infos = step.init(PARAMS, rng=fddp.Shared(key) if shared else key), []
     for _ in range(count):
         state, info = step(state, X)
@@ -54,9 +68,12 @@ def steps(group: Any, shared: bool, schedule: Any, count: int = 4, **options: An
 
 
 def assert_same(schedule: Any, got: Any, want: Any) -> None:
-    """To the bit; but a staged step cuts its update where wires come back, and of other wires it makes other programs,
-    in which XLA may join a product and a sum that it rounds one by one elsewhere."""
-    tolerances: dict[str, Any] = {"rtol": 1e-6, "atol": 3e-8} if schedule == "staged" else {"rtol": 0, "atol": 0}
+    """To the bit; but a staged step cuts its update where wires come back, and of other wires it
+    makes other programs, in which XLA may join a product and a sum that it rounds one by one
+    elsewhere."""
+    tolerances: dict[str, Any] = (
+        {"rtol": 1e-6, "atol": 3e-8} if schedule == "staged" else {"rtol": 0, "atol": 0}
+    )
     close(got, want, **tolerances)
 
 
@@ -75,8 +92,13 @@ def test_layers_that_all_replicas_drop_are_not_sent_and_nothing_else_changes(gro
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + layers * ONE)
         assert int(plain_info.sent.sum()) == on_the_wire(MASK + TAIL + LAYERS * ONE)
         # Whole layers: their sums are there or not; what tells of them travels alone.
-        assert sorted(info.sent.tolist()[:-1]) == [0] * (LAYERS - layers) + [on_the_wire(ONE)] * layers
-        assert sorted(np.asarray(jax.tree.leaves(info.used))) == [0] * (LAYERS - layers) + [REPLICAS] * layers
+        assert (
+            sorted(info.sent.tolist()[:-1]) == [0] * (LAYERS - layers) + [on_the_wire(ONE)] * layers
+        )
+        assert (
+            sorted(np.asarray(jax.tree.leaves(info.used)))
+            == [0] * (LAYERS - layers) + [REPLICAS] * layers
+        )
 
 
 @SCHEDULES
@@ -95,9 +117,15 @@ def test_used_once_in_a_step_is_used(group):
     several: dict[str, Any] = {"accumulation_steps": 2}
     for options in (several, {}):
         step = fddp.train_step(
-            dropping, optax.sgd(0.1), group=group(REPLICAS), has_aux=True, bucket_cap_mb=0,
-            find_unused_parameters=True, skip_all_reduce_unused_params=True, **options,
-        )  # fmt: skip
+            dropping,
+            optax.sgd(0.1),
+            group=group(REPLICAS),
+            has_aux=True,
+            bucket_cap_mb=0,
+            find_unused_parameters=True,
+            skip_all_reduce_unused_params=True,
+            **options,
+        )
         state = step.init(PARAMS, rng=fddp.Shared(jax.random.key(7)))
         if not options:
             state, _ = step.no_sync(state, X)
@@ -128,7 +156,9 @@ def test_a_shared_key_draws_alike_on_all_replicas_and_anew_in_each_step(group):
 
 def test_dropped_layers_and_hooks_go_together(group):
     both = {"skip_all_reduce_unused_params": True, "hook": hooks.bf16()}
-    ends = {schedule: steps(group, True, schedule, **both) for schedule in ("fused", "staged", "after")}
+    ends = {
+        schedule: steps(group, True, schedule, **both) for schedule in ("fused", "staged", "after")
+    }
     for info in ends["fused"][1]:
         layers = int(info.aux["kept"])
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + layers * ONE / 2)
@@ -137,5 +167,7 @@ def test_dropped_layers_and_hooks_go_together(group):
 
 
 def test_it_needs_to_know_what_is_used():
-    with pytest.raises(ValueError, match="skip_all_reduce_unused_params=True needs find_unused_parameters=True"):
+    with pytest.raises(
+        ValueError, match="skip_all_reduce_unused_params=True needs find_unused_parameters=True"
+    ):
         fddp.train_step(dropping, optax.sgd(0.1), skip_all_reduce_unused_params=True)

@@ -1,4 +1,5 @@
-"""Steps whose gradients are not finite change nothing, on any replica, and who made them so is named."""
+"""Steps whose gradients are not finite change nothing, on any replica, and who made them so is
+named."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,8 @@ WELL, ILL = np.full((4, 3), 0.5, np.float32), np.array([[1, 1, 1]] * 3 + [[0, 1,
 
 
 def loss_fn(params: Any, x: Any, *, model_state: Any) -> Any:
-    """Finite, but for a row that begins with 0 the derivative by `root` is infinite; BatchNorm's mean goes along."""
+    """Finite, but for a row that begins with 0 the derivative by `root` is infinite; BatchNorm's
+    mean goes along."""
     loss = jnp.mean(jnp.sqrt(params["root"] * x[:, 0])) + jnp.mean((params["bias"] - x) ** 2)
     return loss, (0.9 * model_state + jnp.mean(x), None)
 
@@ -37,7 +39,9 @@ def bits(state: fddp.TrainState) -> list[bytes]:
 @pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
-def test_training_goes_on_as_if_the_batch_had_not_been(group: Any, schedule: str, accumulation_steps: int):
+def test_training_goes_on_as_if_the_batch_had_not_been(
+    group: Any, schedule: str, accumulation_steps: int
+):
     ends = []
     for batches in ([WELL, ILL, 2 * WELL], [WELL, 2 * WELL]):
         step, state = make(group(2), schedule=schedule, accumulation_steps=accumulation_steps)
@@ -56,7 +60,9 @@ def test_without_the_option_it_poisons_everything(group: Callable[[int], fddp.Gr
     assert not np.isfinite(state.params["root"]) and info.skipped is None
 
 
-def test_what_is_pending_since_an_earlier_call_is_skipped_with_it(group: Callable[[int], fddp.Group]):
+def test_what_is_pending_since_an_earlier_call_is_skipped_with_it(
+    group: Callable[[int], fddp.Group],
+):
     step, state = make(group(2))
     begin = bits(state)
     state, _ = step.no_sync(state, ILL)
@@ -64,13 +70,16 @@ def test_what_is_pending_since_an_earlier_call_is_skipped_with_it(group: Callabl
     assert info.skipped and bits(state) == begin
 
 
-def test_the_replica_and_the_leaf_are_named(group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]):
+def test_the_replica_and_the_leaf_are_named(
+    group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+):
     step, state = make(group(2))
     for x in (WELL, ILL, WELL):
         state, _ = step(state, x)
     jax.block_until_ready(step(state, WELL))
     assert capfd.readouterr().err == (
-        "fddp: rank 0 of 1: step 2 was skipped: its gradient of root was the first that is not finite on replica 1.\n"
+        "fddp: rank 0 of 1: step 2 was skipped: its gradient of root was the first that is not "
+        "finite on replica 1.\n"
     )
 
 
@@ -80,18 +89,28 @@ def test_of_several_leaves_the_one_that_was_ready_first_is_named(
     step, state = make(group(1), schedule="staged")
     state, _ = step(state, np.full((4, 3), np.nan, np.float32))
     (first, *_) = step.stats().grad_ready_order
-    assert f"its gradient of {first} was the first that is not finite (2 of 2 are not)" in capfd.readouterr().err
+    assert (
+        f"its gradient of {first} was the first that is not finite (2 of 2 are not)"
+        in capfd.readouterr().err
+    )
 
 
 def test_a_sum_that_is_not_finite_though_its_parts_are_is_told_by_rank_0(
     group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
 ):
     step = fddp.train_step(
-        lambda w, x: jnp.sum(w * x), optax.sgd(1.0), group=group(2), schedule="after", skip_nonfinite=True
+        lambda w, x: jnp.sum(w * x),
+        optax.sgd(1.0),
+        group=group(2),
+        schedule="after",
+        skip_nonfinite=True,
     )
     state, info = step(step.init(jnp.zeros(())), np.full(2, 3e38, np.float32))
     assert info.skipped and float(state.params) == 0
-    assert "step 1 was skipped: the mean gradients are not finite; its own are." in capfd.readouterr().err
+    assert (
+        "step 1 was skipped: the mean gradients are not finite; its own are."
+        in capfd.readouterr().err
+    )
 
 
 def test_a_loss_scale_goes_down_all_the_same(group: Callable[[int], fddp.Group]):
@@ -108,7 +127,11 @@ def test_it_costs_no_further_collective(group: Callable[[int], fddp.Group]):
     found = []
     for skip in (False, True):
         step, state = make(group(2), skip_nonfinite=skip, schedule="fused")
-        found.append(list(map(str, find_collectives(parse(step.lower(state, WELL).compile().as_text() or "")))))
+        found.append(
+            list(
+                map(str, find_collectives(parse(step.lower(state, WELL).compile().as_text() or "")))
+            )
+        )
     assert found[0] == found[1] != []
 
 

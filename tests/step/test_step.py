@@ -22,14 +22,19 @@ X = np.arange(16, dtype=np.float32) / 8
 
 def shards(x: jax.Array) -> list[Any]:
     """What each replica has, in order."""
-    return [np.asarray(shard.data) for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)]
+    return [
+        np.asarray(shard.data)
+        for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
+    ]
 
 
 @pytest.fixture
 def make(group) -> Callable[..., fddp.TrainStep]:
     """`make(loss, optimizer, **options)`: a step on four replicas."""
     sgd = optax.sgd(0.25)
-    return lambda loss=square, optimizer=sgd, **options: fddp.train_step(loss, optimizer, group=group(4), **options)
+    return lambda loss=square, optimizer=sgd, **options: fddp.train_step(
+        loss, optimizer, group=group(4), **options
+    )
 
 
 ### Loss and metrics
@@ -38,7 +43,9 @@ def make(group) -> Callable[..., fddp.TrainStep]:
 @pytest.mark.parametrize(("n", "steps"), [(1, 1), (2, 1), (4, 1), (8, 1), (4, 2)])
 def test_loss_and_metrics_are_means_over_all_rows(group, n, steps):
     loss = lambda w, x: (square(w, x), {"mean": jnp.mean(x), "parts": [jnp.mean(x**3), 0.5]})  # noqa: E731
-    step = fddp.train_step(loss, optax.sgd(0.25), group=group(n), has_aux=True, accumulation_steps=steps)
+    step = fddp.train_step(
+        loss, optax.sgd(0.25), group=group(n), has_aux=True, accumulation_steps=steps
+    )
     state, info = step(step.init(np.float32(0)), X)
     np.testing.assert_allclose(info.loss, np.mean(X**2), rtol=1e-6)
     np.testing.assert_allclose(info.aux["mean"], np.mean(X), rtol=1e-6)
@@ -49,7 +56,9 @@ def test_loss_and_metrics_are_means_over_all_rows(group, n, steps):
 
 def test_losses_of_16_bits_are_averaged_in_32(make):
     step = make(lambda w, x: square(w, x).astype(jnp.bfloat16))
-    _, info = step(step.init(np.float32(0)), np.sqrt(np.array([256, 0, 256, 0, 16, 16, 16, 16], np.float32)))
+    _, info = step(
+        step.init(np.float32(0)), np.sqrt(np.array([256, 0, 256, 0, 16, 16, 16, 16], np.float32))
+    )
     # 128, 128, 16 and 16 on the replicas.
     assert info.loss.dtype == jnp.float32 and float(info.loss) == 72
 
@@ -132,7 +141,9 @@ def test_keys_are_folded_with_step_then_micro_batch_then_replica(make):
 
 @pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
 def test_the_same_key_gives_the_same_run(make, key):
-    step = make(lambda w, x, *, rng: square(w, x * jax.random.bernoulli(rng, shape=x.shape)), donate=False)
+    step = make(
+        lambda w, x, *, rng: square(w, x * jax.random.bernoulli(rng, shape=x.shape)), donate=False
+    )
     runs = []
     for seed in (0, 0, 1):
         state = step.init(np.float32(0), rng=key(seed))
@@ -185,7 +196,12 @@ def test_a_used_up_state_is_an_error_that_names_donate(group, n, schedule):
     step = fddp.train_step(square, optax.adam(0.1), group=group(n), schedule=schedule)
     state = step.init(np.ones(16, np.float32))
     later, _ = step(state, X[:, None])
-    for call in (step, step.no_sync, lambda state, x: step.measure(state, [x]), lambda state, x: int(state.step)):
+    for call in (
+        step,
+        step.no_sync,
+        lambda state, x: step.measure(state, [x]),
+        lambda state, x: int(state.step),
+    ):
         with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
             call(state, X[:, None])
     step(later, X[:, None])
@@ -201,7 +217,9 @@ def test_numbers_and_arrays_that_a_user_puts_into_a_state_are_taken(make, schedu
     device = jax.devices()[2]  # not the first replica's
     same = {
         "a number": state._replace(
-            opt_state=state.opt_state._replace(hyperparams=state.opt_state.hyperparams | {"learning_rate": 0.5})
+            opt_state=state.opt_state._replace(
+                hyperparams=state.opt_state.hyperparams | {"learning_rate": 0.5}
+            )
         ),
         "NumPy": jax.tree.map(np.asarray, state),
         "one device": jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), state),
@@ -236,7 +254,11 @@ def keeping(average: Callable[[Any, Any], Any]) -> optax.GradientTransformation:
 
 @pytest.mark.parametrize(
     ("average", "expected"),
-    [(lambda kept, new: 0.5 * kept + 0.5 * new, 0.6875), (lambda kept, new: new, 0.875), (lambda kept, new: kept, 0.0)],
+    [
+        (lambda kept, new: 0.5 * kept + 0.5 * new, 0.6875),
+        (lambda kept, new: new, 0.875),
+        (lambda kept, new: kept, 0.0),
+    ],
     ids=["average", "new", "first"],
 )
 def test_an_optimizer_may_keep_the_parameters(make, average, expected):
@@ -251,11 +273,17 @@ def test_an_optimizer_may_keep_the_parameters(make, average, expected):
 
 
 def test_integers_and_flags_among_the_parameters_are_left_untouched(make):
-    params = {"w": np.float32(0), "count": np.int32(2**24 + 1), "mask": np.array([True, False]), "none": None}
+    params = {
+        "w": np.float32(0),
+        "count": np.int32(2**24 + 1),
+        "mask": np.array([True, False]),
+        "none": None,
+    }
     step = make(lambda p, x: square(p["w"], x * p["mask"][0]), optax.adamw(0.1, weight_decay=0.1))
     state, _ = step(step.init(params), X)
     same_bits(
-        {k: state.params[k] for k in ("count", "mask", "none")}, {k: params[k] for k in ("count", "mask", "none")}
+        {k: state.params[k] for k in ("count", "mask", "none")},
+        {k: params[k] for k in ("count", "mask", "none")},
     )
     assert state.params["w"] != 0 and step.plan.buckets[0].names == ("w",)
 
@@ -286,7 +314,9 @@ def test_a_state_counts_synchronized_steps(make):
 def test_fused_and_after_compute_the_same(make):
     ends = []
     for schedule in ("fused", "after"):
-        step = make(averaging, optax.adam(0.1), schedule=schedule, accumulation_steps=2, bucket_cap_mb=0)
+        step = make(
+            averaging, optax.adam(0.1), schedule=schedule, accumulation_steps=2, bucket_cap_mb=0
+        )
         state, _ = step.no_sync(step.init(np.float32(0), model_state=start()), X)
         state, _ = step(state, X)
         ends.append(step(state, X))

@@ -1,4 +1,5 @@
-"""Layers under `lax.scan` in one program that overlaps: their sums run in the loop, and nothing else changes."""
+"""Layers under `lax.scan` in one program that overlaps: their sums run in the loop, and nothing
+else changes."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_scanned_layers import CAP, LAYERS, ROWS, SLICED, compare, net, plain, stack, trained, weights
+from test_scanned_layers import (
+    CAP,
+    LAYERS,
+    ROWS,
+    SLICED,
+    compare,
+    net,
+    plain,
+    stack,
+    trained,
+    weights,
+)
 
 import fddp
 from fddp.hlo import parse, sends, work
@@ -25,7 +37,12 @@ def fused(loss: Any, optimizer: Any, group: Any, **options: Any) -> Any:
 
 
 def in_rounds(step: Any) -> dict[str, int]:
-    return {name: bucket.rounds for bucket in step.plan.buckets if bucket.rounds > 1 for name in bucket.names}
+    return {
+        name: bucket.rounds
+        for bucket in step.plan.buckets
+        if bucket.rounds > 1
+        for name in bucket.names
+    }
 
 
 def sums_in_loops(step: Any, params: Any) -> int:
@@ -36,7 +53,9 @@ def sums_in_loops(step: Any, params: Any) -> int:
     return sum(any(work(module, line, body) for line, body in some) for some in summing)
 
 
-@pytest.mark.quick("plainly", "with random numbers", "beside tied parameters", "rematerialised whole", "in reverse")
+@pytest.mark.quick(
+    "plainly", "with random numbers", "beside tied parameters", "rematerialised whole", "in reverse"
+)
 @pytest.mark.steps
 @pytest.mark.parametrize("written", SLICED)
 def test_stacked_layers_are_summed_in_their_loop_as_by_plain_jax(group, x64, written):
@@ -54,7 +73,9 @@ def test_stacked_layers_are_summed_in_their_loop_as_by_plain_jax(group, x64, wri
     [{"accumulation_steps": 2}, {"find_unused_parameters": True}, {"skip_nonfinite": True}],
     ids=str,
 )
-def test_what_is_pending_or_asked_of_gradients_does_not_keep_sums_out_of_the_loop(group, x64, options):
+def test_what_is_pending_or_asked_of_gradients_does_not_keep_sums_out_of_the_loop(
+    group, x64, options
+):
     loss = net(SLICED["plainly"])
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1))
     step, params = trained(fused(loss, optimizer, group(4), **options), weights())
@@ -76,7 +97,9 @@ def test_gradients_that_no_sync_left_pending_are_summed_with_the_rest(group, x64
 @pytest.mark.steps
 def test_two_loops_over_two_stacks_sum_each_its_own(group, x64):
     def loss(p: Any, rows: Any) -> Any:
-        return net(lambda x, p: SLICED["plainly"](SLICED["plainly"](x, p), {"layers": p["more"]}))(p, rows)
+        return net(lambda x, p: SLICED["plainly"](SLICED["plainly"](x, p), {"layers": p["more"]}))(
+            p, rows
+        )
 
     params = weights() | {"more": stack(3)}
     step, got = trained(fused(loss, optax.adamw(0.1), group(2)), params)
@@ -106,7 +129,9 @@ def test_stacks_that_cannot_or_need_not_be_summed_in_a_loop_travel_whole(group, 
 
 @pytest.mark.steps
 def test_cpus_on_which_nothing_overlaps_keep_stacks_whole(group):
-    step = fddp.train_step(net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), schedule="fused", bucket_cap_mb=CAP)
+    step = fddp.train_step(
+        net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), schedule="fused", bucket_cap_mb=CAP
+    )
     step(step.init(weights()), ROWS)
     assert in_rounds(step) == {}
 

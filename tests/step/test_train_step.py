@@ -1,7 +1,8 @@
 """Replicas on parts of a batch arrive where one device arrives that sees all of it.
 
-Five steps of every model, by SGD with momentum in float32 and by AdamW in float64, on eight replicas in this process
-and on two to four processes under MPI and Gloo. The other side is plain JAX and optax (`workers/trainings.py`).
+Five steps of every model, by SGD with momentum in float32 and by AdamW in float64, on eight
+replicas in this process and on two to four processes under MPI and Gloo. The other side is plain
+JAX and optax (`workers/trainings.py`).
 """
 
 import pickle
@@ -37,12 +38,15 @@ def form(x: Any) -> tuple[Any, ...]:
 
 
 def here(run: Run) -> ParameterSet:
-    """What other schedules make of the models is seen on processes, and SGD on the MLP: here they are slow."""
+    """What other schedules make of the models is seen on processes, and SGD on the MLP: here they
+    are slow."""
     quick = run.schedule == "fused" and (run.rule == "adamw" or run.model == "mlp")
     return pytest.param(run, marks=[] if quick else [pytest.mark.slow])
 
 
-@pytest.mark.quick("resnet-bn-adamw-fused", "gpt-adamw-fused-2_micro_batches", "mlp-adamw-fused", "mlp-sgd-fused")
+@pytest.mark.quick(
+    "resnet-bn-adamw-fused", "gpt-adamw-fused-2_micro_batches", "mlp-adamw-fused", "mlp-sgd-fused"
+)
 @pytest.mark.parametrize("run", [here(run) for run in RUNS], ids=str)
 def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):
     with trainings.precision(run.rule):
@@ -56,15 +60,20 @@ def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int
 
 def test_the_references_have_moved_from_their_start():
     expected = trainings.alone("gpt", "sgd")
-    moved = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), expected.params, trainings.start("gpt", "sgd")[0])
+    moved = jax.tree.map(
+        lambda a, b: np.max(np.abs(a - b)), expected.params, trainings.start("gpt", "sgd")[0]
+    )
     assert min(jax.tree.leaves(moved)) > 1e-4
     assert len(set(expected.losses.tolist())) == trainings.STEPS
 
 
 @pytest.mark.parametrize(
-    ("zeros", "ones", "error"), [(0.0, 1.0, 0.0), (1e-30, 1.0, np.inf), (0.0, 1.5, 0.5), (0.0, np.nan, np.nan)]
+    ("zeros", "ones", "error"),
+    [(0.0, 1.0, 0.0), (1e-30, 1.0, np.inf), (0.0, 1.5, 0.5), (0.0, np.nan, np.nan)],
 )
-def test_an_error_is_relative_to_each_leaf_and_hides_no_nan(zeros: float, ones: float, error: float):
+def test_an_error_is_relative_to_each_leaf_and_hides_no_nan(
+    zeros: float, ones: float, error: float
+):
     expected = trainings.Result({"w": np.ones(3), "zero": np.zeros(2)}, None, np.ones(1))
     result = trainings.Result({"w": np.full(3, ones), "zero": np.full(2, zeros)}, None, np.ones(1))
     np.testing.assert_equal(trainings.relative_error(result, expected), error)
@@ -77,15 +86,21 @@ Results = Callable[[str, int], tuple[Outcome, list[dict[str, trainings.Result]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    """`results(backend, size)`: what every rank of a job ended with; started once for all selected runs."""
+    """`results(backend, size)`: what every rank of a job ended with; started once for all selected
+    runs."""
 
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, trainings.Result]]]:
         folder = tmp_path_factory.mktemp(f"{backend}-{size}")
-        starts = {(run.model, run.rule): trainings.start(run.model, run.rule) for run in runs(backend, size)}
+        starts = {
+            (run.model, run.rule): trainings.start(run.model, run.rule)
+            for run in runs(backend, size)
+        }
         (folder / "starts.pickle").write_bytes(pickle.dumps(starts))
         names = selected(request, backend, size, "run")
-        outcome = launch(backend, size, "train_all.py", folder, *names, folder=folder, timeout_s=300)
+        outcome = launch(
+            backend, size, "train_all.py", folder, *names, folder=folder, timeout_s=300
+        )
         return outcome, [load(folder / f"result_{rank}.pickle") for rank in range(size)]
 
     return job
@@ -107,7 +122,11 @@ def test_a_training_ends_well_and_prints_nothing(backend: str, size: int, result
 
 @pytest.mark.parametrize(
     "backend, size, run",
-    [case(job, run, slow=run.model not in QUICK.get(job, ())) for job in JOBS for run in runs(*job)],
+    [
+        case(job, run, slow=run.model not in QUICK.get(job, ()))
+        for job in JOBS
+        for run in runs(*job)
+    ],
     ids=str,
 )
 def test_processes_end_where_one_device_does(backend: str, size: int, run: Run, results: Results):

@@ -1,4 +1,5 @@
-"""Gradients over many replicas are those of one on the joined batch, and travel as the plan says."""
+"""Gradients over many replicas are those of one on the joined batch, and travel as the plan
+says."""
 
 import re
 from collections.abc import Callable
@@ -31,7 +32,8 @@ close = partial(trees.close, rtol=1e-12, atol=1e-14)
 
 
 def net(params: Any, batch: Any) -> Any:
-    """Mean squared error of a small net, and metrics beside it; complex and integer parameters take part."""
+    """Mean squared error of a small net, and metrics beside it; complex and integer parameters take
+    part."""
     x = jnp.real(batch["x"] * params["phase"])
     h = jnp.tanh(x @ params["layer"]["w"] + params["layer"]["b"]) * params["layer"]["count"]
     error = h @ params["head"] - batch["y"]
@@ -78,7 +80,9 @@ def test_value_and_grad_equals_jax_on_the_joined_batch(group, reference, n):
 
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("auto", "eager")])
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulation_steps": 4}, {"order": "reverse"}, {"bucket_cap_mb": 1e-4}], ids=str
+    "options",
+    [{}, {"accumulation_steps": 4}, {"order": "reverse"}, {"bucket_cap_mb": 1e-4}],
+    ids=str,
 )
 def test_no_option_changes_the_mathematics(group, reference, schedule, options):
     n = 1 if schedule == "staged" else 4
@@ -89,7 +93,10 @@ def test_no_option_changes_the_mathematics(group, reference, schedule, options):
 def test_value_and_grad_passes_model_state_and_keys(group, x64):
     def loss(w: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
         kept = jax.random.bernoulli(rng, shape=x.shape)
-        return jnp.mean((x * kept - w) ** 2), ({"seen": model_state["seen"] + 1}, {"kept": jnp.mean(kept * 1.0)})
+        return jnp.mean((x * kept - w) ** 2), (
+            {"seen": model_state["seen"] + 1},
+            {"kept": jnp.mean(kept * 1.0)},
+        )
 
     w, x, key = np.float64(0.5), BATCH["y"], jax.random.key(3)
     f = fddp.value_and_grad(loss, group=group(2), has_aux=True)
@@ -98,11 +105,16 @@ def test_value_and_grad_passes_model_state_and_keys(group, x64):
     # By hand: two halves, each with the key of step 0, micro-batch 0 and its own number.
     halves = [
         jax.value_and_grad(loss, has_aux=True)(
-            w, half, model_state=state, rng=jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), 0), k)
+            w,
+            half,
+            model_state=state,
+            rng=jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), 0), k),
         )
         for k, half in enumerate(np.split(x, 2))
     ]
-    mean = jax.tree.map(lambda *parts: sum(parts) / 2, *[((v, a["kept"]), g) for (v, (_, a)), g in halves])
+    mean = jax.tree.map(
+        lambda *parts: sum(parts) / 2, *[((v, a["kept"]), g) for (v, (_, a)), g in halves]
+    )
     close(((value, aux["kept"]), grad), mean)
     assert int(new["seen"]) == 42
 
@@ -111,7 +123,9 @@ def test_a_loss_with_its_own_collective_sees_the_whole_batch(group, x64):
     def centred(w: Any, x: Any, over: Callable[[Any], Any]) -> Any:
         return jnp.mean((x * w - over(jnp.mean(x * w))) ** 2)
 
-    f = fddp.value_and_grad(partial(centred, over=lambda m: jax.lax.pmean(m, "replica")), group=group(4))
+    f = fddp.value_and_grad(
+        partial(centred, over=lambda m: jax.lax.pmean(m, "replica")), group=group(4)
+    )
     w, x = np.float64(2), BATCH["y"]
     close(f(w, x), jax.value_and_grad(partial(centred, over=lambda m: m))(w, x))
 
@@ -140,7 +154,9 @@ def test_four_micro_batches_equal_one_step_on_the_fourfold_batch(group, referenc
 
 @pytest.mark.parametrize(("n", "steps"), [(1, 1), (4, 2)])
 def test_no_sync_and_a_step_equal_the_joined_batch(group, reference, n, steps):
-    step = fddp.train_step(net, optax.sgd(1.0), group=group(n), has_aux=True, accumulation_steps=steps)
+    step = fddp.train_step(
+        net, optax.sgd(1.0), group=group(n), has_aux=True, accumulation_steps=steps
+    )
     start = state = step.init(PARAMS)
     for k in range(3):
         state, info = step.no_sync(state, rows(k))
@@ -181,13 +197,18 @@ def entry(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("cap", "steps", "buckets"), [(25, 1, 1), (25, 4, 1), (1e-4, 1, 2), (1e-4, 4, 2), (0, 1, 3), (0, 4, 3)]
+    ("cap", "steps", "buckets"),
+    [(25, 1, 1), (25, 4, 1), (1e-4, 1, 2), (1e-4, 4, 2), (0, 1, 3), (0, 4, 3)],
 )
 def test_a_step_sends_one_all_reduce_per_bucket_and_none_in_a_loop(group, cap, steps, buckets):
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(((x * params["a"]) @ params["w"] - params["z"]) ** 2), {"mean": jnp.mean(x)}
 
-    params = {"a": np.ones(5, np.float32), "w": np.ones((5, 9), np.float32), "z": np.ones(9, np.float32)}
+    params = {
+        "a": np.ones(5, np.float32),
+        "w": np.ones((5, 9), np.float32),
+        "z": np.ones(9, np.float32),
+    }
     options: Any = {"accumulation_steps": steps, "bucket_cap_mb": cap, "has_aux": True}
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(4), **options)
     x = np.ones((16, 5), np.float32)
@@ -206,20 +227,30 @@ def test_gradients_of_16_bits_need_one_all_reduce_more_for_the_metrics(group):
 
 def test_buffers_and_metrics_ride_in_the_last_bucket(group):
     def loss(w: Any, x: Any, *, model_state: Any) -> Any:
-        return jnp.mean((x - w) ** 2), (jax.tree.map(lambda m: m + 1, model_state), {"a": w, "b": {"c": 2 * w}})
+        return jnp.mean((x - w) ** 2), (
+            jax.tree.map(lambda m: m + 1, model_state),
+            {"a": w, "b": {"c": 2 * w}},
+        )
 
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(4))
-    state = step.init(np.float32(0), model_state={"mean": np.ones(3, np.float32), "count": np.int32(2**24 + 1)})
+    state = step.init(
+        np.float32(0), model_state={"mean": np.ones(3, np.float32), "count": np.int32(2**24 + 1)}
+    )
     assert len(all_reduces(compiled(step.lower(state, np.ones(8, np.float32))))) == 1
     state, _ = step(state, np.ones(8, np.float32))
-    assert (state.model_state["mean"].tolist(), int(state.model_state["count"])) == ([2, 2, 2], 2**24 + 2)
+    assert (state.model_state["mean"].tolist(), int(state.model_state["count"])) == (
+        [2, 2, 2],
+        2**24 + 2,
+    )
 
 
 def test_no_sync_sends_nothing_itself_and_nothing_more_later(group):
     step = fddp.train_step(net_loss, optax.sgd(0.1), group=group(4))
     state = step.init(PARAMS)
     state, _ = step.no_sync(state, BATCH)
-    held = step.settled.accumulate.lower(state._replace(accumulated=None), [], state.accumulated, BATCH)
+    held = step.settled.accumulate.lower(
+        state._replace(accumulated=None), [], state.accumulated, BATCH
+    )
     assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(held))
     # And what it left adds nothing to what the next step sends.
     assert len(all_reduces(compiled(step.lower(state, BATCH)))) == len(step.plan.buckets)
@@ -233,7 +264,11 @@ def test_an_ignored_parameter_is_neither_sent_nor_trained(group, schedule):
         return jnp.mean((x * params["body"] * params["head"]["w"]) ** 2)
 
     step = fddp.train_step(
-        loss_fn, optax.adamw(0.1), group=group(2), schedule=schedule, ignore=lambda path: path.startswith("head/")
+        loss_fn,
+        optax.adamw(0.1),
+        group=group(2),
+        schedule=schedule,
+        ignore=lambda path: path.startswith("head/"),
     )
     state, _ = step(step.init(params), np.ones((4, 3), np.float32))
     assert [bucket.names for bucket in step.plan.buckets] == [("body",)]
@@ -245,10 +280,17 @@ def test_an_ignored_parameter_is_neither_sent_nor_trained(group, schedule):
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_a_group_travels_together_and_its_step_is_that_of_one_replica(group, reference, schedule):
-    options: dict[str, Any] = {"bucket_cap_mb": 0, "groups": lambda path: None if path == "layer/b" else "rest"}
+    options: dict[str, Any] = {
+        "bucket_cap_mb": 0,
+        "groups": lambda path: None if path == "layer/b" else "rest",
+    }
     step = fddp.train_step(net_loss, optax.sgd(1.0), group=group(2), schedule=schedule, **options)
     state, info = step(step.init(PARAMS), BATCH)
-    assert sorted(sorted(bucket.names) for bucket in step.plan.buckets) == [["head", "layer/w"], ["layer/b"], ["phase"]]
+    assert sorted(sorted(bucket.names) for bucket in step.plan.buckets) == [
+        ["head", "layer/w"],
+        ["layer/b"],
+        ["phase"],
+    ]
     (loss, _), grads = reference
     close(info.loss, loss)
     # optax goes against the gradient, of complex parameters against its conjugate.
@@ -256,6 +298,8 @@ def test_a_group_travels_together_and_its_step_is_that_of_one_replica(group, ref
 
 
 def test_a_predicate_that_ignores_everything_is_refused(group):
-    step = fddp.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), group=group(1), ignore=lambda path: True)
+    step = fddp.train_step(
+        lambda w, x: jnp.mean(w * x), optax.sgd(0.1), group=group(1), ignore=lambda path: True
+    )
     with pytest.raises(ValueError, match="all of them ignored, so there is nothing to train"):
         step.init(jnp.ones(3))

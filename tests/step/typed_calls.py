@@ -1,6 +1,7 @@
 """Calls as a user writes them, for a type checker to read; nothing runs them.
 
-Each call that is wrong has a comment that lets its error pass. A comment that is not needed is an error, too.
+Each call that is wrong has a comment that lets its error pass. A comment that is not needed is an
+error, too.
 """
 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
@@ -23,11 +24,28 @@ OPTIONS: dict[str, Any] = {"bucket_cap_mb": 4}  # read from a file, say
 
 fddp.train_step(loss_fn, SGD)
 fddp.train_step(loss_fn, SGD, **OPTIONS)
-fddp.train_step(loss_fn, SGD, bucket_cap_mb=4, first_bucket_mb=0.5, last_bucket_mb=0, order="reverse")
+fddp.train_step(
+    loss_fn, SGD, bucket_cap_mb=4, first_bucket_mb=0.5, last_bucket_mb=0, order="reverse"
+)
 fddp.train_step(loss_fn, SGD, bucket_cap_mb=[1, 4, 25])
-fddp.train_step(loss_fn, SGD, group=fddp.init(), has_aux=True, accumulation_steps=4, find_unused_parameters=True)
-fddp.train_step(loss_fn, SGD, hook=hooks.bf16(), ignore=lambda path: path.endswith("bias"), groups=lambda path: None)
-fddp.train_step(loss_fn, SGD, broadcast_buffers="mean", skip_nonfinite=True, check_replicas_every=100, donate=False)
+fddp.train_step(
+    loss_fn, SGD, group=fddp.init(), has_aux=True, accumulation_steps=4, find_unused_parameters=True
+)
+fddp.train_step(
+    loss_fn,
+    SGD,
+    hook=hooks.bf16(),
+    ignore=lambda path: path.endswith("bias"),
+    groups=lambda path: None,
+)
+fddp.train_step(
+    loss_fn,
+    SGD,
+    broadcast_buffers="mean",
+    skip_nonfinite=True,
+    check_replicas_every=100,
+    donate=False,
+)
 fddp.train_step(loss_fn, SGD, schedule="staged", shard="state", virtual_replicas=None)
 fddp.value_and_grad(loss_fn, bucket_cap_mb=4, schedule="after", virtual_replicas=8)
 

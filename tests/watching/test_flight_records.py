@@ -13,12 +13,28 @@ from fddp.watching.watcher.rank import record as write_record
 from fddp.watching.watcher.shared_memory import SIZE
 
 
-def message(number: int, name: str = "bucket 0", nbytes: int = 8, took_s: float | None = 0.001) -> dict[str, Any]:
-    return {"number": number, "step": 3, "name": name, "nbytes": nbytes, "began_s": -1.0, "took_s": took_s}
+def message(
+    number: int, name: str = "bucket 0", nbytes: int = 8, took_s: float | None = 0.001
+) -> dict[str, Any]:
+    return {
+        "number": number,
+        "step": 3,
+        "name": name,
+        "nbytes": nbytes,
+        "began_s": -1.0,
+        "took_s": took_s,
+    }
 
 
 def record(rank: int, *messages: dict[str, Any], size: int = 2) -> dict[str, Any]:
-    return {"rank": rank, "size": size, "why": "rank 1 died", "steps": 3, "doing": "step", "messages": list(messages)}
+    return {
+        "rank": rank,
+        "size": size,
+        "why": "rank 1 died",
+        "steps": 3,
+        "doing": "step",
+        "messages": list(messages),
+    }
 
 
 def last_line(*records: dict[str, Any]) -> str:
@@ -28,7 +44,9 @@ def last_line(*records: dict[str, Any]) -> str:
 def test_the_first_message_that_ranks_sent_differently_is_named():
     same = [message(number) for number in range(5)]
     for other in (message(5, name="tail"), message(5, nbytes=16)):
-        said = last_line(record(0, *same, message(5), message(6)), record(1, *same, other, message(6)))
+        said = last_line(
+            record(0, *same, message(5), message(6)), record(1, *same, other, message(6))
+        )
         assert said.startswith("first difference, in message 5: rank 0 bucket 0, 8 bytes; rank 1 ")
 
 
@@ -59,7 +77,9 @@ def test_of_a_folder_that_was_kept_only_the_newest_jobs_records_are_read(tmp_pat
             told_it = record(rank, message(size), size=size) | {"began": began}
             (tmp_path / f"rank_{rank}.json").write_text(json.dumps(told_it))
         found = read_flights([tmp_path])
-        assert [(one["rank"], one["size"], one["began"]) for one in found] == [(rank, size, began) for rank in ranks]
+        assert [(one["rank"], one["size"], one["began"]) for one in found] == [
+            (rank, size, began) for rank in ranks
+        ]
     (tmp_path / "rank_1.json").unlink()
     assert "no record of rank 1" in told(read_flights([tmp_path]))
 

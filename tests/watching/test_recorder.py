@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import fddp
-from fddp.watching.pace import STEPS, Pace, Usual
+from fddp.watching.pace import STEPS, StepTimes, Usual
 from fddp.watching.recorder import Recorder
 from fddp.watching.watcher import shared_memory
 from fddp.watching.watcher.shared_memory import (
@@ -47,14 +47,23 @@ def test_no_two_records_share_a_byte():
     records = [value for value in vars(shared_memory).values() if isinstance(value, Record)]
     records += [message(number) for number in range(1, MESSAGES)]
     records.sort(key=lambda record: record.place)
-    assert all(one.end <= other.place for one, other in pairwise(records)) and records[-1].end == SIZE
+    assert (
+        all(one.end <= other.place for one, other in pairwise(records)) and records[-1].end == SIZE
+    )
     names = [field.name for record in records[:-MESSAGES] for field in record.fields]
     assert len(set(names)) == len(names)  # a report has them all
 
 
 def test_a_watcher_loads_nothing_but_the_standard_library():
     loads = "import sys; sys.path.insert(0, sys.argv[1]); import watcher.main; print(*sys.modules)"
-    command = [sys.executable, "-I", "-S", "-c", loads, str(Path(shared_memory.__file__).parents[1])]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        loads,
+        str(Path(shared_memory.__file__).parents[1]),
+    ]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     tops = {name.partition(".")[0] for name in loaded}
     assert tops - {"watcher", "__main__"} <= sys.stdlib_module_names and "fddp" not in tops
@@ -71,7 +80,7 @@ def test_a_step_of_all_ranks_is_told_apart_from_one_of_some():
 
 
 def test_the_pace_is_what_three_of_four_steps_take_at_least():
-    pace, clock = Pace(), 0.0
+    pace, clock = StepTimes(), 0.0
     for number in range(1 + STEPS + 1):
         clock += 1.0 if number % 2 else 0.25  # between two steps
         pace.begin(clock)
@@ -81,7 +90,7 @@ def test_the_pace_is_what_three_of_four_steps_take_at_least():
 
 
 def test_a_pause_is_no_pace_and_the_first_step_which_compiles_neither():
-    pace, clock = Pace(), 0.0
+    pace, clock = StepTimes(), 0.0
     for number in range(60):
         clock += 100.0 if number in (0, 25) else 0.5
         pace.begin(clock)
@@ -91,7 +100,7 @@ def test_a_pause_is_no_pace_and_the_first_step_which_compiles_neither():
 
 
 def test_what_lies_between_steps_that_python_does_not_wait_for_is_unknown():
-    pace = Pace()
+    pace = StepTimes()
     for number in range(STEPS):
         pace.begin(float(number))
         pace.end(number + 0.125, 0.0, hidden=True)
@@ -122,13 +131,17 @@ def test_batches_that_were_added_are_told_as_of_the_last_two_calls():
 def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[int], fddp.Group]):
     recorder = Recorder(bytearray(SIZE))
     own = replace(group(2), journal=recorder.journal())
-    step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=own, schedule="after")
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=own, schedule="after"
+    )
     state = step.init(jnp.zeros(()))
     for _ in range(STEPS):
         state, _ = step(state, jnp.ones(8))
     told = head(recorder)
     assert 0 < told["computing"] < told["inside"]
-    assert told["typical"] > 0  # of the steps before: it is not comparable with those of the last ones
+    assert (
+        told["typical"] > 0
+    )  # of the steps before: it is not comparable with those of the last ones
 
 
 def test_what_hosts_say_to_each_other_is_a_call_and_no_step():
@@ -207,7 +220,8 @@ def test_a_sign_of_life_tells_what_the_watchers_found():
 
 
 def test_another_process_never_sees_a_half_written_journal():
-    """It would take a rank that has just begun a step for one that has begun none, and has not moved since the boot."""
+    """It would take a rank that has just begun a step for one that has begun none, and has not
+    moved since the boot."""
     file = os.memfd_create("journal")
     os.ftruncate(file, SIZE)
     memory = mmap(file, SIZE)
@@ -216,7 +230,8 @@ def test_another_process_never_sees_a_half_written_journal():
         pass
     steps = [field.name for field in HEAD.fields].index("steps")
     read = (
-        f"import mmap, struct; memory = mmap.mmap({file}, {SIZE}); head = struct.Struct({HEAD.layout.format!r})\n"
+        f"import mmap, struct; memory = mmap.mmap({file}, {SIZE}); head = "
+        f"struct.Struct({HEAD.layout.format!r})\n"
         "print('reads', flush=True)\n"
         f"for _ in range(1_000_000): assert head.unpack_from(memory, {HEAD.place})[{steps}] == 1\n"
     )

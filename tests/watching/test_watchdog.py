@@ -11,7 +11,8 @@ from fddp.watching import watchdog
 
 
 class Frame:
-    """A frame of fddp's own, so that the one before it is asked for; it looks whether garbage may be collected then."""
+    """A frame of fddp's own, so that the one before it is asked for; it looks whether garbage may
+    be collected then."""
 
     f_code = SimpleNamespace(co_filename=watchdog.NOT_THEIRS[0])
 
@@ -24,10 +25,15 @@ class Frame:
 
 
 @pytest.mark.parametrize("collects", [True, False])
-def test_no_garbage_is_collected_while_the_frames_of_the_main_thread_are_read(monkeypatch, collects):
-    """CPython 3.11 lets that thread run on within such a collection, and its frames go away under the reader."""
+def test_no_garbage_is_collected_while_the_frames_of_the_main_thread_are_read(
+    monkeypatch, collects
+):
+    """CPython 3.11 lets that thread run on within such a collection, and its frames go away under
+    the reader."""
     seen: list[bool] = []
-    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.main_thread().ident: Frame(seen)})
+    monkeypatch.setattr(
+        sys, "_current_frames", lambda: {threading.main_thread().ident: Frame(seen)}
+    )
     if not collects:
         gc.disable()
     try:

@@ -1,4 +1,5 @@
-"""Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and why."""
+"""Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and
+why."""
 
 import fcntl
 import hashlib
@@ -19,7 +20,14 @@ from processes import case, launch, written
 
 from fddp.watching import read_flights
 from fddp.watching import told as flight
-from fddp.watching.watcher.links import Links, Newcomers, admit, proof, ready, welcome
+from fddp.watching.watcher.links import (
+    Links,
+    Newcomers,
+    admit_newcomers,
+    proof,
+    wait_readable,
+    welcome,
+)
 from fddp.watching.watcher.main import STOP_S, Stop, stop_of
 from fddp.watching.watcher.mpiexec import leave_last
 from fddp.watching.watcher.remarks import remarks
@@ -61,7 +69,9 @@ def waiting(number: int, still: float) -> dict[str, Any]:
     return rank(number, together=True, still=still, **there)
 
 
-def conclude(*ranks: dict[str, Any], stall_s: float | None = 10.0, now: float = NOW) -> Verdict | None:
+def conclude(
+    *ranks: dict[str, Any], stall_s: float | None = 10.0, now: float = NOW
+) -> Verdict | None:
     return judge({one["rank"]: one for one in ranks}, now, stall_s)
 
 
@@ -73,14 +83,19 @@ def test_ranks_that_move_or_are_all_between_steps_are_well():
 
 def test_the_first_step_may_take_any_time():
     for stall_s in (10.0, None):
-        assert conclude(waiting(0, 1e6) | {"steps": 1}, rank(1, steps=0, still=1e6), stall_s=stall_s) is None
+        assert (
+            conclude(waiting(0, 1e6) | {"steps": 1}, rank(1, steps=0, still=1e6), stall_s=stall_s)
+            is None
+        )
 
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_long(steps: int):
     stuck = {"stopped": True, "lifeless": 1e4, "steps": steps}
     late = lambda still, **told: conclude(  # noqa: E731
-        waiting(0, still) | {"steps": steps, "typical": 0.0}, waiting(1, still) | stuck | told, stall_s=None
+        waiting(0, still) | {"steps": steps, "typical": 0.0},
+        waiting(1, still) | stuck | told,
+        stall_s=None,
     )
     least = PATIENCE * 30.0
     assert late(least - 1) is None
@@ -89,7 +104,11 @@ def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_lon
     assert first.words.startswith(f"nothing has moved for 600 s: rank 1 is stopped in step {steps}")
     assert (first.end, second.end) == (False, True)
     compiles = late(least + 1, doing="step", messages=104, stopped=False, lifeless=0.1)
-    assert compiles is not None and not compiles.end and "If this goes on for 1200 s all ranks end" in compiles.words
+    assert (
+        compiles is not None
+        and not compiles.end
+        and "If this goes on for 1200 s all ranks end" in compiles.words
+    )
     lost = late(61.0, heard=NOW - 61.0)  # its watcher is heard of in any step
     assert lost is not None and lost.end and "rank 1 has not been heard of" in lost.words
 
@@ -125,7 +144,8 @@ def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
     verdict = conclude(waiting(0, 11.0), rank(1, still=11.0))
     assert verdict is not None and not verdict.end
     assert verdict.words.startswith(
-        "nothing has moved for 10 s: rank 1 is between steps 52 and 53; rank 0 waits in step 53 for bucket 2. If this "
+        "nothing has moved for 10 s: rank 1 is between steps 52 and 53; rank 0 waits in step 53 "
+        "for bucket 2. If this "
         "goes on for 200 s all ranks end; call fddp.alive()"
     )
     late = PATIENCE * 10.0 + 1
@@ -138,7 +158,8 @@ def test_a_rank_that_waits_in_another_call_after_one_step_is_named_too():
     verdict = conclude(early, waiting(1, 0.6) | {"steps": 2, "calls": 4, "doing": ""}, stall_s=0.5)
     assert verdict is not None
     assert verdict.words == (
-        "nothing has moved for 0.5 s: rank 1 is in step 2 for bucket 2; rank 0 waits in broadcast after step 1"
+        "nothing has moved for 0.5 s: rank 1 is in step 2 for bucket 2; rank 0 waits in broadcast "
+        "after step 1"
     )
 
 
@@ -155,11 +176,16 @@ def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
     [
         ({"stopped": True, "lifeless": 11.0}, "rank 1 is stopped between steps 52 and 53"),
         ({"lifeless": 11.0}, "rank 1 does not run Python between steps 52 and 53 (a debugger"),
-        ({"heard": 89.0}, "rank 1 has not been heard of, between steps 52 and 53 (its host, or the network)"),
+        (
+            {"heard": 89.0},
+            "rank 1 has not been heard of, between steps 52 and 53 (its host, or the network)",
+        ),
     ],
 )
 def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(told: dict[str, Any], words: str):
-    first, second = (conclude(waiting(0, still), rank(1, still=still, **told)) for still in (11.0, 21.0))
+    first, second = (
+        conclude(waiting(0, still), rank(1, still=still, **told)) for still in (11.0, 21.0)
+    )
     assert first is not None and second is not None
     assert words in first.words and words in second.words
     assert (first.end, second.end) == (False, True)
@@ -170,17 +196,25 @@ def test_islands_wait_for_one_that_is_slow_and_not_for_one_that_is_lost():
     for slow in ({"still": 21.0}, {"stopped": True, "lifeless": 21.0, "still": 21.0}):
         assert conclude(rank(0, **waits), rank(1, **waits), rank(2, **slow)) is None
     lost = {"heard": NOW - 21.0}
-    assert conclude(rank(0, **waits), rank(1, still=0.5), rank(2, **lost)) is None  # with the others it has its quorum
+    assert (
+        conclude(rank(0, **waits), rank(1, still=0.5), rank(2, **lost)) is None
+    )  # with the others it has its quorum
     verdict = conclude(rank(0, **waits), rank(1, **waits), rank(2, **lost))
     assert verdict is not None and verdict.end
-    assert "rank 2 has not been heard of" in verdict.words and "ranks 0, 1 wait between" in verdict.words
+    assert (
+        "rank 2 has not been heard of" in verdict.words
+        and "ranks 0, 1 wait between" in verdict.words
+    )
 
 
 def test_steps_are_those_of_the_training_and_what_a_rank_does_between_them_is_told():
     saving = rank(1, still=11.0, before=300, doing="saving step 352")
     verdict = conclude(waiting(0, 11.0) | {"before": 300}, saving)
     assert verdict is not None and not verdict.end
-    assert "rank 1 is between steps 352 and 353, saving step 352; rank 0 waits in step 353" in verdict.words
+    assert (
+        "rank 1 is between steps 352 and 353, saving step 352; rank 0 waits in step 353"
+        in verdict.words
+    )
 
 
 def test_without_a_number_a_stall_is_30_seconds_or_ten_steps():
@@ -199,7 +233,9 @@ def test_a_message_in_which_all_ranks_wait_is_told():
 
 def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
     then = NOW - 2 * AFTER_S
-    verdict = conclude(rank(0, gone=then + 0.01), rank(1, gone=then, steps=53, together=True, doing="stage 1"))
+    verdict = conclude(
+        rank(0, gone=then + 0.01), rank(1, gone=then, steps=53, together=True, doing="stage 1")
+    )
     assert verdict == Verdict("rank 1 died in step 53, stage 1", True)
     assert conclude(rank(0), rank(1, gone=NOW)) is None  # who else died is not known yet
 
@@ -207,7 +243,9 @@ def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
 def test_of_ranks_that_mpiexec_killed_at_once_the_one_that_did_not_wait_is_named():
     then = NOW - 2 * AFTER_S
     waits = {"together": True, "steps": 53, "sending": "bucket 0 (b)"}
-    verdict = conclude(rank(0, gone=then, **waits), rank(1, gone=then + 0.01), rank(2, gone=then, **waits))
+    verdict = conclude(
+        rank(0, gone=then, **waits), rank(1, gone=then + 0.01), rank(2, gone=then, **waits)
+    )
     assert verdict == Verdict("rank 1 died between steps 52 and 53", True)
     later = conclude(rank(0, gone=then, **waits), rank(1, gone=then + 0.2))
     assert later == Verdict("rank 0 died in step 53 for bucket 0 (b)", True)
@@ -220,9 +258,13 @@ def test_who_dies_because_another_failed_is_not_the_cause():
 
 
 def test_a_rank_that_failed_and_is_gone_does_not_keep_the_others_waiting():
-    assert conclude(waiting(0, 0.5), rank(1, doing="failed", done=True)) is None  # it still tells why
+    assert (
+        conclude(waiting(0, 0.5), rank(1, doing="failed", done=True)) is None
+    )  # it still tells why
     verdict = conclude(waiting(0, 0.5), rank(1, doing="failed", done=True, gone=NOW))
-    assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 waits in step 53 for bucket 2", True)
+    assert verdict == Verdict(
+        "rank 1 failed after 52 steps, and rank 0 waits in step 53 for bucket 2", True
+    )
 
 
 def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
@@ -230,21 +272,30 @@ def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
     assert conclude(over, rank(1, doing="failed", done=True)) is None  # it still tells why
     assert conclude(over | {"gone": NOW}, rank(1, doing="failed", done=True, gone=NOW)) is None
     verdict = conclude(over, rank(1, doing="failed", done=True, gone=NOW))
-    assert verdict == Verdict("rank 1 failed after 52 steps, and rank 0 has finished and waits for it", True)
+    assert verdict == Verdict(
+        "rank 1 failed after 52 steps, and rank 0 has finished and waits for it", True
+    )
 
 
 def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step():
-    over, work = rank(0, doing="finished", done=True, still=1e4), {"still": 1e4, "place": "evaluate (train.py:9)"}
+    over, work = (
+        rank(0, doing="finished", done=True, still=1e4),
+        {"still": 1e4, "place": "evaluate (train.py:9)"},
+    )
     waits = ", and rank 0 has finished and waits for it"
     place = "between steps 52 and 53, evaluate (train.py:9)"
     assert conclude(over, rank(1, **work)) is None
     assert conclude(over, rank(1, heard=NOW - 9.0, **work)) is None
     for so_far, end in ((11.0, False), (21.0, True)):
         lost = conclude(over, rank(1, heard=NOW - so_far, **work))
-        assert lost == Verdict(f"rank 1 has not been heard of, {place} (its host, or the network){waits}", end)
+        assert lost == Verdict(
+            f"rank 1 has not been heard of, {place} (its host, or the network){waits}", end
+        )
         stopped = conclude(over, rank(1, stopped=True, lifeless=so_far, **work))
         assert stopped == Verdict(f"rank 1 is stopped {place}{waits}", end)
-        held = conclude(over, rank(1, lifeless=so_far, **work))  # XLA may hold the interpreter for long
+        held = conclude(
+            over, rank(1, lifeless=so_far, **work)
+        )  # XLA may hold the interpreter for long
         assert held is not None and not held.end
 
 
@@ -254,14 +305,18 @@ def test_who_has_finished_waits_from_then_on_for_a_rank_long_unheard():
     assert late(1.0) is None and late(9.0) is None
     first, second = late(11.0), late(21.0)
     assert first is not None and second is not None
-    assert "rank 0 has not been heard of" in first.words and "rank 3 has finished and waits for it" in first.words
+    assert (
+        "rank 0 has not been heard of" in first.words
+        and "rank 3 has finished and waits for it" in first.words
+    )
     assert (first.end, second.end) == (False, True)
 
 
 def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
     verdict = conclude(waiting(0, 0.5), rank(1, doing="finished", done=True))
     assert verdict == Verdict(
-        "rank 1 finished after 52 steps, and rank 0 waits in step 53 for bucket 2: give each rank equally many "
+        "rank 1 finished after 52 steps, and rank 0 waits in step 53 for bucket 2: give each rank "
+        "equally many "
         "batches, or use fddp.join",
         True,
     )
@@ -280,7 +335,8 @@ def told_of(*ranks: dict[str, Any]) -> list[str]:
 def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
     slow = {"between": 0.001, "computing": 0.034, "typical": 0.04}
     assert told_of(rank(0), rank(1), rank(2, **slow)) == [
-        "rank 2 is slow: its own part of a step takes 35.0 ms, 5.0 times as long as the others (7.0 ms), most of it "
+        "rank 2 is slow: its own part of a step takes 35.0 ms, 5.0 times as long as the others "
+        "(7.0 ms), most of it "
         "computing"
     ]
     (words,) = told_of(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
@@ -290,10 +346,15 @@ def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
 
 def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
     one = {"computing": 0.0, "typical": 0.06}
-    ranks = [rank(0, inside=0.055, **one), rank(1, inside=0.055, **one), rank(2, inside=0.01, between=0.05, **one)]
+    ranks = [
+        rank(0, inside=0.055, **one),
+        rank(1, inside=0.055, **one),
+        rank(2, inside=0.01, between=0.05, **one),
+    ]
     (words,) = told_of(*ranks)
     assert words.startswith(
-        "rank 2 is slow: its own part of a step takes 60.0 ms, 5.5 times as long as the others (11.0 ms)"
+        "rank 2 is slow: its own part of a step takes 60.0 ms, 5.5 times as long as the others "
+        "(11.0 ms)"
     )
     assert told_of(*ranks[:2]) == []
 
@@ -318,7 +379,8 @@ def test_a_few_milliseconds_that_the_operating_system_took_make_no_rank_slow():
 
 def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
     words = (
-        "rank 1 has called no_sync 9 times by step 52, and rank 0 6 times: call it equally often on each rank, or they "
+        "rank 1 has called no_sync 9 times by step 52, and rank 0 6 times: call it equally often "
+        "on each rank, or they "
         "will not have equally many steps"
     )
     assert told_of(rank(0, added=9), rank(1, added=9)) == []
@@ -326,13 +388,16 @@ def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
     waits = {"calls": 56, "steps": 52, "added": 12}  # in the next step
     assert told_of(rank(0, added=9), rank(1, added_before=9, **waits)) == []
     assert told_of(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
-    assert told_of(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []  # a step that nobody remembers
+    assert (
+        told_of(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []
+    )  # a step that nobody remembers
 
 
 def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
     verdict = conclude(waiting(0, 11.0), rank(1, still=11.0, place="load (train.py:34)"))
     assert (
-        verdict is not None and "rank 1 is between steps 52 and 53, load (train.py:34); rank 0 waits" in verdict.words
+        verdict is not None
+        and "rank 1 is between steps 52 and 53, load (train.py:34); rank 0 waits" in verdict.words
     )
 
 
@@ -352,18 +417,23 @@ def files(most: int) -> Iterator[None]:
 
 def test_a_watcher_of_more_than_1024_ranks_hears_the_last():
     ours, theirs = socket.socketpair()
-    with ours, theirs, files(2048), socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 2000)) as last:
-        assert ready([last], 0.0) == set()
+    with (
+        ours,
+        theirs,
+        files(2048),
+        socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 2000)) as last,
+    ):
+        assert wait_readable([last], 0.0) == set()
         theirs.sendall(b"{}\n")
-        assert ready([last], 10.0) == {last}
+        assert wait_readable([last], 10.0) == {last}
 
 
 def let_in(door: socket.socket, newcomers: Newcomers, links: Links) -> None:
     """One look of rank 0's watcher."""
-    moved = ready([door, *newcomers], 0.1)
+    moved = wait_readable([door, *newcomers], 0.1)
     if door in moved:
         welcome(door, newcomers)
-    admit(newcomers, links, "token", moved)
+    admit_newcomers(newcomers, links, "token", moved)
 
 
 def proves(link: socket.socket, token: str) -> None:
@@ -373,7 +443,10 @@ def proves(link: socket.socket, token: str) -> None:
 def test_a_watcher_that_may_open_no_more_files_goes_on_and_lets_others_in_later():
     newcomers: Newcomers = {}
     links: Links = {}
-    with socket.create_server(("127.0.0.1", 0)) as door, socket.create_connection(door.getsockname()) as other:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_connection(door.getsockname()) as other,
+    ):
         with files(3):
             welcome(door, newcomers)
         assert not newcomers
@@ -389,7 +462,9 @@ def test_strangers_that_are_slow_or_silent_or_wrong_keep_no_watcher_waiting():
     links: Links = {}
     with ExitStack() as stack:
         door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        strangers = [stack.enter_context(socket.create_connection(door.getsockname())) for _ in range(20)]
+        strangers = [
+            stack.enter_context(socket.create_connection(door.getsockname())) for _ in range(20)
+        ]
         began = time.monotonic()
         for number, stranger in enumerate(strangers):
             let_in(door, newcomers, links)
@@ -436,7 +511,9 @@ def on_ranks(
     )
 
 
-def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "staged") -> tuple[str, list[str]]:
+def broken(
+    folder: Path, backend: str, size: int, how: str, schedule: str = "staged"
+) -> tuple[str, list[str]]:
     """What all ranks of a job wrote that ends badly, and the lines of it in which they say why."""
     env: Any = {"FDDP_FLIGHT_DIR": str(folder / "flight")}
     outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, **env)
@@ -444,7 +521,10 @@ def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "sta
     assert 0 not in outcome.codes or how in ("early", "exit"), "the rank ends as if all were well"
     # Watchers outlive their ranks; the last word is that of rank 0's.
     until = time.monotonic() + TOLD_S
-    while "python -m fddp flight" not in (text := "\n".join(written(folder, size))) and time.monotonic() < until:
+    while (
+        "python -m fddp flight" not in (text := "\n".join(written(folder, size)))
+        and time.monotonic() < until
+    ):
         time.sleep(0.1)
     print(text)
     return text, re.findall(r"^fddp: (.*)$", text, re.MULTILINE)
@@ -452,7 +532,9 @@ def broken(folder: Path, backend: str, size: int, how: str, schedule: str = "sta
 
 # Below, a rank of MPI leaves by `os._exit`, and rank 0 of Gloo is killed.
 @on_ranks("backend, size, how", (MPI, "kill"), (GLOO, "term"), slow=[(MPI, "exit")])
-def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(backend: str, size: int, how: str, tmp_path: Path):
+def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(
+    backend: str, size: int, how: str, tmp_path: Path
+):
     text, lines = broken(tmp_path, backend, size, how)
     last = size - 1
     assert f"rank 0 of {size}: rank {last} died between steps 20 and 21." in lines
@@ -476,7 +558,11 @@ def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
     mpiexec, held = socket.socketpair()
     link, first = socket.socketpair()
     with mpiexec, held, link, first:
-        holds = Thread(target=leave_last, args=(held.fileno(), {link: bytearray()}, 60.0), kwargs={"abort": False})
+        holds = Thread(
+            target=leave_last,
+            args=(held.fileno(), {link: bytearray()}, 60.0),
+            kwargs={"abort": False},
+        )
         holds.start()
         assert first.recv(1) == b""  # rank 0's watcher does not wait for this one
         assert holds.is_alive()
@@ -487,24 +573,44 @@ def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
         assert not holds.is_alive()
 
 
-@on_ranks("backend, size, how, says", (MPI, "stop", "is stopped"), (GLOO, "hold", "does not run Python"))
-def test_a_rank_that_is_stuck_is_named_and_ended(backend: str, size: int, how: str, says: str, tmp_path: Path):
+@on_ranks(
+    "backend, size, how, says", (MPI, "stop", "is stopped"), (GLOO, "hold", "does not run Python")
+)
+def test_a_rank_that_is_stuck_is_named_and_ended(
+    backend: str, size: int, how: str, says: str, tmp_path: Path
+):
     (tmp_path / "flight").mkdir()
-    earlier = {"rank": 7, "size": 8, "why": "", "steps": 0, "doing": "", "messages": [], "began": 1.0}
+    earlier = {
+        "rank": 7,
+        "size": 8,
+        "why": "",
+        "steps": 0,
+        "doing": "",
+        "messages": [],
+        "began": 1.0,
+    }
     (tmp_path / "flight" / "rank_7.json").write_text(json.dumps(earlier))
     text, lines = broken(tmp_path, backend, size, how)
-    told = rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 and 21"
+    told = (
+        rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 "
+        rf"and 21"
+    )
     told += r".*wait.* in step 21 for bucket 0 \(b\)"
     assert any(re.match(told, line) for line in lines)
     assert any(re.match(told.replace("for 2 s", "for 4 s"), line) for line in lines)
-    assert f"first difference, in message 40: rank 0 bucket 0 (b), 24 bytes; rank {size - 1} not sent" in flight(
-        read_flights([tmp_path / "flight"])
-    ).replace("; rank 1 bucket 0 (b), 24 bytes" * (size == 3), "")
+    assert (
+        f"first difference, in message 40: rank 0 bucket 0 (b), 24 bytes; rank {size - 1} not sent"
+        in flight(read_flights([tmp_path / "flight"])).replace(
+            "; rank 1 bucket 0 (b), 24 bytes" * (size == 3), ""
+        )
+    )
     assert "Traceback" not in text
 
 
 @on_ranks("backend, size, schedule", (MPI, "staged"), slow=[(GLOO, "fused")])
-def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, schedule: str, tmp_path: Path):
+def test_a_rank_that_returns_early_ends_the_others(
+    backend: str, size: int, schedule: str, tmp_path: Path
+):
     _, lines = broken(tmp_path, backend, size, "early", schedule)
     (line,) = [line for line in lines if line.startswith("rank 0")]
     assert f"rank {size - 1} finished after 20 steps, and rank 0 waits in step 21" in line
@@ -514,7 +620,8 @@ def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, sche
 # The jobs of `on_ranks/` end without a word over MPI as well.
 @on_ranks("backend, size", (GLOO,))
 def test_a_training_that_ends_well_ends_without_a_word(backend: str, size: int, tmp_path: Path):
-    """Its last step is still under way when the script ends, and a handler keeps the process for a while."""
+    """Its last step is still under way when the script ends, and a handler keeps the process for a
+    while."""
     outcome = launch(backend, size, "ends_well.py", folder=tmp_path)
     assert outcome.succeeded
     time.sleep(AFTER_S)
@@ -522,28 +629,40 @@ def test_a_training_that_ends_well_ends_without_a_word(backend: str, size: int, 
 
 
 @on_ranks("backend, size", slow=[(MPI,), (GLOO,)])
-def test_a_rank_that_raises_leaves_a_record_of_its_messages(backend: str, size: int, tmp_path: Path):
+def test_a_rank_that_raises_leaves_a_record_of_its_messages(
+    backend: str, size: int, tmp_path: Path
+):
     broken(tmp_path, backend, size, "raise")
     assert (tmp_path / "flight" / f"rank_{size - 1}.json").exists()
 
 
 @on_ranks("backend, size, how", (GLOO, "at_once"), slow=[(GLOO, "raise_exit")])
-def test_a_rank_that_raises_system_exit_ends_the_others(backend: str, size: int, how: str, tmp_path: Path):
+def test_a_rank_that_raises_system_exit_ends_the_others(
+    backend: str, size: int, how: str, tmp_path: Path
+):
     """Also before its first step, when the others compare themselves with it."""
     _, lines = broken(tmp_path, backend, size, how)
     steps = 20 if how == "raise_exit" else 0
-    assert any(line.startswith(f"rank 0 of {size}: rank {size - 1} finished after {steps} steps") for line in lines)
+    assert any(
+        line.startswith(f"rank 0 of {size}: rank {size - 1} finished after {steps} steps")
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
-    "backend, size, how", [case(GLOO, "late"), case(GLOO, "late_0", slow=True), case(MPI, "late", slow=True)]
+    "backend, size, how",
+    [case(GLOO, "late"), case(GLOO, "late_0", slow=True), case(MPI, "late", slow=True)],
 )
-def test_a_rank_that_raises_after_the_others_have_finished_ends_them(backend: str, size: int, how: str, tmp_path: Path):
+def test_a_rank_that_raises_after_the_others_have_finished_ends_them(
+    backend: str, size: int, how: str, tmp_path: Path
+):
     text, lines = broken(tmp_path, backend, size, how)
     wrong, over = (0, size - 1) if how == "late_0" else (size - 1, 0)
     assert f"rank {wrong} of {size} failed:" in lines and "broken on purpose" in text
     if backend == "gloo":  # MPI ends them by itself
-        waits = f"rank {wrong} failed after 20 steps, and rank {over} has finished and waits for it."
+        waits = (
+            f"rank {wrong} failed after 20 steps, and rank {over} has finished and waits for it."
+        )
         assert f"rank {over} of {size}: {waits}" in lines
 
 
@@ -552,7 +671,10 @@ def test_a_rank_that_is_stopped_after_the_others_have_finished_is_named_and_ende
     backend: str, size: int, tmp_path: Path
 ):
     _, lines = broken(tmp_path, backend, size, "late_stop")
-    waits = f"rank {size - 1} is stopped between steps 20 and 21.*, and rank 0 has finished and waits for it"
+    waits = (
+        f"rank {size - 1} is stopped between steps 20 and 21.*, and rank 0 has finished and waits "
+        f"for it"
+    )
     assert any(re.search(waits, line) for line in lines)
 
 
@@ -570,7 +692,11 @@ def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
     text, _ = broken(tmp_path, "gloo", 2, "kill_0")
     assert "fddp: rank 1 of 2: rank 0 died between steps 20 and 21." in text.splitlines()[-3:]
     # JAX's coordination service outlives rank 0, and nobody says anything else.
-    assert [line for line in text.splitlines() if not line.startswith(("fddp: ", "---", "[Gloo]")) and line] == []
+    assert [
+        line
+        for line in text.splitlines()
+        if not line.startswith(("fddp: ", "---", "[Gloo]")) and line
+    ] == []
 
 
 @on_ranks("backend, size", slow=[(MPI,)])
@@ -600,7 +726,9 @@ def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
 
 @pytest.mark.quick("gloo-2")
 @on_ranks("backend, size", (MPI,), (GLOO,))
-def test_a_rank_that_is_preempted_stops_all_after_the_same_step(backend: str, size: int, tmp_path: Path):
+def test_a_rank_that_is_preempted_stops_all_after_the_same_step(
+    backend: str, size: int, tmp_path: Path
+):
     outcome = launch(backend, size, "faults.py", "preempt", "staged", folder=tmp_path)
     assert outcome.succeeded
     first, *others = outcome.outputs
@@ -611,7 +739,9 @@ def test_a_rank_that_is_preempted_stops_all_after_the_same_step(backend: str, si
 ### Where all stop
 
 
-def going(asks: int, agreed: int = 0, *, told: bool = False, between_s: float = 0.1) -> dict[str, Any]:
+def going(
+    asks: int, agreed: int = 0, *, told: bool = False, between_s: float = 0.1
+) -> dict[str, Any]:
     return {"asks": asks, "agreed": agreed, "told": told, "between_s": between_s, "done": False}
 
 
@@ -622,7 +752,9 @@ def test_nobody_stops_unless_a_rank_was_told_to():
 def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_agree():
     first = stop_of({0: going(5), 1: going(6, told=True)}, Stop(0, False))
     assert first == Stop(6 + 1 + int(STOP_S / 0.1), False)
-    assert stop_of({0: going(7, first.step), 1: going(7, told=True)}, first) == first  # one has not answered yet
+    assert (
+        stop_of({0: going(7, first.step), 1: going(7, told=True)}, first) == first
+    )  # one has not answered yet
     both = {0: going(7, first.step), 1: going(8, first.step, told=True)}
     assert stop_of(both, first) == Stop(first.step, True)
     assert stop_of({}, Stop(first.step, True)) == Stop(first.step, True)

@@ -1,8 +1,8 @@
 """A job of some backend saves states, and another restores them: `crosswise.py FOLDERS WORD ...`.
 
-`save:SHARD` saves a state after one, two or three steps in FOLDER/SHARD, `restore:SHARD:OTHER` restores it as OTHER;
-SHARD is "None", "optimizer" or "state". Colons separate FOLDERS. For each of them and each word
-rank 0 prints the name of the folder and the digest of the whole state.
+`save:SHARD` saves a state after one, two or three steps in FOLDER/SHARD, `restore:SHARD:OTHER`
+restores it as OTHER; SHARD is "None", "optimizer" or "state". Colons separate FOLDERS. For each of
+them and each word rank 0 prints the name of the folder and the digest of the whole state.
 """
 
 import hashlib
@@ -25,14 +25,17 @@ ROWS = np.sin(np.arange(24 * 3, dtype=np.float32)).reshape(24, 3)
 
 @cache
 def make(group: fddp.Group, shard: str) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step with leaves of several dtypes, cut with padding, layer by layer, or into fewer parts than replicas.
+    """A step with leaves of several dtypes, cut with padding, layer by layer, or into fewer parts
+    than replicas.
 
     It leaves its first state as it is.
     """
 
     def loss(p: Any, x: Any, *, rng: Any) -> jax.Array:
         x = x + 0.1 * jax.random.normal(rng, x.shape)
-        h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x @ p["w"] + p["b"].astype(x.dtype), p["stack"])
+        h, _ = jax.lax.scan(
+            lambda h, w: (jnp.tanh(h @ w), None), x @ p["w"] + p["b"].astype(x.dtype), p["stack"]
+        )
         return jnp.mean(h**2) + p["pair"][1] ** 2
 
     options: Any = {"shard": None if shard == "None" else shard, "donate": False}

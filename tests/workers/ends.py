@@ -15,7 +15,9 @@ def end(how: str, group: fddp.Group) -> None:
     if how == "raise":
         raise RuntimeError(f"rank {group.rank} has had enough")
     if how.startswith("interrupted"):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what they start behind them ignore it
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # shells let what they start behind them ignore it
         os.kill(os.getpid(), signal.SIGINT)
 
 

@@ -1,18 +1,23 @@
-"""A training whose process lives on for a while after its last step, whose end nobody waits for: `ends_well.py`."""
+"""A training whose process lives on for a while after its last step, whose end nobody waits for:
+`ends_well.py`."""
 
 import atexit
 import time
 
 
 def main() -> None:
-    atexit.register(time.sleep, 1.5)  # before fddp is imported: after all handlers of its own, as a logger's is
+    atexit.register(
+        time.sleep, 1.5
+    )  # before fddp is imported: after all handlers of its own, as a logger's is
     import jax.numpy as jnp
     import optax
 
     import fddp
 
     group = fddp.init()
-    step = fddp.train_step(lambda w, x: jnp.mean((x @ w @ w) ** 2), optax.sgd(0.1), group=group, schedule="fused")
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x @ w @ w) ** 2), optax.sgd(0.1), group=group, schedule="fused"
+    )
     state = step.init(jnp.eye(400) / 20)
     for _ in range(8):
         state, _ = step(state, jnp.ones((64, 400)) / 20)

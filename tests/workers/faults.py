@@ -1,4 +1,5 @@
-"""Scripts in which the last rank is broken after a few steps, while the others train on: `faults.py HOW SCHEDULE`."""
+"""Scripts in which the last rank is broken after a few steps, while the others train on: `faults.py
+HOW SCHEDULE`."""
 
 import ctypes
 import os
@@ -49,7 +50,10 @@ def main(how: str, schedule: Any) -> None:
     if broken and how == "at_once":
         raise SystemExit(3)
     step = fddp.train_step(
-        lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2), optax.sgd(0.1), schedule=schedule, bucket_cap_mb=0
+        lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2),
+        optax.sgd(0.1),
+        schedule=schedule,
+        bucket_cap_mb=0,
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
     ends = {"early": 200, "pause": 200, "slow": 80, "late": 20, "late_stop": 20}

@@ -1,4 +1,5 @@
-"""Two islands of two replicas, with a quorum of one, merge in a written order: `islands_of_two.py FOLDER CASE ...`.
+"""Two islands of two replicas, with a quorum of one, merge in a written order: `islands_of_two.py
+FOLDER CASE ...`.
 
 Prints the shared parameters of each case, as JSON. An island is two ranks, or one with two devices.
 """
@@ -19,7 +20,8 @@ from fddp.local_training.merge_log import Merged, read_log
 RATE = 0.1
 # The island of each merge.
 ORDER = (0, 0, 1, 0, 1)
-# Options of local_steps, and of the step; "after" merges all islands meet, and go on from a checkpoint.
+# Options of local_steps, and of the step; "after" merges all islands meet, and go on from a
+# checkpoint.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "whole": ({}, {"schedule": "fused"}),
     "buckets": ({"mix": 0.25}, {"schedule": "auto", "bucket_cap_mb": 0}),
@@ -55,17 +57,28 @@ def trained(
         folder.mkdir()
     group.barrier()
     outer = optax.sgd(0.7, momentum=0.9)
-    chosen: Any = {"outer": outer, "every": 2, "island": 2, "quorum": 1, "log": folder / "log", **local}
+    chosen: Any = {
+        "outer": outer,
+        "every": 2,
+        "island": 2,
+        "quorum": 1,
+        "log": folder / "log",
+        **local,
+    }
 
     def made() -> fddp.TrainStep:
-        return fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), **chosen), group=group, **options)
+        return fddp.train_step(
+            layer, fddp.local_steps(optax.sgd(RATE), **chosen), group=group, **options
+        )
 
     step = made()
     state = step.init(first_params())
     each = group.processes // 2  # ranks of an island
     island, place = divmod(group.rank, each)
     start = chosen.get("start", 0)
-    mine = iter([np.split(rows, each)[place] for rows in draws(island, start + 2 * ORDER.count(island))])
+    mine = iter(
+        [np.split(rows, each)[place] for rows in draws(island, start + 2 * ORDER.count(island))]
+    )
     for _ in range(start):
         state, _ = step(state, next(mine))
     for number, turn in enumerate(ORDER):

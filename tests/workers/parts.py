@@ -27,7 +27,9 @@ def main() -> None:
     def placed(value: float, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
         # Another value on each process, which only rank 0's may survive.
         array = np.full(shape, value if group.rank == 0 else np.nan, np.float32)
-        return jax.make_array_from_callback(shape, NamedSharding(mesh, PartitionSpec(*axes)), lambda part: array[part])
+        return jax.make_array_from_callback(
+            shape, NamedSharding(mesh, PartitionSpec(*axes)), lambda part: array[part]
+        )
 
     params = {
         "first": placed(0.5, (2, 4), None, "part"),
@@ -39,7 +41,10 @@ def main() -> None:
     rows = np.full((4, 2), group.rank + 1.0, np.float32)
     state, _ = step(state, rows)
     state, info = step(state, rows)
-    held = {name: [np.asarray(part.data) for part in x.addressable_shards] for name, x in state.params.items()}
+    held = {
+        name: [np.asarray(part.data) for part in x.addressable_shards]
+        for name, x in state.params.items()
+    }
     assert all(np.ptp(parts) == 0 for parts in held.values()), "by symmetry"
     ends = [float(parts[0].flat[0]) for parts in held.values()]
     print(ends, float(info.loss), {name: parts[0].shape for name, parts in held.items()})

@@ -1,6 +1,8 @@
-"""Two processes of two devices share a state, whose leaves their devices hold in parts: `parts_in_shards.py FOLDER`.
+"""Two processes of two devices share a state, whose leaves their devices hold in parts:
+`parts_in_shards.py FOLDER`.
 
-Prints the parameters that each ends with, and what its devices hold; both write and read a checkpoint in FOLDER.
+Prints the parameters that each ends with, and what its devices hold; both write and read a
+checkpoint in FOLDER.
 """
 
 import json
@@ -15,8 +17,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fddp
 
-START = {"first": np.arange(24).reshape(3, 8) / 24, "second": np.arange(8.0) / 8, "bias": np.ones(3)}
-WHERE = {"first": PartitionSpec(None, "part"), "second": PartitionSpec("part"), "bias": PartitionSpec()}
+START = {
+    "first": np.arange(24).reshape(3, 8) / 24,
+    "second": np.arange(8.0) / 8,
+    "bias": np.ones(3),
+}
+WHERE = {
+    "first": PartitionSpec(None, "part"),
+    "second": PartitionSpec("part"),
+    "bias": PartitionSpec(),
+}
 ROWS = np.arange(24).reshape(8, 3) / 24
 
 
@@ -31,7 +41,9 @@ def main() -> None:
 
     def placed(name: str, x: np.ndarray) -> jax.Array:
         x = np.asarray(x, np.float32)
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, WHERE[name]), lambda part: x[part])
+        return jax.make_array_from_callback(
+            x.shape, NamedSharding(mesh, WHERE[name]), lambda part: x[part]
+        )
 
     step = fddp.train_step(loss, optax.adam(0.1), group=group, shard="state")
     state = step.init({name: placed(name, x) for name, x in START.items()})
@@ -42,9 +54,15 @@ def main() -> None:
         like = step.init({name: placed(name, 0 * x) for name, x in START.items()})
         again, _ = checkpoints.restore(like)
     copied = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    ends, restored = (jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(x)) for x in (state, again))
+    ends, restored = (
+        jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(x))
+        for x in (state, again)
+    )
     print(json.dumps(ends.params))
-    print({name: x.parts.addressable_shards[0].data.size for name, x in state.params.items()}, restored == ends)
+    print(
+        {name: x.parts.addressable_shards[0].data.size for name, x in state.params.items()},
+        restored == ends,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A training that is killed now and then and goes on: `resumes.py FOLDER STEPS RANK:STEP ...`.
 
-With VIRTUAL_REPLICAS it has so many, and no hook; with SHARD its state lies in shards. The rank kills itself before the
-step, once. At the end rank 0 writes FOLDER/end.json: all losses, and the state's bits.
+With VIRTUAL_REPLICAS it has so many, and no hook; with SHARD its state lies in shards. The rank
+kills itself before the step, once. At the end rank 0 writes FOLDER/end.json: all losses, and the
+state's bits.
 """
 
 import hashlib
@@ -36,7 +37,11 @@ def main(folder: Path, steps: int, *kills: str) -> None:
     optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
     virtual = int(os.environ.get("VIRTUAL_REPLICAS", 0)) or None
     shard = os.environ.get("SHARD")
-    options: Any = {"virtual_replicas": virtual, "shard": shard} if virtual or shard else {"hook": fddp.hooks.topk(0.4)}
+    options: Any = (
+        {"virtual_replicas": virtual, "shard": shard}
+        if virtual or shard
+        else {"hook": fddp.hooks.topk(0.4)}
+    )
     step = fddp.train_step(with_dropout, optimizer, group=group, bucket_cap_mb=0, **options)
     params = {"w": np.ones((3, 5), np.float32), "b": np.zeros(5, np.float32)}
     state = step.init(params, model_state=np.zeros(3, np.float32), rng=jax.random.key(1))
@@ -50,7 +55,9 @@ def main(folder: Path, steps: int, *kills: str) -> None:
                 killed = folder / f"killed {kill}"
                 if kill == f"{group.rank}:{int(state.step)}" and not killed.exists():
                     killed.touch()
-                    time.sleep(float(os.environ.get("BEFORE_KILL_S", 1)))  # meanwhile the last checkpoint is written
+                    time.sleep(
+                        float(os.environ.get("BEFORE_KILL_S", 1))
+                    )  # meanwhile the last checkpoint is written
                     os.kill(os.getpid(), signal.SIGKILL)
             state, info = step(state, ROWS[number])
             losses.append(float(info.loss))

@@ -1,4 +1,5 @@
-"""Scripts whose last rank fails inside its third step, catches the error and tries again: `retries.py HOW`."""
+"""Scripts whose last rank fails inside its third step, catches the error and tries again:
+`retries.py HOW`."""
 
 import sys
 import time
@@ -40,7 +41,10 @@ def main(how: str) -> None:
 
     def step() -> tuple[fddp.TrainStep, fddp.TrainState]:
         loss = lambda p, x: sum(jnp.mean((w - x) ** 2) for w in p)  # noqa: E731
-        ahead = {"before": {"schedule": "eager", "shard": "state"}, "before, whole": {"schedule": "eager"}}
+        ahead = {
+            "before": {"schedule": "eager", "shard": "state"},
+            "before, whole": {"schedule": "eager"},
+        }
         options: Any = {
             "group": breaking,
             "bucket_cap_mb": 0,

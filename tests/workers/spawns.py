@@ -1,4 +1,5 @@
-"""A script that starts two ranks and waits for them, which tell their numbers and stay: `spawns.py FOLDER`."""
+"""A script that starts two ranks and waits for them, which tell their numbers and stay: `spawns.py
+FOLDER`."""
 
 import os
 import signal

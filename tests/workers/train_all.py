@@ -1,6 +1,7 @@
 """Trains models by rules and schedules: `train_all.py FOLDER RUN ...`, on each of some processes.
 
-Reads FOLDER/starts.pickle, {(model, rule): start}; writes FOLDER/result_RANK.pickle, {name of the run: result}.
+Reads FOLDER/starts.pickle, {(model, rule): start}; writes FOLDER/result_RANK.pickle, {name of the
+run: result}.
 """
 
 import pickle
@@ -26,7 +27,11 @@ class Run(NamedTuple):
 
     def __str__(self) -> str:
         text = f"{self.model}-{self.rule}-{self.schedule}"
-        return text if self.accumulation_steps == 1 else f"{text}-{self.accumulation_steps}_micro_batches"
+        return (
+            text
+            if self.accumulation_steps == 1
+            else f"{text}-{self.accumulation_steps}_micro_batches"
+        )
 
     @property
     def needs_mesh(self) -> bool:
@@ -36,13 +41,20 @@ class Run(NamedTuple):
 
 RUNS = [
     *(Run(model, rule, "fused") for model in MODELS for rule in RULES),
-    *(Run(m, r, schedule) for schedule in ("staged", "after") for m in MODELS for r in RULES if m != "resnet-bn"),
+    *(
+        Run(m, r, schedule)
+        for schedule in ("staged", "after")
+        for m in MODELS
+        for r in RULES
+        if m != "resnet-bn"
+    ),
     Run("gpt", "adamw", "fused", accumulation_steps=2),
     Run("mlp", "sgd", "staged", accumulation_steps=2),
 ]
 
 
-# A run is a second of compiling on every rank, so the jobs divide the schedules: each has one for each rule.
+# A run is a second of compiling on every rank, so the jobs divide the schedules: each has one for
+# each rule.
 QUICK = {("mpi", 3): ("mlp", "gpt"), ("gloo", 2): ("resnet-gn", "resnet-bn", "bert")}
 """Of which models a job's runs are in the default tier; all are in `slow`."""
 SCHEDULES = {
@@ -58,13 +70,18 @@ def runs(backend: str, size: int) -> list[Run]:
     """A job's share of the runs: every model by every rule."""
 
     def mine(run: Run) -> bool:
-        return backend != "mpi" if run.needs_mesh else run.schedule == SCHEDULES[backend, size][run.rule]
+        return (
+            backend != "mpi"
+            if run.needs_mesh
+            else run.schedule == SCHEDULES[backend, size][run.rule]
+        )
 
     return [run for run in RUNS if mine(run)]
 
 
 def train(group: fddp.Group, run: Run, start: Any) -> Result:
-    """A training on the replicas of a group, of which every process reads its part of each batch."""
+    """A training on the replicas of a group, of which every process reads its part of each
+    batch."""
     params, model_state = start
     step = fddp.train_step(
         loss_fn(run.model, run.rule, group.axis_name if run.needs_mesh else None),
@@ -79,7 +96,9 @@ def train(group: fddp.Group, run: Run, start: Any) -> Result:
     )
     state, losses = step.init(params, model_state=model_state), []
     for number in range(STEPS):
-        rows = jax.tree.map(lambda x: np.split(x, group.processes)[group.rank], batch(run.model, number))
+        rows = jax.tree.map(
+            lambda x: np.split(x, group.processes)[group.rank], batch(run.model, number)
+        )
         state, info = step(state, rows)
         losses.append(info.loss)
     return Result(state.params, state.model_state, jnp.stack(losses))

@@ -1,4 +1,5 @@
-"""Trainings of every model in plain JAX and optax: where replicas must arrive. Nothing here knows of the library."""
+"""Trainings of every model in plain JAX and optax: where replicas must arrive. Nothing here knows
+of the library."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,8 @@ import optax
 from models import bert, gpt, mlp, resnet
 
 STEPS = 5
-ROWS = 48  # of a joined batch: equally many for two, three, four and eight replicas, each in two micro-batches
+# of a joined batch: equally many for two, three, four and eight replicas, each in two micro-batches
+ROWS = 48
 # XLA would spend seconds on programs that run once or five times.
 UNOPTIMIZED = {"xla_backend_optimization_level": 0}
 
@@ -36,7 +38,8 @@ class Rule(NamedTuple):
 
 RULES = {
     "sgd": Rule(optax.sgd(0.1, momentum=0.9), jnp.float32, 2e-5),
-    # Where a gradient is zero in theory, Adam makes full steps of its rounding noise; in float64 these show less.
+    # Where a gradient is zero in theory, Adam makes full steps of its rounding noise; in float64
+    # these show less.
     "adamw": Rule(optax.adamw(1e-3), jnp.float64, 1e-9),
 }
 
@@ -83,7 +86,9 @@ def start(model: str, rule: str) -> tuple[Any, Any]:
     """Parameters and buffers before the first step, as numpy arrays."""
     package, rows = MODELS[model][0], batch(model, 0)
     with precision(rule):
-        init = jax.jit(lambda key: package.init(linen(model, rule), key, rows), compiler_options=UNOPTIMIZED)
+        init = jax.jit(
+            lambda key: package.init(linen(model, rule), key, rows), compiler_options=UNOPTIMIZED
+        )
         return jax.device_get(init(jax.random.key(0)))
 
 
@@ -95,7 +100,11 @@ def alone(model: str, rule: str) -> Result:
 
 
 def _trained(
-    loss: Callable[..., Any], optimizer: optax.GradientTransformation, model: str, params: Any, model_state: Any
+    loss: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    model: str,
+    params: Any,
+    model_state: Any,
 ) -> Result:
     def joined(params: Any, model_state: Any, rows: Any) -> tuple[Any, Any]:
         if model_state is None:
@@ -105,21 +114,27 @@ def _trained(
 
     @partial(jax.jit, compiler_options=UNOPTIMIZED)
     def step(params: Any, model_state: Any, opt_state: Any, rows: Any) -> Any:
-        (value, model_state), grads = jax.value_and_grad(joined, has_aux=True)(params, model_state, rows)
+        (value, model_state), grads = jax.value_and_grad(joined, has_aux=True)(
+            params, model_state, rows
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), model_state, opt_state, value
 
     opt_state, losses = optimizer.init(params), []
     for number in range(STEPS):
-        params, model_state, opt_state, value = step(params, model_state, opt_state, batch(model, number))
+        params, model_state, opt_state, value = step(
+            params, model_state, opt_state, batch(model, number)
+        )
         losses.append(value)
     return jax.device_get(Result(params, model_state, jnp.stack(losses)))
 
 
 def relative_error(result: Result, expected: Result) -> float:
-    """The largest max|a - b| / max|b| of any leaf: relative to the leaf, for single elements may be near zero.
+    """The largest max|a - b| / max|b| of any leaf: relative to the leaf, for single elements may be
+    near zero.
 
-    A leaf that must be zero is, or its error is infinite; what is no number is no number here either.
+    A leaf that must be zero is, or its error is infinite; what is no number is no number here
+    either.
     """
 
     def error(a: Any, b: Any) -> float:

@@ -1,1 +1,1 @@
-"""A compiled step held against its plan, on GPUs that need not be there."""
+"""Comparison of a compiled step with its plan, for GPUs that need not be attached."""

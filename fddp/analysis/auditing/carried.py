@@ -1,4 +1,4 @@
-"""Finds the message that each collective of a compiled step carries, and the collectives that are the loss's own."""
+"""Identifies the message of each collective in a compiled step, and the loss's own collectives."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,15 +11,9 @@ from fddp.schedules import scope
 
 
 def carried(collectives: Sequence[Collective], names: Iterable[str]) -> tuple[str | None, ...]:
-    """Finds the message that each collective carries, by the name that it has inside the program.
+    """Returns the message name of each collective, from its named scope in the program.
 
-    Args:
-      collectives: those of the program.
-      names: of messages.
-
-    Returns:
-      For each collective the name of a message; None for one of the loss's own, and for several that XLA has merged,
-      which keep the name of the first.
+    It is None for a collective of the loss and for a merged one: XLA retains only the first name.
     """
     scopes = {scope(name): name for name in names}
     if not scopes:
@@ -27,31 +21,28 @@ def carried(collectives: Sequence[Collective], names: Iterable[str]) -> tuple[st
     named = re.compile(rf"\b({'|'.join(scopes)})\b")
 
     def name(collective: Collective) -> str | None:
-        found = None if merged(collective) else named.search(collective.op_name)
-        return scopes[found[1]] if found else None
+        match = None if merged(collective) else named.search(collective.op_name)
+        return scopes[match[1]] if match else None
 
     return tuple(map(name, collectives))
 
 
 def within_replicas(collectives: Sequence[Collective], placement: Placement) -> tuple[bool, ...]:
-    """Finds the collectives among the devices of one replica: the loss's own, along other axes of the mesh.
-
-    Args:
-      collectives: those of the program.
-      placement: of the replicas.
-
-    Returns:
-      Whether each is one.
-    """
+    """Returns True for each collective inside a replica, along other axes of the mesh."""
     if not placement.other_axes:
         return (False,) * len(collectives)
     view = placement.view
     replica = np.indices(view.axis_sizes)[view.axis_names.index(placement.axis_name)].reshape(-1)
     everyone = (tuple(range(replica.size)),)
-    groups = [one.devices or everyone for one in collectives]
-    return tuple(all(len({*replica[[*group]]}) == 1 for group in some) for some in groups)
+    groups = [collective.devices or everyone for collective in collectives]
+    return tuple(
+        all(len({*replica[[*devices]]}) == 1 for devices in partition) for partition in groups
+    )
 
 
 def merged(collective: Collective) -> bool:
-    """Whether it is several in one; an all-to-all has an array for each replica by itself."""
+    """Returns True if XLA has merged several collectives into this one.
+
+    An all-to-all has an array per replica anyway.
+    """
     return len(collective.arrays) > 1 and collective.kind != "all-to-all"

@@ -1,4 +1,4 @@
-"""The memory that a step needs, as XLA plans it before anything runs."""
+"""The memory of a step, as XLA plans it before anything runs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ from fddp.buckets import MiB
 from fddp.schedules import Footprint
 from fddp.wording import table
 
-# How replicas may hold a state, as options of `fddp.train_step`.
+# Options of `fddp.train_step` for each layout of the state.
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "shard='optimizer'": {"shard": "optimizer"},
@@ -17,63 +17,69 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Memory(NamedTuple):
-    """The bytes of one device that a step needs."""
+    """The bytes of a step on one device."""
 
     given: int
-    """The state and the rows."""
+    """Bytes of the state and the rows."""
     more: int
-    """The bytes allocated beside them, at a step's peak: activations, gradients, messages, whole parameters."""
+    """Further bytes at a step's peak: activations, gradients, messages, gathered parameters."""
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """The sum of both."""
         return self.given + self.more
 
     def __str__(self) -> str:
-        return f"{self.given / MiB:.1f} MiB of state and rows, {self.more / MiB:.1f} MiB more at a step's peak"
+        return (
+            f"{self.given / MiB:.1f} MiB of state and rows, "
+            f"{self.more / MiB:.1f} MiB more at a step's peak"
+        )
 
 
-def memory_of(found: Footprint | None) -> Memory | None:
-    """The two numbers of a footprint.
-
-    Args:
-      found: the memory of a step, task by task; None where the platform does not tell.
-
-    Returns:
-      The bytes of state and rows, and those of the fullest task beside them.
-    """
-    return found and Memory(found.rests, found.peak - found.rests)
+def memory_of(footprint: Footprint | None) -> Memory | None:
+    """Splits the peak of a footprint; None if the platform does not report memory."""
+    return footprint and Memory(footprint.rests, footprint.peak - footprint.rests)
 
 
 def memory_table(audit: Callable[[dict[str, Any]], Any]) -> str:
-    """Compares the ways in which replicas may hold a state.
+    """Returns a table of memory and estimated step time for each layout of the state.
 
-    Args:
-      audit: (options of a step) → its `Audit` for a target.
-
-    Returns:
-      A table: the memory of each way, and the estimate of its step.
+    `audit` maps the options of a step to its `Audit` for a target.
     """
-    head = ("each replica holds", "MiB of state and rows", "MiB at its peak", "ms a step", "ms exposed")
+    head = (
+        "each replica holds",
+        "MiB of state and rows",
+        "MiB at its peak",
+        "ms a step",
+        "ms exposed",
+    )
     rows: list[tuple[str, ...]] = [head]
     for way, options in WAYS.items():
-        found = audit(options)
-        mib = [f"{n / MiB:.1f}" for n in (found.memory.given, found.memory.peak)] if found.memory else ["–", "–"]
-        line = found.timeline
-        ms = [f"{1e3 * seconds:.2f}" for seconds in (line.seconds, line.exposed)] if line else ["–", "–"]
+        report = audit(options)
+        mib = (
+            [f"{n / MiB:.1f}" for n in (report.memory.given, report.memory.peak)]
+            if report.memory
+            else ["–", "–"]
+        )
+        line = report.timeline
+        ms = (
+            [f"{1e3 * seconds:.2f}" for seconds in (line.seconds, line.exposed)]
+            if line
+            else ["–", "–"]
+        )
         rows.append((way, *mib, *ms))
     return "\n".join(table(rows))
 
 
-def table_of_tasks(where: str, found: Footprint) -> str:
-    """Shows the memory at each task of a step of several programs.
-
-    Args:
-      where: what it is compiled for.
-      found: its memory.
-
-    Returns:
-      A table, and the peak below it.
-    """
-    rows = [("task", "MiB there"), *((task, f"{nbytes / MiB:.2f}") for task, nbytes in found.moments)]
-    return "\n".join([*table(rows), f"{where}: memory of a device: {memory_of(found)}, in {found.fullest.task}"])
+def table_of_tasks(where: str, memory: Footprint) -> str:
+    """Returns a table of the memory at each task on a platform, with the peak below it."""
+    rows = [
+        ("task", "MiB there"),
+        *((task, f"{nbytes / MiB:.2f}") for task, nbytes in memory.moments),
+    ]
+    return "\n".join(
+        [
+            *table(rows),
+            f"{where}: memory of a device: {memory_of(memory)}, in {memory.fullest.task}",
+        ]
+    )

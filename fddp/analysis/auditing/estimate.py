@@ -1,11 +1,14 @@
-"""Estimates how long a scheduled program would take on a machine that is not here, by a model of two resources.
+"""Estimates the duration of a scheduled program on a machine, by a model of two resources.
 
-The GPU runs the program's operations one after the other, each for as long as its multiplications or its bytes take at
-the chip's peak. The link carries collectives in the order in which they start, each for as long as its slowest group
-takes: by NVLink inside of a host, over the network between hosts. An operation that needs a collective waits for it. A
-loop with collectives runs round by round; any other is one operation of all its rounds. Launches and caches are left
-out, and that traffic takes a share of the GPU's memory bandwidth and of its multiprocessors, which NCCL chooses. A real
-step is slower on both sides: the estimate is for comparing schedules, not for promising milliseconds.
+The GPU runs the program's operations one after another. Each takes the time of its multiplications
+or of its bytes at the chip's peak, whichever is longer. The link carries collectives in the order
+of their starts. Each takes the time of its slowest group: by NVLink inside a host, over the network
+between hosts. An operation waits for the collectives that it reads. A loop with collectives runs
+round by round; any other loop is one operation.
+
+The model ignores launches and caches. It also ignores traffic's share of the GPU's memory bandwidth
+and multiprocessors, since NCCL chooses it. A real step computes and sends more slowly: the estimate
+compares schedules, and does not promise milliseconds.
 
 Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 """
@@ -20,16 +23,11 @@ from fddp.schedules import Span, Timeline
 
 
 def estimate(module: Module, collectives: Sequence[Collective], target: Target) -> Timeline:
-    """Estimates when a step on a target would compute and when it would communicate.
+    """Estimates the timeline of a scheduled program on a target.
 
-    Args:
-      module: the scheduled program; a conditional in it is one operation, with what it sends unseen.
-      collectives: its collectives.
-      target: the machine.
-
-    Returns:
-      A timeline; computation is named after the Python functions it comes from, communication after its number among
-      `collectives`. What a loop sends and computes is there once for each round.
+    Names of computations are paths of Python functions; names of communications are indices of
+    `collectives`. A loop with collectives has spans for each round. A conditional is one operation,
+    without its collectives.
     """
     machine = _Machine(module, collectives, target)
     machine.run(module.entry)
@@ -37,23 +35,31 @@ def estimate(module: Module, collectives: Sequence[Collective], target: Target) 
 
 
 class _Machine:
-    """A GPU and its link on their way through a program."""
+    """A GPU and its link during a program."""
 
     def __init__(self, module: Module, collectives: Sequence[Collective], target: Target) -> None:
         numbers = count()
-        started = (line.name for one in module.schedules() for line, _ in one.lines if sends(module, line))
+        starts = (
+            line.name
+            for schedule in module.schedules()
+            for line, _ in schedule.lines
+            if sends(module, line)
+        )
         self._module = module
         self._target = target
-        self._collectives = {name: (next(numbers), collective) for name, collective in zip(started, collectives)}
-        self._clock = 0.0  # of the GPU
-        self._link = 0.0  # when it is free
-        self._back = dict[str, float]()  # by the name of what started a collective: when it has arrived
+        self._collectives = {
+            name: (next(numbers), collective) for name, collective in zip(starts, collectives)
+        }
+        self._clock = 0.0  # the GPU's time
+        self._link = 0.0  # end of the link's last collective
+        # Arrival time of each collective, by the name of its start.
+        self._back = dict[str, float]()
         self._looping = cache(self._sends_in_rounds)
         self._costs = dict[str, float]()
         self.spans = list[Span]()
 
     def run(self, name: str) -> None:
-        """Runs a computation once."""
+        """Runs a computation once, by its name."""
         for line, computation in self._module.lines(name):
             if line.name in self._collectives:
                 self._send(line)
@@ -69,8 +75,8 @@ class _Machine:
     def _send(self, line: Instruction) -> None:
         number, collective = self._collectives[line.name]
         if line.name not in self._costs:
-            sent = collective.kind, collective.nbytes, collective.devices
-            self._costs[line.name] = self._target.seconds(*sent)
+            message = collective.kind, collective.nbytes, collective.devices
+            self._costs[line.name] = self._target.seconds(*message)
         begin = max(self._clock, self._link)
         self._link = begin + self._costs[line.name]
         self._back[line.name] = self._link
@@ -87,16 +93,22 @@ class _Machine:
             self._clock = end
 
     def _sends_in_rounds(self, name: str) -> bool:
-        """Whether a computation sends, in loops of its own too."""
+        """Returns True if a computation starts a collective, also in inner loops."""
         return any(
-            sends(self._module, line) or (line.opcode == "while" and any(map(self._looping, line.calls)))
+            sends(self._module, line)
+            or (line.opcode == "while" and any(map(self._looping, line.calls)))
             for line, _ in self._module.lines(name)
         )
 
 
 def _seconds(module: Module, line: Instruction, computation: Computation, target: Target) -> float:
     if line.opcode == "while":
-        inside = (each for called in line.calls for each in module.lines(called))
-        return line.trips * sum(_seconds(module, one, body, target) for one, body in inside)
-    products = sum(one.flops / target.chip.flops_per_s(one.dtype) for one in work(module, line, computation))
+        inner = (pair for called in line.calls for pair in module.lines(called))
+        return line.trips * sum(
+            _seconds(module, body_line, body, target) for body_line, body in inner
+        )
+    products = sum(
+        product.flops / target.chip.flops_per_s(product.dtype)
+        for product in work(module, line, computation)
+    )
     return max(products, traffic(module, line, computation) / target.chip.memory_bytes_per_s)

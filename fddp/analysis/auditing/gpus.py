@@ -1,12 +1,13 @@
-"""Facts about GPUs, as data: what XLA must know to compile for one that is not here, and what a step can at best take.
+"""Data of GPUs: the description for XLA's compiler, and the peak rates for estimates.
 
-Sources: NVIDIA's data sheets and architecture papers of A100 80GB SXM, H100 SXM and H200 SXM; the fields of XLA's
-`GpuTargetConfigProto`. Rates are peaks of dense products; networks are those of NVIDIA's own eight-GPU hosts.
+Sources: NVIDIA's data sheets and architecture papers of A100 80GB SXM, H100 SXM and H200 SXM; the
+fields of XLA's `GpuTargetConfigProto`. Rates are peaks of dense products; networks are those of
+NVIDIA's own eight-GPU hosts.
 """
 
 from dataclasses import dataclass, replace
 
-# XLA's numbers of the dtypes (PrimitiveType) that a tensor core multiplies, under the names that HLO gives them.
+# XLA's numbers (PrimitiveType) of the dtypes of tensor cores, by their names in HLO.
 NUMBERS = {
     "bytes": (2, 6),
     "f16": (10,),
@@ -30,7 +31,7 @@ class Chip:
     scalar_units: int
     """Float32 units of a multiprocessor."""
     tensor_ops: dict[str, int]
-    """Multiplications with addition of a tensor core per clock; float32 products run as TF32, XLA's default."""
+    """Multiply-adds of a tensor core per clock, by dtype; float32 runs as TF32, XLA's default."""
     memory_bytes: int
     memory_bytes_per_s: float
     memory_clock_mhz: int
@@ -40,40 +41,45 @@ class Chip:
     links: int
     """NVLinks."""
     link_bytes_per_s: float
-    """Bytes a second of one NVLink, in one direction."""
+    """Bytes per second of an NVLink, in one direction."""
     network_bytes_per_s: float
-    """Bytes a second of the network card beside each GPU, in one direction."""
+    """Bytes per second of each GPU's network card, in one direction."""
 
     def flops_per_s(self, dtype: str) -> float:
-        """Peak of dense products.
-
-        Args:
-          dtype: as HLO names it; an unknown one is taken for float32.
-
-        Returns:
-          Floating-point operations a second.
-        """
-        known = self.tensor_ops.get(dtype) or self.tensor_ops.get(dtype[:2]) or self.tensor_ops["f32"]
-        return 2 * 4 * self.cores * self.tensor_clock_ghz * 1e9 * known
+        """Returns the peak FLOP/s of dense products in an HLO dtype; unknown ones count as f32."""
+        ops = self.tensor_ops.get(dtype) or self.tensor_ops.get(dtype[:2]) or self.tensor_ops["f32"]
+        return 2 * 4 * self.cores * self.tensor_clock_ghz * 1e9 * ops
 
     @property
     def description(self) -> str:
-        """The chip as XLA's `GpuTargetConfigProto`, in text."""
+        """The chip as XLA's `GpuTargetConfigProto`, in text form."""
         major, minor = self.capability
         ecosystem = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
         version = f"{major}.{minor}{'a' if major >= 9 else ''}"
         # PrimitiveType: (units, operations of each per clock)
-        whole = self.scalar_units
+        full = self.scalar_units
         half = self.scalar_units // 2
-        vectors = {4: (half, 1), 8: (half, 1), 10: (whole, 2), 11: (whole, 1), 12: (half, 1), 16: (whole, 2)}
-        scalars = " ".join(_rate(key, self.clock_ghz, units, ops) for key, (units, ops) in vectors.items())
+        vectors = {
+            4: (half, 1),
+            8: (half, 1),
+            10: (full, 2),
+            11: (full, 1),
+            12: (half, 1),
+            16: (full, 2),
+        }
+        scalars = " ".join(
+            _rate(key, self.clock_ghz, units, ops) for key, (units, ops) in vectors.items()
+        )
         tensors = " ".join(
-            _rate(key, self.tensor_clock_ghz, 4, ops) for name, ops in self.tensor_ops.items() for key in NUMBERS[name]
+            _rate(key, self.tensor_clock_ghz, 4, ops)
+            for name, ops in self.tensor_ops.items()
+            for key in NUMBERS[name]
         )
         return f"""\
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: {self.shared_bytes} shared_memory_per_block_optin: {self.shared_bytes - 1024}
+  shared_memory_per_core: {self.shared_bytes} \
+shared_memory_per_block_optin: {self.shared_bytes - 1024}
   threads_per_core_limit: 2048 core_count: {self.cores} fpus_per_core: {self.scalar_units}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
@@ -84,10 +90,12 @@ gpu_device_info {{
   scalar_unit_description {{ {scalars} }}
   matrix_unit_description {{ {tensors} }}
   device_vendor: "NVIDIA Corporation" platform_version: "Compute Capability {version}"
-  model_str: "sm_{version} with {self.memory_bytes}B RAM, {self.cores} cores, {self.clock_ghz * 1e6:.0f}KHz clock, \
-{self.memory_clock_mhz * 1000}KHz mem clock, {self.cache_bytes}B L2$"
+  model_str: "sm_{version} with {self.memory_bytes}B RAM, {self.cores} cores, \
+{self.clock_ghz * 1e6:.0f}KHz clock, {self.memory_clock_mhz * 1000}KHz mem clock, \
+{self.cache_bytes}B L2$"
   device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true
-  name: "{self.name}" driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0"
+  name: "{self.name}" driver_version: "13.0.0" runtime_version: "12.8.0" \
+compile_time_toolkit_version: "12.8.0"
   dnn_version: "9.10.0" cub_version: "3.1.2"
   device_interconnect_info {{ active_links: {self.links} }}
 }}

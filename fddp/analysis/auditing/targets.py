@@ -1,7 +1,7 @@
-"""Machines to compile for that are not here: so many hosts with so many GPUs of one kind.
+"""Compile targets: hosts with GPUs of one kind, which need not be attached.
 
-XLA's compiler for NVIDIA's GPUs needs none of them: a description of the chip is enough. It comes with the package
-`jax-cuda13-pjrt` (the extra `audit`).
+XLA's compiler for NVIDIA's GPUs needs only a description of the chip. The compiler comes with the
+package `jax-cuda13-pjrt` (the extra `audit`).
 
 Source: `jax.experimental.topologies`.
 """
@@ -30,7 +30,7 @@ from fddp.comm import (
 )
 from fddp.runtime import missing_compiler
 
-# Seconds until the first byte of an all-reduce is there, inside a host and across hosts: NCCL's order of magnitude.
+# Latency of an all-reduce inside a host and across hosts: NCCL's order of magnitude.
 LATENCY_S = 20e-6
 NETWORK_LATENCY_S = 60e-6
 
@@ -53,63 +53,50 @@ class Target:
 
     @property
     def size(self) -> int:
-        """The number of replicas: one for each GPU."""
+        """Number of replicas: one per GPU."""
         return self.hosts * self.gpus
 
     def seconds(self, kind: str, nbytes: int, groups: Sequence[Sequence[int]] = ()) -> float:
-        """Seconds that a collective takes at best: on a ring, but from each to each in an all-to-all.
+        """Returns the least seconds of a collective, for its slowest group.
 
-        Args:
-          kind: "all-reduce", say.
-          nbytes: what each replica gives to it: its own part of what an all-gather makes, all that a reduce-scatter or
-            an all-to-all divides.
-          groups: the replicas that talk among themselves, or the pairs of a permutation, as `Collective.devices` has
-            them; none: all are one group. Replicas are numbered host by host.
-
-        Returns:
-          Seconds; those of the slowest group.
+        `kind` is XLA's name, such as "all-reduce". `nbytes` is one replica's input. `groups` is
+        `Collective.devices`; empty for a single group of all replicas. Replicas are numbered host
+        by host. An all-to-all sends directly, any other collective along a ring.
         """
         return max(self._seconds(kind, nbytes, group) for group in groups or [range(self.size)])
 
     def _seconds(self, kind: str, nbytes: int, group: Sequence[int]) -> float:
         size = len(group)
-        on_host = Counter(replica // self.gpus for replica in group)
-        fewest = min(on_host.values())  # of the group, on one host
+        host_sizes = Counter(replica // self.gpus for replica in group)
+        fewest = min(host_sizes.values())  # replicas of the group on one host
         links = self.chip.links * self.chip.link_bytes_per_s
         card = self.chip.network_bytes_per_s
         latency = LATENCY_S
         rate = links
-        if len(on_host) > 1 and kind == "all-to-all":
-            # A replica sends to each replica of other hosts by itself, through its own card.
+        if len(host_sizes) > 1 and kind == "all-to-all":
+            # A replica sends separately to each replica of other hosts, through its own card.
             return NETWORK_LATENCY_S + (size - fewest) / size * nbytes / min(links, card)
-        if len(on_host) > 1:
-            # Where a ring leaves a host it goes through the cards of all of its replicas there.
+        if len(host_sizes) > 1:
+            # Between hosts a ring uses the cards of all its replicas on a host.
             latency = NETWORK_LATENCY_S
             rate = min(links, fewest * card)
-        # An all-reduce sends all but a part 1/n round twice; an all-gather sends each replica's whole array to all.
-        share = {"all-reduce": 2 * (size - 1) / size, "all-gather": size - 1, "collective-permute": 1}
+        # An all-reduce sends (n − 1)/n of the array twice; an all-gather n − 1 arrays.
+        share = {
+            "all-reduce": 2 * (size - 1) / size,
+            "all-gather": size - 1,
+            "collective-permute": 1,
+        }
         return latency + share.get(kind, (size - 1) / size) * nbytes / rate
 
     def group(self) -> Group:
-        """The replicas of this machine, as one process sees them that only compiles.
+        """Returns a group for compilation only: programs can be lowered, arrays are shapes.
 
-        Returns:
-          A group whose programs can be lowered and compiled, and whose arrays are shapes.
-
-        Raises:
-          RuntimeError: the compiler is missing, or is not the one that belongs to this JAX.
+        Raises RuntimeError if the compiler is missing or does not match this JAX.
         """
         return _compiling(self.mesh(), self.size, lambda ranks: self.group())
 
     def mesh(self) -> Mesh:
-        """The devices, to compile for.
-
-        Returns:
-          A mesh of one axis.
-
-        Raises:
-          RuntimeError: as `group`.
-        """
+        """Returns the devices as a mesh with one axis. Raises RuntimeError like `group`."""
         return replica_mesh(self._devices())
 
     def _devices(self) -> list[Any]:
@@ -123,36 +110,31 @@ class Target:
                 target_config=self.chip.description,
                 topology=f"1x{self.hosts}x{self.gpus}",
             ).devices
-        except Exception as error:  # whatever the plugin says
+        except Exception as error:  # the plugin raises several types
             raise RuntimeError(
-                f"XLA cannot compile for {self.name} here: {error}. Where there is no GPU, start Python with "
-                "JAX_PLATFORMS=cpu, or import fddp before JAX computes anything."
+                f"XLA cannot compile for {self.name} here: {error}. Where there is no GPU, start "
+                "Python with JAX_PLATFORMS=cpu, or import fddp before JAX computes anything."
             ) from error
 
 
 def read_target(name: str) -> Target:
-    """Reads the name of a target.
+    """Parses the name of a target: "h100:8" is one host of eight GPUs, "h100:2x8" two hosts.
 
-    Args:
-      name: a chip and how many: "h100:8" is one host of eight, "h100:2x8" two hosts.
-
-    Returns:
-      The target.
-
-    Raises:
-      ValueError: an unknown chip, or no number of GPUs.
+    Raises ValueError for an unknown chip or without a number of GPUs.
     """
-    found = re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", name) if isinstance(name, str) else None
-    if found is None or found[1] not in CHIPS:
+    match = (
+        re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", name) if isinstance(name, str) else None
+    )
+    if match is None or match[1] not in CHIPS:
         raise ValueError(
-            f"target must be a chip ({', '.join(CHIPS)}) and how many: 'h100:8' for one host, 'h100:2x8' for two; "
-            f"got {name!r}."
+            f"target must be a chip ({', '.join(CHIPS)}) and how many: 'h100:8' for one host, "
+            f"'h100:2x8' for two; got {name!r}."
         )
-    return Target(name, CHIPS[found[1]], int(found[2] or 1), int(found[3]))
+    return Target(name, CHIPS[match[1]], int(match[2] or 1), int(match[3]))
 
 
-def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Any], Group]) -> Group:
-    """A group that is alone and puts nothing anywhere: arrays are their shapes."""
+def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Sequence[int]], Group]) -> Group:
+    """Returns the group of a single process without devices, with shapes in place of arrays."""
 
     def place(tree: Any, spec: PartitionSpec) -> Any:
         del spec

@@ -1,1 +1,1 @@
-"""The best bucket cap, and more replicas than there are: measured once, then simulated."""
+"""Search for the best bucket cap, and projection of a measured step to more replicas."""

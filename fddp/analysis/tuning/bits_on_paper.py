@@ -1,64 +1,62 @@
-"""Chooses on paper the bits of each bucket: as many as come back in time, least error first."""
+"""Chooses the bits of each bucket by simulation: messages in time, with the least error."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-# The mean square of what is lost of a normal number, by bits: a block's largest is about three standard deviations.
+# Mean square rounding error of a normal number, by bits. It assumes that the largest number of a
+# block is about three standard deviations.
 LOST = {32: 0.0, 16: 2.0**-18 / 3, 8: (3 / 127) ** 2 / 12, 4: (3 / 7) ** 2 / 12, 1: 1 - 2 / math.pi}
 FEWER = dict(zip(LOST, [*LOST][1:]))
 
 
-class Message(NamedTuple):
-    """The sum of a bucket over replicas, on paper."""
+class SimulatedMessage(NamedTuple):
+    """The sum of a bucket over replicas, in the simulation."""
 
     bucket: int
-    """Its number."""
+    """Index of the bucket."""
     ready_s: float
-    """Seconds from a step's begin until it can leave."""
+    """Seconds from the start of a step until the bucket is ready."""
     due_s: float
-    """Seconds until it is to be back."""
+    """Seconds from the start of a step until the deadline of the sum."""
     nbytes: int
-    """Bytes in 32 bits."""
+    """Bytes at 32 bits."""
 
 
-def fitting_bits(messages: Sequence[Message], seconds: Callable[[int, int], float]) -> tuple[int, ...]:
-    """Chooses the bits of each bucket with which all messages just come back in time, least error first.
+def fitting_bits(
+    messages: Sequence[SimulatedMessage], seconds: Callable[[int, int], float]
+) -> tuple[int, ...]:
+    """Returns the bits of each bucket (32, 16, 8, 4 or 1) for messages in launch order.
 
-    Messages leave one after the other, each when it is ready. As long as one comes back too late, it or one before it
-    is given the next fewer bits: the one that costs the least error for each second that this saves.
+    `seconds` maps the position of a message and its bits to a duration.
 
-    Args:
-      messages: in the order in which they leave.
-      seconds: (place of a message, its bits) → seconds that it takes.
-
-    Returns:
-      The bits of each bucket: 32, 16, 8, 4 or 1; the fewest that help, where nothing fits.
-
-    Example:
-      >>> two = lambda due: [Message(0, 1.0, due, 8), Message(1, 2.0, due, 8)]
-      >>> [fitting_bits(two(due), lambda k, bits: bits / 32) for due in (3.0, 2.5, 2.25)]
-      [(32, 32), (32, 16), (32, 8)]
+    >>> two = lambda due: [Message(0, 1.0, due, 8), Message(1, 2.0, due, 8)]
+    >>> [fitting_bits(two(due), lambda k, bits: bits / 32) for due in (3.0, 2.5, 2.25)]
+    [(32, 32), (32, 16), (32, 8)]
     """
-    chosen = {one.bucket: 32 for one in messages}
+    chosen = {message.bucket: 32 for message in messages}
 
-    def back_s(last: int, bits: dict[int, int]) -> float:
-        now = 0.0
-        for at, one in enumerate(messages[: last + 1]):
-            now = max(now, one.ready_s) + seconds(at, bits[one.bucket])
-        return now
+    def arrival_s(last: int, bits: dict[int, int]) -> float:
+        clock = 0.0
+        for k, message in enumerate(messages[: last + 1]):
+            clock = max(clock, message.ready_s) + seconds(k, bits[message.bucket])
+        return clock
 
-    for at, one in enumerate(messages):
-        while (late := back_s(at, chosen)) > one.due_s:
-            found = list[tuple[float, int]]()
-            for before in messages[: at + 1]:
-                now = chosen[before.bucket]
-                fewer = FEWER.get(now, now)
-                saved = late - back_s(at, chosen | {before.bucket: fewer})
+    # While a message is late, it or an earlier one gets the next fewer bits: the one with the least
+    # added error per second saved. If fewer bits save no more time, the message stays late.
+    for k, message in enumerate(messages):
+        while (arrival := arrival_s(k, chosen)) > message.due_s:
+            costs = list[tuple[float, int]]()
+            for earlier in messages[: k + 1]:
+                bits = chosen[earlier.bucket]
+                fewer = FEWER.get(bits, bits)
+                saved = arrival - arrival_s(k, chosen | {earlier.bucket: fewer})
                 if saved > 0:
-                    found.append((before.nbytes * (LOST[fewer] - LOST[now]) / saved, before.bucket))
-            if not found:
+                    costs.append(
+                        (earlier.nbytes * (LOST[fewer] - LOST[bits]) / saved, earlier.bucket)
+                    )
+            if not costs:
                 break
-            least = min(found)[1]
-            chosen[least] = FEWER[chosen[least]]
+            cheapest = min(costs)[1]
+            chosen[cheapest] = FEWER[chosen[cheapest]]
     return tuple(chosen[bucket] for bucket in sorted(chosen))

@@ -1,5 +1,6 @@
-"""Tunes a model by its name: what `python -m fddp tune` calls."""
+"""Tunes a model by its name, for `python -m fddp tune`."""
 
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -9,23 +10,16 @@ from fddp.analysis.tuning.search import Tuning, tune_here
 from fddp.runtime import group_of
 
 
-def tune_model(module: Any, preset: str, rows: int = 8, **options: Any) -> Tuning:
-    """Tunes a model by name, under SGD and with made-up rows.
+def tune_model(module: ModuleType, preset: str, rows: int = 8, **options: Any) -> Tuning:
+    """Tunes a preset of a model's module with SGD and `rows` synthetic rows per process.
 
-    Args:
-      module: has `PRESETS`, `init(model, key, batch)`, `batch(model, rows, seed)` and `loss_fn(model)`, as models/.
-      preset: one of its `PRESETS`.
-      rows: of each process.
-      **options: of `fddp.tune`.
-
-    Returns:
-      The tuning.
-
-    Raises:
-      ValueError: there is no such preset.
+    The module offers the names of `fddp.analysis.workload.NEEDED`. The options are those of
+    `fddp.tune`. Raises ValueError for an unknown preset.
     """
     if preset not in module.PRESETS:
-        raise ValueError(f"{module.__name__} has presets {', '.join(module.PRESETS)}, got {preset!r}.")
+        raise ValueError(
+            f"{module.__name__} has presets {', '.join(module.PRESETS)}, got {preset!r}."
+        )
     model = module.PRESETS[preset]
     group = group_of("tune_model", options.pop("group", None))
     batch = module.batch(model, rows, group.rank)

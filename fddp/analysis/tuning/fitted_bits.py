@@ -1,8 +1,8 @@
-"""Chooses the bits of each bucket for `fddp.hooks.adaptive`, from the link and the stages of a step.
+"""Chooses the bits of each bucket for `fddp.hooks.adaptive` from the link and a step's stages.
 
-The choice stands outside of the hook: a hook is a pure function inside of a program, and sees neither the clock nor the
-other buckets. `fit_bits` measures stages and link. `refit_bits` looks at what the steps of a training have noted
-themselves, and chooses again where the link or the computing has changed.
+A hook is a pure function inside a program, without access to the clock or to other buckets, so the
+choice is made outside. `fit_bits` measures stages and link. `refit_bits` reads the timelines of a
+training's last steps, and chooses again if link or computation has changed.
 
 Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 6.2.3.
 """
@@ -14,58 +14,67 @@ from typing import Any
 
 import numpy as np
 
-from fddp.analysis.tuning.bits_on_paper import Message, fitting_bits
+from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
 from fddp.analysis.tuning.link import Link, measure_link
 from fddp.hooks import adaptive
 from fddp.schedules import Communicate, TaskList, Timeline
-from fddp.step import check_step, first_tasks
+from fddp.step import TrainState, check_step, first_tasks
 from fddp.training import TrainStep
 from fddp.wording import table
 
-EXPOSED = 0.05  # the share of a step that traffic may take behind the computing
+EXPOSED = 0.05  # exposed traffic as a share of a step's computation
 STEPS = 5
 
 
 @dataclass(frozen=True)
 class FittedBits:
-    """The bits of each bucket, and what they were chosen from; the same on all ranks."""
+    """The bits of each bucket, and the measurements behind them; equal on all ranks."""
 
     link: Link
     """The cost of an all-reduce."""
-    messages: tuple[Message, ...]
-    """The sums of buckets in the order in which they leave: when each is ready, on the slowest rank, and when due."""
+    messages: tuple[SimulatedMessage, ...]
+    """The sums of buckets in launch order, with their times on the slowest rank."""
     bits: tuple[int, ...]
     """Bits of each number of a bucket: 32, 16, 8, 4 or 1."""
 
     def __str__(self) -> str:
-        def row(one: Message) -> tuple[str, ...]:
-            bits = self.bits[one.bucket]
-            seconds = (one.ready_s, self.link.seconds(one.nbytes * bits / 32), one.due_s)
+        def row(message: SimulatedMessage) -> tuple[str, ...]:
+            bits = self.bits[message.bucket]
+            seconds = (
+                message.ready_s,
+                self.link.seconds(message.nbytes * bits / 32),
+                message.due_s,
+            )
             ready, takes, due = (f"{1e3 * x:.1f}" for x in seconds)
-            return str(one.bucket), f"{one.nbytes:,}", str(bits), ready, takes, due
+            return str(message.bucket), f"{message.nbytes:,}", str(bits), ready, takes, due
 
         head = ("bucket", "bytes", "bits", "ready ms", "takes ms", "due ms")
-        return "\n".join([f"an all-reduce takes {self.link}", *table([head, *map(row, self.messages)])])
+        return "\n".join(
+            [f"an all-reduce takes {self.link}", *table([head, *map(row, self.messages)])]
+        )
 
 
-def fit_bits(step: TrainStep, state: Any, batch: Any, *, exposed: float = EXPOSED) -> FittedBits:
-    """Measures a step's stages and the link, and chooses for each bucket the bits whose traffic just fits.
+def fit_bits(
+    step: TrainStep, state: TrainState, batch: Any, *, exposed: float = EXPOSED
+) -> FittedBits:
+    """Measures a step's stages and the link, and chooses the most bits that fit for each bucket.
 
-    Every rank calls it. It runs the step a few times on the batch, and leaves the state alone. A bucket is due when the
-    step's computing ends. In an eager step it is due when the next step's forward pass first reads what it brings.
+    Every rank calls it. It runs the step a few times on the batch and leaves the state unchanged. A
+    bucket is due at the end of the step's computation. In an eager step it is due at the first read
+    of its results in the next step's forward pass.
 
     Args:
-      step: a step whose schedule is staged or eager.
-      state: its state, which is copied.
+      step: a step with schedule "staged" or "eager".
+      state: the step's state; it is copied.
       batch: this process's rows.
-      exposed: the share of a step's computing that traffic may take behind it.
+      exposed: the allowed exposed traffic, as a share of a step's computation.
 
     Returns:
-      The bits; `step.with_options(hook=fddp.hooks.adaptive(fitted.bits))` uses them, and goes on from a state of any
-      adaptive hook.
+      The bits. `step.with_options(hook=fddp.hooks.adaptive(fitted.bits))` uses them, and continues
+      from a state of any adaptive hook.
 
     Raises:
-      ValueError: the step is one program, which has no stages; or exposed is below 0.
+      ValueError: the step is one program, so it has no stages; or exposed is below 0.
 
     Example:
       >>> import jax, fddp, jax.numpy as jnp, optax
@@ -76,34 +85,35 @@ def fit_bits(step: TrainStep, state: Any, batch: Any, *, exposed: float = EXPOSE
       (32,)
     """
     _check("fit_bits", step, exposed)
-    listed = step.tasks(state, batch)
+    task_list = step.tasks(state, batch)
     _refuse_one_program("fit_bits", step)
-    lines = [one.timeline for one in step.measure(state, [batch] * STEPS).steps]
-    messages = _messages(step, listed, lines, exposed)
+    lines = [measured.timeline for measured in step.measure(state, [batch] * STEPS).steps]
+    messages = _messages(step, task_list, lines, exposed)
     link = measure_link(step.group) if step.group.size > 1 else Link(0.0, float("inf"))
     bits = fitting_bits(messages, lambda k, bits: link.seconds(messages[k].nbytes * bits / 32))
     return FittedBits(link, messages, bits)
 
 
 def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
-    """Chooses the bits of an adaptive hook again, from what the last steps noted of their stages and messages.
+    """Chooses the bits of an adaptive hook again, from the timelines of the last steps.
 
-    Every rank calls it at the same step, now and then. Nothing is run for it, and ranks exchange a few numbers. Other
-    bits are taken to last as long a byte as the messages that have them; or, where none has, in proportion to a
-    message's own. More bits last less than in proportion, as latency and coding stay. So where a link is fast and
-    coding slow, a call that tried fewer bits in vain is followed by one that takes them back.
+    Every rank calls it at the same step, now and then. It runs nothing; ranks exchange a few
+    numbers. It estimates other bits by the time per byte of messages with those bits, or else in
+    proportion to the message's own time. The proportion overestimates the time of more bits, since
+    latency and coding do not grow. On a fast link with slow coding a call may therefore try fewer
+    bits in vain; the next call restores the former bits.
 
     Args:
-      step: a step whose hook is `fddp.hooks.adaptive(bits)`, and whose schedule is staged or eager.
-      exposed: the share of a step's computing that traffic may take behind it.
+      step: a step with the hook `fddp.hooks.adaptive(bits)` and schedule "staged" or "eager".
+      exposed: the allowed exposed traffic, as a share of a step's computation.
 
     Returns:
-      The step itself, as long as its bits are right; else one with other bits, which goes on from the state and is
-      compiled at its first batch.
+      The same step if its bits are right. Otherwise a step with other bits; it continues from the
+      state, and its first batch compiles it.
 
     Raises:
-      ValueError: the hook is another one, the step has run fewer than two times, or is one program; or exposed is below
-        0; on every rank.
+      ValueError: the hook is not adaptive, the step has run fewer than two times or is one program,
+        or exposed is below 0; on every rank.
 
     Example:
       >>> import jax, fddp, jax.numpy as jnp, optax
@@ -117,39 +127,54 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
       Hook(adaptive(32))
     """
     _check("refit_bits", step, exposed)
-    given = step.options.hook.bits if step.options.hook else ()
-    if not given:
+    hook_bits = step.options.hook.bits if step.options.hook else ()
+    if not hook_bits:
         hook = step.options.hook
-        raise ValueError(f"refit_bits chooses the bits of fddp.hooks.adaptive, and this step's hook is {hook}.")
+        raise ValueError(
+            f"refit_bits chooses the bits of fddp.hooks.adaptive, and this step's hook is {hook}."
+        )
     if step.steps:
         _refuse_one_program("refit_bits", step)
     if not step.lately:
-        raise ValueError("refit_bits looks at the last steps, and the first one, which compiles, does not count.")
-    listed = first_tasks(step.settled)
+        raise ValueError(
+            "refit_bits looks at the last steps, and the first one, which compiles, does not count."
+        )
+    task_list = first_tasks(step.settled)
     lines = list(step.lately)
-    messages = _messages(step, listed, lines, exposed)
-    now = [_bits_of(given, one.bucket) for one in messages]
-    took = _took(step, listed, lines)
-    paces = {each: _pace([(s, one.nbytes) for s, one, n in zip(took, messages, now) if n == each]) for each in now}
+    messages = _messages(step, task_list, lines, exposed)
+    current = [_bits_of(hook_bits, message.bucket) for message in messages]
+    durations = _took(step, task_list, lines)
+    paces = {
+        bits: _pace(
+            [
+                (s, message.nbytes)
+                for s, message, n in zip(durations, messages, current)
+                if n == bits
+            ]
+        )
+        for bits in current
+    }
 
     def seconds(k: int, bits: int) -> float:
-        if bits == now[k]:
-            return took[k]
-        return messages[k].nbytes * paces[bits] if bits in paces else took[k] * bits / now[k]
+        if bits == current[k]:
+            return durations[k]
+        return (
+            messages[k].nbytes * paces[bits] if bits in paces else durations[k] * bits / current[k]
+        )
 
     bits = fitting_bits(messages, seconds)
-    before = tuple(_bits_of(given, bucket) for bucket in range(len(bits)))
+    before = tuple(_bits_of(hook_bits, bucket) for bucket in range(len(bits)))
     return step if bits == before else step.with_options(hook=adaptive(bits))
 
 
-def _bits_of(given: Sequence[int], bucket: int) -> int:
-    """The bits of a bucket; the last ones hold for all that follow."""
-    return given[min(bucket, len(given) - 1)]
+def _bits_of(hook_bits: Sequence[int], bucket: int) -> int:
+    """Returns the bits of a bucket; the last entry holds for all later buckets."""
+    return hook_bits[min(bucket, len(hook_bits) - 1)]
 
 
-def _pace(some: Sequence[tuple[float, int]]) -> float:
-    """Seconds for a byte of a bucket, of messages with the same bits."""
-    return sum(seconds for seconds, _ in some) / max(1, sum(nbytes for _, nbytes in some))
+def _pace(messages: Sequence[tuple[float, int]]) -> float:
+    """Returns the seconds per byte of messages with equal bits, from (seconds, bytes) pairs."""
+    return sum(seconds for seconds, _ in messages) / max(1, sum(nbytes for _, nbytes in messages))
 
 
 def _check(call: str, step: TrainStep, exposed: float) -> None:
@@ -160,50 +185,65 @@ def _check(call: str, step: TrainStep, exposed: float) -> None:
 
 def _refuse_one_program(call: str, step: TrainStep) -> None:
     if step.settled.is_one_program:
-        raise ValueError(f"{call} looks at stages, and this step is one program: make it with schedule='staged'.")
+        raise ValueError(
+            f"{call} looks at stages, and this step is one program: make it with schedule='staged'."
+        )
 
 
-def _sums(listed: TaskList) -> list[Communicate]:
-    """The sums of buckets, in the order in which they leave."""
-    of = [(one, one.reduction) for one in listed.messages]
-    return [one for one, sum in of if sum.bucket is not None and sum.collective != "all_gather"]
+def _sums(task_list: TaskList) -> list[Communicate]:
+    """Returns the sums of buckets in launch order."""
+    pairs = [(message, message.reduction) for message in task_list.messages]
+    return [
+        message
+        for message, sum in pairs
+        if sum.bucket is not None and sum.collective != "all_gather"
+    ]
 
 
-def _messages(step: TrainStep, listed: TaskList, lines: Sequence[Timeline], exposed: float) -> tuple[Message, ...]:
-    """The sums of buckets, with the times of the slowest rank."""
-    stages = [task for task in listed.tasks if task.kind == "compute"]
+def _messages(
+    step: TrainStep, task_list: TaskList, lines: Sequence[Timeline], exposed: float
+) -> tuple[SimulatedMessage, ...]:
+    """Returns the sums of buckets with their times on the slowest rank."""
+    stages = [task for task in task_list.tasks if task.kind == "compute"]
     seconds = np.median([[span.seconds for span in line.compute] for line in lines], axis=0)
     ends = list(accumulate(step.group.all_reduce(seconds, op="max").tolist()))
-    begins = [0.0, *ends]
-    until = ends[-1] * (1 + exposed)
-    # An eager step promises what updates make, and the next step's stages wait for what they read.
+    starts = [0.0, *ends]
+    deadline = ends[-1] * (1 + exposed)
+    # An eager step promises the results of its updates, and the next step's stages wait for them.
     promised = step.settled.runner.promises
 
-    def message(one: Communicate) -> Message:
-        bucket = one.reduction.bucket or 0
-        ready = next(end for end, stage in zip(ends, stages) if one.reads[0] in stage.writes)
-        brings = {made.replaces for made in _made_of(listed, one)} if promised else set()
-        reads = [begin for begin, stage in zip(begins, stages) if brings.intersection(stage.reads)]
-        return Message(bucket, ready, until + min(reads, default=0.0), step.plan.buckets[bucket].nbytes)
+    def timed(communicate: Communicate) -> SimulatedMessage:
+        bucket = communicate.reduction.bucket or 0
+        ready = next(
+            end for end, stage in zip(ends, stages) if communicate.reads[0] in stage.writes
+        )
+        results = (
+            {value.replaces for value in _made_of(task_list, communicate)} if promised else set()
+        )
+        reads = [start for start, stage in zip(starts, stages) if results.intersection(stage.reads)]
+        return SimulatedMessage(
+            bucket, ready, deadline + min(reads, default=0.0), step.plan.buckets[bucket].nbytes
+        )
 
-    return tuple(map(message, _sums(listed)))
-
-
-def _made_of(listed: TaskList, message: Communicate) -> set[Any]:
-    """The values that wait for a message."""
-    made = set[Any](message.writes[:1])
-    for task in listed.tasks:
-        if task.kind == "update" and made.intersection(task.reads):
-            made.update(task.writes)
-    return made
+    return tuple(map(timed, _sums(task_list)))
 
 
-def _took(step: TrainStep, listed: TaskList, lines: Sequence[Timeline]) -> list[float]:
-    """Seconds of each sum of a bucket, without those in which a rank waits for the others."""
-    # A message that crosses the border of eager steps has a part in each of two timelines.
-    names = [one.name for one in _sums(listed)]
+def _made_of(task_list: TaskList, message: Communicate) -> set[Any]:
+    """Returns the sum of a message and the results of the updates that read it."""
+    results = set[Any](message.writes[:1])
+    for task in task_list.tasks:
+        if task.kind == "update" and results.intersection(task.reads):
+            results.update(task.writes)
+    return results
+
+
+def _took(step: TrainStep, task_list: TaskList, lines: Sequence[Timeline]) -> list[float]:
+    """Returns the seconds of each sum of a bucket, without the wait for slower ranks."""
+    # A message that crosses the border of eager steps has a span in each of two timelines.
+    names = [message.name for message in _sums(task_list)]
     seconds = [
-        [sum(span.seconds for span in line.communication if span.name == name) for name in names] for line in lines
+        [sum(span.seconds for span in line.communication if span.name == name) for name in names]
+        for line in lines
     ]
-    least = step.group.all_reduce(np.median(seconds, axis=0), op="min").tolist()
-    return [each / names.count(name) for name, each in zip(names, least)]
+    fastest = step.group.all_reduce(np.median(seconds, axis=0), op="min").tolist()
+    return [duration / names.count(name) for name, duration in zip(names, fastest)]

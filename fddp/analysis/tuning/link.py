@@ -1,7 +1,7 @@
-"""Measures the cost of an all-reduce: a latency, and seconds for every byte.
+"""Measures the cost of an all-reduce: a latency, and seconds per byte.
 
-Source: the alpha-beta model of messages; Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication
-Operations in MPICH" (2005).
+Source: the alpha-beta model of messages; Thakur, Rabenseifner and Gropp, "Optimization of
+Collective Communication Operations in MPICH" (2005).
 """
 
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ class Link(NamedTuple):
     """
 
     latency_s: float
-    """Seconds that the smallest all-reduce takes."""
+    """Seconds of an all-reduce of 0 bytes."""
     bytes_per_s: float
-    """Bytes of the array over seconds, whatever the algorithm puts on the wire for them."""
+    """Bytes of the array over seconds; the algorithm may send more bytes than that."""
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds that an all-reduce of so many bytes takes when nothing else runs.
+        """Returns the duration of an all-reduce while nothing else runs.
 
         Args:
           nbytes: bytes of one replica's array.
@@ -50,66 +50,55 @@ class Link(NamedTuple):
 
 
 @without_context_mesh
-def measure_link(group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS) -> Link:
-    """Measures all-reduces as the staged schedule sends them, while nothing else runs.
+def measure_link(
+    group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS
+) -> Link:
+    """Measures all-reduces of several sizes while nothing else runs; equal on all ranks.
 
-    They leave in rows, one right after the other. Buffers on the way (of sockets, of a switch that shapes traffic) take
-    a single message of some 100 KiB at no cost, but not a step's traffic.
-
-    Args:
-      group: replicas, one per process.
-      nbytes: sizes of the arrays, at least two.
-      rounds: how many rows of each are sent; the median counts.
-
-    Returns:
-      The link, the same on every rank.
+    The group has one replica per process. The median of the rounds counts.
     """
 
     def seconds(size: int) -> float:
-        wire = group.placement.place(np.ones(size // 4, np.float32), group.placement.per_replica)
+        payload = group.placement.place(np.ones(size // 4, np.float32), group.placement.per_replica)
+        # All-reduces leave in a row, as in the staged schedule. Buffers of sockets or of a switch
+        # pass a single message of some 100 KiB at no cost, but not a step's traffic.
         row = max(2, LINK_ROW_BYTES // size)
         times = []
         for _ in range(rounds + 1):
             group.barrier()
             start = perf_counter()
             for _ in range(row):
-                jax.block_until_ready(group.transport.all_reduce(wire))
+                jax.block_until_ready(group.transport.all_reduce(payload))
             times.append((perf_counter() - start) / row)
-        return median(times[1:])  # the first one compiles
+        return median(times[1:])  # the first round compiles
 
-    # The rank that comes last to an all-reduce does not wait in it: so the least time of all ranks counts.
+    # The last rank to enter an all-reduce does not wait in it, so the minimum over ranks counts.
     return fit_link(nbytes, group.all_reduce([seconds(size) for size in nbytes], op="min").tolist())
 
 
 def fit_link(nbytes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """Fits latency and bandwidth to measured all-reduces by least squares of the *relative* error.
+    """Fits latency and bandwidth by least squares of the *relative* error.
 
-    Small messages count as much as large ones: their latency would otherwise drown in the noise of the others.
+    Small messages count as much as large ones, since the noise of large ones would drown the
+    latency otherwise. The latency is never negative; the bandwidth is infinite if time does not
+    grow with size. Raises ValueError for fewer than two sizes or a time that is not positive.
 
-    Args:
-      nbytes: sizes, at least two different ones.
-      seconds: what each took.
-
-    Returns:
-      The link; its latency is not negative, its bandwidth infinite where time does not grow with size.
-
-    Raises:
-      ValueError: fewer than two sizes, or a time that is not positive.
-
-    Example:
-      >>> link = fit_link([1e6, 2e6, 4e6], [0.012, 0.022, 0.042])
-      >>> round(link.latency_s, 9), round(link.bytes_per_s)
-      (0.002, 100000000)
+    >>> link = fit_link([1e6, 2e6, 4e6], [0.012, 0.022, 0.042])
+    >>> round(link.latency_s, 9), round(link.bytes_per_s)
+    (0.002, 100000000)
     """
     if len(nbytes) != len(seconds) or len(set(nbytes)) < 2:
-        raise ValueError(f"a fit needs a time for each of two sizes or more, got {list(nbytes)} and {list(seconds)}.")
+        raise ValueError(
+            f"a fit needs a time for each of two sizes or more, got {list(nbytes)} and "
+            f"{list(seconds)}."
+        )
     if not all(s > 0 for s in seconds):
         raise ValueError(f"all-reduces take more than 0 seconds, got {list(seconds)}.")
     sizes = np.asarray(nbytes, float)
     times = np.asarray(seconds, float)
-    latency, per_byte = np.linalg.lstsq(np.stack([1 / times, sizes / times], axis=1), np.ones(len(times)), rcond=None)[
-        0
-    ]
+    latency, per_byte = np.linalg.lstsq(
+        np.stack([1 / times, sizes / times], axis=1), np.ones(len(times)), rcond=None
+    )[0]
     if latency < 0:  # the best line through the origin
         latency = 0.0
         per_byte = float(np.sum(sizes / times) / np.sum((sizes / times) ** 2))

@@ -1,4 +1,4 @@
-"""Computes the times of a grouping of the gradients from the stages of the finest one."""
+"""Computes the stage times of a bucket plan from those of the finest plan, one bucket per leaf."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from fddp.measuring import MeasuredStep
 
 
 class Typical(NamedTuple):
-    """A step as it mostly goes, on the slowest rank."""
+    """The times of a typical step on the slowest rank, in seconds."""
 
     stages: tuple[float, ...]
     nbytes: tuple[int, ...]
@@ -21,9 +21,13 @@ class Typical(NamedTuple):
 
 
 def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
-    """Takes medians over steps, and maxima over ranks."""
+    """Returns medians over steps, maximized over ranks."""
     rows = [
-        (*(span.seconds for span in (*step.timeline.compute, *step.timeline.updates)), step.idle, step.seconds)
+        (
+            *(span.seconds for span in (*step.timeline.compute, *step.timeline.updates)),
+            step.idle,
+            step.seconds,
+        )
         for step in steps
     ]
     *works, idle, seconds = group.all_reduce(np.median(np.array(rows), axis=0), op="max").tolist()
@@ -33,34 +37,35 @@ def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
 
 
 def message_bytes(plan: BucketPlan, tail: int, replicas: int) -> tuple[int, ...]:
-    """Bytes of each bucket's all-reduce, with the tail behind the one that carries it, or alone.
+    """Returns the bytes of each all-reduce; the message with the scalars has `tail` bytes more.
 
-    A bucket that travels in rows counts as the all-reduce that takes as long: as a rule nothing else of it is sent.
+    A bucket whose table rows are gathered counts as the all-reduce of equal duration: as a rule a
+    step sends only its rows.
     """
 
-    def of(bucket: Bucket) -> int:
+    def payload(bucket: Bucket) -> int:
         return bucket.nbytes * replicas // 2 if bucket.rows else bucket.nbytes
 
-    sizes = [(0 if one.bucket is None else of(plan.buckets[one.bucket])) + tail * one.scalars for one in plan.messages]
-    return tuple(size for size, one in zip(sizes, plan.messages) if not one.rows)
+    sizes = [
+        (0 if message.bucket is None else payload(plan.buckets[message.bucket]))
+        + tail * message.scalars
+        for message in plan.messages
+    ]
+    return tuple(size for size, message in zip(sizes, plan.messages) if not message.rows)
 
 
-def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float) -> tuple[float, ...]:
-    """Joins the stages (or updates) of the finest cut to those of a plan: a bucket waits for the last of its leaves.
+def stage_seconds(
+    fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total: float
+) -> tuple[float, ...]:
+    """Returns the seconds of each stage (or update) of a plan; a bucket waits for its last leaf.
 
-    Args:
-      fine: seconds of the stages of the finest cut, one for each leaf that travels, in order of readiness; and one
-        before or behind them if a tail travels alone.
-      order: those leaves.
-      plan: buckets of the same leaves.
-      total: seconds that all stages of this plan take together; each dispatch costs, so fewer stages take less.
-
-    Returns:
-      Seconds of each stage of the plan.
+    `fine` holds the seconds of the finest plan's stages, one for each leaf of `order` (in order of
+    readiness), plus one before or after them if its scalars are a message of their own. `total` is
+    the sum over the plan's stages: each dispatch costs time, so fewer stages take less in total.
     """
     ends = np.cumsum(fine).tolist()
     if plan.messages[0].bucket is None:
-        # A tail that rode behind a bucket of the finest cut, and is alone here, is ready at once.
+        # A separate message of scalars is ready at once if they shared a bucket in the finest plan.
         lead, ends = (ends[:1], ends[1:]) if len(fine) > len(order) else ([0.0], ends)
     else:
         lead = []
@@ -71,13 +76,15 @@ def joined(fine: Sequence[float], order: Sequence[int], plan: BucketPlan, total:
 
 
 def total_seconds(fine: Typical, coarse: Typical, stages: int) -> float:
-    """Seconds of all stages of a cut into so many, on the straight line through two cuts that were measured."""
+    """Interpolates the total seconds of a number of stages linearly between two measured plans."""
     more = len(fine.stages) - len(coarse.stages)
-    each = (sum(fine.stages) - sum(coarse.stages)) / more if more else 0.0
-    return sum(coarse.stages) + each * (stages - len(coarse.stages))
+    per_stage = (sum(fine.stages) - sum(coarse.stages)) / more if more else 0.0
+    return sum(coarse.stages) + per_stage * (stages - len(coarse.stages))
 
 
 def different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
-    """Keeps the smallest of the caps that give the same plan, with that plan; in order."""
-    smallest = {plan.digest: cap for cap, plan in sorted(plans.items(), key=lambda one: -one[0])}
+    """Returns the plans without duplicates, each under its smallest cap, in order of caps."""
+    smallest = {
+        plan.digest: cap for cap, plan in sorted(plans.items(), key=lambda entry: -entry[0])
+    }
     return {cap: plans[cap] for cap in sorted(smallest.values())}

@@ -1,1 +1,1 @@
-"""The process beside each rank that watches it. It loads the standard library alone, and nothing else of fddp."""
+"""The watcher process of a rank. It loads only the standard library and this package."""

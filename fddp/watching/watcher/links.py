@@ -1,4 +1,4 @@
-"""Links between watchers: lines of JSON over TCP, through rank 0's watcher, for those that know the job's token."""
+"""Links of JSON lines over TCP to rank 0's watcher, for watchers with the job's token."""
 
 import hmac
 import json
@@ -15,31 +15,33 @@ from typing import Any
 
 from .shared_memory import PORT
 
-EVERY_S = 0.25  # between two looks at the rank, and two reports of it
+EVERY_S = 0.25  # between two checks of the rank, and between two reports
 MOST = 1 << 16  # bytes of a line
 
-WELCOME_S = 10.0  # in which a newcomer proves that it knows the token
+WELCOME_S = 10.0  # seconds for a newcomer's proof that it knows the token
 CHALLENGE = 32  # bytes
-SPARE = 1024  # files that a process may open beside its links
+SPARE = 1024  # files that a process may open in addition to its links
 
 Links = dict[socket.socket, bytearray]
 
 
 Newcomers = dict[socket.socket, tuple[bytes, float]]
-"""Connections that have proved nothing yet: the challenge, and the time at which they are closed."""
+"""Connection of a newcomer → its challenge, and its deadline for the proof."""
 
 
 def allow_files(count: int) -> None:
-    """Lets this process open so many files and some more, as far as the system allows."""
+    """Lets this process open `count` files and some more, as far as the system allows."""
     count += SPARE
     with suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if 0 <= soft < count:  # negative: no limit
-            resource.setrlimit(resource.RLIMIT_NOFILE, (min(count, hard) if hard >= 0 else count, hard))
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (min(count, hard) if hard >= 0 else count, hard)
+            )
 
 
-def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Links]:
-    """Opens the door of rank 0's watcher, or connects to it."""
+def connect_watchers(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Links]:
+    """Listens for the other watchers on rank 0; connects to rank 0's watcher on other ranks."""
     if job["rank"] == 0:
         door = socket.create_server((job["bind"], 0), backlog=job["size"])
         PORT.write(memory, door.getsockname()[1])
@@ -54,15 +56,16 @@ def meet(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Li
             return None, {link: bytearray()}
         except OSError:
             continue
-    say(f"rank {job['rank']} of {job['size']} reaches no watcher at {job['addresses']}.")
+    write_stderr(f"rank {job['rank']} of {job['size']} reaches no watcher at {job['addresses']}.")
     return None, {}
 
 
 def welcome(door: socket.socket, newcomers: Newcomers) -> None:
-    """Lets a newcomer in, who is to prove that it knows the token."""
+    """Accepts a newcomer and sends it a challenge."""
     try:
         link, _ = door.accept()
-    except OSError:  # it has left again, or this process may open no more files: then the door stays ready
+    except OSError:
+        # The newcomer has left, or this process may open no more files: then the door stays ready.
         time.sleep(EVERY_S)
         return
     link.settimeout(1.0)
@@ -72,57 +75,62 @@ def welcome(door: socket.socket, newcomers: Newcomers) -> None:
         link.sendall(challenge)
 
 
-def admit(newcomers: Newcomers, links: Links, token: str, moved: Set[Any]) -> None:
-    """Makes links of newcomers that know the token; gives others no answer, and closes them in time."""
-    for link, (challenge, until) in list(newcomers.items()):
-        if link not in moved and time.monotonic() < until:
+def admit_newcomers(newcomers: Newcomers, links: Links, token: str, readable: Set[Any]) -> None:
+    """Links newcomers with a valid proof; an invalid proof or a timeout closes the connection."""
+    for link, (challenge, deadline) in list(newcomers.items()):
+        if link not in readable and time.monotonic() < deadline:
             continue
         del newcomers[link]
-        heard = b""
-        if link in moved:
+        data = b""
+        if link in readable:
             with suppress(OSError):
-                heard = link.recv(MOST)  # a proof is sent at once
-        if hmac.compare_digest(heard, proof(token, challenge)):
+                data = link.recv(MOST)  # a watcher sends its proof at once
+        if hmac.compare_digest(data, proof(token, challenge)):
             links[link] = bytearray()
         else:
             link.close()
 
 
 def proof(token: str, challenge: bytes) -> bytes:
-    """The proof that its sender knows the token, without the token."""
+    """Returns the HMAC of the challenge with the token as key."""
     return hmac.digest(token.encode(), challenge, "sha256")
 
 
-def ready(files: Iterable[socket.socket | int], seconds: float) -> set[Any]:
-    """Waits until some of these can be read, not for long, and returns those; their numbers may be any."""
-    with selectors.PollSelector() as watch:  # `select` knows none above 1023, and there is a link for each rank
+def wait_readable(files: Iterable[socket.socket | int], seconds: float) -> set[Any]:
+    """Waits at most `seconds` until files can be read; returns the readable files."""
+    # `select` is limited to file numbers below 1024, and rank 0's watcher has a link per rank.
+    with selectors.PollSelector() as watch:
         for file in files:
             watch.register(file, selectors.EVENT_READ)
         return {key.fileobj for key, _ in watch.select(seconds)}
 
 
 def lines(link: socket.socket, links: Links) -> Iterator[dict[str, Any]]:
-    """Yields the lines that came; closes a link that has ended, or that sends anything but lines of ours."""
+    """Yields the received lines; closes a link at its end or after invalid data."""
     buffer = links[link]
     try:
-        more = link.recv(MOST)
-        buffer += more
-        *whole, rest = bytes(buffer).split(b"\n")
-        said = [json.loads(line) for line in whole]
-        if not more or len(rest) > MOST or not all(isinstance(line, dict) for line in said):
+        data = link.recv(MOST)
+        buffer += data
+        *texts, remainder = bytes(buffer).split(b"\n")
+        messages = [json.loads(text) for text in texts]
+        if (
+            not data
+            or len(remainder) > MOST
+            or not all(isinstance(message, dict) for message in messages)
+        ):
             raise ValueError
-        links[link] = bytearray(rest)
-        yield from said
+        links[link] = bytearray(remainder)
+        yield from messages
     except (OSError, ValueError):
         del links[link]
         link.close()
 
 
 def wait_for_others(links: Links, seconds: float) -> None:
-    """Waits until the watchers of the other ranks have ended their ranks, and themselves."""
-    until = time.monotonic() + seconds
-    while links and time.monotonic() < until:
-        for link in ready(links, EVERY_S):
+    """Waits at most `seconds` until the other watchers have ended their ranks and themselves."""
+    deadline = time.monotonic() + seconds
+    while links and time.monotonic() < deadline:
+        for link in wait_readable(links, EVERY_S):
             list(lines(link, links))
 
 
@@ -136,7 +144,7 @@ def send(links: Links, line: Mapping[str, Any]) -> None:
             link.close()
 
 
-def say(text: str) -> None:
-    """Writes a line to the rank's stderr, if somebody still reads there."""
+def write_stderr(text: str) -> None:
+    """Prints a line on the rank's stderr, if it is still open."""
     with suppress(OSError):
         print(f"fddp: {text}", file=sys.stderr, flush=True)

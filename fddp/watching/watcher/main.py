@@ -1,9 +1,9 @@
-"""The process beside each rank that watches it: started by `watchdog.py`.
+"""The main loop of a watcher, the separate process for each rank that `watchdog.py` starts.
 
-It reads what its rank writes down (`shared_memory.py`) and tells that to the watcher of rank 0, which judges
-(`verdicts.py`, `remarks.py`). It ends its rank when the job is to end. It shares no interpreter with its rank, so that
-a rank that is stopped, held in a debugger or killed cannot silence it. Watchers exchange lines of JSON, and listen only
-to those that know the job's token.
+A watcher reads the records of its rank (`shared_memory.py`) and reports to the watcher of rank 0,
+which judges (`verdicts.py`, `remarks.py`). It ends its rank when the job must end. A stopped,
+debugged or killed rank cannot silence it, because they share no interpreter. Watchers exchange
+lines of JSON, and accept only links with the job's token.
 
 Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency extension.
 """
@@ -22,57 +22,62 @@ from .links import (
     EVERY_S,
     Links,
     Newcomers,
-    admit,
+    admit_newcomers,
     allow_files,
+    connect_watchers,
     lines,
-    meet,
-    ready,
-    say,
     send,
     wait_for_others,
+    wait_readable,
     welcome,
+    write_stderr,
 )
 from .mpiexec import leave_last
-from .rank import death, end, pidfd, reader
+from .rank import death, end, pidfd, report_reader
 from .remarks import remarks
 from .shared_memory import FAILED, PROPOSAL, SIZE, VERDICT
 from .verdicts import Verdict, judge, judge_alone, unheard
 
-STOP_S = 1.5  # so long until all ranks have heard where they are to stop
-LEAST_S = 1e-3  # for which a step counts at least, to find out how many steps that is
-LAST_S = 5.0  # so long the watcher of a rank that died waits for the verdict of the others
+STOP_S = 1.5  # seconds until all ranks have received a proposed stop
+LEAST_S = 1e-3  # least seconds of a step when `STOP_S` is converted to steps
+LAST_S = 5.0  # seconds for which the watcher of a dead rank waits for rank 0's verdict
 
 
 def main(job: dict[str, Any]) -> None:
-    """Watches until its rank has ended.
-
-    Args:
-      job: where the journal lies, who the others are, and how long a stall is.
-    """
-    # Whoever ends a job signals all its processes, and the watchers are to have the last word.
+    """Watches a rank until it has ended; `watchdog.watched` makes `job`."""
+    # A launcher that ends the job signals all its processes, and the watchers must report last.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    with suppress(OSError):  # a higher priority, so that the first death is seen first; not every user may ask for it
+    # A higher priority, to detect the first death first. Not every user may raise it.
+    with suppress(OSError):
         os.nice(-10)
-    allow_files(job["size"])  # rank 0's has a link for each rank
+    allow_files(job["size"])  # rank 0's watcher has a link for each rank
     memory = mmap(job["memory"], SIZE)
     process = job["parent"]
-    watch = Watch(job, job["rank"], memory, reader(memory, job), death(process), pidfd(process), *meet(memory, job))
+    watch = Watch(
+        job,
+        job["rank"],
+        memory,
+        report_reader(memory, job),
+        death(process),
+        pidfd(process),
+        *connect_watchers(memory, job),
+    )
     while not _has_ended(watch):
-        heard = _hear(watch)
-        if watch.own["left"]:  # then rank 0's watcher only stays until the others have gone
+        received = _hear(watch)
+        if watch.own["left"]:  # rank 0's watcher only waits until all other ranks have left
             continue
-        own = _judge(watch)
+        verdicts = _judge(watch)
         _report(watch)
-        for verdict in [*heard, *own]:
+        for verdict in [*received, *verdicts]:
             _tell(watch, verdict)
             if verdict.end:
-                return _end(watch, abort=watch.rank == 0 or bool(own))
+                return _end(watch, abort=watch.rank == 0 or bool(verdicts))
     return None
 
 
 class Stop(NamedTuple):
-    """The step after which all ranks stop, 0 if none was told to; and whether all have agreed."""
+    """Number of the `stops` call at which all ranks stop, 0 for none; `settled` once all agree."""
 
     step: int
     settled: bool
@@ -80,148 +85,166 @@ class Stop(NamedTuple):
 
 @dataclass
 class Watch:
-    """A rank that is watched, and what its watcher has heard and said so far."""
+    """A watched rank, and the state of its watcher."""
 
     job: Mapping[str, Any]
     rank: int
     memory: mmap
     read: Callable[[], dict[str, Any]]
-    """Reads what the rank wrote down."""
+    """Reads the rank's report from its records."""
     died: Callable[[], float | None]
-    """Tells when the rank ended."""
+    """Returns the time of the rank's end, None before."""
     ends: list[int]
-    """A file that becomes ready when the rank ends."""
+    """A file that becomes readable when the rank ends."""
     door: socket.socket | None
-    """The socket at which the other watchers come in, on rank 0."""
+    """Listening socket for the other watchers, on rank 0."""
     links: Links
-    """The connections to the other watchers."""
+    """Connections to other watchers."""
     newcomers: Newcomers = field(default_factory=dict)
-    """Connections that have not proved yet that they are watchers of this job."""
+    """Connections without a proof of the job's token."""
     born: float = field(default_factory=time.monotonic)
     now: float = 0.0
-    """The time of the last look."""
+    """Time of the last check."""
     own: dict[str, Any] = field(default_factory=dict)
-    """The rank's last report."""
+    """Last report of this rank."""
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """The last report of each rank that was heard."""
+    """Rank → last received report."""
     spoke: dict[socket.socket, float] = field(default_factory=dict)
-    """The time at which each link was heard last."""
+    """Link → time of its last message."""
     stop: Stop = field(default=Stop(0, False))
     remarked: set[str] = field(default_factory=set)
-    """The subjects on which remarks were made."""
+    """Subjects of earlier remarks."""
     said: str = ""
-    """The last verdict that the rank was told."""
+    """Text of the last verdict for the rank."""
     sent: float = 0.0
-    """The time at which the other watchers were told something last."""
+    """Time of the last report to other watchers."""
     told_death: bool = False
-    """Whether they know that the rank has ended."""
+    """True after the report of the rank's end."""
 
 
 def _hear(watch: Watch) -> list[Verdict]:
-    """Waits until a watcher speaks or the rank ends, not for long; returns the verdicts that were heard."""
+    """Waits briefly for messages or the rank's end; returns the received verdicts."""
     doors = [*filter(None, [watch.door]), *watch.newcomers]
-    moved = ready([*doors, *watch.ends, *watch.links], EVERY_S)
-    if watch.door and watch.door in moved:
+    readable = wait_readable([*doors, *watch.ends, *watch.links], EVERY_S)
+    if watch.door and watch.door in readable:
         welcome(watch.door, watch.newcomers)
-    admit(watch.newcomers, watch.links, watch.job["token"], moved)
-    now = watch.now = time.monotonic()
+    admit_newcomers(watch.newcomers, watch.links, watch.job["token"], readable)
+    time_s = watch.now = time.monotonic()
     verdicts = list[Verdict]()
-    for link, line in [(one, line) for one in list(watch.links) if one in moved for line in lines(one, watch.links)]:
-        watch.spoke[link] = now
+    for link, line in [
+        (source, line)
+        for source in list(watch.links)
+        if source in readable
+        for line in lines(source, watch.links)
+    ]:
+        watch.spoke[link] = time_s
         if "words" in line:
             verdicts.append(Verdict(line["words"], line["end"]))
         elif "step" in line:
             watch.stop = Stop(line["step"], line["settled"])
         elif "rank" in line:
-            gone = None if line["gone"] is None else now - line["gone"]
-            watch.reports[line["rank"]] = line | {"heard": now, "gone": gone}
-    watch.own = watch.reports[watch.rank] = watch.read() | {"gone": watch.died(), "heard": now}
+            end_s = None if line["gone"] is None else time_s - line["gone"]
+            watch.reports[line["rank"]] = line | {"heard": time_s, "gone": end_s}
+    watch.own = watch.reports[watch.rank] = watch.read() | {"gone": watch.died(), "heard": time_s}
     watch.ends = [] if watch.own["gone"] else watch.ends
     return verdicts
 
 
 def _judge(watch: Watch) -> list[Verdict]:
-    """Judges its own rank, if rank 0 is silent; on rank 0 all ranks, with remarks, each of which is made once."""
+    """Judges all ranks on rank 0, with new remarks; other watchers judge if rank 0 is silent."""
     stall_s = watch.job["stall_s"]
     verdicts = list[Verdict]()
     if watch.rank:
-        heard = max(watch.spoke.values(), default=watch.born)
-        found = judge_alone(watch.own, heard, watch.now, stall_s, met=bool(watch.spoke))
+        last_heard = max(watch.spoke.values(), default=watch.born)
+        verdict = judge_alone(watch.own, last_heard, watch.now, stall_s, met=bool(watch.spoke))
     else:
-        every = range(watch.job["size"])
-        silent = {rank: unheard(rank, watch.own, watch.born, met=False) for rank in every}
-        all_here = len(watch.reports) == len(every) or watch.now > watch.born + LAST_S
-        found = judge(silent | watch.reports, watch.now, stall_s) if all_here else None
+        ranks = range(watch.job["size"])
+        silent = {rank: unheard(rank, watch.own, watch.born, met=False) for rank in ranks}
+        complete = len(watch.reports) == len(ranks) or watch.now > watch.born + LAST_S
+        verdict = judge(silent | watch.reports, watch.now, stall_s) if complete else None
         watch.stop = stop_of(watch.reports, watch.stop)
-        new = {about: words for about, words in remarks(watch.reports).items() if about not in watch.remarked}
+        new = {
+            subject: words
+            for subject, words in remarks(watch.reports).items()
+            if subject not in watch.remarked
+        }
         verdicts += [Verdict(words, False) for words in new.values()]
         watch.remarked |= set(new)
     PROPOSAL.write(watch.memory, *watch.stop)
-    return [*verdicts, *([found] if found else [])]
+    return [*verdicts, *([verdict] if verdict else [])]
 
 
 def _report(watch: Watch) -> None:
-    """Tells rank 0 of the own rank, or all others where ranks stop: at once if the rank has ended, else now and then.
+    """Sends the rank's report to rank 0's watcher, which sends the proposed stop to all.
 
-    A watcher does not answer every line, or it would do nothing else.
+    It sends at once when the rank has ended, else at most every `EVERY_S` seconds, because replies
+    to every line would occupy the watchers.
     """
-    gone = watch.own["gone"]
-    if watch.now <= watch.sent + EVERY_S and (not gone or watch.told_death):
+    end_s = watch.own["gone"]
+    if watch.now <= watch.sent + EVERY_S and (not end_s or watch.told_death):
         return
-    # Hosts have clocks of their own: how long ago it was is the same on all.
-    ago = None if gone is None else watch.now - gone
-    send(watch.links, watch.own | {"gone": ago} if watch.rank else watch.stop._asdict())
+    # The clocks of hosts differ: only the age of the end is the same on all.
+    age_s = None if end_s is None else watch.now - end_s
+    send(watch.links, watch.own | {"gone": age_s} if watch.rank else watch.stop._asdict())
     watch.sent = watch.now
-    watch.told_death = bool(gone)
+    watch.told_death = bool(end_s)
 
 
 def _tell(watch: Watch, verdict: Verdict) -> None:
-    """Passes a verdict on: rank 0 to the other watchers, each to its own rank and its person, once."""
+    """Writes a verdict to the rank and to stderr, once; rank 0 first sends it to all watchers."""
     if not watch.rank:
         send(watch.links, verdict._asdict())
-    # A rank that has finished is ended, too.
+    # The end of a job also ends finished ranks.
     concerned = not watch.own["done"] or (verdict.end and not watch.own["gone"])
     if concerned and verdict.words != watch.said:
         watch.said = verdict.words
         VERDICT.write(watch.memory, False, verdict.words)
-        say(f"rank {watch.rank} of {watch.job['size']}: {verdict.words}.")
+        write_stderr(f"rank {watch.rank} of {watch.job['size']}: {verdict.words}.")
 
 
 def _end(watch: Watch, *, abort: bool) -> None:
-    """Ends the rank, and tells mpiexec.
+    """Ends the rank and reports to mpiexec.
 
-    Rank 0 ends last: it holds JAX's service, without which the others would end with messages of JAX's.
+    Rank 0 ends last: it holds JAX's service. Without the service the other ranks would end with
+    JAX's messages.
     """
     job = watch.job
     patience = 2 * job["grace_s"]
     if watch.rank == 0:
-        near = {x: links for x, links in watch.links.items() if watch.spoke.get(x, watch.now) > watch.now - patience}
+        near = {
+            link: buffer
+            for link, buffer in watch.links.items()
+            if watch.spoke.get(link, watch.now) > watch.now - patience
+        }
         wait_for_others(near, patience)
-        say(f"`python -m fddp flight {job['flight']}` tells what each rank sent last.")
+        write_stderr(f"`python -m fddp flight {job['flight']}` tells what each rank sent last.")
     end(watch.memory, job, watch.own, watch.said, watch.died)
     leave_last(job["pmi_fd"], watch.links, patience, abort=abort)
 
 
 def _has_ended(watch: Watch) -> bool:
-    """Whether its rank has ended or left, and rank 0's watcher has no other to wait for."""
-    gone = watch.own.get("gone")
-    # The watcher of a rank that failed records its messages if rank 0 finds that it failed alone.
+    """True once the rank has ended or left; rank 0's watcher also waits for all links to close."""
+    end_s = watch.own.get("gone")
+    # The watcher of a failed rank awaits rank 0's verdict, to save the messages of a single
+    # failure.
     expects = watch.links and watch.own.get("doing") == FAILED
-    over = gone and ((watch.own["done"] and not expects) or watch.now > gone + LAST_S)
+    over = end_s and ((watch.own["done"] and not expects) or watch.now > end_s + LAST_S)
     reports = watch.reports.values()
-    all_over = len(reports) == watch.job["size"] and all(one["done"] and one["gone"] for one in reports)
+    all_over = len(reports) == watch.job["size"] and all(
+        report["done"] and report["gone"] for report in reports
+    )
     return all_over or (bool(watch.own.get("left") or over) and (watch.rank > 0 or not watch.links))
 
 
 def stop_of(reports: Mapping[int, Mapping[str, Any]], stop: Stop) -> Stop:
-    """Makes the watchers' next proposal, from the ranks' answers to the last one."""
-    going = [one for one in reports.values() if not one["done"]]
-    if stop.settled or not any(one["told"] for one in going):
+    """Makes the watchers' next proposal from the ranks' answers to the last."""
+    active = [report for report in reports.values() if not report["done"]]
+    if stop.settled or not any(report["told"] for report in active):
         return stop
-    if stop.step and all(one["agreed"] == stop.step for one in going):
+    if stop.step and all(report["agreed"] == stop.step for report in active):
         return Stop(stop.step, True)
-    if stop.step and not any(one["agreed"] == -stop.step for one in going):
+    if stop.step and not any(report["agreed"] == -stop.step for report in active):
         return stop
-    # No rank is to reach it before all have heard of it.
-    ahead = max(STOP_S / max(one["between_s"], LEAST_S) for one in going)
-    return Stop(max(one["asks"] for one in going) + 1 + int(ahead), False)
+    # No rank may reach the call before all have received the proposal.
+    ahead = max(STOP_S / max(report["between_s"], LEAST_S) for report in active)
+    return Stop(max(report["asks"] for report in active) + 1 + int(ahead), False)

@@ -1,4 +1,4 @@
-"""A rank, as its watcher sees it: reads what the rank wrote down and whether it lives, and ends it.
+"""Observes and ends the rank of a watcher.
 
 Source: the monitor process of NVIDIA's resiliency extension.
 """
@@ -31,23 +31,23 @@ from .shared_memory import (
 )
 
 
-def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Makes a function that reads what the rank wrote down."""
-    lived = -1
+def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Returns a function that reads the rank's report from its records."""
+    last_life = -1
     changed = time.monotonic()
 
     def read() -> dict[str, Any]:
-        nonlocal lived, changed
+        nonlocal last_life, changed
         life = LIFE.read(memory)["life"]
         head = HEAD.read(memory)
         doing = DOING.read(memory)
-        now = time.monotonic()
-        if life != lived:
-            lived = life
-            changed = now
-        still = now - head.pop("moved")
-        lifeless = now - changed
-        been = still > lifeless + EVERY_S  # at its place since it moved last
+        time_s = time.monotonic()
+        if life != last_life:
+            last_life = life
+            changed = time_s
+        still = time_s - head.pop("moved")
+        lifeless = time_s - changed
+        place_is_current = still > lifeless + EVERY_S  # written after the last move
         return {
             "rank": job["rank"],
             "still": still,
@@ -58,7 +58,7 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
             **head,
             **doing,
             **SENDING.read(memory),
-            **(PLACE.read(memory) if been else {"place": ""}),
+            **(PLACE.read(memory) if place_is_current else {"place": ""}),
             **TOLD.read(memory),
             **ANSWER.read(memory),
         }
@@ -67,28 +67,31 @@ def reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]
 
 
 def stopped(process: int) -> bool:
-    """Whether a process was stopped, by a signal or a debugger; where there is no /proc nobody knows."""
+    """True if a signal or a debugger has stopped the process; False without /proc."""
     try:
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"T", b"t")
+        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (
+            b"T",
+            b"t",
+        )
     except OSError:
         return False
 
 
 def death(parent: int) -> Callable[[], float | None]:
-    """Makes a function that tells when the process that started this one ended."""
-    at: float | None = None
+    """Returns a function for the end time of this process's parent, None before its end."""
+    end_s: float | None = None
 
     def died() -> float | None:
-        nonlocal at
-        if at is None and os.getppid() != parent:
-            at = time.monotonic()
-        return at
+        nonlocal end_s
+        if end_s is None and os.getppid() != parent:
+            end_s = time.monotonic()
+        return end_s
 
     return died
 
 
 def pidfd(process: int) -> list[int]:
-    """A file that becomes ready at once when a process ends; none where the system has no such files."""
+    """A file that becomes readable when the process ends; empty on systems without such files."""
     try:
         return [os.pidfd_open(process)] if hasattr(os, "pidfd_open") else []
     except OSError:
@@ -96,40 +99,48 @@ def pidfd(process: int) -> list[int]:
 
 
 def end(
-    memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str, died: Callable[[], float | None]
+    memory: mmap,
+    job: Mapping[str, Any],
+    report: Mapping[str, Any],
+    words: str,
+    died: Callable[[], float | None],
 ) -> None:
-    """Writes down what the rank sent last, and ends it: asks it to end, and kills it if it does not."""
-    record(memory, job, own, words)
+    """Saves the rank's last messages, requests its end, and kills it after a grace period."""
+    record(memory, job, report, words)
     VERDICT.write(memory, True, words)
-    until = time.monotonic() + job["grace_s"]
-    while not died() and time.monotonic() < until:
+    deadline = time.monotonic() + job["grace_s"]
+    while not died() and time.monotonic() < deadline:
         time.sleep(0.05)
     if not died():
         os.kill(job["parent"], signal.SIGKILL)
 
 
-def record(memory: mmap, job: Mapping[str, Any], own: Mapping[str, Any], words: str) -> None:
-    """Writes the last messages of the rank to a file, for `python -m fddp flight`."""
-    now = time.monotonic()
-    last = [message(number).read(memory) for number in range(MESSAGES)]
-    sent = [
+def record(memory: mmap, job: Mapping[str, Any], report: Mapping[str, Any], words: str) -> None:
+    """Writes the rank's last messages to a file for `python -m fddp flight`."""
+    time_s = time.monotonic()
+    slots = [message(number).read(memory) for number in range(MESSAGES)]
+    messages = [
         {
-            "number": one["number"],
-            "step": one["step"] + own["before"],
-            "name": one["name"],
-            "nbytes": one["nbytes"],
-            "began_s": one["begin"] - now,
-            "took_s": one["end"] - one["begin"] if one["end"] else None,
+            "number": slot["number"],
+            "step": slot["step"] + report["before"],
+            "name": slot["name"],
+            "nbytes": slot["nbytes"],
+            "began_s": slot["begin"] - time_s,
+            "took_s": slot["end"] - slot["begin"] if slot["end"] else None,
         }
-        for one in sorted(last, key=lambda one: one["number"])
-        if one["begin"]
+        for slot in sorted(slots, key=lambda slot: slot["number"])
+        if slot["begin"]
     ]
-    own = {"rank": own["rank"], "steps": own["steps"] + own["before"], "doing": own["doing"]}
-    told = own | {"size": job["size"], "why": words, "began": job["began"]}
+    report = {
+        "rank": report["rank"],
+        "steps": report["steps"] + report["before"],
+        "doing": report["doing"],
+    }
+    summary = report | {"size": job["size"], "why": words, "began": job["began"]}
     with suppress(OSError):
         folder = Path(job["flight"])
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = folder / f"{job['rank']}.{os.getpid()}"
-        with fresh.open("x") as file:  # another user's link at either name is not followed
-            json.dump(told | {"messages": sent}, file, indent=1)
-        fresh.replace(folder / f"rank_{job['rank']}.json")
+        temporary = folder / f"{job['rank']}.{os.getpid()}"
+        with temporary.open("x") as file:  # another user's link at either name is not followed
+            json.dump(summary | {"messages": messages}, file, indent=1)
+        temporary.replace(folder / f"rank_{job['rank']}.json")

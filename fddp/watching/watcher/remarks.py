@@ -1,8 +1,9 @@
-"""Remarks on a job that goes on, each made once: which rank is slow, which accumulates another number of batches.
+"""Remarks on a running job: a slow rank, or unequal numbers of accumulated batches.
 
-Pure functions, as those of `verdicts.py`.
+Pure functions, as in `verdicts.py`.
 
-Source: the straggler detection of NVIDIA's resiliency extension, which compares each rank with the median.
+Source: the straggler detection of NVIDIA's resiliency extension, which compares each rank with the
+median.
 """
 
 from collections.abc import Mapping
@@ -10,57 +11,79 @@ from statistics import median
 
 from .verdicts import Report
 
-STEPS = 20  # that every rank has taken before one is called a straggler
-LEAST_S = 0.01  # a straggler takes so many seconds longer: less comes and goes with the operating system
-TIMES = 3  # a straggler takes so many times as long as the others, in three of four steps
-SHARE = 0.5  # of a step, that a straggler's own part takes at least: else the others do not wait for it
+STEPS = 20  # steps of every rank before a rank may count as a straggler
+LEAST_S = 0.01  # least delay of a straggler: the operating system causes shorter delays
+TIMES = 3  # least ratio of a straggler's time to the median, in three of four steps
+SHARE = 0.5  # least share of a straggler's local part in a step: else no rank waits for it
 
 
 def remarks(reports: Mapping[int, Report]) -> dict[str, str]:
-    """Finds in the reports of all ranks what is worth telling, and no reason to end.
-
-    Args:
-      reports: of each rank that was heard, the last.
-
-    Returns:
-      Remarks, by what they are about; about each thing one is made once.
-    """
-    going = {rank: one for rank, one in reports.items() if not one["done"] and not one["gone"]}
-    return straggler(going) | unequal(going)
+    """Returns subject → remark from the last report of each rank. A remark ends no job."""
+    active = {
+        rank: report
+        for rank, report in reports.items()
+        if not report["done"] and not report["gone"]
+    }
+    return straggler(active) | unequal(active)
 
 
-def straggler(going: Mapping[int, Report]) -> dict[str, str]:
-    """The rank for which the others wait, step after step."""
-    if len(going) < 2 or any(one["steps"] < STEPS or not one["inside"] for one in going.values()):
+def straggler(reports: Mapping[int, Report]) -> dict[str, str]:
+    """Names a rank that delays all others in most steps."""
+    if len(reports) < 2 or any(
+        report["steps"] < STEPS or not report["inside"] for report in reports.values()
+    ):
         return {}
-    # In a step of one program nobody sees who computes and who waits: whoever is last does not wait.
-    least = min(one["inside"] for one in going.values())
-    times = {rank: (one["between"], one["computing"] or least) for rank, one in going.items()}
+    # In a step of one program the waits are unknown. Its shortest duration is that of the last
+    # rank, which does not wait.
+    least = min(report["inside"] for report in reports.values())
+    times = {
+        rank: (report["between"], report["computing"] or least) for rank, report in reports.items()
+    }
     slow = max(times, key=lambda rank: sum(times[rank]))
     between, computing = (median(x) for x in zip(*(times[rank] for rank in times if rank != slow)))
-    own = sum(times[slow])
-    theirs = between + computing
-    if not theirs or own < max(TIMES * theirs, theirs + LEAST_S) or own < SHARE * going[slow]["typical"]:
+    slow_s = sum(times[slow])
+    median_s = between + computing
+    if (
+        not median_s
+        or slow_s < max(TIMES * median_s, median_s + LEAST_S)
+        or slow_s < SHARE * reports[slow]["typical"]
+    ):
         return {}
     mostly = times[slow][0] - between > times[slow][1] - computing
     where = "most of it between steps (its input, say)" if mostly else "most of it computing"
-    factor = f"{own / theirs:.1f} times as long as the others ({_time(theirs)})"
-    return {f"straggler {slow}": f"rank {slow} is slow: its own part of a step takes {_time(own)}, {factor}, {where}"}
+    factor = f"{slow_s / median_s:.1f} times as long as the others ({_time(median_s)})"
+    return {
+        f"straggler {slow}": f"rank {slow} is slow: its own part of a step takes {_time(slow_s)}, "
+        f"{factor}, {where}"
+    }
 
 
-def unequal(going: Mapping[int, Report]) -> dict[str, str]:
-    """Ranks that have come to the same step with unequally many batches."""
-    if not going:
+def unequal(reports: Mapping[int, Report]) -> dict[str, str]:
+    """Names two ranks with different numbers of accumulated batches in the same step."""
+    if not reports:
         return {}
-    last = max(one["calls"] for one in going.values())
-    # A rank that waits in a call is at most one call ahead of a rank that has not come to it.
-    before = [(one["added_before"] if one["calls"] == last else one["added"], one) for one in going.values()]
-    reached = [(one["added"], one) for one in going.values() if one["calls"] == last]
-    for ranks in (reached, [each for each in before if each[1]["calls"] >= last - 1]):
-        (least, few), (most, many) = (choose(ranks, key=lambda each: each[0]) for choose in (min, max))
+    last = max(report["calls"] for report in reports.values())
+    # A rank that waits in a call is at most one call ahead of the other ranks.
+    previous_call = [
+        (report["added_before"] if report["calls"] == last else report["added"], report)
+        for report in reports.values()
+    ]
+    last_call = [
+        (report["added"], report) for report in reports.values() if report["calls"] == last
+    ]
+    for counts in (last_call, [pair for pair in previous_call if pair[1]["calls"] >= last - 1]):
+        (least, few), (most, many) = (
+            choose(counts, key=lambda pair: pair[0]) for choose in (min, max)
+        )
         if least != most:
-            more = f"rank {many['rank']} has called no_sync {most} times by step {many['steps'] + many['before']}"
-            words = f"{more}, and rank {few['rank']} {least} times: call it equally often on each rank, or they will "
+            excess = (
+                f"rank {many['rank']} has called no_sync {most} times by step "
+                f"{many['steps'] + many['before']}"
+            )
+            words = (
+                f"{excess}, and rank {few['rank']} {least} times: call it equally often on each "
+                "rank, or they will "
+            )
             return {"no_sync": words + "not have equally many steps"}
     return {}
 

@@ -1,73 +1,78 @@
-"""The memory that a rank shares with its watcher, field by field.
+"""The layout of the memory shared by a rank and its watcher.
 
-Of the standard library alone: both sides import this file, and a watcher must not load JAX. The rank writes all records
-but three, `VERDICT`, `PROPOSAL` and `PORT`, which are its watcher's.
+It needs only the standard library: both sides import this file, and a watcher must not load JAX.
+The watcher writes `VERDICT`, `PROPOSAL` and `PORT`, the rank all other records.
 """
 
 import struct
+from mmap import mmap
 from typing import Any, NamedTuple
 
-MESSAGES = 64  # number of last messages that are kept
-LINE = 64  # bytes of the processor's cache; each record begins a line, for two processes write at once
+MESSAGES = 64  # number of recorded messages
+LINE = 64  # bytes of a cache line; each record begins a line, because two processes write
 
-### What a rank does: values of `DOING`, beside the names of tasks and collectives
+### Activities of a rank: values of `DOING`, in addition to names of tasks and collectives
 
 BETWEEN = "between steps"
 STEP = "step"  # before the first task of a step, when it may compile
-LAUNCHED = "launched"  # when the step is under way in XLA
+LAUNCHED = "launched"  # XLA runs the step asynchronously
 FINISHED = "finished"
 FAILED = "failed"
-LEFT = "left the world"  # this process goes on alone
-ENDS = (FINISHED, FAILED, LEFT)  # a rank comes to one of these states, for good
+LEFT = "left the world"  # the process continues independently
+ENDS = (FINISHED, FAILED, LEFT)  # the final states
 
 
 class Field(NamedTuple):
-    """A number, a flag, or a text with its most bytes."""
+    """A number, a flag, or a text of limited length."""
 
     name: str
     format: str
-    """Its format, as of `struct`."""
+    """Format, as in `struct`."""
     meaning: str
 
 
 class Record(NamedTuple):
-    """Fields that are written at once."""
+    """Fields written in a single write."""
 
     place: int
-    """The place of its first byte in the memory."""
+    """Offset in the memory, in bytes."""
     layout: struct.Struct
     fields: tuple[Field, ...]
 
     @property
     def end(self) -> int:
-        """The place of the first byte behind it."""
+        """The offset after its last byte."""
         return self.place + self.layout.size
 
-    def write(self, memory: Any, *values: Any) -> None:
-        """Writes the values of all fields into memory that another process reads meanwhile.
-
-        Longer texts are cut.
-        """
-        packed = self.layout.pack(*(x.encode(errors="replace") if isinstance(x, str) else x for x in values))
+    def write(self, memory: mmap | bytearray, *values: float | str) -> None:
+        """Writes all fields while another process may read them; truncates long texts."""
+        packed = self.layout.pack(
+            *(x.encode(errors="replace") if isinstance(x, str) else x for x in values)
+        )
         memory[self.place : self.end] = packed  # `pack_into` would fill it with zeros first
 
-    def read(self, memory: Any) -> dict[str, Any]:
-        """Reads all fields from memory that another process writes meanwhile: until they are the same twice."""
+    def read(self, memory: mmap | bytearray) -> dict[str, Any]:
+        """Reads all fields while another process may write them, until two reads agree."""
         packed = bytes(memory[self.place : self.end])
-        while (again := bytes(memory[self.place : self.end])) != packed:
-            packed = again
+        while (second := bytes(memory[self.place : self.end])) != packed:
+            packed = second
         values = self.layout.unpack(packed)
-        return {field.name: _text(x) if isinstance(x, bytes) else x for field, x in zip(self.fields, values)}
+        return {
+            field.name: _text(x) if isinstance(x, bytes) else x
+            for field, x in zip(self.fields, values)
+        }
 
 
 def message(number: int) -> Record:
-    """The record of a message; it takes the place of the one that was sent `MESSAGES` messages before."""
-    return FIRST_MESSAGE._replace(place=FIRST_MESSAGE.place + number % MESSAGES * FIRST_MESSAGE.layout.size)
+    """The record of a message; it overwrites that of message `number - MESSAGES`."""
+    return FIRST_MESSAGE._replace(
+        place=FIRST_MESSAGE.place + number % MESSAGES * FIRST_MESSAGE.layout.size
+    )
 
 
-def _record(behind: int, *fields: tuple[str, str, str]) -> Record:
+def _record(offset: int, *fields: tuple[str, str, str]) -> Record:
     layout = struct.Struct("<" + "".join(code for _, code, _ in fields))
-    return Record(-(-behind // LINE) * LINE, layout, tuple(Field(*field) for field in fields))
+    return Record(-(-offset // LINE) * LINE, layout, tuple(Field(*field) for field in fields))
 
 
 def _text(packed: bytes) -> str:
@@ -101,7 +106,7 @@ VERDICT = _record(
     ("end", "?", "whether this rank is to end"),
     ("words", "512s", "why, for a person"),
 )
-# The ranks agree at which question they stop, after one of them was told to end soon.
+# The ranks agree on the call of `stops` at which all stop, once a rank must end soon.
 TOLD = _record(VERDICT.end, ("told", "?", "whether this rank was told to end soon"))
 ANSWER = _record(
     TOLD.end,

@@ -1,6 +1,6 @@
-"""Verdicts of the watchers on the reports of all ranks: which rank died, is stuck, or left too early.
+"""Verdicts of the watchers on the reports of all ranks: a rank died, is stuck, or left too early.
 
-Pure functions of the standard library alone: a watcher shares nothing with its rank, JAX included.
+Pure functions that need only the standard library: a watcher must not load JAX.
 
 Source: the stall check of Horovod; PyTorch's monitored barrier.
 """
@@ -10,184 +10,242 @@ from typing import Any, NamedTuple
 
 from .shared_memory import BETWEEN, FAILED, FINISHED, STEP
 
-AFTER_S = 0.5  # so long after the first death all ranks that died with it are known
-AT_ONCE_S = 0.05  # mpiexec kills the others sooner, and their watchers wake in any order
-SILENT_S = 5.0  # a rank without a sign of life for so long, or for a stall, does not run or cannot be reached
-LEAST_S = 30.0  # a stall is no shorter than this, unless the user says so
-STEPS = 10  # nor shorter than so many steps
-PATIENCE = 20  # a rank that lives and runs no task may be evaluating or compiling: it has so many times as long
+AFTER_S = 0.5  # delay of the verdict on a death, for reports of simultaneous deaths
+AT_ONCE_S = 0.05  # mpiexec kills the other ranks sooner, and their watchers wake in any order
+SILENT_S = 5.0  # longest silence of a running, reachable rank, if a stall is not shorter
+LEAST_S = 30.0  # shortest stall by default, in seconds
+STEPS = 10  # shortest stall by default, in steps
+# The limit is this many times longer for a live rank without a task: it may evaluate or compile.
+PATIENCE = 20
 
 Report = Mapping[str, Any]
 
 
 class Verdict(NamedTuple):
-    """Words for all ranks, and whether they are to end."""
+    """A text for all ranks, and a flag for the end of the job."""
 
     words: str
     end: bool
 
 
-def judge(reports: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:
-    """Judges a job by the reports of all ranks.
+def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -> Verdict | None:
+    """Judges a job by the last report of each rank; None without a fault.
 
-    Args:
-      reports: of each rank that was heard, the last.
-      now: seconds of the clock by which they were heard.
-      stall_s: how long nothing may move; None: 30 s, or ten steps if they take longer.
-
-    Returns:
-      The verdict, or None if all is well.
+    `time_s` is the time on the clock of the reports' `heard`.
     """
-    going = {rank: one for rank, one in reports.items() if not one["done"]}
-    failed = [one for one in reports.values() if one["doing"] == FAILED]
-    dead = [one for one in going.values() if one["gone"]]
+    active = {rank: report for rank, report in reports.items() if not report["done"]}
+    failed = [report for report in reports.values() if report["doing"] == FAILED]
+    dead = [report for report in active.values() if report["gone"]]
     if dead:
         first = first_of(dead)
-        # A rank that fails ends the others itself.
-        words = f"rank {failed[0]['rank']} failed" if failed else f"rank {first['rank']} died {where(first)}"
-        return Verdict(words, True) if now > first["gone"] + AFTER_S else None
-    waiting = [one for one in going.values() if one["together"]]
-    left = [one for one in reports.values() if one["doing"] == FINISHED or (one in failed and one["gone"])]
-    early = [(one, other) for one in left for other in waiting if one["calls"] < other["calls"]]
-    if early:
-        one, other = early[0]
-        how = f"{one['doing']} after {one['steps'] + one['before']} steps"
-        shorter = one not in failed and one["steps"] < other["steps"]
+        # A failed rank ends the other ranks itself.
+        words = (
+            f"rank {failed[0]['rank']} failed"
+            if failed
+            else f"rank {first['rank']} died {where(first)}"
+        )
+        return Verdict(words, True) if time_s > first["gone"] + AFTER_S else None
+    waiting = [report for report in active.values() if report["together"]]
+    leavers = [
+        report
+        for report in reports.values()
+        if report["doing"] == FINISHED or (report in failed and report["gone"])
+    ]
+    pairs = [
+        (leaver, waiter)
+        for leaver in leavers
+        for waiter in waiting
+        if leaver["calls"] < waiter["calls"]
+    ]
+    if pairs:
+        leaver, waiter = pairs[0]
+        how = f"{leaver['doing']} after {leaver['steps'] + leaver['before']} steps"
+        shorter = leaver not in failed and leaver["steps"] < waiter["steps"]
         advice = ": give each rank equally many batches, or use fddp.join" * shorter
-        return Verdict(f"rank {one['rank']} {how}, and rank {other['rank']} waits {where(other)}{advice}", True)
-    over = [one for one in reports.values() if one["doing"] == FINISHED and not one["gone"]]
-    if over and (short := [one for one in failed if one["gone"]]):
-        # JAX ends no process before all have come to the end of their scripts.
+        return Verdict(
+            f"rank {leaver['rank']} {how}, and rank {waiter['rank']} waits {where(waiter)}{advice}",
+            True,
+        )
+    finished = [
+        report for report in reports.values() if report["doing"] == FINISHED and not report["gone"]
+    ]
+    if finished and (short := [report for report in failed if report["gone"]]):
+        # JAX ends no process before all have reached the end of their scripts.
         steps = short[0]["steps"] + short[0]["before"]
-        words = f"rank {short[0]['rank']} failed after {steps} steps, and rank {over[0]['rank']} has finished"
+        words = (
+            f"rank {short[0]['rank']} failed after {steps} steps, "
+            f"and rank {finished[0]['rank']} has finished"
+        )
         return Verdict(f"{words} and waits for it", True)
-    return stalled(going, now, stall_s) or missing(going, over, now, stall_s)
+    return stalled(active, time_s, stall_s) or missing(active, finished, time_s, stall_s)
 
 
 def first_of(dead: Sequence[Report]) -> Report:
-    """Picks the rank that died first; of those that died at once, one that waited for no other's part of a message."""
-    at_once = [one for one in dead if one["gone"] < min(other["gone"] for other in dead) + AT_ONCE_S]
-    return min(at_once, key=lambda one: (bool(one["sending"]), one["gone"]))
+    """Picks the rank that died first; of simultaneous deaths preferably one without a message."""
+    simultaneous = [
+        report
+        for report in dead
+        if report["gone"] < min(candidate["gone"] for candidate in dead) + AT_ONCE_S
+    ]
+    # A rank with a pending message waited for another rank, which is more likely the cause.
+    return min(simultaneous, key=lambda report: (bool(report["sending"]), report["gone"]))
 
 
-def stalled(going: Mapping[int, Report], now: float, stall_s: float | None) -> Verdict | None:
-    """Judges whether ranks wait in a step while none moves."""
-    if not going:
+def stalled(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -> Verdict | None:
+    """Reports ranks that wait in a step while no rank makes progress."""
+    if not reports:
         return None
-    limit = longest(going, stall_s)
-    silent = silence(going, stall_s)
-    # The first step compiles, and may take any time; how long one takes is known after three.
-    waiting = [one for one in going.values() if one["together"] and one["steps"] > 1]
-    known = stall_s or any(one["steps"] > 3 for one in waiting)
-    # A watcher is heard of all the time.
-    if lost := any(now - one["heard"] > limit and one.get("met", True) for one in going.values()):
-        # Islands wait in messages of their own. One that is slow or stopped is no fault; one that is lost never comes.
-        waiting = [one for one in going.values() if one["together"] or one["sending"]]
+    limit_s = longest(reports, stall_s)
+    silence_s = silence(reports, stall_s)
+    # The first step compiles, and may take any time. The pace is known after three steps.
+    waiting = [report for report in reports.values() if report["together"] and report["steps"] > 1]
+    pace_known = stall_s or any(report["steps"] > 3 for report in waiting)
+    # A running watcher reports all the time.
+    if lost := any(
+        time_s - report["heard"] > limit_s and report.get("met", True)
+        for report in reports.values()
+    ):
+        # Islands wait in messages between themselves: only a lost island is a fault.
+        waiting = [report for report in reports.values() if report["together"] or report["sending"]]
     if not waiting:
         return None
-    usual = limit
-    limit = limit if known or lost else PATIENCE * limit
-    quiet = min(one["still"] + now - one["heard"] for one in going.values())
-    if quiet < limit:
+    usual_s = limit_s
+    limit_s = limit_s if pace_known or lost else PATIENCE * limit_s
+    quiet_s = min(report["still"] + time_s - report["heard"] for report in reports.values())
+    if quiet_s < limit_s:
         return None
-    lifeless = [one for one in going.values() if one["lifeless"] + now - one["heard"] > silent]
-    least = min((one["calls"], one["messages"]) for one in going.values())
-    behind = lifeless or [one for one in going.values() if (one["calls"], one["messages"]) == least]
-    others = [one for one in going.values() if one not in behind and (one["together"] or one in waiting)]
-    told = [f"rank {one['rank']} {condition(one, now, silent)}" for one in behind[:4]]
-    told += [f"{len(behind) - 4} more are behind"] if len(behind) > 4 else []
-    if others:
-        ranks = ", ".join(str(one["rank"]) for one in others[:8])
-        told.append(f"rank{'s' * (len(others) > 1)} {ranks} wait{'s' * (len(others) == 1)} {where(others[0])}")
-    # Before the first task of a step a rank may be compiling.
-    busy = not lifeless and all(not one["together"] or one["doing"] == STEP for one in behind)
-    most = max(PATIENCE * usual, 2 * limit) if busy else 2 * limit
-    words = f"nothing has moved for {limit:g} s: {'; '.join(told)}"
+    lifeless = [
+        report
+        for report in reports.values()
+        if report["lifeless"] + time_s - report["heard"] > silence_s
+    ]
+    least = min((report["calls"], report["messages"]) for report in reports.values())
+    stuck = lifeless or [
+        report for report in reports.values() if (report["calls"], report["messages"]) == least
+    ]
+    blocked = [
+        report
+        for report in reports.values()
+        if report not in stuck and (report["together"] or report in waiting)
+    ]
+    texts = [
+        f"rank {report['rank']} {condition(report, time_s, silence_s)}" for report in stuck[:4]
+    ]
+    texts += [f"{len(stuck) - 4} more are behind"] if len(stuck) > 4 else []
+    if blocked:
+        ranks = ", ".join(str(report["rank"]) for report in blocked[:8])
+        texts.append(
+            f"rank{'s' * (len(blocked) > 1)} {ranks} wait{'s' * (len(blocked) == 1)} "
+            f"{where(blocked[0])}"
+        )
+    # Before the first task of a step a rank may compile.
+    busy = not lifeless and all(not r["together"] or r["doing"] == STEP for r in stuck)
+    end_s = max(PATIENCE * usual_s, 2 * limit_s) if busy else 2 * limit_s
+    words = f"nothing has moved for {limit_s:g} s: {'; '.join(texts)}"
     if busy:
-        words += f". If this goes on for {most:g} s all ranks end; call fddp.alive() in long loops between steps"
-    return Verdict(words.replace(f"for {limit:g} s:", f"for {most:g} s:") if quiet > most else words, quiet > most)
+        words += (
+            f". If this goes on for {end_s:g} s all ranks end; "
+            "call fddp.alive() in long loops between steps"
+        )
+    return Verdict(
+        words.replace(f"for {limit_s:g} s:", f"for {end_s:g} s:") if quiet_s > end_s else words,
+        quiet_s > end_s,
+    )
 
 
-def missing(going: Mapping[int, Report], over: Sequence[Report], now: float, stall_s: float | None) -> Verdict | None:
-    """Judges whether ranks that have finished wait for one that does not run; one that runs may take any time."""
-    still = [(one["lifeless"] + now - one["heard"], one) for one in going.values() if one.get("met", True)]
-    if not (still and over):
+def missing(
+    active: Mapping[int, Report], finished: Sequence[Report], time_s: float, stall_s: float | None
+) -> Verdict | None:
+    """Reports a lifeless rank if finished ranks wait for it. A live rank may take any time."""
+    silences = [
+        (report["lifeless"] + time_s - report["heard"], report)
+        for report in active.values()
+        if report.get("met", True)
+    ]
+    if not (silences and finished):
         return None
-    limit = longest(going, stall_s)
-    quiet, one = max(still, key=lambda pair: pair[0])
-    # Nobody waits before he has finished: one whose watcher alone is lost may long have been unheard by then.
-    quiet = min(quiet, max(one["still"] + now - one["heard"] for one in over))
-    most = 2 * limit if one["stopped"] or now - one["heard"] > limit else PATIENCE * limit
-    told = f"rank {one['rank']} {condition(one, now, silence(going, stall_s))}"
-    words = f"{told}, and rank {over[0]['rank']} has finished and waits for it"
-    return Verdict(words, quiet > most) if quiet > limit else None
+    limit_s = longest(active, stall_s)
+    quiet_s, silent = max(silences, key=lambda pair: pair[0])
+    # A rank waits only once it has finished. By then a live rank with a dead watcher may have been
+    # silent for a long time.
+    quiet_s = min(quiet_s, max(report["still"] + time_s - report["heard"] for report in finished))
+    end_s = (
+        2 * limit_s
+        if silent["stopped"] or time_s - silent["heard"] > limit_s
+        else PATIENCE * limit_s
+    )
+    text = f"rank {silent['rank']} {condition(silent, time_s, silence(active, stall_s))}"
+    words = f"{text}, and rank {finished[0]['rank']} has finished and waits for it"
+    return Verdict(words, quiet_s > end_s) if quiet_s > limit_s else None
 
 
 def longest(reports: Mapping[int, Report], stall_s: float | None) -> float:
-    """Seconds for which nothing may move."""
-    return stall_s or max(LEAST_S, STEPS * max(one["typical"] for one in reports.values()))
+    """Longest time without progress before a stall, in seconds."""
+    return stall_s or max(LEAST_S, STEPS * max(report["typical"] for report in reports.values()))
 
 
 def silence(reports: Mapping[int, Report], stall_s: float | None) -> float:
-    """Seconds for which a rank may give no sign of life."""
+    """Longest time without a sign of life, in seconds."""
     return min(SILENT_S, longest(reports, stall_s))
 
 
-def condition(one: Report, now: float, silent: float) -> str:
-    """The condition of a rank, as far as it can be seen from outside."""
-    if now - one["heard"] > silent:
-        return f"has not been heard of, {where(one)} (its host, or the network)"
-    if one["stopped"]:
-        return f"is stopped {where(one)}"
-    if one["lifeless"] > silent:
-        return f"does not run Python {where(one)} (a debugger, or a call that holds the interpreter)"
-    return f"is {where(one)}"
+def condition(report: Report, time_s: float, silence_s: float) -> str:
+    """Describes the condition of a rank."""
+    if time_s - report["heard"] > silence_s:
+        return f"has not been heard of, {where(report)} (its host, or the network)"
+    if report["stopped"]:
+        return f"is stopped {where(report)}"
+    if report["lifeless"] > silence_s:
+        return (
+            f"does not run Python {where(report)} "
+            "(a debugger, or a call that holds the interpreter)"
+        )
+    return f"is {where(report)}"
 
 
-def where(one: Report) -> str:
-    """The place of a rank in its script."""
-    if one["steps"] < 0:
+def where(report: Report) -> str:
+    """Describes the place of a rank in its script."""
+    if report["steps"] < 0:
         return "since it fell silent"
-    number = one["steps"] + one["before"]  # of the training, which may have begun in another process
-    if one["together"] and one["doing"] in ("all_gather", "broadcast"):
-        return f"in {one['doing']} after step {number}"
-    # The name of a task says where the rank is; between tasks the line of its script does.
-    doing = one["place"] if one["doing"] in (BETWEEN, STEP) else one["doing"]
+    # The number in the training, which may have begun in another process.
+    number = report["steps"] + report["before"]
+    if report["together"] and report["doing"] in ("all_gather", "broadcast"):
+        return f"in {report['doing']} after step {number}"
+    # The place within a task is its name, between tasks the line of the script.
+    doing = report["place"] if report["doing"] in (BETWEEN, STEP) else report["doing"]
     doing = f", {doing}" if doing else ""
-    if one["together"]:
-        return f"in step {number}" + (f" for {one['sending']}" if one["sending"] else doing)
-    return (f"between steps {number} and {number + 1}" if one["steps"] else "before its first step") + doing
+    if report["together"]:
+        return f"in step {number}" + (f" for {report['sending']}" if report["sending"] else doing)
+    return (
+        f"between steps {number} and {number + 1}" if report["steps"] else "before its first step"
+    ) + doing
 
 
-def judge_alone(own: Report, heard: float, now: float, stall_s: float | None, *, met: bool = True) -> Verdict | None:
-    """Judges on one rank alone, whose watcher no longer hears that of rank 0: that is where it was last heard of.
+def judge_alone(
+    report: Report, last_heard: float, time_s: float, stall_s: float | None, *, met: bool = True
+) -> Verdict | None:
+    """Judges a job by the report of one rank, once rank 0's watcher is silent since `last_heard`.
 
-    Args:
-      own: its report.
-      heard: when rank 0 was last heard of.
-      now: seconds of the same clock.
-      stall_s: how long nothing may move.
-      met: whether it was heard of at all.
-
-    Returns:
-      The verdict, or None as long as nobody knows that anything is wrong.
+    `met` is False if rank 0's watcher never sent a message.
     """
-    reports = {0: unheard(0, own, heard, met=met), own["rank"]: own}
-    return judge(reports, now, stall_s) if now - heard > silence(reports, stall_s) else None
+    reports = {0: unheard(0, report, last_heard, met=met), report["rank"]: report}
+    return (
+        judge(reports, time_s, stall_s) if time_s - last_heard > silence(reports, stall_s) else None
+    )
 
 
-def unheard(rank: int, own: Report, heard: float, *, met: bool) -> dict[str, Any]:
-    """Makes the report of a rank whose watcher is not heard.
+def unheard(rank: int, report: Report, last_heard: float, *, met: bool) -> dict[str, Any]:
+    """Makes a report for a rank with a silent watcher, based on the report of a listening rank.
 
-    Args:
-      rank: its number.
-      own: the report of the rank that does not hear it.
-      heard: when it was heard of last, or could have been.
-      met: whether it ever was: if not, nobody knows what it does in the first steps.
-
-    Returns:
-      Its report.
+    `met` is False if the watcher never sent a message: then the rank may be in its first steps.
     """
-    unknown = {"steps": -1, "calls": -1, "still": 0.0, "lifeless": 0.0, "together": False, "stopped": False}
+    unknown = {
+        "steps": -1,
+        "calls": -1,
+        "still": 0.0,
+        "lifeless": 0.0,
+        "together": False,
+        "stopped": False,
+    }
     nowhere = {"doing": "", "sending": "", "place": "", "gone": None, "done": False}
-    return {**own, **unknown, **nowhere, "rank": rank, "heard": heard, "met": met}
+    return {**report, **unknown, **nowhere, "rank": rank, "heard": last_heard, "met": met}

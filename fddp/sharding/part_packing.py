@@ -1,0 +1,131 @@
+"""Packs whole leaves and parts into messages, and unpacks sums and gathered parameters."""
+
+from collections.abc import Sequence
+from functools import partial, reduce
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from fddp.buckets import (
+    BucketPlan,
+    DeviceCut,
+    Messages,
+    cut_as_leaf,
+    is_shard,
+    own_part,
+    pack,
+    pack_rows,
+    take_tail,
+    unpack,
+    unpack_rows,
+    whole_forms,
+)
+from fddp.losses import add_trees
+from fddp.sharding.shard_layout import ShardLayout, leaves_with_shards
+
+
+def pack_gradients(layout: ShardLayout, grads: PyTree) -> tuple[Array, ...]:
+    """Packs whole gradients into the buckets to scatter."""
+    plan = layout.plan
+
+    def pack_local(leaves: list[Any]) -> tuple[Array, ...]:
+        tree = plan.treedef.unflatten(leaves)
+        return pack_rows(layout.part_plan, layout.replica.group.parts, tree)
+
+    pack_all = layout.by_device(pack_local, (layout.specs("spec"),), layout.message_spec)
+    return pack_all(layout.travelling(grads))
+
+
+def unpack_sums(
+    layout: ShardLayout, earlier: Sequence[Sequence[Array]], messages: Messages
+) -> tuple[list[Any], Any]:
+    """Adds up the scattered sums of all micro-batches; returns parts of leaves, and the tail."""
+    buckets, tail = take_tail(layout.part_plan, messages)
+    totals = reduce(add_trees, (*earlier, tuple(buckets)))
+
+    def unpack_local(buckets: Sequence[Array]) -> list[Any]:
+        leaves = layout.plan.treedef.flatten_up_to(unpack(layout.part_plan, buckets))
+        return [
+            x.reshape(-1, x.shape[-1]) if x is not None and cut.dims else x
+            for x, cut in zip(leaves, layout.cuts)
+        ]
+
+    unpack_all = layout.by_device(unpack_local, (layout.message_spec,), layout.specs("rows"))
+    return unpack_all(totals), tail
+
+
+def pack_parameters(layout: ShardLayout, params: PyTree, order: Sequence[int]) -> Messages:
+    """Packs this replica's parts of the parameters into buckets to gather, in this order."""
+    plan = layout.gather_plan
+
+    def pack_local(leaves: list[Any]) -> tuple[Array, ...]:
+        local = [
+            None if x is None else x.reshape(leaf.shape).astype(leaf.dtype)
+            for x, leaf in zip(leaves, plan.leaves)
+        ]
+        buckets = pack(plan, plan.treedef.unflatten(local))
+        return tuple(buckets[k] for k in order)
+
+    pack_all = layout.by_device(pack_local, (layout.specs("rows"),), layout.message_spec)
+    return Messages(pack_all(layout.travelling(params)), ((), None))
+
+
+def gather(layout: ShardLayout, message: Array) -> Array:
+    """Gathers a message inside a program, as a collective of the loss would be."""
+    group = layout.replica.group
+    axis = group.placement.axis_name
+    if axis is None:
+        return message
+    run = partial(jax.lax.all_gather, axis_name=axis, axis_index_groups=group.nodes, tiled=True)
+    return layout.by_device(run, layout.message_spec, layout.message_spec)(message)
+
+
+def unpack_parameters(
+    layout: ShardLayout, params: PyTree, messages: Messages, order: Sequence[int]
+) -> Any:
+    """Unpacks gathered parameters into a tree with the leaves that are not gathered."""
+    plan = layout.plan
+    by_bucket = sorted(zip(order, messages.arrays), key=lambda pair: pair[0])
+    received = unpack_leaves(layout, plan, layout.part_plan, [array for _, array in by_bucket])
+    # Leaves without elements are not gathered.
+    defaults = [
+        jnp.zeros(x.shape, leaf.dtype) if is_shard(x) else x
+        for x, leaf in zip(leaves_with_shards(params), plan.leaves)
+    ]
+    leaves = [default if x is None else x for x, default in zip(received, defaults)]
+    return plan.treedef.unflatten(leaves)
+
+
+def unpack_leaves(
+    layout: ShardLayout, plan: BucketPlan, part_plan: BucketPlan, buckets: Sequence[Array]
+) -> list[Any]:
+    """Unpacks whole leaves from gathered buckets; None for leaves of other buckets."""
+
+    def unpack_local(buckets: Sequence[Array]) -> list[Any]:
+        tree = unpack_rows(part_plan, plan, layout.replica.group.parts, buckets)
+        # The loss casts again, and reads the numbers that were gathered.
+        return [
+            None if x is None else x.astype(leaf.dtype)
+            for x, leaf in zip(plan.treedef.flatten_up_to(tree), plan.leaves)
+        ]
+
+    unpack_all = layout.by_device(unpack_local, (layout.message_spec,), layout.specs("spec", plan))
+    return unpack_all(buckets)
+
+
+def local_parts(layout: ShardLayout, params: PyTree) -> Any:
+    """Replaces each trained leaf, whole or sharded, by this replica's part of it."""
+    size = layout.replica.group.parts
+    index = layout.replica.group.communicator.at("shards").replica_index()
+    chosen = set(layout.replica.chosen(whole_forms(params)))
+
+    def part(x: Array, cut: DeviceCut) -> Array:
+        return own_part(x, size, index, *cut_as_leaf(x.size, x.shape, size, cut))
+
+    leaves = [
+        x.parts if is_shard(x) else part(x, layout.cuts[i]) if i in chosen else x
+        for i, x in enumerate(leaves_with_shards(params))
+    ]
+    return layout.plan.treedef.unflatten(leaves)

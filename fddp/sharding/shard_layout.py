@@ -1,0 +1,108 @@
+"""How the leaves of a replica lie in parts, and the plans of the buckets that carry them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from fddp.buckets import BucketPlan, DeviceCut, by_device, device_cut, is_shard, plan_of_parts
+from fddp.step import Facts, Replica
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The parts of a replica's leaves."""
+
+    replica: Replica
+    facts: Facts
+    read_in: Mapping[int, np.dtype] = field(default_factory=dict)
+    """Leaf → narrower dtype of the loss's reads, and so of the gather."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets of whole leaves, or of a device's parts if a replica is several devices."""
+        return self.facts.plan
+
+    @cached_property
+    def part_plan(self) -> BucketPlan:
+        """The same buckets, with one replica's parts of the leaves."""
+        return plan_of_parts(self.plan)
+
+    @cached_property
+    def gather_plan(self) -> BucketPlan:
+        """The buckets of parts, in the dtypes in which the loss reads the parameters."""
+        plan = self.part_plan
+        leaves = tuple(replace(leaf, dtype=self._read(i)) for i, leaf in enumerate(plan.leaves))
+        dtypes = [
+            np.dtype(jnp.result_type(*map(self._read, bucket.leaves))) for bucket in plan.buckets
+        ]
+        buckets = tuple(replace(bucket, dtype=dtype) for bucket, dtype in zip(plan.buckets, dtypes))
+        return replace(plan, leaves=leaves, buckets=buckets)
+
+    def _read(self, leaf: int) -> np.dtype:
+        return self.read_in.get(leaf, self.plan.leaves[leaf].dtype)
+
+    @cached_property
+    def cuts(self) -> list[DeviceCut]:
+        """The parts of each leaf on the devices of a replica."""
+        placement = self.replica.group.placement
+        leaves = jax.tree.leaves(self.facts.state.params)
+        return [device_cut(placement.view, placement.spec(x), x.shape) for x in leaves]
+
+    def only(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
+        """Two plans of a single bucket: of whole leaves, and of parts."""
+        plan, part_plan = (
+            replace(x, buckets=(x.buckets[bucket],)) for x in (self.plan, self.part_plan)
+        )
+        return plan, part_plan
+
+    def one_round(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
+        """The same plans for one round of the bucket: one layer of each stack."""
+
+        def of_layers(plan: BucketPlan) -> BucketPlan:
+            leaves = tuple(replace(leaf, shape=leaf.shape[1:]) for leaf in plan.leaves)
+            (all_rounds,) = plan.buckets
+            layer = replace(all_rounds, size=all_rounds.size // all_rounds.rounds, rounds=1)
+            return replace(plan, leaves=leaves, buckets=(layer,))
+
+        plan, part_plan = map(of_layers, self.only(bucket))
+        return plan, part_plan
+
+    @property
+    def message_spec(self) -> PartitionSpec:
+        """The spec of a message, which differs between the devices of a replica."""
+        return PartitionSpec(self.replica.group.placement.other_axes)
+
+    def travelling(self, tree: PyTree) -> list[Any]:
+        """The leaves of a tree; None for leaves that are not sent."""
+        numbers = _leaves_of(self.plan)
+        leaves = self.plan.treedef.flatten_up_to(tree)
+        return [x if i in numbers else None for i, x in enumerate(leaves)]
+
+    def specs(
+        self, kind: Literal["spec", "rows"], plan: BucketPlan | None = None
+    ) -> list[PartitionSpec | None]:
+        """The specs of whole leaves or of their rows; None for leaves that are not sent."""
+        numbers = _leaves_of(plan or self.plan)
+        return [getattr(cut, kind) if i in numbers else None for i, cut in enumerate(self.cuts)]
+
+    def by_device(self, f: Function, in_specs: PyTree, out_specs: PyTree) -> Function:
+        """Maps a function over the devices of a replica."""
+        return by_device(self.replica.group.placement.other_axes, f, in_specs, out_specs)
+
+
+def leaves_with_shards(tree: PyTree) -> list[Any]:
+    """The leaves of a tree; a shard is a leaf."""
+    return jax.tree.leaves(tree, is_leaf=is_shard)
+
+
+def _leaves_of(plan: BucketPlan) -> set[int]:
+    return {i for bucket in plan.buckets for i in bucket.leaves}

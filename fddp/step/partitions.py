@@ -1,0 +1,59 @@
+"""The leaves that travel in several parts, because a loop over layers makes their gradients."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtyping import PyTree
+
+from fddp.buckets import Travelling, cut_in_layers, fill_buckets, fill_rounds
+from fddp.jax_internals import ClosedJaxpr
+from fddp.jaxpr import made_row_by_row, places, stacks
+from fddp.schedules import Schedule
+from fddp.step.named_schedules import ONE_PROGRAM, cuts
+from fddp.step.replica import Replica
+
+# Leaf → (loop that makes its gradient, rounds).
+Loops = Mapping[int, tuple[int, int]]
+
+
+def partitions_of(
+    replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedule
+) -> dict[int, list[Travelling]]:
+    """Finds the leaves to send in several parts, as a loop makes their gradients.
+
+    A schedule that cuts sends slices in separate messages. One program sends one part per round of
+    the loop.
+    """
+    pays_off = replica.group.placement.overlaps or replica.options.reshard_after_forward
+    in_loop = schedule in ONE_PROGRAM and pays_off and replica.group.size > 1
+    if replica.options.order == "reverse" or not (cuts(schedule) or in_loop):
+        return {}
+    chosen = replica.chosen(params)
+    by_output = made_row_by_row(program) if in_loop else stacks(program)
+    loops = {chosen[k]: stack for k, stack in by_output.items() if k < len(chosen)}
+    if replica.way.scattered:
+        loops = cut_in_layers(params, loops, replica.group.parts)
+    if not in_loop:
+        return _slices(replica, params, loops)
+    return _rounds(replica, params, loops, dict(zip(chosen, places(program))))
+
+
+def _slices(replica: Replica, params: PyTree, loops: Loops) -> dict[int, list[Travelling]]:
+    """Slices the leaves of loops."""
+    if not replica.travels.slices:
+        return {}
+    return fill_buckets(params, loops, **replica.options.bucketing)
+
+
+def _rounds(
+    replica: Replica, params: PyTree, loops: Loops, ready: Mapping[int, int]
+) -> dict[int, list[Travelling]]:
+    """Divides the leaves of loops by rounds; `ready` maps a leaf to its ready position.
+
+    Without `ready` all leaves of loops qualify. Parameters that are gathered layer by layer save
+    memory only if their gradients are scattered layer by layer.
+    """
+    if not replica.travels.rounds:
+        return {}
+    ready = {} if replica.options.reshard_after_forward else ready
+    return fill_rounds(params, loops, ready, **replica.options.bucketing)

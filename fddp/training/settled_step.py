@@ -1,0 +1,91 @@
+"""What a training step knows of itself before and after its first batch settles it."""
+
+from collections import deque
+from typing import Any
+
+from fddp.buckets import BucketPlan
+from fddp.comm import Group
+from fddp.guards import Skips, comparing
+from fddp.optim import LocalSteps, Optimizer
+from fddp.schedules import Timeline
+from fddp.step import QUORUM, Options, Replica, Settled, Training, TrainState, Use
+
+
+class SettledStep:
+    """The record of a training step: its options, and the plan once a batch has settled it."""
+
+    def __init__(
+        self, replica: Replica, optimizer: Optimizer, use: Use, training: Training | None = None
+    ) -> None:
+        self._replica = replica
+        self._optimizer = optimizer
+        self._use = use
+        self._guess: tuple[BucketPlan, TrainState] | None = None
+        self._check = comparing(replica.group, replica.options.check_replicas_every)
+        self._settled: Settled | None = None
+        self.training = training or Training()
+        self.steps = 0  # number of steps of this object
+        self.lately = deque[Timeline](maxlen=100)  # timelines of the last steps
+        self.skips = Skips()  # steps with non-finite gradients
+        self.sent: Any = None  # `StepInfo.sent` of the last step
+
+    def __repr__(self) -> str:
+        settled = self._settled
+        how = (
+            f"schedule={settled.schedule!r}, {settled.plan.summary}"
+            if settled
+            else "to be settled by the first batch"
+        )
+        warning = (
+            ", islands do not wait: not the mathematics of one replica"
+            if QUORUM in self._replica.asked
+            else ""
+        )
+        return (
+            f"TrainStep({self._replica.loss}, size={self.group.size}, "
+            f"backend={self.group.backend!r}, {how}{warning})"
+        )
+
+    @property
+    def group(self) -> Group:
+        """The replicas."""
+        return self._replica.group
+
+    @property
+    def optimizer(self) -> Any:
+        """The optax transformation; with `fddp.local_steps`, the inner one."""
+        return self._optimizer.inner if isinstance(self._optimizer, LocalSteps) else self._optimizer
+
+    @property
+    def options(self) -> Options:
+        """The options of buckets, accumulation and communication."""
+        return self._replica.options
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets of one device: DDP's guess until the first batch."""
+        return self._settled.plan if self._settled else self._guessed[0]
+
+    @property
+    def held(self) -> TrainState:
+        """Shapes and dtypes of one replica's share of the state, with pending sums once passed."""
+        return self._settled.held if self._settled else self._guessed[1]
+
+    @property
+    def settled(self) -> Settled:
+        """The plan and the programs, after the first batch."""
+        if self._settled is None:
+            raise ValueError("there is no program yet: the first batch settles it.")
+        return self._settled
+
+    @property
+    def _guessed(self) -> tuple[BucketPlan, TrainState]:
+        if self._guess is None:
+            raise ValueError("a plan exists once a state does: call step.init(params) first.")
+        return self._guess
+
+    def _expect(self, guess: BucketPlan, share: TrainState) -> None:
+        """Sets the provisional plan; drops the settled step of parameters with other shapes."""
+        if self._settled and (self.plan.leaves, self.plan.treedef) != (guess.leaves, guess.treedef):
+            self._settled = None
+        self._guess = guess, share
