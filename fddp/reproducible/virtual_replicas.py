@@ -7,7 +7,7 @@ a tree over the numbers of the virtual replicas.
 Source: EasyScale (Li et al., SC 2023).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -37,17 +37,12 @@ from fddp.schedules import (
     Schedule,
     after,
     forms_of,
-    in_order,
     on_each_device,
-    on_threads,
-    staged,
 )
 from fddp.step import WHOLE, Facts, Replica, TrainState, Way, check_no_sync, refuse
 
 # Gradients, and the tail that travels with them.
 Contribution: TypeAlias = tuple[Sequence[Array], Any]
-
-LAUNCHERS: dict[Schedule, Callable[..., Runner]] = {staged: on_threads, after: in_order}
 
 
 def virtual(count: int) -> Way:
@@ -77,7 +72,9 @@ def one_of(replica: Replica, number: Any) -> Replica:
 def _runner(schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
     group = replica.group
     make = partial(in_virtual_replicas, group.placement, *_pieces(replica, facts))
-    return LAUNCHERS[schedule](group, make, replica.options.donate, on_each_device)
+    if schedule.launch is None:  # `combinations` refuses it
+        raise ValueError("virtual_replicas needs schedule='staged' or 'after'.")
+    return schedule.launch(group, make, replica.options.donate, on_each_device)
 
 
 def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:

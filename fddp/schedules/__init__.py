@@ -6,6 +6,8 @@ ran, and simulates steps. This room imports jaxpr, buckets, comm and hooks.
 """
 
 from fddp.schedules.ahead_of_time import compiled as compiled
+from fddp.schedules.by_name import SCHEDULES as SCHEDULES
+from fddp.schedules.by_name import NamedSchedule as NamedSchedule
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.exchange_tasks import described_exchanges as described_exchanges
@@ -19,6 +21,7 @@ from fddp.schedules.one_program import held as held
 from fddp.schedules.one_program import in_one_program as in_one_program
 from fddp.schedules.one_program import scope as scope
 from fddp.schedules.one_program import unordered as unordered
+from fddp.schedules.pieces import MakeRunner as MakeRunner
 from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner

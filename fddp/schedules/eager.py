@@ -25,7 +25,7 @@ from fddp.schedules.hook_memory import promised_memory, remembered
 from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.message_order import Trial, arrival_order, orders
-from fddp.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
+from fddp.schedules.pieces import Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
 from fddp.schedules.queues import Arranged, Promise, by_kind, freed, heard, routed
@@ -35,23 +35,21 @@ from fddp.schedules.tasks import TaskList, Value
 LATE = "communication"  # the queue of messages whose sums may arrive after the step has returned
 
 
-def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
+def _eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Overlaps a step's last sums with the next step's forward pass.
 
     A step whose gradients are reduce-scattered runs staged: its gathers wait for its updates, and
     these wait for the last messages.
 
-    Args:
-      group: the replicas.
-      pieces: the step.
-      donate: True if updates may reuse the optimizer state's memory.
-
-    Returns:
-      The runner; a result that replaces an array of the state may be a `Promise`.
+    If `donate`, updates may reuse the optimizer state's memory. A result that replaces an array of
+    the state may be a `Promise`.
     """
     scattered = any(r.collective == "reduce_scatter" for r in pieces.reductions)
     gathers_first = pieces.rounds[0].kind != "compute"
     return (staged if scattered or gathers_first else with_late_sums)(group, pieces, donate)
+
+
+eager = Schedule(_eager)
 
 
 def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:

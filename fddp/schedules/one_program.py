@@ -14,7 +14,7 @@ from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.footprint import Footprint
 from fddp.schedules.lists import in_one_piece
-from fddp.schedules.pieces import MakeList, Pieces, Runner, StepInputs, StepOutputs
+from fddp.schedules.pieces import MakeList, Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_one_program
 from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
 
@@ -23,7 +23,7 @@ from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
 Hold: TypeAlias = Callable[[list[Value], int, bool], list[Value]]
 
 
-def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
+def _fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Runs one XLA program with an all-reduce per bucket; XLA overlaps where it can (GPU, TPU).
 
     If `donate`, the program may reuse the state's memory.
@@ -31,14 +31,19 @@ def fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
 
 
-def held(group: Group, pieces: Pieces, donate: bool) -> Runner:
+def _held(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Runs the program of `fused`, in which all updates wait until the last message can leave."""
     return _program(group, partial(in_one_piece, group.placement, pieces), donate, _until_the_last)
 
 
-def unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
+def _unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Runs the program of `fused`, in which XLA's scheduler orders the all-reduces."""
     return _program(group, partial(in_one_piece, group.placement, pieces), donate, _at_any_time)
+
+
+fused, held, unordered = (
+    Schedule(make, one_program=True, cuts=False) for make in (_fused, _held, _unordered)
+)
 
 
 def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:

@@ -6,6 +6,7 @@ A schedule makes a list of tasks from the pieces and launches it; the mathematic
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -104,6 +105,22 @@ class Runner(NamedTuple):
 
 
 # (group, pieces, donate) -> runner; donate: True if the step may reuse the state's memory
-Schedule: TypeAlias = Callable[[Group, Pieces, bool], Runner]
+MakeRunner: TypeAlias = Callable[[Group, Pieces, bool], Runner]
 # One replica's (state, pending, shards, rows), or their shapes -> a step's tasks.
 MakeList: TypeAlias = Callable[[Any, Any, Any, Any], TaskList]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the pieces of a step become tasks, and how these are launched."""
+
+    make: MakeRunner
+    one_program: bool = False
+    """True if the step is one XLA program."""
+    cuts: bool = True
+    """True if messages may leave before the backward pass ends."""
+    launch: Callable[..., Runner] | None = None
+    """(group, `MakeList`, donate, `MakePrograms`) → the runner of any list, if it can run any."""
+
+    def __call__(self, group: Group, pieces: Pieces, donate: bool) -> Runner:
+        return self.make(group, pieces, donate)

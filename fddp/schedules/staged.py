@@ -9,7 +9,7 @@ from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.hook_memory import remembered
 from fddp.schedules.launcher import Launcher
 from fddp.schedules.lists import in_one_piece, in_stages
-from fddp.schedules.pieces import MakeList, Pieces, Runner, StepInputs, StepOutputs
+from fddp.schedules.pieces import MakeList, Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import MakePrograms, jitted, preparing
 from fddp.schedules.queues import HERE, QueueOf, as_listed, heard, speaks
@@ -17,7 +17,7 @@ from fddp.schedules.send import side_by_side
 from fddp.schedules.tasks import TaskList
 
 
-def staged(group: Group, pieces: Pieces, donate: bool) -> Runner:
+def _staged(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Cuts the backward pass where buckets become ready, and sends them from another thread.
 
     For hosts whose XLA overlaps nothing by itself (CPU). Stages are compiled once for each shape of
@@ -26,7 +26,7 @@ def staged(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return on_threads(group, partial(in_stages, group.placement, pieces), donate)
 
 
-def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
+def _after(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Sends one all-reduce at a time after the backward pass: the baseline (paper, section 3.2.1).
 
     If `donate`, the last program may reuse the state's memory.
@@ -58,6 +58,10 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
     all_here = lambda listed: lambda task: HERE  # noqa: E731
     launcher = Launcher(group, ahead=0)
     return _launched(group, make, all_here, donate, programs, lambda: None, launcher)
+
+
+staged = Schedule(_staged, launch=on_threads)
+after = Schedule(_after, cuts=False, launch=in_order)
 
 
 def refuse_without_jit(schedule: str) -> None:

@@ -6,6 +6,8 @@ All other pairs work. `docs/combinations.md` shows the same table.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fddp.schedules import SCHEDULES
+
 AXES = "a replica of several devices"
 FUNCTION = "a function in place of parameters"
 LOCAL = "fddp.local_steps"
@@ -126,7 +128,7 @@ PAIRS = (
             "give schedule='staged' or 'after'",
         )
         for schedule in (
-            *(f"schedule={name!r}" for name in ("fused", "held", "unordered", "eager")),
+            *(f"schedule={name!r}" for name, x in SCHEDULES.items() if x.launch is None),
             OWN_SCHEDULE,
         )
     ),
@@ -186,7 +188,7 @@ PAIRS = (
     # schedules and hooks
     *(
         Pair(schedule, AXES, "the program of one device is cut", "use schedule='fused'")
-        for schedule in ("schedule='staged'", "schedule='eager'")
+        for schedule in (f"schedule={name!r}" for name, x in SCHEDULES.items() if x.cuts)
     ),
     Pair(
         WHOLE_LEAVES,

@@ -25,11 +25,10 @@ from fddp.jaxpr import (
     touched_rows,
 )
 from fddp.losses import unjoined
-from fddp.schedules import Schedule, described_exchanges, shorter_loops, staged
+from fddp.schedules import SCHEDULES, Schedule, described_exchanges, shorter_loops, staged
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
-from fddp.step.named_schedules import ONE_PROGRAM, SCHEDULES, cuts
 from fddp.step.options import name_of
 from fddp.step.partitions import partitions_of
 from fddp.step.replica import Replica
@@ -78,13 +77,13 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     partitions = partitions_of(replica, state.params, program, schedule)
     sliced = (
         _in_slices(replica, program, chosen, partitions)
-        if partitions and cuts(schedule)
+        if partitions and schedule.cuts
         else program
     )
     units = [partitions.get(i, [Travelling(i)]) for i in range(len(jax.tree.leaves(state.params)))]
     trained_units = [unit for i in chosen for unit in units[i]]
     exchanges = (
-        described_exchanges(replica.group.placement, program, len(chosen)) if cuts(schedule) else []
+        described_exchanges(replica.group.placement, program, len(chosen)) if schedule.cuts else []
     )
     # The program determines when a parameter is gathered, so that all ranks need the same one.
     regathers = replica.options.reshard_after_forward and replica.group.processes > 1
@@ -104,7 +103,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
         spoken=exchanges + gathers,
         digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
         program=text_digest(program)
-        if partitions and schedule in ONE_PROGRAM and replica.group.processes > 1
+        if partitions and schedule.one_program and replica.group.processes > 1
         else "",
     )
 
@@ -212,7 +211,7 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
     if callable(schedule):
-        return schedule
+        return schedule if isinstance(schedule, Schedule) else Schedule(schedule)
     if schedule != "auto":
         return SCHEDULES[schedule]
     # Over MPI a replica computes on JAX's default device.

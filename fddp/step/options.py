@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 from fddp.buckets import Caps, Groups, check_caps, group_keys
 from fddp.hooks import Hook
 from fddp.optim import check_needs
-from fddp.schedules import Schedule
+from fddp.schedules import MakeRunner
 from fddp.step.combinations import OWN_SCHEDULE, WHOLE_LEAVES, refuse
 from fddp.step.foreign_options import refuse_unknown
 from fddp.wording import check_whole
@@ -54,7 +54,7 @@ class OptionArguments(TypedDict, total=False):
     ignore: Ignore | None
     skip_nonfinite: bool
     check_replicas_every: int
-    schedule: ScheduleName | Schedule
+    schedule: ScheduleName | MakeRunner
     shard: Shared | None
     reshard_after_forward: bool
     virtual_replicas: int | None
@@ -139,7 +139,7 @@ class Options:
     ignore: Ignore | None = field(default=None, repr=False)
     skip_nonfinite: bool = False
     check_replicas_every: int = 0
-    schedule: ScheduleName | Schedule = "auto"
+    schedule: ScheduleName | MakeRunner = "auto"
     shard: Shared | None = None
     reshard_after_forward: bool = False
     virtual_replicas: int | None = None

@@ -9,7 +9,6 @@ from fddp.buckets import Travelling, cut_in_layers, fill_buckets, fill_rounds
 from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import made_row_by_row, places, stacks
 from fddp.schedules import Schedule
-from fddp.step.named_schedules import ONE_PROGRAM, cuts
 from fddp.step.replica import Replica
 
 # Leaf → (loop that makes its gradient, rounds).
@@ -25,8 +24,8 @@ def partitions_of(
     the loop.
     """
     pays_off = replica.group.placement.overlaps or replica.options.reshard_after_forward
-    in_loop = schedule in ONE_PROGRAM and pays_off and replica.group.size > 1
-    if replica.options.order == "reverse" or not (cuts(schedule) or in_loop):
+    in_loop = schedule.one_program and pays_off and replica.group.size > 1
+    if replica.options.order == "reverse" or not (schedule.cuts or in_loop):
         return {}
     chosen = replica.chosen(params)
     by_output = made_row_by_row(program) if in_loop else stacks(program)

@@ -18,12 +18,14 @@ from fddp.buckets import BucketPlan, Caps
 from fddp.comm import verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import compile_to_read
-from fddp.schedules import Timeline
+from fddp.schedules import SCHEDULES, NamedSchedule, Timeline
 from fddp.step import ScheduleName, TrainState
 from fddp.training import TrainStep
 from fddp.wording import table
 
-ONE_PROGRAM: tuple[ScheduleName, ...] = ("fused", "held", "unordered")
+ONE_PROGRAM: tuple[NamedSchedule, ...] = tuple(
+    name for name, x in SCHEDULES.items() if x.one_program
+)
 # Large buckets, and equal ones without a smaller first and last bucket.
 CAPS_MB: tuple[Caps, ...] = (100, (16,))
 
