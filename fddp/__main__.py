@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import jax
 import optax
+from jaxtyping import PyTree
 
 import fddp
 from fddp.analysis.auditing.device_memory import memory_table
@@ -71,7 +72,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     workload = read_workload(args.model, args.rows)
 
-    def loss(params: Any, batch: Any, model_state: Any) -> Any:
+    def loss(params: PyTree, batch: PyTree, model_state: PyTree) -> Any:
         state = {} if model_state is None else {"model_state": model_state}
         return workload.loss_fn(params, batch, **state)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.comm import AXIS
 from fddp.jax_internals import rows_here
@@ -74,12 +75,12 @@ class Checked(NamedTuple):
 
 def check(
     loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
+    params: PyTree,
+    batch: PyTree,
     *,
     has_aux: bool = False,
-    model_state: Any = None,
-    rng: Any = None,
+    model_state: PyTree = None,
+    rng: PyTree = None,
     axis_name: str = AXIS,
 ) -> Checked:
     """Checks if a loss is a mean over its rows, so that replicas may divide them.
@@ -129,7 +130,7 @@ def check(
     names = [leaf_name(paths[i]) for i in chosen]
 
     @jax.jit
-    def mean_of(shards: Any, key: Any) -> list[Any]:
+    def mean_of(shards: PyTree, key: Any) -> list[Any]:
         """Returns the mean gradients of replicas, from one shard of the rows per replica."""
         start = Pending(None, model_state, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
         sums_of = lambda x: contribute(objective, chosen, params, start, key, x).sums  # noqa: E731
@@ -193,6 +194,6 @@ def _factor(full: list[jax.Array], halves: list[list[jax.Array]]) -> float | Non
     return factor if proportional and factor > 1.5 else None
 
 
-def _another(rng: Any) -> Any:
+def _another(rng: PyTree) -> Any:
     is_key = lambda x: jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(lambda x: jax.random.fold_in(x, 1) if is_key(x) else x, rng)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from fddp.analysis.workload import read_model
 from fddp.comm import mesh_group
@@ -133,6 +134,6 @@ def _problem(model: str | None, rows: int) -> tuple[Callable[..., Any], tuple[An
     return loss_fn, (jax.tree.map(np.float32, params), None), batches
 
 
-def _digest(tree: Any) -> str:
+def _digest(tree: PyTree) -> str:
     data = b"".join(np.asarray(x).tobytes() for x in jax.device_get(jax.tree.leaves(tree)))
     return hashlib.sha256(data).hexdigest()[:16]

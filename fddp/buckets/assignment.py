@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf, MiB, place_scalars
@@ -21,7 +22,7 @@ Caps: TypeAlias = float | Sequence[float]
 
 
 def make_plan(
-    tree: Any,
+    tree: PyTree,
     *,
     order: Sequence[int] | None = None,
     bucket_cap_mb: Caps = 25,

@@ -12,6 +12,7 @@ tensor-parallel dim.
 from typing import Any
 
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from fddp.buckets.by_device import by_device
 from fddp.buckets.messages import Messages, add_tail, take_tail
@@ -20,7 +21,7 @@ from fddp.buckets.plan import BucketPlan
 
 
 def pack_device_parts(
-    axes: tuple[str, ...], plan: BucketPlan, tree: Any, tail: Any, where: Any
+    axes: tuple[str, ...], plan: BucketPlan, tree: PyTree, tail: Any, where: Any
 ) -> Messages:
     """Packs gradients and tail into messages, on each device along `axes` its own parts.
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets.assignment import Caps, make_plan
 from fddp.buckets.groups import Groups, group_keys
@@ -15,7 +16,7 @@ from fddp.buckets.table_rows import plan_with_table_rows
 
 
 def fill_buckets(
-    tree: Any,
+    tree: PyTree,
     loops: Mapping[int, tuple[int, int]],
     *,
     groups: Groups | None = None,
@@ -51,7 +52,7 @@ def fill_buckets(
 
 
 def fill_rounds(
-    tree: Any,
+    tree: PyTree,
     loops: Mapping[int, tuple[int, int]],
     places: Mapping[int, int],
     *,
@@ -93,7 +94,7 @@ def fill_rounds(
 
 
 def cut_in_layers(
-    tree: Any, loops: Mapping[int, tuple[int, int]], num_shards: int
+    tree: PyTree, loops: Mapping[int, tuple[int, int]], num_shards: int
 ) -> dict[int, tuple[int, int]]:
     """Selects the leaves of loops whose shards are cut layer by layer: others have no slices."""
     leaves = jax.tree.leaves(tree)
@@ -105,7 +106,7 @@ def cut_in_layers(
 
 
 def plan_with_slices(
-    tree: Any,
+    tree: PyTree,
     touched: Mapping[int, int],
     replicas: int,
     *,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from fddp.comm.allgatherv import gather_bytes
 from fddp.wording import leaf_name
@@ -81,7 +82,7 @@ def nothing_to_compare(result: object) -> tuple[str, ...]:
     return ()
 
 
-def described(title: str, tree: Any) -> list[str]:
+def described(title: str, tree: PyTree) -> list[str]:
     """Describes a tree by one line for each leaf: title, path, dtype and shape."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     words = [(title, leaf_name(path), _form(x)) for path, x in named]

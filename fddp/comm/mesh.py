@@ -55,16 +55,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
             f"the mesh has axes {', '.join(map(str, mesh.axis_names))}, none is {axis_name!r}."
         )
     axis = mesh.axis_names.index(axis_name)
-    replicas = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.shape[axis_name], -1)
-    owner_sets = [{device.process_index for device in replica} for replica in replicas]
-    for number, owner_set in enumerate(owner_sets):
-        if len(owner_set) > 1:
-            raise ValueError(
-                f"replica {number} of the axis {axis_name!r} is spread over processes "
-                f"{sorted(owner_set)}, and a process brings the rows of whole replicas: let the "
-                "other axes of the mesh lie inside of processes."
-            )
-    owners = [process for (process,) in owner_sets]
+    owners = _replica_owners(mesh, axis_name)
     processes = list(dict.fromkeys(owners))
     if jax.process_index() not in processes:
         raise ValueError(
@@ -121,6 +112,23 @@ def _lane(devices: frozenset[Any]) -> Lane:
     """Returns one lane for all groups of the same devices, as XLA has one Gloo communicator."""
     del devices
     return Lane()
+
+
+def _replica_owners(mesh: Mesh, axis_name: str) -> list[int]:
+    """Returns the process of each replica; raises ValueError if a replica has several."""
+    axis = mesh.axis_names.index(axis_name)
+    replicas = np.moveaxis(mesh.devices, axis, 0).reshape(mesh.shape[axis_name], -1)
+    owners = list[int]()
+    for number, replica in enumerate(replicas):
+        process, *more = sorted({device.process_index for device in replica})
+        if more:
+            raise ValueError(
+                f"replica {number} of the axis {axis_name!r} is spread over processes "
+                f"{[process, *more]}, and a process brings the rows of whole replicas: let the "
+                "other axes of the mesh lie inside of processes."
+            )
+        owners.append(process)
+    return owners
 
 
 def world_group(devices: Sequence[Any]) -> Group:

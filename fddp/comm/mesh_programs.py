@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike
 from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS, over_axes
@@ -61,13 +62,13 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         places: Any = jax.tree.map(sharding, specs)
         return jax.jit(spread, **places, donate_argnums=tuple(donate), compiler_options=options)
 
-    def place(tree: Any, where: PartitionSpec) -> Any:
+    def place(tree: PyTree, where: PartitionSpec) -> Any:
         if single:
             return placed_alike(tree, sharding(where))
         # The parts of an array stay on their devices of a replica.
         return jax.tree.map(lambda x: placed(x, sharding(_with_replicas(where, spec(x)))), tree)
 
-    def feed(rows: Any) -> Any:
+    def feed(rows: PyTree) -> Any:
         # A program copies a host's arrays by itself, and much faster, if they are on no other host.
         if fed_by_programs and not _committed(rows):
             return rows
@@ -146,6 +147,6 @@ def _without(entry: Any, axis_name: str) -> Any:
     return None if entry == axis_name else entry
 
 
-def _committed(tree: Any) -> bool:
+def _committed(tree: PyTree) -> bool:
     """Returns True if the user has put an array of the tree on a device."""
     return any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(tree))

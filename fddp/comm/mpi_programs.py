@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from fddp.comm.communicator import mpi_communicator
 from fddp.comm.mpi_words import mpi_words
@@ -48,7 +49,7 @@ def mpi_placement(comm: Any) -> Placement:
 
         return jax.jit(run, donate_argnums=tuple(donate))
 
-    def place(tree: Any, spec: PartitionSpec) -> Any:
+    def place(tree: PyTree, spec: PartitionSpec) -> Any:
         del spec
         return placed_alike(tree, sharding)
 

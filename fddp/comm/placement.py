@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
 
 from fddp.jax_internals import (
     MESH_ERRORS,
@@ -150,17 +151,17 @@ def _form(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
 
 
-def add_replica_dim(tree: Any) -> Any:
+def add_replica_dim(tree: PyTree) -> Any:
     """Adds a first dim for replicas to one replica's arrays, as outputs of its program."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def drop_replica_dim(tree: Any) -> Any:
+def drop_replica_dim(tree: PyTree) -> Any:
     """Drops the first dim of replicas: the inverse of `add_replica_dim`."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def of_one_replica(tree: Any, replicas: int) -> Any:
+def of_one_replica(tree: PyTree, replicas: int) -> Any:
     """Returns one replica's shapes and JAX dtypes of arrays with all replicas' rows along dim 0."""
 
     def form(x: Any) -> jax.ShapeDtypeStruct:
@@ -170,12 +171,12 @@ def of_one_replica(tree: Any, replicas: int) -> Any:
     return jax.tree.map(form, tree)
 
 
-def specs(placement: Placement, tree: Any) -> Any:
+def specs(placement: Placement, tree: PyTree) -> Any:
     """Returns the spec of each leaf along the other axes."""
     return jax.tree.map(placement.spec, tree)
 
 
-def device_parts(placement: Placement, tree: Any) -> Any:
+def device_parts(placement: Placement, tree: PyTree) -> Any:
     """Returns shape and dtype of one device's part of each array."""
 
     def part(x: Any) -> jax.ShapeDtypeStruct:
@@ -185,7 +186,7 @@ def device_parts(placement: Placement, tree: Any) -> Any:
     return jax.tree.map(part, tree)
 
 
-def laid_out(placement: Placement, tree: Any, where: Any) -> Any:
+def laid_out(placement: Placement, tree: PyTree, where: Any) -> Any:
     """Constrains arrays inside a program to the specs `where` along the other axes; see `specs`."""
     if not placement.other_axes:
         return tree
@@ -206,7 +207,7 @@ def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
     return True not in [part.is_deleted() for x in arrays for part in parts_here(x)]
 
 
-def placed_alike(tree: Any, sharding: Sharding) -> Any:
+def placed_alike(tree: PyTree, sharding: Sharding) -> Any:
     """Places all of this process's arrays with one sharding."""
     return jax.tree.map(lambda x: placed(x, sharding), tree)
 

@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.comm import Group, described, gather_bytes, verify
 from fddp.jax_internals import rows_here
 from fddp.runtime import group_of
 
 
-def gather_rows(tree: Any, *, group: Group | None = None) -> Any:
+def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
     """Concatenates the rows of all ranks, in order of rank, on every rank; every rank calls it.
 
     Args:

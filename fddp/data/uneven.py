@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.comm import Group
 from fddp.jax_internals import rows_here
@@ -107,7 +108,7 @@ def _rounds(
         yield _joined(last, rows, batch is not EXHAUSTED, divisor, leads)
 
 
-def _joined(batch: Any, rows: int, active: bool, divisor: float, leads: bool) -> Joined:
+def _joined(batch: PyTree, rows: int, active: bool, divisor: float, leads: bool) -> Joined:
     leading = np.zeros(rows, bool)
     leading[:1] = leads  # the replica with this process's first row leads
     return Joined(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fddp.hlo.device_groups import Devices, device_groups
 from fddp.hlo.flops import work
-from fddp.hlo.module import Array, Computation, Instruction, Module, Schedule
+from fddp.hlo.module import Array, Computation, ComputationSchedule, Instruction, Module
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -80,7 +80,7 @@ def find_collectives(module: Module) -> tuple[Collective, ...]:
     )
 
 
-def _of_schedule(module: Module, schedule: Schedule) -> list[Collective]:
+def _of_schedule(module: Module, schedule: ComputationSchedule) -> list[Collective]:
     lines = schedule.lines
     works = [work(module, line, computation) for line, computation in lines]
     done_positions = {

@@ -105,7 +105,7 @@ Computation = dict[str, Instruction]
 """Instructions by name, in order."""
 
 
-class Schedule(NamedTuple):
+class ComputationSchedule(NamedTuple):
     """Instructions in order of their start, each with its computation."""
 
     lines: tuple[tuple[Instruction, Computation], ...]
@@ -126,7 +126,7 @@ class Module:
     scheduled: bool
     """True if the order of instructions is the order in which they start."""
 
-    def schedules(self) -> Iterator[Schedule]:
+    def schedules(self) -> Iterator[ComputationSchedule]:
         """Yields the schedule of the program, then those of the bodies of its loops and branches.
 
         Calls are inlined. A loop or a conditional is a single line.
@@ -135,7 +135,7 @@ class Module:
         while pending:
             name, loops, rounds, branches = pending.pop(0)
             lines = list(self.lines(name))
-            yield Schedule(tuple(lines), loops, rounds, branches)
+            yield ComputationSchedule(tuple(lines), loops, rounds, branches)
             for line, _ in lines:
                 if line.opcode == "while":
                     pending += [

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan, Message, check_plan, pack, unpack
 from fddp.comm import Group, axis_communicator
@@ -16,7 +17,7 @@ from fddp.hooks.reductions import reductions, summed
 
 
 def all_reduce(
-    tree: Any,
+    tree: PyTree,
     plan: BucketPlan,
     *,
     axis_name: str | None = None,

@@ -12,6 +12,7 @@ from itertools import count as count_up
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var
 from fddp.jaxpr.equations import cheap, straighten
@@ -20,7 +21,7 @@ from fddp.jaxpr.leaves import differentiable, join_leaves, split_leaves
 from fddp.wording import check_has
 
 
-def grad_order(loss_fn: Callable[..., Any], params: Any, *args: Any) -> tuple[int, ...]:
+def grad_order(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> tuple[int, ...]:
     """Finds the order in which the gradients of a loss become ready, from its program.
 
     Args:

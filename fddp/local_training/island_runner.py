@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
 from fddp.local_training.island_state import Island, island_of
@@ -50,7 +51,7 @@ def islands(steps: LocalSteps, inner: Way, join_keeper: JoinKeeper | None) -> Wa
     )
 
 
-def _check_batch(replica: Replica, batch: Any, rows: int) -> None:
+def _check_batch(replica: Replica, batch: PyTree, rows: int) -> None:
     del rows
     if isinstance(batch, Joined):
         refuse(replica.asked | {"fddp.join": "fddp.join"})
@@ -136,7 +137,7 @@ def island_runner(
         full_state = insert_shards(inputs.state, inputs.shards)
         return local.lower(_local_inputs(inputs, full_state))  # type: ignore
 
-    def tasks(state: TrainState, pending: Any, shards: Any, rows: Any) -> Any:
+    def tasks(state: TrainState, pending: PyTree, shards: PyTree, rows: PyTree) -> Any:
         if together_is_due(state):
             return synchronous.tasks(state, pending, shards, rows)
         bare, local_shards = _bare(insert_shards(state, shards))

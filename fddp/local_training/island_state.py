@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import Shard, is_shard, of_rows, own_part
 from fddp.comm import Group
@@ -65,11 +66,11 @@ class Island:
         params = with_trained(state.params, self._put(trained, mixed))
         return state._replace(params=params, opt_state=opt_state)
 
-    def _trained(self, params: Any) -> Any:
+    def _trained(self, params: PyTree) -> Any:
         """Replaces untrained parameters by None."""
         return jax.tree.map(lambda x: x if is_shard(x) else None, params, is_leaf=is_shard)
 
-    def _whole(self, tree: Any) -> list[np.ndarray]:
+    def _whole(self, tree: PyTree) -> list[np.ndarray]:
         """Copies the island's arrays to the host, gathered from shards."""
 
         def whole(x: Shard) -> np.ndarray:
@@ -140,7 +141,7 @@ def version_of(state: TrainState) -> int:
     return int(_here(state.opt_state.version))
 
 
-def copy_leaves(tree: Any) -> list[np.ndarray]:
+def copy_leaves(tree: PyTree) -> list[np.ndarray]:
     """Copies arrays that each replica of an island holds whole to the host."""
     return [_here(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
 

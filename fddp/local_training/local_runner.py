@@ -5,6 +5,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PyTree
 
 from fddp.comm import Group, nothing_to_compare, verify
 from fddp.hooks import Hook
@@ -56,7 +57,7 @@ def local_way(steps: LocalSteps, inner: Way) -> Way:
     )
 
 
-def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, params: Any) -> str:
+def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, params: PyTree) -> str:
     if steps.start and replica.options.shard == "state":
         raise ValueError(
             f"local_steps: start={steps.start} cannot go with shard='state', as the parameters "
@@ -76,7 +77,7 @@ def _seen(replica: Replica, state: TrainState) -> TrainState:
     return state._replace(opt_state=state.opt_state.inner)
 
 
-def _remembers(steps: LocalSteps, replica: Replica, hook: Hook, forms: Any) -> Any:
+def _remembers(steps: LocalSteps, replica: Replica, hook: Hook, forms: PyTree) -> Any:
     island_size = steps.replicas(replica.group.parts)
     return first_memory(
         hook, forms, island_size, RANGE, averages=bool(steps.start) or island_size > 1
@@ -88,9 +89,9 @@ def _accumulate(
     inner: Way,
     replica: Replica,
     state: TrainState,
-    shards: Any,
+    shards: PyTree,
     pending: Pending | None,
-    rows: Any,
+    rows: PyTree,
 ) -> tuple[Pending, Sums]:
     view = own_view(state, shards)
     if steps.replicas(replica.group.parts) == 1 and not inner.apart:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import at_least
 from fddp.jax_internals import host_cpu, without_context_mesh
@@ -80,14 +81,14 @@ def merge(
     )
 
 
-def first_shared(steps: LocalSteps, params: Any) -> SharedParams:
+def first_shared(steps: LocalSteps, params: PyTree) -> SharedParams:
     """Initializes the shared parameters and the state of the outer optimizer, on the host."""
     hosted = jax.tree.map(np.asarray, params)
     outer = [np.asarray(x) for x in jax.tree.leaves(steps.outer.init(hosted))]
     return SharedParams(0, jax.tree.leaves(hosted), outer)
 
 
-def merging_of(steps: LocalSteps, params: Any) -> Merging:
+def merging_of(steps: LocalSteps, params: PyTree) -> Merging:
     """Builds the two programs, uncompiled."""
     tree = jax.tree.structure(params)
     state_tree = jax.tree.structure(jax.eval_shape(steps.outer.init, params))

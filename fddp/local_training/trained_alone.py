@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fddp.buckets import Messages
 from fddp.comm import add_replica_dim, drop_replica_dim
@@ -50,17 +51,17 @@ def by_itself(replica: Replica, facts: Facts) -> Pieces:
     solo = replace(replica, options=replace(replica.options, broadcast_buffers=False))
 
     def backward(
-        state: TrainState, pending: Pending | None, rows: Any, *nothing: Any
+        state: TrainState, pending: Pending | None, rows: PyTree, *nothing: Any
     ) -> tuple[Messages, Any]:
         sums, saved = solo.local(lambda a, b: (a, b), state, pending, rows)  # type: ignore
         return NOTHING, (add_replica_dim(sums), saved)
 
-    def unpacked(sums: Any) -> tuple[list[Any], Any]:
+    def unpacked(sums: PyTree) -> tuple[list[Any], Any]:
         grads, tail = sums
         return plan.treedef.flatten_up_to(grads), tail
 
     def finish(
-        state: TrainState, shards: Any, messages: Messages, saved: Any, nbytes: jax.Array
+        state: TrainState, shards: PyTree, messages: Messages, saved: PyTree, nbytes: jax.Array
     ) -> tuple[Any, Any]:
         sums, saved = saved
         no_bytes = jnp.zeros(len(plan.messages), jnp.uint32)

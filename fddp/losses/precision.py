@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from fddp.losses.objective import check_callable
 
@@ -54,7 +55,7 @@ def mixed_precision(
         )
 
     @wraps(loss_fn)
-    def cast_loss(params: Any, batch: Any, **extra: Any) -> Any:
+    def cast_loss(params: PyTree, batch: PyTree, **extra: Any) -> Any:
         params, batch = jax.tree.map(lambda x: x.astype(dtype) if _float(x) else x, (params, batch))
         return _returned(loss_fn(params, batch, **extra), extra.get("model_state"))
 
@@ -68,7 +69,7 @@ def _is_float_dtype(dtype: DTypeLike | None) -> bool:
         return False
 
 
-def _returned(value: Any, model_state: Any) -> Any:
+def _returned(value: Any, model_state: PyTree) -> Any:
     """Widens the results of a loss to float32, and casts buffers to the dtypes of its inputs."""
     exact = jax.tree.map(
         lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _float(x) else x, value
@@ -79,7 +80,7 @@ def _returned(value: Any, model_state: Any) -> Any:
     return exact
 
 
-def _as_given(model_state: Any, buffers: Any) -> Any:
+def _as_given(model_state: PyTree, buffers: Any) -> Any:
     if jax.tree.structure(model_state) != jax.tree.structure(buffers):
         return buffers  # the step raises an error
     return jax.tree.map(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fddp.comm import verify
 from fddp.jax_internals import without_context_mesh
@@ -217,7 +218,7 @@ def measure(step: "TrainStep", state: TrainState, batches: Iterable[Any]) -> Mea
         refuse({QUORUM: QUORUM, "fddp.measure": "fddp.measure"})
     current = without_context_mesh(jax.jit(partial(jax.tree.map, jnp.copy)))(state)
 
-    def run(batch: Any) -> Any:
+    def run(batch: PyTree) -> Any:
         nonlocal current
         current, info = step(current, batch)
         # A step of several programs returns at its end, or leaves pending work to the next (eager).

@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 
-def optimizer_laid_out(axes: tuple[str, ...], opt_state: Any, params: Any, param_specs: Any) -> Any:
+def optimizer_laid_out(
+    axes: tuple[str, ...], opt_state: PyTree, params: PyTree, param_specs: Any
+) -> Any:
     """Constrains the layout of an optimizer's state along the mesh axes inside a replica.
 
     An array of its parameter's shape gets the spec of that parameter; all others are replicated.
@@ -33,7 +36,7 @@ def optimizer_laid_out(axes: tuple[str, ...], opt_state: Any, params: Any, param
 
 
 def map_state(
-    map_params: Callable[..., Any], map_leaf: Callable[..., Any], params: Any, *states: Any
+    map_params: Callable[..., Any], map_leaf: Callable[..., Any], params: PyTree, *states: Any
 ) -> Any:
     """Maps one function over the subtrees of optimizer states like `params`, another over all other
     leaves, such as step counts.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import Follows, Kind, Same, Whole, result_kinds, stays
@@ -34,7 +35,7 @@ class Divided(NamedTuple):
     """Leaf with an indivisible update → the reason."""
 
 
-def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SCALAR) -> Divided:
+def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any = SCALAR) -> Divided:
     """Divides an optimizer's update over ranks, as far as its program allows.
 
     `params` and `loss`, the mean loss for optimizers with an argument `value`, may be
@@ -53,7 +54,7 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
     {0: 'concatenate of several leaves', 1: 'concatenate of several leaves'}
     """
 
-    def call(grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
+    def call(grads: PyTree, opt_state: PyTree, params: PyTree, value: Any) -> Any:
         return updates_of(optimizer, grads, opt_state, params, value=value, grad=grads)
 
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
@@ -82,7 +83,7 @@ def divided(optimizer: optax.GradientTransformation, params: Any, loss: Any = SC
     return Divided(program, inputs, home, refused)
 
 
-def kinds_of_state(opt_state: Any, params: Any, param_kinds: Any = None) -> Any:
+def kinds_of_state(opt_state: PyTree, params: PyTree, param_kinds: Any = None) -> Any:
     """Finds the kind of each array of an optimizer's state.
 
     An array for a parameter lies in parts as the parameter does; a single number is equal on all
@@ -119,7 +120,7 @@ def _alike(after: Kind, before: Kind) -> Kind:
     return after
 
 
-def _kinds(tree: Any) -> list[Kind]:
+def _kinds(tree: PyTree) -> list[Kind]:
     return [
         x
         for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Kind))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fddp.optim.layout import map_state
 from fddp.wording import check_whole
@@ -61,7 +62,7 @@ def read_periods(every: Any, delay: int) -> Periods:
     )
 
 
-def fields_of(opt_state: Any, params: Any) -> dict[str, tuple[int, ...]]:
+def fields_of(opt_state: PyTree, params: PyTree) -> dict[str, tuple[int, ...]]:
     """Maps the name of each field of an optimizer's state to the positions of its float leaves.
 
     Fields inside the parameters do not count.
@@ -86,7 +87,7 @@ def fields_of(opt_state: Any, params: Any) -> dict[str, tuple[int, ...]]:
     return {name: numbers for name, numbers in positions.items() if numbers}
 
 
-def check_fields(periods: tuple[tuple[str, int], ...], opt_state: Any, params: Any) -> None:
+def check_fields(periods: tuple[tuple[str, int], ...], opt_state: PyTree, params: PyTree) -> None:
     """Raises ValueError if a period names a field that the optimizer's state lacks."""
     positions = fields_of(opt_state, params)
     for name, _ in periods:

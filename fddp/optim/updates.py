@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from fddp.jaxpr import inputs_of_outputs
 from fddp.optim.layout import map_state, masked
@@ -36,9 +37,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def update(
     optimizer: optax.GradientTransformation,
-    grads: Any,
-    opt_state: Any,
-    params: Any,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
     used: Any = None,
     *,
     value: Any = None,
@@ -95,7 +96,7 @@ def update(
     )
 
 
-def check_needs(optimizer: Optimizer, params: Any = None) -> None:
+def check_needs(optimizer: Optimizer, params: PyTree = None) -> None:
     """Raises TypeError if an optimizer requires arguments that a step lacks; nothing is computed.
 
     Line searches, for example, require a function of the loss, and some optimizers the gradient of
@@ -108,7 +109,7 @@ def check_needs(optimizer: Optimizer, params: Any = None) -> None:
         _check_needs(transformation, params)
 
 
-def _check_needs(optimizer: optax.GradientTransformation, params: Any) -> None:
+def _check_needs(optimizer: optax.GradientTransformation, params: PyTree) -> None:
     if params is None:
         made_up: Any = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -147,7 +148,7 @@ def _check_needs(optimizer: optax.GradientTransformation, params: Any) -> None:
 
 
 def updates_of(
-    optimizer: Any, grads: Any, opt_state: Any, params: Any, **extra_args: Any
+    optimizer: Any, grads: PyTree, opt_state: PyTree, params: PyTree, **extra_args: Any
 ) -> tuple[Any, Any]:
     """Calls an update with the extra arguments it accepts: some transformations raise on others."""
     while True:
@@ -163,8 +164,8 @@ def updates_of(
 def _first_updates(
     optimizer: optax.GradientTransformation,
     functions: dict[str, Callable[..., Any]],
-    grads: Any,
-    params: Any,
+    grads: PyTree,
+    params: PyTree,
 ) -> Any:
     extra_args = {"value": jnp.zeros(()), "grad": grads} | functions
     return updates_of(optimizer, grads, optimizer.init(params), params, **extra_args)[0]
@@ -177,7 +178,7 @@ def _missing(message: str) -> str:
     return " and ".join(name for name in names if name not in ("value", "grad"))
 
 
-def _other_form(updates: Any, params: Any) -> str:
+def _other_form(updates: PyTree, params: PyTree) -> str:
     """Describes the gradients that an update requires, if its updates have other shapes than the
     parameters; else ''."""
     new, new_tree = jax.tree.flatten(updates)
@@ -194,6 +195,6 @@ def _other_form(updates: Any, params: Any) -> str:
     )
 
 
-def _fast(params: Any) -> Any:
+def _fast(params: PyTree) -> Any:
     """Returns the parameters with gradients: all but the slow ones of `optax.LookaheadParams`."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.comm import Placement, merges, of_one_replica, trace
 from fddp.jaxpr import arrivals, ready_order
@@ -71,9 +72,9 @@ def in_virtual_replicas(
     pieces: Pieces,
     tree: Tree,
     state: Any,
-    pending: Any,
-    shards: Any,
-    rows: Any,
+    pending: PyTree,
+    shards: PyTree,
+    rows: PyTree,
 ) -> TaskList:
     """Lists one virtual replica after the other; a message leaves once the last has contributed.
 
@@ -130,7 +131,7 @@ def in_virtual_replicas(
 
     first = cache(lambda: placement.each(tree.first()))
 
-    def enter(state: Any, pending: Any, shards: Any, rows: Any) -> dict[Value, Any]:
+    def enter(state: Any, pending: PyTree, shards: PyTree, rows: PyTree) -> dict[Value, Any]:
         arrays = map(placement.each, jax.tree.leaves((state, rows)))
         return dict(zip([*state_names, *row_names], arrays)) | {FIRST: first()}
 

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
     Messages,
@@ -88,13 +88,13 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
     # XLA may add in more than 16 bits within a program, or not.
     wide = widened(plan, np.float32)
 
-    def contribution(state: TrainState, rows: Any, number: Array) -> tuple[Contribution, Any]:
+    def contribution(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs: Any
         outputs, saved = one_of(replica, number).local(lambda *x: x, state, None, rows)  # type: ignore
         grads = plan.treedef.flatten_up_to(outputs[0])
         return ([grads[i] for i in leaves], outputs[1]), saved
 
-    def contribute(state: TrainState, rows: Any, number: Array) -> tuple[Contribution, Any]:
+    def contribute(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs, saved = contribution(state, rows, number)
         return _widened(outputs), saved
 
@@ -119,7 +119,7 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
         return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
 
     def finish(
-        state: TrainState, shards: Any, sums: Contribution, saved: Any, nbytes: Array
+        state: TrainState, shards: PyTree, sums: Contribution, saved: PyTree, nbytes: Array
     ) -> tuple[Any, Any]:
         grads = dict(zip(leaves, sums[0]))
         received = [grads.get(i) for i in range(plan.treedef.num_leaves)], sums[1]
@@ -159,7 +159,7 @@ def _seen(replica: Replica, state: TrainState) -> TrainState:
     return WHOLE.seen(replica, state)
 
 
-def _check_slices(replica: Replica, batch: Any, rows: int) -> None:
+def _check_slices(replica: Replica, batch: PyTree, rows: int) -> None:
     """Checks that virtual replicas have as many rows as in the first batch.
 
     `rows` is their number in a micro-batch of a virtual replica. Raises ValueError if a rank may be

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import sub_byte
 from fddp.comm import Placement, of_one_replica
@@ -155,7 +156,7 @@ def _donatable(task: Compute, free: Sequence[Value], forms: Mapping[Value, Any])
     return positions
 
 
-def _shapes(tree: Any) -> list[tuple[tuple[int, ...], Any]]:
+def _shapes(tree: PyTree) -> list[tuple[tuple[int, ...], Any]]:
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 

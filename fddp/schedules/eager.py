@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import Messages
 from fddp.comm import MOST, Group
@@ -125,7 +126,9 @@ def _only_plain_sums(pieces: Pieces) -> bool:
 def _with_known_bytes(group: Group, pieces: Pieces) -> Pieces:
     """Reports the bytes of plain sums before they leave, so that no update waits for them."""
 
-    def finish(state: Any, shards: Any, sums: Messages, saved: Any, nbytes: Any) -> tuple[Any, Any]:
+    def finish(
+        state: Any, shards: PyTree, sums: Messages, saved: PyTree, nbytes: Any
+    ) -> tuple[Any, Any]:
         del nbytes
         known_bytes = [
             min(plain_bytes(group.communicator, reduction, x.size, x.dtype), MOST)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import Messages
 from fddp.comm import Placement, as_program, trace
@@ -43,7 +44,7 @@ ARGUMENTS = (STATE, "pending", SHARDS, "rows")
 
 
 def in_one_piece(
-    placement: Placement, pieces: Pieces, state: Any, pending: Any, shards: Any, rows: Any
+    placement: Placement, pieces: Pieces, state: Any, pending: PyTree, shards: PyTree, rows: PyTree
 ) -> TaskList:
     """Makes the baseline's list: one round after the other, each followed by its messages.
 
@@ -57,7 +58,7 @@ def in_one_piece(
         received = _received(*returned) if returned else (None, None)
         return _leaving(*piece.run(*arguments, *received))
 
-    def finish(state: Any, shards: Any, nbytes: Any, *returned: Any) -> Sequence[Any]:
+    def finish(state: Any, shards: PyTree, nbytes: Any, *returned: Any) -> Sequence[Any]:
         return pieces.finish(state, shards, *_received(*returned), nbytes)
 
     tasks = list[Task]()
@@ -93,9 +94,9 @@ def in_stages(
     placement: Placement,
     pieces: Pieces,
     state: Any,
-    pending: Any,
-    shards: Any,
-    rows: Any,
+    pending: PyTree,
+    shards: PyTree,
+    rows: PyTree,
     *,
     used: Callable[[int, int], int] = half_together,
     late: Late = all_ready,
@@ -261,11 +262,11 @@ def _no_messages(pieces: Pieces) -> dict[Value, Any]:
     return {} if pieces.reductions else {BYTES: np.zeros(0, np.uint32)}
 
 
-def _leaving(messages: Messages, saved: Any) -> Sequence[Any]:
+def _leaving(messages: Messages, saved: PyTree) -> Sequence[Any]:
     return *messages.arrays, (replace(messages, arrays=()), saved)
 
 
-def _received(saved: Any, *sums: Any) -> tuple[Messages, Any]:
+def _received(saved: PyTree, *sums: Any) -> tuple[Messages, Any]:
     messages, saved = saved
     return replace(messages, arrays=sums), saved
 
@@ -284,12 +285,12 @@ def _sums(sends: Sequence[Communicate]) -> tuple[Value, ...]:
     return tuple(task.writes[0] for task in sends)
 
 
-def forms_of(tree: Any) -> Any:
+def forms_of(tree: PyTree) -> Any:
     """Shapes and dtypes of arrays; NumPy arrays get the dtypes that JAX would give them."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), tree)
 
 
-def names_of(kind: str, tree: Any) -> list[Value]:
+def names_of(kind: str, tree: PyTree) -> list[Value]:
     """A value of a kind for each leaf of a tree, by its path."""
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     names = [leaf_name(path) for path in paths]

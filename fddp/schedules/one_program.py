@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fddp.comm import REPLICATED, Communicator, Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Memory, all_finite, summed
@@ -95,10 +96,10 @@ def traced(
     make: MakeList,
     hold: Hold,
     state: Any,
-    pending: Any,
-    shards: Any,
+    pending: PyTree,
+    shards: PyTree,
     memory: Memory,
-    rows: Any,
+    rows: PyTree,
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks of one replica; gradients made in the rounds of a loop are summed in them."""
     listed = make(state, pending, shards, rows)
@@ -112,10 +113,10 @@ def _run(
     listed: TaskList,
     hold: Hold,
     state: Any,
-    pending: Any,
-    shards: Any,
+    pending: PyTree,
+    shards: PyTree,
     memory: Memory,
-    rows: Any,
+    rows: PyTree,
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks in order, each message under a name by which `fddp.audit` finds it.
 

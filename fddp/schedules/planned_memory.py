@@ -5,6 +5,7 @@ from math import prod
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from fddp.comm import Group, Placement
 from fddp.jax_internals import compile_to_read
@@ -88,7 +89,7 @@ def _donated(task: Task, program: Any) -> list[Value]:
     return [value for value, arrays in leaves if arrays and all(x.donated for x in arrays)]
 
 
-def _nbytes(placement: Placement, value: Value, tree: Any) -> int:
+def _nbytes(placement: Placement, value: Value, tree: PyTree) -> int:
     """Bytes of one replica's arrays."""
     copies = 1 if value.equal_everywhere else placement.replicas_in_array
     return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) // copies

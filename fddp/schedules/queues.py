@@ -9,6 +9,7 @@ from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jaxtyping import PyTree
 
 from fddp.comm import Group
 from fddp.schedules.tasks import BYTES, STATE, Communicate, Compute, Task, TaskList, Value
@@ -59,7 +60,7 @@ class Promise(Future[Any]):
         return [self.result()] if self.done() else []
 
 
-def forms_promised(tree: Any) -> Any:
+def forms_promised(tree: PyTree) -> Any:
     """Replaces each promise in a tree by its shape."""
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
 

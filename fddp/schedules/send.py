@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, PyTree, UInt32
 
 from fddp.buckets import BucketPlan
 from fddp.comm import (
@@ -47,7 +47,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
     transports = side_by_side(group, reductions)
     programs = [_hook_program(group, reduction) for reduction in reductions]
 
-    def send(k: int, memory: Any, flags: Callable[[], jax.Array], message: jax.Array) -> Sent:
+    def send(k: int, memory: PyTree, flags: Callable[[], jax.Array], message: jax.Array) -> Sent:
         reduction = reductions[k]
         transport = transports[k % len(transports)]
         size = message.size // group.placement.replicas_in_array
@@ -80,7 +80,7 @@ def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
     """The program of a reduction by a hook: (message, memory) → sum, memory, bytes, finite."""
     per_replica = group.placement.per_replica
 
-    def run(message: jax.Array, memory: Any) -> tuple[Any, Any, Any, Any]:
+    def run(message: jax.Array, memory: PyTree) -> tuple[Any, Any, Any, Any]:
         total, memory, sent = summed(
             group.transport.inside, reduction, None, message, drop_replica_dim(memory)
         )

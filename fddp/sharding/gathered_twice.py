@@ -29,7 +29,7 @@ from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import gather, local_parts, pack_parameters, unpack_leaves
 from fddp.sharding.shard_layout import ShardLayout
-from fddp.sharding.sharded_update import Saved, updated, with_bytes
+from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
 from fddp.step import Facts, Replica, TrainState
 
 
@@ -42,10 +42,10 @@ def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
         state: TrainState,
         shards: Sequence[Array],
         messages: Messages,
-        saved: Saved,
+        saved: AfterBackward,
         message_bytes: Array,
     ) -> tuple[Any, Any]:
-        new_state, info = updated(layout, insert_shards(state, shards), messages, saved)
+        new_state, info = update_parts(layout, insert_shards(state, shards), messages, saved)
         replicated, new_shards = take_apart(new_state)
         per_micro_batch = drop_replica_dim(saved.nbytes)
         count = replica.options.accumulation_steps

@@ -15,7 +15,7 @@ from fddp.schedules import Round
 from fddp.sharding.part_messages import scatters, scatters_of
 from fddp.sharding.part_packing import pack_gradients
 from fddp.sharding.shard_layout import ShardLayout
-from fddp.sharding.sharded_update import Saved
+from fddp.sharding.sharded_update import AfterBackward
 from fddp.step import TrainState
 
 
@@ -59,7 +59,7 @@ def micro_batches(
             pending: PyTree,
             rows: PyTree,
             received: Messages,
-            saved: Any,
+            saved: PyTree,
         ) -> tuple[Messages, Any]:
             before = _following(saved, received) if number else begin(state, pending, received)
             # The number is an input, so that equal micro-batches are equal programs.
@@ -71,7 +71,7 @@ def micro_batches(
             if number == count - 1:
                 tail, local_buffers = replica.tail(pending, rows)
                 local_buffers, nbytes = add_replica_dim((local_buffers, nbytes))
-                return add_tail(plan, buckets, tail), Saved(
+                return add_tail(plan, buckets, tail), AfterBackward(
                     local_buffers, nbytes, broken, before.sums
                 )
             sums = (reduce(add_trees, before.sums),) if number else ()

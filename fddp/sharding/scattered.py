@@ -25,7 +25,7 @@ from fddp.sharding.micro_batches import Before, as_the_state_is, by_whole_parame
 from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import local_parts, pack_parameters, unpack_parameters
 from fddp.sharding.shard_layout import ShardLayout
-from fddp.sharding.sharded_update import Saved, updated, with_bytes
+from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
 from fddp.step import Facts, Replica, TrainState
 
 
@@ -35,9 +35,9 @@ def gathered_last(replica: Replica, facts: Facts) -> Pieces:
     order = range(len(facts.plan.buckets))
 
     def update(
-        state: TrainState, shards: Sequence[Array], messages: Messages, saved: Saved
+        state: TrainState, shards: Sequence[Array], messages: Messages, saved: AfterBackward
     ) -> tuple[Messages, Any]:
-        new_state, info = updated(layout, insert_shards(state, shards), messages, saved)
+        new_state, info = update_parts(layout, insert_shards(state, shards), messages, saved)
         replicated, new_shards = take_apart(new_state.opt_state)
         result = new_state._replace(params=None, opt_state=replicated), info
         buckets = pack_parameters(layout, new_state.params, order)
@@ -83,10 +83,10 @@ def gathered_first(replica: Replica, facts: Facts) -> Pieces:
         state: TrainState,
         shards: Sequence[Array],
         messages: Messages,
-        saved: Saved,
+        saved: AfterBackward,
         message_bytes: Array,
     ) -> tuple[Any, Any]:
-        new_state, info = updated(layout, insert_shards(state, shards), messages, saved)
+        new_state, info = update_parts(layout, insert_shards(state, shards), messages, saved)
         replicated, new_shards = take_apart(new_state)
         gather_bytes, scatter_bytes = jnp.split(message_bytes, [len(order)])
         info = with_bytes(layout, info, scatter_bytes, gather_bytes, order)

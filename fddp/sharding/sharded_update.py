@@ -17,7 +17,7 @@ from fddp.sharding.shard_layout import ShardLayout
 from fddp.step import StepInfo, TrainState
 
 
-class Saved(NamedTuple):
+class AfterBackward(NamedTuple):
     """A replica's values once its last gradients are sent."""
 
     buffers: Any
@@ -30,8 +30,8 @@ class Saved(NamedTuple):
     """Terms of this replica's parts of the summed gradients, as in `Before`."""
 
 
-def updated(
-    layout: ShardLayout, state: TrainState, messages: Messages, saved: Saved
+def update_parts(
+    layout: ShardLayout, state: TrainState, messages: Messages, saved: AfterBackward
 ) -> tuple[TrainState, StepInfo]:
     """Updates this replica's parts; the new parameters are sharded if those of `state` are."""
     replica = layout.replica

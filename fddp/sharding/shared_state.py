@@ -5,11 +5,11 @@ Source: ZeRO (Rajbhandari et al., SC 2020).
 
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from fddp.buckets import is_shard
 from fddp.comm import REPLICATED, Group
@@ -52,7 +52,7 @@ def sharded(shared: Shared) -> Way:
 
 
 def _check(
-    shared: Shared, replica: Replica, optimizer: optax.GradientTransformation, params: Any
+    shared: Shared, replica: Replica, optimizer: optax.GradientTransformation, params: PyTree
 ) -> str:
     """Refuses an update that mixes leaves; returns a remark if sharding saves no memory."""
     trained = replica.trained(params)
@@ -99,9 +99,9 @@ def _nothing_saved(shared: Shared, replica: Replica, state: TrainState) -> str:
 def _hold(
     shared: Shared,
     replica: Replica,
-    trained: Any,
-    opt_state: Any,
-    model_state: Any,
+    trained: PyTree,
+    opt_state: PyTree,
+    model_state: PyTree,
     cut: Cut,
     copy: Copy,
 ) -> Held:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from fddp.buckets import Shard, is_shard, of_rows
 from fddp.comm import REPLICATED, Group, from_hosted, hosted
@@ -18,7 +19,7 @@ from fddp.jax_internals import resharded, without_context_mesh
 from fddp.runtime import group_of
 
 
-def whole(tree: Any, *, group: Group | None = None) -> Any:
+def whole(tree: PyTree, *, group: Group | None = None) -> Any:
     """Joins the arrays that replicas hold in parts; every rank calls it, since parts are sent.
 
     Local copies, as under `fddp.local_steps`, are averaged; integers are the first replica's copy.

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan, is_shard
 from fddp.comm import Group, described, shortened, verify
@@ -49,7 +50,7 @@ def check_step(call: str, step: object) -> None:
     check_has("with_options", f"{call}: step", step, "a step, from fddp.train_step")
 
 
-def check_arrays(params: Any) -> None:
+def check_arrays(params: PyTree) -> None:
     """Raises an error unless the parameters are a non-empty tree of arrays."""
     check_no_state("params", params)
     leaves = jax.tree.leaves(params)
@@ -70,7 +71,7 @@ def check_arrays(params: Any) -> None:
             )
 
 
-def check_trained(params: Any, chosen: Sequence[int]) -> None:
+def check_trained(params: PyTree, chosen: Sequence[int]) -> None:
     """Raises ValueError if there are no trained leaves."""
     if not chosen:
         floats = differentiable(jax.tree.leaves(params))
@@ -81,7 +82,7 @@ def check_trained(params: Any, chosen: Sequence[int]) -> None:
         )
 
 
-def check_params(replica: Replica, first: Any, params: Any) -> None:
+def check_params(replica: Replica, first: Any, params: PyTree) -> None:
     """Raises ValueError if the tree, or a trained leaf's shape or dtype, differs from `first`."""
     forms = forms_of(params)
     trained = [jax.tree.leaves(replica.trained(tree)) for tree in (forms, first)]
@@ -107,7 +108,7 @@ def params_checked(replica: Replica, first: Any, call: Function) -> Function:
     return cast(Function, traced)
 
 
-def check_batch(replica: Replica, batch: Any) -> None:
+def check_batch(replica: Replica, batch: PyTree) -> None:
     """Raises ValueError unless a batch can be divided among replicas and micro-batches."""
     rows = check_rows(batch, _divided(replica))
     if rows == 0:
@@ -123,7 +124,7 @@ def check_batch(replica: Replica, batch: Any) -> None:
     replica.way.check_batch(replica, batch, rows // replica.micro_batches)
 
 
-def check_rows(batch: Any, advice: str = "") -> int:
+def check_rows(batch: PyTree, advice: str = "") -> int:
     """Counts the rows of a batch; raises ValueError, with `advice`, if its arrays differ."""
     inner = unjoined(batch)
     if isinstance(inner, Stacked):
@@ -136,7 +137,7 @@ def check_rows(batch: Any, advice: str = "") -> int:
     return count_rows(inner)
 
 
-def check_filled(batch: Any) -> None:
+def check_filled(batch: PyTree) -> None:
     """Raises an error for a batch without leaves, or with lists of numbers, text or objects."""
     if not jax.tree.leaves(batch):
         raise ValueError(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import Slice, Travelling
 from fddp.comm import described, trace
@@ -66,7 +67,7 @@ class Seen(NamedTuple):
     same program then."""
 
 
-def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
+def look(replica: Replica, state: TrainState, batch: PyTree) -> Seen:
     """Checks the first state and batch, and reads the gradients' program."""
     check_state(state)
     check_batch(replica, batch)
@@ -108,7 +109,7 @@ def look(replica: Replica, state: TrainState, batch: Any) -> Seen:
     )
 
 
-def described_batch(replica: Replica, batch: Any, call: str, findings: Seen) -> list[str]:
+def described_batch(replica: Replica, batch: PyTree, call: str, findings: Seen) -> list[str]:
     """Lists the facts that must be equal on all ranks, one per line."""
     state = findings.state
     return [
@@ -127,18 +128,18 @@ def described_batch(replica: Replica, batch: Any, call: str, findings: Seen) -> 
     ]
 
 
-def paths(replica: Replica, state: TrainState, batch: Any) -> tuple[bool, ...]:
+def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...]:
     """Marks the trained leaves with a path to the loss; all, without `find_unused_parameters`."""
     marks: list[tuple[bool, ...]] = []
 
-    def program(state: TrainState, batch: Any) -> None:
+    def program(state: TrainState, batch: PyTree) -> None:
         marks.append(replica.paths(state, _part(replica, batch)))
 
     trace(replica.group.placement, program, state, batch)
     return marks[0]
 
 
-def casts(replica: Replica, state: TrainState, batch: Any) -> Mapping[int, np.dtype]:
+def casts(replica: Replica, state: TrainState, batch: PyTree) -> Mapping[int, np.dtype]:
     """Finds the leaves that a batch's loss casts to a narrower dtype, and these dtypes."""
     return _read_in(_gradients(replica, state, batch)[0], replica.chosen(state.params))
 
@@ -148,11 +149,11 @@ def _read_in(program: ClosedJaxpr, chosen: Sequence[int]) -> dict[int, np.dtype]
     return {i: dtype for i in chosen if (dtype := dtypes[i]) is not None}
 
 
-def _gradients(replica: Replica, state: TrainState, batch: Any) -> tuple[ClosedJaxpr, Any]:
+def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[ClosedJaxpr, Any]:
     """Traces the gradients of one micro-batch; also returns shapes and dtypes of loss and aux."""
     traced_replica = replica.way.one(replica)
 
-    def program(state: TrainState, batch: Any) -> tuple[Any, Any]:
+    def program(state: TrainState, batch: PyTree) -> tuple[Any, Any]:
         sums = traced_replica.contribution(state, _part(replica, batch))
         return sums.grads, (sums.loss, sums.aux)
 
@@ -196,7 +197,7 @@ def _order(replica: Replica, program: ClosedJaxpr, units: Sequence[Travelling]) 
     return [units[k] for k in ready_order(program, len(units))]
 
 
-def _part(replica: Replica, batch: Any) -> Any:
+def _part(replica: Replica, batch: PyTree) -> Any:
     """Cuts the first micro-batch from a batch."""
     return jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from fddp.buckets import (
     UNCUT,
@@ -45,7 +46,7 @@ from fddp.step.way import Held
 
 
 def first_held(
-    replica: Replica, optimizer: Optimizer, layout: Any, params: Any, model_state: Any
+    replica: Replica, optimizer: Optimizer, layout: Any, params: PyTree, model_state: PyTree
 ) -> tuple[Any, Any]:
     """Makes a replica's share of the first state from whole parameters; inside a program.
 
@@ -59,7 +60,7 @@ def first_held(
 
 
 def in_shards(
-    replica: Replica, layout: Any, trained: Any, opt_state: Any, model_state: Any
+    replica: Replica, layout: Any, trained: PyTree, opt_state: PyTree, model_state: PyTree
 ) -> Held:
     """Cuts a replica's share from whole arrays; inside a program."""
     group = replica.group
@@ -186,7 +187,7 @@ def _form_of_whole(replica: Replica, state: TrainState) -> TrainState:
 
 
 def _lying(
-    replica: Replica, trained: Any, layout: Any
+    replica: Replica, trained: PyTree, layout: Any
 ) -> Callable[[Any, int], tuple[int, DeviceCut]]:
     """Makes a function (array, trained leaf) → (rows to cut separately, device cut)."""
     shapes = [jnp.shape(x) for x in jax.tree.leaves(trained)]

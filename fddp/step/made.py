@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards
 from fddp.comm import REPLICATED, Placement, specs, trace
@@ -87,7 +88,7 @@ def made_state(
     )
 
 
-def read_functions(params: Any, model_state: Any) -> tuple[Any, Any, ClosedJaxpr | None]:
+def read_functions(params: PyTree, model_state: PyTree) -> tuple[Any, Any, ClosedJaxpr | None]:
     """Traces `params` and `model_state` if they are functions; computes nothing.
 
     Returns both with shapes and dtypes in place of functions, and the functions' program, or None
@@ -188,7 +189,7 @@ def _check_arguments(name: str, make: Callable[..., Any]) -> None:
         ) from None
 
 
-def _as_given(name: str, tree: Any) -> Any:
+def _as_given(name: str, tree: PyTree) -> Any:
     """Converts a function's result to separate arrays without weak types."""
     if name == "params":
         check_arrays(tree)

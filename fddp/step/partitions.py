@@ -1,7 +1,6 @@
 """The leaves that travel in several parts, because a loop over layers makes their gradients."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from jaxtyping import PyTree
 
@@ -16,7 +15,7 @@ Loops = Mapping[int, tuple[int, int]]
 
 
 def partitions_of(
-    replica: Replica, params: Any, program: ClosedJaxpr, schedule: Schedule
+    replica: Replica, params: PyTree, program: ClosedJaxpr, schedule: Schedule
 ) -> dict[int, list[Travelling]]:
     """Finds the leaves to send in several parts, as a loop makes their gradients.
 

@@ -133,7 +133,7 @@ class Replica:
         unpack: Unpack,
         state: TrainState,
         messages: Messages,
-        saved: Any,
+        saved: PyTree,
         nbytes: Array,
     ) -> Mean:
         """Divides the sums over replicas by their weight."""

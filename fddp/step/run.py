@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
 from fddp.comm import REPLICATED, of_one_replica
@@ -26,7 +27,7 @@ def ready(
     replica: Replica,
     use: Use,
     state: TrainState,
-    batch: Any,
+    batch: PyTree,
     call: str = "step",
 ) -> tuple[Settled, StepInputs]:
     """Settles a step, or checks a later batch; also returns the arguments of its programs."""
@@ -79,7 +80,7 @@ def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
     return _with_own(settled, state, result, shards, memory)
 
 
-def run_inside(settled: Settled | None, state: TrainState, batch: Any) -> Any:
+def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any:
     """Runs a settled step inside the user's program, in `jax.jit` or `jax.lax.scan`.
 
     `batch` has the rows of all processes. Raises TypeError if the step is not settled, needs the
@@ -157,7 +158,7 @@ def first_tasks(settled: Settled) -> TaskList:
     return settled.runner.tasks(state, *of_one_replica((pending, shards, rows), replicas))
 
 
-def _rows(replica: Replica, batch: Any, undivided: bool | None) -> Any:
+def _rows(replica: Replica, batch: PyTree, undivided: bool | None) -> Any:
     """Converts a batch to this process's rows, in the form of programs."""
     local = jax.tree.map(rows_here, batch) if replica.group.processes > 1 else batch
     return rows_of_batch(local, replica.micro_batches, undivided=undivided)
@@ -168,7 +169,7 @@ def _processes(settled: Settled, state: TrainState) -> int:
     return settled.replica.group.processes if settled.runner.waits(state) else 1
 
 
-def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any, Any, Any, Any]:
+def _of_one_replica(settled: Settled, state: TrainState, rows: PyTree) -> tuple[Any, Any, Any, Any]:
     """Returns the arguments of one replica: the replicated state, and shapes of the others."""
     group = settled.replica.group
     replicated, shards = take_apart(state._replace(accumulated=None, hook_state=()))
@@ -176,7 +177,7 @@ def _of_one_replica(settled: Settled, state: TrainState, rows: Any) -> tuple[Any
     return replicated, pending, shards, of_one_replica(rows, group.size // group.processes)
 
 
-def _inputs(settled: Settled, state: TrainState, leaves: Sequence[Any], rows: Any) -> StepInputs:
+def _inputs(settled: Settled, state: TrainState, leaves: Sequence[Any], rows: PyTree) -> StepInputs:
     """Splits a state into the programs' arguments, on the group's devices."""
     placement = settled.replica.group.placement
 
@@ -212,7 +213,9 @@ def _not_inside(why: str) -> TypeError:
     return TypeError(f"this step cannot be called under jax.jit, grad or vmap: {why}.")
 
 
-def _with_own(settled: Settled, state: TrainState, result: Any, shards: Any, memory: Memory) -> Any:
+def _with_own(
+    settled: Settled, state: TrainState, result: Any, shards: PyTree, memory: Memory
+) -> Any:
     """Puts a replica's shards and the hook's memory back into a step's result."""
     if settled.replica.way.apart:
         result = insert_shards(result, shards)
@@ -234,7 +237,7 @@ def _there(leaves: Sequence[Any]) -> list[Any]:
 
 
 @without_context_mesh
-def memory_footprint(settled: Settled, state: TrainState, batch: Any) -> Footprint | None:
+def memory_footprint(settled: Settled, state: TrainState, batch: PyTree) -> Footprint | None:
     """Finds the memory of one replica, task by task, without a run; None if XLA reports none."""
     opened_state = opened(state) if settled.runner.promises else state
     rows = _rows(settled.replica, batch, settled.undivided)

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.comm import BESIDE, Group
 
 ROWS = 8
 
 
-def digest(batch: Any) -> bytes:
+def digest(batch: PyTree) -> bytes:
     """Hashes the first rows of this process's batch into `BESIDE` bytes.
 
     Zeros mean "unknown": `jax.ShapeDtypeStruct`s, arrays with parts in other processes, and

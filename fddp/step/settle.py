@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, Placement, as_program, specs, verify_beside
@@ -76,7 +77,7 @@ class Settled(NamedTuple):
         return self.runner.timeline is None
 
 
-def settle(replica: Replica, use: Use, state: TrainState, batch: Any, call: str) -> Settled:
+def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: str) -> Settled:
     """Settles a step with this rank's first batch. Collective; an error is raised on every rank."""
     group = replica.group
     describe = partial(described_batch, replica, batch, call)
@@ -172,7 +173,7 @@ def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
     return placement.program(run, in_specs, (per_replica, REPLICATED), donate=donated)
 
 
-def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled:
+def admit(settled: Settled, tree: PyTree, state: TrainState, batch: PyTree) -> Settled:
     """Checks the arguments of a call, on this rank only, and records their form as checked.
 
     A batch of another form may have another program, and reach leaves outside the plan.
@@ -201,7 +202,7 @@ def admit(settled: Settled, tree: Any, state: TrainState, batch: Any) -> Settled
     return settled._replace(forms=settled.forms | {form})
 
 
-def _fit(replica: Replica, tree: Any, state: TrainState, batch: Any) -> Any:
+def _fit(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:
     """Returns a key of (state, batch): calls with equal keys need only one check."""
     local = jax.tree.leaves(state.accumulated)[:1] + (
         take_apart(state)[1] if replica.way.apart else []
@@ -210,7 +211,7 @@ def _fit(replica: Replica, tree: Any, state: TrainState, batch: Any) -> Any:
     return tree, [x.shape for x in local], shardings, _form(batch)
 
 
-def _form(batch: Any) -> Any:
+def _form(batch: PyTree) -> Any:
     """Returns the structure, shapes and dtypes of a batch, which determine a program."""
     leaves, tree = jax.tree.flatten(batch)
     return tree, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards
 from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
@@ -42,7 +43,7 @@ class Start(NamedTuple):
     """A remark for the user, or ""."""
 
 
-def equal_start(group: Group, tree: Any) -> Any:
+def equal_start(group: Group, tree: PyTree) -> Any:
     """Copies rank 0's arrays to all replicas. Collective. Partitions along other mesh axes stay.
 
     The copies do not share memory with the caller's arrays, so that a step can donate them.
@@ -60,7 +61,7 @@ def equal_start(group: Group, tree: Any) -> Any:
 
 @without_context_mesh
 def read_start(
-    replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any
+    replica: Replica, optimizer: Optimizer, params: PyTree, model_state: PyTree, rng: PyTree
 ) -> Start:
     """Checks the arguments of `TrainStep.init` on one rank, and traces functions among them."""
     params, model_state, program = read_functions(params, model_state)
@@ -94,11 +95,11 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
 
 @without_context_mesh
 def first_form(
-    replica: Replica, optimizer: Optimizer, params: Any, model_state: Any, rng: Any
+    replica: Replica, optimizer: Optimizer, params: PyTree, model_state: PyTree, rng: PyTree
 ) -> TrainState:
     """Returns shapes and dtypes of the first state, computing nothing."""
 
-    def first(params: Any, model_state: Any, rng: Any) -> TrainState:
+    def first(params: PyTree, model_state: PyTree, rng: PyTree) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
     params, model_state, _ = read_functions(params, model_state)
@@ -110,7 +111,7 @@ def first_form(
     )
 
 
-def _from_first_replica(group: Group, tree: Any) -> Any:
+def _from_first_replica(group: Group, tree: PyTree) -> Any:
     """Broadcasts the first replica's arrays, bit for bit, and keeps their layout on other axes."""
 
     def broadcast(x: jax.Array) -> jax.Array:
@@ -128,7 +129,9 @@ def _from_first_replica(group: Group, tree: Any) -> Any:
     return program(group.placement.place(tree, REPLICATED))
 
 
-def _check_start(replica: Replica, optimizer: Optimizer, params: Any, has_functions: bool) -> str:
+def _check_start(
+    replica: Replica, optimizer: Optimizer, params: PyTree, has_functions: bool
+) -> str:
     """Raises an error if a step cannot start like this; returns a remark for the user, or ""."""
     check_arrays(params)
     check_trained(params, replica.chosen(params))
@@ -146,11 +149,11 @@ def _check_start(replica: Replica, optimizer: Optimizer, params: Any, has_functi
     return replica.way.check(replica, optimizer, params)
 
 
-def _of_several_steps(replica: Replica, optimizer: Optimizer, params: Any) -> dict[str, str]:
+def _of_several_steps(replica: Replica, optimizer: Optimizer, params: PyTree) -> dict[str, str]:
     """Finds the features of an optimizer with one update per several steps."""
     state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
 
-    def inside(tree: Any, kind: type) -> list[Any]:
+    def inside(tree: PyTree, kind: type) -> list[Any]:
         nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
         return [x for x in nodes if isinstance(x, kind)]
 

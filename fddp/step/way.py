@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.buckets import (
     Bucket,
@@ -129,14 +130,14 @@ def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
         return unpack_device_parts(axes, plan, messages, layout)
 
     def backward(
-        state: TrainState, pending: Pending | None, rows: Any, *nothing: Any
+        state: TrainState, pending: Pending | None, rows: PyTree, *nothing: Any
     ) -> tuple[Messages, Any]:
         return replica.local(
             partial(pack_device_parts, axes, plan, where=layout), state, pending, rows
         )
 
     def finish(
-        state: TrainState, shards: Any, messages: Messages, saved: Any, nbytes: jax.Array
+        state: TrainState, shards: PyTree, messages: Messages, saved: PyTree, nbytes: jax.Array
     ) -> tuple[Any, Any]:
         return facts.use(state, replica.mean(plan, unpack, state, messages, saved, nbytes)), shards
 
@@ -152,17 +153,22 @@ def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
     return Pieces((Round("backward", inputs, backward, sums, "compute"),), finish, uses=first)
 
 
-def _check(replica: "Replica", optimizer: Optimizer, params: Any) -> str:
+def _check(replica: "Replica", optimizer: Optimizer, params: PyTree) -> str:
     del replica, optimizer, params
     return ""
 
 
-def _check_batch(replica: "Replica", batch: Any, rows: int) -> None:
+def _check_batch(replica: "Replica", batch: PyTree, rows: int) -> None:
     del replica, batch, rows
 
 
 def _hold(
-    replica: "Replica", trained: Any, opt_state: Any, model_state: Any, cut: Cut, copy: Copy
+    replica: "Replica",
+    trained: PyTree,
+    opt_state: PyTree,
+    model_state: PyTree,
+    cut: Cut,
+    copy: Copy,
 ) -> Held:
     del replica, model_state, cut, copy
     return jax.tree.map(lambda x: None, trained), opt_state, None
@@ -183,13 +189,13 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
     return replicated
 
 
-def _remembers(replica: "Replica", hook: Hook, forms: Any) -> Any:
+def _remembers(replica: "Replica", hook: Hook, forms: PyTree) -> Any:
     del replica
     return jax.tree.map(hook.init, forms)
 
 
 def _accumulate(
-    replica: "Replica", state: TrainState, shards: Any, pending: Pending | None, rows: Any
+    replica: "Replica", state: TrainState, shards: PyTree, pending: Pending | None, rows: PyTree
 ) -> tuple[Pending, Sums]:
     del shards
     return replica.accumulate(state, pending, rows)

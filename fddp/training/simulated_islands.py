@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fddp.comm import mesh_group, replica_mesh
 from fddp.local_training import (
@@ -32,12 +33,12 @@ from fddp.training.update import updated
 def simulate_islands(
     loss_fn: Callable[..., Any],
     optimizer: LocalSteps,
-    params: Any,
+    params: PyTree,
     batches: Sequence[Iterable[Any]],
     *,
     seconds: Callable[[int, int], float],
-    model_state: Any = None,
-    rng: Any = None,
+    model_state: PyTree = None,
+    rng: PyTree = None,
     has_aux: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Islands:
@@ -90,11 +91,11 @@ def replay_islands(
     log: str | Path | Sequence[Any],
     loss_fn: Callable[..., Any],
     optimizer: LocalSteps,
-    params: Any,
+    params: PyTree,
     batches: Sequence[Iterable[Any]],
     *,
-    model_state: Any = None,
-    rng: Any = None,
+    model_state: PyTree = None,
+    rng: PyTree = None,
     has_aux: bool = False,
     **options: Unpack[OptionArguments],
 ) -> Islands:
@@ -149,10 +150,10 @@ def _in_turn(
     call: str,
     loss_fn: Callable[..., Any],
     optimizer: LocalSteps,
-    params: Any,
+    params: PyTree,
     batches: Sequence[Iterable[Any]],
-    model_state: Any,
-    rng: Any,
+    model_state: PyTree,
+    rng: PyTree,
     has_aux: bool,
     options: OptionArguments,
 ) -> InTurn:
@@ -202,7 +203,7 @@ def _in_turn(
     )
 
 
-def _result(islands_in_turn: InTurn, params: Any) -> Islands:
+def _result(islands_in_turn: InTurn, params: PyTree) -> Islands:
     """Collects the result; leaves that are not trained are those of `params`."""
     tree = jax.tree.structure(islands_in_turn.islands[0].replica.trained(params))
     shared = with_trained(params, tree.unflatten(islands_in_turn.shared.params))

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import jax
+from jaxtyping import PyTree
 
 from fddp.comm import Group, verify
 from fddp.jax_internals import transformed
@@ -43,7 +44,7 @@ from fddp.training.settled_step import SettledStep
 class TrainStep(SettledStep):
     """A training step over replicas, from `train_step`."""
 
-    def init(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+    def init(self, params: PyTree, *, model_state: PyTree = None, rng: PyTree = None) -> TrainState:
         """Makes the first state, with rank 0's values, after a comparison of the ranks.
 
         A function in place of parameters serves a model larger than a replica's memory: it runs
@@ -84,7 +85,7 @@ class TrainStep(SettledStep):
             self.group.print(f"fddp: {start.remark}", file=sys.stderr)
         return state
 
-    def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepInfo]:
         """Averages the gradients over the rows of all replicas, and updates the state once.
 
         After the first batch, a fused step may run inside your program, `jax.lax.scan(step, state,
@@ -123,7 +124,9 @@ class TrainStep(SettledStep):
         self._check(state, self.training.number)
         return state, info
 
-    def shapes(self, params: Any, *, model_state: Any = None, rng: Any = None) -> TrainState:
+    def shapes(
+        self, params: PyTree, *, model_state: PyTree = None, rng: PyTree = None
+    ) -> TrainState:
         """Returns shapes and dtypes of the first state, to compile or to restore a checkpoint.
 
         Args:
@@ -136,7 +139,7 @@ class TrainStep(SettledStep):
         """
         return first_form(self._replica, self._optimizer, params, model_state, rng)
 
-    def no_sync(self, state: TrainState, batch: Any) -> tuple[TrainState, StepInfo]:
+    def no_sync(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepInfo]:
         """Accumulates gradients locally; the next `step(state, batch)` synchronizes all of them.
 
         Args:
@@ -186,7 +189,7 @@ class TrainStep(SettledStep):
         """Returns the facts and times that DDP logs: `fddp.stats(step)`."""
         return stats(self)
 
-    def lower(self, state: TrainState, batch: Any) -> jax.stages.Lowered:
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Lowers the step, as `jax.jit(f).lower` does, to inspect its program.
 
         Args:
@@ -202,7 +205,7 @@ class TrainStep(SettledStep):
         self._settled, args = ready(self._settled, self._replica, self._use, state, batch)
         return lower(self._settled, args)
 
-    def tasks(self, state: TrainState, batch: Any) -> TaskList:
+    def tasks(self, state: TrainState, batch: PyTree) -> TaskList:
         """Lists the programs and messages of a step with their dependencies; runs nothing.
 
         Args:

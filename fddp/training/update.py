@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
 from fddp.comm import laid_out
 from fddp.optim import DynamicScaleState, gradients_finite, recorded, skipped, update
@@ -60,7 +61,7 @@ def _unless_skipped(mean: Mean, new: TrainState, old: TrainState) -> tuple[Train
     return state, ~finite if by_optimizer is None else ~finite | by_optimizer
 
 
-def _counts(params: Any, used: Any) -> Any:
+def _counts(params: PyTree, used: Any) -> Any:
     """Arranges `used` like the parameters, with 0 for leaves that are not trained."""
     return (
         None

@@ -6,6 +6,7 @@ from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fddp.comm import REPLICATED, Group
 from fddp.jax_internals import without_context_mesh
@@ -86,7 +87,7 @@ def value_and_grad(
     settled: Settled | None = None
 
     @without_context_mesh
-    def f(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
+    def f(params: PyTree, batch: PyTree, *, model_state: PyTree = None, rng: PyTree = None) -> Any:
         nonlocal settled
         refuse_transformations()
         if settled is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from fddp.analysis.auditing.carried import carried, merged, within_replicas
 from fddp.analysis.auditing.device_memory import Memory, memory_of, table_of_tasks
@@ -156,7 +157,7 @@ class Audit:
 def audit(
     step: TrainStep,
     state: TrainState,
-    batch: Any,
+    batch: PyTree,
     target: str | None = None,
 ) -> Audit:
     """Inspects XLA's program of a step: each all-reduce, and the computation that overlaps it.
@@ -221,7 +222,7 @@ def _of_stages(step: TrainStep, tasks: Footprint | None, where: str, task_list: 
 
 
 def moved(
-    step: TrainStep, state: TrainState, batch: Any, target: Target
+    step: TrainStep, state: TrainState, batch: PyTree, target: Target
 ) -> tuple[TrainStep, TrainState, Any]:
     """Moves a step to a target, with the shapes of its state and of all replicas' rows.
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import PyTree
 
 from fddp.analysis.auditing.gpus import CHIPS, Chip
 from fddp.comm import (
@@ -136,7 +137,7 @@ def read_target(name: str) -> Target:
 def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Sequence[int]], Group]) -> Group:
     """Returns the group of a single process without devices, with shapes in place of arrays."""
 
-    def place(tree: Any, spec: PartitionSpec) -> Any:
+    def place(tree: PyTree, spec: PartitionSpec) -> Any:
         del spec
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 

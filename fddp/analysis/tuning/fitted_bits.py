@@ -13,6 +13,7 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
 from fddp.analysis.tuning.link import Link, measure_link
@@ -55,7 +56,7 @@ class FittedBits:
 
 
 def fit_bits(
-    step: TrainStep, state: TrainState, batch: Any, *, exposed: float = EXPOSED
+    step: TrainStep, state: TrainState, batch: PyTree, *, exposed: float = EXPOSED
 ) -> FittedBits:
     """Measures a step's stages and the link, and chooses the most bits that fit for each bucket.
 

@@ -10,6 +10,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.report import moved
@@ -85,7 +86,7 @@ class Choice:
 def tune_for(
     step: TrainStep,
     state: TrainState,
-    batch: Any,
+    batch: PyTree,
     target: str,
     *,
     caps_mb: Sequence[Caps] = CAPS_MB,
@@ -150,7 +151,7 @@ class OnTarget(NamedTuple):
 def on_target(
     step: TrainStep,
     state: TrainState,
-    batch: Any,
+    batch: PyTree,
     target: Target,
     caps_mb: Sequence[Caps] = CAPS_MB,
 ) -> Iterator[OnTarget]:

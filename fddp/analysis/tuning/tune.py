@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, overload
 
 import optax
+from jaxtyping import PyTree
 
 from fddp.analysis.tuning.for_target import CAPS_MB, Choice, tune_for
 from fddp.analysis.tuning.search import Tuning, tune_here
@@ -20,7 +21,7 @@ ARGUMENTS = ("loss_fn", "optimizer", "params", "batch")  # without a target
 def tune(
     step: TrainStep,
     state: TrainState,
-    batch: Any,
+    batch: PyTree,
     *,
     target: str,
     caps_mb: Sequence[Caps] = CAPS_MB,
@@ -31,8 +32,8 @@ def tune(
 def tune(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
-    params: Any,
-    batch: Any,
+    params: PyTree,
+    batch: PyTree,
     **options: Any,
 ) -> Tuning: ...
 
