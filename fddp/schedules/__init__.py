@@ -6,8 +6,6 @@ ran, and simulates steps. This room imports jaxpr, buckets, comm and hooks.
 """
 
 from fddp.schedules.ahead_of_time import compiled as compiled
-from fddp.schedules.by_name import SCHEDULES as SCHEDULES
-from fddp.schedules.by_name import NamedSchedule as NamedSchedule
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.exchange_tasks import described_exchanges as described_exchanges
@@ -16,6 +14,8 @@ from fddp.schedules.lists import forms_of as forms_of
 from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
 from fddp.schedules.message_order import TRIED as TRIED
+from fddp.schedules.named import SCHEDULES as SCHEDULES
+from fddp.schedules.named import NamedSchedule as NamedSchedule
 from fddp.schedules.one_program import fused as fused
 from fddp.schedules.one_program import held as held
 from fddp.schedules.one_program import in_one_program as in_one_program
