@@ -46,7 +46,9 @@ class Plain(NamedTuple):
 def compiled_plain(step: TrainStep, state: TrainState, batch: Any, target: str) -> list[Plain]:
     """Compiles all plain programs of a step for a target such as "h100:8"."""
     machine = read_target(target)
-    return [make() for make in plain_steps(*moved(step, state, batch, machine), machine).values()]
+    step, state, batch = moved(step, state, batch, machine)
+    step.tasks(state, batch)  # settles it
+    return [make() for make in plain_steps(step, state, batch, machine).values()]
 
 
 @without_context_mesh

@@ -52,9 +52,8 @@ def main(
     model = gpt.PRESETS["tiny" if quick else "bytes"]
     group = fddp.init()
     loss_fn, inner = gpt.loss_fn(model), optax.adamw(3e-3)
-    optimizer = fddp.local_steps(
-        inner, outer=optax.sgd(0.7, momentum=0.9, nesterov=True), every=every
-    )
+    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    optimizer = fddp.local_steps(inner, outer=outer, every=every)
     step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True)
     params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
     state = step.init(params)

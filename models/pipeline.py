@@ -78,9 +78,8 @@ def main(
     mesh = two_axes(replicas, stages, "stage")
     group = fddp.mesh_group(mesh)
     model = gpt.PRESETS["tiny"].clone(layers=layers)
-    step = fddp.train_step(
-        loss_fn(model, micro_batches), optax.adamw(1e-2), group=group, has_aux=True
-    )
+    loss = loss_fn(model, micro_batches)
+    step = fddp.train_step(loss, optax.adamw(1e-2), group=group, has_aux=True)
     params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
     state = step.init(placed(in_stages(params, stages), mesh))
 

@@ -44,21 +44,14 @@ def train_step(
         # 2. All-reduce: one collective for each leaf gives every replica the same mean.
         gradients = jax.tree.map(mean_over_replicas, gradients)
 
-        # 3. Update: equal states and equal gradients make equal states, so that nothing else is
-        # sent.
+        # 3. Update: equal states and equal gradients make equal states, so no more is sent.
         updates, opt_state = optimizer.update(gradients, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return State(params, opt_state), mean_over_replicas(loss)
 
     whole = PartitionSpec()
     in_rows = PartitionSpec("replica")
-    # Unchecked: a checked shard_map sums the gradients of whole parameters by itself, and hides the
-    # second step.
-    step = jax.shard_map(
-        on_one_replica,
-        mesh=mesh,
-        in_specs=(whole, in_rows),
-        out_specs=(whole, whole),
-        check_vma=False,
-    )
+    specs: Any = {"in_specs": (whole, in_rows), "out_specs": (whole, whole)}
+    # A checked shard_map sums the gradients of whole parameters itself, and hides the second step.
+    step = jax.shard_map(on_one_replica, mesh=mesh, check_vma=False, **specs)
     return jax.jit(step)

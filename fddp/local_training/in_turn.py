@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from fddp.jax_internals import without_context_mesh
 from fddp.local_training.island_state import Island, version_of
-from fddp.local_training.merge_log import Line, MeetingLine, Merged
+from fddp.local_training.merge_log import Line, Meeting, Merged
 from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
 from fddp.optim import Arrival, LocalSteps, Met, Quorum, due_at
 from fddp.step import TrainState
@@ -77,7 +77,7 @@ class InTurn:
 
     def meet(self) -> None:
         """Gives all islands the latest shared parameters."""
-        self.log.append(MeetingLine(self.shared.version))
+        self.log.append(Meeting(self.shared.version))
         for island in range(len(self.states)):
             self.land(island, self.shared, 0.0)
 
@@ -133,7 +133,7 @@ def replay(islands: InTurn, log: Iterable[Line]) -> None:
     uses = Counter(began for line in lines if isinstance(line, Merged) for began in line.began)
     history = {islands.shared.version: islands.shared}
     for line in lines:
-        if isinstance(line, MeetingLine):
+        if isinstance(line, Meeting):
             islands.meet()
             continue
         if line.version != islands.shared.version + 1:

@@ -23,7 +23,7 @@ import jax
 from fddp.comm import new_secret, signed
 from fddp.jax_internals import unpacked
 from fddp.local_training.frames import hear, hear_arrays, send_frame
-from fddp.local_training.merge_log import Line, MeetingLine, Merged, serialize
+from fddp.local_training.merge_log import Line, Meeting, Merged, serialize
 from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
 from fddp.optim import Arrival, Quorum, due_at
 
@@ -118,7 +118,7 @@ class _Keeper:
         self.meeting = set()
         self.met = self.shared
         self.meetings += 1
-        self._note(MeetingLine(self.shared.version))
+        self._note(Meeting(self.shared.version))
 
     def _merged(self, newest: SharedParams, contributions: list[Contribution]) -> None:
         with self.turn:

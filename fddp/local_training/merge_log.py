@@ -23,20 +23,20 @@ class Merged(NamedTuple):
     """Total number of steps of each island."""
 
 
-class MeetingLine(NamedTuple):
+class Meeting(NamedTuple):
     """A meeting, at which all islands receive one version."""
 
     met: int
 
 
 # A line of the log.
-Line = Merged | MeetingLine
+Line = Merged | Meeting
 
 
 def serialize(line: Line) -> str:
     """Serializes a line of the log.
 
-    >>> written(Merged(3, (2, 0), (1, 2), (8.0, 8.0), (4, 6)))
+    >>> serialize(Merged(3, (2, 0), (1, 2), (8.0, 8.0), (4, 6)))
     '{"version": 3, "islands": [2, 0], "began": [1, 2], "weights": [8.0, 8.0], "steps": [4, 6]}'
     """
     return json.dumps(line._asdict())
@@ -56,7 +56,7 @@ def _read(text: str, where: str) -> Line:
     try:
         fields = json.loads(text)
         if fields.keys() == {"met"}:
-            return MeetingLine(fields["met"])
+            return Meeting(fields["met"])
         lists = {name: tuple(x) for name, x in fields.items() if name != "version"}
         return Merged(fields["version"], **lists)
     except (ValueError, TypeError, AttributeError, KeyError) as error:

@@ -29,15 +29,6 @@ def test_a_rank_that_failed_alone_inside_a_step_and_tries_again_ends_all(
 
 
 @on("gloo")
-def test_a_rank_that_failed_before_an_eager_step_sent_and_tries_again_ends_all(
-    backend: str, tmp_path: Path
-):
-    """The others have used up what was gathered for this step."""
-    _, last = ended(tmp_path, backend, "before", "retries.py")
-    assert NOT_TOGETHER.replace("message 8", "message 11") in last
-
-
-@on("gloo")
 def test_so_does_one_while_sums_of_the_step_before_are_under_way(backend: str, tmp_path: Path):
     _, last = ended(tmp_path, backend, "before, whole", "retries.py")
     assert NOT_TOGETHER.replace("message 8", "message 3") in last

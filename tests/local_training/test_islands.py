@@ -15,7 +15,7 @@ import trees
 from problems import layer
 
 import fddp
-from fddp.local_training.merge_log import MeetingLine, Merged, read_log, serialize
+from fddp.local_training.merge_log import Meeting, Merged, read_log, serialize
 from fddp.local_training.merging import Contribution, SharedParams, merge, merging_of, on_this_host
 from fddp.optim import Arrival, Quorum, due_at
 
@@ -228,7 +228,7 @@ def test_three_islands_with_a_quorum_of_two_do_as_by_hand(
 ):
     done = simulated([6, 6, 6], [1.0, 1.5, 4.0], every=2, quorum=2, **options)
     assert order_of(done) == QUORUM_OF_TWO
-    assert done.log[-1] == MeetingLine(5)
+    assert done.log[-1] == Meeting(5)
     close(done.params, by_hand([6, 6, 6], QUORUM_OF_TWO, **hand))
 
 

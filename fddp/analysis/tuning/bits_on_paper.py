@@ -30,7 +30,8 @@ def fitting_bits(
 
     `seconds` maps the position of a message and its bits to a duration.
 
-    >>> two = lambda due: [Message(0, 1.0, due, 8), Message(1, 2.0, due, 8)]
+    >>> two = lambda due: [
+    ...     SimulatedMessage(0, 1.0, due, 8), SimulatedMessage(1, 2.0, due, 8)]
     >>> [fitting_bits(two(due), lambda k, bits: bits / 32) for due in (3.0, 2.5, 2.25)]
     [(32, 32), (32, 16), (32, 8)]
     """

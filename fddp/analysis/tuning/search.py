@@ -238,11 +238,11 @@ def tune_here(
         chosen = best.bucket_cap_mb
         if chosen in visited:
             break
-    # Eager is measured: the overlap with the next forward pass is not simulated.
-    runs = [
-        prepared(group, chosen)[1],
-        *(_eager(partial(prepared, group, chosen)) if schedule == "auto" else ()),
-    ]
+    # Eager is measured: the overlap with the next forward pass is not simulated. In shards it is
+    # staged.
+    runs = [prepared(group, chosen)[1]]
+    if schedule == "auto" and not options.get("shard"):
+        runs += _eager(partial(prepared, group, chosen))
     medians = [np.median([step.seconds for step in steps]) for steps in _in_turn(group, *runs)]
     slowest = group.all_reduce(np.array(medians), op="max").tolist()
     return Tuning(group.size, link, pace, busy.idle, candidates, best, *slowest)
