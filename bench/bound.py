@@ -37,7 +37,7 @@ from bench.overlap_worker import OPTIMIZER, by_itself
 from bench.problems import problem
 from bench.record import busy_and_idle_s, save, saved
 from bench.two_hosts import ask
-from fddp.schedules import TRIED, Communicate, Pace, TaskList, simulate
+from fddp.schedules import Communicate, Pace, TaskList, simulate
 from fddp.schedules.message_order import leaving_in
 from fddp.schedules.tasks import Task, Value
 
@@ -81,7 +81,7 @@ def rank(backend: str, name: str, turns: int, path: Path) -> None:
         "eager": Way(group, name, group.rank),
     }
     for way in ways.values():
-        way.steps(TRIED + 2)
+        way.steps(2)
     took: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
     for _ in range(turns):
         for key, way in ways.items():

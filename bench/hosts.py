@@ -46,7 +46,6 @@ from bench.scaling import projected
 from bench.two_hosts import Hosts, connect, ip, namespaces, shape, start_gloo, start_mpi
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.scaling import hop_of, ring
-from fddp.schedules import TRIED
 
 PAGE = ROOT / "bench" / "README.md"
 STEPS = 4  # in a turn
@@ -196,18 +195,13 @@ def starts(hosts: Hosts, each: int, backends: Sequence[str], torch: str | None) 
     return found
 
 
-def first_steps(way: str) -> int:
-    """The steps of a way that do not count: they compile, and eager tries its orders."""
-    return TRIED if "eager" in way else 2
-
-
 def measure(
     jobs: Mapping[str, Start],
     count: int,
     each: int,
     mbit: int,
     rounds: int,
-    warm_up: Callable[[str], int] = first_steps,
+    warm_up: Callable[[str], int] = lambda way: 2,
 ) -> dict[str, Any]:
     """Starts all jobs, lets their ways take turns, and evaluates.
 

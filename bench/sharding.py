@@ -31,7 +31,6 @@ from bench.record import ratio, save, summary
 from bench.steady import steady_seconds
 from bench.two_hosts import BACKENDS, ask
 from fddp.buckets import MiB
-from fddp.schedules import TRIED
 
 STEPS = 4  # of a turn
 WAYS: dict[str, dict[str, Any]] = {
@@ -108,10 +107,7 @@ def one_host(
     task = problem(name, seed=group.rank)
     ways = {way: Training(task, group, cap_mb, **WAYS[way]) for way in chosen}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    tried = TRIED if "whole, eager" in ways else STEPS
-    for turn in range(
-        -tried // STEPS, rounds
-    ):  # until whole eager has the order of messages that stays
+    for turn in range(-1, rounds):
         for way, training in ways.items():
             group.barrier()
             if turn == 0:

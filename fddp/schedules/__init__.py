@@ -13,7 +13,6 @@ from fddp.schedules.footprint import Footprint as Footprint
 from fddp.schedules.lists import forms_of as forms_of
 from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
-from fddp.schedules.message_order import TRIED as TRIED
 from fddp.schedules.named import SCHEDULES as SCHEDULES
 from fddp.schedules.named import NamedSchedule as NamedSchedule
 from fddp.schedules.one_program import fused as fused

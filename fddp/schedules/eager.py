@@ -9,7 +9,6 @@ way.
 """
 
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.hook_memory import promised_memory, remembered
 from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
-from fddp.schedules.message_order import Trial, arrival_order, orders
+from fddp.schedules.message_order import arrival_order, trailed
 from fddp.schedules.pieces import Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
@@ -58,8 +57,7 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     Messages and updates have a thread each. The messages of all steps leave on one communicator of
     their own, in order. Where a process has several devices, or sums go over nodes first, the
-    group has no such communicator, and a step returns after its last update. If there are two
-    orders of the messages, the first steps try both.
+    group has no such communicator, and a step returns after its last update.
     """
     lane, has_lane = own_lane(group)
     # On a mesh a hook's sums use the communicator that hosts use between two steps.
@@ -71,7 +69,6 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
     pieces = _with_known_bytes(group, pieces) if plain else pieces
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=arrival_order)
     queue_of = heard(group, by_kind)
-    trial = Trial(group)
     launcher = Launcher(group, lanes=(LATE,))
     # Prepared step → shapes of the results that it may promise, known once such a step has waited
     # for all of them.
@@ -79,9 +76,8 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
     donated = list[Any]()  # the last step may not have overwritten these when the next one starts
 
     def arrange(listed: TaskList) -> Arranged:
-        tasks = [order.tasks for order in orders(listed, first_use)]
-        routes = tuple(routed(order, queue_of, listed.results) for order in tasks)
-        return Arranged(routes, freed(tasks, queue_of))
+        tasks = trailed(listed, first_use).tasks
+        return Arranged(routed(tasks, queue_of, listed.results), freed(tasks, queue_of))
 
     prepare = preparing(lane, make, arrange, compiled, donate)
 
@@ -96,8 +92,7 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
             group.recovery.fail()
         group.recovery.sends()  # from here on this rank must not retry the step alone
         launcher.log.begin()
-        routes = prepared.arranged.routes[trial.way(len(prepared.arranged.routes))]
-        start = perf_counter()
+        routes = prepared.arranged.routes
         first = id(prepared) not in promised
         late = {name: Promise(form) for name, form in promised.get(id(prepared), {}).items()}
         names = [n for n in routes.results if n.replaces in values] if first and overlaps else []
@@ -109,12 +104,10 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
         if first:
             promised[id(prepared)] = forms_of({name: results[name] for name in names})
         launcher.log.end()
-        trial.took(perf_counter() - start)
         return StepOutputs(*prepared.listed.leave(results), memory)
 
     def tasks(*arguments: Any) -> TaskList:
-        possible = orders(make(*arguments), first_use)
-        return possible[min(trial.latest, len(possible) - 1)]
+        return trailed(make(*arguments), first_use)
 
     return Runner(run, None, launcher.log.timeline, tasks, of_tasks(group, prepare), promises=True)
 

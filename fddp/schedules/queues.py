@@ -102,8 +102,7 @@ class Routes(NamedTuple):
 class Arranged:
     """A list of tasks, arranged for the launcher."""
 
-    routes: tuple[Routes, ...]
-    """The list in each order in which it may be launched."""
+    routes: Routes
     freed: Mapping[str, tuple[Value, ...]]
     """Task name → the values whose memory it may reuse."""
 
@@ -123,7 +122,7 @@ def as_listed(queues_of: Callable[[TaskList], QueueOf]) -> Arrange:
     def arrange(listed: TaskList) -> Arranged:
         queue_of = queues_of(listed)
         routes = routed(listed.tasks, queue_of, listed.results)
-        return Arranged((routes,), freed([listed.tasks], queue_of))
+        return Arranged(routes, freed(listed.tasks, queue_of))
 
     return arrange
 
@@ -148,19 +147,20 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -
     )
 
 
-def freed(orders: Sequence[Sequence[Task]], queue_of: QueueOf) -> dict[str, tuple[Value, ...]]:
+def freed(tasks: Sequence[Task], queue_of: QueueOf) -> dict[str, tuple[Value, ...]]:
     """Finds the values whose memory each task may reuse, by task name.
 
-    A task may reuse a value that it is the last to read in each of the possible orders. A value
-    that another queue reads as well is excluded: that queue may lag.
+    A task may reuse a value that it is the last to read. A value that another queue reads as well
+    is excluded: that queue may lag.
     """
-    queues = _reading_queues(orders[0], queue_of)
-    last_readers = [{name: task.name for task in tasks for name in task.reads} for tasks in orders]
-
-    def is_last(task: Task, name: Value) -> bool:
-        return len(queues[name]) == 1 and all(last[name] == task.name for last in last_readers)
-
-    return {task.name: tuple(n for n in task.reads if is_last(task, n)) for task in orders[0]}
+    queues = _reading_queues(tasks, queue_of)
+    last_reader = {name: task.name for task in tasks for name in task.reads}
+    return {
+        task.name: tuple(
+            name for name in task.reads if len(queues[name]) == 1 and last_reader[name] == task.name
+        )
+        for task in tasks
+    }
 
 
 def _reading_queues(tasks: Sequence[Task], queue_of: QueueOf) -> dict[Value, set[str]]:

@@ -89,7 +89,7 @@ def _launched(
         check()
         prepared, values = prepare(inputs)
         launcher.log.begin(prepared.listed.tasks)
-        routes = prepared.arranged.routes[0]
+        routes = prepared.arranged.routes
         launched = launcher.launch(prepared, routes, values, memory=inputs.memory)
         launcher.log.end()
         result, shards = prepared.listed.leave(launched.results)

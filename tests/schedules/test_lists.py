@@ -208,7 +208,7 @@ def made(
     tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
     whole = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
-    gives = freed([tasks], lambda task: HERE) if donate else {}
+    gives = freed(tasks, lambda task: HERE) if donate else {}
     programs = compiled(placement, whole, values, gives, lambda what: nullcontext())
     for task in tasks:
         values.update(zip(task.writes, programs[task.name](*(values[name] for name in task.reads))))

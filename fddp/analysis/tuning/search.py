@@ -30,7 +30,7 @@ from fddp.buckets import BucketPlan, place_scalars, plan_with_table_rows, whole_
 from fddp.comm import Group, verify
 from fddp.measuring import MeasuredStep, Measurement
 from fddp.runtime import group_of
-from fddp.schedules import TRIED, Pace, observed_pace, outline, simulate
+from fddp.schedules import Pace, observed_pace, outline, simulate
 from fddp.step import refuse
 from fddp.training import TrainStep, train_step
 
@@ -266,13 +266,12 @@ def _schedule(group: Group, caps_mb: Sequence[float], options: Mapping[str, Any]
 
 
 def _eager(prepared: Callable[..., tuple[TrainStep, Run]]) -> Sequence[Run]:
-    """Returns a run of eager steps after their trial of orders; empty if eager is unsupported."""
+    """Returns a run of eager steps, which has compiled; empty if eager is unsupported."""
     try:
         _, run = prepared(schedule="eager")
     except ValueError:
         return ()
-    for _ in range(-(-TRIED // len(run().steps))):
-        run()
+    run()
     return (run,)
 
 
