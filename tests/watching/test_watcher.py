@@ -24,6 +24,7 @@ from fddp.watching.watcher.links import (
     Links,
     Newcomers,
     admit_newcomers,
+    lines,
     proof,
     wait_readable,
     welcome,
@@ -454,6 +455,25 @@ def test_a_watcher_that_may_open_no_more_files_goes_on_and_lets_others_in_later(
         proves(other, "token")
         let_in(door, newcomers, links)
         (link,) = links
+        link.close()
+
+
+def test_a_report_that_arrives_with_the_proof_is_read():
+    """A busy watcher of rank 0 finds both at once."""
+    newcomers: Newcomers = {}
+    links: Links = {}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as door,
+        socket.create_connection(door.getsockname()) as other,
+    ):
+        let_in(door, newcomers, links)
+        challenge = other.recv(32)
+        answer = hmac.new(b"token", challenge, hashlib.sha256).digest()
+        other.sendall(answer + b'{"rank": 1}\n')
+        let_in(door, newcomers, links)
+        (link,) = links
+        assert wait_readable([link], 10.0) == {link}
+        assert list(lines(link, links)) == [{"rank": 1}]
         link.close()
 
 

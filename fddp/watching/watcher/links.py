@@ -20,6 +20,7 @@ MOST = 1 << 16  # bytes of a line
 
 WELCOME_S = 10.0  # seconds for a newcomer's proof that it knows the token
 CHALLENGE = 32  # bytes
+PROOF = 32  # bytes
 SPARE = 1024  # files that a process may open in addition to its links
 
 Links = dict[socket.socket, bytearray]
@@ -84,7 +85,7 @@ def admit_newcomers(newcomers: Newcomers, links: Links, token: str, readable: Se
         data = b""
         if link in readable:
             with suppress(OSError):
-                data = link.recv(MOST)  # a watcher sends its proof at once
+                data = link.recv(PROOF)  # its first report may have arrived, too
         if hmac.compare_digest(data, proof(token, challenge)):
             links[link] = bytearray()
         else:
