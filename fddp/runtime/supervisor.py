@@ -165,6 +165,7 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[i
         for process in processes:  # also the children of ended ranks
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     for reader in readers:
         reader.join(END_S)  # a watcher may outlive its rank, and prints last
     if first is None:
@@ -186,10 +187,10 @@ def _wait(
     deadline = float("inf")
     forwarded = 0
     term_time = float("inf")
-    while any(process.poll() is None for process in processes):
+    while any(_exit_code(process) is None for process in processes):
         time.sleep(LOOK_S)
         if first is None:
-            first = next((k for k, process in enumerate(processes) if process.poll()), None)
+            first = next((k for k, process in enumerate(processes) if _exit_code(process)), None)
             deadline = time.monotonic() + END_S if first is not None else deadline
         term_time = min(term_time, time.monotonic() + 2 * END_S) if ending.is_set() else term_time
         if time.monotonic() > term_time and deadline == float("inf"):
@@ -205,8 +206,22 @@ def _wait(
     return (
         first
         if first is not None
-        else next((k for k, process in enumerate(processes) if process.returncode), None)
+        else next((k for k, process in enumerate(processes) if _exit_code(process)), None)
     )
+
+
+def _exit_code(process: subprocess.Popen) -> int | None:
+    """The exit code of a process, or None while it runs.
+
+    Unlike `poll` it leaves the process a zombie, so that its number still names its group and no
+    other process.
+    """
+    if process.returncode is not None:
+        return process.returncode
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
@@ -241,7 +256,7 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in processes:
-        if process.poll() is None:
+        if _exit_code(process) is None:
             # mpiexec ends its ranks itself, but not after SIGKILL.
             process.send_signal(number) if number != signal.SIGKILL else os.killpg(
                 process.pid, number
