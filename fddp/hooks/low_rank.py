@@ -9,6 +9,7 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019); `powerSGD_hook` i
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -64,63 +65,83 @@ def powersgd(
             f"powersgd: min_compression_rate must be 0 or more, got {min_compression_rate!r}."
         )
 
-    def rank_of(leaf: jax.ShapeDtypeStruct) -> int:
+    low_rank = _LowRank(rank, warm_start, error_feedback, min_compression_rate)
+    words = (
+        f"{rank}, warm_start={warm_start}, error_feedback={error_feedback}, {min_compression_rate}"
+    )
+    return starting(start_step, Hook(low_rank.init, low_rank.apply, f"powersgd({words})"))
+
+
+@dataclass(frozen=True)
+class _LowRank:
+    """The two functions of the hook, for its arguments."""
+
+    rank: int
+    warm_start: bool
+    error_feedback: bool
+    min_compression_rate: float
+
+    def columns(self, leaf: jax.ShapeDtypeStruct) -> int:
         """Number of columns of a leaf's factors; 0 if it is not compressed."""
-        if (
-            len(leaf.shape) < 2
-            or not jnp.issubdtype(leaf.dtype, jnp.floating)
-            or not math.prod(leaf.shape)
-        ):
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if len(leaf.shape) < 2 or not is_float or not math.prod(leaf.shape):
             return 0
         n, m = _matrix_shape(leaf)
-        columns = min(rank, n, m)
-        return columns if columns * (n + m) * min_compression_rate < n * m else 0
+        columns = min(self.rank, n, m)
+        return columns if columns * (n + m) * self.min_compression_rate < n * m else 0
 
-    def init(leaf: jax.ShapeDtypeStruct) -> Any:
-        if not rank_of(leaf):
+    def init(self, leaf: jax.ShapeDtypeStruct) -> Any:
+        columns = self.columns(leaf)
+        if not columns:
             return ()
-        error = {"error": jnp.zeros(leaf.shape, leaf.dtype)} if error_feedback else {}
-        count = {} if warm_start else {"step": jnp.zeros((), jnp.int32)}
-        return {"q": _random(leaf, rank_of(leaf), 0)} | error | count
+        memory: dict[str, Array] = {"q": _random(leaf, columns, 0)}
+        if self.error_feedback:
+            memory["error"] = jnp.zeros(leaf.shape, leaf.dtype)
+        if not self.warm_start:
+            memory["step"] = jnp.zeros((), jnp.int32)
+        return memory
 
-    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+    def apply(self, comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
         leaves = split_bucket(bucket)
         new_memory = list(memory)
-        compressed = [i for i, leaf in enumerate(bucket.leaves) if rank_of(leaf)]
+        compressed = [i for i, leaf in enumerate(bucket.leaves) if self.columns(leaf)]
         plain = [i for i in range(len(leaves)) if i not in compressed]
-        matrices = []
-        starts = []
-        for i in compressed:
-            compensated = leaves[i] + (memory[i]["error"] if error_feedback else 0)
-            matrices.append(compensated.reshape(_matrix_shape(bucket.leaves[i])))
-            random_q = (
-                None
-                if warm_start
-                else _random(bucket.leaves[i], rank_of(bucket.leaves[i]), memory[i]["step"] + 1)
-            )
-            starts.append(memory[i]["q"] if random_q is None else random_q)
-        p_sums = _sums(comm, [m @ q for m, q in zip(matrices, starts)] + [leaves[i] for i in plain])
+        matrices = [self._matrix(bucket.leaves[i], leaves[i], memory[i]) for i in compressed]
+        starts = [self._start(bucket.leaves[i], memory[i]) for i in compressed]
+        products = [m @ q for m, q in zip(matrices, starts)]
+        p_sums = _sums(comm, [*products, *(leaves[i] for i in plain)])
         bases = [_orthonormal(p) for p in p_sums[: len(compressed)]]
         q_sums = _sums(comm, [m.T @ p for m, p in zip(matrices, bases)])
         for i, total in zip(plain, p_sums[len(compressed) :]):
             leaves[i] = total
         for i, start, m, p, q in zip(compressed, starts, matrices, bases, q_sums):
             leaves[i] = (p @ q.T).reshape(bucket.leaves[i].shape)
-            error = (
-                {"error": (m - p @ (p.T @ m)).reshape(leaves[i].shape)} if error_feedback else {}
-            )
-            # The next step starts from the directions of Q, as its scale would grow without bound.
-            # If the gradient has no component along a direction, that direction is retained.
-            count = {} if warm_start else {"step": memory[i]["step"] + 1}
-            directions = _orthonormal(q)
-            q = jnp.where(jnp.any(directions != 0, axis=0), directions, start)
-            new_memory[i] = {"q": q} | error | count
+            new_memory[i] = self._next_memory(memory[i], start, m, p, q, leaves[i].shape)
         return jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), tuple(new_memory)
 
-    words = (
-        f"{rank}, warm_start={warm_start}, error_feedback={error_feedback}, {min_compression_rate}"
-    )
-    return starting(start_step, Hook(init, apply, f"powersgd({words})"))
+    def _matrix(self, form: jax.ShapeDtypeStruct, leaf: Array, memory: Any) -> Array:
+        """A replica's matrix, with its error of the last step."""
+        compensated = leaf + (memory["error"] if self.error_feedback else 0)
+        return compensated.reshape(_matrix_shape(form))
+
+    def _start(self, form: jax.ShapeDtypeStruct, memory: Any) -> Array:
+        """The matrix Q with which a step starts."""
+        if self.warm_start:
+            return memory["q"]
+        return _random(form, self.columns(form), memory["step"] + 1)
+
+    def _next_memory(
+        self, memory: Any, start: Array, m: Array, p: Array, q: Array, shape: tuple[int, ...]
+    ) -> dict[str, Array]:
+        # The next step starts from the directions of Q, as its scale would grow without bound.
+        # If the gradient has no component along a direction, that direction is retained.
+        directions = _orthonormal(q)
+        new_memory = {"q": jnp.where(jnp.any(directions != 0, axis=0), directions, start)}
+        if self.error_feedback:
+            new_memory["error"] = (m - p @ (p.T @ m)).reshape(shape)
+        if not self.warm_start:
+            new_memory["step"] = memory["step"] + 1
+        return new_memory
 
 
 def _matrix_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, int]:

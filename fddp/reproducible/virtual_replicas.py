@@ -114,10 +114,6 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
         totals = [grads[i] for i in leaves], tail
         return jax.tree.map(lambda x, like: x.astype(like.dtype), totals, outputs)
 
-    def keep(saved: Sequence[Any]) -> Any:
-        broken = [flags for _, flags in saved]
-        return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
-
     def finish(
         state: TrainState, shards: PyTree, sums: Contribution, saved: PyTree, nbytes: Array
     ) -> tuple[Any, Any]:
@@ -140,9 +136,15 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
         first=lambda: each * _numbers(group),
         pack=lambda outputs: messages(outputs).arrays,
         unpack=unpacked,
-        keep=keep,
+        keep=_saved_of_replica,
     )
     return Pieces((stage,), finish), tree  # type: ignore
+
+
+def _saved_of_replica(saved: Sequence[Any]) -> Any:
+    """Joins the marks of non-finite gradients of a replica's virtual ones."""
+    broken = [flags for _, flags in saved]
+    return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
 
 
 def _widened(contribution: Contribution) -> Contribution:
