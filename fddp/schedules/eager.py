@@ -49,7 +49,7 @@ def _eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return (staged if scattered or gathers_first else with_late_sums)(group, pieces, donate)
 
 
-eager = Schedule(_eager)
+eager = Schedule("eager", _eager)
 
 
 def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:

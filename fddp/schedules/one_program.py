@@ -42,9 +42,9 @@ def _unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return _program(group, partial(in_one_piece, group.placement, pieces), donate, _at_any_time)
 
 
-fused, held, unordered = (
-    Schedule(make, one_program=True, cuts=False) for make in (_fused, _held, _unordered)
-)
+fused = Schedule("fused", _fused, one_program=True, cuts=False)
+held = Schedule("held", _held, one_program=True, cuts=False)
+unordered = Schedule("unordered", _unordered, one_program=True, cuts=False)
 
 
 def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:

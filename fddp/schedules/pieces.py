@@ -114,6 +114,7 @@ MakeList: TypeAlias = Callable[[Any, Any, Any, Any], TaskList]
 class Schedule:
     """How the pieces of a step become tasks, and how these are launched."""
 
+    name: str
     make: MakeRunner
     one_program: bool = False
     """True if the step is one XLA program."""

@@ -60,8 +60,8 @@ def in_order(group: Group, make: MakeList, donate: bool, programs: MakePrograms 
     return _launched(group, make, all_here, donate, programs, lambda: None, launcher)
 
 
-staged = Schedule(_staged, launch=on_threads)
-after = Schedule(_after, cuts=False, launch=in_order)
+staged = Schedule("staged", _staged, launch=on_threads)
+after = Schedule("after", _after, cuts=False, launch=in_order)
 
 
 def refuse_without_jit(schedule: str) -> None:

@@ -115,7 +115,7 @@ def described_batch(replica: Replica, batch: PyTree, call: str, findings: Seen) 
     return [
         f"call {call}",
         repr(replica.options),
-        f"schedule {name_of(findings.schedule)}",
+        f"schedule {findings.schedule.name}",
         f"plan {replica.provisional_plan(state.params).digest}",
         *replica.described_groups(state.params),
         f"group.local {replica.group.local}",
@@ -212,7 +212,7 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
     if callable(schedule):
-        return schedule if isinstance(schedule, Schedule) else Schedule(schedule)
+        return schedule if isinstance(schedule, Schedule) else Schedule(name_of(schedule), schedule)
     if schedule != "auto":
         return SCHEDULES[schedule]
     # Over MPI a replica computes on JAX's default device.

@@ -24,7 +24,6 @@ from fddp.schedules import Runner, StepInputs, forms_of
 from fddp.step.checks import check_batch, check_casts, check_params, check_paths, params_checked
 from fddp.step.first_batch import Seen, casts, described_batch, look, paths
 from fddp.step.held import check_cuts, check_held, held_form
-from fddp.step.options import name_of
 from fddp.step.replica import Replica
 from fddp.step.same_rows import tell_same_rows
 from fddp.step.state import Mean, TrainState
@@ -98,7 +97,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
         plan=plan,
         specs=layout,
         runner=replica.way.runner(findings.schedule, replica, facts),
-        schedule=name_of(findings.schedule),
+        schedule=findings.schedule.name,
         accumulate=_accumulating(group.placement, replica),
         chosen=findings.chosen,
         left_out=tuple(i for i in findings.chosen if i not in {unit.leaf for unit in agreed.order}),
