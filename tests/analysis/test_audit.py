@@ -364,6 +364,12 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
     (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
     found = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
     waited = [one for one in audit.collectives if not one.asynchronous]
+    if target.startswith("h100") and jax.__version_info__ >= (0, 12):
+        # The XLA of JAX 0.12 waits for the gathers of its backward loop, and the audit names them.
+        (in_loop,) = (one for one in waited if one.loops)
+        assert in_loop.kind == "all-gather"
+        assert any(f"gather{bucket}" in problem for problem in audit.problems())
+        return
     # Nothing lies before the first layer's gathers; for Hopper the XLA of JAX 0.11 waits for one of
     # them at once.
     assert len(waited) == (1 if newer_xla_for_hopper(target) else 0)
