@@ -165,7 +165,9 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[i
         for process in processes:  # also the children of ended ranks
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):  # another user's process is not killed
+                process.wait(END_S)
     for reader in readers:
         reader.join(END_S)  # a watcher may outlive its rank, and prints last
     if first is None:
