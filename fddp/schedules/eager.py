@@ -28,7 +28,7 @@ from fddp.schedules.message_order import arrival_order, trailed
 from fddp.schedules.pieces import Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
-from fddp.schedules.queues import Arranged, Promise, by_kind, freed, heard, routed
+from fddp.schedules.queues import Promise, arranging, by_kind, heard
 from fddp.schedules.staged import refuse_without_jit, staged
 from fddp.schedules.tasks import TaskList, Value
 
@@ -75,10 +75,7 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
     promised = dict[int, dict[Value, jax.ShapeDtypeStruct]]()
     donated = list[Any]()  # the last step may not have overwritten these when the next one starts
 
-    def arrange(listed: TaskList) -> Arranged:
-        tasks = trailed(listed, first_use).tasks
-        return Arranged(routed(tasks, queue_of, listed.results), freed(tasks, queue_of))
-
+    arrange = arranging(lambda listed: queue_of, lambda listed: trailed(listed, first_use).tasks)
     prepare = preparing(lane, make, arrange, compiled, donate)
 
     def run(inputs: StepInputs) -> StepOutputs:
@@ -97,7 +94,7 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
         late = {name: Promise(form) for name, form in promised.get(id(prepared), {}).items()}
         names = [n for n in routes.results if n.replaces in values] if first and overlaps else []
         donated[:] = [values[name] for name in prepared.arranged.gives]
-        launched = launcher.launch(prepared, routes, values, memory=memory, late=late)
+        launched = launcher.launch(prepared, values, memory=memory, late=late)
         results = launched.results
         job = launched.jobs.get(LATE) if late and memory else None
         memory = promised_memory(launched, job, memory) if job else remembered(launched, memory)

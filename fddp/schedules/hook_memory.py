@@ -17,9 +17,8 @@ from fddp.schedules.queues import Promise, awaited
 
 def remembered(launched: Launched, memory: Memory) -> Memory:
     """The memory after all messages have arrived; unchanged if a hook's sum is not finite."""
-    if all(
-        message.finite for message in list(launched.arrived.values())
-    ):  # another thread adds some
+    arrived = list(launched.arrived.values())  # another thread may add to the dict
+    if all(message.finite for message in arrived):
         return tuple(launched.memory[index] for index in range(len(memory)))
     return jax.tree.map(awaited, memory)
 

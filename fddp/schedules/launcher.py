@@ -23,7 +23,7 @@ from fddp.comm import Group, Recovery
 from fddp.hooks import Memory
 from fddp.jax_internals import asked_for, given_away, with_configuration, with_parts_listed
 from fddp.schedules.programs import Prepared
-from fddp.schedules.queues import HERE, Do, Queues, Routes, awaited, speaks
+from fddp.schedules.queues import HERE, Do, Queues, awaited, speaks
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.shown import wait_for
 from fddp.schedules.step_log import StepLog
@@ -61,7 +61,6 @@ class Launcher:
     def launch(
         self,
         prepared: Prepared,
-        routes: Routes,
         values: dict[Value, Any],
         *,
         memory: Memory = (),
@@ -73,14 +72,14 @@ class Launcher:
         memory; its arrays may be futures. `late` holds a future for each result that may arrive
         late; if it is empty, nothing goes on.
         """
+        routes = prepared.arranged.routes
         queues = Queues(routes, values, late)
         values.clear()
         arrived = dict[Value, Sent]()
         current_memory = dict[int | None, Any](enumerate(memory))
         jobs = self._jobs = dict[str, Future[None]]()
-        ready_at = dict[
-            Value, float
-        ]()  # when messages were ready, as observed by their own threads
+        # When messages were ready, as observed by their own threads.
+        ready_at = dict[Value, float]()
 
         def sending(queue: str) -> Do:
             other_queues = [q for q in routes.speaking if q not in {queue, *self._lanes}]

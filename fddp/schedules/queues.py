@@ -116,13 +116,16 @@ class Arranged:
 Arrange: TypeAlias = Callable[[TaskList], Arranged]
 
 
-def as_listed(queues_of: Callable[[TaskList], QueueOf]) -> Arrange:
-    """Makes a function that arranges a list in its own order."""
+def arranging(
+    queues_of: Callable[[TaskList], QueueOf],
+    order: Callable[[TaskList], Sequence[Task]] = lambda listed: listed.tasks,
+) -> Arrange:
+    """Makes a function that arranges a list; `order` returns its tasks in launch order."""
 
     def arrange(listed: TaskList) -> Arranged:
         queue_of = queues_of(listed)
-        routes = routed(listed.tasks, queue_of, listed.results)
-        return Arranged(routes, freed(listed.tasks, queue_of))
+        tasks = order(listed)
+        return Arranged(routed(tasks, queue_of, listed.results), freed(tasks, queue_of))
 
     return arrange
 

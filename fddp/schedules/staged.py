@@ -12,7 +12,7 @@ from fddp.schedules.lists import in_one_piece, in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import MakePrograms, jitted, preparing
-from fddp.schedules.queues import HERE, QueueOf, as_listed, heard, speaks
+from fddp.schedules.queues import HERE, QueueOf, arranging, heard, speaks
 from fddp.schedules.send import side_by_side
 from fddp.schedules.tasks import TaskList
 
@@ -83,14 +83,13 @@ def _launched(
     check: Callable[[], None],
     launcher: Launcher,
 ) -> Runner:
-    prepare = preparing(group, make, as_listed(queues_of), programs, donate)
+    prepare = preparing(group, make, arranging(queues_of), programs, donate)
 
     def run(inputs: StepInputs) -> StepOutputs:
         check()
         prepared, values = prepare(inputs)
         launcher.log.begin(prepared.listed.tasks)
-        routes = prepared.arranged.routes
-        launched = launcher.launch(prepared, routes, values, memory=inputs.memory)
+        launched = launcher.launch(prepared, values, memory=inputs.memory)
         launcher.log.end()
         result, shards = prepared.listed.leave(launched.results)
         return StepOutputs(result, shards, remembered(launched, inputs.memory))

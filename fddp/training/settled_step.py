@@ -1,4 +1,4 @@
-"""What a training step knows of itself before and after its first batch settles it."""
+"""The record of a training step, before and after its first batch settles it."""
 
 from collections import deque
 from typing import Any
