@@ -37,7 +37,7 @@ from rich.table import Table
 import fddp
 from bench.record import save, save_picture, saved
 from fddp import hooks
-from fddp.local_training.merge_log import Merged
+from fddp.islands.merge_log import Merged
 from fddp.measuring.plots import figure
 from models import data, gpt
 

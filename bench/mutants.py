@@ -82,7 +82,8 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *on_ranks("unused", "scan"),
         *("tests/schedules", "tests/step", "tests/sharding"),
     ),
-    "local_training": (*on_ranks("local_steps", "islands"), "tests/optim"),
+    "islands": (*on_ranks("islands"), "tests/local_training"),
+    "local_training": (*on_ranks("local_steps", "islands"), "tests/islands"),
     "losses": ("tests/step", "tests/data", "tests/evaluation", *on_ranks("join")),
     "measuring": (
         *("tests/analysis/test_measurement.py", "tests/analysis/test_statistics.py"),

@@ -44,8 +44,12 @@ from fddp.evaluation import evaluate as evaluate
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
+from fddp.islands import Islands as Islands
+from fddp.islands import local_steps as local_steps
+from fddp.islands import meet as meet
+from fddp.islands import replay_islands as replay_islands
+from fddp.islands import simulate_islands as simulate_islands
 from fddp.jaxpr import grad_order as grad_order
-from fddp.local_training import Islands as Islands
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
 from fddp.losses import Stacked as Stacked
@@ -56,9 +60,7 @@ from fddp.measuring import Stats as Stats
 from fddp.measuring import measure as measure
 from fddp.measuring import stats as stats
 from fddp.optim import DynamicScaleState as DynamicScaleState
-from fddp.optim import LocalState as LocalState
 from fddp.optim import dynamic_scale as dynamic_scale
-from fddp.optim import local_steps as local_steps
 from fddp.runtime import alive as alive
 from fddp.runtime import expect_no_gpu as expect_no_gpu
 from fddp.runtime import init as init
@@ -66,13 +68,11 @@ from fddp.runtime import launch as launch
 from fddp.runtime import preempted as preempted
 from fddp.runtime import shutdown as shutdown
 from fddp.sharding import whole as whole
+from fddp.step import LocalState as LocalState
 from fddp.step import Options as Options
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState
 from fddp.training import TrainStep as TrainStep
-from fddp.training import meet as meet
-from fddp.training import replay_islands as replay_islands
-from fddp.training import simulate_islands as simulate_islands
 from fddp.training import train_step as train_step
 from fddp.training import value_and_grad as value_and_grad
 

@@ -18,9 +18,10 @@ from fddp.buckets import BucketPlan, Messages, is_shard, place_scalars, scalar_d
 from fddp.comm import Communicator
 from fddp.hooks import Reduction
 from fddp.local_training.inside import trained_leaves
+from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.wire import Averaged, Wire
-from fddp.optim import LocalState, LocalSteps, update
-from fddp.step import Facts, Replica, TrainState, average, with_trained
+from fddp.optim import update
+from fddp.step import Facts, LocalState, Replica, TrainState, average, with_trained
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from fddp.buckets import Shard, insert_shards, is_shard, of_rows, whole_forms
 from fddp.comm import Group
 from fddp.losses import Joined
 from fddp.losses import Shared as Alike
-from fddp.optim import IslandState, LocalState
-from fddp.step import Copy, Cut, Held, Replica, TrainState, Way
+from fddp.step import Copy, Cut, Held, IslandState, LocalState, Replica, TrainState, Way
 
 
 class Trains(NamedTuple):

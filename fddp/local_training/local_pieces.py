@@ -28,10 +28,10 @@ from fddp.local_training.inside import (
     shared_held,
     trained_leaves,
 )
+from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.several import NOTHING, Exchange, Several
-from fddp.optim import LocalState, LocalSteps
 from fddp.schedules import Pieces, Round, more_sent, sent_by_bucket
-from fddp.step import Replica, TrainState, with_trained
+from fddp.step import LocalState, Replica, TrainState, with_trained
 
 GIVEN = ("state", "pending", "shards", "rows")
 # (state of one replica, info)

@@ -18,9 +18,10 @@ from fddp.local_training.inside import (
     whole_view,
     within_island,
 )
-from fddp.local_training.last_step import LastStep
+from fddp.local_training.local_optimizer import LastStep, LocalSteps
 from fddp.local_training.local_pieces import Local
 from fddp.local_training.own_means import own_means
+from fddp.local_training.periods import check_fields
 from fddp.local_training.remembered import (
     by_messages_and_leaves,
     first_memory,
@@ -30,9 +31,8 @@ from fddp.local_training.remembered import (
 from fddp.local_training.trained_alone import by_itself, counted
 from fddp.local_training.wire import RANGE
 from fddp.losses import Joined, Pending, Sums
-from fddp.optim import LocalState, LocalSteps, check_fields
 from fddp.schedules import Pieces, Runner, Schedule, StepInputs, StepOutputs, rehearse
-from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, Replica, TrainState, Way
+from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, LocalState, Replica, TrainState, Way
 
 # The kind of a step that averages gradients. All other kinds are the numbers of its exchanges.
 TOGETHER = (-1,)
@@ -65,7 +65,7 @@ def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, para
         )
     trained = replica.trained(params)
     check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)
-    return inner.check(replace(replica, way=inner), optimizer.inner, params)
+    return inner.check(replace(replica, way=inner), optimizer, params)
 
 
 def _seen(replica: Replica, state: TrainState) -> TrainState:

@@ -22,9 +22,10 @@ from fddp.buckets import Messages, Shard, cut_as_leaf, is_shard, make_plan, own_
 from fddp.comm import Level
 from fddp.hooks import Reduction
 from fddp.local_training.inside import Trains, trained_leaves
+from fddp.local_training.local_optimizer import LocalSteps
+from fddp.local_training.periods import NODE, fields_of
 from fddp.local_training.wire import Averaged, Wire
-from fddp.optim import NODE, LocalState, LocalSteps, fields_of
-from fddp.step import Facts, Replica, TrainState, Way, with_trained
+from fddp.step import Facts, LocalState, Replica, TrainState, Way, with_trained
 from fddp.wording import leaf_name
 
 

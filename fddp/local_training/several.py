@@ -12,8 +12,7 @@ from fddp.hooks import Reduction
 from fddp.local_training.fragments import Fragment
 from fddp.local_training.own_means import OwnMean
 from fddp.local_training.wire import Averaged
-from fddp.optim import LocalState
-from fddp.step import TrainState
+from fddp.step import LocalState, TrainState
 
 NOTHING = Messages((), ((), None))
 Exchange: TypeAlias = Fragment | OwnMean

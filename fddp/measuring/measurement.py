@@ -22,9 +22,8 @@ from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
-from fddp.optim import IslandState
 from fddp.schedules import Span, Timeline
-from fddp.step import QUORUM, TrainState, check_state, check_step, refuse
+from fddp.step import QUORUM, IslandState, TrainState, check_state, check_step, refuse
 from fddp.wording import check_has, preformatted
 
 if TYPE_CHECKING:  # a step measures itself

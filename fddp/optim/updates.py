@@ -24,7 +24,6 @@ from jaxtyping import PyTree
 
 from fddp.jaxpr import inputs_of_outputs
 from fddp.optim.layout import map_state, masked
-from fddp.optim.local import LocalSteps, Optimizer
 
 # Arguments of optax's transformations for functions of the loss, or its gradients, at other
 # parameters.
@@ -96,20 +95,13 @@ def update(
     )
 
 
-def check_needs(optimizer: Optimizer, params: PyTree = None) -> None:
+def check_needs(optimizer: optax.GradientTransformation, params: PyTree = None) -> None:
     """Raises TypeError if an optimizer requires arguments that a step lacks; nothing is computed.
 
     Line searches, for example, require a function of the loss, and some optimizers the gradient of
     each example. Without `params` it tries made-up ones, with which an optimizer may fail for other
     reasons, such as labels by path; it then passes.
     """
-    for transformation in (
-        (optimizer.inner, optimizer.outer) if isinstance(optimizer, LocalSteps) else (optimizer,)
-    ):
-        _check_needs(transformation, params)
-
-
-def _check_needs(optimizer: optax.GradientTransformation, params: PyTree) -> None:
     if params is None:
         made_up: Any = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32)

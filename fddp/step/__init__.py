@@ -22,7 +22,6 @@ from fddp.step.options import OptionArguments as OptionArguments
 from fddp.step.options import Options as Options
 from fddp.step.options import ScheduleName as ScheduleName
 from fddp.step.options import Shared as Shared
-from fddp.step.options import check_optimizer as check_optimizer
 from fddp.step.options import explained as explained
 from fddp.step.options import name_of as name_of
 from fddp.step.options import read_options as read_options
@@ -44,12 +43,17 @@ from fddp.step.start import described_start as described_start
 from fddp.step.start import first_form as first_form
 from fddp.step.start import first_state as first_state
 from fddp.step.start import read_start as read_start
+from fddp.step.state import IslandState as IslandState
+from fddp.step.state import LocalState as LocalState
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import Training as Training
 from fddp.step.state import TrainState as TrainState
 from fddp.step.state import check_no_state as check_no_state
 from fddp.step.state import check_state as check_state
+from fddp.step.step_optimizer import Optimizer as Optimizer
+from fddp.step.step_optimizer import StepOptimizer as StepOptimizer
+from fddp.step.step_optimizer import read_optimizer as read_optimizer
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Copy as Copy
 from fddp.step.way import Cut as Cut

@@ -39,9 +39,10 @@ from fddp.comm import (
     shortened,
     specs,
 )
-from fddp.optim import Optimizer, optimizer_laid_out
+from fddp.optim import optimizer_laid_out
 from fddp.step.replica import Replica, with_trained
 from fddp.step.state import TrainState
+from fddp.step.step_optimizer import Optimizer
 from fddp.step.way import Held
 
 

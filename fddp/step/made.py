@@ -22,11 +22,11 @@ from fddp.buckets import insert_shards
 from fddp.comm import REPLICATED, Placement, specs, trace
 from fddp.jax_internals import ClosedJaxpr, form_of_program, jaxpr_as_fun
 from fddp.jaxpr import Piece, each_alone, inputs_of_outputs, pieces, run_seeds, seeded, text_digest
-from fddp.optim import Optimizer
 from fddp.step.checks import check_arrays
 from fddp.step.held import first_held, with_held
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
+from fddp.step.step_optimizer import Optimizer
 from fddp.step.way import Held
 
 # (part of a program, values by number, specs of its outputs) → its outputs, on all replicas

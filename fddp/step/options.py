@@ -8,7 +8,6 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from fddp.buckets import Caps, Groups, check_caps, group_keys
 from fddp.hooks import Hook
-from fddp.optim import check_needs
 from fddp.schedules import MakeRunner
 from fddp.step.combinations import OWN_SCHEDULE, WHOLE_LEAVES, refuse
 from fddp.step.foreign_options import refuse_unknown
@@ -252,17 +251,6 @@ def read_options(call: str, arguments: Mapping[str, Any]) -> Options:
     """Makes `Options` from the keyword arguments of a call; error messages name `call`."""
     refuse_unknown(call, arguments, [option.name for option in fields(Options)])
     return Options(**arguments)
-
-
-def check_optimizer(call: str, value: Any) -> None:
-    """Raises TypeError unless `value` is an optax optimizer that needs only gradients and loss."""
-    if not hasattr(value, "init") or not hasattr(value, "update"):
-        # Flax's optimizers and train states hold an optax optimizer in `tx`.
-        inside = "; pass its .tx" if hasattr(value, "tx") else ""
-        raise TypeError(
-            f"fddp.{call}: optimizer must be one of optax's, got {type(value).__name__}{inside}."
-        )
-    check_needs(value)
 
 
 def with_some_new(options: Options, new: Mapping[str, Any]) -> Options:

@@ -20,13 +20,14 @@ from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
 from fddp.jax_internals import ClosedJaxpr, without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
 from fddp.losses import not_numeric
-from fddp.optim import DynamicScaleState, Optimizer, check_needs
+from fddp.optim import DynamicScaleState
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
 from fddp.step.held import first_held, form_in_shards, with_held
 from fddp.step.made import described_program, is_form, made_state, read_functions
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_no_state
+from fddp.step.step_optimizer import Optimizer, StepOptimizer
 
 
 class Start(NamedTuple):
@@ -61,7 +62,7 @@ def equal_start(group: Group, tree: PyTree) -> Any:
 
 @without_context_mesh
 def read_start(
-    replica: Replica, optimizer: Optimizer, params: PyTree, model_state: PyTree, rng: PyTree
+    replica: Replica, optimizer: StepOptimizer, params: PyTree, model_state: PyTree, rng: PyTree
 ) -> Start:
     """Checks the arguments of `TrainStep.init` on one rank, and traces functions among them."""
     params, model_state, program = read_functions(params, model_state)
@@ -130,12 +131,12 @@ def _from_first_replica(group: Group, tree: PyTree) -> Any:
 
 
 def _check_start(
-    replica: Replica, optimizer: Optimizer, params: PyTree, has_functions: bool
+    replica: Replica, optimizer: StepOptimizer, params: PyTree, has_functions: bool
 ) -> str:
     """Raises an error if a step cannot start like this; returns a remark for the user, or ""."""
     check_arrays(params)
     check_trained(params, replica.chosen(params))
-    check_needs(optimizer, replica.trained(params))
+    optimizer.check_needs(replica.trained(params))
     remembers = jax.tree.leaves(replica.memory_form(params))
     features = {
         MEMORY: f"{replica.options.hook}, which remembers things from step to step"
@@ -146,7 +147,7 @@ def _check_start(
         **_of_several_steps(replica, optimizer, params),
     }
     refuse(replica.asked | {name: text for name, text in features.items() if text})
-    return replica.way.check(replica, optimizer, params)
+    return replica.way.check(replica, optimizer.inner, params)
 
 
 def _of_several_steps(replica: Replica, optimizer: Optimizer, params: PyTree) -> dict[str, str]:

@@ -93,6 +93,35 @@ register_pytree_with_keys(
 )
 
 
+class LocalState(NamedTuple):
+    """The state of `local_steps`; each replica also has local parameters."""
+
+    shared: Any
+    """Parameters of the last synchronization, equal on all replicas."""
+    outer: Any
+    """State of the outer optimizer, equal on all replicas."""
+    inner: Any
+    """State of the inner optimizer, local to each replica."""
+    weight: Float[Array, " means"]
+    """Σ w that a replica has trained on since the last synchronization of each fragment, then since
+    each further mean of `every`; local to each replica."""
+
+
+class IslandState(NamedTuple):
+    """The state of `local_steps` with a quorum, local to each island."""
+
+    shared: Any
+    """Shared parameters that the island received last."""
+    version: Int[Array, ""]
+    """Version of `shared`: the number of merges so far."""
+    outer: Any
+    """State of the outer optimizer at the last meeting; between meetings the server updates it."""
+    inner: Any
+    """State of the inner optimizer."""
+    weight: Float[Array, " 1"]
+    """Σ w that the island has trained on since it received `shared`."""
+
+
 class Promised:
     """A field of a state with promises for some leaves."""
 

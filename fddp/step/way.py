@@ -24,10 +24,10 @@ from fddp.buckets import (
 from fddp.comm import Group, specs
 from fddp.hooks import Hook
 from fddp.losses import Pending, Sums
-from fddp.optim import LocalState, Optimizer
 from fddp.schedules import Pieces, Round, Runner, Schedule, fused
 from fddp.step.combinations import LOCAL
-from fddp.step.state import Mean, TrainState
+from fddp.step.state import LocalState, Mean, TrainState
+from fddp.step.step_optimizer import Optimizer
 
 if TYPE_CHECKING:  # `Replica` has a field of type `Way`
     from fddp.step.replica import Replica

@@ -5,8 +5,6 @@ This room imports step, all rooms of ways, guards and measuring, and the rooms b
 """
 
 from fddp.training.make import train_step as train_step
-from fddp.training.meeting import meet as meet
-from fddp.training.simulated_islands import replay_islands as replay_islands
-from fddp.training.simulated_islands import simulate_islands as simulate_islands
 from fddp.training.train_step import TrainStep as TrainStep
+from fddp.training.update import updated as updated
 from fddp.training.value_and_grad import value_and_grad as value_and_grad

@@ -5,21 +5,20 @@ from functools import partial
 from typing import Any, Unpack
 
 from fddp.comm import Group
-from fddp.local_training import in_islands, islands, join_keeper, local_way
 from fddp.losses import check_callable, make_objective
-from fddp.optim import LocalSteps, Optimizer
 from fddp.reproducible import virtual
 from fddp.runtime import group_of
 from fddp.sharding import sharded
 from fddp.step import (
     WHOLE,
+    Optimizer,
     OptionArguments,
     Options,
     Replica,
     Way,
-    check_optimizer,
     explained,
     name_of,
+    read_optimizer,
     read_options,
 )
 from fddp.training.train_step import TrainStep
@@ -65,24 +64,17 @@ def train_step(
       (4.0, 1.0)
     """
     check_callable("train_step", "loss_fn", loss_fn)
-    check_optimizer("train_step", optimizer)
+    chosen = read_optimizer("train_step", optimizer)
     settings = read_options("train_step", options)
-    group = in_islands(group_of("train_step", group), optimizer)
-    if isinstance(optimizer, LocalSteps):
-        optimizer = optimizer.among(group.size // optimizer.replicas(group.parts))
-    inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
+    chosen, group = chosen.on(group_of("train_step", group))
     objective = make_objective(loss_fn, has_aux=has_aux)
-    way = way_of(settings, optimizer)._replace(init=optimizer.init)
+    way = chosen.way(way_of(settings))._replace(init=chosen.init)
     replica = Replica(objective, group, settings, way, loss=name_of(loss_fn))
-    return TrainStep(replica, optimizer, partial(updated, inner))
+    return TrainStep(replica, chosen, partial(updated, chosen.inner))
 
 
-def way_of(options: Options, optimizer: Optimizer | None = None) -> Way:
+def way_of(options: Options) -> Way:
     """Chooses the way of a step; `Replica` checks whether its options are compatible."""
-    if isinstance(optimizer, LocalSteps):
-        if optimizer.quorum:
-            return islands(optimizer, way_of(options), partial(join_keeper, optimizer))
-        return local_way(optimizer, way_of(options))
     if options.virtual_replicas:
         return virtual(options.virtual_replicas)
     if options.shard:

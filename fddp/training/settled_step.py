@@ -6,16 +6,19 @@ from typing import Any
 from fddp.buckets import BucketPlan
 from fddp.comm import Group
 from fddp.guards import Skips, comparing
-from fddp.optim import LocalSteps, Optimizer
 from fddp.schedules import Timeline
-from fddp.step import QUORUM, Options, Replica, Settled, Training, TrainState, Use
+from fddp.step import QUORUM, Options, Replica, Settled, StepOptimizer, Training, TrainState, Use
 
 
 class SettledStep:
     """The record of a training step: its options, and the plan once a batch has settled it."""
 
     def __init__(
-        self, replica: Replica, optimizer: Optimizer, use: Use, training: Training | None = None
+        self,
+        replica: Replica,
+        optimizer: StepOptimizer,
+        use: Use,
+        training: Training | None = None,
     ) -> None:
         self._replica = replica
         self._optimizer = optimizer
@@ -54,7 +57,7 @@ class SettledStep:
     @property
     def optimizer(self) -> Any:
         """The optax transformation; with `fddp.local_steps`, the inner one."""
-        return self._optimizer.inner if isinstance(self._optimizer, LocalSteps) else self._optimizer
+        return self._optimizer.inner
 
     @property
     def options(self) -> Options:

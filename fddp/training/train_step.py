@@ -15,7 +15,6 @@ from jaxtyping import PyTree
 
 from fddp.comm import Group, verify
 from fddp.jax_internals import transformed
-from fddp.local_training import as_islands_of
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.runtime import group_of
 from fddp.schedules import TaskList, Timeline
@@ -227,7 +226,7 @@ class TrainStep(SettledStep):
         Returns:
           A separate step, with separate states.
         """
-        group = as_islands_of(self.group, group_of("on", group), self._optimizer)
+        group = self._optimizer.divided_like(self.group, group_of("on", group))
         return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
 
     def with_options(self, **options: Unpack[OptionArguments]) -> "TrainStep":

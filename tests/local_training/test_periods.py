@@ -461,7 +461,7 @@ def test_periods_that_cannot_be_are_refused(group: Groups):
     with pytest.raises(TypeError, match="the name of a part must be a text, got 3"):
         fddp.local_steps(optax.adam(0.1), every={"params": 2, 3: 4})  # pyright: ignore[reportArgumentType]
     with pytest.raises(
-        ValueError, match=r"quorum meet at the keeper one by one.* got one for 'mu'"
+        ValueError, match=r"quorum meet at the server one by one.* got one for 'mu'"
     ):
         fddp.local_steps(optax.adam(0.1), every={"params": 2, "mu": 4}, quorum=1)
     unknown = fddp.local_steps(optax.adam(0.1), every={"params": 2, "count": 4})

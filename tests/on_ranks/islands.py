@@ -17,7 +17,7 @@ from problems import RATE, square
 from trees import same_bits
 
 import fddp
-from fddp.local_training.merge_log import Merged, read_log
+from fddp.islands.merge_log import Merged, read_log
 
 
 def batches_of(rank: int, count: int) -> np.ndarray:
@@ -136,7 +136,7 @@ def train_while_one_is_stopped(
 
 
 @claim()
-def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
+def a_server_that_dies_is_an_error_on_every_rank(group: fddp.Group):
     island = 2 if group.size == 4 else 1
     step = fddp.train_step(
         square, fddp.local_steps(optax.sgd(RATE), quorum=1, island=island), group=group
@@ -144,10 +144,10 @@ def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
     group.barrier()
     if group.is_main:
-        os.kill(keepers()[-1], signal.SIGKILL)
+        os.kill(servers()[-1], signal.SIGKILL)
     group.barrier()
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), RuntimeError)
-    assert "the keeper of the shared parameters, a process beside rank 0, has ended" in words
+    assert "the server of the shared parameters, a process beside rank 0, has ended" in words
 
 
 @claim(quick=("gloo",))
@@ -189,11 +189,11 @@ def wait(done: Any) -> None:
         time.sleep(0.01)
 
 
-def keepers() -> list[int]:
-    """The keepers that this process has started, in that order."""
+def servers() -> list[int]:
+    """The servers that this process has started, in that order."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
         int(pid)
         for pid in children
-        if b"fddp.local_training.keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"fddp.islands.server" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]

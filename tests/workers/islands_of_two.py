@@ -15,7 +15,7 @@ import optax
 from problems import layer
 
 import fddp
-from fddp.local_training.merge_log import Merged, read_log
+from fddp.islands.merge_log import Merged, read_log
 
 RATE = 0.1
 # The island of each merge.

@@ -1,4 +1,4 @@
-"""The keeper: a parameter server, which merges the pseudo-gradients of islands.
+"""The parameter server, which merges the pseudo-gradients of islands.
 
 It runs in a process that rank 0 starts, and is no rank itself. A slow or stopped island, even rank
 0's, blocks no other island. The server ends with the process of rank 0, or after the last island
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import jax
 
 from fddp.comm import new_secret, signed
+from fddp.islands.merge_log import Line, Meeting, Merged, serialize
+from fddp.islands.merging import Contribution, Merging, SharedParams, merge
+from fddp.islands.protocol import hear, hear_arrays, send_frame
+from fddp.islands.quorum import Arrival, Quorum, due_at
 from fddp.jax_internals import unpacked
-from fddp.local_training.frames import hear, hear_arrays, send_frame
-from fddp.local_training.merge_log import Line, Meeting, Merged, serialize
-from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
-from fddp.optim import Arrival, Quorum, due_at
 
 HELLO_S = 10.0  # limit for a client to prove that it has the token
 BEAT_S = 0.5  # interval of messages to waiting clients
@@ -52,12 +52,12 @@ def main() -> None:
     """Reads the job from stdin, writes the port to stdout, and serves until all islands leave."""
     job: ServerConfig = pickle.load(sys.stdin.buffer)
     jax.config.update("jax_enable_x64", job.x64)
-    keeper = _Keeper(job)
+    server = _Server(job)
     listener = socket.create_server((job.bind, 0), backlog=job.islands)
     print(listener.getsockname()[1], flush=True)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    threading.Thread(target=keeper.let_in, args=(listener,), daemon=True).start()
-    keeper.merges()
+    threading.Thread(target=server.let_in, args=(listener,), daemon=True).start()
+    server.merges()
 
 
 def _end_with_rank_0() -> None:
@@ -67,7 +67,7 @@ def _end_with_rank_0() -> None:
     os._exit(0)
 
 
-class _Keeper:
+class _Server:
     """The shared parameters and the pending contributions, under one lock."""
 
     def __init__(self, job: ServerConfig) -> None:

@@ -2,7 +2,7 @@
 
 from fddp.jax_internals import without_context_mesh
 from fddp.step import TrainState, check_state, check_step
-from fddp.training.train_step import TrainStep
+from fddp.training import TrainStep
 
 
 def meet(step: TrainStep, state: TrainState) -> TrainState:
@@ -21,7 +21,7 @@ def meet(step: TrainStep, state: TrainState) -> TrainState:
 
     Raises:
       ValueError: the step has not been run.
-      RuntimeError: the keeper of the shared parameters has stopped.
+      RuntimeError: the server of the shared parameters has stopped.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax

@@ -12,9 +12,12 @@ outer steps here.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from fddp.wording import check_whole
+
+# Age of a contribution, in merges → factor of its weight
+Discount: TypeAlias = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,8 @@ class Quorum:
     """Number of islands that a merge waits for."""
     grace_s: float = 0.0
     max_staleness: int | None = None
-    discount: Callable[[Any], Any] | None = None
-    """Age → factor of the weight; None: 1."""
+    discount: Discount | None = None
+    """None: 1."""
     log: str | None = None
 
     def __repr__(self) -> str:
@@ -83,7 +86,7 @@ def make_quorum(
     count: int | None,
     grace_s: float,
     max_staleness: int | None,
-    discount: Callable[[Any], Any] | None,
+    discount: Discount | None,
     log: str | Path | None,
 ) -> Quorum | None:
     """Checks the arguments of `local_steps` that make up the merge rule; None without a quorum."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, NamedTuple
 
+from fddp.islands.async_steps import AsyncSteps
+from fddp.islands.island_state import Island, version_of
+from fddp.islands.merge_log import Line, Meeting, Merged
+from fddp.islands.merging import Contribution, Merging, SharedParams, merge
+from fddp.islands.quorum import Arrival, due_at
 from fddp.jax_internals import without_context_mesh
-from fddp.local_training.island_state import Island, version_of
-from fddp.local_training.merge_log import Line, Meeting, Merged
-from fddp.local_training.merging import Contribution, Merging, SharedParams, merge
-from fddp.optim import Arrival, LocalSteps, Met, Quorum, due_at
+from fddp.local_training import Met
 from fddp.step import TrainState
 
 # (state, batch) → (state, info)
@@ -35,7 +37,7 @@ class Islands(NamedTuple):
 class InTurn:
     """Islands that take turns."""
 
-    optimizer: LocalSteps
+    optimizer: AsyncSteps
     islands: Sequence[Island]
     steps: Sequence[Step]
     """Step of each island."""
@@ -82,7 +84,7 @@ class InTurn:
             self.land(island, self.shared, 0.0)
 
 
-def train_in_order(islands: InTurn, rule: Quorum, seconds: Callable[[int, int], float]) -> None:
+def train_in_order(islands: InTurn, seconds: Callable[[int, int], float]) -> None:
     """Trains islands until their batches end and all meet; `seconds(island, step)` times a step."""
     waiting = dict[int, tuple[float, Contribution]]()
     arrival_times = dict[int, float]()  # of the next contribution of each island
@@ -107,7 +109,7 @@ def train_in_order(islands: InTurn, rule: Quorum, seconds: Callable[[int, int], 
         set_out(island, 0.0)
     while arrival_times or waiting:
         arrivals = [Arrival(island, at) for island, (at, _) in waiting.items()]
-        due = due_at(rule, islands.shared.version, versions, arrivals)
+        due = due_at(islands.optimizer.quorum, islands.shared.version, versions, arrivals)
         following = min(
             arrival_times, key=lambda island: (arrival_times[island], island), default=-1
         )

@@ -1,4 +1,4 @@
-"""An island's client of the keeper, the server that rank 0 starts.
+"""An island's client of the server, the server that rank 0 starts.
 
 No wait is unbounded: the server sends beats twice a second, and their absence for as long as the
 job may stall (`fddp.init(stall_s=)`) is an error.
@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
 from fddp.buckets import is_shard
 from fddp.comm import (
@@ -30,20 +31,17 @@ from fddp.comm import (
     signature,
     verify,
 )
+from fddp.islands.island_runner import Client
+from fddp.islands.island_state import Island, copy_leaves, version_of
+from fddp.islands.merging import Contribution, SharedParams, merge_forms, merging_of
+from fddp.islands.protocol import hear, hear_arrays, send_frame
+from fddp.islands.quorum import Quorum
+from fddp.islands.server import ServerConfig
 from fddp.jax_internals import packed
-from fddp.local_training.frames import hear, hear_arrays, send_frame
-from fddp.local_training.island_runner import Keeper
-from fddp.local_training.island_state import Island, copy_leaves, version_of
-from fddp.local_training.keeper import ServerConfig
-from fddp.local_training.merging import Contribution, SharedParams, merge_forms, merging_of
-from fddp.optim import LocalSteps
 from fddp.step import TrainState
 
 CONNECT_S = 5.0
-RUN = (
-    "import sys; sys.path.insert(0, sys.argv[1]); "
-    "from fddp.local_training.keeper import main; main()"
-)
+RUN = "import sys; sys.path.insert(0, sys.argv[1]); from fddp.islands.server import main; main()"
 
 
 class Place(NamedTuple):
@@ -54,7 +52,9 @@ class Place(NamedTuple):
     token: str
 
 
-def join_keeper(steps: LocalSteps, island: Island, state: TrainState) -> Keeper:
+def join_server(
+    rule: Quorum, outer: optax.GradientTransformation, island: Island, state: TrainState
+) -> Client:
     """Starts the server next to rank 0, and connects this island; every rank calls it.
 
     `state` is this island's first one. When a training resumes, the latest shared parameters of all
@@ -67,17 +67,17 @@ def join_keeper(steps: LocalSteps, island: Island, state: TrainState) -> Keeper:
     def start() -> Place | None:
         if not group.is_main:
             return None
-        return _start(steps, group.processes // island.members.processes, newest, state, hosts)
+        return _start(rule, outer, island, newest, state, hosts)
 
     place = group.broadcast_object(
-        verify(group, "keeper of the shared parameters", start, nothing_to_compare)
+        verify(group, "server of the shared parameters", start, nothing_to_compare)
     )
     members = island.members
 
     def connect() -> socket.socket | Any:
         return _connect(place, group, island.number) if members.is_main else None
 
-    connection = verify(group, "way to the keeper", connect, nothing_to_compare)
+    connection = verify(group, "way to the server", connect, nothing_to_compare)
     if members.is_main:
         atexit.register(connection.close)
 
@@ -96,7 +96,7 @@ def join_keeper(steps: LocalSteps, island: Island, state: TrainState) -> Keeper:
         version, *leaves = members.broadcast((np.int64(reply.version), reply.params, reply.outer))
         return SharedParams(int(version), *leaves)
 
-    def give(gradient: Contribution) -> SharedParams:
+    def exchange(gradient: Contribution) -> SharedParams:
         header = {"began": gradient.began, "weight": gradient.weight, "step": gradient.step}
 
         def ask() -> SharedParams:
@@ -114,7 +114,7 @@ def join_keeper(steps: LocalSteps, island: Island, state: TrainState) -> Keeper:
         with group.journal.call("meet", group.processes):
             return told(ask, newest)
 
-    return Keeper(give, meet)
+    return Client(exchange, meet)
 
 
 def _newest(group: Group, state: TrainState) -> SharedParams:
@@ -127,18 +127,22 @@ def _newest(group: Group, state: TrainState) -> SharedParams:
 
 
 def _start(
-    steps: LocalSteps, islands: int, shared: SharedParams, state: TrainState, hosts: list[str]
+    rule: Quorum,
+    outer: optax.GradientTransformation,
+    island: Island,
+    shared: SharedParams,
+    state: TrainState,
+    hosts: list[str],
 ) -> Place:
     """Starts the server in a process on this host."""
-    rule: Any = steps.quorum
     tree = jax.tree.structure(state.opt_state.shared, is_leaf=is_shard)
     params = tree.unflatten(shared.params)
-    add, step = map(
-        lambda f, forms: packed(f, *forms), merging_of(steps, params), merge_forms(shared)
-    )
+    programs = merging_of(outer, rule.discount, params)
+    add, step = (packed(f, *forms) for f, forms in zip(programs, merge_forms(shared)))
     token = new_secret()
     x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     bind = hosts[0] if hosts == ["127.0.0.1"] else ""
+    islands = island.replica.group.processes // island.members.processes
     job = ServerConfig(replace(rule, discount=None), islands, shared, add, step, token, bind, x64)
     if rule.log and not shared.version:
         Path(rule.log).write_text("")
@@ -161,7 +165,7 @@ def _start(
         port = stdout.readline().strip()
     if not port:
         raise RuntimeError(
-            "the keeper of the shared parameters did not start: see what it has printed."
+            "the server of the shared parameters did not start: see what it has printed."
         )
     return Place(hosts, int(port), token)
 
@@ -182,7 +186,7 @@ def _connect(place: Place, group: Group, island: int) -> socket.socket:
         send_frame(connection, {"proof": signature(place.token, challenge), "island": island})
         return connection
     raise RuntimeError(
-        "the keeper of the shared parameters, beside rank 0, cannot be reached: "
+        "the server of the shared parameters, beside rank 0, cannot be reached: "
         f"{'; '.join(failures)}."
     )
 
@@ -191,7 +195,7 @@ def _answer(connection: socket.socket, like: SharedParams) -> SharedParams:
     """Waits for a reply with arrays like those of `like`."""
     while "version" not in (header := hear(connection)):
         if "fails" in header:
-            raise RuntimeError(f"the keeper of the shared parameters failed:\n{header['fails']}")
+            raise RuntimeError(f"the server of the shared parameters failed:\n{header['fails']}")
     return SharedParams(
         header["version"],
         *(hear_arrays(connection, leaves) for leaves in (like.params, like.outer)),
@@ -207,12 +211,12 @@ def _words(group: Group, connection: socket.socket) -> Iterator[None]:
         connection.close()
         limit = group.journal.stall_s
         raise RuntimeError(
-            f"rank {group.rank} has heard nothing for {limit:g} s of the keeper of the shared "
+            f"rank {group.rank} has heard nothing for {limit:g} s of the server of the shared "
             "parameters, a process beside rank 0: its host, or the network."
         ) from None
     except OSError as error:
         connection.close()
         raise RuntimeError(
-            f"the keeper of the shared parameters, a process beside rank 0, has ended ({error}): "
+            f"the server of the shared parameters, a process beside rank 0, has ended ({error}): "
             "start again from a checkpoint."
         ) from None

@@ -11,23 +11,16 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fddp.comm import mesh_group, replica_mesh
-from fddp.local_training import (
-    InTurn,
-    Island,
-    Islands,
-    first_shared,
-    islands,
-    merging_of,
-    on_this_host,
-    read_log,
-    replay,
-    train_in_order,
-)
+from fddp.islands.async_steps import AsyncSteps
+from fddp.islands.island_runner import islands
+from fddp.islands.island_state import Island
+from fddp.islands.merge_log import read_log
+from fddp.islands.merging import first_shared, merging_of, on_this_host
+from fddp.islands.simulation import InTurn, Islands, replay, train_in_order
+from fddp.local_training import LocalSteps
 from fddp.losses import check_callable, make_objective
-from fddp.optim import LocalSteps
 from fddp.step import WHOLE, OptionArguments, Replica, name_of, read_options, with_trained
-from fddp.training.train_step import TrainStep
-from fddp.training.update import updated
+from fddp.training import TrainStep, updated
 
 
 def simulate_islands(
@@ -82,8 +75,7 @@ def simulate_islands(
     islands_in_turn = _in_turn(
         "simulate_islands", loss_fn, optimizer, params, batches, model_state, rng, has_aux, options
     )
-    rule: Any = optimizer.quorum
-    train_in_order(islands_in_turn, rule, seconds)
+    train_in_order(islands_in_turn, seconds)
     return _result(islands_in_turn, params)
 
 
@@ -159,7 +151,7 @@ def _in_turn(
 ) -> InTurn:
     """Makes the islands before their first step."""
     check_callable(call, "loss_fn", loss_fn)
-    if not isinstance(optimizer, LocalSteps) or optimizer.quorum is None:
+    if not isinstance(optimizer, AsyncSteps):
         raise ValueError(
             f"{call}: optimizer must be one of fddp.local_steps with a quorum, got {optimizer!r}."
         )
@@ -197,9 +189,9 @@ def _in_turn(
     rows = [iter(batches_of_island) for batches_of_island in batches]
     numbered = [Island(replica, number, (0,), group) for number in range(len(rows))]
     trained = replica.trained(params)
-    merging = on_this_host(merging_of(optimizer, trained))
+    merging = on_this_host(merging_of(optimizer.outer, optimizer.quorum.discount, trained))
     return InTurn(
-        optimizer, numbered, steps, merging, first_shared(optimizer, trained), states, rows
+        optimizer, numbered, steps, merging, first_shared(optimizer.outer, trained), states, rows
     )
 
 

@@ -1,4 +1,4 @@
-"""The words between an island and the keeper."""
+"""The words between an island and the server."""
 
 import socket
 import threading
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from fddp.comm import signature
-from fddp.local_training import keeper
-from fddp.local_training.frames import hear, hear_arrays, send_frame
-from fddp.local_training.merging import SharedParams
-from fddp.optim import Quorum
+from fddp.islands import server
+from fddp.islands.merging import SharedParams
+from fddp.islands.protocol import hear, hear_arrays, send_frame
+from fddp.islands.quorum import Quorum
 
 
 def test_what_is_told_is_heard():
@@ -83,19 +83,19 @@ def test_a_line_has_a_time_by_which_it_is_complete():
 
 @pytest.fixture
 def listener(monkeypatch):
-    """A keeper of one parameter for two islands, which lets islands in."""
-    monkeypatch.setattr(keeper, "unpacked", lambda program: program)
-    monkeypatch.setattr(keeper, "HELLO_S", 0.3)
+    """A server of one parameter for two islands, which lets islands in."""
+    monkeypatch.setattr(server, "unpacked", lambda program: program)
+    monkeypatch.setattr(server, "HELLO_S", 0.3)
     shared = SharedParams(3, [np.arange(2.0)], [])
-    job = keeper.ServerConfig(Quorum(2), 2, shared, b"", b"", "token", "127.0.0.1", True)
+    job = server.ServerConfig(Quorum(2), 2, shared, b"", b"", "token", "127.0.0.1", True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=keeper._Keeper(job).let_in, args=(listener,), daemon=True).start()
+        threading.Thread(target=server._Server(job).let_in, args=(listener,), daemon=True).start()
         yield listener
-        monkeypatch.setattr(keeper, "BEAT_S", 60.0)  # the thread that lets in, for good
+        monkeypatch.setattr(server, "BEAT_S", 60.0)  # the thread that lets in, for good
 
 
 def greeted(door: socket.socket, answer: bytes = b"") -> bytes:
-    """All that the keeper sends to one who answers its challenge so."""
+    """All that the server sends to one who answers its challenge so."""
     with door:
         door.settimeout(10.0)
         hear(door)
@@ -107,7 +107,7 @@ def greeted(door: socket.socket, answer: bytes = b"") -> bytes:
         return received
 
 
-def test_strangers_at_the_keeper_get_no_answer_and_leave_no_traceback(listener, capfd):
+def test_strangers_at_the_server_get_no_answer_and_leave_no_traceback(listener, capfd):
     hello = b'{"proof": "%s", "island": 0}\n'
     lines = [
         b"",

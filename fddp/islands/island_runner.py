@@ -14,40 +14,38 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
-from fddp.local_training.island_state import Island, island_of
-from fddp.local_training.last_step import LastStep
-from fddp.local_training.local_runner import kinds, local_way
-from fddp.local_training.merging import Contribution, SharedParams
+from fddp.islands.island_state import Island, island_of
+from fddp.islands.merging import Contribution, SharedParams
+from fddp.local_training import LastStep, LocalSteps, kinds, local_way
 from fddp.losses import Joined
-from fddp.optim import IslandState, LocalSteps
 from fddp.schedules import Runner, Schedule, StepInputs, StepOutputs, more_sent
-from fddp.step import QUORUM, Facts, Replica, TrainState, Way, refuse
+from fddp.step import QUORUM, Facts, IslandState, Replica, TrainState, Way, refuse
 
 
-class Keeper(NamedTuple):
+class Client(NamedTuple):
     """The client of the server; the processes of an island call it jointly."""
 
-    give: Callable[[Contribution], SharedParams]
+    exchange: Callable[[Contribution], SharedParams]
     """Sends a pseudo-gradient, and returns the latest parameters after its merge."""
     meet: Callable[[], SharedParams]
     """Waits for the meeting of all islands, and returns the latest parameters and outer state."""
 
 
 # (island, state) → client; called by every process before its island's first separate step.
-JoinKeeper = Callable[[Island, TrainState], Keeper]
+Join = Callable[[Island, TrainState], Client]
 
 
-def islands(steps: LocalSteps, inner: Way, join_keeper: JoinKeeper | None) -> Way:
+def islands(steps: LocalSteps, inner: Way, join: Join | None) -> Way:
     """Makes the way of asynchronous islands, which hold their state in the way `inner`.
 
-    Without `join_keeper` islands only train, and their caller merges.
+    Without `join` islands only train, and their caller merges.
     """
     way = local_way(steps, inner)
     return way._replace(
         name=QUORUM,
         check_batch=_check_batch,
         seen=_seen,
-        runner=partial(_runner, steps, inner, join_keeper),
+        runner=partial(_runner, steps, inner, join),
     )
 
 
@@ -70,7 +68,7 @@ def _seen(replica: Replica, state: TrainState) -> TrainState:
 def _runner(
     steps: LocalSteps,
     inner: Way,
-    join_keeper: JoinKeeper | None,
+    join: Join | None,
     schedule: Schedule,
     replica: Replica,
     facts: Facts,
@@ -85,7 +83,7 @@ def _runner(
         if steps.start
         else local_runner
     )
-    return island_runner(local_runner, first_runner, steps, island, join_keeper)
+    return island_runner(local_runner, first_runner, steps, island, join)
 
 
 def island_runner(
@@ -93,30 +91,30 @@ def island_runner(
     synchronous: Runner,
     steps: LocalSteps,
     island: Island,
-    join_keeper: JoinKeeper | None,
+    join: Join | None,
 ) -> Runner:
     """Makes a runner of `steps.start` synchronous steps, then of local ones with exchanges."""
     last = LastStep()
-    keeper: Keeper | None = None
+    client: Client | None = None
     learner = _Learner(island)
 
     def run(inputs: StepInputs) -> StepOutputs:
-        nonlocal last, keeper
+        nonlocal last, client
         current, due = last.following(steps, inputs.state.step)
         if current.number <= steps.start:
             outputs = synchronous.run(inputs._replace(memory=()))
             last = current._replace(step=outputs.result[0].step)
             return outputs._replace(memory=inputs.memory)
         full_state = insert_shards(inputs.state, inputs.shards)
-        if keeper is None and join_keeper:
-            keeper = join_keeper(island, full_state)
+        if client is None and join:
+            client = join(island, full_state)
         with island.members.recovery:
             (new, info), local_shards, _ = local.run(_local_inputs(inputs, full_state))
         new = _whole(insert_shards(new, local_shards), full_state)
         last = current._replace(step=new.step)
-        if keeper and due:
+        if client and due:
             contribution = learner.learned(new)
-            new = learner.landed(steps.mix, new, keeper.give(contribution))
+            new = learner.landed(steps.mix, new, client.exchange(contribution))
             if island.members.is_main:
                 nbytes = sum(x.nbytes for x in contribution.change)
                 info = info._replace(sent=info.sent.at[-1].set(more_sent(info.sent[-1], nbytes)))
@@ -124,12 +122,12 @@ def island_runner(
         return StepOutputs((new, info), shards, inputs.memory)
 
     def meet(state: TrainState) -> TrainState:
-        if keeper is None:
+        if client is None:
             return state
         contribution = learner.learned(state)
         if contribution.weight:
-            keeper.give(contribution)
-        return learner.landed(0.0, state, keeper.meet())  # now all islands are equal
+            client.exchange(contribution)
+        return learner.landed(0.0, state, client.meet())  # now all islands are equal
 
     def lower(inputs: StepInputs) -> jax.stages.Lowered:
         if together_is_due(inputs.state):

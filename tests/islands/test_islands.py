@@ -15,9 +15,9 @@ import trees
 from problems import layer
 
 import fddp
-from fddp.local_training.merge_log import Meeting, Merged, read_log, serialize
-from fddp.local_training.merging import Contribution, SharedParams, merge, merging_of, on_this_host
-from fddp.optim import Arrival, Quorum, due_at
+from fddp.islands.merge_log import Meeting, Merged, read_log, serialize
+from fddp.islands.merging import Contribution, SharedParams, merge, merging_of, on_this_host
+from fddp.islands.quorum import Arrival, Quorum, due_at
 
 close = partial(trees.close, atol=1e-10)
 
@@ -178,7 +178,7 @@ def test_a_merge_is_a_step_of_the_outer_optimizer_weighted_and_discounted_by_age
         optax.sgd(RATE), outer=optax.sgd(0.7, momentum=0.9), quorum=1, discount=lambda age: 0.5**age
     )
     w = np.array([1.0, -2.0])
-    merging = on_this_host(merging_of(optimizer, w))
+    merging = on_this_host(merging_of(optimizer.outer, optimizer.quorum.discount, w))
     before = SharedParams(
         3, [w], [np.asarray(x) for x in jax.tree.leaves(optax.sgd(0.7, momentum=0.9).init(w))]
     )
@@ -200,7 +200,7 @@ def test_a_merge_is_a_step_of_the_outer_optimizer_weighted_and_discounted_by_age
 def test_pseudo_gradients_of_sixteen_bits_are_added_in_thirty_two():
     optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1)
     w = jnp.zeros(2, jnp.bfloat16)
-    merging = on_this_host(merging_of(optimizer, w))
+    merging = on_this_host(merging_of(optimizer.outer, optimizer.quorum.discount, w))
     given = [
         Contribution(k, 0, 1.0, 1, [np.full(2, x, jnp.bfloat16)])
         for k, x in enumerate((256.0, 1.0, 1.0, 1.0, 1.0))

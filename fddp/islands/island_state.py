@@ -14,9 +14,9 @@ from jaxtyping import PyTree
 
 from fddp.buckets import Shard, is_shard, of_rows, own_part
 from fddp.comm import Group
-from fddp.local_training.merging import Contribution, Leaves, SharedParams
-from fddp.optim import IslandState, LocalSteps
-from fddp.step import Replica, TrainState, with_trained
+from fddp.islands.merging import Contribution, Leaves, SharedParams
+from fddp.local_training import LocalSteps
+from fddp.step import IslandState, Replica, TrainState, with_trained
 
 
 @dataclass(frozen=True)

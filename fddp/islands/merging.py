@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jaxtyping import PyTree
 
 from fddp.buckets import at_least
+from fddp.islands.quorum import Discount
 from fddp.jax_internals import host_cpu, without_context_mesh
-from fddp.optim import LocalSteps, update
+from fddp.optim import update
 
 # One array for each leaf.
 Leaves = Sequence[Any]
@@ -81,33 +83,34 @@ def merge(
     )
 
 
-def first_shared(steps: LocalSteps, params: PyTree) -> SharedParams:
+def first_shared(outer: optax.GradientTransformation, params: PyTree) -> SharedParams:
     """Initializes the shared parameters and the state of the outer optimizer, on the host."""
     hosted = jax.tree.map(np.asarray, params)
-    outer = [np.asarray(x) for x in jax.tree.leaves(steps.outer.init(hosted))]
-    return SharedParams(0, jax.tree.leaves(hosted), outer)
+    state = [np.asarray(x) for x in jax.tree.leaves(outer.init(hosted))]
+    return SharedParams(0, jax.tree.leaves(hosted), state)
 
 
-def merging_of(steps: LocalSteps, params: PyTree) -> Merging:
+def merging_of(
+    outer: optax.GradientTransformation, discount: Discount | None, params: PyTree
+) -> Merging:
     """Builds the two programs, uncompiled."""
     tree = jax.tree.structure(params)
-    state_tree = jax.tree.structure(jax.eval_shape(steps.outer.init, params))
-    discount = steps.quorum.discount if steps.quorum else None
+    state_tree = jax.tree.structure(jax.eval_shape(outer.init, params))
 
     def add(sums: Leaves, change: Leaves, weight: jax.Array, age: jax.Array) -> Leaves:
         factor = weight if discount is None else weight * discount(age)
         return [total + jnp.asarray(factor, total.dtype) * x for total, x in zip(sums, change)]
 
     def step(
-        params: Leaves, outer: Leaves, sums: Leaves, weight: jax.Array
+        params: Leaves, outer_state: Leaves, sums: Leaves, weight: jax.Array
     ) -> tuple[Leaves, Leaves]:
         divisor = jnp.where(weight == 0, 1, weight)
         grads = [
             (total / jnp.asarray(divisor, total.dtype)).astype(x.dtype)
             for total, x in zip(sums, params)
         ]
-        trees = tree.unflatten(grads), state_tree.unflatten(outer), tree.unflatten(params)
-        new, state = update(steps.outer, *trees)
+        trees = tree.unflatten(grads), state_tree.unflatten(outer_state), tree.unflatten(params)
+        new, state = update(outer, *trees)
         return jax.tree.leaves(new), jax.tree.leaves(state)
 
     return Merging(add, step)

@@ -1,0 +1,59 @@
+"""The optimizer of a step: an optax transformation, or a record that brings a way of its own."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import optax
+from jaxtyping import PyTree
+
+from fddp.comm import Group
+from fddp.optim import check_needs
+
+if TYPE_CHECKING:  # `Way` has functions of an optimizer
+    from fddp.step.way import Way
+
+
+@dataclass(frozen=True)
+class StepOptimizer:
+    """An optax transformation, in the way that the options select; a subclass may bring another."""
+
+    inner: optax.GradientTransformation = field(repr=False)
+    """Updates parameters with gradients."""
+
+    def init(self, params: PyTree) -> Any:
+        """Initializes the optimizer's state."""
+        return self.inner.init(params)
+
+    def check_needs(self, params: PyTree = None) -> None:
+        """Raises TypeError if a transformation requires arguments that a step lacks."""
+        check_needs(self.inner, params)
+
+    def on(self, group: Group) -> tuple["StepOptimizer", Group]:
+        """Returns the optimizer and the group of its steps, with the nodes it needs; collective."""
+        return self, group
+
+    def divided_like(self, template: Group, group: Group) -> Group:
+        """Divides a group into nodes as in `template`, a result of `on`; collective."""
+        del template
+        return group
+
+    def way(self, inner: "Way") -> "Way":
+        """Returns the way of its steps; `inner` is the one that the options select."""
+        return inner
+
+
+# An optimizer that a user passes.
+Optimizer: TypeAlias = optax.GradientTransformation | StepOptimizer
+
+
+def read_optimizer(call: str, value: Any) -> StepOptimizer:
+    """Makes the optimizer of a step; raises TypeError unless it needs only gradients and loss."""
+    if not hasattr(value, "init") or not hasattr(value, "update"):
+        # Flax's optimizers and train states hold an optax optimizer in `tx`.
+        inside = "; pass its .tx" if hasattr(value, "tx") else ""
+        raise TypeError(
+            f"fddp.{call}: optimizer must be one of optax's, got {type(value).__name__}{inside}."
+        )
+    optimizer = value if isinstance(value, StepOptimizer) else StepOptimizer(value)
+    optimizer.check_needs()
+    return optimizer
