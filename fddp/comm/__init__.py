@@ -30,12 +30,12 @@ from fddp.comm.communicator import reduce_scatter_bytes as reduce_scatter_bytes
 from fddp.comm.group import Group as Group
 from fddp.comm.host_bytes import from_hosted as from_hosted
 from fddp.comm.host_bytes import hosted as hosted
-from fddp.comm.islands import islands_in_nodes as islands_in_nodes
 from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import unwatched as unwatched
 from fddp.comm.lane import Lane as Lane
 from fddp.comm.levels import Nodes as Nodes
+from fddp.comm.levels import islands_in_nodes as islands_in_nodes
 from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_levels as mesh_levels

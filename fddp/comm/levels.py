@@ -10,7 +10,7 @@ The first two of these three are the reduce-scatter of replicas that share a sta
 only.
 
 Source: `HOROVOD_HIERARCHICAL_ALLREDUCE` in Horovod; `HYBRID_SHARD` of PyTorch's
-FullyShardedDataParallel.
+FullyShardedDataParallel; `HierarchicalModelAverager` for islands.
 """
 
 import platform
@@ -19,7 +19,7 @@ from dataclasses import replace
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,9 @@ from jaxtyping import Array, Shaped
 from fddp.comm.by_level import ByLevel
 from fddp.comm.communicator import Communicator, mpi_word
 from fddp.comm.transport import Hosts, Transport
+
+if TYPE_CHECKING:  # a group has levels
+    from fddp.comm.group import Group
 
 # The numbers of each node's replicas, equally many on every node.
 Nodes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -107,6 +110,20 @@ def by_node(labels: Sequence[Hashable]) -> Nodes:
             "each: start equally many, or give local=, how many shall count as a node."
         )
     return nodes
+
+
+def islands_in_nodes(group: "Group", size: int) -> "Group":
+    """Adds the level "neighbours" to a group: the replicas at one position in a node's islands.
+
+    Islands are `size` consecutive replicas of a node, and become the nodes of the new group.
+    Islands of one replica leave the nodes unchanged, so that a sum over all goes over them first.
+    Every process calls it.
+    """
+    nodes = group.nodes or group.sharing
+    islands, neighbours = islands_of(nodes, size)
+    nodes = nodes if size == 1 else islands
+    communicator, transport, clone = group.levels.on(nodes, neighbours, len(group.transport.clones))
+    return replace(group, nodes=nodes, communicator=communicator, transport=transport, clone=clone)
 
 
 def islands_of(nodes: Nodes, size: int) -> tuple[Nodes, Nodes]:
