@@ -6,7 +6,7 @@ local_training and the rooms below step.
 """
 
 from fddp.islands.local_steps import local_steps as local_steps
-from fddp.islands.meeting import meet as meet
+from fddp.islands.local_steps import meet as meet
 from fddp.islands.simulated_islands import replay_islands as replay_islands
 from fddp.islands.simulated_islands import simulate_islands as simulate_islands
 from fddp.islands.simulation import Islands as Islands

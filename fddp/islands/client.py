@@ -10,9 +10,9 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -31,10 +31,9 @@ from fddp.comm import (
     signature,
     verify,
 )
-from fddp.islands.island_runner import Client
 from fddp.islands.island_state import Island, copy_leaves, version_of
-from fddp.islands.merging import Contribution, SharedParams, merge_forms, merging_of
-from fddp.islands.protocol import hear, hear_arrays, send_frame
+from fddp.islands.merging import Contribution, Leaves, SharedParams, merge_forms, merging_of
+from fddp.islands.protocol import receive_arrays, receive_header, send_message
 from fddp.islands.quorum import Quorum
 from fddp.islands.server import ServerConfig
 from fddp.jax_internals import packed
@@ -52,6 +51,73 @@ class Place(NamedTuple):
     token: str
 
 
+@dataclass(frozen=True)
+class Client:
+    """An island's client of the server; the processes of the island call it jointly."""
+
+    group: Group
+    members: Group
+    """The island's processes; the first one has the connection."""
+    connection: socket.socket | Any
+    newest: SharedParams
+    """Arrays like those of the server."""
+
+    def exchange(self, contribution: Contribution) -> SharedParams:
+        """Sends a pseudo-gradient, and returns the latest parameters after its merge."""
+        change = contribution.change
+        header = {name: getattr(contribution, name) for name in ("began", "weight", "step")}
+
+        def ask() -> SharedParams:
+            with self.group.journal.message("pseudo-gradient", sum(x.nbytes for x in change)):
+                return self._request(header, change, like)
+
+        like = self.newest._replace(outer=())
+        return self._jointly(ask, like)
+
+    def meet(self) -> SharedParams:
+        """Waits for the meeting of all islands, and returns the parameters and outer state."""
+        with self.group.journal.call("meet", self.group.processes):
+            ask = partial(self._request, {"meets": True}, (), self.newest)
+            return self._jointly(ask, self.newest)
+
+    def _jointly(self, ask: Callable[[], SharedParams], like: SharedParams) -> SharedParams:
+        """Sends a request from the island's first process, and broadcasts the reply."""
+        members = self.members
+        if members.processes == 1:
+            return ask()
+        ask = ask if members.is_main else lambda: like
+        reply = verify(members, "exchange", ask, nothing_to_compare)
+        version, *leaves = members.broadcast((np.int64(reply.version), reply.params, reply.outer))
+        return SharedParams(int(version), *leaves)
+
+    def _request(self, header: dict[str, Any], arrays: Leaves, like: SharedParams) -> SharedParams:
+        """Sends a request, and waits for a reply with arrays like those of `like`.
+
+        After an error it closes the connection: a message may have ended halfway.
+        """
+        try:
+            send_message(self.connection, header, arrays)
+            while "version" not in (reply := receive_header(self.connection)):
+                if "fails" in reply:
+                    failure = reply["fails"]
+                    raise RuntimeError(f"the server of the shared parameters failed:\n{failure}")
+            new = [receive_arrays(self.connection, leaves) for leaves in (like.params, like.outer)]
+        except TimeoutError:
+            self.connection.close()
+            raise RuntimeError(
+                f"rank {self.group.rank} has heard nothing for {self.group.journal.stall_s:g} s of "
+                "the server of the shared parameters, a process beside rank 0: its host, or the "
+                "network."
+            ) from None
+        except OSError as error:
+            self.connection.close()
+            raise RuntimeError(
+                "the server of the shared parameters, a process beside rank 0, has ended "
+                f"({error}): start again from a checkpoint."
+            ) from None
+        return SharedParams(reply["version"], *new)
+
+
 def join_server(
     rule: Quorum, outer: optax.GradientTransformation, island: Island, state: TrainState
 ) -> Client:
@@ -61,60 +127,23 @@ def join_server(
     islands win. If the start or a connection fails, it raises RuntimeError on every rank.
     """
     group = island.replica.group
+    members = island.members
     newest = _newest(group, state)
     hosts = ["127.0.0.1"] if on_one_host(group) else own_addresses()
 
     def start() -> Place | None:
-        if not group.is_main:
-            return None
-        return _start(rule, outer, island, newest, state, hosts)
+        return _start(rule, outer, island, newest, state, hosts) if group.is_main else None
+
+    def connect() -> socket.socket | None:
+        return _connect(place, group, island.number) if members.is_main else None
 
     place = group.broadcast_object(
         verify(group, "server of the shared parameters", start, nothing_to_compare)
     )
-    members = island.members
-
-    def connect() -> socket.socket | Any:
-        return _connect(place, group, island.number) if members.is_main else None
-
     connection = verify(group, "way to the server", connect, nothing_to_compare)
-    if members.is_main:
+    if connection is not None:
         atexit.register(connection.close)
-
-    def told(ask: Callable[[], SharedParams], like: SharedParams) -> SharedParams:
-        """Sends a request from the island's first process, and broadcasts the reply."""
-
-        def asked() -> SharedParams:
-            with _words(group, connection):
-                return ask()
-
-        if members.processes == 1:
-            return asked()
-        reply = verify(
-            members, "exchange", lambda: asked() if members.is_main else like, nothing_to_compare
-        )
-        version, *leaves = members.broadcast((np.int64(reply.version), reply.params, reply.outer))
-        return SharedParams(int(version), *leaves)
-
-    def exchange(gradient: Contribution) -> SharedParams:
-        header = {"began": gradient.began, "weight": gradient.weight, "step": gradient.step}
-
-        def ask() -> SharedParams:
-            with group.journal.message("pseudo-gradient", sum(x.nbytes for x in gradient.change)):
-                send_frame(connection, header, gradient.change)
-                return _answer(connection, newest._replace(outer=()))
-
-        return told(ask, newest._replace(outer=()))
-
-    def meet() -> SharedParams:
-        def ask() -> SharedParams:
-            send_frame(connection, {"meets": True})
-            return _answer(connection, newest)
-
-        with group.journal.call("meet", group.processes):
-            return told(ask, newest)
-
-    return Client(exchange, meet)
+    return Client(group, members, connection, newest)
 
 
 def _newest(group: Group, state: TrainState) -> SharedParams:
@@ -176,47 +205,16 @@ def _connect(place: Place, group: Group, island: int) -> socket.socket:
     for host in place.addresses:
         try:
             connection = socket.create_connection((host, place.port), CONNECT_S)
-            challenge = hear(connection)["challenge"]
+            challenge = receive_header(connection)["challenge"]
         except (OSError, KeyError) as error:
             failures.append(f"{host}:{place.port}: {getattr(error, 'strerror', None) or error}")
             continue
         limit = group.journal.stall_s
         connection.settimeout(limit if isfinite(limit) else None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        send_frame(connection, {"proof": signature(place.token, challenge), "island": island})
+        send_message(connection, {"proof": signature(place.token, challenge), "island": island})
         return connection
     raise RuntimeError(
         "the server of the shared parameters, beside rank 0, cannot be reached: "
         f"{'; '.join(failures)}."
     )
-
-
-def _answer(connection: socket.socket, like: SharedParams) -> SharedParams:
-    """Waits for a reply with arrays like those of `like`."""
-    while "version" not in (header := hear(connection)):
-        if "fails" in header:
-            raise RuntimeError(f"the server of the shared parameters failed:\n{header['fails']}")
-    return SharedParams(
-        header["version"],
-        *(hear_arrays(connection, leaves) for leaves in (like.params, like.outer)),
-    )
-
-
-@contextmanager
-def _words(group: Group, connection: socket.socket) -> Iterator[None]:
-    """Explains an error of the connection, and closes it: a message may have ended halfway."""
-    try:
-        yield
-    except TimeoutError:
-        connection.close()
-        limit = group.journal.stall_s
-        raise RuntimeError(
-            f"rank {group.rank} has heard nothing for {limit:g} s of the server of the shared "
-            "parameters, a process beside rank 0: its host, or the network."
-        ) from None
-    except OSError as error:
-        connection.close()
-        raise RuntimeError(
-            f"the server of the shared parameters, a process beside rank 0, has ended ({error}): "
-            "start again from a checkpoint."
-        ) from None

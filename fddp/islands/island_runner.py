@@ -6,30 +6,21 @@ send each other nothing, except in `start` initial steps, which average the grad
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
+from fddp.islands.client import Client
 from fddp.islands.island_state import Island, island_of
 from fddp.islands.merging import Contribution, SharedParams
 from fddp.local_training import LastStep, LocalSteps, kinds, local_way
 from fddp.losses import Joined
-from fddp.schedules import Runner, Schedule, StepInputs, StepOutputs, more_sent
+from fddp.schedules import Runner, Schedule, StepInputs, StepOutputs, TaskList, more_sent
 from fddp.step import QUORUM, Facts, IslandState, Replica, TrainState, Way, refuse
-
-
-class Client(NamedTuple):
-    """The client of the server; the processes of an island call it jointly."""
-
-    exchange: Callable[[Contribution], SharedParams]
-    """Sends a pseudo-gradient, and returns the latest parameters after its merge."""
-    meet: Callable[[], SharedParams]
-    """Waits for the meeting of all islands, and returns the latest parameters and outer state."""
-
 
 # (island, state) → client; called by every process before its island's first separate step.
 Join = Callable[[Island, TrainState], Client]
@@ -73,106 +64,99 @@ def _runner(
     replica: Replica,
     facts: Facts,
 ) -> Runner:
+    """Makes a runner of `steps.start` synchronous steps, then of local ones with exchanges."""
     island = island_of(steps, replica)
-    local, synchronous = kinds(steps, inner, replica, facts)
+    pieces, synchronous_pieces = kinds(steps, inner, replica, facts)
     # An island may continue after an error, since it shares no collectives with other islands.
     island_group = replace(replica.group, recovery=island.members.recovery)
-    local_runner = schedule(island_group, local.alone(), replica.options.donate)
-    first_runner = (
-        schedule(replica.group, synchronous, replica.options.donate)
-        if steps.start
-        else local_runner
+    local = synchronous = schedule(island_group, pieces.alone(), replica.options.donate)
+    if steps.start:
+        synchronous = schedule(replica.group, synchronous_pieces, replica.options.donate)
+    trainer = _Trainer(steps, island, local, synchronous, join)
+    runner = local._replace(
+        run=trainer.run, tasks=trainer.tasks, meet=trainer.meet, waits=trainer.is_synchronous
     )
-    return island_runner(local_runner, first_runner, steps, island, join)
+    if local.lower:
+        runner = runner._replace(lower=trainer.lower)
+    return runner
 
 
-def island_runner(
-    local: Runner,
-    synchronous: Runner,
-    steps: LocalSteps,
-    island: Island,
-    join: Join | None,
-) -> Runner:
-    """Makes a runner of `steps.start` synchronous steps, then of local ones with exchanges."""
-    last = LastStep()
+@dataclass
+class _Trainer:
+    """The training of an island."""
+
+    steps: LocalSteps
+    island: Island
+    local: Runner
+    synchronous: Runner
+    join: Join | None
     client: Client | None = None
-    learner = _Learner(island)
+    last: LastStep = field(default_factory=LastStep)
+    version: int | None = None
+    """Version of the shared parameters received last; None before the first exchange."""
 
-    def run(inputs: StepInputs) -> StepOutputs:
-        nonlocal last, client
-        current, due = last.following(steps, inputs.state.step)
-        if current.number <= steps.start:
-            outputs = synchronous.run(inputs._replace(memory=()))
-            last = current._replace(step=outputs.result[0].step)
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        current, due = self.last.following(self.steps, inputs.state.step)
+        if current.number <= self.steps.start:
+            outputs = self.synchronous.run(inputs._replace(memory=()))
+            self.last = current._replace(step=outputs.result[0].step)
             return outputs._replace(memory=inputs.memory)
         full_state = insert_shards(inputs.state, inputs.shards)
-        if client is None and join:
-            client = join(island, full_state)
-        with island.members.recovery:
-            (new, info), local_shards, _ = local.run(_local_inputs(inputs, full_state))
+        if self.client is None and self.join:
+            self.client = self.join(self.island, full_state)
+        with self.island.members.recovery:
+            (new, info), local_shards, _ = self.local.run(_local_inputs(inputs, full_state))
         new = _whole(insert_shards(new, local_shards), full_state)
-        last = current._replace(step=new.step)
-        if client and due:
-            contribution = learner.learned(new)
-            new = learner.landed(steps.mix, new, client.exchange(contribution))
-            if island.members.is_main:
+        self.last = current._replace(step=new.step)
+        if self.client and due:
+            contribution = self._contribution(new)
+            new = self._landed(self.steps.mix, new, self.client.exchange(contribution))
+            if self.island.members.is_main:
                 nbytes = sum(x.nbytes for x in contribution.change)
                 info = info._replace(sent=info.sent.at[-1].set(more_sent(info.sent[-1], nbytes)))
         new, shards = take_apart(new)
         return StepOutputs((new, info), shards, inputs.memory)
 
-    def meet(state: TrainState) -> TrainState:
-        if client is None:
+    def meet(self, state: TrainState) -> TrainState:
+        if self.client is None:
             return state
-        contribution = learner.learned(state)
+        contribution = self._contribution(state)
         if contribution.weight:
-            client.exchange(contribution)
-        return learner.landed(0.0, state, client.meet())  # now all islands are equal
+            self.client.exchange(contribution)
+        return self._landed(0.0, state, self.client.meet())  # now all islands are equal
 
-    def lower(inputs: StepInputs) -> jax.stages.Lowered:
-        if together_is_due(inputs.state):
-            return synchronous.lower(inputs._replace(memory=()))  # type: ignore
+    def lower(self, inputs: StepInputs) -> jax.stages.Lowered:
+        if self.is_synchronous(inputs.state):
+            return self.synchronous.lower(inputs._replace(memory=()))  # type: ignore
         full_state = insert_shards(inputs.state, inputs.shards)
-        return local.lower(_local_inputs(inputs, full_state))  # type: ignore
+        return self.local.lower(_local_inputs(inputs, full_state))  # type: ignore
 
-    def tasks(state: TrainState, pending: PyTree, shards: PyTree, rows: PyTree) -> Any:
-        if together_is_due(state):
-            return synchronous.tasks(state, pending, shards, rows)
+    def tasks(self, state: TrainState, pending: PyTree, shards: PyTree, rows: PyTree) -> TaskList:
+        if self.is_synchronous(state):
+            return self.synchronous.tasks(state, pending, shards, rows)
         bare, local_shards = _bare(insert_shards(state, shards))
-        return local.tasks(bare, pending, local_shards, rows)
+        return self.local.tasks(bare, pending, local_shards, rows)
 
-    def together_is_due(state: TrainState) -> bool:
-        if not steps.start or isinstance(state.step, jax.ShapeDtypeStruct):
+    def is_synchronous(self, state: TrainState) -> bool:
+        """True if the next step averages the gradients of all islands."""
+        if not self.steps.start or isinstance(state.step, jax.ShapeDtypeStruct):
             return False
-        return last.following(steps, state.step)[0].number <= steps.start
+        return self.last.following(self.steps, state.step)[0].number <= self.steps.start
 
-    return local._replace(
-        run=run, lower=lower if local.lower else None, tasks=tasks, meet=meet, waits=together_is_due
-    )
-
-
-@dataclass
-class _Learner:
-    """An island, and the shared parameters that it received last."""
-
-    island: Island
-    taken: int | None = None
-    """Their version; None before the first exchange."""
-
-    def learned(self, state: TrainState) -> Contribution:
+    def _contribution(self, state: TrainState) -> Contribution:
         """Returns the island's contribution; raises ValueError if the state is not the latest."""
         contribution = self.island.contribution(state)
-        if self.taken not in (None, contribution.began):
+        if self.version not in (None, contribution.began):
             raise ValueError(
                 f"this state has version {contribution.began} of the shared parameters, and the "
-                f"island has taken version {self.taken} last: give the state that the last step "
+                f"island has taken version {self.version} last: give the state that the last step "
                 "returned, or begin anew with another fddp.train_step."
             )
         return contribution
 
-    def landed(self, mix: float, state: TrainState, newest: SharedParams) -> TrainState:
+    def _landed(self, mix: float, state: TrainState, newest: SharedParams) -> TrainState:
         """Mixes received parameters into the island's state."""
-        self.taken = newest.version
+        self.version = newest.version
         return self.island.landed(mix, state, newest)
 
 

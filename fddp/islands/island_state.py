@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from fddp.buckets import Shard, is_shard, of_rows, own_part
 from fddp.comm import Group
 from fddp.islands.merging import Contribution, Leaves, SharedParams
-from fddp.local_training import LocalSteps
+from fddp.local_training import LocalSteps, array_of, leaves_of
 from fddp.step import IslandState, Replica, TrainState, with_trained
 
 
@@ -35,14 +35,9 @@ class Island:
         """Computes the pseudo-gradient, after waiting for the state; collective in the island."""
         opt_state: IslandState = state.opt_state
         pairs = zip(copy_leaves(opt_state.shared), self._whole(self._trained(state.params)))
+        change = [old - new for old, new in pairs]
         weight = float(_here(opt_state.weight)[0])
-        return Contribution(
-            self.number,
-            version_of(state),
-            weight,
-            number_of(state),
-            [old - new for old, new in pairs],
-        )
+        return Contribution(self.number, version_of(state), weight, int(_here(state.step)), change)
 
     def landed(self, mix: float, state: TrainState, newest: SharedParams) -> TrainState:
         """Mixes received parameters into the state, with a share `mix` of the local ones.
@@ -52,15 +47,17 @@ class Island:
         """
         previous: IslandState = state.opt_state
         trained = self._trained(state.params)
-        local_params = self._whole(trained) if mix else newest.params
-        mixed = [
-            (new + mix * (old - new)).astype(new.dtype) if mix else new
-            for old, new in zip(local_params, newest.params)
-        ]
+        mixed = newest.params
+        if mix:
+            pairs = zip(self._whole(trained), mixed)
+            mixed = [(new + mix * (old - new)).astype(new.dtype) for old, new in pairs]
+        outer = previous.outer
+        if newest.outer:
+            outer = self._put(outer, newest.outer)
         opt_state = previous._replace(
             shared=self._put(previous.shared, newest.params),
             version=self._put(previous.version, [np.int32(newest.version)]),
-            outer=self._put(previous.outer, newest.outer) if newest.outer else previous.outer,
+            outer=outer,
             weight=self._put(previous.weight, [np.zeros_like(_here(previous.weight))]),
         )
         params = with_trained(state.params, self._put(trained, mixed))
@@ -83,7 +80,7 @@ class Island:
             )
             return np.asarray(of_rows(rows, x.shape, x.depth))
 
-        return [whole(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
+        return [whole(x) for x in leaves_of(tree)]
 
     def _put(self, like: Any, leaves: Leaves) -> Any:
         """Places new copies of arrays on this process's replicas, laid out as in a tree."""
@@ -91,16 +88,12 @@ class Island:
         count = self.replica.group.parts
 
         def put(shard: Shard, x: Any) -> Shard:
-            flat = np.reshape(x, -1)
-            rows = [flat] * len(self.places)
-            if shard.nodes is not None:
-                rows = [
-                    np.asarray(own_part(x, count, jnp.int32(place), shard.depth))
-                    for place in self.places
-                ]
-            return replace(
-                shard, parts=placement.place(jnp.array(np.concatenate(rows)), placement.per_replica)
-            )
+            if shard.nodes is None:
+                rows = [np.reshape(x, -1)] * len(self.places)
+            else:
+                rows = [own_part(x, count, jnp.int32(k), shard.depth) for k in self.places]
+            array = jnp.array(np.concatenate(rows))
+            return replace(shard, parts=placement.place(array, placement.per_replica))
 
         shards, tree = jax.tree.flatten(like, is_leaf=is_shard)
         return tree.unflatten(list(map(put, shards, leaves)))
@@ -121,19 +114,15 @@ def island_of(steps: LocalSteps, replica: Replica) -> Island:
             f"for each island, give local_steps island= a multiple of {per_process}, or let "
             "fddp.simulate_islands show what they would do."
         )
-    islands = group.nodes if group.nodes and size > 1 else [(k,) for k in range(group.size)]
-    ((number, replicas),) = [
-        (k, numbers) for k, numbers in enumerate(islands) if group.rank * per_process in numbers
-    ]
-    places = tuple(replicas.index(group.rank * per_process + k) for k in range(per_process))
-    return Island(
-        replica, number, places, group.subgroup(sorted({k // per_process for k in replicas}))
-    )
-
-
-def number_of(state: TrainState) -> int:
-    """Number of steps of an island."""
-    return int(_here(state.step))
+    first = group.rank * per_process
+    islands = [(k,) for k in range(group.size)]
+    if group.nodes and size > 1:
+        islands = group.nodes
+    number = next(k for k, replicas in enumerate(islands) if first in replicas)
+    replicas = islands[number]
+    places = tuple(replicas.index(first + k) for k in range(per_process))
+    members = group.subgroup(sorted({k // per_process for k in replicas}))
+    return Island(replica, number, places, members)
 
 
 def version_of(state: TrainState) -> int:
@@ -143,10 +132,11 @@ def version_of(state: TrainState) -> int:
 
 def copy_leaves(tree: PyTree) -> list[np.ndarray]:
     """Copies arrays that each replica of an island holds whole to the host."""
-    return [_here(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
+    return [_here(x) for x in leaves_of(tree)]
 
 
 def _here(x: Any) -> np.ndarray:
-    array = x.parts if is_shard(x) else x
-    local = array.addressable_shards[0].data if isinstance(array, jax.Array) else array
-    return np.asarray(local).reshape(x.shape)
+    array = array_of(x)
+    if isinstance(array, jax.Array):
+        array = array.addressable_shards[0].data
+    return np.asarray(array).reshape(x.shape)

@@ -1,14 +1,70 @@
-"""`fddp.local_steps`: the optimizer of replicas that train separately, with or without a quorum."""
+"""The functions that a user calls for local steps, and the optimizer of asynchronous islands."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
-from fddp.islands.async_steps import AsyncSteps
-from fddp.islands.quorum import Discount, make_quorum
-from fddp.local_training import LocalSteps, sync_steps
+from fddp.comm import Group
+from fddp.islands.client import join_server
+from fddp.islands.island_runner import islands
+from fddp.islands.quorum import Discount, Quorum, make_quorum
+from fddp.jax_internals import without_context_mesh
+from fddp.local_training import LocalSteps, SyncSteps, read_periods
+from fddp.step import IslandState, StepOptimizer, TrainState, Way, check_state, check_step
+from fddp.training import TrainStep
+from fddp.wording import check_whole
+
+
+@dataclass(frozen=True, repr=False)
+class AsyncSteps(LocalSteps):
+    """Local steps of islands that do not wait for each other."""
+
+    quorum: Quorum = field(kw_only=True)
+    """The merge rule."""
+
+    def __repr__(self) -> str:
+        """Shows the merge rule as a further option."""
+        return f"{super().__repr__().removesuffix(')')}, {self.quorum})"
+
+    def init(self, params: PyTree) -> Any:
+        """Initializes both optimizers."""
+        _, outer, inner, weight = super().init(params)
+        if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(outer)):
+            raise ValueError(
+                "local_steps: the outer optimizer's state has a random key, and with a quorum "
+                "it is kept by a process that holds numbers alone: give an outer optimizer "
+                "without one."
+            )
+        return IslandState(params, jnp.zeros((), jnp.int32), outer, inner, weight)
+
+    def on(self, group: Group) -> tuple[StepOptimizer, Group]:
+        """Makes each island a node of the group; see `among` for the optimizer. Collective."""
+        _, group = super().on(group)
+        return self.among(group.size // self.replicas(group.parts)), group
+
+    def among(self, islands: int) -> LocalSteps:
+        """Drops the quorum if all islands wait for each other anyway; raises if it exceeds them."""
+        if self.quorum.count > islands:
+            raise ValueError(
+                f"quorum must be no more than the number of islands, {islands}, got "
+                f"{self.quorum.count}."
+            )
+        if self.quorum.count < islands and self.quorum.max_staleness != 0:
+            return self
+        return SyncSteps(
+            **{option.name: getattr(self, option.name) for option in fields(SyncSteps)}
+        )
+
+    def way(self, inner: Way) -> Way:
+        """Returns the way of asynchronous islands, which hold their state in the way `inner`."""
+        return islands(self, inner, partial(join_server, self.quorum, self.outer))
 
 
 def local_steps(
@@ -89,20 +145,81 @@ def local_steps(
       1.0 0.0
       1.5 1.5
     """
-    steps = sync_steps(optimizer, outer, every, start, fragments, delay, mix, island)
-    if quorum is not None and steps.others:
+    outer = optax.sgd(1.0) if outer is None else outer
+    _check_optimizer("optimizer", optimizer)
+    _check_optimizer("outer", outer)
+    if island != "node":
+        check_whole("island", island, 1)
+    check_whole("start", start, 0)
+    check_whole("fragments", fragments, 1)
+    if delay not in (0, 1) or isinstance(delay, bool):
+        raise ValueError(
+            f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where "
+            "a fragment takes longer than a step, give more fragments."
+        )
+    every, others = read_periods(every, delay)
+    if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix <= 1:
+        raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
+    if fragments > 1 and (callable(every) or fragments > every):
+        raise ValueError(
+            "local_steps sends one fragment a step at most, so fragments must be no more than "
+            f"every, a number; got {fragments=}, {every=}."
+        )
+    if quorum is not None and others:
         raise ValueError(
             "islands with a quorum meet at the server one by one, which has no mean that all of "
             "them would take: give one period, that of the parameters; got one for "
-            f"{steps.others[0][0]!r}, too."
+            f"{others[0][0]!r}, too."
         )
     rule = make_quorum(quorum, grace_s, max_staleness, discount, log)
+    options = optimizer, outer, every, start, fragments, delay, mix, others, island
     if rule is None:
-        return steps
+        return SyncSteps(*options)
     if fragments > 1 or delay:
         raise ValueError(
             "a merge makes one version of all parameters, from which an island's age is counted, "
             "and an island that has sent goes on from the version that it is merged into: give no "
             f"fragments or delay with quorum; got {fragments=}, {delay=}."
         )
-    return AsyncSteps(**vars(steps), quorum=rule)
+    return AsyncSteps(*options, quorum=rule)
+
+
+def meet(step: TrainStep, state: TrainState) -> TrainState:
+    """Synchronizes asynchronous islands (`fddp.local_steps(quorum=)`). Collective.
+
+    It merges the progress of all islands and gives them equal parameters and an equal state of the
+    outer optimizer. Call it before a collective action such as `evaluate` or a checkpoint, and at
+    the end of the training. The states of other steps are returned unchanged.
+
+    Args:
+      step: the step.
+      state: from the last step.
+
+    Returns:
+      The synchronized state.
+
+    Raises:
+      ValueError: the step has not been run.
+      RuntimeError: the server of the shared parameters has stopped.
+
+    Example:
+      >>> import fddp, jax.numpy as jnp, optax
+      >>> step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.5))
+      >>> state, info = step(step.init(jnp.zeros(())), jnp.ones(8))
+      >>> float(fddp.meet(step, state).params)
+      1.0
+    """
+    check_step("fddp.meet", step)
+    check_state(state)
+    return without_context_mesh(step.settled.runner.meet)(state)
+
+
+def _check_optimizer(name: str, value: Any) -> None:
+    if not hasattr(value, "init") or not hasattr(value, "update"):
+        raise TypeError(
+            f"local_steps: {name} must be one of optax's optimizers, got {type(value).__name__}."
+        )
+    if isinstance(value, LocalSteps):
+        raise TypeError(
+            f"local_steps: {name} is one of local_steps itself; give the optimizer inside of it."
+        )

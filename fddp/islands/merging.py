@@ -77,17 +77,15 @@ def merge(
             np.int32(shared.version - contribution.began),
         )
         weight += contribution.weight
-    params, outer = merging.step(shared.params, shared.outer, sums, number(weight))
-    return SharedParams(
-        shared.version + 1, [np.asarray(x) for x in params], [np.asarray(x) for x in outer]
-    )
+    new = merging.step(shared.params, shared.outer, sums, number(weight))
+    return SharedParams(shared.version + 1, *jax.tree.map(np.asarray, new))
 
 
 def first_shared(outer: optax.GradientTransformation, params: PyTree) -> SharedParams:
     """Initializes the shared parameters and the state of the outer optimizer, on the host."""
     hosted = jax.tree.map(np.asarray, params)
-    state = [np.asarray(x) for x in jax.tree.leaves(outer.init(hosted))]
-    return SharedParams(0, jax.tree.leaves(hosted), state)
+    state = jax.tree.map(np.asarray, outer.init(hosted))
+    return SharedParams(0, jax.tree.leaves(hosted), jax.tree.leaves(state))
 
 
 def merging_of(
@@ -139,11 +137,10 @@ def merge_forms(shared: SharedParams) -> tuple[tuple[Any, ...], tuple[Any, ...]]
     def form(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(x.dtype))
 
-    params = [form(x) for x in shared.params]
-    outer = [form(x) for x in shared.outer]
+    params, outer, weight, age = jax.tree.map(
+        form, (shared.params, shared.outer, np.float64(0), np.int32(0))
+    )
     sums = [jax.ShapeDtypeStruct(x.shape, sum_dtype(x)) for x in params]
-    weight = form(np.float64(0))
-    age = form(np.int32(0))
     return (sums, params, weight, age), (params, outer, sums, weight)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 MOST = 65536  # bytes of a header
 
 
-def send_frame(
+def send_message(
     connection: socket.socket, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()
 ) -> None:
     """Sends a header and arrays; raises OSError if the peer closes or times out."""
@@ -25,7 +25,7 @@ def send_frame(
             view = view[connection.send(view) :]
 
 
-def hear(connection: socket.socket, until: float = math.inf) -> dict[str, Any]:
+def receive_header(connection: socket.socket, until: float = math.inf) -> dict[str, Any]:
     """Receives a header, before a deadline of the monotonic clock.
 
     It raises OSError if the peer closes, times out or sends another protocol.
@@ -46,7 +46,7 @@ def hear(connection: socket.socket, until: float = math.inf) -> dict[str, Any]:
     return header
 
 
-def hear_arrays(connection: socket.socket, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+def receive_arrays(connection: socket.socket, like: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Receives new arrays with the shapes and dtypes of `like`."""
     return [_array(connection, x) for x in like]
 

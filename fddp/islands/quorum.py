@@ -66,20 +66,16 @@ def due_at(
     arrival_times = {arrival.island: arrival.at for arrival in arrivals}
     count = min(rule.count, len(versions))  # islands that have left send nothing more
     # A merge without these islands would make them staler than the rule allows.
-    oldest = [
-        i
-        for i, v in versions.items()
-        if rule.max_staleness is not None and version - v >= rule.max_staleness
-    ]
-    if (
-        not arrival_times
-        or len(arrival_times) < count
-        or any(i not in arrival_times for i in oldest)
-    ):
+    oldest = list[int]()
+    if rule.max_staleness is not None:
+        oldest = [i for i, v in versions.items() if version - v >= rule.max_staleness]
+    if len(arrival_times) < max(count, 1) or not arrival_times.keys() >= set(oldest):
         return None
     times = sorted(arrival_times.values())
     complete = max([times[max(count, 1) - 1], *(arrival_times[i] for i in oldest)]) + rule.grace_s
-    return min(complete, times[-1]) if arrival_times.keys() >= versions.keys() else complete
+    if arrival_times.keys() >= versions.keys():
+        return min(complete, times[-1])
+    return complete
 
 
 def make_quorum(

@@ -14,16 +14,15 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from fddp.comm import new_secret, signed
 from fddp.islands.merge_log import Line, Meeting, Merged, serialize
 from fddp.islands.merging import Contribution, Merging, SharedParams, merge
-from fddp.islands.protocol import hear, hear_arrays, send_frame
+from fddp.islands.protocol import receive_arrays, receive_header, send_message
 from fddp.islands.quorum import Arrival, Quorum, due_at
 from fddp.jax_internals import unpacked
 
@@ -49,15 +48,15 @@ class ServerConfig(NamedTuple):
 
 
 def main() -> None:
-    """Reads the job from stdin, writes the port to stdout, and serves until all islands leave."""
-    job: ServerConfig = pickle.load(sys.stdin.buffer)
-    jax.config.update("jax_enable_x64", job.x64)
-    server = _Server(job)
-    listener = socket.create_server((job.bind, 0), backlog=job.islands)
+    """Reads the configuration from stdin, writes the port to stdout, and serves all islands."""
+    config: ServerConfig = pickle.load(sys.stdin.buffer)
+    jax.config.update("jax_enable_x64", config.x64)
+    server = _Server(config)
+    listener = socket.create_server((config.bind, 0), backlog=config.islands)
     print(listener.getsockname()[1], flush=True)
     threading.Thread(target=_end_with_rank_0, daemon=True).start()
-    threading.Thread(target=server.let_in, args=(listener,), daemon=True).start()
-    server.merges()
+    threading.Thread(target=server.accept, args=(listener,), daemon=True).start()
+    server.merge_all()
 
 
 def _end_with_rank_0() -> None:
@@ -70,73 +69,75 @@ def _end_with_rank_0() -> None:
 class _Server:
     """The shared parameters and the pending contributions, under one lock."""
 
-    def __init__(self, job: ServerConfig) -> None:
-        self.job = job
-        self.shared = job.shared
-        self.merging = Merging(unpacked(job.add), unpacked(job.step))
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.shared = config.shared
+        self.merging = Merging(unpacked(config.add), unpacked(config.step))
         # Version from which each active island trains.
-        self.began = dict.fromkeys(range(job.islands), job.shared.version)
+        self.began = dict.fromkeys(range(config.islands), config.shared.version)
         # Time and contribution of each island that waits for its merge.
-        self.came: dict[int, tuple[float, Contribution]] = {}
+        self.pending: dict[int, tuple[float, Contribution]] = {}
         self.meeting = set[int]()
-        self.met = job.shared  # shared parameters of the last meeting
-        self.meetings = 0
-        self.failed = ""
-        self.turn = threading.Condition()
+        self.replies: dict[int, SharedParams] = {}
+        self.failure = ""
+        self.changed = threading.Condition()
 
-    def merges(self) -> None:
+    def merge_all(self) -> None:
         """Merges each complete quorum, until all islands have left."""
         try:
             while contributions := self._quorum():
-                # Without the lock, so that waiting clients get their beats meanwhile.
+                # Without the lock, so that waiting clients get their heartbeats meanwhile.
                 newest = merge(self.merging, self.shared, contributions)
-                self._merged(newest, contributions)
+                with self.changed:
+                    self._publish(newest, contributions)
         except Exception:
-            with self.turn:
-                self.failed = traceback.format_exc()
-                self.turn.notify_all()
+            with self.changed:
+                self.failure = traceback.format_exc()
+                self.changed.notify_all()
             time.sleep(2 * BEAT_S)  # time to report it to all waiting clients
-            sys.exit(self.failed)
+            sys.exit(self.failure)
 
     def _quorum(self) -> list[Contribution]:
         """Waits for a quorum, and returns its contributions; none after all islands have left."""
-        with self.turn:
-            while self.began or self.meeting or self.came:
-                if self.meeting and not (self.began or self.came):
-                    self._meets()
+        with self.changed:
+            while self.began or self.meeting or self.pending:
+                if self.meeting and not (self.began or self.pending):
+                    self._end_meeting()
                     continue
-                arrivals = [Arrival(island, at) for island, (at, _) in self.came.items()]
-                due = due_at(self.job.rule, self.shared.version, self.began, arrivals)
-                timeout = None if due is None else due - time.monotonic()
-                if timeout is not None and timeout <= 0:
-                    return [self.came[island][1] for island in sorted(self.came)]
-                self.turn.wait(timeout)
+                arrivals = [Arrival(island, at) for island, (at, _) in self.pending.items()]
+                due = due_at(self.config.rule, self.shared.version, self.began, arrivals)
+                timeout = None
+                if due is not None:
+                    timeout = due - time.monotonic()
+                    if timeout <= 0:
+                        return [self.pending[island][1] for island in sorted(self.pending)]
+                self.changed.wait(timeout)
         return []
 
-    def _meets(self) -> None:
+    def _end_meeting(self) -> None:
         self.began = dict.fromkeys(self.meeting, self.shared.version)
+        self.replies |= dict.fromkeys(self.meeting, self.shared)
         self.meeting = set()
-        self.met = self.shared
-        self.meetings += 1
-        self._note(Meeting(self.shared.version))
+        self._log(Meeting(self.shared.version))
 
-    def _merged(self, newest: SharedParams, contributions: list[Contribution]) -> None:
-        with self.turn:
-            self.shared = newest
-            for contribution in contributions:
-                del self.came[contribution.island]
-                if contribution.island in self.began:
-                    self.began[contribution.island] = newest.version
-            islands, began, weights, steps, _ = zip(*contributions)
-            self._note(Merged(newest.version, islands, began, weights, steps))
+    def _publish(self, newest: SharedParams, contributions: list[Contribution]) -> None:
+        self.shared = newest
+        for contribution in contributions:
+            island = contribution.island
+            del self.pending[island]
+            self.replies[island] = newest
+            if island in self.began:
+                self.began[island] = newest.version
+        islands, began, weights, steps, _ = zip(*contributions)
+        self._log(Merged(newest.version, islands, began, weights, steps))
 
-    def _note(self, line: Line) -> None:
-        if self.job.rule.log:
-            with Path(self.job.rule.log).open("a") as log:
+    def _log(self, line: Line) -> None:
+        if self.config.rule.log:
+            with Path(self.config.rule.log).open("a") as log:
                 log.write(serialize(line) + "\n")
-        self.turn.notify_all()
+        self.changed.notify_all()
 
-    def let_in(self, listener: socket.socket) -> None:
+    def accept(self, listener: socket.socket) -> None:
         """Accepts connections, with a thread for each."""
         while True:
             try:
@@ -152,61 +153,50 @@ class _Server:
             with connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.settimeout(HELLO_S)
-                send_frame(connection, {"challenge": (challenge := new_secret())})
-                hello = hear(connection, time.monotonic() + HELLO_S)
-                if not signed(hello.get("proof"), self.job.token, challenge):
+                send_message(connection, {"challenge": (challenge := new_secret())})
+                hello = receive_header(connection, time.monotonic() + HELLO_S)
+                if not signed(hello.get("proof"), self.config.token, challenge):
                     return
                 connection.settimeout(None)
                 island = int(hello["island"])
                 while True:
-                    request = hear(connection)
-                    newest = self._wait(
-                        island, connection, self._heard(island, connection, request)
-                    )
-                    outer = newest.outer if "meets" in request else ()
-                    send_frame(connection, {"version": newest.version}, [*newest.params, *outer])
+                    self._answer(island, connection)
         except (OSError, ValueError):
             pass  # the client has left; the watchers detect whether it died
         finally:
             if island is not None:
-                self._leaves(island)
+                with self.changed:
+                    self.began.pop(island, None)
+                    self.meeting.discard(island)
+                    self.changed.notify_all()
 
-    def _heard(
-        self, island: int, connection: socket.socket, request: dict[str, Any]
-    ) -> Callable[[], SharedParams | None]:
-        """Records a request, and returns a function for the reply, or None while it is pending."""
-        if "meets" in request:
-            with self.turn:
-                before = self.meetings
+    def _answer(self, island: int, connection: socket.socket) -> None:
+        """Answers one request, with heartbeats until the reply is ready."""
+        request = receive_header(connection)
+        meets = "meets" in request
+        change = [] if meets else receive_arrays(connection, self.config.shared.params)
+        with self.changed:
+            if meets:
                 self.began.pop(island, None)
                 self.meeting.add(island)
-                self.turn.notify_all()
-            return lambda: self.met if self.meetings > before else None
-        change = hear_arrays(connection, self.job.shared.params)
-        with self.turn:
-            contribution = Contribution(
-                island, request["began"], request["weight"], request["step"], change
-            )
-            self.came[island] = time.monotonic(), contribution
-            self.turn.notify_all()
-        return lambda: None if island in self.came else self.shared
-
-    def _wait(
-        self, island: int, connection: socket.socket, reply: Callable[[], SharedParams | None]
-    ) -> SharedParams:
-        while True:
-            with self.turn:
-                self.turn.wait_for(lambda: reply() or self.failed, BEAT_S)
-                if (newest := reply()) and not self.failed:
-                    self.began[island] = newest.version
-                    return newest
-            if self.failed:
-                send_frame(connection, {"fails": self.failed})
+            else:
+                began, weight, step = (request[name] for name in ("began", "weight", "step"))
+                contribution = Contribution(island, began, weight, step, change)
+                self.pending[island] = time.monotonic(), contribution
+            self.changed.notify_all()
+        while (newest := self._reply(island)) is None:
+            if self.failure:
+                send_message(connection, {"fails": self.failure})
                 raise ConnectionAbortedError
-            send_frame(connection, {"waits": True})
+            send_message(connection, {"waits": True})
+        outer = newest.outer if meets else ()
+        send_message(connection, {"version": newest.version}, [*newest.params, *outer])
 
-    def _leaves(self, island: int) -> None:
-        with self.turn:
-            self.began.pop(island, None)
-            self.meeting.discard(island)
-            self.turn.notify_all()
+    def _reply(self, island: int) -> SharedParams | None:
+        """Waits for the reply to an island for the time of a heartbeat."""
+        with self.changed:
+            self.changed.wait_for(lambda: island in self.replies or self.failure, BEAT_S)
+            newest = self.replies.pop(island, None)
+            if newest is not None:
+                self.began[island] = newest.version
+            return newest

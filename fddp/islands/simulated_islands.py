@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fddp.comm import mesh_group, replica_mesh
-from fddp.islands.async_steps import AsyncSteps
 from fddp.islands.island_runner import islands
 from fddp.islands.island_state import Island
+from fddp.islands.local_steps import AsyncSteps
 from fddp.islands.merge_log import read_log
 from fddp.islands.merging import first_shared, merging_of, on_this_host
 from fddp.islands.simulation import InTurn, Islands, replay, train_in_order
@@ -180,11 +180,10 @@ def _in_turn(
         island_replica = replace(replica, group=replace(group, communicator=comm))
         return TrainStep(island_replica, optimizer, partial(updated, optimizer.inner))
 
-    steps = (
-        [step(0)] * len(batches)
-        if rng is None
-        else [step(island) for island in range(len(batches))]
-    )
+    if rng is None:
+        steps = [step(0)] * len(batches)
+    else:
+        steps = [step(island) for island in range(len(batches))]
     states = [step.init(params, model_state=model_state, rng=rng) for step in steps]
     rows = [iter(batches_of_island) for batches_of_island in batches]
     numbered = [Island(replica, number, (0,), group) for number in range(len(rows))]

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any, NamedTuple
 
-from fddp.islands.async_steps import AsyncSteps
 from fddp.islands.island_state import Island, version_of
+from fddp.islands.local_steps import AsyncSteps
 from fddp.islands.merge_log import Line, Meeting, Merged
 from fddp.islands.merging import Contribution, Merging, SharedParams, merge
 from fddp.islands.quorum import Arrival, due_at
 from fddp.jax_internals import without_context_mesh
-from fddp.local_training import Met
 from fddp.step import TrainState
 
 # (state, batch) → (state, info)
@@ -59,10 +58,10 @@ class InTurn:
 
     def due(self, number: int) -> bool:
         """True if an island sends after this step."""
-        return bool(self.optimizer.sends(number, Met())[0])
+        return bool(self.optimizer.sends(number))
 
     @without_context_mesh
-    def given(self, island: int) -> Contribution:
+    def contribution(self, island: int) -> Contribution:
         """Returns the contribution of an island."""
         return self.islands[island].contribution(self.states[island])
 
@@ -88,9 +87,8 @@ def train_in_order(islands: InTurn, seconds: Callable[[int, int], float]) -> Non
     """Trains islands until their batches end and all meet; `seconds(island, step)` times a step."""
     waiting = dict[int, tuple[float, Contribution]]()
     arrival_times = dict[int, float]()  # of the next contribution of each island
-    versions = dict.fromkeys(
-        range(len(islands.states)), islands.shared.version
-    )  # of the active islands
+    # Of the active islands.
+    versions = dict.fromkeys(range(len(islands.states)), islands.shared.version)
     finished = set[int]()  # islands that have sent their last contribution
 
     def set_out(island: int, start: float) -> None:
@@ -99,9 +97,8 @@ def train_in_order(islands: InTurn, seconds: Callable[[int, int], float]) -> Non
             finished.add(island)
         last = int(islands.states[island].step)
         if last > first:
-            arrival_times[island] = start + sum(
-                seconds(island, number) for number in range(first + 1, last + 1)
-            )
+            numbers = range(first + 1, last + 1)
+            arrival_times[island] = start + sum(seconds(island, number) for number in numbers)
         else:
             del versions[island]
 
@@ -110,11 +107,9 @@ def train_in_order(islands: InTurn, seconds: Callable[[int, int], float]) -> Non
     while arrival_times or waiting:
         arrivals = [Arrival(island, at) for island, (at, _) in waiting.items()]
         due = due_at(islands.optimizer.quorum, islands.shared.version, versions, arrivals)
-        following = min(
-            arrival_times, key=lambda island: (arrival_times[island], island), default=-1
-        )
+        following = min(sorted(arrival_times), key=arrival_times.__getitem__, default=-1)
         if due is None or (arrival_times and arrival_times[following] <= due):
-            waiting[following] = arrival_times.pop(following), islands.given(following)
+            waiting[following] = arrival_times.pop(following), islands.contribution(following)
             continue
         contributions = [waiting[island][1] for island in sorted(waiting)]
         waiting = {}
@@ -143,12 +138,8 @@ def replay(islands: InTurn, log: Iterable[Line]) -> None:
                 f"version {line.version} follows version {islands.shared.version} in the log: it "
                 "is of a training that went on from a checkpoint, or not whole."
             )
-        islands.merge(
-            [
-                _again(islands, history, *record)
-                for record in zip(line.islands, line.began, line.weights, line.steps)
-            ]
-        )
+        records = zip(line.began, line.weights, line.steps)
+        islands.merge([_again(islands, history, *x) for x in zip(line.islands, records)])
         history[islands.shared.version] = islands.shared
         # Versions that no later line uses are dropped.
         uses.subtract(line.began)
@@ -156,25 +147,20 @@ def replay(islands: InTurn, log: Iterable[Line]) -> None:
 
 
 def _again(
-    islands: InTurn,
-    history: dict[int, SharedParams],
-    island: int,
-    began: int,
-    weight: float,
-    step: int,
+    islands: InTurn, history: dict[int, SharedParams], island: int, record: tuple[int, float, int]
 ) -> Contribution:
     """Recomputes a contribution, and compares it with its record."""
+    began, weight, step = record
     if version_of(islands.states[island]) != began:
         islands.land(island, history[began], islands.optimizer.mix)
     islands.train(island, lambda number: number == step)
-    contribution = islands.given(island)
+    new = islands.contribution(island)
     # Weights differ by rounding: the replicas of an island add them in another order.
-    if (contribution.began, contribution.step) != (began, step) or not isclose(
-        contribution.weight, weight, rel_tol=1e-5
-    ):
+    is_close = isclose(new.weight, weight, rel_tol=1e-5)
+    if (new.began, new.step) != (began, step) or not is_close:
         raise ValueError(
             f"island {island} came in the log with step {step} and weight {weight:g}, and now with "
-            f"step {contribution.step} and weight {contribution.weight:g}: give the loss, the "
-            "optimizer and the batches of that training."
+            f"step {new.step} and weight {new.weight:g}: give the loss, the optimizer and the "
+            "batches of that training."
         )
-    return contribution
+    return new

@@ -4,10 +4,11 @@ Islands that do not wait for each other are in islands. This room imports step a
 it.
 """
 
+from fddp.local_training.inside import array_of as array_of
+from fddp.local_training.inside import leaves_of as leaves_of
 from fddp.local_training.local_optimizer import LastStep as LastStep
 from fddp.local_training.local_optimizer import LocalSteps as LocalSteps
-from fddp.local_training.local_optimizer import Met as Met
+from fddp.local_training.local_runner import SyncSteps as SyncSteps
 from fddp.local_training.local_runner import kinds as kinds
 from fddp.local_training.local_runner import local_way as local_way
-from fddp.local_training.sync_steps import SyncSteps as SyncSteps
-from fddp.local_training.sync_steps import sync_steps as sync_steps
+from fddp.local_training.periods import read_periods as read_periods

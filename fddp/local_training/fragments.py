@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import BucketPlan, Messages, is_shard, place_scalars, scalar_dtype
 from fddp.comm import Communicator
 from fddp.hooks import Reduction
-from fddp.local_training.inside import trained_leaves
+from fddp.local_training.inside import array_of, trained_leaves, with_array
 from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.wire import Averaged, Wire
 from fddp.optim import update
@@ -36,34 +36,25 @@ class Fragment:
     scalars: Any
     """A dtype for loss, metrics, weights and buffers."""
 
-    def check(self) -> None:
-        """Raises ValueError if fragments outnumber buckets."""
-        count = len(self.of.buckets)
-        fragments = self.steps.fragments
-        if count < fragments:
-            raise ValueError(
-                f"local_steps cannot make {fragments} fragments of {count} "
-                f"bucket{'s' * (count > 1)}: give fewer fragments, or a smaller bucket_cap_mb."
-            )
-
     @property
     def renews(self) -> tuple[int, ...]:
         """Numbers of the means that restart with it: a fragment of all parameters includes the mean
         over a node."""
-        node = self.steps.node if self.steps.fragments == 1 else None
-        return (self.number,) if node is None else (self.number, node)
+        if self.steps.fragments == 1 and self.steps.node is not None:
+            return self.number, self.steps.node
+        return (self.number,)
 
     def changed(self, local: LocalState, view: TrainState, rows: PyTree) -> Messages:
         """Packs the weighted pseudo-gradient (shared − local), and the island's buffers."""
         changes = jax.tree.map(
             lambda included, old, new: old - new if included else None,
             self.travels,
-            self._own(local.shared),
-            self._own(trained_leaves(self.replica, view.params)),
+            self._parts(local.shared),
+            self._parts(trained_leaves(self.replica, view.params)),
         )
-        buffers, _ = average().send(
-            self._others, self._buffers(view.model_state), self._joined(rows)
-        )
+        # Islands of several replicas count even without data.
+        joined = rows if self.wire.whole.parts == 1 else None
+        buffers, _ = average().send(self._peers, self._buffers(view.model_state), joined)
         return self.wire.packed(view.opt_state.weight[self.number], changes, buffers)
 
     def landed(
@@ -77,25 +68,22 @@ class Fragment:
             local.shared,
         )
         shared, outer = update(self.steps.outer, grads, local.outer, local.shared, self.travels)
-        local_params = trained_leaves(self.replica, state.params)
-        shared_params = jax.tree.map(
-            lambda old, new: self.wire.part(new) if is_shard(old) else new,
-            local_params,
-            shared,
-            is_leaf=is_shard,
+        params = jax.tree.map(
+            self._mixed, self.travels, trained_leaves(self.replica, state.params), shared
         )
-
-        def mixed(included: int, old: Any, new: Array) -> Any:
-            old_values = old.parts if is_shard(old) else old
-            new_values = new + self.steps.mix * (old_values - new) if included else old_values
-            return replace(old, parts=new_values) if is_shard(old) else new_values
-
-        params = jax.tree.map(mixed, self.travels, local_params, shared_params)
-        state = state._replace(params=with_trained(state.params, params))
         buffers = self._buffers(state.model_state)
-        model_state = average().land(self._others, buffers, mean.more, None)
-        state = state if model_state is None else state._replace(model_state=model_state)
+        model_state = average().land(self._peers, buffers, mean.more, None)
+        if model_state is not None:
+            state = state._replace(model_state=model_state)
+        state = state._replace(params=with_trained(state.params, params))
         return local._replace(shared=shared, outer=outer), state
+
+    def _mixed(self, included: int, old: Any, new: Array) -> Any:
+        if not included:
+            return old
+        if is_shard(old):
+            new = self.wire.part(new)
+        return with_array(old, new + self.steps.mix * (array_of(old) - new))
 
     @cached_property
     def wire(self) -> Wire:
@@ -115,7 +103,7 @@ class Fragment:
             index = None if reduction.memory is None else len(messages) + messages.index(number)
             return reduction._replace(name=f"bucket {number}", bucket=number, memory=index)
 
-        level = "all" if num_parts == 1 else "network"
+        level = self.steps.level(self.replica.group.parts)
         return Wire(self.replica.group, plan, level, self.scalars, self.replica.options.hook, named)
 
     @cached_property
@@ -140,7 +128,7 @@ class Fragment:
             starts.append(min(max(nearest, starts[-1] + 1), count - fragments + k))
         return list(range(starts[self.number], [*starts, count][self.number + 1]))
 
-    def _own(self, tree: PyTree) -> Any:
+    def _parts(self, tree: PyTree) -> Any:
         """Replaces trained leaves, sharded or whole, by this replica's parts."""
         return jax.tree.map(
             lambda x: x.parts if is_shard(x) else self.wire.part(x), tree, is_leaf=is_shard
@@ -151,14 +139,19 @@ class Fragment:
         return model_state if self.number == 0 else None
 
     @property
-    def _others(self) -> Communicator:
+    def _peers(self) -> Communicator:
         """The replicas at this position in all islands."""
         return self.replica.group.communicator.at(self.wire.level)
 
-    def _joined(self, rows: PyTree) -> Any:
-        """Returns the rows as weights of the mean of buffers; None for islands of several replicas,
-        which count even without data."""
-        return rows if self.wire.whole.parts == 1 else None
+
+def check_fragments(steps: LocalSteps, plan: BucketPlan) -> None:
+    """Raises ValueError if fragments outnumber buckets."""
+    count = len(plan.buckets)
+    if count < steps.fragments:
+        raise ValueError(
+            f"local_steps cannot make {steps.fragments} fragments of {count} "
+            f"bucket{'s' * (count > 1)}: give fewer fragments, or a smaller bucket_cap_mb."
+        )
 
 
 def scalars_of(facts: Facts) -> Any:

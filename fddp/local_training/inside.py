@@ -58,14 +58,25 @@ def hold(
     def cut_in_each(x: Any, leaf: int) -> Shard:
         return replace(cut(x, leaf), copies=True, ranks=group.copy_ranks, nodes=group.nodes)
 
-    def kept(x: Any) -> Shard:
-        return x if is_shard(x) else copy(x)
+    params, inner = parts_held(way, replica, trained, opt_state.inner, cut_in_each)
+    params, inner, weight, buffers = copies_held(
+        (params, inner, opt_state.weight, model_state), copy
+    )
+    return params, shared_held(opt_state, copy)._replace(inner=inner, weight=weight), buffers
 
-    params, inner, _ = way.hold(replica, trained, opt_state.inner, model_state, cut_in_each, copy)
-    params = jax.tree.map(lambda x, part: copy(x) if part is None else part, trained, params)
-    inner = jax.tree.map(kept, inner, is_leaf=is_shard)
-    local = shared_held(opt_state, copy)._replace(inner=inner, weight=copy(opt_state.weight))
-    return params, local, jax.tree.map(copy, model_state)
+
+def parts_held(
+    way: Way, replica: Replica, trained: PyTree, opt_state: PyTree, cut: Cut
+) -> tuple[Any, Any]:
+    """Cuts the parameters and the inner optimizer's state that replicas of an island share."""
+    params, opt_state, _ = way.hold(replica, trained, opt_state, None, cut, lambda x: x)
+    params = jax.tree.map(lambda x, part: x if part is None else part, trained, params)
+    return params, opt_state
+
+
+def copies_held(tree: PyTree, copy: Copy) -> Any:
+    """Replaces plain arrays by local copies."""
+    return jax.tree.map(lambda x: x if is_shard(x) else copy(x), tree, is_leaf=is_shard)
 
 
 def shared_held(opt_state: PyTree, copy: Copy) -> Any:
@@ -94,6 +105,21 @@ def own_copies(tree: PyTree) -> Any:
     return jax.tree.map(own, tree, is_leaf=is_shard)
 
 
+def array_of(x: Any) -> Any:
+    """Returns the array of a shard; arrays are returned unchanged."""
+    return x.parts if is_shard(x) else x
+
+
+def with_array(x: Any, array: Array) -> Any:
+    """Replaces the array of a shard, or a plain array."""
+    return replace(x, parts=array) if is_shard(x) else array
+
+
+def leaves_of(tree: PyTree) -> list[Any]:
+    """Lists arrays and shards."""
+    return jax.tree.leaves(tree, is_leaf=is_shard)
+
+
 def trained_leaves(replica: Replica, params: PyTree) -> Any:
     """Replaces untrained leaves, sharded or not, by None."""
     leaves, treedef = jax.tree.flatten(params, is_leaf=is_shard)
@@ -116,7 +142,9 @@ def whole_view(group: Group, view: TrainState) -> TrainState:
 
 def own_rows(rows: PyTree) -> Any:
     """Counts only rows with data in the divisor, since islands train separately."""
-    return rows._replace(divisor=rows.share) if isinstance(rows, Joined) else rows
+    if isinstance(rows, Joined):
+        rows = rows._replace(divisor=rows.share)
+    return rows
 
 
 def keys_of_island(group: Group, rng: PyTree) -> Any:

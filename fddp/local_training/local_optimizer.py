@@ -9,8 +9,10 @@ Large Mini-Batches, Use Local SGD" (2020); Wang et al., "SlowMo" (2020); Douilla
 (2023) and "Streaming DiLoCo" (2025); see also `periods.py`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -18,19 +20,12 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from fddp.comm import Group, islands_in_nodes
+from fddp.comm import Group, Level, islands_in_nodes
 from fddp.local_training.periods import NODE, PARAMS
 from fddp.optim import check_needs
 from fddp.schedules import Promise
 from fddp.step import LocalState, StepOptimizer
 from fddp.wording import check_whole
-
-
-class Met(NamedTuple):
-    """Numbers of local steps at the last and the next synchronization; 0 at first."""
-
-    last: int = 0
-    next: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,8 +100,9 @@ class LocalSteps(StepOptimizer):
                 f"local_steps: island={size}, and the nodes of this group have {group.local} "
                 "replicas: give island='node', a divisor of their number, or the plain group."
             )
-        unchanged = size in (1, group.local) and self.node is None
-        return group if unchanged else islands_in_nodes(group, size)
+        if size in (1, group.local) and self.node is None:
+            return group
+        return islands_in_nodes(group, size)
 
     def divided_like(self, template: Group, group: Group) -> Group:
         """Divides a group into nodes and islands as in `template`; a group with nodes keeps them.
@@ -124,43 +120,50 @@ class LocalSteps(StepOptimizer):
         """Number of replicas per island, in a group whose nodes are the islands."""
         return 1 if self.island == 1 else per_node
 
-    def sends(self, number: int, met: Met) -> tuple[tuple[int, ...], Met]:
-        """Lists the exchanges of step `number`, counted from 1: further means, then a fragment.
+    def level(self, per_node: int) -> Level:
+        """Returns the replicas that average: those at one position in all islands."""
+        return "all" if self.replicas(per_node) == 1 else "network"
 
-        If `every` is a function, it also returns the synchronizations around the step, for the next
-        call, which then need not count from the beginning.
-        """
+    def sends(self, number: int) -> tuple[int, ...]:
+        """Lists the exchanges of step `number`, counted from 1: further means, then a fragment."""
         # Number of local steps before the exchange.
         local_step = number - self.start - self.delay
         if local_step <= 0:
-            return (), met
-        if callable(self.every):
-            met = self._met(self.every, local_step, met)
-            due = [0] if met.next == local_step else []
-        else:
-            due = [
-                f
-                for f in range(self.fragments)
-                if local_step % self.every == f * self.every // self.fragments
-            ][:1]
+            return ()
+        means = enumerate(self.others, start=self.fragments)
+        due = [k for k, (_, period) in means if local_step % period == 0]
+        fragment = self._due_fragment(local_step)
+        if fragment is None:
+            return tuple(due)
         # A mean of all parameters over all islands includes the mean over each node.
-        idle = self.node if due and self.fragments == 1 else None
-        means = enumerate((period for _, period in self.others), start=self.fragments)
-        return (*(k for k, period in means if local_step % period == 0 and k != idle), *due), met
+        if self.fragments == 1 and self.node in due:
+            due.remove(self.node)
+        return (*due, fragment)
+
+    def _due_fragment(self, local_step: int) -> int | None:
+        if callable(self.every):
+            ends = self._synchronizations
+            while ends[-1] < local_step:
+                period = self.every(self.start + ends[-1])
+                ends.append(ends[-1] + check_whole("every(step)", period, 1 + self.delay))
+            return 0 if ends[bisect_left(ends, local_step)] == local_step else None
+        for fragment in range(self.fragments):
+            if local_step % self.every == fragment * self.every // self.fragments:
+                return fragment
+        return None
+
+    @cached_property
+    def _synchronizations(self) -> list[int]:
+        """Numbers of local steps at the synchronizations so far, if `every` is a function."""
+        return [0]
 
     @property
     def node(self) -> int | None:
         """Number of the mean over the islands of a node; None without it."""
-        names = [name for name, _ in self.others]
-        return self.fragments + names.index(NODE) if NODE in names else None
-
-    def _met(self, every: Callable[[int], int], local_step: int, met: Met) -> Met:
-        """Finds the first synchronization at or after a local step, and the one before it."""
-        met = met if local_step > met.last else Met()
-        while met.next < local_step:
-            period = check_whole("every(step)", every(self.start + met.next), 1 + self.delay)
-            met = Met(met.next, met.next + period)
-        return met
+        for number, (name, _) in enumerate(self.others, start=self.fragments):
+            if name == NODE:
+                return number
+        return None
 
 
 class LastStep(NamedTuple):
@@ -169,14 +172,11 @@ class LastStep(NamedTuple):
     step: Any = None
     """`state.step` of its result, perhaps not computed yet."""
     number: int = 0
-    met: Met = Met()
-    """Synchronizations around it."""
 
     def following(self, steps: LocalSteps, step: Any) -> tuple["LastStep", tuple[int, ...]]:
         """Returns the step after `step`, a state's number, and the exchanges due in it."""
+        number = self.number
         # The last result is recognized by identity: its number may still be in computation.
-        if isinstance(step, Promise) and step is not self.step:
-            step = step.result()
-        number = self.number + 1 if step is self.step else int(jax.device_get(step)) + 1
-        due, met = steps.sends(number, self.met)
-        return LastStep(None, number, met), due
+        if step is not self.step:
+            number = int(jax.device_get(step.result() if isinstance(step, Promise) else step))
+        return LastStep(None, number + 1), steps.sends(number + 1)

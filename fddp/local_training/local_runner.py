@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from fddp.comm import Group, nothing_to_compare, verify
+from fddp.comm import nothing_to_compare, verify
 from fddp.hooks import Hook
-from fddp.local_training.fragments import Fragment, scalars_of
+from fddp.local_training.fragments import Fragment, check_fragments, scalars_of
 from fddp.local_training.inside import (
     hold,
     keys_of_island,
@@ -18,9 +18,9 @@ from fddp.local_training.inside import (
     whole_view,
     within_island,
 )
+from fddp.local_training.local_means import local_means
 from fddp.local_training.local_optimizer import LastStep, LocalSteps
 from fddp.local_training.local_pieces import Local
-from fddp.local_training.own_means import own_means
 from fddp.local_training.periods import check_fields
 from fddp.local_training.remembered import (
     by_messages_and_leaves,
@@ -36,6 +36,14 @@ from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, LocalState, Replica, 
 
 # The kind of a step that averages gradients. All other kinds are the numbers of its exchanges.
 TOGETHER = (-1,)
+
+
+class SyncSteps(LocalSteps):
+    """Local steps of islands that wait for each other."""
+
+    def way(self, inner: Way) -> Way:
+        """Returns the way of local steps."""
+        return local_way(self, inner)
 
 
 def local_way(steps: LocalSteps, inner: Way) -> Way:
@@ -103,93 +111,78 @@ def _accumulate(
 def _runner(
     steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts
 ) -> Runner:
-    return local_runner(
-        schedule, *kinds(steps, inner, replica, facts), replica.group, replica.options.donate
-    )
-
-
-def kinds(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
-    """Makes the local steps of islands, and the pieces of a step that averages all gradients."""
-    scalars = scalars_of(facts)
-    fragments = [
-        Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)
-    ]
-    for fragment in fragments:
-        fragment.check()
-    counts = counted(facts, isinstance(facts.batch, Joined))
-    single = steps.replicas(replica.group.parts) == 1 and not inner.apart
-    island = (
-        by_itself(replica, counts)
-        if single
-        else inner.pieces(within_island(replica, inner), counts)
-    )
-    synchronous = inner.pieces(replace(replica, way=inner), counts)
-    local = Local(
-        replica,
-        island,
-        steps,
-        facts.plan,
-        [*fragments, *own_means(steps, inner, replica, facts, scalars)],
-    )
-    return local, local.together(synchronous)
-
-
-class Latest(NamedTuple):
-    """The last step, or the one that is due, and its runner."""
-
-    last: LastStep
-    runner: Runner
-
-
-def local_runner(
-    schedule: Schedule, local: Local, synchronous: Pieces, group: Group, donate: bool
-) -> Runner:
-    """Makes a runner that schedules each kind of step when it is first due.
-
-    With `donate` programs may reuse the memory of the state.
-    """
+    """Makes a runner that schedules each kind of step when it is first due."""
+    local, synchronous = kinds(steps, inner, replica, facts)
+    group = replica.group
 
     @cache
     def of_kind(kind: tuple[int, ...]) -> Runner:
-        makers = {TOGETHER: lambda: synchronous, (): local.alone}
-        return schedule(group, makers[kind]() if kind in makers else local.sends(kind), donate)
+        if kind == TOGETHER:
+            pieces = synchronous
+        elif kind:
+            pieces = local.sends(kind)
+        else:
+            pieces = local.alone()
+        return schedule(group, pieces, replica.options.donate)
 
-    first = of_kind((0,))
-    latest = Latest(LastStep(), first)
+    first = latest = of_kind((0,))
+    last = LastStep()
 
-    def due(state: TrainState) -> Latest:
+    def due(state: TrainState) -> tuple[LastStep, Runner]:
         if isinstance(state.step, jax.ShapeDtypeStruct):
-            return latest._replace(runner=first)
-        last, kind = latest.last.following(local.steps, state.step)
-        return Latest(last, of_kind(TOGETHER if last.number <= local.steps.start else kind))
+            return last, first
+        following, kind = last.following(steps, state.step)
+        return following, of_kind(TOGETHER if following.number <= steps.start else kind)
 
     def with_places(inputs: StepInputs) -> StepInputs:
         return inputs._replace(memory=in_places(inputs.memory))
 
     def run(inputs: StepInputs) -> StepOutputs:
-        nonlocal latest
-        current = due(inputs.state)
-        outputs = current.runner.run(with_places(inputs))
-        latest = current._replace(last=current.last._replace(step=outputs.result[0].step))
+        nonlocal last, latest
+        following, runner = due(inputs.state)
+        outputs = runner.run(with_places(inputs))
+        last, latest = following._replace(step=outputs.result[0].step), runner
         return outputs._replace(memory=by_messages_and_leaves(outputs.memory))
 
     def lower(inputs: StepInputs) -> jax.stages.Lowered:
-        return due(inputs.state).runner.lower(with_places(inputs))  # type: ignore
+        return due(inputs.state)[1].lower(with_places(inputs))  # type: ignore
 
     def rehearse_all(*arguments: Any) -> None:
         def attempt() -> None:
-            memory = memory_forms(local.replica, local.plan)
+            memory = memory_forms(replica, facts.plan)
             for number in range(len(local.exchanges)):
                 rehearse(group, local.sends((number,)), memory, *arguments)
 
         verify(group, "synchronizations", attempt, nothing_to_compare)
 
-    return Runner(
+    runner = Runner(
         run,
-        None if first.lower is None else lower,
-        None if first.timeline is None else lambda: latest.runner.timeline(),  # type: ignore
-        lambda state, *arguments: due(state).runner.tasks(state, *arguments),
-        lambda inputs: first.footprint(with_places(inputs)),
-        first.promises,
-        rehearse_all,
+        lower=None,
+        timeline=None,
+        tasks=lambda state, *arguments: due(state)[1].tasks(state, *arguments),
+        footprint=lambda inputs: first.footprint(with_places(inputs)),
+        promises=first.promises,
+        rehearse=rehearse_all,
     )
+    if first.lower:
+        runner = runner._replace(lower=lower)
+    if first.timeline:
+        runner = runner._replace(timeline=lambda: latest.timeline())  # type: ignore
+    return runner
+
+
+def kinds(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
+    """Makes the local steps of islands, and the pieces of a step that averages all gradients."""
+    check_fragments(steps, facts.plan)
+    scalars = scalars_of(facts)
+    fragments = [
+        Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)
+    ]
+    exchanges = [*fragments, *local_means(steps, inner, replica, facts, scalars)]
+    counts = counted(facts, isinstance(facts.batch, Joined))
+    if steps.replicas(replica.group.parts) == 1 and not inner.apart:
+        island = by_itself(replica, counts)
+    else:
+        island = inner.pieces(within_island(replica, inner), counts)
+    local = Local(replica, island, steps, exchanges)
+    return local, local.together(inner.pieces(replace(replica, way=inner), counts))

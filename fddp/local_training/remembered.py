@@ -42,7 +42,9 @@ def memory_forms(replica: Replica, plan: BucketPlan) -> Memory:
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
     )
     memory = jax.eval_shape(lambda: drop_replica_dim(replica.remembered(params)))
-    return in_places(by_message(plan, memory)) if jax.tree.leaves(memory) else ()
+    if not jax.tree.leaves(memory):
+        return ()
+    return in_places(by_message(plan, memory))
 
 
 def in_places(memory: Memory) -> Memory:

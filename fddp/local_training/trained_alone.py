@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from fddp.buckets import Messages
 from fddp.comm import add_replica_dim, drop_replica_dim
+from fddp.local_training.due_exchanges import NOTHING
 from fddp.local_training.inside import Trains
-from fddp.local_training.several import NOTHING
 from fddp.losses import Pending
 from fddp.optim import scale_of
 from fddp.schedules import Pieces, Round

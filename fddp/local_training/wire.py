@@ -83,13 +83,12 @@ class Wire:
         gather = Reduction(
             carries="", collective="all_gather", level="node", replicas=self.whole.parts
         )
-        bucket_reductions = (
-            self.named(Reduction(f"bucket {k}", bucket=k)) for k in range(len(self.whole.buckets))
-        )
-        return tuple(
-            gather._replace(name=f"gather {x.name.removeprefix('bucket ')}", bucket=x.bucket)
-            for x in bucket_reductions
-        )
+        gathers = []
+        for k in range(len(self.whole.buckets)):
+            reduction = self.named(Reduction(f"bucket {k}", bucket=k))
+            name = f"gather {reduction.name.removeprefix('bucket ')}"
+            gathers.append(gather._replace(name=name, bucket=reduction.bucket))
+        return tuple(gathers)
 
     def part(self, x: Shaped[Array, " *dims"]) -> Shaped[Array, " *part"]:
         """Returns this replica's part of an array."""

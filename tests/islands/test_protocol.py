@@ -11,7 +11,7 @@ import pytest
 from fddp.comm import signature
 from fddp.islands import server
 from fddp.islands.merging import SharedParams
-from fddp.islands.protocol import hear, hear_arrays, send_frame
+from fddp.islands.protocol import receive_arrays, receive_header, send_message
 from fddp.islands.quorum import Quorum
 
 
@@ -19,9 +19,9 @@ def test_what_is_told_is_heard():
     one, other = socket.socketpair()
     arrays = [np.arange(6.0).reshape(2, 3), np.zeros((0, 2), np.float16), np.array(7, np.int32)]
     with one, other:
-        send_frame(one, {"version": 3}, arrays)
-        assert hear(other) == {"version": 3}
-        for got, told in zip(hear_arrays(other, arrays), arrays):
+        send_message(one, {"version": 3}, arrays)
+        assert receive_header(other) == {"version": 3}
+        for got, told in zip(receive_arrays(other, arrays), arrays):
             np.testing.assert_array_equal(got, told, strict=True)
 
 
@@ -40,7 +40,7 @@ def test_a_large_array_may_take_longer_than_the_timeout_while_bytes_flow():
     reader = threading.Thread(target=reads_slowly)
     with one, other:
         reader.start()
-        send_frame(one, {}, [array])
+        send_message(one, {}, [array])
         reader.join()
     assert read == b"{}\n" + array.tobytes()
 
@@ -49,7 +49,7 @@ def test_one_who_reads_nothing_is_not_waited_for():
     one, other = socket.socketpair()
     one.settimeout(0.2)
     with one, other, pytest.raises(TimeoutError):
-        send_frame(one, {}, [np.zeros(1 << 22)])
+        send_message(one, {}, [np.zeros(1 << 22)])
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_is_no_line_of_ours_is_the_end_of_a_connection(line):
     with one, other:
         one.sendall(line + b"\n")
         with pytest.raises(ConnectionResetError):
-            hear(other)
+            receive_header(other)
 
 
 def test_a_line_has_a_time_by_which_it_is_complete():
@@ -73,7 +73,7 @@ def test_a_line_has_a_time_by_which_it_is_complete():
         )
         drips.start()
         with pytest.raises(ConnectionResetError):
-            hear(other, until=began + 0.2)
+            receive_header(other, until=began + 0.2)
         assert time.monotonic() - began < 0.6
         drips.join()
 
@@ -89,7 +89,7 @@ def listener(monkeypatch):
     shared = SharedParams(3, [np.arange(2.0)], [])
     job = server.ServerConfig(Quorum(2), 2, shared, b"", b"", "token", "127.0.0.1", True)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=server._Server(job).let_in, args=(listener,), daemon=True).start()
+        threading.Thread(target=server._Server(job).accept, args=(listener,), daemon=True).start()
         yield listener
         monkeypatch.setattr(server, "BEAT_S", 60.0)  # the thread that lets in, for good
 
@@ -98,7 +98,7 @@ def greeted(door: socket.socket, answer: bytes = b"") -> bytes:
     """All that the server sends to one who answers its challenge so."""
     with door:
         door.settimeout(10.0)
-        hear(door)
+        receive_header(door)
         received = b""
         with suppress(ConnectionError):  # it may close before it has read all of the answer
             door.sendall(answer)
@@ -122,8 +122,8 @@ def test_strangers_at_the_server_get_no_answer_and_leave_no_traceback(listener, 
         assert greeted(socket.create_connection(listener.getsockname()), line) == b""
     with socket.create_connection(listener.getsockname()) as door:
         door.settimeout(10.0)
-        proof = signature("token", hear(door)["challenge"])
-        send_frame(door, {"proof": proof, "island": 0})
+        proof = signature("token", receive_header(door)["challenge"])
+        send_message(door, {"proof": proof, "island": 0})
         door.settimeout(1.0)
         with pytest.raises(TimeoutError):  # an island that knows the token is not shut out
             door.recv(1)
@@ -132,10 +132,10 @@ def test_strangers_at_the_server_get_no_answer_and_leave_no_traceback(listener, 
 
 def test_an_island_of_another_secret_is_a_stranger(listener, monkeypatch):
     door = socket.create_connection(listener.getsockname())
-    challenge = hear(door)["challenge"]
+    challenge = receive_header(door)["challenge"]
     monkeypatch.setenv("FDDP_SECRET", "guessed")
     proof = signature("token", challenge)
     monkeypatch.delenv("FDDP_SECRET")
-    send_frame(door, {"proof": proof, "island": 0})
+    send_message(door, {"proof": proof, "island": 0})
     assert door.recv(1) == b""
     door.close()
