@@ -32,10 +32,10 @@ from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
-from fddp.step.travels import Travels, travels
+from fddp.step.travels import Travels
 from fddp.wording import leaf_name
 
-if TYPE_CHECKING:  # `Way` has functions of a `Replica`
+if TYPE_CHECKING:  # the methods of a `Way` take a `Replica`
     from fddp.step.way import Way
 
 # (gradients, tail) → messages; their sums → (gradients, None for leaves outside the plan; tail)
@@ -55,6 +55,8 @@ class Replica:
     """Options of buckets, accumulation and communication."""
     way: "Way"
     """The way in which replicas hold a state and compute a step."""
+    init: Callable[[Any], Any] | None = None
+    """Trained parameters → optimizer state; None without an optimizer."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch. They weigh 1 if the loss returns no weight."""
     loss: str = "loss_fn"
@@ -112,7 +114,7 @@ class Replica:
     @cached_property
     def travels(self) -> Travels:
         """In which forms its gradients may travel."""
-        return travels(self.options, self.group, self.way)
+        return self.way.travels(self.options, self.group)
 
     @property
     def buffers(self) -> Buffers:
@@ -121,10 +123,10 @@ class Replica:
 
     def reductions(self, plan: BucketPlan, params: PyTree) -> tuple[Reduction, ...]:
         """Makes the reduction of each message, for each device of a replica separately."""
-        asks_first = self.options.skip_all_reduce_unused_params
-        sums = reductions(
-            plan, self.options.hook, self.chosen(params) if asks_first else None, self.group.size
-        )
+        unused_of = None
+        if self.options.skip_all_reduce_unused_params:
+            unused_of = self.chosen(params)
+        sums = reductions(plan, self.options.hook, unused_of, self.group.size)
         return tuple(per_device(self.group.placement, reduction) for reduction in sums)
 
     def mean(
@@ -207,19 +209,17 @@ class Replica:
 
     def contribution(self, state: TrainState, micro_batch: PyTree) -> Sums:
         """Computes the weighted sums of one micro-batch."""
-        return contribute(*self._given(state, micro_batch)).sums
+        return contribute(*self._arguments(state, micro_batch)).sums
 
     def paths(self, state: TrainState, micro_batch: PyTree) -> tuple[bool, ...]:
         """Marks the trained leaves with a path to the loss; all, without
         `find_unused_parameters`."""
-        find_unused = self.options.find_unused_parameters
-        return (
-            reached(*self._given(state, micro_batch))
-            if find_unused
-            else (True,) * len(self.chosen(state.params))
-        )
+        if not self.options.find_unused_parameters:
+            return (True,) * len(self.chosen(state.params))
+        return reached(*self._arguments(state, micro_batch))
 
-    def _given(self, state: TrainState, micro_batch: PyTree) -> tuple[Any, ...]:
+    def _arguments(self, state: TrainState, micro_batch: PyTree) -> tuple[Any, ...]:
+        """Returns the arguments of `contribute` for one micro-batch."""
         start = _start(state)
         objective = partial(self.objective, unit=self.unit)
         return (
