@@ -216,8 +216,10 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
         refuse(
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
+    if isinstance(schedule, Schedule):
+        return schedule
     if callable(schedule):
-        return schedule if isinstance(schedule, Schedule) else Schedule(name_of(schedule), schedule)
+        return Schedule(name_of(schedule), schedule)
     if schedule != "auto":
         return SCHEDULES[schedule]
     # Over MPI a replica computes on JAX's default device.
@@ -225,4 +227,6 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     on_cpu = on_cpu and (group.placement.on_mesh or jax.default_backend() == "cpu")
     cpu_hosts = group.processes > 1 and group.size == group.processes and on_cpu
     uncut = kinds or group.placement.other_axes or without_jit()
-    return staged if cpu_hosts and not uncut else replica.way.schedule
+    if cpu_hosts and not uncut:
+        return staged
+    return replica.way.schedule

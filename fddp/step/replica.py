@@ -76,7 +76,9 @@ class Replica:
     def asked(self) -> dict[str, str]:
         """The features of its step: name in `combinations` → text for an error message."""
         axes = ", ".join(map(repr, self.group.placement.other_axes))
-        features = self.options.asked | ({AXES: f"{AXES}, along {axes}"} if axes else {})
+        features = dict(self.options.asked)
+        if axes:
+            features[AXES] = f"{AXES}, along {axes}"
         return features | {name: name for name in (self.way.name, *self.way.more)}
 
     def local(
@@ -96,7 +98,9 @@ class Replica:
         _, pending = self._gather(state, pending, rows, micro_batches)
         local_grads = pending.sums.grads
         # After this point only sums over replicas exist.
-        broken = _broken(local_grads) if self.options.skip_nonfinite else None
+        broken = None
+        if self.options.skip_nonfinite:
+            broken = jnp.stack([~jnp.all(jnp.isfinite(x)) for x in local_grads])
         grads = _tree(jax.tree.structure(state.params), self.chosen(state.params), local_grads)
         return grads, pending._replace(sums=pending.sums._replace(grads=())), broken
 
@@ -147,7 +151,8 @@ class Replica:
         means = mean(sums._replace(grads=grads))
         saved, broken = saved
         model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, saved)
-        used = None if used is None else _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
+        if used is not None:
+            used = _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)
         broken = drop_replica_dim(broken)
         sent = by_bucket(plan, nbytes)
@@ -164,12 +169,15 @@ class Replica:
         """Plans the buckets; `touched` maps a leaf to its gradient's number of non-zero rows."""
         leaves = jax.tree.leaves(params)
         order = [x for x in order if np.size(leaves[x.leaf])]  # an empty leaf is not sent
-        counts = (touched or {}) if self.travels.table_rows else {}
+        counts = {}
+        if touched and self.travels.table_rows:
+            counts = touched
         tree = device_parts(self.group.placement, params)
         plan = plan_with_slices(
             tree, counts, self.group.size, order=order, **self.options.bucketing
         )
-        plan = replace(plan, parts=self.group.parts if self.way.scattered else 1)
+        if self.way.scattered:
+            plan = replace(plan, parts=self.group.parts)
         return place_scalars(plan, dtype, early=True, exact=self.travels.exact)
 
     def remembered(self, params: PyTree) -> Any:
@@ -178,7 +186,9 @@ class Replica:
             return ()
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
         memory = self.way.remembers(self, self.options.hook, forms)
-        return add_replica_dim(memory) if jax.tree.leaves(memory) else ()
+        if not jax.tree.leaves(memory):
+            return ()
+        return add_replica_dim(memory)
 
     def memory_form(self, params: PyTree) -> Any:
         """Returns shapes and dtypes of the hook state of all replicas."""
@@ -247,7 +257,9 @@ class Replica:
         self, state: TrainState, pending: Pending | None, rows: PyTree, micro_batches: int
     ) -> tuple[Sums, Pending]:
         """Returns the sums of this replica's rows, and all sums that are pending with them."""
-        before = _start(state) if pending is None else drop_replica_dim(pending)
+        before = _start(state)
+        if pending is not None:
+            before = drop_replica_dim(pending)
         objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
 
         def add(pending: Pending, micro_batch: PyTree) -> Pending:
@@ -271,11 +283,6 @@ def with_trained(params: PyTree, trained: PyTree) -> Any:
     return treedef.unflatten(
         [old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))]
     )
-
-
-def _broken(grads: Sequence[Array]) -> Array:
-    """Marks the non-finite gradients."""
-    return jnp.stack([~jnp.all(jnp.isfinite(x)) for x in grads])
 
 
 def _names(tree: PyTree) -> list[str]:

@@ -131,7 +131,9 @@ def _agreed(
     # leaves, and if replicas update shards, since every trained leaf is gathered.
     if options.skip_all_reduce_unused_params or replica.way.apart:
         ready += [unit for unit in order if unit.leaf not in reached]
-    averaged = seen.state.model_state if options.broadcast_buffers == "mean" else None
+    averaged = None
+    if options.broadcast_buffers == "mean":
+        averaged = seen.state.model_state
     plan = replica.plan(
         seen.state.params,
         ready,
@@ -200,9 +202,9 @@ def _check_program(replica: Replica, facts: Facts, state: TrainState, batch: PyT
 
 def _fit(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:
     """Returns a key of (state, batch): calls with equal keys need only one check."""
-    local = jax.tree.leaves(state.accumulated)[:1] + (
-        take_apart(state)[1] if replica.way.apart else []
-    )
+    local = jax.tree.leaves(state.accumulated)[:1]
+    if replica.way.apart:
+        local += take_apart(state)[1]
     shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
     return tree, [x.shape for x in local], shardings, _form(batch)
 

@@ -37,11 +37,13 @@ def travels(options: Options, group: Group) -> Travels:
     exact = hook is None and not options.skip_all_reduce_unused_params
     on_one_device = not group.placement.other_axes
     sends_all = on_one_device and not options.skip_all_reduce_unused_params
-    has_levels = group.communicator.levels is not None
+    scatter = None
+    if hook and group.communicator.levels is None:
+        scatter = hook.scatter
     return Travels(
         exact=exact,
         table_rows=exact and on_one_device,
         slices=sends_all and (hook is None or hook.by_element),
         rounds=exact and on_one_device,
-        scatter=hook.scatter if hook and not has_levels else None,
+        scatter=scatter,
     )
