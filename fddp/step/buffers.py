@@ -53,13 +53,15 @@ def _equal(averaged: Callable[[Array], bool]) -> Buffers:
             return None, None
         # One replica's buffers plus zeros of all others: the sum is the broadcast, and arrives
         # before the next forward pass.
-        joined = isinstance(rows, Joined) and rows.leads is not None
-        if joined:
-            is_source = jnp.any(rows.leads)
-            active = jnp.any(jnp.asarray(rows.share) > 0)
-        else:
+        leads = None
+        if isinstance(rows, Joined):
+            leads = rows.leads
+        if leads is None:
             is_source = comm.replica_index() == 0
             active = jnp.bool_(True)
+        else:
+            is_source = jnp.any(leads)
+            active = jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:
             if averaged(x):
@@ -69,7 +71,7 @@ def _equal(averaged: Callable[[Array], bool]) -> Buffers:
             return jnp.where(is_source, words, jnp.zeros_like(words))
 
         parts = jax.tree.map(part, model_state)
-        if not joined:
+        if leads is None:
             return (parts, None), None
         # The number of contributors is known only after the sum, and may be 0.
         contributes = is_source
