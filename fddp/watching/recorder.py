@@ -80,9 +80,9 @@ class Recorder:
     def step(self, processes: int) -> AbstractContextManager[None]:
         """Records a step of this many processes, from its first task to its last."""
         self._steps += 1
-        return self._noted(
-            STEP, processes, self._pace if processes == self.processes else self._other
-        )
+        if processes == self.processes:
+            return self._noted(STEP, processes, self._pace)
+        return self._noted(STEP, processes, self._other)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
         """Records a collective of the hosts of this many processes."""
@@ -131,7 +131,8 @@ class Recorder:
         After it Python may still run exit handlers, and the last steps may be unfinished.
         """
         with self._lock:
-            self._doing = self._doing if self._doing in ENDS else doing
+            if self._doing not in ENDS:
+                self._doing = doing
             self._write(DOING, self._doing)
 
     def between(self) -> None:
@@ -181,11 +182,15 @@ class Recorder:
         added = self._added
         self._inside = True
         self._together = processes == self.processes
-        self._calls += self._together
-        self._added = (self._adds, self._added[0]) if self._together else self._added
+        if self._together:
+            self._calls += 1
+            self._added = (self._adds, added[0])
         self._computing = 0.0
-        pace.begin(time.monotonic())
-        self.say(LAUNCHED if self._launched else doing)
+        began = time.monotonic()
+        if self._launched:
+            self.say(LAUNCHED)
+        else:
+            self.say(doing)
         try:
             yield
         except BaseException:
@@ -198,7 +203,7 @@ class Recorder:
             with self._lock:
                 self._inside = False
                 self._look(over=True)
-        pace.end(time.monotonic(), self._computing, hidden=bool(self._launched))
+        pace.add(began, time.monotonic(), self._computing, hidden=bool(self._launched))
 
     def _look(self, over: bool = False) -> None:
         """Removes the ended ones of the launched steps, which end in order."""
