@@ -51,11 +51,10 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
             ending.abort()
         ending.tell(f"rank {rank}: {message}")
         together = ending.all_failed(grace_s)
-        _write(
-            f"{name} failed as the others did: {message}\n"
-            if together and rank
-            else f"{name} failed:\n{details}"
-        )
+        if together and rank:
+            _write(f"{name} failed as the others did: {message}\n")
+        else:
+            _write(f"{name} failed:\n{details}")
         if not together:
             ending.abort()
 
@@ -88,10 +87,8 @@ def follows_another(error: BaseException, journal: Journal) -> bool:
     It waits some seconds for the watchers' decision to end the job. Other errors give False at
     once.
     """
-    text = f"{type(error).__module__} {error}"
-    if not isinstance(error, jax.errors.JaxRuntimeError) and not re.search(
-        r"\b(Gloo|NCCL|MPI)", text
-    ):
+    from_transport = re.search(r"\b(Gloo|NCCL|MPI)", f"{type(error).__module__} {error}")
+    if not (isinstance(error, jax.errors.JaxRuntimeError) or from_transport):
         return False
     journal.say("after an error")
     return poll(lambda: journal.finding().end, VERDICT_S)

@@ -46,9 +46,7 @@ class Record(NamedTuple):
 
     def write(self, memory: mmap | bytearray, *values: float | str) -> None:
         """Writes all fields while another process may read them; truncates long texts."""
-        packed = self.layout.pack(
-            *(x.encode(errors="replace") if isinstance(x, str) else x for x in values)
-        )
+        packed = self.layout.pack(*map(_packed, values))
         memory[self.place : self.end] = packed  # `pack_into` would fill it with zeros first
 
     def read(self, memory: mmap | bytearray) -> dict[str, Any]:
@@ -56,11 +54,8 @@ class Record(NamedTuple):
         packed = bytes(memory[self.place : self.end])
         while (second := bytes(memory[self.place : self.end])) != packed:
             packed = second
-        values = self.layout.unpack(packed)
-        return {
-            field.name: _text(x) if isinstance(x, bytes) else x
-            for field, x in zip(self.fields, values)
-        }
+        names = [field.name for field in self.fields]
+        return dict(zip(names, map(_unpacked, self.layout.unpack(packed))))
 
 
 def message(number: int) -> Record:
@@ -75,8 +70,16 @@ def _record(offset: int, *fields: tuple[str, str, str]) -> Record:
     return Record(-(-offset // LINE) * LINE, layout, tuple(Field(*field) for field in fields))
 
 
-def _text(packed: bytes) -> str:
-    return packed.rstrip(b"\0").decode(errors="replace")
+def _packed(value: float | str) -> float | bytes:
+    if isinstance(value, str):
+        return value.encode(errors="replace")
+    return value
+
+
+def _unpacked(value: float | bytes) -> float | str:
+    if isinstance(value, bytes):
+        return value.rstrip(b"\0").decode(errors="replace")
+    return value
 
 
 ### The records
