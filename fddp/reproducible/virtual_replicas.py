@@ -144,7 +144,9 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
 def _saved_of_replica(saved: Sequence[Any]) -> Any:
     """Joins the marks of non-finite gradients of a replica's virtual ones."""
     broken = [flags for _, flags in saved]
-    return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
+    if broken[0] is None:
+        return None, None
+    return None, jnp.any(jnp.stack(broken), axis=0)
 
 
 def _widened(contribution: Contribution) -> Contribution:
