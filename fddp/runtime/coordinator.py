@@ -50,10 +50,8 @@ def start_coordinator(bind: str, rank: int, size: int) -> Coordinator:
 
 
 def wait_for_all() -> None:
-    """Waits until every rank has reached the end.
-
-    JAX would wait five minutes, and a rank may evaluate for longer.
-    """
+    """Waits until every rank has reached the end."""
+    # JAX would wait five minutes, and a rank may evaluate for longer.
     client = coordination_client()
     with suppress(jax.errors.JaxRuntimeError):
         if client is not None:

@@ -15,12 +15,12 @@ def exit_code(pid: int) -> int | None:
 
     Raises ChildProcessError if the child has been reaped.
     """
-    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
+    status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if status is None:
         return None
-    if ended.si_code == os.CLD_EXITED:
-        return ended.si_status
-    return -ended.si_status
+    if status.si_code == os.CLD_EXITED:
+        return status.si_status
+    return -status.si_status
 
 
 def describe_end(code: int) -> str:

@@ -215,7 +215,7 @@ def _wait(
             rank.receive()
         for rank, code in zip(pending, codes):
             if code or (code == 0 and rank.result is None):
-                wait([other.process.sentinel for other in ranks if other is not rank], WATCHERS_S)
+                wait([x.process.sentinel for x in ranks if x is not rank], WATCHERS_S)
                 raise RuntimeError(f"fddp.launch: {rank.name} {_death(rank, code)}")
         pending = [rank for rank, code in zip(pending, codes) if code is None]
 

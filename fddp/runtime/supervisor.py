@@ -193,10 +193,7 @@ def _commands(job: Job, hosts: Sequence[str], env: Mapping[str, str]) -> list[Co
 def _wait(
     processes: Sequence[subprocess.Popen], signals: list[int], ending: threading.Event
 ) -> int | None:
-    """Waits until all processes have ended; returns the number of the first that failed, or None.
-
-    Kills the processes some seconds after the first failure, and passes signals on to them.
-    """
+    """Waits until all processes have ended; returns the first that failed by number, or None."""
     first = None
     deadline = float("inf")
     forwarded = 0

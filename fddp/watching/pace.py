@@ -34,21 +34,21 @@ class StepTimes:
         self._steps = 0
         self._hidden = False
 
-    def add(self, began: float, ended: float, computing: float, *, hidden: bool) -> None:
+    def add(self, begin: float, end: float, computing: float, *, hidden: bool) -> None:
         """Adds a step by its start, end and seconds of computation.
 
         An asynchronous step (`hidden`) is only launched, and ends later.
         """
         self._steps += 1
         if self._steps > 2:  # the first one compiles
-            between = began - self._ended
+            between = begin - self._ended
             if self._hidden:
                 between = 0.0
-            self._last.append(Usual(began - self._began, between, ended - began, computing))
+            self._last.append(Usual(begin - self._began, between, end - begin, computing))
             if self._steps < OFTEN or self._steps % OFTEN == 0:
                 self.usual = Usual(*map(_lower_quartile, zip(*self._last)))
-        self._began = began
-        self._ended = ended
+        self._began = begin
+        self._ended = end
         self._hidden = hidden
 
 

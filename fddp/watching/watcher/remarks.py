@@ -36,9 +36,9 @@ def straggler(reports: Sequence[Report]) -> dict[str, str]:
         return report["computing"] or least
 
     slow = max(reports, key=lambda report: report["between"] + computing_s(report))
-    others = [report for report in reports if report is not slow]
-    between = median(report["between"] for report in others)
-    computing = median(map(computing_s, others))
+    faster = [report for report in reports if report is not slow]
+    between = median(report["between"] for report in faster)
+    computing = median(map(computing_s, faster))
     slow_s = slow["between"] + computing_s(slow)
     median_s = between + computing
     least_s = max(TIMES * median_s, median_s + LEAST_S, SHARE * slow["typical"])

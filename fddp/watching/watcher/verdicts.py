@@ -38,25 +38,24 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
     failed = [report for report in every if report["doing"] == FAILED]
     finished = [report for report in every if report["doing"] == FINISHED]
     if dead := [report for report in active if report["gone"]]:
-        return death(dead, failed, time_s)
-    gone = [report for report in failed if report["gone"]]
+        return report_death(dead, failed, time_s)
+    failed_dead = [report for report in failed if report["gone"]]
     for leaver in every:
         for waiter in active:
             waits = waiter["together"] and leaver["calls"] < waiter["calls"]
-            if waits and (leaver in finished or leaver in gone):
-                return early(leaver, waiter)
+            if waits and (leaver in finished or leaver in failed_dead):
+                return report_early_end(leaver, waiter)
     finished = [report for report in finished if not report["gone"]]
-    if finished and gone:
+    if finished and failed_dead:
         # JAX ends no process before all have reached the end of their scripts.
-        return Verdict(
-            f"rank {gone[0]['rank']} failed after {gone[0]['steps'] + gone[0]['before']} steps, "
-            f"and rank {finished[0]['rank']} has finished and waits for it",
-            True,
-        )
+        first = failed_dead[0]
+        words = f"rank {first['rank']} failed after {first['steps'] + first['before']} steps"
+        waiter = f"rank {finished[0]['rank']} has finished and waits for it"
+        return Verdict(f"{words}, and {waiter}", True)
     return stalled(active, time_s, stall_s) or missing(active, finished, time_s, stall_s)
 
 
-def death(dead: Sequence[Report], failed: Sequence[Report], time_s: float) -> Verdict | None:
+def report_death(dead: Sequence[Report], failed: Sequence[Report], time_s: float) -> Verdict | None:
     """Reports the first death, or the failure that caused it."""
     first = first_of(dead)
     if time_s <= first["gone"] + AFTER_S:
@@ -74,7 +73,7 @@ def first_of(dead: Sequence[Report]) -> Report:
     return min(simultaneous, key=lambda report: (bool(report["sending"]), report["gone"]))
 
 
-def early(leaver: Report, waiter: Report) -> Verdict:
+def report_early_end(leaver: Report, waiter: Report) -> Verdict:
     """Reports a rank that has left a rank waiting in a call."""
     steps = leaver["steps"] + leaver["before"]
     words = (
