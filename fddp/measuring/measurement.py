@@ -32,8 +32,6 @@ if TYPE_CHECKING:  # a step measures itself
 
 ROWS = {"step": 0, "compute": 1, "update": 1, "communication": 2}  # by kind of span
 NAMES = ("step", "compute", "communication")
-NON_COMPUTE = "something is sent, nothing computed"
-OVERLAP = "of the communication lies under computation"
 
 
 @dataclass(frozen=True)
@@ -144,15 +142,16 @@ class Measurement:
         return Path(path)
 
     def __str__(self) -> str:
-        overhead = f"{self.overhead_percent:6.1f}%"
-        rows = [
-            ("compute", f"{self.compute_percent:6.1f}%", "something is computed"),
-            ("non-compute", f"{self.non_compute_percent:6.1f}%", NON_COMPUTE),
-            ("idle", f"{self.idle_percent:6.1f}%", "neither"),
-            ("overlap", f"{self.overlap_percent:6.1f}%", OVERLAP),
+        overhead = self.overhead_percent
+        shares = (
+            ("compute", self.compute_percent, "something is computed"),
+            ("non-compute", self.non_compute_percent, "something is sent, nothing computed"),
+            ("idle", self.idle_percent, "neither"),
+            ("overlap", self.overlap_percent, "of the communication lies under computation"),
             ("communication overhead", overhead, "more time than with all of it there"),
-            ("all-reduces", f"{self.all_reduces:6}", f"{self.all_reduce_ms:.2f} ms a step"),
-        ]
+        )
+        rows = [(name, f"{share:6.1f}%", meaning) for name, share, meaning in shares]
+        rows.append(("all-reduces", f"{self.all_reduces:6}", f"{self.all_reduce_ms:.2f} ms a step"))
         head = f"{len(self.steps)} steps, {self.step_ms:.2f} ms each (median)"
         return "\n".join([head, *table(rows)])
 
