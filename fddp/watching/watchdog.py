@@ -74,12 +74,7 @@ def watched(
     if group.processes == 1 or os.name != "posix":
         return group
     rank = group.rank
-    identity = {
-        "rank": rank,
-        "size": group.processes,
-        "parent": os.getpid(),
-        "bind": "",
-    }
+    identity = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": ""}
     if on_one_host(group):
         identity["bind"] = "127.0.0.1"
     job = identity | {"memory": file, "stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}

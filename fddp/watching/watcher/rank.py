@@ -14,22 +14,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from . import shared_memory
 from .links import EVERY_S
-from .shared_memory import (
-    ANSWER,
-    DOING,
-    FAILED,
-    FINISHED,
-    HEAD,
-    LEFT,
-    LIFE,
-    MESSAGES,
-    PLACE,
-    SENDING,
-    TOLD,
-    VERDICT,
-    message,
-)
+from .shared_memory import FAILED, FINISHED, LEFT, MESSAGES, message
 
 
 def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -39,9 +26,9 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
 
     def read() -> dict[str, Any]:
         nonlocal last_life, changed
-        life = LIFE.read(memory)["life"]
-        head = HEAD.read(memory)
-        doing = DOING.read(memory)
+        life = shared_memory.LIFE.read(memory)["life"]
+        head = shared_memory.HEAD.read(memory)
+        doing = shared_memory.DOING.read(memory)
         time_s = time.monotonic()
         if life != last_life:
             last_life = life
@@ -50,7 +37,7 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
         lifeless = time_s - changed
         place = {"place": ""}
         if still > lifeless + EVERY_S:  # it was written after the last move
-            place = PLACE.read(memory)
+            place = shared_memory.PLACE.read(memory)
         return {
             "rank": job["rank"],
             "still": still,
@@ -60,10 +47,10 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
             "stopped": stopped(job["parent"]),
             **head,
             **doing,
-            **SENDING.read(memory),
+            **shared_memory.SENDING.read(memory),
             **place,
-            **TOLD.read(memory),
-            **ANSWER.read(memory),
+            **shared_memory.TOLD.read(memory),
+            **shared_memory.ANSWER.read(memory),
         }
 
     return read
@@ -108,7 +95,7 @@ def end(
 ) -> None:
     """Saves the rank's last messages, requests its end, and kills it after a grace period."""
     record(memory, job, report, words)
-    VERDICT.write(memory, True, words)
+    shared_memory.VERDICT.write(memory, True, words)
     deadline = time.monotonic() + job["grace_s"]
     while not died() and time.monotonic() < deadline:
         time.sleep(0.05)

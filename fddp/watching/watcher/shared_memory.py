@@ -105,9 +105,7 @@ DOING = _record(HEAD.end, ("doing", "120s", "what the rank does"))
 SENDING = _record(DOING.end, ("sending", "120s", "the message under way; empty: none"))
 PLACE = _record(SENDING.end, ("place", "120s", "where in the script the main thread is"))
 VERDICT = _record(
-    PLACE.end,
-    ("end", "?", "whether this rank is to end"),
-    ("words", "512s", "why, for a person"),
+    PLACE.end, ("end", "?", "whether this rank is to end"), ("words", "512s", "why, for a person")
 )
 # The ranks agree on the call of `stops` at which all stop, once a rank must end soon.
 TOLD = _record(VERDICT.end, ("told", "?", "whether this rank was told to end soon"))
