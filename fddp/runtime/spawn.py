@@ -26,8 +26,8 @@ from typing import Any, TypeVar
 import jax
 
 from fddp.comm import leave
+from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.launchers import worlds
-from fddp.runtime.processes import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.world import fails
 from fddp.wording import check_seconds, check_whole
 

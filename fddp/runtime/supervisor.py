@@ -24,10 +24,10 @@ from itertools import compress
 from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
+from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
 from fddp.runtime.output import print_line, shown
-from fddp.runtime.processes import collect_signals, describe_end, exit_code, kill_groups
 
 LOOK_S = 0.05
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # from a scheduler, or from the keyboard

@@ -10,7 +10,7 @@ import pytest
 
 import fddp
 from fddp.runtime import spawn
-from fddp.runtime.processes import exit_code, kill_groups
+from fddp.runtime.children import exit_code, kill_groups
 
 END_S = 60.0  # a last resort
 
@@ -34,7 +34,7 @@ def runs(process: int) -> bool:
         return False
 
 
-def test_the_group_of_a_process_that_has_ended_is_killed_until_the_process_was_reaped():
+def test_the_group_of_an_ended_process_is_killed_until_the_process_was_reaped():
     process, member = leader()
     kill_groups([process.pid])
     assert process.wait() == 0
