@@ -7,7 +7,6 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import repeat
 from typing import Any
 
 import jax
@@ -85,18 +84,15 @@ def evaluate(
         trees = (state.params, state.model_state)
     verify(group, "metric_fn or state", lambda: _described(metric_fn, trees))
     params, model_state = whole(trees, group=group)
-    sums = verify(
-        group,
-        "evaluation",
-        lambda: _sums(metric_fn, params, model_state, batches, group),
-        nothing_to_compare,
-    )
+    compute = partial(_sums, metric_fn, params, model_state, batches, group)
+    sums = verify(group, "evaluation", compute, nothing_to_compare)
     reports = list(map(json.loads, gather_bytes(group, _written(sums))))
     rank_sums = _read(sums, reports)
     if sums is None:
         sums = rank_sums[0]
     verify(group, "metrics", lambda: described("metric", sums))
-    return jax.tree.map(_mean, _total(rank_sums), is_leaf=_is_weighted)
+    totals = jax.tree_util.tree_map_with_path(_added, *rank_sums)
+    return jax.tree.map(_mean, totals, is_leaf=_is_weighted)
 
 
 def _described(metric_fn: Callable[..., Any], trees: tuple[Any, Any]) -> list[str]:
@@ -145,7 +141,7 @@ def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     for batch in batches:
         batch = jax.tree.map(rows_here, batch)
         if isinstance(batch, Stacked):
-            yield from zip(batch.batches, repeat(1))
+            yield from ((member, 1) for member in batch.batches)
         else:
             yield batch, count_rows(batch)
 
@@ -175,10 +171,9 @@ def _dealt(group: Group, local: Placement, batch: Any, rows: int) -> Any:
     """Places a batch on this process's devices: split by rows if they divide, else replicated."""
     if rows < 2:
         check_filled(batch)
-    spec = REPLICATED
     if rows > 1 and rows % (group.size // group.processes) == 0:
-        spec = local.per_replica
-    return local.place(batch, spec)
+        return local.place(batch, local.per_replica)
+    return local.place(batch, REPLICATED)
 
 
 @without_context_mesh
@@ -202,10 +197,9 @@ def _metrics(
 
 
 def _weighted(rows: int | Array, path: tuple[Any, ...], metric: Any) -> Weighted:
-    weighted = metric
     if not isinstance(metric, Weighted):
-        weighted = Weighted(metric, rows)
-    value, weight = weighted
+        metric = Weighted(metric, rows)
+    value, weight = metric
     name = f"metric{jax.tree_util.keystr(path)}"
     if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.floating):
         raise TypeError(
@@ -270,8 +264,8 @@ def _plus(sums: Any, metrics: Any) -> Any:
     """Adds the metrics of a batch to the sums, on the host."""
     exact = jax.tree.map(_weighed, jax.device_get(metrics), is_leaf=_is_weighted)
     if sums is None:
-        return _total([exact])
-    return _total([sums, exact])
+        return exact
+    return jax.tree_util.tree_map_with_path(_added, sums, exact)
 
 
 def _weighed(metric: Weighted) -> Weighted:
@@ -281,12 +275,8 @@ def _weighed(metric: Weighted) -> Weighted:
     return Weighted(total, weight)
 
 
-def _total(sums: list[Any]) -> Any:
-    """Sums trees in order."""
-    return jax.tree_util.tree_map_with_path(_added, *sums)
-
-
 def _added(path: tuple[Any, ...], first: np.ndarray, *terms: np.ndarray) -> np.ndarray:
+    """Adds the sums of a metric in order."""
     for x in terms:
         if x.shape != first.shape:
             name = f"metric{jax.tree_util.keystr(path[:-1])}"
