@@ -59,6 +59,10 @@ class Candidate:
     """Predicted seconds of the step."""
 
 
+Look = tuple[Typical, tuple[Candidate, ...], Pace]
+"""Typical step with a cap, the steps predicted from it with all caps, and its pace."""
+
+
 @dataclass(frozen=True)
 class Tuning:
     """The measurements, the prediction for each cap, and the measured step with the best cap."""
@@ -178,7 +182,7 @@ def tune_here(
         exact = finest.plan.carrier.bucket is not None
         return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in plans.items()}
 
-    def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
+    def look(cap_mb: float) -> Look:
         """Runs steps with one cap, and predicts from them the steps with all caps."""
         step, run = prepared(group, cap_mb)
         runs = _in_turn(group, run_finest, prepared(solo, cap_mb)[1], run)
@@ -198,27 +202,30 @@ def tune_here(
 
         return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
 
-    # Each simulation starts from a run with and without traffic, which shows how much computation
-    # and traffic slow each other down. A hook's savings, and the cost of 16 bits sent as 32, count
-    # as pace of the traffic. The pace depends a little on the cap, so the search ends only when the
-    # best cap itself has been run.
-    chosen = median_high(planned({}))
-    visited = set[float]()
-    while True:
-        visited.add(chosen)
-        busy, candidates, pace = look(chosen)
-        best = min(candidates, key=attrgetter("predicted_s"))
-        chosen = best.bucket_cap_mb
-        if chosen in visited:
-            break
+    busy, candidates, pace = _search(look, median_high(planned({})))
+    best = min(candidates, key=attrgetter("predicted_s"))
     # Eager is measured: the overlap with the next forward pass is not simulated. In shards it is
     # staged.
-    runs = [prepared(group, chosen)[1]]
+    runs = [prepared(group, best.bucket_cap_mb)[1]]
     if schedule == "auto" and not options.get("shard"):
-        runs += _eager(partial(prepared, group, chosen))
+        runs += _eager(partial(prepared, group, best.bucket_cap_mb))
     medians = [np.median([step.seconds for step in steps]) for steps in _in_turn(group, *runs)]
     slowest = group.all_reduce(np.array(medians), op="max").tolist()
     return Tuning(group.size, link, pace, busy.idle, candidates, best, *slowest)
+
+
+def _search(look: Callable[[float], Look], cap_mb: float) -> Look:
+    """Looks at a cap, then at the best cap of the last look, until that has been looked at."""
+    # Each simulation starts from a run with and without traffic, which shows how much computation
+    # and traffic slow each other down. A hook's savings, and the cost of 16 bits sent as 32, count
+    # as pace of the traffic. The pace depends a little on the cap.
+    visited = set[float]()
+    while True:
+        visited.add(cap_mb)
+        busy, candidates, pace = look(cap_mb)
+        cap_mb = min(candidates, key=attrgetter("predicted_s")).bucket_cap_mb
+        if cap_mb in visited:
+            return busy, candidates, pace
 
 
 def _schedule(group: Group, caps_mb: Sequence[float], options: Mapping[str, Any]) -> str:
