@@ -10,6 +10,7 @@ Source: EasyScale (Li et al., SC 2023).
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import jax
@@ -30,15 +31,7 @@ from fddp.buckets import (
 from fddp.comm import Group, block_of, of_one_replica, trace
 from fddp.losses import Joined
 from fddp.reproducible.virtual_list import Tree, in_virtual_replicas
-from fddp.schedules import (
-    Pieces,
-    Round,
-    Runner,
-    Schedule,
-    after,
-    forms_of,
-    on_each_device,
-)
+from fddp.schedules import Pieces, Round, Runner, Schedule, after, forms_of, on_each_device
 from fddp.step import (
     Facts,
     Options,
@@ -119,23 +112,30 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
     each = replica.replicas // group.size
     block = block_of(replica.replicas, each)
     # The leaves that travel, in one order for all plans.
-    leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
+    leaves = sorted(chain.from_iterable(bucket.leaves for bucket in plan.buckets))
     # XLA may add in more than 16 bits within a program, or not.
     wide = widened(plan, np.float32)
+
+    def chosen(tree: PyTree) -> list[Array]:
+        grads = plan.treedef.flatten_up_to(tree)
+        return [grads[i] for i in leaves]
+
+    def spread(grads: Sequence[Array]) -> list[Array | None]:
+        """Returns gradients at their places among all leaves, with None at the others."""
+        by_leaf = dict(zip(leaves, grads))
+        return list(map(by_leaf.get, range(plan.treedef.num_leaves)))
 
     def contribution(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs: Any
         outputs, saved = one_of(replica, number).local(lambda *x: x, state, None, rows)  # type: ignore
-        grads = plan.treedef.flatten_up_to(outputs[0])
-        return ([grads[i] for i in leaves], outputs[1]), saved
+        return (chosen(outputs[0]), outputs[1]), saved
 
     def contribute(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs, saved = contribution(state, rows, number)
         return _widened(outputs), saved
 
     def messages(outputs: Contribution) -> Messages:
-        grads = dict(zip(leaves, outputs[0]))
-        tree = plan.treedef.unflatten([grads.get(i) for i in range(plan.treedef.num_leaves)])
+        tree = plan.treedef.unflatten(spread(outputs[0]))
         return add_tail(wide, pack(wide, tree), outputs[1])
 
     rows = of_one_replica(facts.rows, replica.replicas // group.processes)
@@ -145,15 +145,13 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
 
     def unpacked(sums: Sequence[Array]) -> Contribution:
         buckets, tail = take_tail(wide, replace(packed, arrays=tuple(sums)))
-        grads = plan.treedef.flatten_up_to(unpack(wide, buckets))
-        totals = [grads[i] for i in leaves], tail
+        totals = chosen(unpack(wide, buckets)), tail
         return jax.tree.map(lambda x, like: x.astype(like.dtype), totals, outputs)
 
     def finish(
         state: TrainState, shards: PyTree, sums: Contribution, saved: PyTree, nbytes: Array
     ) -> tuple[Any, Any]:
-        grads = dict(zip(leaves, sums[0]))
-        received = [grads.get(i) for i in range(plan.treedef.num_leaves)], sums[1]
+        received = spread(sums[0]), sums[1]
         virtual_replica = one_of(replica, 0)
         mean = virtual_replica.mean(plan, lambda _: received, state, packed, saved, nbytes)
         return facts.use(state, mean), shards
@@ -179,7 +177,9 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
 def _saved_of_replica(saved: Sequence[Any]) -> Any:
     """Joins the marks of non-finite gradients of a replica's virtual ones."""
     broken = [flags for _, flags in saved]
-    return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
+    if broken[0] is None:
+        return None, None
+    return None, jnp.any(jnp.stack(broken), axis=0)
 
 
 def _widened(contribution: Contribution) -> Contribution:
