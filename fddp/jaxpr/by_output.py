@@ -21,12 +21,12 @@ from fddp.jax_internals import (
     acts,
     along_first_dim,
     make_program,
-    run_as_it_is,
     without_dead_code,
 )
 from fddp.jaxpr.cost import operations
 from fddp.jaxpr.equations import straighten, variables
 from fddp.jaxpr.flow import flow
+from fddp.jaxpr.interpreter import Read, interpret
 
 MOST_SEEDS = 4096  # elements of an array of seeds, which holds the keys of many layers
 DRAWN = "random_bits"  # the source of a leaf's numbers
@@ -145,21 +145,16 @@ def seeded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
 
 def run_seeds(seeds: ClosedJaxpr) -> list[Any]:
     """Computes the seeds equation by equation: each kind is compiled once, not once per leaf."""
-    values = dict[Any, Any](zip(seeds.jaxpr.constvars, seeds.consts))
 
-    def value(atom: Var | Literal) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in seeds.jaxpr.eqns:
-        args = [value(atom) for atom in eqn.invars]
+    def slice_keys(eqn: JaxprEqn, read: Read) -> list[Any] | None:
         bounds = along_first_dim(eqn)
         if bounds is None:
-            outputs = run_as_it_is(seeds, eqn, args)
-        else:  # a slice of many keys: with its begin as an input, all slices share a program
-            begin, end = bounds
-            outputs = [jax.lax.dynamic_slice_in_dim(args[0], begin, end - begin)]
-        values.update(zip(eqn.outvars, outputs))
-    return [value(atom) for atom in seeds.jaxpr.outvars]
+            return None
+        # With the begin as an input, all slices of many keys share a program.
+        begin, end = bounds
+        return [jax.lax.dynamic_slice_in_dim(read(eqn.invars[0]), begin, end - begin)]
+
+    return interpret(seeds, [], slice_keys)
 
 
 def _draws(eqn: JaxprEqn, small: set[Var], seeds: set[Var], returned: set[Var]) -> bool:

@@ -15,15 +15,7 @@ from fddp.jax_internals import (
 
 # Decompositions: each costs about as many operations as a product of the matrix with itself.
 FACTORS = {
-    "cholesky",
-    "eig",
-    "eigh",
-    "geqrf",
-    "householder_product",
-    "lu",
-    "qr",
-    "schur",
-    "svd",
+    *("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd"),
     "triangular_solve",
 }
 

@@ -2,11 +2,8 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
-
-import jax.numpy as jnp
-from jaxtyping import Array
 
 from fddp.jax_internals import (
     COLLECTIVES,
@@ -28,34 +25,24 @@ from fddp.jax_internals import (
 # XLA fuses these equations into the readers of their results, and repeats them there rather than
 # store a result.
 CHEAP = {
-    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
-    *(
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "select_n",
-        "clamp",
-        "stop_gradient",
-    ),
-    *(
-        "broadcast_in_dim",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "convert_element_type",
-        "iota",
-        "copy",
-        "transpose",
-    ),
-    "dynamic_slice",
+    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square"),
+    *("integer_pow", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"),
+    *("clamp", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"),
+    *("convert_element_type", "iota", "copy", "transpose", "dynamic_slice"),
 }
+# Each element of the result is computed from an element of each input.
+ELEMENTWISE = {
+    *("add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter"),
+    *("select_n", "clamp", "and", "or", "not", "xor", "shift_left", "shift_right_logical"),
+    *("shift_right_arithmetic", "population_count", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("is_finite", "neg", "sign", "abs", "square", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp"),
+    *("exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "asinh", "acosh"),
+    *("atanh", "sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma"),
+    *("digamma", "floor", "ceil", "round", "real", "imag", "conj", "complex"),
+    *("convert_element_type", "reduce_precision", "copy"),
+}
+# These keep the elements and their order, and change only the dims or the placement.
+RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
 
 
 def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> ClosedJaxpr:
@@ -120,14 +107,6 @@ def makers(
             selected.append(eqn)
             required.update(variables(eqn.invars))
     return selected[::-1]
-
-
-def value_of(values: Mapping[Var, Array], atom: Var | Literal) -> Any:
-    """The value of a variable, or of a literal as an array."""
-    if not isinstance(atom, Literal):
-        return values[atom]
-    form: Any = atom.aval
-    return jnp.asarray(atom.val, form.dtype)
 
 
 def cheap(eqn: JaxprEqn) -> bool:

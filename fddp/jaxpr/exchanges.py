@@ -20,10 +20,10 @@ from fddp.jax_internals import (
     axes_of,
     jaxpr_as_fun,
     make_program,
-    run_as_it_is,
 )
-from fddp.jaxpr.equations import cheap, straighten, value_of, variables
+from fddp.jaxpr.equations import cheap, straighten, variables
 from fddp.jaxpr.flow import arrival, flow
+from fddp.jaxpr.interpreter import Read, Values
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,26 @@ def apart(closed: ClosedJaxpr, axis_name: str | None, arrivals: Mapping[int, int
         return None
     when = arrival(jaxpr, arrivals)
     exchanges = [_exchange(program, eqns, when) for eqns in batches]
-    first = {id(eqns[0]): eqns for eqns in batches}
-    following = {id(eqn) for eqns in batches for eqn in eqns[1:]}
+    batch_of = {id(eqn): eqns for eqns in batches for eqn in eqns}
 
     def run(*args: Any) -> list[Any]:
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.consts)) | dict(
-            zip(jaxpr.invars, args)
-        )
+        values = Values(program, args)
         results = iter(args[len(jaxpr.invars) :])
         operands = list[Any]()
+        received = dict[Var, Any]()
+
+        def exchange(eqn: JaxprEqn, read: Read) -> list[Any] | None:
+            eqns = batch_of.get(id(eqn))
+            if eqns is None:
+                return None
+            if eqn is eqns[0]:
+                operands.extend(read(var)[None] for var in _operands(eqns))
+                received.update((var, next(results)[0]) for var in _results(eqns))
+            return [received[var] for var in eqn.outvars]
+
         # Cheap equations after a batch's first collective may compute operands of later ones.
-        for eqn in _in_order(jaxpr.eqns, batches):
-            if id(eqn) in first:
-                eqns = first[id(eqn)]
-                operands += [value_of(values, var)[None] for var in _operands(eqns)]
-                values.update((var, next(results)[0]) for var in _made(eqns))
-            elif id(eqn) not in following:
-                outputs = run_as_it_is(
-                    program, eqn, [value_of(values, atom) for atom in eqn.invars]
-                )
-                values.update(zip(eqn.outvars, outputs))
-        return [*(value_of(values, atom) for atom in jaxpr.outvars), *operands]
+        values.run(_in_order(jaxpr.eqns, batches), exchange)
+        return [*values.read_all(jaxpr.outvars), *operands]
 
     return Apart(run, tuple(exchanges))
 
@@ -154,7 +153,7 @@ def _exchange(
     program: ClosedJaxpr, eqns: Sequence[JaxprEqn], when: Callable[[Var | Literal], int]
 ) -> Exchange:
     operands = _operands(eqns)
-    results = _made(eqns)
+    results = _results(eqns)
     names = [
         "psum_scatter" if eqn.primitive.name == "reduce_scatter" else eqn.primitive.name
         for eqn in eqns
@@ -180,5 +179,5 @@ def _operands(eqns: Sequence[JaxprEqn]) -> list[Var]:
     return list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars)))
 
 
-def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:
+def _results(eqns: Sequence[JaxprEqn]) -> list[Var]:
     return [var for eqn in eqns for var in eqn.outvars]

@@ -28,12 +28,12 @@ from fddp.jax_internals import (
     loop_parts,
     rematerialised,
     run_again,
-    run_as_it_is,
     run_while,
     scan_body,
     while_programs,
     without_refs,
 )
+from fddp.jaxpr.interpreter import Read, interpret
 from fddp.jaxpr.used import (
     NOTHING,
     Sets,
@@ -88,34 +88,29 @@ def _evaluate(
 ) -> tuple[list[Any], Sets, Masks]:
     """Runs a program; returns its outputs, their sets, and the masks numbered in these sets."""
     jaxpr = closed.jaxpr
-    values: dict[Var, Any] = {
-        **dict(zip(jaxpr.constvars, closed.consts)),
-        **dict(zip(jaxpr.invars, args)),
-    }
-    env: dict[Var, Sources] = dict(zip(jaxpr.invars, inputs))
-
-    def value(atom: Var | Literal) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
+    sets: dict[Var, Sources] = dict(zip(jaxpr.invars, inputs))
 
     def sources(atoms: Sequence[Var | Literal]) -> Sets:
-        return [NOTHING if isinstance(atom, Literal) else env.get(atom, NOTHING) for atom in atoms]
+        return [NOTHING if isinstance(atom, Literal) else sets.get(atom, NOTHING) for atom in atoms]
 
-    for eqn in jaxpr.eqns:
-        operands = [value(atom) for atom in eqn.invars]
+    def follow(eqn: JaxprEqn, read: Read) -> list[Any] | None:
+        nonlocal masks
         operand_sets = sources(eqn.invars)
         possible = flow_through(eqn, operand_sets, frozenset.union)
         certain = flow_through(eqn, operand_sets, frozenset.intersection)
-        if possible == certain:
-            outputs = run_as_it_is(closed, eqn, operands)
-        else:
+        outputs = None
+        if possible != certain:
+            operands = list(map(read, eqn.invars))
             outputs, output_masks = _with_masks(eqn, operands, operand_sets, masks)
             # A set that depends on the branch becomes a mask with a new number.
-            numbers = (frozenset({len(masks) + k}) for k in range(len(output_masks)))
-            possible = [a if a == b else number for a, b, number in zip(possible, certain, numbers)]
+            for k in range(len(output_masks)):
+                if possible[k] != certain[k]:
+                    possible[k] = frozenset({len(masks) + k})
             masks = (*masks, *output_masks)
-        values.update(zip(eqn.outvars, outputs))
-        env.update(zip(eqn.outvars, possible))
-    return [value(atom) for atom in jaxpr.outvars], sources(jaxpr.outvars), masks
+        sets.update(zip(eqn.outvars, possible))
+        return outputs
+
+    return interpret(closed, args, follow), sources(jaxpr.outvars), masks
 
 
 def _with_masks(eqn: JaxprEqn, args: Sequence[ArrayLike], inputs: Sets, masks: Masks) -> Masked:

@@ -10,16 +10,22 @@ Source: PyTorch's FSDP2, whose `reshard_after_forward` does so with hooks on mod
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts, run_as_it_is
-from fddp.jaxpr.equations import cheap, makers, straighten, value_of, variables
-from fddp.jaxpr.flow import flow
-from fddp.jaxpr.weight_rows import LayerWeights, read_by_rows, read_whole, rows_needed, run_by_rows
+from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts
+from fddp.jaxpr.equations import makers, straighten, variables
+from fddp.jaxpr.interpreter import Read, Values
+from fddp.jaxpr.loops.weight_rows import (
+    LayerWeights,
+    cheap_sources,
+    read_by_rows,
+    read_whole,
+    rows_needed,
+    run_by_rows,
+)
 
 # (group, values that must exist before its gather) → its weights by position of the input, and
 # these values
@@ -105,52 +111,48 @@ def run_in_readings(
     `args` are the inputs, with None in place of weights; `bring` gathers a group. `sources` maps a
     group of stacks that loops read layer by layer to the source of its layers.
     """
-    jaxpr = program.closed.jaxpr
-    inputs = {var: x for var, x in zip(jaxpr.invars, args) if x is not None}
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.closed.consts)) | inputs
+    invars = program.closed.jaxpr.invars
+    values = Values(program.closed, args)
+    for var, x in zip(invars, args):
+        if x is None:
+            del values[var]
     newest = list[Var]()  # the value computed last
     gathered = list[dict[Var, Any]]()
     loop_output = list[Var]()  # a value of the last loop with gathered layers
 
-    def gather(count: int) -> None:
-        for reading in program.readings[len(gathered) : count]:
-            before = {var: values[var] for var in newest}
-            # A single array of the last group is enough; a small array, since it may be copied.
-            smallest = [
-                min(weights, key=lambda var: weights[var].size) for weights in gathered[-1:]
-            ]
-            weights, after = bring(
-                reading.group, before | {var: gathered[-1][var] for var in smallest}
-            )
-            values.update((var, after[var]) for var in newest)
-            gathered[-1:] = [
-                weights | {var: after[var] for var in smallest} for weights in gathered[-1:]
-            ]
-            gathered.append({jaxpr.invars[position]: x for position, x in weights.items()})
+    def gather(reading: Reading) -> None:
+        before = {var: values[var] for var in newest}
+        last = gathered[-1] if gathered else {}
+        # A single array of the last group is enough; a small array, since it may be copied.
+        smallest = sorted(last, key=lambda var: last[var].size)[:1]
+        weights, after = bring(reading.group, before | {var: last[var] for var in smallest})
+        values.update((var, after[var]) for var in newest)
+        last.update((var, after[var]) for var in smallest)
+        gathered.append({invars[position]: x for position, x in weights.items()})
 
-    begins = dict[int, list[int]]()
-    for k, reading in enumerate(program.readings):
-        begins.setdefault(reading.begin, []).append(k)
-    for position, eqn in enumerate([*program.eqns, None]):
-        for k in begins.get(position, []):
-            gather(k + 2)
-            values.update(gathered[k])
-            _make_anew(program, values, set(gathered[k]))
-        if eqn is not None:
-            if program.stacks.keys().isdisjoint(variables(eqn.invars)):
-                _run(program, eqn, values)
-            else:
-                barred, sources = _behind({var: values[var] for var in loop_output}, sources)
-                values.update(barred)
-                values.update(
-                    zip(
-                        eqn.outvars,
-                        run_by_rows(eqn, partial(value_of, values), program.stacks, sources),
-                    )
-                )
-                loop_output = [*filter(_is_numbers, eqn.outvars)][:1]
-            newest = [*filter(_is_numbers, eqn.outvars)][:1] or newest
-    return [value_of(values, atom) for atom in jaxpr.outvars]
+    def begin(position: int) -> None:
+        for k, reading in enumerate(program.readings):
+            if reading.begin == position:
+                for ahead in program.readings[len(gathered) : k + 2]:
+                    gather(ahead)
+                values.update(gathered[k])
+                _run_again(program, values, set(gathered[k]))
+
+    def run_loop(eqn: JaxprEqn, read: Read) -> list[Any] | None:
+        nonlocal sources
+        if program.stacks.keys().isdisjoint(variables(eqn.invars)):
+            return None
+        barred, sources = _behind({var: values[var] for var in loop_output}, sources)
+        values.update(barred)
+        loop_output[:] = list(filter(_is_numbers, eqn.outvars))[:1]
+        return run_by_rows(eqn, read, program.stacks, sources)
+
+    for position, eqn in enumerate(program.eqns):
+        begin(position)
+        values.run([eqn], run_loop)
+        newest[:] = list(filter(_is_numbers, eqn.outvars))[:1] or newest
+    begin(len(program.eqns))
+    return values.read_all(program.closed.jaxpr.outvars)
 
 
 def _behind(
@@ -203,19 +205,8 @@ def _groups_of(
     program: ClosedJaxpr, groups: Mapping[int, int]
 ) -> Callable[[Var | Literal], frozenset[int]]:
     """Returns value → its groups, if it is a cheap function of weights alone; else no group."""
-    jaxpr = program.jaxpr
-    nothing = frozenset[int]()
-
-    def through(eqn: JaxprEqn, inputs: list[frozenset[int]]) -> list[frozenset[int]]:
-        only_weights = all(
-            input_groups or isinstance(atom, Literal)
-            for input_groups, atom in zip(inputs, eqn.invars)
-        )
-        union = nothing.union(*inputs) if only_weights and cheap(eqn) and not acts(eqn) else nothing
-        return [union] * len(eqn.outvars)
-
-    inputs = [frozenset({groups[n]}) if n in groups else nothing for n in range(len(jaxpr.invars))]
-    return flow(jaxpr, inputs, through, lambda atom: nothing)
+    inputs = [frozenset([groups[n]] if n in groups else ()) for n in range(len(program.in_avals))]
+    return cheap_sources(program.jaxpr, inputs)
 
 
 def _read(
@@ -243,18 +234,13 @@ def _found(reads: Sequence[Sequence[int]], border: int) -> Iterator[Reading]:
                 yield Reading(group, position)
 
 
-def _make_anew(program: InReadings, values: dict[Var, Any], fresh: set[Var]) -> None:
+def _run_again(program: InReadings, values: Values, fresh: set[Var]) -> None:
     """Runs the equations of weights that read fresh values, if all their inputs exist."""
     for eqn in program.of_weights:
         inputs = set(variables(eqn.invars))
         if fresh & inputs and inputs <= values.keys():
-            _run(program, eqn, values)
+            values.run([eqn])
             fresh.update(eqn.outvars)
-
-
-def _run(program: InReadings, eqn: JaxprEqn, values: dict[Var, Any]) -> None:
-    outputs = run_as_it_is(program.closed, eqn, [value_of(values, atom) for atom in eqn.invars])
-    values.update(zip(eqn.outvars, outputs))
 
 
 def _is_numbers(var: Var) -> bool:

@@ -25,80 +25,8 @@ from fddp.jax_internals import (
     dims_of_reduction,
     permutes,
 )
+from fddp.jaxpr.equations import ELEMENTWISE, RESHAPES
 
-ELEMENTWISE = {
-    *(
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "div",
-        "rem",
-        "pow",
-        "max",
-        "min",
-        "atan2",
-        "nextafter",
-        "select_n",
-        "clamp",
-    ),
-    *(
-        "and",
-        "or",
-        "not",
-        "xor",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "population_count",
-    ),
-    *(
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "is_finite",
-        "neg",
-        "sign",
-        "abs",
-        "square",
-        "integer_pow",
-        "sqrt",
-        "rsqrt",
-    ),
-    *(
-        "cbrt",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "logistic",
-        "tanh",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-    ),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
-    *(
-        "floor",
-        "ceil",
-        "round",
-        "real",
-        "imag",
-        "conj",
-        "complex",
-        "convert_element_type",
-        "reduce_precision",
-        "copy",
-    ),
-}
-# These keep the elements and their order, and change only the dims or the placement.
-RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
 SUMS = {"add", "add_any", "sub", "neg"}
 # The operation that combines the replicas' results of a reduction over a whole array.
 TOTALS = {

@@ -4,7 +4,9 @@ If these other inputs do not depend on the loop, the computation can move into t
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from jaxtyping import Array
 
 from fddp.jax_internals import (
     ClosedJaxpr,
@@ -14,13 +16,14 @@ from fddp.jax_internals import (
     Var,
     joins_first_dim,
     loop_parts,
+    named_as,
     pads_rows,
     permutes,
+    run_again,
     scan_body,
 )
-from fddp.jaxpr.equations import makers, straighten, variables
-from fddp.jaxpr.part_kinds import ELEMENTWISE, RESHAPES
-from fddp.jaxpr.rounds import Stack, form_of, with_slices
+from fddp.jaxpr.equations import ELEMENTWISE, RESHAPES, makers, straighten, variables
+from fddp.jaxpr.loops.rounds import Stack, form_of, with_slices
 
 
 def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
@@ -132,6 +135,14 @@ def rows_read(eqn: JaxprEqn) -> list[Var]:
         if keeps_order or extends
         else []
     )
+
+
+def run_on_layers(eqn: JaxprEqn, inputs: Sequence[Any], length: int) -> Array:
+    """Runs an equation that reads layers on a single of `length` layers, under its name."""
+    with named_as(eqn):
+        if eqn.primitive.name in RESHAPES:
+            return inputs[0].reshape(row_dims(eqn.outvars[0], length))
+        return run_again(eqn, inputs)
 
 
 def _in_rows(atom: Var | Literal, length: int) -> bool:

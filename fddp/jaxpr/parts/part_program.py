@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
 from fddp.jax_internals import CALLS, ClosedJaxpr, Literal, Var, branches, of_a_vector, run_again
-from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.part_kinds import ELEMENTWISE, Follows, Kind, Total, Whole, kind_of, source_leaves
-from fddp.jaxpr.part_passes import OnParts, Visit, passes
+from fddp.jaxpr.equations import ELEMENTWISE, straighten
+from fddp.jaxpr.interpreter import Values
+from fddp.jaxpr.parts.part_kinds import Follows, Kind, Total, Whole, kind_of, source_leaves
+from fddp.jaxpr.parts.part_passes import OnParts, Visit, passes
 
 # The neutral element of each reduction, in place of padding.
 NEUTRAL: dict[str, Callable[[Any], Any]] = {
@@ -76,9 +77,7 @@ def _run(
     program: ClosedJaxpr, inputs: Sequence[Kind], arguments: Sequence[Array], ranks: Ranks
 ) -> list[Any]:
     jaxpr = program.jaxpr
-    values: dict[Var, Any] = dict(zip(jaxpr.invars, arguments)) | dict(
-        zip(jaxpr.constvars, program.consts)
-    )
+    values = Values(program, arguments)
     part_passes, var_kinds = passes(program, inputs)
     results = [(atom, kind_of(var_kinds, atom)) for atom in jaxpr.outvars]
     for _, kind in results:
@@ -87,16 +86,15 @@ def _run(
 
     def combine(numbers: Mapping[str, Sequence[Var]]) -> None:
         for op, totals in numbers.items():
-            values.update(zip(totals, ranks.put_together(op, [values[var] for var in totals])))
+            values.update(zip(totals, ranks.put_together(op, values.read_all(totals))))
 
     for steps, numbers, visits in part_passes:
         for step in steps:
-            values.update(
-                zip(step.eqn.outvars, _apply(step, _values(step.eqn.invars, values), ranks))
-            )
+            outputs = _apply(step, values.read_all(step.eqn.invars), ranks)
+            values.update(zip(step.eqn.outvars, outputs))
         combine(numbers)
         if visits:
-            scattered = ranks.at_home([_at_home(visit, values) for visit in visits])
+            scattered = ranks.at_home([_at_home(program, visit, values) for visit in visits])
             for visit, arrays in zip(visits, scattered):
                 values.update(
                     (var, _number_or_part(var, x)) for var, x in zip(visit.brings, arrays)
@@ -108,27 +106,21 @@ def _run(
     return [_array(x) if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
 
 
-def _values(atoms: Sequence[Var | Literal], values: Mapping[Var, Array]) -> list[Any]:
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
-
-
 def _array(literal: Any) -> Array:
     return jnp.asarray(literal.val, literal.aval.dtype)
 
 
-def _at_home(visit: Visit, values: Mapping[Var, Array]) -> AtHome:
+def _at_home(program: ClosedJaxpr, visit: Visit, values: Values) -> AtHome:
     def run(arrays: Sequence[Array]) -> list[Array]:
-        whole_values = {**values, **dict(zip(visit.takes, arrays))}
-        for eqn in visit.eqns:
-            outputs = run_again(eqn, _values(eqn.invars, whole_values))
-            whole_values.update(
-                zip(eqn.outvars, outputs if eqn.primitive.multiple_results else [outputs])
-            )
-        return [whole_values[var] for var in visit.brings]
+        whole_values = Values(program, ())
+        whole_values.update(values)
+        whole_values.update(zip(visit.takes, arrays))
+        whole_values.run(visit.eqns)
+        return whole_values.read_all(visit.brings)
 
-    local_parts = [values[var] for var in visit.takes]
     shapes = [_form(var).shape for var in visit.takes]
-    return AtHome(visit.leaf, local_parts, shapes, run, [_form(var) for var in visit.brings])
+    forms = list(map(_form, visit.brings))
+    return AtHome(visit.leaf, values.read_all(visit.takes), shapes, run, forms)
 
 
 def _form(var: Any) -> jax.ShapeDtypeStruct:

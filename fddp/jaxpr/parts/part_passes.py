@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, branches
 from fddp.jaxpr.cost import operations
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.part_kinds import (
+from fddp.jaxpr.parts.part_kinds import (
     Follows,
     Kind,
     Same,

@@ -4,7 +4,7 @@ The body of a loop and the order of its rounds stay the same.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -22,14 +22,13 @@ from fddp.jax_internals import (
     joins_first_dim,
     loop_parts,
     run_again,
-    run_as_it_is,
     scan_body,
     shorter_scan,
 )
-from fddp.jaxpr.equations import straighten
+from fddp.jaxpr.equations import ELEMENTWISE, straighten
 from fddp.jaxpr.flow import arrival, flow
-from fddp.jaxpr.part_kinds import ELEMENTWISE
-from fddp.jaxpr.rounds import Bounds, joined_bounds, wanted_slices, with_slices
+from fddp.jaxpr.interpreter import Read, Values
+from fddp.jaxpr.loops.rounds import Bounds, joined_bounds, wanted_slices, with_slices
 
 
 class InRounds(NamedTuple):
@@ -62,19 +61,14 @@ def in_rounds(
         return None
 
     main, final = _reading_last(jaxpr, bounds, [jaxpr.outvars[out] for out in onto])
+    targets = {jaxpr.outvars[out]: jaxpr.invars[into] for out, into in onto.items()}
 
     def run(*args: Any) -> list[Any]:
-        count = len(jaxpr.invars)
-        rewriting = _Rewriting(program, bounds, dict(zip(begins, args[count:])))
-        rewriting.values.update(zip(jaxpr.invars, args[:count]))
-        for eqn in main:
-            rewriting.make(eqn)
-        between = rewriting.write(
-            {jaxpr.outvars[out]: jaxpr.invars[into] for out, into in onto.items()}, when
-        )
-        for eqn in final:
-            rewriting.make(eqn)
-        return [*rewriting.outputs(), *between]
+        values = _SlicedValues(program, args, bounds, dict(zip(begins, args[len(jaxpr.invars) :])))
+        values.run(main, values.make)
+        between = values.write(targets, when)
+        values.run(final, values.make)
+        return [*values.read_all(jaxpr.outvars), *between]
 
     return InRounds(run, tuple(begins))
 
@@ -112,129 +106,119 @@ class _Sliced(NamedTuple):
         return jnp.concatenate([self.piece(k) for k in range(len(self.bounds))])
 
 
-class _Rewriting:
-    """Runs a program under a trace, some of its values slice by slice."""
+class _SlicedValues(Values):
+    """The values of a program under a trace, some of them slice by slice."""
 
     def __init__(
-        self, program: ClosedJaxpr, bounds: Mapping[Var, Bounds], starts: Mapping[int, Array | int]
+        self,
+        program: ClosedJaxpr,
+        args: Sequence[Any],
+        bounds: Mapping[Var, Bounds],
+        starts: Mapping[int, Array | int],
     ) -> None:
-        self._program = program
+        super().__init__(program, args)
+        self._eqns = program.jaxpr.eqns
         self._bounds = bounds
         self._starts = starts
         self._written: dict[Any, Any] = {}  # inputs, partly overwritten
         self._done: dict[Any, Any] = {}  # outputs with all their slices
-        self.values: dict[Var, Any] = dict(zip(program.jaxpr.constvars, program.consts))
 
-    def make(self, eqn: JaxprEqn) -> None:
-        """Runs an equation, slice by slice if its values are sliced."""
-        name = eqn.primitive.name
-        operand = eqn.invars[0] if eqn.invars else None
-        source = self.values.get(operand) if isinstance(operand, Var) else None
+    def read(self, atom: Var | Literal) -> Any:
+        """Returns a whole value."""
+        if isinstance(atom, Var) and atom in self._done:
+            return self._done[atom]
+        return sliced.whole() if (sliced := self._sliced(atom)) else super().read(atom)
+
+    def make(self, eqn: JaxprEqn, read: Read) -> list[Any] | None:
+        """Runs an equation slice by slice if its values are sliced; else returns None."""
         span = along_first_dim(eqn)
-        bounds = (
-            self._rounds(eqn) if name == "scan" else next(map(self._bounds.get, eqn.outvars), None)
-        )
-        if isinstance(source, _Sliced) and span in source.bounds:
-            self.values[eqn.outvars[0]] = source.piece(source.bounds.index(span))
-        elif span and span[0] in self._starts:
-            self.values[eqn.outvars[0]] = self._cut(self._whole(operand), *span)
-        elif bounds and joins_first_dim(eqn) and bounds == joined_bounds(eqn):
-            pieces = [self._whole(atom) for atom in eqn.invars]
-            self.values[eqn.outvars[0]] = _Sliced(bounds, pieces.__getitem__)
-        elif name == "scan" and bounds:
-            self._loop(eqn, bounds)
-        elif name in ELEMENTWISE and bounds and with_slices(eqn):
-            self.values[eqn.outvars[0]] = _Sliced(
-                bounds, cache(lambda k: self._elementwise(eqn, bounds, k))
-            )
-        else:
-            outputs = run_as_it_is(self._program, eqn, [self._whole(atom) for atom in eqn.invars])
-            self.values.update(zip(eqn.outvars, outputs))
-
-    def outputs(self) -> list[Any]:
-        """Returns the outputs, whole."""
-        return list(map(self._whole, self._program.jaxpr.outvars))
+        if span:
+            source = self._sliced(eqn.invars[0])
+            if source and span in source.bounds:
+                return [source.piece(source.bounds.index(span))]
+            if span[0] in self._starts:
+                return [self._cut(read(eqn.invars[0]), *span)]
+        if eqn.primitive.name == "scan":
+            bounds = self._rounds(eqn)
+            return self._loop(eqn, bounds) if bounds else None
+        bounds = next(map(self._bounds.get, eqn.outvars), None)
+        if bounds and joins_first_dim(eqn) and bounds == joined_bounds(eqn):
+            return [_Sliced(bounds, list(map(read, eqn.invars)).__getitem__)]
+        if bounds and eqn.primitive.name in ELEMENTWISE and with_slices(eqn):
+            return [_Sliced(bounds, cache(partial(self._elementwise, eqn, bounds)))]
+        return None
 
     def write(self, onto: Mapping[Var, Var], when: Callable[[Var | Literal], int]) -> list[Any]:
         """Writes outputs into inputs, slice by slice; returns these inputs between two slices."""
         pairs_by_bounds: dict[Bounds, list[tuple[Var, Var]]] = {}
         for out, into in onto.items():
-            if isinstance(value := self.values.get(out), _Sliced):
-                pairs_by_bounds.setdefault(value.bounds, []).append((out, into))
+            if sliced := self._sliced(out):
+                pairs_by_bounds.setdefault(sliced.bounds, []).append((out, into))
         between: list[Any] = []
         for bounds, pairs in pairs_by_bounds.items():
-            self._written = {into: self.values[into] for _, into in pairs}
+            self._written = {into: self[into] for _, into in pairs}
             order = self._in_time(bounds, when)
             for k in order:
                 # Slice k of all outputs is read before slice k of any input is overwritten.
-                pieces = [(into, self.values[out].piece(k)) for out, into in pairs]
-                for into, piece in pieces:
+                pieces = [self[out].piece(k) for out, _ in pairs]
+                for (_, into), piece in zip(pairs, pieces):
                     start = self._starts[bounds[k][0]]
                     self._written[into] = jax.lax.dynamic_update_slice_in_dim(
                         self._written[into], piece, start, 0
                     )
-                between += self._written.values() if k != order[-1] else ()
-            self._done |= {out: self._written[into] for out, into in pairs}
+                if k != order[-1]:
+                    between += self._written.values()
+            self._done.update((out, self._written[into]) for out, into in pairs)
             self._written = {}
         return between
 
     def _in_time(self, bounds: Bounds, when: Callable[[Var | Literal], int]) -> list[int]:
         """Orders the numbers of the slices by arrival."""
-        times = dict.fromkeys(range(len(bounds)), 0)
-        for eqn in self._program.jaxpr.eqns:
+        times = [0] * len(bounds)
+        for eqn in self._eqns:
             if joins_first_dim(eqn) and self._bounds.get(eqn.outvars[0]) == bounds == joined_bounds(
                 eqn
             ):
-                times = {k: max(times[k], when(atom)) for k, atom in enumerate(eqn.invars)}
-        return sorted(times, key=times.__getitem__)
+                times = list(map(max, times, map(when, eqn.invars)))
+        return sorted(range(len(bounds)), key=times.__getitem__)
 
     def _rounds(self, loop: JaxprEqn) -> Bounds | None:
         """The slices of a loop's outputs or of its inputs; None if neither are sliced."""
         _, carry, layered = loop_parts(loop, loop.invars)
-        slices = [self._bounds[var] for var in loop.outvars[len(carry) :] if var in self._bounds]
-        inputs = (self.values.get(atom) for atom in layered if isinstance(atom, Var))
-        return next(
-            iter([*slices, *(value.bounds for value in inputs if isinstance(value, _Sliced))]), None
-        )
+        for var in loop.outvars[len(carry) :]:
+            if var in self._bounds:
+                return self._bounds[var]
+        sliced = next(filter(None, map(self._sliced, layered)), None)
+        return sliced and sliced.bounds
 
-    def _loop(self, eqn: JaxprEqn, bounds: Bounds) -> None:
+    def _loop(self, eqn: JaxprEqn, bounds: Bounds) -> list[Any]:
         consts, carry, layered = loop_parts(eqn, eqn.invars)
-        const_values = [self._whole(atom) for atom in consts]
-        state = [self._whole(atom) for atom in carry]
+        const_values = self.read_all(consts)
+        state = self.read_all(carry)
         pieces: list[list[Any]] = [[]] * len(bounds)
         order = range(len(bounds))
         for k in reversed(order) if scan_body(eqn)[1]["reverse"] else order:
             begin, end = bounds[k]
-            outputs = shorter_scan(
-                eqn,
-                end - begin,
-                [*const_values, *state, *(self._slice(atom, bounds, k) for atom in layered)],
-            )
+            layers = [self._slice(atom, bounds, k) for atom in layered]
+            outputs = shorter_scan(eqn, end - begin, [*const_values, *state, *layers])
             state = outputs[: len(carry)]
             pieces[k] = outputs[len(carry) :]
-        self.values.update(zip(eqn.outvars, state))
-        for number, var in enumerate(eqn.outvars[len(carry) :]):
-            self.values[var] = _Sliced(bounds, [arrays[number] for arrays in pieces].__getitem__)
+        return [*state, *(_Sliced(bounds, arrays.__getitem__) for arrays in zip(*pieces))]
 
     def _elementwise(self, eqn: JaxprEqn, bounds: Bounds, k: int) -> Any:
         in_slices = with_slices(eqn)
         operands = [
-            self._slice(x, bounds, k) if x in in_slices else self._whole(x) for x in eqn.invars
+            self._slice(x, bounds, k) if x in in_slices else self.read(x) for x in eqn.invars
         ]
         return run_again(eqn, operands)
 
     def _slice(self, atom: Var | Literal, bounds: Bounds, k: int) -> Any:
-        value = self.values.get(atom) if isinstance(atom, Var) else None
-        if isinstance(value, _Sliced) and value.bounds == bounds:
-            return value.piece(k)
-        begin, end = bounds[k]
+        sliced = self._sliced(atom)
+        if sliced and sliced.bounds == bounds:
+            return sliced.piece(k)
         # In an input that is partly overwritten, the slices that are still to be read are intact.
-        array = (
-            self._written[atom]
-            if isinstance(atom, Var) and atom in self._written
-            else self._whole(atom)
-        )
-        return self._cut(array, begin, end)
+        partly = isinstance(atom, Var) and atom in self._written
+        return self._cut(self._written[atom] if partly else self.read(atom), *bounds[k])
 
     def _cut(self, array: Array, begin: int, end: int) -> Any:
         start = self._starts[begin]
@@ -242,8 +226,7 @@ class _Rewriting:
             return jax.lax.slice_in_dim(array, begin, end)
         return jax.lax.dynamic_slice_in_dim(array, start, end - begin)
 
-    def _whole(self, atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return atom.val
-        value = self._done.get(atom, self.values[atom])
-        return value.whole() if isinstance(value, _Sliced) else value
+    def _sliced(self, atom: Var | Literal) -> _Sliced | None:
+        """The slices of a value that is computed slice by slice, or None."""
+        value = self.get(atom) if isinstance(atom, Var) else None
+        return value if isinstance(value, _Sliced) else None

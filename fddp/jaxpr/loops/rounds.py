@@ -23,9 +23,8 @@ from fddp.jax_internals import (
     loop_parts,
     scan_body,
 )
-from fddp.jaxpr.equations import straighten
+from fddp.jaxpr.equations import ELEMENTWISE, straighten
 from fddp.jaxpr.flow import flow
-from fddp.jaxpr.part_kinds import ELEMENTWISE
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each slice along the first dim; the slices cover the array from 0 on."""
