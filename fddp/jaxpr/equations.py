@@ -3,6 +3,7 @@
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import chain
 from typing import Any
 
 from fddp.jax_internals import (
@@ -65,16 +66,16 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
             return atom if isinstance(atom, Literal) else names[atom]
 
         for eqn in inner.jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
+            inputs = list(map(read, eqn.invars))
             if eqn.primitive.name in calls:
                 outputs = write(called_program(eqn), inputs)
             elif eqn.primitive.name in REMATERIALISED and _loops(eqn):
                 outputs = write(called_program(eqn), write(barrier_before(eqn), inputs))
             else:
-                outputs = [new_variable(var) for var in eqn.outvars]
+                outputs = list(map(new_variable, eqn.outvars))
                 eqns.append(eqn.replace(invars=inputs, outvars=outputs))
             names.update(zip(eqn.outvars, outputs))
-        return [read(atom) for atom in inner.jaxpr.outvars]
+        return list(map(read, inner.jaxpr.outvars))
 
     outputs = write(closed, closed.jaxpr.invars)
     return make_program(closed, eqns, closed.jaxpr.invars, outputs, consts)
@@ -82,7 +83,7 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: those over a mesh axis, or MPI's."""
-    return _collectives(closed.jaxpr)
+    return set(_collectives(closed.jaxpr.eqns))
 
 
 def text_digest(closed: ClosedJaxpr) -> str:
@@ -93,6 +94,29 @@ def text_digest(closed: ClosedJaxpr) -> str:
 def variables(atoms: Iterable[Var | Literal]) -> Iterator[Var]:
     """The variables among the inputs or outputs of equations, without the literals."""
     return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def form_of(atom: Var | Literal) -> Any:
+    """The shape and dtype of a value."""
+    return atom.aval
+
+
+def maker_positions(jaxpr: Jaxpr) -> dict[Var, int]:
+    """Variable → position of the equation that computes it."""
+    positions = dict[Var, int]()
+    for position, eqn in enumerate(jaxpr.eqns):
+        positions.update(dict.fromkeys(eqn.outvars, position))
+    return positions
+
+
+def read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations read, in order, each of them once."""
+    return list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars)))
+
+
+def outputs_of(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations compute, in order."""
+    return [var for eqn in eqns for var in eqn.outvars]
 
 
 def makers(
@@ -115,25 +139,27 @@ def cheap(eqn: JaxprEqn) -> bool:
     Such equations are elementwise, without transcendental functions, or rearrange elements.
     """
     if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
-        return all(cheap(inner) for body in inner_programs(eqn) for inner in body.eqns)
+        return all(map(cheap, inner_equations(eqn)))
     return eqn.primitive.name in CHEAP
+
+
+def inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equations of the programs inside an equation."""
+    return chain.from_iterable(body.eqns for body in inner_programs(eqn))
 
 
 def _loops(eqn: JaxprEqn) -> bool:
     """Returns True if a rematerialised function contains a `scan`, possibly in a nested `jit`."""
-    nested = WRAPPERS | REMATERIALISED
-    body = called_program(eqn).jaxpr.eqns
-    return any(
-        inner.primitive.name == "scan" or (inner.primitive.name in nested and _loops(inner))
-        for inner in body
-    )
+    for inner in inner_equations(eqn):
+        name = inner.primitive.name
+        if name == "scan" or (name in WRAPPERS | REMATERIALISED and _loops(inner)):
+            return True
+    return False
 
 
-def _collectives(jaxpr: Jaxpr) -> set[str]:
-    names: set[str] = set()
-    for eqn in jaxpr.eqns:
+def _collectives(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
+    for eqn in eqns:
         name = eqn.primitive.name
         if name in COLLECTIVES or name.endswith("_mpi"):
-            names.add(name)
-        names = names.union(*(_collectives(inner) for inner in inner_programs(eqn)))
-    return names
+            yield name
+        yield from _collectives(inner_equations(eqn))

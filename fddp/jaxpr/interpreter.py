@@ -1,12 +1,15 @@
 """Runs a program equation by equation, some of its equations by a rule.
 
-The caller traces the run: so a program is rewritten.
+Under a trace, such a run rewrites the program.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+import jax.numpy as jnp
+
 from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, run_as_it_is
+from fddp.jaxpr.equations import form_of
 
 Read: TypeAlias = Callable[[Var | Literal], Any]
 """Variable or literal → its value."""
@@ -25,7 +28,7 @@ def interpret(closed: ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]
     """
     values = Values(closed, args)
     values.run(closed.jaxpr.eqns, rule)
-    return values.read_all(closed.jaxpr.outvars)
+    return values.outputs()
 
 
 class Values(dict[Var, Any]):
@@ -43,6 +46,14 @@ class Values(dict[Var, Any]):
             if outputs is None:
                 outputs = run_as_it_is(self._program, eqn, self.read_all(eqn.invars))
             self.update(zip(eqn.outvars, outputs))
+
+    def outputs(self) -> list[Any]:
+        """Returns the program's outputs."""
+        outputs = self.read_all(self._program.jaxpr.outvars)
+        for k, atom in enumerate(self._program.jaxpr.outvars):
+            if isinstance(atom, Literal):
+                outputs[k] = jnp.asarray(atom.val, form_of(atom).dtype)
+        return outputs
 
     def read(self, atom: Var | Literal) -> Any:
         """Returns the value of a variable or a literal."""

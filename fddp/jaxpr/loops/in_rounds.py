@@ -5,7 +5,6 @@ The body of a loop and the order of its rounds stay the same.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from itertools import compress
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from fddp.jax_internals import (
     scan_body,
     shorter_scan,
 )
-from fddp.jaxpr.equations import ELEMENTWISE, straighten
+from fddp.jaxpr.equations import ELEMENTWISE, straighten, variables
 from fddp.jaxpr.flow import arrival, flow
 from fddp.jaxpr.interpreter import Read, Values
 from fddp.jaxpr.loops.rounds import Bounds, joined_bounds, wanted_slices, with_slices
@@ -55,20 +54,21 @@ def in_rounds(
     program = straighten(closed)
     jaxpr = program.jaxpr
     when = arrival(jaxpr, arrivals)
-    bounds = wanted_slices(jaxpr, when, [jaxpr.outvars[position] for position in onto])
+    written = list(map(jaxpr.outvars.__getitem__, onto))
+    bounds = wanted_slices(jaxpr, when, written)
     begins = sorted({begin for slices in bounds.values() for begin, _ in slices})
     if not begins:
         return None
 
-    main, final = _reading_last(jaxpr, bounds, [jaxpr.outvars[out] for out in onto])
-    targets = {jaxpr.outvars[out]: jaxpr.invars[into] for out, into in onto.items()}
+    main, final = _reading_last(jaxpr, bounds, written)
+    targets = dict(zip(written, map(jaxpr.invars.__getitem__, onto.values())))
 
     def run(*args: Any) -> list[Any]:
         values = _SlicedValues(program, args, bounds, dict(zip(begins, args[len(jaxpr.invars) :])))
         values.run(main, values.make)
         between = values.write(targets, when)
         values.run(final, values.make)
-        return [*values.read_all(jaxpr.outvars), *between]
+        return [*values.outputs(), *between]
 
     return InRounds(run, tuple(begins))
 
@@ -82,17 +82,19 @@ def _reading_last(
     """
 
     def through(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
-        source = eqn.invars[0] if eqn.invars else None
-        slices = bounds.get(source, ()) if isinstance(source, Var) else ()
-        return [any(inputs) or along_first_dim(eqn) in slices] * len(eqn.outvars)
+        span = along_first_dim(eqn)
+        reads = any(span in bounds.get(var, ()) for var in variables(eqn.invars))
+        return [any(inputs) or reads] * len(eqn.outvars)
 
     reads_slice = flow(jaxpr, [False] * len(jaxpr.invars), through, lambda atom: False)
     if any(map(reads_slice, written)):
         return list(jaxpr.eqns), []
-    final = [bool(eqn.outvars) and reads_slice(eqn.outvars[0]) for eqn in jaxpr.eqns]
-    return [eqn for eqn, last in zip(jaxpr.eqns, final) if not last], list(
-        compress(jaxpr.eqns, final)
-    )
+    main = list[JaxprEqn]()
+    final = list[JaxprEqn]()
+    for eqn in jaxpr.eqns:
+        last = bool(eqn.outvars) and reads_slice(eqn.outvars[0])
+        (final if last else main).append(eqn)
+    return main, final
 
 
 class _Sliced(NamedTuple):
@@ -103,7 +105,7 @@ class _Sliced(NamedTuple):
     """Number of a slice → the slice."""
 
     def whole(self) -> Any:
-        return jnp.concatenate([self.piece(k) for k in range(len(self.bounds))])
+        return jnp.concatenate(list(map(self.piece, range(len(self.bounds)))))
 
 
 class _SlicedValues(Values):
@@ -127,7 +129,8 @@ class _SlicedValues(Values):
         """Returns a whole value."""
         if isinstance(atom, Var) and atom in self._done:
             return self._done[atom]
-        return sliced.whole() if (sliced := self._sliced(atom)) else super().read(atom)
+        sliced = self._sliced(atom)
+        return sliced.whole() if sliced else super().read(atom)
 
     def make(self, eqn: JaxprEqn, read: Read) -> list[Any] | None:
         """Runs an equation slice by slice if its values are sliced; else returns None."""
@@ -168,7 +171,8 @@ class _SlicedValues(Values):
                     )
                 if k != order[-1]:
                     between += self._written.values()
-            self._done.update((out, self._written[into]) for out, into in pairs)
+            for out, into in pairs:
+                self._done[out] = self._written[into]
             self._written = {}
         return between
 

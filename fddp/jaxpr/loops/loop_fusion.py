@@ -7,7 +7,7 @@ next layer. Each equation has the same inputs as before, so that no number chang
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jaxtyping import Array
@@ -23,14 +23,15 @@ from fddp.jax_internals import (
     named_as,
     scan_body,
 )
-from fddp.jaxpr.equations import collectives, makers, straighten, variables
+from fddp.jaxpr.equations import collectives, form_of, makers, straighten, variables
 from fddp.jaxpr.interpreter import Read, Values
-from fddp.jaxpr.loops.rounds import form_of
 from fddp.jaxpr.loops.row_origins import Origin, origin_of, row_dims, rows_read, run_on_layers
 from fddp.jaxpr.loops.scan import run_scan
 
-Fusions = Mapping[int, Origin]
+Fusions: TypeAlias = Mapping[int, Origin]
 """Position of a fused loop → the origin of its layers, in a host loop."""
+Guests: TypeAlias = dict[int, list[tuple[JaxprEqn, Origin]]]
+"""`id` of a host loop → the loops that are fused into it."""
 
 
 def fused_loops(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,23 +62,22 @@ def _run(program: ClosedJaxpr, args: Sequence[Array]) -> list[Any]:
     jaxpr = program.jaxpr
     fusions = dict(_fusions(jaxpr))
     read_values = _read_outside(jaxpr, fusions)
-    guests = dict[int, list[int]]()
+    guests: Guests = {}
     for position, origin in fusions.items():
-        guests.setdefault(id(jaxpr.eqns[origin.loop]), []).append(position)
+        guests.setdefault(id(jaxpr.eqns[origin.loop]), []).append((jaxpr.eqns[position], origin))
     fused_outputs = dict[int, list[Any]]()
 
     def run_host(eqn: JaxprEqn, read: Read) -> list[Any] | None:
         if id(eqn) not in guests:
             return fused_outputs.get(id(eqn))
-        positions = guests[id(eqn)]
-        inside = [(jaxpr.eqns[position], fusions[position]) for position in positions]
-        *outputs, by_guest = _run_fused(eqn, inside, read_values, read)
-        fused_outputs.update(zip((id(loop) for loop, _ in inside), by_guest))
+        *outputs, by_guest = _run_fused(eqn, guests[id(eqn)], read_values, read)
+        for (loop, _), loop_outputs in zip(guests[id(eqn)], by_guest):
+            fused_outputs[id(loop)] = loop_outputs
         return outputs
 
     values = Values(program, args)
-    values.run(_in_order(jaxpr, fusions, read_values), run_host)
-    return values.read_all(jaxpr.outvars)
+    values.run(_in_order(jaxpr, guests, read_values), run_host)
+    return values.outputs()
 
 
 def _fusions(jaxpr: Jaxpr) -> Iterator[tuple[int, Origin]]:
@@ -110,17 +110,14 @@ def _read_outside(jaxpr: Jaxpr, fusions: Fusions) -> set[Var]:
     return read
 
 
-def _in_order(jaxpr: Jaxpr, fusions: Fusions, read_values: set[Var]) -> list[JaxprEqn]:
+def _in_order(jaxpr: Jaxpr, guests: Guests, read_values: set[Var]) -> list[JaxprEqn]:
     """The live equations; a host follows all that its fused loops need, and they follow it."""
-    needs = dict[int, set[Var]]()
-    for origin in fusions.values():
-        needs.setdefault(origin.loop, set()).update(origin.needs)
     order = dict[int, JaxprEqn]()
     for position, eqn in enumerate(jaxpr.eqns):
         eqns = [eqn]
-        if position in needs:
-            eqns = [*makers(jaxpr.eqns[position + 1 :], needs[position]), eqn]
-            eqns += [jaxpr.eqns[at] for at, origin in fusions.items() if origin.loop == position]
+        if inside := guests.get(id(eqn)):
+            needs = frozenset[Var]().union(*(origin.needs for _, origin in inside))
+            eqns = [*makers(jaxpr.eqns[position + 1 :], needs), eqn, *(loop for loop, _ in inside)]
         elif not acts(eqn) and read_values.isdisjoint(eqn.outvars):
             continue
         for ordered in eqns:
@@ -173,6 +170,6 @@ def _one_round(
         inputs = [values[atom] if atom in layered else read(atom) for atom in step.invars]
         values[step.outvars[0]] = run_on_layers(step, inputs, length)
     consts, _, layered = loop_parts(loop, loop.invars)
-    inputs = [values[atom].reshape(form_of(atom)[0][1:]) for atom in layered]
+    inputs = [values[atom].reshape(form_of(atom).shape[1:]) for atom in layered]
     with named_as(loop):
         return jaxpr_as_fun(scan_body(loop)[0])(*map(read, consts), *inputs)

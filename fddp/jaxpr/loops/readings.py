@@ -10,13 +10,14 @@ Source: PyTorch's FSDP2, whose `reshard_after_forward` does so with hooks on mod
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import filterfalse
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts
-from fddp.jaxpr.equations import makers, straighten, variables
+from fddp.jaxpr.equations import form_of, makers, straighten, variables
 from fddp.jaxpr.interpreter import Read, Values
 from fddp.jaxpr.loops.weight_rows import (
     LayerWeights,
@@ -57,8 +58,10 @@ class InReadings(NamedTuple):
     def times(self) -> Counter[int]:
         """Number of gathers of each group; a loop gathers all layers of a group once."""
         groups = {var: group for var, (_, group) in self.stacks.items()}
-        in_loops = (group for eqn in self.eqns for group in rows_needed(eqn, groups))
-        return Counter([*(reading.group for reading in self.readings), *in_loops])
+        times = Counter(reading.group for reading in self.readings)
+        for eqn in self.eqns:
+            times.update(rows_needed(eqn, groups))
+        return times
 
 
 def in_readings(
@@ -82,18 +85,25 @@ def in_readings(
     depths = {position: rounds[group] for position, group in groups.items() if group in rounds}
     program = read_by_rows(closed, depths) if depths else straighten(closed)
     stacks = _stacks(program, groups, depths)
-    groups_of = _groups_of(
-        program, {n: group for n, group in groups.items() if program.jaxpr.invars[n] not in stacks}
-    )
-    passes = _passes(program, forward)
-    of_weights = [eqn for eqns in passes for eqn in eqns if any(map(groups_of, eqn.outvars))]
-    ids = set(map(id, of_weights))
-    first, second = ([eqn for eqn in eqns if id(eqn) not in ids] for eqns in passes)
-    inputs = [eqn.invars for eqn in (*first, *second)]
-    readings = _found(
-        [_read(groups_of, atoms) for atoms in (*inputs, program.jaxpr.outvars)], len(first)
-    )
-    return InReadings(program, [*first, *second], of_weights, list(readings), stacks)
+    sources = [frozenset[int]()] * len(program.in_avals)
+    for position, group in groups.items():
+        if program.jaxpr.invars[position] not in stacks:
+            sources[position] = frozenset([group])
+    groups_of = cheap_sources(program.jaxpr, sources)
+
+    def is_of_weights(eqn: JaxprEqn) -> bool:
+        return any(map(groups_of, eqn.outvars))
+
+    def read(atoms: Iterable[Var | Literal]) -> list[int]:
+        return sorted(frozenset[int]().union(*map(groups_of, variables(atoms))))
+
+    first, second = _passes(program, forward)
+    of_weights = list(filter(is_of_weights, first + second))
+    first = list(filterfalse(is_of_weights, first))
+    eqns = first + list(filterfalse(is_of_weights, second))
+    reads = [read(eqn.invars) for eqn in eqns]
+    readings = _readings([*reads, read(program.jaxpr.outvars)], len(first))
+    return InReadings(program, eqns, of_weights, list(readings), stacks)
 
 
 def run_in_readings(
@@ -152,7 +162,7 @@ def run_in_readings(
         values.run([eqn], run_loop)
         newest[:] = list(filter(_is_numbers, eqn.outvars))[:1] or newest
     begin(len(program.eqns))
-    return values.read_all(program.closed.jaxpr.outvars)
+    return values.outputs()
 
 
 def _behind(
@@ -162,13 +172,12 @@ def _behind(
 
     XLA would otherwise gather for all loops at once, and keep the layers.
     """
-    values, arrays = jax.lax.optimization_barrier(
-        (list(before.values()), [source.given for source in sources.values()])
-    )
-    pairs = zip(sources.items(), arrays)
-    return dict(zip(before, values)), {
-        group: source._replace(given=x) for (group, source), x in pairs
-    }
+    arrays = [source.given for source in sources.values()]
+    values, arrays = jax.lax.optimization_barrier((list(before.values()), arrays))
+    barred = dict[int, LayerWeights]()
+    for (group, source), x in zip(sources.items(), arrays):
+        barred[group] = source._replace(given=x)
+    return dict(zip(before, values)), barred
 
 
 def _passes(
@@ -182,40 +191,22 @@ def _passes(
     ids = set(map(id, makers(eqns, forward_outputs)))
     end = max((position for position, eqn in enumerate(live) if id(eqn) in ids), default=-1)
     # A print before the loss belongs to the forward pass.
-    ids = set(map(id, makers(eqns, forward_outputs, filter(acts, live[:end]))))
-    return [eqn for eqn in live if id(eqn) in ids], [eqn for eqn in live if id(eqn) not in ids]
+    first = makers(eqns, forward_outputs, filter(acts, live[:end]))
+    ids = set(map(id, first))
+    return first, [eqn for eqn in live if id(eqn) not in ids]
 
 
 def _stacks(
     program: ClosedJaxpr, groups: Mapping[int, int], depths: Mapping[int, int]
 ) -> dict[Var, tuple[int, int]]:
     """The stacks of the groups that only loops read, layer by layer."""
-    lengths = {program.jaxpr.invars[position]: length for position, length in depths.items()}
-    whole_stacks = read_whole(program, lengths)
     stacks = {program.jaxpr.invars[position]: (position, groups[position]) for position in depths}
+    whole_stacks = read_whole(program, dict(zip(stacks, depths.values())))
     whole_groups = {stacks[var][1] for var in whole_stacks}
-    return {
-        var: (position, group)
-        for var, (position, group) in stacks.items()
-        if group not in whole_groups
-    }
+    return {var: stack for var, stack in stacks.items() if stack[1] not in whole_groups}
 
 
-def _groups_of(
-    program: ClosedJaxpr, groups: Mapping[int, int]
-) -> Callable[[Var | Literal], frozenset[int]]:
-    """Returns value → its groups, if it is a cheap function of weights alone; else no group."""
-    inputs = [frozenset([groups[n]] if n in groups else ()) for n in range(len(program.in_avals))]
-    return cheap_sources(program.jaxpr, inputs)
-
-
-def _read(
-    groups_of: Callable[[Var | Literal], frozenset[int]], atoms: Iterable[Var | Literal]
-) -> list[int]:
-    return sorted(frozenset[int]().union(*map(groups_of, variables(atoms))))
-
-
-def _found(reads: Sequence[Sequence[int]], border: int) -> Iterator[Reading]:
+def _readings(reads: Sequence[Sequence[int]], border: int) -> Iterator[Reading]:
     """Yields the readings in order, from the groups read at each position.
 
     The forward pass ends at position `border`. A group that is read until then stays for the
@@ -244,5 +235,4 @@ def _run_again(program: InReadings, values: Values, fresh: set[Var]) -> None:
 
 
 def _is_numbers(var: Var) -> bool:
-    form: Any = var.aval
-    return jnp.issubdtype(form.dtype, jnp.inexact) and form.size > 1
+    return jnp.issubdtype(form_of(var).dtype, jnp.inexact) and form_of(var).size > 1

@@ -25,10 +25,9 @@ from fddp.jax_internals import (
     scan_body,
     without_dead_code,
 )
-from fddp.jaxpr.equations import cheap, makers, straighten, variables
+from fddp.jaxpr.equations import cheap, form_of, makers, straighten, variables
 from fddp.jaxpr.flow import flow
 from fddp.jaxpr.interpreter import Read, interpret
-from fddp.jaxpr.loops.rounds import form_of
 from fddp.jaxpr.loops.row_origins import rows_read, run_on_layers
 from fddp.jaxpr.loops.scan import run_scan
 
@@ -76,18 +75,18 @@ def read_whole(program: ClosedJaxpr, lengths: Mapping[Var, int]) -> set[Var]:
     """
     whole_reads = set(variables(program.jaxpr.outvars))
     for eqn in program.jaxpr.eqns:
-        layered = _layered(eqn)
-        length = scan_body(eqn)[1]["length"] if layered else 0
-        unlayered = eqn.invars[: len(eqn.invars) - len(layered)]
-        whole_reads.update(
-            variables(unlayered), (var for var in variables(layered) if lengths.get(var) != length)
-        )
+        layered, length = _layered(eqn)
+        whole_reads.update(variables(eqn.invars[: len(eqn.invars) - len(layered)]))
+        for var in variables(layered):
+            if lengths.get(var) != length:
+                whole_reads.add(var)
     return whole_reads & lengths.keys()
 
 
 def rows_needed(eqn: JaxprEqn, stacks: Mapping[Var, int]) -> list[int]:
     """The groups of the stacks that an equation reads layer by layer."""
-    return list(dict.fromkeys(stacks[var] for var in variables(_layered(eqn)) if var in stacks))
+    rows = filter(stacks.__contains__, variables(_layered(eqn)[0]))
+    return list(dict.fromkeys(map(stacks.__getitem__, rows)))
 
 
 def run_by_rows(
@@ -101,19 +100,20 @@ def run_by_rows(
     `read` evaluates all inputs except the stacks. `stacks` maps a stack to the position of its
     input and to its group, and `sources` maps a group to the source of its layers.
     """
-    received = {
-        k: stacks[x] for k, x in enumerate(_layered(eqn)) if isinstance(x, Var) and x in stacks
-    }
-    groups = list(dict.fromkeys(group for _, group in received.values()))
+    groups = rows_needed(eqn, {var: group for var, (_, group) in stacks.items()})
+    positions = dict[int, int]()
+    for k, atom in enumerate(_layered(eqn)[0]):
+        if isinstance(atom, Var) and atom in stacks:
+            positions[k] = stacks[atom][0]
 
     def layers(entries: list[Any]) -> dict[int, Any]:
         weights = dict[int, Any]()
         for group, entry in zip(groups, entries):
             weights.update(sources[group].bring(entry))
-        return {k: weights[position] for k, (position, _) in received.items()}
+        return dict(zip(positions, map(weights.__getitem__, positions.values())))
 
     entries = [sources[group].given for group in groups]
-    return _run_with_layers(eqn, read, received, entries, layers)
+    return _run_with_layers(eqn, read, positions, entries, layers)
 
 
 def cheap_sources(
@@ -157,10 +157,11 @@ class _Moving:
         """Runs an equation that reads layers of weights alone; returns None for any other."""
         if eqn.primitive.name == "optimization_barrier":
             return self._hand_on(eqn, read)
-        layered = _layered(eqn)
-        length = scan_body(eqn)[1]["length"] if layered else 0
-        stacks = {k: stack for k, x in enumerate(layered) if (stack := self._stack(x))}
-        stacks = {k: stack for k, stack in stacks.items() if stack.length == length}
+        layered, length = _layered(eqn)
+        stacks = dict[int, _Stack]()
+        for k, stack in enumerate(map(self._stack, layered)):
+            if stack and stack.length == length:
+                stacks[k] = stack
         if stacks:
             return self._loop(eqn, stacks, read)
         self._stacks.update(self._cheap_stack(eqn, read))
@@ -193,7 +194,7 @@ class _Moving:
         if more_lengths or not cheap(eqn) or acts(eqn):
             return
         (out,) = eqn.outvars
-        if form_of(out)[0][:1] != (length,):
+        if form_of(out).shape[:1] != (length,):
             return
 
         def layer(layers: Mapping[Var, Array]) -> Any:
@@ -263,6 +264,8 @@ def _weights(stacks: Iterable[_Stack]) -> frozenset[Var]:
     return frozenset[Var]().union(*(stack.weights for stack in stacks))
 
 
-def _layered(eqn: JaxprEqn) -> list[Any]:
-    """The inputs that a loop reads layer by layer; none for any other equation."""
-    return loop_parts(eqn, eqn.invars)[2] if eqn.primitive.name == "scan" else []
+def _layered(eqn: JaxprEqn) -> tuple[list[Any], int]:
+    """The inputs that a loop reads layer by layer, and its rounds; none for any other equation."""
+    if eqn.primitive.name != "scan":
+        return [], 0
+    return loop_parts(eqn, eqn.invars)[2], scan_body(eqn)[1]["length"]
