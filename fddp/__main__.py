@@ -16,8 +16,8 @@ from fddp.analysis.auditing.device_memory import memory_table
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.doctor import examine, installed
 from fddp.analysis.reproduction import reproduce
-from fddp.analysis.tuning.by_name import tune_model
-from fddp.analysis.workload import read_model, read_workload
+from fddp.analysis.tuning.tune import tune_model
+from fddp.analysis.workload import make_workload, read_model, read_workload
 from fddp.buckets import place_scalars
 from fddp.runtime.commands import add_flight, add_run
 from fddp.step import Shared
@@ -35,22 +35,12 @@ def main(argv: Sequence[str]) -> int:
         "--version", action="version", version=f"fddp {installed('fddp') or '(a checkout)'}"
     )
     commands = parser.add_subparsers(metavar="command", required=True)
-    for add in (
-        add_run,
-        add_plan,
-        add_audit,
-        add_measure,
-        add_tune,
-        add_reproduce,
-        add_flight,
-        add_doctor,
-    ):
+    for add in ADD:
         add(commands)
     args = parser.parse_args(argv)
     # These commands run nothing on a device, so they leave GPUs to other processes.
-    if "JAX_PLATFORMS" not in os.environ and (
-        args.run is run_plan or getattr(args, "target", None)
-    ):
+    compiles = args.run is run_plan or getattr(args, "target", None)
+    if compiles and "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
     try:
         _check(args)
@@ -73,8 +63,9 @@ def run_plan(args: argparse.Namespace) -> int:
     workload = read_workload(args.model, args.rows)
 
     def loss(params: PyTree, batch: PyTree, model_state: PyTree) -> Any:
-        state = {} if model_state is None else {"model_state": model_state}
-        return workload.loss_fn(params, batch, **state)
+        if model_state is None:
+            return workload.loss_fn(params, batch)
+        return workload.loss_fn(params, batch, model_state=model_state)
 
     order = fddp.grad_order(loss, workload.params, workload.batch, workload.model_state)
     plan = fddp.make_plan(workload.params, order=order, **_caps(args))
@@ -123,7 +114,7 @@ def run_audit(args: argparse.Namespace) -> int:
         print(memory_table(audit))
     if args.picture:
         report.picture(args.picture)
-    return 1 if report.problems() else 0
+    return int(bool(report.problems()))
 
 
 ### measure and tune: where the time goes, and which bucket cap is best here; alone or under mpirun
@@ -143,20 +134,18 @@ def add_measure(commands: argparse._SubParsersAction) -> None:
 
 
 def run_measure(args: argparse.Namespace) -> int:
-    module, preset = read_model(args.model)
-    model = module.PRESETS[preset]
+    read_model(args.model)  # before it waits for other processes
     group = fddp.init()
-    batch = module.batch(model, args.rows * group.size // group.processes, group.rank)
-    params, model_state = module.init(model, jax.random.key(0), batch)
-    step = fddp.train_step(
-        module.loss_fn(model), optax.adamw(1e-3), group=group, has_aux=True, **_caps(args)
-    )
+    rows = args.rows * group.size // group.processes
+    loss_fn, params, model_state, batch = make_workload(args.model, rows, group.rank)
+    options = {"group": group, "has_aux": True, **_caps(args)}
+    step = fddp.train_step(loss_fn, optax.adamw(1e-3), **options)
     measurement = step.measure(step.init(params, model_state=model_state), [batch] * args.steps)
-    if group.is_main:
-        print(measurement)
-        for path, write in ((args.trace, measurement.trace), (args.picture, measurement.picture)):
-            if path:
-                write(path)
+    group.print(measurement)
+    if group.is_main and args.trace:
+        measurement.trace(args.trace)
+    if group.is_main and args.picture:
+        measurement.picture(args.picture)
     return 0
 
 
@@ -166,8 +155,7 @@ def add_tune(commands: argparse._SubParsersAction) -> None:
         "that need not be here"
     )
     parser = commands.add_parser("tune", help=text)
-    parser.add_argument("model", help="module:preset, models.resnet:50 say")
-    parser.add_argument("--rows", type=int, default=8, help="rows of a replica (default 8)")
+    _add_model(parser, caps=())
     parser.add_argument(
         "--target",
         help="a100:N, h100:N, h200:N, or h100:2x8 for two hosts of eight (default: here)",
@@ -182,8 +170,7 @@ def run_tune(args: argparse.Namespace) -> int:
         print(fddp.tune(*workload.step(target.group()), workload.batch, target=args.target))
         return 0
     group = fddp.init()
-    tuning = tune_model(*read_model(args.model), args.rows, group=group)
-    group.print(tuning)
+    group.print(tune_model(args.model, args.rows, group=group))
     return 0
 
 
@@ -212,7 +199,7 @@ def run_reproduce(args: argparse.Namespace) -> int:
         jax.config.update("jax_num_cpu_devices", max(counts))
     reproduction = reproduce(args.model, args.steps, counts, args.rows)
     print(reproduction)
-    return 0 if reproduction.equal else 1
+    return int(not reproduction.equal)
 
 
 ### doctor: what works here
@@ -228,20 +215,19 @@ def add_doctor(commands: argparse._SubParsersAction) -> None:
 def run_doctor(args: argparse.Namespace) -> int:
     del args
     for finding in examine():
-        print(
-            f"{finding.what:<22}  {finding.found}"
-            + (f"\n{'':<22}  → {finding.advice}" if finding.advice else "")
-        )
+        print(f"{finding.what:<22}  {finding.found}")
+        if finding.advice:
+            print(f"{'':<22}  → {finding.advice}")
     return 0
 
 
 ### What commands have in common
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser, caps: Sequence[str] = CAPS) -> None:
     parser.add_argument("model", help="module:preset, models.gpt:tiny say")
     parser.add_argument("--rows", type=int, default=8, help="rows of a replica (default 8)")
-    for cap in CAPS:
+    for cap in caps:
         text = f"as of fddp.train_step (default {getattr(fddp.Options, cap)})"
         parser.add_argument(f"--{cap.replace('_', '-')}", type=float, metavar="MIB", help=text)
 
@@ -258,7 +244,11 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _caps(args: argparse.Namespace) -> dict[str, Any]:
-    return {cap: getattr(args, cap) for cap in CAPS if getattr(args, cap) is not None}
+    caps = {cap: getattr(args, cap) for cap in CAPS}
+    return {cap: mib for cap, mib in caps.items() if mib is not None}
+
+
+ADD = (add_run, add_plan, add_audit, add_measure, add_tune, add_reproduce, add_flight, add_doctor)
 
 
 if __name__ == "__main__":

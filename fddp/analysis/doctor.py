@@ -39,15 +39,15 @@ def examine() -> tuple[ReportLine, ...]:
 def _findings() -> Iterator[ReportLine]:
     yield ReportLine("Python", platform.python_version())
     for name in PACKAGES:
-        status = installed(name)
-        yield ReportLine(name, status or "missing", "" if status else f"pip install {name}")
+        if status := installed(name):
+            yield ReportLine(name, status)
+        else:
+            yield ReportLine(name, "missing", f"pip install {name}")
     yield _unless_it_fails("devices", _devices)
     yield _unless_it_fails("launched as", _launched)
     variables = spoken(os.environ)
-    yield ReportLine(
-        "launchers' variables",
-        " ".join(f"{name}={value}" for name, value in variables.items()) or "none",
-    )
+    texts = map("=".join, variables.items())
+    yield ReportLine("launchers' variables", " ".join(texts) or "none")
     if variables:
         yield _unless_it_fails("rank 0 is met at", _meeting)
     yield ReportLine("backend local", "ready: the devices of this process")
@@ -56,23 +56,18 @@ def _findings() -> Iterator[ReportLine]:
     yield ReportLine("backend mpi", *status)
     yield ReportLine("launcher", *_launcher(vendor))
     yield _unless_it_fails("backend nccl", _nccl)
-    missing = missing_compiler()
-    yield ReportLine(
-        "fddp.audit(target=…)",
-        "not ready" if missing else "ready: a100, h100 and h200",
-        missing or "",
-    )
+    status = ("ready: a100, h100 and h200", "")
+    if missing := missing_compiler():
+        status = ("not ready", missing)
+    yield ReportLine("fddp.audit(target=…)", *status)
     yield _unless_it_fails("same bits each time", _bits)
     yield ReportLine("compilation cache", _cache())
-    threads = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    scarce = threads < 2 and "NPROC" not in os.environ
-    advice = (
-        "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass"
-        if scarce
-        else ""
-    )
+    threads = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        threads = len(os.sched_getaffinity(0))
+    advice = ""
+    if threads < 2 and "NPROC" not in os.environ:
+        advice = "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass"
     yield ReportLine("cores of this process", str(threads), advice)
 
 
@@ -81,34 +76,30 @@ def _unless_it_fails(topic: str, look: Callable[[], tuple[str, str]]) -> ReportL
     try:
         return ReportLine(topic, *look())
     except Exception as error:  # JAX raises several types if it has no device
-        platforms = os.environ.get("JAX_PLATFORMS", "")
-        return ReportLine(
-            topic,
-            "cannot be told",
-            str(error) or f"JAX has no devices; JAX_PLATFORMS is {platforms!r}",
-        )
+        no_devices = f"JAX has no devices; JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}"
+        return ReportLine(topic, "cannot be told", str(error) or no_devices)
 
 
 def _cache() -> str:
     folder = compilation_cache()
     limit = cache_small_programs()
-    return (
-        f"{folder}, of programs that take {limit:g} s or longer"
-        if folder
-        else "none: JAX_COMPILATION_CACHE_DIR"
-    )
+    if not folder:
+        return "none: JAX_COMPILATION_CACHE_DIR"
+    return f"{folder}, of programs that take {limit:g} s or longer"
 
 
 def _devices() -> tuple[str, str]:
     devices = jax.local_devices()
-    return f"{len(devices)} × {devices[0].device_kind}", _idle_gpus()
+    advice = ""
+    if jax.default_backend() == "cpu" and Path("/dev/nvidiactl").exists():
+        advice = "there is an NVIDIA driver: pip install 'jax[cuda13]', and no JAX_PLATFORMS=cpu"
+    return f"{len(devices)} × {devices[0].device_kind}", advice
 
 
 def _launched() -> tuple[str, str]:
     launch = read_launch(os.environ)
-    return f"rank {launch.rank} of {launch.size}, by {launch.launcher}", " ".join(
-        hints(launch, os.environ)
-    )
+    place = f"rank {launch.rank} of {launch.size}, by {launch.launcher}"
+    return place, " ".join(hints(launch, os.environ))
 
 
 def _meeting() -> tuple[str, str]:
@@ -122,15 +113,16 @@ def _meeting() -> tuple[str, str]:
 
 def _bits() -> tuple[str, str]:
     count = small_gradient()
-    text = f"{CALLS} calls of a compiled gradient gave {count} result{'s' * (count > 1)}"
-    return (
-        text,
-        f"virtual_replicas cannot promise equal bits here. {ONE_THREAD}" if count > 1 else "",
-    )
+    text = f"{CALLS} calls of a compiled gradient gave {count} result"
+    if count == 1:
+        return text, ""
+    return f"{text}s", f"virtual_replicas cannot promise equal bits here. {ONE_THREAD}"
 
 
 def _nccl() -> tuple[str, str]:
-    return "ready" if jax.default_backend() not in ("cpu", "tpu") else "no GPU here", ""
+    if jax.default_backend() in ("cpu", "tpu"):
+        return "no GPU here", ""
+    return "ready", ""
 
 
 def _mpi() -> tuple[str, str, str | None]:
@@ -145,11 +137,8 @@ def _mpi() -> tuple[str, str, str | None]:
     # Installed packages do not load if they were built against an absent MPI.
     vendor, problem = mpi_vendors.loaded()
     if vendor is None:
-        return (
-            "does not load",
-            f"{problem}; mpi4py finds no MPI: pip install mpich, or install a system MPI",
-            None,
-        )
+        problem += "; mpi4py finds no MPI: pip install mpich, or install a system MPI"
+        return "does not load", problem, None
     if problem:
         return "does not load", f"{problem}: {mpi_vendors.rebuild(vendor)}", vendor
     return f"ready: {vendor}", "", vendor
@@ -161,30 +150,20 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
     if srun and "SLURM_JOB_ID" in os.environ:
         return srun, ""
     launchers = list(mpi_vendors.launchers(vendor))
+    if srun and not launchers:
+        return srun, ""
     if not launchers:
-        return srun or "none found", "" if srun else "pip install mpich brings mpiexec"
+        return "none found", "pip install mpich brings mpiexec"
     launcher, launcher_vendor = launchers[0]
     mpiexec = shutil.which("mpiexec")
     vendors = dict(launchers)
     if vendor and launcher_vendor != vendor:
-        return (
-            f"{launcher} ({launcher_vendor or 'whose?'})",
-            f"mpi4py has {vendor}, whose mpiexec is not here: install it",
-        )
+        advice = f"mpi4py has {vendor}, whose mpiexec is not here: install it"
+        return f"{launcher} ({launcher_vendor or 'whose?'})", advice
     if vendor and mpiexec and vendors.get(mpiexec) != vendor:
-        return (
-            launcher,
-            f"mpi4py has {vendor}; plain mpiexec is {mpiexec}, "
-            f"of {vendors.get(mpiexec) or 'another MPI'}",
-        )
+        other_vendor = vendors.get(mpiexec) or "another MPI"
+        return launcher, f"mpi4py has {vendor}; plain mpiexec is {mpiexec}, of {other_vendor}"
     return launcher, ""
-
-
-def _idle_gpus() -> str:
-    """Returns advice if JAX does not use an installed NVIDIA driver."""
-    if jax.default_backend() == "cpu" and Path("/dev/nvidiactl").exists():
-        return "there is an NVIDIA driver: pip install 'jax[cuda13]', and no JAX_PLATFORMS=cpu"
-    return ""
 
 
 def installed(name: str) -> str | None:

@@ -51,26 +51,25 @@ class Checked(NamedTuple):
 
     def __str__(self) -> str:
         if self.equal:
-            random = ", as far as its random numbers let see" if self.random else ""
-            return (
-                f"The loss is a mean over its rows{random}: halves of {self.rows} rows have the "
-                "whole's gradients."
-            )
-        shown = [
-            f"  {name or 'params'}: by {share:.2g} of its size"
-            for name, share in self.leaves[:SHOWN]
-        ]
-        more = [f"  and {len(self.leaves) - SHOWN} more leaves"] if len(self.leaves) > SHOWN else []
-        head = (
+            words = "The loss is a mean over its rows"
+            if self.random:
+                words += ", as far as its random numbers let see"
+            return f"{words}: halves of {self.rows} rows have the whole's gradients."
+        lines = [
             f"The loss is no mean over its rows: halves of {self.rows} rows have other gradients "
             "than the whole."
-        )
+        ]
+        for name, share in self.leaves[:SHOWN]:
+            lines.append(f"  {name or 'params'}: by {share:.2g} of its size")
+        if len(self.leaves) > SHOWN:
+            lines.append(f"  and {len(self.leaves) - SHOWN} more leaves")
+        advice = CAUSES
         if self.factor:
-            times = f"Those of the whole are {self.factor:.3g} times as large"
-            return "\n".join(
-                [head, *shown, *more, f"{times}: the loss is a sum over its rows; take the mean."]
+            advice = (
+                f"Those of the whole are {self.factor:.3g} times as large: the loss is a sum over "
+                "its rows; take the mean."
             )
-        return "\n".join([head, *shown, *more, CAUSES])
+        return "\n".join([*lines, advice])
 
 
 def check(
@@ -146,10 +145,11 @@ def check(
     contiguous = jax.tree.map(lambda x: x.reshape(2, half, *x.shape[1:]), even)
     strided = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(half, 2, *x.shape[1:]), 0, 1), even)
     full = mean_of(single, rng)
-    redrawn = full if rng is None else mean_of(single, _another(rng))
-    return _compared(
-        names, 2 * half, full, [mean_of(contiguous, rng), mean_of(strided, rng)], redrawn
-    )
+    redrawn = full
+    if rng is not None:
+        redrawn = mean_of(single, jax.tree.map(_another, rng))
+    halves = [mean_of(contiguous, rng), mean_of(strided, rng)]
+    return _compared(names, 2 * half, full, halves, redrawn)
 
 
 def _compared(
@@ -160,21 +160,22 @@ def _compared(
     redrawn: list[jax.Array],
 ) -> Checked:
     """Compares gradients of the full batch with those of halves, and with those of another key."""
-    largest = max((float(jnp.max(jnp.abs(g), initial=0)) for g in full), default=0.0)
+    sizes = [float(jnp.max(jnp.abs(g), initial=0)) for g in full]
+    largest = max(sizes, default=0.0)
     differing = list[tuple[str, float]]()
     noisy = False
     for k, name in enumerate(names):
-        size = max(float(jnp.max(jnp.abs(full[k]), initial=0)), 1e-3 * largest) or 1.0
+        size = max(sizes[k], 1e-3 * largest) or 1.0
         tolerance = float(jnp.finfo(full[k].dtype).eps) ** 0.5
         noise = _apart(full[k], redrawn[k]) / size
         share = max(_apart(full[k], half[k]) / size for half in halves)
         noisy |= noise > tolerance
         if not share <= max(tolerance, NOISE * noise):
             differing.append((name, share))
+    if not differing:
+        return Checked(True, rows, (), None, noisy)
     differing.sort(key=lambda pair: -pair[1])
-    return Checked(
-        not differing, rows, tuple(differing), _factor(full, halves) if differing else None, noisy
-    )
+    return Checked(False, rows, tuple(differing), _factor(full, halves), noisy)
 
 
 def _apart(a: jax.Array, b: jax.Array) -> float:
@@ -183,17 +184,22 @@ def _apart(a: jax.Array, b: jax.Array) -> float:
 
 def _factor(full: list[jax.Array], halves: list[list[jax.Array]]) -> float | None:
     """Returns the full batch's gradients over those of halves, if one number above 1.5."""
-    large = np.concatenate([np.asarray(g, complex).reshape(-1) for g in full] * len(halves))
-    small = np.concatenate([np.asarray(g, complex).reshape(-1) for half in halves for g in half])
+    large = np.tile(_flat(full), len(halves))
+    small = np.concatenate(list(map(_flat, halves)))
     if not np.any(small):
         return None
     factor = float(np.real(np.vdot(small, large) / np.vdot(small, small)))
-    proportional = np.allclose(
-        large, factor * small, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(large)))
-    )
-    return factor if proportional and factor > 1.5 else None
+    absolute = 1e-3 * float(np.max(np.abs(large)))
+    if factor > 1.5 and np.allclose(large, factor * small, rtol=1e-3, atol=absolute):
+        return factor
+    return None
 
 
-def _another(rng: PyTree) -> Any:
-    is_key = lambda x: jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)  # noqa: E731
-    return jax.tree.map(lambda x: jax.random.fold_in(x, 1) if is_key(x) else x, rng)
+def _flat(grads: list[jax.Array]) -> np.ndarray:
+    return np.concatenate([np.asarray(g, complex).reshape(-1) for g in grads])
+
+
+def _another(key: Any) -> Any:
+    if jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
+        return jax.random.fold_in(key, 1)
+    return key

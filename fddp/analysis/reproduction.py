@@ -8,6 +8,7 @@ Source: `bitwise reproducibility` in Levanter; thinking machines' count of disti
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -45,26 +46,21 @@ class Reproduction(NamedTuple):
         return self.distinct == 1 and len({digest for _, digest in self.digests}) == 1
 
     def __str__(self) -> str:
-        rows = [f"{n} replica{'s' * (n > 1):<2}  {digest}" for n, digest in self.digests]
         head = f"{self.model}, {self.steps} steps of {self.virtual} virtual replicas"
+        rows = [f"{n} replica{'s' * (n > 1):<2}  {digest}" for n, digest in self.digests]
+        foot = "different"
+        if self.equal:
+            foot = "equal"
         if self.distinct > 1:
-            return "\n".join(
-                [
-                    head,
-                    *rows,
-                    f"no claim: {CALLS} calls of one program gave {self.distinct} results. "
-                    f"{ONE_THREAD}",
-                ]
-            )
-        return "\n".join([head, *rows, "equal" if self.equal else "different"])
+            calls = f"{CALLS} calls of one program gave {self.distinct} results"
+            foot = f"no claim: {calls}. {ONE_THREAD}"
+        return "\n".join([head, *rows, foot])
 
 
 def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int) -> Reproduction:
-    """Trains a model on several numbers of this process's devices.
+    """Trains module:preset (None: a small net) on several numbers of this process's devices.
 
-    The model is module:preset, or None for a small net. The number of virtual replicas, of `rows`
-    rows each, is the least common multiple of `replicas`. Raises ValueError for an unknown model or
-    too few devices.
+    The number of virtual replicas, of `rows` rows each, is the least common multiple of `replicas`.
     """
     if max(replicas) > jax.local_device_count():
         raise ValueError(
@@ -75,9 +71,8 @@ def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int)
     loss_fn, (params, model_state), batches = _problem(model, rows * virtual)
 
     def digest(count: int) -> str:
-        group = mesh_group(
-            jax.make_mesh((count,), ("replica",), devices=jax.local_devices()[:count])
-        )
+        devices = jax.local_devices()[:count]
+        group = mesh_group(jax.make_mesh((count,), ("replica",), devices=devices))
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
         step = train_step(loss_fn, optimizer, group=group, has_aux=True, virtual_replicas=virtual)
         state = step.init(params, model_state=model_state)
@@ -87,15 +82,14 @@ def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int)
             losses.append(info.loss)
         return _digest((state, losses))
 
-    def gradients() -> Any:
-        buffers = {} if model_state is None else {"model_state": model_state}
-        return jax.jit(jax.grad(lambda p: loss_fn(p, micro_batch, **buffers)[0]))
-
     micro_batch = jax.tree.map(lambda x: x[:rows], batches[0])
+    loss = loss_fn
+    if model_state is not None:
+        loss = partial(loss_fn, model_state=model_state)
+    gradient = jax.jit(jax.grad(lambda p: loss(p, micro_batch)[0]))
     digests = tuple((count, digest(count)) for count in replicas)
-    return Reproduction(
-        model or "a small net", steps, virtual, digests, distinct(gradients(), params)
-    )
+    results = distinct(gradient, params)
+    return Reproduction(model or "a small net", steps, virtual, digests, results)
 
 
 def distinct(f: Callable[..., Any], *args: Any) -> int:
@@ -115,11 +109,8 @@ def _problem(model: str | None, rows: int) -> tuple[Callable[..., Any], tuple[An
         module, preset = read_model(model)
         config = module.PRESETS[preset]
         batches = [module.batch(config, rows, seed=k) for k in range(BATCHES)]
-        return (
-            module.loss_fn(config),
-            module.init(config, jax.random.key(0), batches[0]),
-            batches,
-        )
+        state = module.init(config, jax.random.key(0), batches[0])
+        return module.loss_fn(config), state, batches
 
     def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> tuple[Any, Any]:
         return jnp.mean((jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["out"]) ** 2), ()
@@ -135,5 +126,6 @@ def _problem(model: str | None, rows: int) -> tuple[Callable[..., Any], tuple[An
 
 
 def _digest(tree: PyTree) -> str:
-    data = b"".join(np.asarray(x).tobytes() for x in jax.device_get(jax.tree.leaves(tree)))
+    leaves = map(np.asarray, jax.device_get(jax.tree.leaves(tree)))
+    data = b"".join(x.tobytes() for x in leaves)
     return hashlib.sha256(data).hexdigest()[:16]

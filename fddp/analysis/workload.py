@@ -22,13 +22,12 @@ NEEDED = ("PRESETS", "init", "batch", "loss_fn")
 
 
 class Workload(NamedTuple):
-    """A loss with metrics, and the shapes of its inputs."""
+    """A loss with metrics, and its inputs or their shapes."""
 
     loss_fn: Callable[..., Any]
     params: Any
     model_state: Any
     batch: Any
-    """Rows of all replicas."""
 
     def step(self, group: Group, **options: Any) -> tuple[TrainStep, TrainState]:
         """Returns an AdamW step on this workload, and the shapes of its first state."""
@@ -37,25 +36,26 @@ class Workload(NamedTuple):
 
 
 def read_workload(name: str, rows: int) -> Workload:
-    """Returns the workload of module:preset, with `rows` rows over all replicas.
-
-    Only the synthetic batch is computed. Raises ValueError like `read_model`.
-    """
+    """Returns the shapes of module:preset, with `rows` rows; computes only the synthetic batch."""
     module, preset = read_model(name)
     model = module.PRESETS[preset]
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows)
-    )
+    batch = module.batch(model, rows)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
     return Workload(module.loss_fn(model), params, model_state, batch)
 
 
-def read_model(name: str) -> tuple[ModuleType, str]:
-    """Splits module:preset into the imported module and the preset's name.
+def make_workload(name: str, rows: int, seed: int) -> Workload:
+    """Returns module:preset with its values and `rows` rows, drawn with the seed."""
+    module, preset = read_model(name)
+    model = module.PRESETS[preset]
+    batch = module.batch(model, rows, seed)
+    params, model_state = module.init(model, jax.random.key(0), batch)
+    return Workload(module.loss_fn(model), params, model_state, batch)
 
-    The search path includes the current folder. Raises ValueError for an unknown module or preset,
-    or for a module without one of the names in `NEEDED`.
-    """
+
+def read_model(name: str) -> tuple[ModuleType, str]:
+    """Splits module:preset into the imported module and the preset's name."""
     path, colon, preset = name.partition(":")
     if not colon or "/" in path or path.endswith(".py"):
         raise ValueError(f"a model is named module:preset, models.gpt:tiny say; got {name!r}.")
@@ -64,9 +64,8 @@ def read_model(name: str) -> tuple[ModuleType, str]:
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{error}; {path} is looked for from this folder, {Path.cwd()}."
-        ) from error
+        words = f"{error}; {path} is looked for from this folder, {Path.cwd()}."
+        raise ValueError(words) from error
     missing = [name for name in NEEDED if not hasattr(module, name)]
     if missing:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 A group is a set of replicas with equal parameters: devices along an axis of a mesh, or MPI ranks.
 The room holds the collectives of their programs and of their hosts, the placement of their arrays,
-and the checks that ranks agree. This room imports no other.
+and the checks that ranks agree. This room imports jaxpr.
 """
 
 from fddp.comm.addresses import host_key as host_key

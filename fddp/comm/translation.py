@@ -17,8 +17,6 @@ from fddp.jax_internals import (
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
-    Literal,
-    Var,
     axes_of,
     barrier_before,
     branches,
@@ -26,11 +24,11 @@ from fddp.jax_internals import (
     inner_programs,
     jaxpr_as_fun,
     loop_parts,
-    run_as_it_is,
     run_while,
     scan_body,
     while_programs,
 )
+from fddp.jaxpr import Read, interpret, run_scan
 
 # (equation, its arguments) → its results
 Carry: TypeAlias = Callable[[JaxprEqn, Sequence[Any]], Sequence[Any]]
@@ -50,40 +48,30 @@ def run_translated(
 
     The program contains its derivatives, so no caller differentiates the run.
     """
-    jaxpr = closed.jaxpr
-    values: dict[Var, Any] = {
-        **dict(zip(jaxpr.constvars, closed.consts)),
-        **dict(zip(jaxpr.invars, args)),
-    }
-
-    def value(atom: Literal | Var) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
     run = partial(run_translated, axis_name=axis_name, words=words)
-    for eqn in jaxpr.eqns:
-        inputs = [value(atom) for atom in eqn.invars]
+
+    def translate(eqn: JaxprEqn, read: Read) -> Sequence[Any] | None:
         if not _over(eqn, axis_name):
-            outputs = run_as_it_is(closed, eqn, inputs)
-        elif inner_programs(eqn):
-            outputs = _inside(run, eqn, inputs)
-        elif eqn.primitive.name in words:
-            outputs = words[eqn.primitive.name](eqn, inputs)
-        else:
+            return None
+        inputs = list(map(read, eqn.invars))
+        if inner_programs(eqn):
+            return _inside(run, eqn, inputs)
+        name = eqn.primitive.name
+        if name not in words:
             raise ValueError(
-                f"the loss has the collective {eqn.primitive.name} over {axis_name!r}, for which "
-                "this backend has no word: use backend 'gloo' or 'nccl'."
+                f"the loss has the collective {name} over {axis_name!r}, for which this backend "
+                "has no word: use backend 'gloo' or 'nccl'."
             )
-        values.update(zip(eqn.outvars, outputs))
-    return [value(atom) for atom in jaxpr.outvars]
+        return words[name](eqn, inputs)
+
+    return interpret(closed, args, translate)
 
 
 def _over(eqn: JaxprEqn, axis_name: str) -> bool:
     inner = inner_programs(eqn)
-    return (
-        any(has_collectives(body, axis_name) for body in inner)
-        if inner
-        else axis_name in axes_of(eqn)
-    )
+    if not inner:
+        return axis_name in axes_of(eqn)
+    return any(has_collectives(body, axis_name) for body in inner)
 
 
 def _inside(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -> Sequence[Any]:
@@ -93,7 +81,9 @@ def _inside(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -
         each = [lambda *inputs, branch=branch: run(branch, inputs) for branch in branches(eqn)]
         return jax.lax.switch(args[0], each, *args[1:])
     if name == "scan":
-        return _scan(run, eqn, args)
+        rows = loop_parts(eqn, args)[2]
+        body = scan_body(eqn)[0]
+        return run_scan(eqn, args, rows, lambda before, row: run(body, [*before, *row]))
     if name == "while":
         test_consts, consts, carry = loop_parts(eqn, args)
         test, body = while_programs(eqn)
@@ -109,15 +99,3 @@ def _inside(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -
         )
     inputs = jaxpr_as_fun(barrier_before(eqn))(*args) if name in REMATERIALISED else args
     return run(called_program(eqn), inputs)
-
-
-def _scan(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    consts, carry, rows = loop_parts(eqn, args)
-    closed, options = scan_body(eqn)
-
-    def body(state: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
-        outputs = run(closed, [*consts, *state, *row])
-        return outputs[: len(carry)], outputs[len(carry) :]
-
-    final_carry, stacked = jax.lax.scan(body, carry, rows, **options)
-    return [*final_carry, *stacked]

@@ -3,6 +3,7 @@
 Source: `gather_all_tensors` in torchmetrics; `gather_for_metrics` in Accelerate.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -41,15 +42,14 @@ def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
 
     def find() -> tuple[Any, list[np.ndarray]]:
         rows = jax.tree_util.tree_map_with_path(_row, tree)
-        return rows, [np.asarray(x) for x in jax.tree.leaves(tree)]
+        return rows, list(map(np.asarray, jax.tree.leaves(tree)))
 
     _, hosted = verify(group, "rows", find, lambda result: described("a row of", result[0]))
-    counts = np.array([len(x) for x in hosted], np.int64)
+    counts = np.array(list(map(len, hosted)), np.int64)
     messages = gather_bytes(group, counts.tobytes() + b"".join(x.tobytes() for x in hosted))
     rank_arrays = [_read(data, hosted) for data in messages]
-    return jax.tree.unflatten(
-        jax.tree.structure(tree), [np.concatenate(arrays) for arrays in zip(*rank_arrays)]
-    )
+    leaves = map(np.concatenate, zip(*rank_arrays))
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
@@ -71,11 +71,11 @@ def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
 def _read(data: bytes, like: list[np.ndarray]) -> list[np.ndarray]:
     """Reads one rank's message: the number of rows of each array, then the arrays."""
     counts = np.frombuffer(data, np.int64, len(like))
-    shapes = [(int(count), *x.shape[1:]) for count, x in zip(counts, like)]
-    ends = np.cumsum(
-        [counts.nbytes, *(np.prod(shape, dtype=int) * x.itemsize for shape, x in zip(shapes, like))]
-    )
-    return [
-        np.frombuffer(data[begin:end], x.dtype).reshape(shape)
-        for begin, end, shape, x in zip(ends[:-1], ends[1:], shapes, like)
-    ]
+    begin = counts.nbytes
+    arrays = list[np.ndarray]()
+    for count, x in zip(counts.tolist(), like):
+        shape = (count, *x.shape[1:])
+        size = math.prod(shape)
+        arrays.append(np.frombuffer(data, x.dtype, size, begin).reshape(shape))
+        begin += size * x.itemsize
+    return arrays

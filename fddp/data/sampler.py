@@ -12,7 +12,9 @@ instead.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -62,38 +64,12 @@ def samples(
       [[1, 3], [0, 2], [1, 3]]
     """
     start = _whole("start_step", start_step, least=0)
-    steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
-
-    def walk() -> Iterator[Int[np.ndarray, " local"]]:
-        first_epoch, first_step = divmod(start, steps)
-        for epoch in count(first_epoch):
-            numbers = epoch_samples(
-                rows,
-                batch,
-                epoch,
-                rank=rank,
-                size=size,
-                seed=seed,
-                shuffle=shuffle,
-                drop_last=drop_last,
-                virtual_replicas=virtual_replicas,
-            )
-            yield from numbers[first_step:] if epoch == first_epoch else numbers
-
-    return walk()  # not a generator itself, which would check its arguments at the first step only
+    deal = Deal(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
+    return _walk(deal, start)  # `samples` itself checks its arguments before the first step
 
 
 def epoch_samples(
-    rows: int,
-    batch: int,
-    epoch: int,
-    *,
-    rank: int = 0,
-    size: int = 1,
-    seed: int = 0,
-    shuffle: bool = True,
-    drop_last: bool = False,
-    virtual_replicas: int | None = None,
+    rows: int, batch: int, epoch: int, **options: Any
 ) -> Int[np.ndarray, "steps local"]:
     """Returns the numbers of the rows that one process reads in an epoch; see `samples`.
 
@@ -101,70 +77,89 @@ def epoch_samples(
     array([[1, 3],
            [5, 7]])
     """
-    epoch = _whole("epoch", epoch, least=0)
-    steps = _steps_per_epoch(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
-    # Narrow NumPy integers would overflow.
-    rows, batch, rank, size = map(int, (rows, batch, rank, size))
-    # Unlike PyTorch's seed + epoch: its epoch 1 of seed 0 is epoch 0 of seed 1.
-    order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
-    # np.resize cuts, or repeats from the front.
-    batches = np.resize(order, (steps, batch))
-    replicas = virtual_replicas or size
-    local_replicas = replicas // size
-    return np.hstack(
-        [
-            batches[:, number::replicas]
-            for number in range(rank * local_replicas, (rank + 1) * local_replicas)
-        ]
-    )
+    return Deal(rows, batch, **options).epoch(_whole("epoch", epoch, least=0))
 
 
-def _steps_per_epoch(
-    rows: object,
-    batch: object,
-    rank: object,
-    size: object,
-    seed: object,
-    shuffle: object,
-    drop_last: object,
-    virtual_replicas: object,
-) -> int:
-    """Checks the arguments, and returns the number of batches of an epoch."""
-    rows, batch, size = (
-        _whole(*argument, least=1)
-        for argument in (("rows", rows), ("batch", batch), ("size", size))
-    )
-    rank = _whole("rank", rank, least=0)
-    _whole("seed", seed, least=0)
-    for name, choice in (("shuffle", shuffle), ("drop_last", drop_last)):
-        if not isinstance(choice, bool):
-            raise TypeError(f"{name} must be True or False, got {choice!r}.")
-    if rank >= size:
-        raise ValueError(f"rank must be below size, {size}, got {rank}: ranks count from 0.")
-    replicas = (
-        size if virtual_replicas is None else _whole("virtual_replicas", virtual_replicas, least=1)
-    )
-    if replicas % size:
-        raise ValueError(
-            f"virtual_replicas must be a multiple of size, {size}, got {replicas}: each process "
-            f"stands for equally many; give {replicas + -replicas % size}."
-        )
-    if batch % replicas and virtual_replicas is not None:
-        raise ValueError(
-            f"batch must be a multiple of virtual_replicas, {replicas}, got {batch}: each reads "
-            f"equally many rows; give {batch + -batch % replicas}."
-        )
-    if batch % size:
-        raise ValueError(
-            f"batch must be a multiple of size, {size}, got {batch}: it counts the rows of all "
-            f"processes, and each reads equally many; give {batch + -batch % size}."
-        )
-    if drop_last and rows < batch:
-        raise ValueError(
-            f"batch must be at most rows, {rows}, got {batch}: drop_last=True would drop the only "
-            "batch."
-        )
-    return rows // batch if drop_last else -(-rows // batch)
+def _walk(deal: "Deal", start: int) -> Iterator[Int[np.ndarray, " local"]]:
+    first_epoch, first_step = divmod(start, deal.steps)
+    yield from deal.epoch(first_epoch)[first_step:]
+    for epoch in count(first_epoch + 1):
+        yield from deal.epoch(epoch)
+
+
+@dataclass
+class Deal:
+    """The arguments of `samples`, checked."""
+
+    rows: int
+    batch: int
+    rank: int = 0
+    size: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    virtual_replicas: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Number of batches of an epoch."""
+        if self.drop_last:
+            return self.rows // self.batch
+        return -(-self.rows // self.batch)
+
+    def epoch(self, epoch: int) -> Int[np.ndarray, "steps local"]:
+        """Returns the numbers of the rows that the process reads in an epoch."""
+        order = np.arange(self.rows)
+        if self.shuffle:
+            # Unlike PyTorch's seed + epoch: its epoch 1 of seed 0 is epoch 0 of seed 1.
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        # np.resize cuts, or repeats from the front.
+        batches = np.resize(order, (self.steps, self.batch))
+        replicas = self.virtual_replicas or self.size
+        local_replicas = replicas // self.size
+        first = self.rank * local_replicas
+        numbers = range(first, first + local_replicas)
+        return np.hstack([batches[:, number::replicas] for number in numbers])
+
+    def __post_init__(self) -> None:
+        # Narrow NumPy integers would overflow.
+        self.rows = _whole("rows", self.rows, least=1)
+        self.batch = batch = _whole("batch", self.batch, least=1)
+        self.size = size = _whole("size", self.size, least=1)
+        self.rank = _whole("rank", self.rank, least=0)
+        _whole("seed", self.seed, least=0)
+        for name in ("shuffle", "drop_last"):
+            choice = getattr(self, name)
+            if not isinstance(choice, bool):
+                raise TypeError(f"{name} must be True or False, got {choice!r}.")
+        if self.rank >= size:
+            raise ValueError(
+                f"rank must be below size, {size}, got {self.rank}: ranks count from 0."
+            )
+        if self.virtual_replicas is not None:
+            self.virtual_replicas = replicas = _whole(
+                "virtual_replicas", self.virtual_replicas, least=1
+            )
+            if replicas % size:
+                raise ValueError(
+                    f"virtual_replicas must be a multiple of size, {size}, got {replicas}: each "
+                    f"process stands for equally many; give {replicas + -replicas % size}."
+                )
+            if batch % replicas:
+                raise ValueError(
+                    f"batch must be a multiple of virtual_replicas, {replicas}, got {batch}: each "
+                    f"reads equally many rows; give {batch + -batch % replicas}."
+                )
+        if batch % size:
+            raise ValueError(
+                f"batch must be a multiple of size, {size}, got {batch}: it counts the rows of all "
+                f"processes, and each reads equally many; give {batch + -batch % size}."
+            )
+        if self.drop_last and self.rows < batch:
+            raise ValueError(
+                f"batch must be at most rows, {self.rows}, got {batch}: drop_last=True would drop "
+                "the only batch."
+            )
 
 
 def _whole(name: str, value: object, *, least: int) -> int:

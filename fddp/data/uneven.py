@@ -85,7 +85,7 @@ def _rounds(
         active = group.all_gather(np.array(batch is not EXHAUSTED))
         if number and not active.any():
             return
-        exhausted = ", ".join(str(rank) for rank in np.flatnonzero(~active))
+        exhausted = ", ".join(map(str, np.flatnonzero(~active)))
         if exhausted and number == 0:
             raise ValueError(
                 f"join: no batch at all on rank {exhausted}; give every rank at least one."
@@ -95,17 +95,21 @@ def _rounds(
                 f"join: rank {exhausted} has run out of batches, and throw_on_early_termination is "
                 "set."
             )
-        last = last if batch is EXHAUSTED else batch
+        runs = batch is not EXHAUSTED
+        if runs:
+            last = batch
         leads = group.rank == np.argmax(active)
         if number == 0:  # as in a step, the first batch decides whether rows are counted
             divided = isinstance(last, Stacked) or is_rows(last)
-        rows = count_rows(last) if divided or isinstance(last, Stacked) else 1
+        rows = 1
+        if divided or isinstance(last, Stacked):
+            rows = count_rows(last)
         max_rows = max(max_rows, rows)
-        # An exhausted rank counts its largest batch so far, even if its last one was smaller.
-        divisor = (
-            1.0 if batch is not EXHAUSTED else max_rows / rows if divide_by_all and rows else 0.0
-        )
-        yield _joined(last, rows, batch is not EXHAUSTED, divisor, leads)
+        divisor = float(runs)
+        if divide_by_all and rows and not runs:
+            # An exhausted rank counts its largest batch so far, even if its last one was smaller.
+            divisor = max_rows / rows
+        yield _joined(last, rows, runs, divisor, leads)
 
 
 def _joined(batch: PyTree, rows: int, active: bool, divisor: float, leads: bool) -> Joined:

@@ -79,19 +79,20 @@ def evaluate(
     """
     refuse_transformations()
     group = group_of("evaluate", group)
-    trees = (state.params, state.model_state) if isinstance(state, TrainState) else (state, None)
+    trees = (state, None)
+    if isinstance(state, TrainState):
+        trees = (state.params, state.model_state)
     verify(group, "metric_fn or state", lambda: _described(metric_fn, trees))
     params, model_state = whole(trees, group=group)
-    sums = verify(
-        group,
-        "evaluation",
-        lambda: _sums(metric_fn, params, model_state, batches, group),
-        nothing_to_compare,
-    )
-    reports = [json.loads(words) for words in gather_bytes(group, _written(sums))]
+    compute = partial(_sums, metric_fn, params, model_state, batches, group)
+    sums = verify(group, "evaluation", compute, nothing_to_compare)
+    reports = list(map(json.loads, gather_bytes(group, _written(sums))))
     rank_sums = _read(sums, reports)
-    verify(group, "metrics", lambda: described("metric", rank_sums[0] if sums is None else sums))
-    return jax.tree.map(_mean, _total(rank_sums), is_leaf=_is_weighted)
+    if sums is None:
+        sums = rank_sums[0]
+    verify(group, "metrics", lambda: described("metric", sums))
+    totals = jax.tree_util.tree_map_with_path(_added, *rank_sums)
+    return jax.tree.map(_mean, totals, is_leaf=_is_weighted)
 
 
 def _described(metric_fn: Callable[..., Any], trees: tuple[Any, Any]) -> list[str]:
@@ -130,7 +131,9 @@ def _sums(
         # The host adds up the metrics of one batch while the devices compute the next.
         if len(pending) > 1 or local.shares_cores:
             sums = _plus(sums, pending.popleft())
-    return _plus(sums, *pending) if pending else sums
+    for metrics in pending:
+        sums = _plus(sums, metrics)
+    return sums
 
 
 def _counted(batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
@@ -168,8 +171,9 @@ def _dealt(group: Group, local: Placement, batch: Any, rows: int) -> Any:
     """Places a batch on this process's devices: split by rows if they divide, else replicated."""
     if rows < 2:
         check_filled(batch)
-    dealt = rows > 1 and rows % (group.size // group.processes) == 0
-    return local.place(batch, local.per_replica if dealt else REPLICATED)
+    if rows > 1 and rows % (group.size // group.processes) == 0:
+        return local.place(batch, local.per_replica)
+    return local.place(batch, REPLICATED)
 
 
 @without_context_mesh
@@ -184,22 +188,24 @@ def _measured(local: Placement, metric_fn: Callable[..., Any], *args: Any) -> An
 def _metrics(
     metric_fn: Callable[..., Any], params: Any, model_state: Any, batch: Any, rows: int | Array
 ) -> Any:
-    metrics = metric_fn(
-        params, batch, **({} if model_state is None else {"model_state": model_state})
-    )
+    if model_state is not None:
+        metric_fn = partial(metric_fn, model_state=model_state)
+    metrics = metric_fn(params, batch)
     if not jax.tree.leaves(metrics):
         raise TypeError(f"metric_fn must return metrics, floats in a tree, got {metrics!r}.")
     return jax.tree_util.tree_map_with_path(partial(_weighted, rows), metrics, is_leaf=_is_weighted)
 
 
 def _weighted(rows: int | Array, path: tuple[Any, ...], metric: Any) -> Weighted:
-    value, weight = metric if isinstance(metric, Weighted) else (metric, rows)
+    if not isinstance(metric, Weighted):
+        metric = Weighted(metric, rows)
+    value, weight = metric
     name = f"metric{jax.tree_util.keystr(path)}"
     if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.floating):
         raise TypeError(
             f"{name} must be a float, the mean over the rows of a batch, got "
-            f"{value.dtype if hasattr(value, 'dtype') else type(value).__name__}: divide a count "
-            "by the rows, or return fddp.Weighted(mean, number)."
+            f"{getattr(value, 'dtype', type(value).__name__)}: divide a count by the rows, or "
+            "return fddp.Weighted(mean, number)."
         )
     if jnp.shape(weight) not in ((), jnp.shape(value)):
         raise ValueError(
@@ -218,14 +224,13 @@ def _written(sums: Any) -> bytes:
         nodes = tree.serialize_using_proto().hex()
     except ValueError:  # a user's class
         nodes = None
-    return json.dumps(
-        {"tree": nodes, "leaves": [[_words(x) for x in pair] for pair in leaves]}
-    ).encode()
+    words = [list(map(_words, pair)) for pair in leaves]
+    return json.dumps({"tree": nodes, "leaves": words}).encode()
 
 
 def _read(sums: Any, reports: list[dict[str, Any] | None]) -> list[Any]:
     """Deserializes the ranks' sums, without running received code as pickles would."""
-    full_reports = [report for report in reports if report is not None]
+    full_reports = list(filter(None, reports))
     if not full_reports:
         raise ValueError("fddp.evaluate: no rank has a batch; give one of them at least one.")
     if len(full_reports) < len(reports) and None in [report["tree"] for report in full_reports]:
@@ -238,11 +243,11 @@ def _read(sums: Any, reports: list[dict[str, Any] | None]) -> list[Any]:
     registry = jax.tree_util.default_registry
     rank_sums = list[Any]()
     for report in full_reports:
-        data = report["tree"] and bytes.fromhex(report["tree"])
-        tree = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, data) if data else treedef
-        rank_sums.append(
-            tree.unflatten([Weighted(*map(_array, pair)) for pair in report["leaves"]])
-        )
+        tree = treedef
+        if nodes := report["tree"]:
+            tree = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, bytes.fromhex(nodes))
+        leaves = [Weighted(*map(_array, pair)) for pair in report["leaves"]]
+        rank_sums.append(tree.unflatten(leaves))
     return rank_sums
 
 
@@ -255,10 +260,12 @@ def _array(words: list[Any]) -> Any:
     return np.frombuffer(bytes.fromhex(data), np.float64).reshape(shape)
 
 
-def _plus(sums: Any, *measured: Any) -> Any:
-    """Adds the metrics of batches to the sums, on the host."""
-    exact = [jax.tree.map(_weighed, jax.device_get(x), is_leaf=_is_weighted) for x in measured]
-    return _total([*([] if sums is None else [sums]), *exact])
+def _plus(sums: Any, metrics: Any) -> Any:
+    """Adds the metrics of a batch to the sums, on the host."""
+    exact = jax.tree.map(_weighed, jax.device_get(metrics), is_leaf=_is_weighted)
+    if sums is None:
+        return exact
+    return jax.tree_util.tree_map_with_path(_added, sums, exact)
 
 
 def _weighed(metric: Weighted) -> Weighted:
@@ -268,12 +275,8 @@ def _weighed(metric: Weighted) -> Weighted:
     return Weighted(total, weight)
 
 
-def _total(sums: list[Any]) -> Any:
-    """Sums trees in order."""
-    return jax.tree_util.tree_map_with_path(_added, *sums)
-
-
 def _added(path: tuple[Any, ...], first: np.ndarray, *terms: np.ndarray) -> np.ndarray:
+    """Adds the sums of a metric in order."""
     for x in terms:
         if x.shape != first.shape:
             name = f"metric{jax.tree_util.keystr(path[:-1])}"
@@ -288,7 +291,9 @@ def _mean(sums: Weighted) -> Any:
     mean = np.divide(
         sums.value, sums.weight, out=np.full(sums.value.shape, np.nan), where=sums.weight != 0
     )
-    return mean if mean.shape else mean.item()
+    if not mean.shape:
+        return mean.item()
+    return mean
 
 
 def _is_weighted(x: Any) -> bool:

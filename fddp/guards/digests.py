@@ -7,6 +7,7 @@ symptom: the sums are still equal on all ranks.
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -41,33 +42,25 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
         # A shard exists on one replica only, and has no equal.
         tree, _ = take_apart({"params": state.params, "opt_state": state.opt_state})
         digests = program(group.placement.place(tree, REPLICATED))
-        local_digests = np.concatenate(
-            [
-                np.asarray(shard.data)
-                for shard in digests.addressable_shards
-                if shard.replica_id == 0
-            ]
-        )
+        shards = [shard for shard in digests.addressable_shards if shard.replica_id == 0]
+        local_digests = np.concatenate([np.asarray(shard.data) for shard in shards])
         rows = group.all_gather(local_digests)
         if np.all(rows == local_digests[0]):
             return
         replicas = rows.reshape(-1, rows.shape[-1])
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-        names = [leaf_name(path) for path in paths]
-        # The rank, and the replica if a rank has several.
-        ranks = [
-            f"rank {k // len(local_digests)}"
-            + f", replica {k % len(local_digests)}" * (len(local_digests) > 1)
-            for k in range(len(replicas))
-        ]
-        differences = [
-            _difference(name, ranks, column)
-            for name, column in zip(names, replicas.T)
-            if len(set(column)) > 1
-        ]
-        when = (
-            f"no longer equal after step {number}" if number else "not equal before the first step"
-        )
+        ranks = list[str]()
+        for rank in range(len(rows)):
+            if len(local_digests) == 1:
+                ranks.append(f"rank {rank}")
+            else:
+                ranks += [f"rank {rank}, replica {k}" for k in range(len(local_digests))]
+        differences = list[str]()
+        for (path, _), column in zip(jax.tree_util.tree_leaves_with_path(tree), replicas.T):
+            if len(set(column)) > 1:
+                differences.append(_difference(leaf_name(path), ranks, column))
+        when = "not equal before the first step"
+        if number:
+            when = f"no longer equal after step {number}"
         raise RuntimeError(
             f"replicas are {when}: {shortened(differences)}. A bit has flipped, or a rank has "
             "changed its state alone; go on from a checkpoint that was made before."
@@ -80,14 +73,12 @@ def _difference(name: str, ranks: list[str], digests: np.ndarray) -> str:
     ((mode, votes), *minorities) = Counter(digests.tolist()).most_common()
     if minorities and minorities[0][1] == votes:
         return f"{name} differs, and not more of them have one value than the other"
-    return (
-        f"{name} of {' and '.join(rank for rank, x in zip(ranks, digests.tolist()) if x != mode)} "
-        "differs from the others'"
-    )
+    minority = " and ".join(compress(ranks, digests != mode))
+    return f"{name} of {minority} differs from the others'"
 
 
 def _digests(tree: PyTree) -> UInt32[Array, " leaves"]:
-    return jnp.array([_digest(x) for x in jax.tree.leaves(tree)], jnp.uint32)
+    return jnp.array(list(map(_digest, jax.tree.leaves(tree))), jnp.uint32)
 
 
 def _digest(x: Array) -> UInt32[Array, ""]:

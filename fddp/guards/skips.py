@@ -56,16 +56,15 @@ class Skips:
                     f"its gradient of {plan.leaves[leaves[0]].name} was the first that is not "
                     "finite"
                 )
-                where = f" on replica {replica}" if group.size > group.processes else ""
-                more = f" ({len(leaves)} of {len(ready)} are not)" if len(leaves) > 1 else ""
-                print(f"{name}: {reason}{where}{more}.", file=sys.stderr, flush=True)
+                if group.size > group.processes:
+                    reason += f" on replica {replica}"
+                if len(leaves) > 1:
+                    reason += f" ({len(leaves)} of {len(ready)} are not)"
+                print(f"{name}: {reason}.", file=sys.stderr, flush=True)
                 return
         if group.rank == 0:
-            print(
-                f"{name}: the mean gradients are not finite; its own are.",
-                file=sys.stderr,
-                flush=True,
-            )
+            reason = "the mean gradients are not finite; its own are"
+            print(f"{name}: {reason}.", file=sys.stderr, flush=True)
 
 
 def _here(x: Any) -> list[np.ndarray]:

@@ -7,6 +7,7 @@ This room imports no other.
 from fddp.hlo.collectives import Collective as Collective
 from fddp.hlo.collectives import find_collectives as find_collectives
 from fddp.hlo.collectives import sends as sends
+from fddp.hlo.flops import total_flops as total_flops
 from fddp.hlo.flops import traffic as traffic
 from fddp.hlo.flops import work as work
 from fddp.hlo.module import Computation as Computation

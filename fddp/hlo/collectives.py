@@ -5,12 +5,15 @@ them overlap with it. A collective of a single instruction blocks the program, a
 marked by XLA as synchronous.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 from fddp.hlo.device_groups import Devices, device_groups
-from fddp.hlo.flops import work
+from fddp.hlo.flops import total_flops, work
 from fddp.hlo.module import Array, Computation, ComputationSchedule, Instruction, Module
 
+RENAMING = ("copy", "bitcast", "get-tuple-element")
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -73,14 +76,11 @@ def find_collectives(module: Module) -> tuple[Collective, ...]:
 
     Without a schedule, positions are those in the text.
     """
-    return tuple(
-        collective
-        for schedule in module.schedules()
-        for collective in _of_schedule(module, schedule)
-    )
+    schedules = (_of_schedule(module, schedule) for schedule in module.schedules())
+    return tuple(chain.from_iterable(schedules))
 
 
-def _of_schedule(module: Module, schedule: ComputationSchedule) -> list[Collective]:
+def _of_schedule(module: Module, schedule: ComputationSchedule) -> Iterator[Collective]:
     lines = schedule.lines
     works = [work(module, line, computation) for line, computation in lines]
     done_positions = {
@@ -88,68 +88,58 @@ def _of_schedule(module: Module, schedule: ComputationSchedule) -> list[Collecti
         for position, (line, _) in enumerate(lines)
         if line.opcode.endswith("-done")
     }
-    collectives = []
     for position, (line, computation) in enumerate(lines):
         sender = _sender(module, line)
         if sender is None:
             continue
-        is_async = (
-            module.scheduled
-            and line.opcode.endswith("-start")
-            and '"is_sync":true' not in line.attributes
-        )
-        done = done_positions.get(line.name, position) if is_async else position
+        done = position
+        starts = module.scheduled and line.opcode.endswith("-start")
+        if starts and '"is_sync":true' not in line.attributes:
+            done = done_positions.get(line.name, position)
         overlapped = works[position + 1 : done]
-        collectives.append(
-            Collective(
-                kind=next(kind for kind in KINDS if sender.opcode.startswith(kind)),
-                arrays=tuple(array for name in line.operands for array in computation[name].result),
-                groups=sender.groups,
-                op_name=line.op_name or sender.op_name,
-                start=position,
-                done=done,
-                loops=schedule.loops,
-                rounds=schedule.rounds,
-                branches=schedule.branches,
-                heavy=sum(map(bool, overlapped)),
-                flops=schedule.rounds
-                * sum(product.flops for products in overlapped for product in products),
-                pipelined=schedule.loops > 0
-                and all(_is_given(computation, name) for name in line.operands),
-                ahead=schedule.loops > 0 and _is_handed_on(computation, line.name),
-            )
+        in_loop = schedule.loops > 0
+        yield Collective(
+            kind=next(kind for kind in KINDS if sender.opcode.startswith(kind)),
+            arrays=tuple(chain.from_iterable(computation[name].result for name in line.operands)),
+            groups=sender.groups,
+            op_name=line.op_name or sender.op_name,
+            start=position,
+            done=done,
+            loops=schedule.loops,
+            rounds=schedule.rounds,
+            branches=schedule.branches,
+            heavy=sum(map(bool, overlapped)),
+            flops=schedule.rounds * sum(map(total_flops, overlapped)),
+            pipelined=in_loop and all(_is_given(computation, name) for name in line.operands),
+            ahead=in_loop and _is_handed_on(computation, line.name),
         )
-    return collectives
 
 
 def _is_given(computation: Computation, name: str) -> bool:
     """Returns True if a value is an input of its computation, possibly renamed or copied."""
     instruction = computation[name]
-    while instruction.opcode in ("copy", "bitcast", "get-tuple-element"):
+    while instruction.opcode in RENAMING:
         instruction = computation[instruction.operands[0]]
     return instruction.opcode == "parameter"
 
 
 def _is_handed_on(computation: Computation, name: str) -> bool:
     """Returns True if a computation only returns a value, possibly renamed or copied."""
-    readers = [line for line in computation.values() if name in line.operands]
-    renaming = ("copy", "bitcast", "get-tuple-element")
-    renames = (line.opcode in renaming or line.opcode.endswith("-done") for line in readers)
-    pairs = zip(readers, renames)
-    return all(
-        _is_handed_on(computation, line.name) if renamed else line.opcode == "tuple"
-        for line, renamed in pairs
-    )
+    for line in computation.values():
+        if name not in line.operands or line.opcode == "tuple":
+            continue
+        renames = line.opcode in RENAMING or line.opcode.endswith("-done")
+        if not (renames and _is_handed_on(computation, line.name)):
+            return False
+    return True
 
 
 def _sender(module: Module, line: Instruction) -> Instruction | None:
     """The collective that an instruction starts, itself or the content of an `async-start`."""
+    lines = [line]
     if line.opcode == "async-start":
-        wrapped = (
-            instruction for name in line.calls for instruction in module.computations[name].values()
-        )
-        return next((instruction for instruction in wrapped if _is_collective(instruction)), None)
-    return line if _is_collective(line) else None
+        lines = chain.from_iterable(module.computations[name].values() for name in line.calls)
+    return next(filter(_is_collective, lines), None)
 
 
 def sends(module: Module, line: Instruction) -> bool:

@@ -28,10 +28,10 @@ def device_groups(text: str) -> Devices:
         return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text))
     if tiles := re.fullmatch(r"\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         shape = _numbers(tiles[3])
-        order = _numbers(tiles[4]) if tiles[4] else None
-        return _dealt_out(
-            np.arange(math.prod(shape)).reshape(shape).transpose(order), int(tiles[2])
-        )
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        if tiles[4]:
+            ids = ids.transpose(_numbers(tiles[4]))
+        return _dealt_out(ids, int(tiles[2]))
     if re.fullmatch(rf"mesh\[(?:{AXIS}=\d+,?)+\] \{{(?:{AXIS},?)+\}}", text):
         mesh, _, grouped = text.partition("] ")
         sizes = {name: int(size) for name, size in re.findall(rf"{AXIS}=(\d+)", mesh)}

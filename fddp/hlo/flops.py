@@ -4,22 +4,16 @@ Source: `HloCostAnalysis` and the custom calls of `gpu/cublas_cudnn.h` in XLA.
 """
 
 import math
-import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
-from fddp.hlo.module import Computation, Instruction, Module
+from fddp.hlo.module import Computation, Instruction, Module, find, integers
 
 FREE = {
-    "parameter",
-    "constant",
-    "tuple",
-    "get-tuple-element",
-    "bitcast",
-    "after-all",
-    "partition-id",
-    "replica-id",
+    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
+    *("partition-id", "replica-id", "optimization-barrier", "add-dependency", "opt-barrier"),
 }
-FREE |= {"optimization-barrier", "add-dependency", "opt-barrier"}
 FUSIONS = ("fusion", "fusion-start")  # the second overlaps with the instructions after it
 SLICES = {"slice", "dynamic-slice", "gather"}
 UPDATE = "dynamic-update-slice"
@@ -44,17 +38,18 @@ def work(module: Module, instruction: Instruction, computation: Computation) -> 
         return (direct,)
     if instruction.opcode not in (*FUSIONS, "call", "while", "conditional", "async-start"):
         return ()
-    bodies = [
-        tuple(product for inner in called.values() for product in work(module, inner, called))
-        for called in (module.computations[name] for name in instruction.calls)
-    ]
+    bodies = list[tuple[Work, ...]]()
+    for called in map(module.computations.__getitem__, instruction.calls):
+        works = (work(module, inner, called) for inner in called.values())
+        bodies.append(tuple(chain.from_iterable(works)))
     if instruction.opcode == "conditional":
-        return max(bodies, key=lambda branch: sum(product.flops for product in branch), default=())
-    return tuple(
-        Work(instruction.trips * product.flops, product.dtype)
-        for body in bodies
-        for product in body
-    )
+        return max(bodies, key=total_flops, default=())
+    trips = instruction.trips
+    return tuple(Work(trips * x.flops, x.dtype) for x in chain.from_iterable(bodies))
+
+
+def total_flops(works: Iterable[Work]) -> int:
+    return sum(product.flops for product in works)
 
 
 def traffic(module: Module, instruction: Instruction, computation: Computation) -> int:
@@ -67,19 +62,17 @@ def traffic(module: Module, instruction: Instruction, computation: Computation) 
     if instruction.opcode in FREE or instruction.opcode.endswith("-done"):
         return 0
     if instruction.opcode in ("while", "call", "conditional"):
-        called = (module.computations[name] for name in instruction.calls)
-        totals = [sum(traffic(module, inner, body) for inner in body.values()) for body in called]
-        return (
-            max(totals, default=0)
-            if instruction.opcode == "conditional"
-            else instruction.trips * sum(totals)
-        )
+        totals = list[int]()
+        for called in map(module.computations.__getitem__, instruction.calls):
+            totals.append(sum(traffic(module, inner, called) for inner in called.values()))
+        if instruction.opcode == "conditional":
+            return max(totals, default=0)
+        return instruction.trips * sum(totals)
     if instruction.opcode == UPDATE:
         return 2 * _nbytes(computation[instruction.operands[1]])
     if instruction.opcode not in FUSIONS:
-        return _nbytes(instruction) + sum(
-            _nbytes(computation[name]) for name in instruction.operands
-        )
+        inputs = map(computation.__getitem__, instruction.operands)
+        return _nbytes(instruction) + sum(map(_nbytes, inputs))
     body = module.computations[instruction.calls[0]]
     *_, root = body.values()
     return _nbytes(root) - _kept(body) + _read(body)
@@ -92,16 +85,16 @@ def _nbytes(instruction: Instruction) -> int:
 def _kept(body: Computation) -> int:
     """Counts the bytes of a fusion's results outside of the slices that it writes."""
     *_, root = body.values()
-    outputs = [body[name] for name in root.operands] if root.opcode == "tuple" else [root]
-    while any(output.opcode == "bitcast" for output in outputs):
-        outputs = [
-            body[output.operands[0]] if output.opcode == "bitcast" else output for output in outputs
-        ]
-    return sum(
-        _nbytes(output) - _nbytes(body[output.operands[1]])
-        for output in outputs
-        if output.opcode == UPDATE
-    )
+    outputs = [root]
+    if root.opcode == "tuple":
+        outputs = [body[name] for name in root.operands]
+    nbytes = 0
+    for output in outputs:
+        while output.opcode == "bitcast":
+            output = body[output.operands[0]]
+        if output.opcode == UPDATE:
+            nbytes += _nbytes(output) - _nbytes(body[output.operands[1]])
+    return nbytes
 
 
 def _read(body: Computation) -> int:
@@ -116,19 +109,20 @@ def _read(body: Computation) -> int:
 
     def size(instruction: Instruction) -> int:
         full = _nbytes(instruction)
-        users = readers.get(instruction.name, [])
-        return min(full, sum(size_read(instruction, user) for user in users)) if users else full
+        if instruction.name not in readers:
+            return full
+        return min(full, sum(size_read(instruction, user) for user in readers[instruction.name]))
 
     def size_read(instruction: Instruction, user: Instruction) -> int:
         if user.opcode == UPDATE and user.operands[0] == instruction.name:
             return 0
         if user.opcode == "bitcast":
             return size(user)
-        return _nbytes(user) if user.opcode in SLICES else _nbytes(instruction)
+        if user.opcode in SLICES:
+            return _nbytes(user)
+        return _nbytes(instruction)
 
-    return sum(
-        size(instruction) for instruction in body.values() if instruction.opcode == "parameter"
-    )
+    return sum(size(line) for line in body.values() if line.opcode == "parameter")
 
 
 ### Floating-point operations: twice the multiplications
@@ -152,8 +146,8 @@ def _own_work(instruction: Instruction, computation: Computation) -> Work | None
 
 def _product(instruction: Instruction, computation: Computation, contracting: str) -> Work:
     lhs = computation[instruction.operands[0]].result[0]
-    match = re.search(contracting, instruction.attributes)
-    contracted = math.prod(lhs.dims[int(d)] for d in re.findall(r"\d+", match[1])) if match else 1
+    dims = integers(find(contracting, instruction.attributes))
+    contracted = math.prod(lhs.dims[d] for d in dims)
     return Work(2 * instruction.result[0].size * contracted, lhs.dtype)
 
 
@@ -171,12 +165,12 @@ def _convolution(instruction: Instruction, computation: Computation, kind: str) 
     elif kind.startswith("convBackwardFilter"):
         out = second
         kernel = result
-    labels = re.search(r"dim_labels=\w+_(\w+)->", instruction.attributes)
-    features = kernel.dims[labels[1].index("o")] if labels else 1
-    flops = 2 * out.size * kernel.size // max(features, 1)
+    flops = 2 * out.size * kernel.size
+    if labels := find(r"dim_labels=\w+_(\w+)->", instruction.attributes):
+        features = kernel.dims[labels.index("o")]
+        flops //= max(features, 1)
     # A dilated input (the backward pass of a stride) is mostly zeros. Groups need no factor: the
     # output has the batch of one batch group, and the kernel the inputs of one feature group.
-    dilated = re.search(r"lhs_dilate=([\dx]+)", instruction.attributes)
-    for factor in re.findall(r"\d+", dilated[1] if dilated else ""):
-        flops //= int(factor)
+    for factor in integers(find(r"lhs_dilate=([\dx]+)", instruction.attributes)):
+        flops //= factor
     return Work(flops, first.dtype)

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-BYTES = {
-    "pred": 1,
-    "s4": 0.5,
-    "u4": 0.5,
-    "f4e2m1fn": 0.5,
-    "c64": 8,
-    "c128": 16,
-    "token": 0,
-    "opaque": 0,
-}
+# Bytes of an element, for dtypes whose names do not give their bits.
+BYTES = {"s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5, "c64": 8, "c128": 16, "token": 0, "opaque": 0}
 
 
 @dataclass(frozen=True)
@@ -39,8 +31,8 @@ class Array:
 
     @property
     def nbytes(self) -> int:
-        bits = re.match(r"[a-z]+(\d+)", self.dtype)
-        return math.ceil(self.size * BYTES.get(self.dtype, int(bits[1]) / 8 if bits else 1))
+        bits = int(find(r"^[a-z]+(\d+)", self.dtype) or 8)
+        return math.ceil(self.size * BYTES.get(self.dtype, bits / 8))
 
 
 @dataclass(frozen=True)
@@ -59,22 +51,18 @@ class Instruction:
     @cached_property
     def op_name(self) -> str:
         """Path of Python functions and named scopes, as JAX writes it; may be empty."""
-        match = re.search(r'op_name="([^"]*)"', self.attributes)
-        return match[1] if match else ""
+        return find(r'op_name="([^"]*)"', self.attributes)
 
     @cached_property
     def target(self) -> str:
         """The library function of a custom call; else empty."""
-        match = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return match[1] if match else ""
+        return find(r'custom_call_target="([^"]*)"', self.attributes)
 
     @cached_property
     def groups(self) -> str:
         """The device groups of a collective, as XLA writes them; else empty."""
-        match = re.search(
-            r"(?:replica_groups|source_target_pairs)=(.*?)(?:, \w+=|$)", self.attributes
-        )
-        return match[1] if match else ""
+        groups = r"(?:replica_groups|source_target_pairs)=(.*?)(?:, \w+=|$)"
+        return find(groups, self.attributes)
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
@@ -84,21 +72,14 @@ class Instruction:
             r"|true_computation|false_computation"
         )
         matches = re.findall(rf"\b(?:{keys})=(?:\{{([^}}]*)\}}|%?([\w.-]+))", self.attributes)
-        return tuple(
-            name.strip().lstrip("%")
-            for listed, single in matches
-            for name in (listed or single).split(",")
-        )
+        return tuple(re.findall(r"[^\s,%]+", ",".join(map("".join, matches))))
 
     @cached_property
     def trips(self) -> int:
         """Number of rounds of a loop; 1 if XLA does not know it, and for other instructions."""
-        match = (
-            re.search(r'"known_trip_count":\{"n":"?(\d+)', self.attributes)
-            if self.opcode == "while"
-            else None
-        )
-        return int(match[1]) if match else 1
+        if self.opcode != "while":
+            return 1
+        return int(find(r'"known_trip_count":\{"n":"?(\d+)', self.attributes) or 1)
 
 
 Computation = dict[str, Instruction]
@@ -138,11 +119,12 @@ class Module:
             yield ComputationSchedule(tuple(lines), loops, rounds, branches)
             for line, _ in lines:
                 if line.opcode == "while":
-                    pending += [
-                        (called, loops + 1, rounds * line.trips, branches) for called in line.calls
-                    ]
+                    inner = (loops + 1, rounds * line.trips, branches)
                 elif line.opcode == "conditional":
-                    pending += [(called, loops, rounds, branches + 1) for called in line.calls]
+                    inner = (loops, rounds, branches + 1)
+                else:
+                    continue
+                pending += [(called, *inner) for called in line.calls]
 
     def lines(self, name: str) -> Iterator[tuple[Instruction, Computation]]:
         """Yields the instructions of a computation, each with its computation; inlines calls."""
@@ -174,7 +156,8 @@ def parse(text: str) -> Module:
             head = re.match(r"(ENTRY )?%?([\w.-]+)", line)
             if head:
                 current = computations.setdefault(head[2], {})
-                entry = head[2] if head[1] else entry
+                if head[1]:
+                    entry = head[2]
         elif line.startswith("  ") and " = " in line:
             instruction = _instruction(line)
             current[instruction.name] = instruction
@@ -185,7 +168,9 @@ def parse(text: str) -> Module:
 
 def _instruction(line: str) -> Instruction:
     name, _, text = line.strip().removeprefix("ROOT ").partition(" = ")
-    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    end = text.index(" ")
+    if text.startswith("("):
+        end = _closing(text, 0)
     shape = text[:end]
     text = text[end:].lstrip()
     opening = text.index("(")
@@ -193,9 +178,7 @@ def _instruction(line: str) -> Instruction:
     arrays = re.findall(r"\b([a-z]\w*)\[([\d,<= ]*)\]", re.sub(r"/\*.*?\*/|\{[^}]*\}", "", shape))
     return Instruction(
         name=name.lstrip("%"),
-        result=tuple(
-            Array(dtype, tuple(int(d) for d in re.findall(r"\d+", dims))) for dtype, dims in arrays
-        ),
+        result=tuple(Array(dtype, integers(dims)) for dtype, dims in arrays),
         opcode=text[:opening],
         operands=tuple(re.findall(r"%([\w.-]+)", text[opening:closing])),
         attributes=text[closing:],
@@ -206,7 +189,20 @@ def _closing(text: str, opening: int) -> int:
     """Position after the closing parenthesis of the pair that starts at `opening`."""
     depth = 0
     for parenthesis in re.finditer(r"[()]", text[opening:]):
-        depth += 1 if parenthesis[0] == "(" else -1
+        depth += {"(": 1, ")": -1}[parenthesis[0]]
         if depth == 0:
             return opening + parenthesis.end()
     return len(text)
+
+
+def find(pattern: str, text: str) -> str:
+    """Returns the group of a pattern's first match; empty without a match."""
+    match = re.search(pattern, text)
+    if match is None:
+        return ""
+    return match[1]
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Returns the whole numbers in a text."""
+    return tuple(map(int, re.findall(r"\d+", text)))

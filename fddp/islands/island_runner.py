@@ -7,8 +7,7 @@ send each other nothing, except in `start` initial steps, which average the grad
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jaxtyping import PyTree
@@ -17,7 +16,7 @@ from fddp.buckets import insert_shards, take_apart
 from fddp.islands.client import Client
 from fddp.islands.island_state import Island, island_of
 from fddp.islands.merging import Contribution, SharedParams
-from fddp.local_training import LastStep, LocalSteps, kinds, local_way
+from fddp.local_training import LastStep, LocalSteps, LocalWay, local_way
 from fddp.losses import Joined
 from fddp.schedules import Runner, Schedule, StepInputs, StepOutputs, TaskList, more_sent
 from fddp.step import QUORUM, Facts, IslandState, Replica, TrainState, Way, refuse
@@ -31,54 +30,41 @@ def islands(steps: LocalSteps, inner: Way, join: Join | None) -> Way:
 
     Without `join` islands only train, and their caller merges.
     """
-    way = local_way(steps, inner)
-    return way._replace(
-        name=QUORUM,
-        check_batch=_check_batch,
-        seen=_seen,
-        runner=partial(_runner, steps, inner, join),
-    )
+    fields: dict[str, Any] = vars(local_way(steps, inner)) | {"name": QUORUM}
+    return IslandsWay(**fields, join=join)
 
 
-def _check_batch(replica: Replica, batch: PyTree, rows: int) -> None:
-    del rows
-    if isinstance(batch, Joined):
-        refuse(replica.asked | {"fddp.join": "fddp.join"})
+@dataclass(frozen=True, kw_only=True)
+class IslandsWay(LocalWay):
+    """Islands that exchange parameters with a server, and do not wait for each other."""
 
+    join: Join | None
+    opt_state: ClassVar[type] = IslandState
 
-def _seen(replica: Replica, state: TrainState) -> TrainState:
-    del replica
-    if not isinstance(state.opt_state, IslandState):
-        raise ValueError(
-            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
-            f"with {QUORUM}: begin with step.init(fddp.whole(state.params))."
+    def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
+        """Refuses `fddp.join`."""
+        del rows
+        if isinstance(batch, Joined):
+            refuse(replica.asked | {"fddp.join": "fddp.join"})
+
+    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+        """Makes a runner of `start` synchronous steps, then of local ones with exchanges."""
+        steps = self.steps
+        donate = replica.options.donate
+        island = island_of(steps, replica)
+        pieces, synchronous_pieces = self.kinds(replica, facts)
+        # An island may continue after an error, since it shares no collectives with other islands.
+        island_group = replace(replica.group, recovery=island.members.recovery)
+        local = synchronous = schedule(island_group, pieces.alone(), donate)
+        if steps.start:
+            synchronous = schedule(replica.group, synchronous_pieces, donate)
+        trainer = _Trainer(steps, island, local, synchronous, self.join)
+        runner = local._replace(
+            run=trainer.run, tasks=trainer.tasks, meet=trainer.meet, waits=trainer.is_synchronous
         )
-    return state._replace(opt_state=state.opt_state.inner)
-
-
-def _runner(
-    steps: LocalSteps,
-    inner: Way,
-    join: Join | None,
-    schedule: Schedule,
-    replica: Replica,
-    facts: Facts,
-) -> Runner:
-    """Makes a runner of `steps.start` synchronous steps, then of local ones with exchanges."""
-    island = island_of(steps, replica)
-    pieces, synchronous_pieces = kinds(steps, inner, replica, facts)
-    # An island may continue after an error, since it shares no collectives with other islands.
-    island_group = replace(replica.group, recovery=island.members.recovery)
-    local = synchronous = schedule(island_group, pieces.alone(), replica.options.donate)
-    if steps.start:
-        synchronous = schedule(replica.group, synchronous_pieces, replica.options.donate)
-    trainer = _Trainer(steps, island, local, synchronous, join)
-    runner = local._replace(
-        run=trainer.run, tasks=trainer.tasks, meet=trainer.meet, waits=trainer.is_synchronous
-    )
-    if local.lower:
-        runner = runner._replace(lower=trainer.lower)
-    return runner
+        if local.lower:
+            runner = runner._replace(lower=trainer.lower)
+        return runner
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """Reads and rewrites programs, as lists of equations that are known before they run.
 
-It finds the order in which gradients become ready and the parameters that a loss uses. It cuts
-programs into stages, splits and fuses their loops, and runs updates on parts of leaves.
-This room imports no other.
+It finds the order in which gradients become ready and the parameters that a loss uses, and cuts
+programs into stages. `loops` splits and fuses their loops, and `parts` runs updates on parts of
+leaves. This room imports no other.
 """
 
 from fddp.jaxpr.by_output import Piece as Piece
@@ -16,40 +16,43 @@ from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.exchanges import apart as apart
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
-from fddp.jaxpr.in_rounds import in_rounds as in_rounds
+from fddp.jaxpr.interpreter import Read as Read
+from fddp.jaxpr.interpreter import interpret as interpret
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import is_used_up as is_used_up
 from fddp.jaxpr.leaves import join_leaves as join_leaves
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split_leaves as split_leaves
 from fddp.jaxpr.leaves import used_up as used_up
-from fddp.jaxpr.loop_fusion import fused_loops as fused_loops
+from fddp.jaxpr.loops.in_rounds import in_rounds as in_rounds
+from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
+from fddp.jaxpr.loops.readings import in_readings as in_readings
+from fddp.jaxpr.loops.readings import run_in_readings as run_in_readings
+from fddp.jaxpr.loops.rounds import Stack as Stack
+from fddp.jaxpr.loops.rounds import in_slices as in_slices
+from fddp.jaxpr.loops.rounds import stacks as stacks
+from fddp.jaxpr.loops.row_origins import made_row_by_row as made_row_by_row
+from fddp.jaxpr.loops.row_origins import places as places
+from fddp.jaxpr.loops.scan import run_scan as run_scan
+from fddp.jaxpr.loops.weight_rows import LayerWeights as LayerWeights
+from fddp.jaxpr.loops.weight_rows import read_by_rows as read_by_rows
 from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
-from fddp.jaxpr.part_kinds import Follows as Follows
-from fddp.jaxpr.part_kinds import Kind as Kind
-from fddp.jaxpr.part_kinds import Same as Same
-from fddp.jaxpr.part_kinds import Whole as Whole
-from fddp.jaxpr.part_passes import Stay as Stay
-from fddp.jaxpr.part_passes import result_kinds as result_kinds
-from fddp.jaxpr.part_passes import stays as stays
-from fddp.jaxpr.part_program import AtHome as AtHome
-from fddp.jaxpr.part_program import Ranks as Ranks
-from fddp.jaxpr.part_program import on_parts as on_parts
-from fddp.jaxpr.part_program import spread as spread
-from fddp.jaxpr.readings import in_readings as in_readings
-from fddp.jaxpr.readings import run_in_readings as run_in_readings
-from fddp.jaxpr.rounds import Stack as Stack
-from fddp.jaxpr.rounds import in_slices as in_slices
-from fddp.jaxpr.rounds import stacks as stacks
-from fddp.jaxpr.row_origins import made_row_by_row as made_row_by_row
-from fddp.jaxpr.row_origins import places as places
+from fddp.jaxpr.parts.part_kinds import Follows as Follows
+from fddp.jaxpr.parts.part_kinds import Kind as Kind
+from fddp.jaxpr.parts.part_kinds import Same as Same
+from fddp.jaxpr.parts.part_kinds import Whole as Whole
+from fddp.jaxpr.parts.part_passes import Stay as Stay
+from fddp.jaxpr.parts.part_passes import result_kinds as result_kinds
+from fddp.jaxpr.parts.part_passes import stays as stays
+from fddp.jaxpr.parts.part_program import AtHome as AtHome
+from fddp.jaxpr.parts.part_program import Ranks as Ranks
+from fddp.jaxpr.parts.part_program import on_parts as on_parts
+from fddp.jaxpr.parts.part_program import spread as spread
 from fddp.jaxpr.stages import Stage as Stage
 from fddp.jaxpr.stages import arrivals as arrivals
 from fddp.jaxpr.stages import cut as cut
 from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used
 from fddp.jaxpr.used_at_run_time import tracked as tracked
-from fddp.jaxpr.weight_rows import LayerWeights as LayerWeights
-from fddp.jaxpr.weight_rows import read_by_rows as read_by_rows

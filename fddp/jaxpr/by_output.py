@@ -5,7 +5,6 @@ the keys, which are small and different for each leaf, from the large computatio
 for equal layers. `pieces` extracts the equations of some outputs as a separate program.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,12 +20,12 @@ from fddp.jax_internals import (
     acts,
     along_first_dim,
     make_program,
-    run_as_it_is,
     without_dead_code,
 )
 from fddp.jaxpr.cost import operations
-from fddp.jaxpr.equations import straighten, variables
-from fddp.jaxpr.flow import flow
+from fddp.jaxpr.equations import form_of, maker_positions, read_by, straighten, variables
+from fddp.jaxpr.flow import joined
+from fddp.jaxpr.interpreter import Read, interpret
 
 MOST_SEEDS = 4096  # elements of an array of seeds, which holds the keys of many layers
 DRAWN = "random_bits"  # the source of a leaf's numbers
@@ -53,13 +52,13 @@ def pieces(closed: ClosedJaxpr, groups: Sequence[Sequence[int]]) -> list[Piece]:
     """
     program = straighten(closed)
     jaxpr = program.jaxpr
-    maker = {var: position for position, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    maker = maker_positions(jaxpr)
     consts = dict(zip(jaxpr.constvars, program.consts))
 
     def piece(group: Sequence[int]) -> Piece:
         outputs = [jaxpr.outvars[k] for k in group]
         eqns = [jaxpr.eqns[position] for position in _needed(jaxpr, maker, outputs)]
-        used = dict.fromkeys(variables([*outputs, *(atom for eqn in eqns for atom in eqn.invars)]))
+        used = dict.fromkeys([*variables(outputs), *read_by(eqns)])
         used_consts = {var: consts[var] for var in used if var in consts}
         # A loop is a single equation: this drops the values in it that these outputs do not need.
         live, reads = without_dead_code(
@@ -67,7 +66,7 @@ def pieces(closed: ClosedJaxpr, groups: Sequence[Sequence[int]]) -> list[Piece]:
         )
         return Piece(live, reads, tuple(group))
 
-    return [piece(group) for group in groups]
+    return list(map(piece, groups))
 
 
 def each_alone(closed: ClosedJaxpr) -> list[Piece]:
@@ -98,13 +97,8 @@ def inputs_of_outputs(closed: ClosedJaxpr) -> list[frozenset[int]]:
     jaxpr = straighten(closed).jaxpr
     inputs = [frozenset([position]) for position in range(len(jaxpr.invars))]
     nothing = frozenset[int]()
-    sources = flow(
-        jaxpr,
-        inputs,
-        lambda eqn, sets: [nothing.union(*sets)] * len(eqn.outvars),
-        lambda atom: nothing,
-    )
-    return [sources(atom) for atom in jaxpr.outvars]
+    sources = joined(jaxpr, inputs, lambda sets: nothing.union(*sets), nothing)
+    return list(map(sources, jaxpr.outvars))
 
 
 def seeded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
@@ -126,40 +120,30 @@ def seeded(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, ClosedJaxpr]:
     jaxpr = program.jaxpr
     consts = dict(zip(jaxpr.constvars, program.consts))
     returned = set(variables(jaxpr.outvars))
-    small = {var for var in consts if _is_small(var)}
-    seeds = {var for var in small if _is_key(var)}
+    small = set(filter(_is_small, consts))
+    seeds = set(filter(_is_key, small))
     seed_eqns = [eqn for eqn in jaxpr.eqns if _draws(eqn, small, seeds, returned)]
     leaf_eqns = [eqn for eqn in jaxpr.eqns if seeds.isdisjoint(eqn.outvars)]
-    read = [*jaxpr.outvars, *(atom for eqn in leaf_eqns for atom in eqn.invars)]
-    passed = [var for var in dict.fromkeys(variables(read)) if var in seeds]
+    read = dict.fromkeys([*variables(jaxpr.outvars), *read_by(leaf_eqns)])
+    passed = list(filter(seeds.__contains__, read))
     first = make_program(program, seed_eqns, [], passed, consts)
-    second = make_program(
-        program,
-        leaf_eqns,
-        passed,
-        jaxpr.outvars,
-        {var: x for var, x in consts.items() if var not in seeds},
-    )
+    leaf_consts = {var: x for var, x in consts.items() if var not in seeds}
+    second = make_program(program, leaf_eqns, passed, jaxpr.outvars, leaf_consts)
     return without_dead_code(first)[0], second
 
 
 def run_seeds(seeds: ClosedJaxpr) -> list[Any]:
     """Computes the seeds equation by equation: each kind is compiled once, not once per leaf."""
-    values = dict[Any, Any](zip(seeds.jaxpr.constvars, seeds.consts))
 
-    def value(atom: Var | Literal) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in seeds.jaxpr.eqns:
-        args = [value(atom) for atom in eqn.invars]
+    def slice_keys(eqn: JaxprEqn, read: Read) -> list[Any] | None:
         bounds = along_first_dim(eqn)
         if bounds is None:
-            outputs = run_as_it_is(seeds, eqn, args)
-        else:  # a slice of many keys: with its begin as an input, all slices share a program
-            begin, end = bounds
-            outputs = [jax.lax.dynamic_slice_in_dim(args[0], begin, end - begin)]
-        values.update(zip(eqn.outvars, outputs))
-    return [value(atom) for atom in seeds.jaxpr.outvars]
+            return None
+        # With the begin as an input, all slices of many keys share a program.
+        begin, end = bounds
+        return [jax.lax.dynamic_slice_in_dim(read(eqn.invars[0]), begin, end - begin)]
+
+    return interpret(seeds, [], slice_keys)
 
 
 def _draws(eqn: JaxprEqn, small: set[Var], seeds: set[Var], returned: set[Var]) -> bool:
@@ -185,30 +169,27 @@ def _draws(eqn: JaxprEqn, small: set[Var], seeds: set[Var], returned: set[Var]) 
 
 def _is_small(var: Var) -> bool:
     """Returns True for a small array of integers or keys."""
-    aval: Any = var.aval
-    return math.prod(aval.shape) <= MOST_SEEDS and (
-        jnp.issubdtype(aval.dtype, jnp.integer) or _is_key(var)
-    )
+    form = form_of(var)
+    is_seed = jnp.issubdtype(form.dtype, jnp.integer) or _is_key(var)
+    return is_seed and form.size <= MOST_SEEDS
 
 
 def _is_key(var: Var) -> bool:
-    return jnp.issubdtype(
-        var.aval.dtype,  # pyright: ignore[reportAttributeAccessIssue]
-        jax.dtypes.prng_key,
-    )
+    return jnp.issubdtype(form_of(var).dtype, jax.dtypes.prng_key)
 
 
 def _needed(jaxpr: Jaxpr, maker: dict[Var, int], outputs: Sequence[Var | Literal]) -> list[int]:
     """Positions of the equations that some values depend on, in order."""
-    pending = [maker[var] for var in variables(outputs) if var in maker]
+    pending = list(outputs)
     positions: set[int] = set()
     while pending:
-        at = pending.pop()
-        if at not in positions:
-            positions.add(at)
-            pending += [maker[var] for var in variables(jaxpr.eqns[at].invars) if var in maker]
+        atom = pending.pop()
+        if isinstance(atom, Literal) or atom not in maker or maker[atom] in positions:
+            continue
+        positions.add(maker[atom])
+        pending += jaxpr.eqns[maker[atom]].invars
     return sorted(positions)
 
 
 def _operations(pieces: Sequence[Piece]) -> int:
-    return sum(operations(eqn) for piece in pieces for eqn in piece.program.jaxpr.eqns)
+    return sum(sum(map(operations, piece.program.jaxpr.eqns)) for piece in pieces)

@@ -22,7 +22,7 @@ from fddp.jax_internals import (
     loop_parts,
     scan_body,
 )
-from fddp.jaxpr.equations import variables
+from fddp.jaxpr.equations import form_of, variables
 
 
 def read_in(closed: ClosedJaxpr) -> list[np.dtype | None]:
@@ -33,11 +33,7 @@ def read_in(closed: ClosedJaxpr) -> list[np.dtype | None]:
     >>> read_in(jax.make_jaxpr(jax.grad(loss))(jnp.float32(1), jnp.float32(1)))
     [dtype(bfloat16), None]
     """
-    dtypes = _dtypes(closed.jaxpr)
-    return [
-        dtype if _narrower(dtype, var.aval) else None
-        for var, dtype in zip(closed.jaxpr.invars, dtypes)
-    ]
+    return list(map(_narrower, _dtypes(closed.jaxpr), closed.in_avals))
 
 
 def _dtypes(jaxpr: Jaxpr) -> list[np.dtype | None]:
@@ -49,23 +45,24 @@ def _dtypes(jaxpr: Jaxpr) -> list[np.dtype | None]:
                 read[var].add(dtype)
     for var in variables(jaxpr.outvars):
         read.get(var, set()).add(None)
-    return [next(iter(dtypes)) if len(dtypes) == 1 else None for dtypes in read.values()]
+    return [dtypes.pop() if len(dtypes) == 1 else None for dtypes in read.values()]
 
 
 def _of_inputs(eqn: JaxprEqn) -> list[np.dtype | None]:
     """The dtypes to which an equation casts its inputs; None for a read without a cast."""
     if eqn.primitive.name == "convert_element_type":
-        form: Any = eqn.outvars[0].aval
-        return [form.dtype]
+        return [form_of(eqn.outvars[0]).dtype]
     if eqn.primitive.name in WRAPPERS | REMATERIALISED:
         return _dtypes(called_program(eqn).jaxpr)
     if eqn.primitive.name == "scan":
         constants, carry, layers = loop_parts(eqn, _dtypes(scan_body(eqn)[0].jaxpr))
-        return [*constants, *(None for _ in carry), *layers]
-    return [None for _ in eqn.invars]
+        return [*constants, *[None] * len(carry), *layers]
+    return [None] * len(eqn.invars)
 
 
-def _narrower(dtype: np.dtype | None, form: Any) -> bool:
-    if dtype is None or not all(jnp.issubdtype(x, jnp.floating) for x in (dtype, form.dtype)):
-        return False
-    return dtype.itemsize < form.dtype.itemsize
+def _narrower(dtype: np.dtype | None, form: Any) -> np.dtype | None:
+    """Returns a dtype if it is a narrower float than that of an input, else None."""
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    narrower = jnp.issubdtype(form.dtype, jnp.floating) and dtype.itemsize < form.dtype.itemsize
+    return dtype if narrower else None

@@ -2,28 +2,12 @@
 
 from math import prod
 
-from fddp.jax_internals import (
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    branches,
-    contracted_dims,
-    inner_programs,
-    scan_body,
-)
+from fddp.jax_internals import JaxprEqn, Literal, Var, branches, contracted_dims, scan_body
+from fddp.jaxpr.equations import inner_equations
 
 # Decompositions: each costs about as many operations as a product of the matrix with itself.
 FACTORS = {
-    "cholesky",
-    "eig",
-    "eigh",
-    "geqrf",
-    "householder_product",
-    "lu",
-    "qr",
-    "schur",
-    "svd",
+    *("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd"),
     "triangular_solve",
 }
 
@@ -35,23 +19,19 @@ def operations(eqn: JaxprEqn) -> int:
     of the result. A scan counts all its rounds, a conditional its costliest branch.
     """
     name = eqn.primitive.name
-    elements = sum(prod(_shape(var)) for var in eqn.outvars)
+    elements = sum(map(prod, map(_shape, eqn.outvars)))
     if name == "dot_general":
-        return 2 * elements * prod(_shape(eqn.invars[0])[dim] for dim in contracted_dims(eqn))
-    if name == "scan":
-        body, settings = scan_body(eqn)
-        return settings["length"] * _all(body.jaxpr)
+        shape = _shape(eqn.invars[0])
+        return 2 * elements * prod(map(shape.__getitem__, contracted_dims(eqn)))
     if name == "cond":
-        return max(_all(branch.jaxpr) for branch in branches(eqn))
-    inner = sum(map(_all, inner_programs(eqn)))
+        return max(sum(map(operations, branch.jaxpr.eqns)) for branch in branches(eqn))
     if name in FACTORS:
         return elements * min(_shape(eqn.invars[0])[-2:], default=1)
+    inner = sum(map(operations, inner_equations(eqn)))
+    if name == "scan":
+        return scan_body(eqn)[1]["length"] * inner
     return inner or elements
 
 
 def _shape(atom: Var | Literal) -> tuple[int, ...]:
     return getattr(atom.aval, "shape", ())
-
-
-def _all(program: Jaxpr) -> int:
-    return sum(map(operations, program.eqns))

@@ -2,11 +2,9 @@
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from itertools import chain
 from typing import Any
-
-import jax.numpy as jnp
-from jaxtyping import Array
 
 from fddp.jax_internals import (
     COLLECTIVES,
@@ -28,34 +26,24 @@ from fddp.jax_internals import (
 # XLA fuses these equations into the readers of their results, and repeats them there rather than
 # store a result.
 CHEAP = {
-    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square", "integer_pow"),
-    *(
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "and",
-        "or",
-        "not",
-        "xor",
-        "select_n",
-        "clamp",
-        "stop_gradient",
-    ),
-    *(
-        "broadcast_in_dim",
-        "reshape",
-        "squeeze",
-        "expand_dims",
-        "convert_element_type",
-        "iota",
-        "copy",
-        "transpose",
-    ),
-    "dynamic_slice",
+    *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square"),
+    *("integer_pow", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"),
+    *("clamp", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"),
+    *("convert_element_type", "iota", "copy", "transpose", "dynamic_slice"),
 }
+# Each element of the result is computed from an element of each input.
+ELEMENTWISE = {
+    *("add", "add_any", "sub", "mul", "div", "rem", "pow", "max", "min", "atan2", "nextafter"),
+    *("select_n", "clamp", "and", "or", "not", "xor", "shift_left", "shift_right_logical"),
+    *("shift_right_arithmetic", "population_count", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("is_finite", "neg", "sign", "abs", "square", "integer_pow", "sqrt", "rsqrt", "cbrt", "exp"),
+    *("exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "asinh", "acosh"),
+    *("atanh", "sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma"),
+    *("digamma", "floor", "ceil", "round", "real", "imag", "conj", "complex"),
+    *("convert_element_type", "reduce_precision", "copy"),
+}
+# These keep the elements and their order, and change only the dims or the placement.
+RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
 
 
 def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> ClosedJaxpr:
@@ -78,16 +66,16 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
             return atom if isinstance(atom, Literal) else names[atom]
 
         for eqn in inner.jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
+            inputs = list(map(read, eqn.invars))
             if eqn.primitive.name in calls:
                 outputs = write(called_program(eqn), inputs)
             elif eqn.primitive.name in REMATERIALISED and _loops(eqn):
                 outputs = write(called_program(eqn), write(barrier_before(eqn), inputs))
             else:
-                outputs = [new_variable(var) for var in eqn.outvars]
+                outputs = list(map(new_variable, eqn.outvars))
                 eqns.append(eqn.replace(invars=inputs, outvars=outputs))
             names.update(zip(eqn.outvars, outputs))
-        return [read(atom) for atom in inner.jaxpr.outvars]
+        return list(map(read, inner.jaxpr.outvars))
 
     outputs = write(closed, closed.jaxpr.invars)
     return make_program(closed, eqns, closed.jaxpr.invars, outputs, consts)
@@ -95,7 +83,7 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: those over a mesh axis, or MPI's."""
-    return _collectives(closed.jaxpr)
+    return set(_collectives(closed.jaxpr.eqns))
 
 
 def text_digest(closed: ClosedJaxpr) -> str:
@@ -106,6 +94,29 @@ def text_digest(closed: ClosedJaxpr) -> str:
 def variables(atoms: Iterable[Var | Literal]) -> Iterator[Var]:
     """The variables among the inputs or outputs of equations, without the literals."""
     return (atom for atom in atoms if not isinstance(atom, Literal))
+
+
+def form_of(atom: Var | Literal) -> Any:
+    """The shape and dtype of a value."""
+    return atom.aval
+
+
+def maker_positions(jaxpr: Jaxpr) -> dict[Var, int]:
+    """Variable → position of the equation that computes it."""
+    positions = dict[Var, int]()
+    for position, eqn in enumerate(jaxpr.eqns):
+        positions.update(dict.fromkeys(eqn.outvars, position))
+    return positions
+
+
+def read_by(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations read, in order, each of them once."""
+    return list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars)))
+
+
+def outputs_of(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations compute, in order."""
+    return [var for eqn in eqns for var in eqn.outvars]
 
 
 def makers(
@@ -122,39 +133,33 @@ def makers(
     return selected[::-1]
 
 
-def value_of(values: Mapping[Var, Array], atom: Var | Literal) -> Any:
-    """The value of a variable, or of a literal as an array."""
-    if not isinstance(atom, Literal):
-        return values[atom]
-    form: Any = atom.aval
-    return jnp.asarray(atom.val, form.dtype)
-
-
 def cheap(eqn: JaxprEqn) -> bool:
     """Returns True if XLA fuses an equation into its neighbours, at next to no cost.
 
     Such equations are elementwise, without transcendental functions, or rearrange elements.
     """
     if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
-        return all(cheap(inner) for body in inner_programs(eqn) for inner in body.eqns)
+        return all(map(cheap, inner_equations(eqn)))
     return eqn.primitive.name in CHEAP
+
+
+def inner_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+    """The equations of the programs inside an equation."""
+    return chain.from_iterable(body.eqns for body in inner_programs(eqn))
 
 
 def _loops(eqn: JaxprEqn) -> bool:
     """Returns True if a rematerialised function contains a `scan`, possibly in a nested `jit`."""
-    nested = WRAPPERS | REMATERIALISED
-    body = called_program(eqn).jaxpr.eqns
-    return any(
-        inner.primitive.name == "scan" or (inner.primitive.name in nested and _loops(inner))
-        for inner in body
-    )
+    for inner in inner_equations(eqn):
+        name = inner.primitive.name
+        if name == "scan" or (name in WRAPPERS | REMATERIALISED and _loops(inner)):
+            return True
+    return False
 
 
-def _collectives(jaxpr: Jaxpr) -> set[str]:
-    names: set[str] = set()
-    for eqn in jaxpr.eqns:
+def _collectives(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
+    for eqn in eqns:
         name = eqn.primitive.name
         if name in COLLECTIVES or name.endswith("_mpi"):
-            names.add(name)
-        names = names.union(*(_collectives(inner) for inner in inner_programs(eqn)))
-    return names
+            yield name
+        yield from _collectives(inner_equations(eqn))

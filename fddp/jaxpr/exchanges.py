@@ -6,7 +6,6 @@ later. Collectives inside loops and branches stay.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count as count_up
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +19,10 @@ from fddp.jax_internals import (
     axes_of,
     jaxpr_as_fun,
     make_program,
-    run_as_it_is,
 )
-from fddp.jaxpr.equations import cheap, straighten, value_of, variables
-from fddp.jaxpr.flow import arrival, flow
+from fddp.jaxpr.equations import form_of, outputs_of, read_by, straighten, variables
+from fddp.jaxpr.flow import arrival, last_costly
+from fddp.jaxpr.interpreter import Read, Values
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,26 @@ def apart(closed: ClosedJaxpr, axis_name: str | None, arrivals: Mapping[int, int
         return None
     when = arrival(jaxpr, arrivals)
     exchanges = [_exchange(program, eqns, when) for eqns in batches]
-    first = {id(eqns[0]): eqns for eqns in batches}
-    following = {id(eqn) for eqns in batches for eqn in eqns[1:]}
+    batch_of = {id(eqn): eqns for eqns in batches for eqn in eqns}
 
     def run(*args: Any) -> list[Any]:
-        values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.consts)) | dict(
-            zip(jaxpr.invars, args)
-        )
+        values = Values(program, args)
         results = iter(args[len(jaxpr.invars) :])
         operands = list[Any]()
+        received = dict[Var, Any]()
+
+        def exchange(eqn: JaxprEqn, read: Read) -> list[Any] | None:
+            eqns = batch_of.get(id(eqn))
+            if eqns is None:
+                return None
+            if eqn is eqns[0]:
+                operands.extend(read(var)[None] for var in read_by(eqns))
+                received.update((var, next(results)[0]) for var in outputs_of(eqns))
+            return [received[var] for var in eqn.outvars]
+
         # Cheap equations after a batch's first collective may compute operands of later ones.
-        for eqn in _in_order(jaxpr.eqns, batches):
-            if id(eqn) in first:
-                eqns = first[id(eqn)]
-                operands += [value_of(values, var)[None] for var in _operands(eqns)]
-                values.update((var, next(results)[0]) for var in _made(eqns))
-            elif id(eqn) not in following:
-                outputs = run_as_it_is(
-                    program, eqn, [value_of(values, atom) for atom in eqn.invars]
-                )
-                values.update(zip(eqn.outvars, outputs))
-        return [*(value_of(values, atom) for atom in jaxpr.outvars), *operands]
+        values.run(_in_order(jaxpr.eqns, batches), exchange)
+        return [*values.outputs(), *operands]
 
     return Apart(run, tuple(exchanges))
 
@@ -95,24 +93,14 @@ def _batches(program: ClosedJaxpr, axis_name: str | None) -> list[list[JaxprEqn]
     A collective joins the last batch if its operands wait for no costly equation after the batch's
     first collective.
     """
-    jaxpr = program.jaxpr
-    positions = count_up()
-
-    def last_positions(eqn: JaxprEqn, inputs: list[int]) -> list[int]:
-        position = next(positions)
-        return [max(inputs, default=-1) if cheap(eqn) else position] * len(eqn.outvars)
-
-    last_costly = flow(jaxpr, [-1] * len(jaxpr.invars), last_positions, lambda atom: -1)
+    when_costly = last_costly(program.jaxpr)
     batches = list[list[JaxprEqn]]()
     begin = 0
-    for position, eqn in enumerate(jaxpr.eqns):
-        if (
-            eqn.primitive.name not in COLLECTIVES
-            or axis_name not in axes_of(eqn)
-            or not _operands([eqn])
-        ):
+    for position, eqn in enumerate(program.jaxpr.eqns):
+        over_axis = eqn.primitive.name in COLLECTIVES and axis_name in axes_of(eqn)
+        if not over_axis or not read_by([eqn]):
             continue
-        if batches and max(map(last_costly, eqn.invars), default=-1) < begin:
+        if batches and max(map(when_costly, eqn.invars), default=-1) < begin:
             batches[-1].append(eqn)
         else:
             batches.append([eqn])
@@ -122,7 +110,9 @@ def _batches(program: ClosedJaxpr, axis_name: str | None) -> list[list[JaxprEqn]
 
 def _in_order(eqns: Sequence[JaxprEqn], batches: Sequence[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
     """Orders the equations so that all operands of a batch precede its first collective."""
-    maker = {var: eqn for eqn in eqns for var in eqn.outvars}
+    maker = dict[Var, JaxprEqn]()
+    for eqn in eqns:
+        maker.update(dict.fromkeys(eqn.outvars, eqn))
     first = {id(batch[0]): batch for batch in batches}
     done = set[int]()
     ordered = list[JaxprEqn]()
@@ -138,12 +128,8 @@ def _in_order(eqns: Sequence[JaxprEqn], batches: Sequence[Sequence[JaxprEqn]]) -
                 ordered.append(current)
                 continue
             pending.append((current, True))
-            inputs = [var for eqn in first.get(id(current), [current]) for var in eqn.invars]
-            pending += [
-                (maker[var], False)
-                for var in inputs
-                if not isinstance(var, Literal) and var in maker
-            ]
+            for eqn in first.get(id(current), [current]):
+                pending += [(maker[var], False) for var in variables(eqn.invars) if var in maker]
 
     for eqn in eqns:
         put(eqn)
@@ -153,32 +139,13 @@ def _in_order(eqns: Sequence[JaxprEqn], batches: Sequence[Sequence[JaxprEqn]]) -
 def _exchange(
     program: ClosedJaxpr, eqns: Sequence[JaxprEqn], when: Callable[[Var | Literal], int]
 ) -> Exchange:
-    operands = _operands(eqns)
-    results = _made(eqns)
-    names = [
-        "psum_scatter" if eqn.primitive.name == "reduce_scatter" else eqn.primitive.name
-        for eqn in eqns
-    ]
-    forms = tuple(
-        jax.ShapeDtypeStruct(
-            (1, *var.aval.shape),  # pyright: ignore[reportAttributeAccessIssue]
-            var.aval.dtype,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-        for var in results
-    )
+    operands = read_by(eqns)
+    results = outputs_of(eqns)
+    names = dict.fromkeys(eqn.primitive.name for eqn in eqns)
+    forms = list[jax.ShapeDtypeStruct]()
+    for form in map(form_of, results):
+        forms.append(jax.ShapeDtypeStruct((1, *form.shape), form.dtype))
     run = jaxpr_as_fun(make_program(program, eqns, operands, results))
-    return Exchange(
-        ", ".join(dict.fromkeys(names)),
-        run,
-        len(operands),
-        forms,
-        max(map(when, operands), default=0),
-    )
-
-
-def _operands(eqns: Sequence[JaxprEqn]) -> list[Var]:
-    return list(dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars)))
-
-
-def _made(eqns: Sequence[JaxprEqn]) -> list[Var]:
-    return [var for eqn in eqns for var in eqn.outvars]
+    after = max(map(when, operands), default=0)
+    name = ", ".join(names).replace("reduce_scatter", "psum_scatter")
+    return Exchange(name, run, len(operands), tuple(forms), after)

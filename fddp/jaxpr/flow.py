@@ -5,9 +5,12 @@ value depends on, its number of nonzero table rows, or its time of arrival.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import count as count_up
 from typing import TypeVar
 
 from fddp.jax_internals import Jaxpr, JaxprEqn, Literal, Var
+from fddp.jaxpr.equations import cheap
 
 Fact = TypeVar("Fact")
 
@@ -36,8 +39,22 @@ def flow(
         return facts[atom] if not isinstance(atom, Literal) and atom in facts else source(atom)
 
     for eqn in jaxpr.eqns:
-        facts.update(zip(eqn.outvars, through(eqn, [fact(atom) for atom in eqn.invars])))
+        facts.update(zip(eqn.outvars, through(eqn, list(map(fact, eqn.invars)))))
     return fact
+
+
+def joined(
+    jaxpr: Jaxpr, inputs: Sequence[Fact], join: Callable[[list[Fact]], Fact], empty: Fact
+) -> Callable[[Var | Literal], Fact]:
+    """Computes a fact about each value: the join of those about all inputs of its equation.
+
+    Literals and constants have the fact `empty`.
+    """
+
+    def through(eqn: JaxprEqn, facts: list[Fact]) -> list[Fact]:
+        return [join(facts)] * len(eqn.outvars)
+
+    return flow(jaxpr, inputs, through, lambda atom: empty)
 
 
 def arrival(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> Callable[[Var | Literal], int]:
@@ -46,9 +63,17 @@ def arrival(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> Callable[[Var | Literal]
     `inputs` maps the position of an input to its time of arrival, 0 if omitted.
     """
     times = [inputs.get(position, 0) for position in range(len(jaxpr.invars))]
-    return flow(
-        jaxpr,
-        times,
-        lambda eqn, arrivals: [max(arrivals, default=0)] * len(eqn.outvars),
-        lambda atom: 0,
-    )
+    return joined(jaxpr, times, partial(max, default=0), 0)
+
+
+def last_costly(jaxpr: Jaxpr) -> Callable[[Var | Literal], int]:
+    """Returns value → position of the last costly equation that it depends on, or -1."""
+    positions = count_up()
+
+    def through(eqn: JaxprEqn, inputs: list[int]) -> list[int]:
+        position = next(positions)
+        if cheap(eqn):
+            position = max(inputs, default=-1)
+        return [position] * len(eqn.outvars)
+
+    return flow(jaxpr, [-1] * len(jaxpr.invars), through, lambda atom: -1)

@@ -47,13 +47,12 @@ def touched_rows(closed: ClosedJaxpr) -> Counts:
     >>> touched_rows(jax.make_jaxpr(jax.grad(loss))(jnp.ones((1000, 8)), jnp.zeros(64, int)))
     [64]
     """
-    return _flow(closed.jaxpr, [_rows(var) for var in closed.jaxpr.invars])
+    return _flow(closed.jaxpr, list(map(_rows, closed.jaxpr.invars)))
 
 
 def _flow(jaxpr: Jaxpr, inputs: Counts) -> Counts:
     """Computes the counts of a program's outputs from those of its inputs."""
-    count = flow(jaxpr, inputs, _through, _of_source)
-    return [count(atom) for atom in jaxpr.outvars]
+    return list(map(flow(jaxpr, inputs, _through, _of_source), jaxpr.outvars))
 
 
 def _of_source(atom: Var | Literal) -> int:
@@ -65,7 +64,7 @@ def _of_source(atom: Var | Literal) -> int:
 
 def _through(eqn: JaxprEqn, inputs: Counts) -> Counts:
     """Computes the counts of an equation's outputs, at most all their rows."""
-    return [min(count, _rows(var)) for count, var in zip(_made(eqn, inputs), eqn.outvars)]
+    return list(map(min, _made(eqn, inputs), map(_rows, eqn.outvars)))
 
 
 def _made(eqn: JaxprEqn, inputs: Counts) -> Counts:
@@ -83,29 +82,27 @@ def _made(eqn: JaxprEqn, inputs: Counts) -> Counts:
     if name in CALLS and len(called_program(eqn).jaxpr.invars) == len(inputs):
         return _flow(called_program(eqn).jaxpr, inputs)
     if name == "cond":
-        return [
-            max(counts)
-            for counts in zip(*(_flow(branch.jaxpr, inputs[1:]) for branch in branches(eqn)))
-        ]
+        by_branch = [_flow(branch.jaxpr, inputs[1:]) for branch in branches(eqn)]
+        return list(map(max, zip(*by_branch)))
     if name == "scan":
         return _through_scan(eqn, inputs)
     keeps_rows = name == "reshape" and _rows(eqn.invars[0]) == _rows(eqn.outvars[0])
     zero = name == "broadcast_in_dim" and inputs[0] == 0
-    return inputs[:1] if keeps_rows or zero else [_rows(var) for var in eqn.outvars]
+    return inputs[:1] if keeps_rows or zero else list(map(_rows, eqn.outvars))
 
 
 def _through_scan(eqn: JaxprEqn, inputs: Counts) -> Counts:
     closed, options = scan_body(eqn)
     consts, carry, xs = loop_parts(eqn, inputs)
     layers = closed.jaxpr.invars[len(consts) + len(carry) :]
-    layer_counts = [0 if count == 0 else _rows(var) for count, var in zip(xs, layers)]
+    layer_counts = [_rows(var) if count else 0 for count, var in zip(xs, layers)]
     outputs = _flow(closed.jaxpr, [*consts, *carry, *layer_counts])
-    # A count that shrinks in the first round is assumed not to grow again.
-    carried = [
-        after if after <= before else before + options["length"] * (after - before)
-        for before, after in zip(carry, outputs)
-    ]
-    return [*carried, *(0 if count == 0 else EVERY for count in outputs[len(carry) :])]
+    for k, after in enumerate(outputs):
+        if k >= len(carry):
+            outputs[k] = EVERY if after else 0
+        elif after > carry[k]:  # a count that shrinks is assumed not to grow again
+            outputs[k] = carry[k] + options["length"] * (after - carry[k])
+    return outputs
 
 
 def _rows(atom: Var | Literal) -> int:

@@ -1,6 +1,7 @@
 """The leaves of a tree: selects those with a gradient, and recognises donated arrays."""
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import jax
@@ -24,12 +25,10 @@ def split_leaves(chosen: Sequence[int], leaves: Sequence[Any]) -> tuple[list[Any
 
 def join_leaves(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
     """Joins the leaves in their original order: the inverse of `split`."""
-    by_index = dict(zip(chosen, trainable))
-    next_fixed = iter(fixed)
-    return [
-        by_index[i] if i in by_index else next(next_fixed)
-        for i in range(len(trainable) + len(fixed))
-    ]
+    leaves = list(fixed)
+    for index, leaf in sorted(zip(chosen, trainable), key=itemgetter(0)):
+        leaves.insert(index, leaf)
+    return leaves
 
 
 def refuse_deleted(state: Any) -> None:
@@ -43,10 +42,10 @@ def refuse_deleted(state: Any) -> None:
 
 def is_used_up(state: Any) -> bool:
     """Returns True if an array of a state was donated."""
-    arrays = [
-        x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    ]
-    return any(map(given_away, arrays))
+    for x in jax.tree.leaves(state):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and given_away(x):
+            return True
+    return False
 
 
 def used_up() -> ValueError:

@@ -8,15 +8,14 @@ Source: Li et al. (VLDB 2020), section 3.2.3; `Reducer::rebuild_buckets` in PyTo
 """
 
 from collections.abc import Callable, Sequence
-from itertools import count as count_up
 from typing import Any
 
 import jax
 from jaxtyping import PyTree
 
-from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var
-from fddp.jaxpr.equations import cheap, straighten
-from fddp.jaxpr.flow import flow
+from fddp.jax_internals import ClosedJaxpr, Var
+from fddp.jaxpr.equations import cheap, straighten, variables
+from fddp.jaxpr.flow import last_costly
 from fddp.jaxpr.leaves import differentiable, join_leaves, split_leaves
 from fddp.wording import check_has
 
@@ -61,14 +60,8 @@ def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
     equation (a `scan` over layers) are in reverse order, DDP's guess.
     """
     jaxpr = straighten(closed).jaxpr
-    positions = count_up()
-
-    def ready_positions(eqn: JaxprEqn, inputs: list[int]) -> list[int]:
-        position = next(positions)
-        return [max(inputs, default=-1) if cheap(eqn) else position] * len(eqn.outvars)
-
     # A gradient without an equation (a constant, an input) is ready before all others.
-    ready = flow(jaxpr, [-1] * len(jaxpr.invars), ready_positions, lambda atom: -1)
+    ready = last_costly(jaxpr)
     return tuple(sorted(range(count), key=lambda k: (ready(jaxpr.outvars[k]), -k)))
 
 
@@ -83,14 +76,12 @@ def first_uses(closed: ClosedJaxpr) -> list[int]:
     [2, 0]
     """
     jaxpr = straighten(closed).jaxpr
+    end = len(jaxpr.eqns)
     uses: dict[Var, int] = {}
     for position, eqn in reversed(list(enumerate(jaxpr.eqns))):
-        use = (
-            min((uses.get(var, len(jaxpr.eqns)) for var in eqn.outvars), default=position)
-            if cheap(eqn)
-            else position
-        )
-        for atom in eqn.invars:
-            if not isinstance(atom, Literal):
-                uses[atom] = min(use, uses.get(atom, use))
-    return [uses.get(var, len(jaxpr.eqns)) for var in jaxpr.invars]
+        use = position
+        if cheap(eqn):
+            use = min((uses.get(var, end) for var in eqn.outvars), default=position)
+        for var in variables(eqn.invars):
+            uses[var] = min(use, uses.get(var, use))
+    return [uses.get(var, end) for var in jaxpr.invars]

@@ -3,10 +3,10 @@
 Source: `DDPOptimizer` in TorchDynamo, which splits a compiled graph at bucket boundaries.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, chain, filterfalse, pairwise
 from typing import Any
 
 from fddp.jax_internals import (
@@ -23,8 +23,17 @@ from fddp.jax_internals import (
     jaxpr_as_fun,
     make_program,
 )
-from fddp.jaxpr.equations import cheap, collectives, straighten, variables
+from fddp.jaxpr.equations import (
+    cheap,
+    collectives,
+    form_of,
+    maker_positions,
+    read_by,
+    straighten,
+    variables,
+)
 from fddp.jaxpr.flow import arrival, flow
+from fddp.jaxpr.leaves import split_leaves
 
 PRODUCTS = {"dot_general", "conv_general_dilated"}
 OF_A_REPLICA = COLLECTIVES | {INDEX}
@@ -87,52 +96,51 @@ def cut(
             f"groups must hold the program's {len(jaxpr.outvars)} outputs, got {list(groups)}."
         )
     results = [jaxpr.outvars[a:b] for a, b in pairwise(accumulate(groups, initial=0))]
-    maker = {var: position for position, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-    when = _when(jaxpr, input_arrivals or {})
+    maker = maker_positions(jaxpr)
+    when = arrival(jaxpr, input_arrivals or {})
     members, results = _by_arrival(jaxpr, _members(jaxpr, results, maker), results, when)
-    pairs = [
-        _remade(jaxpr, positions, result, maker) for positions, result in zip(members, results)
-    ]
-    passing = {jaxpr.outvars[number] for number in between}
-    results = [
-        [v for v in result if isinstance(v, Literal) or v not in passing] for result in results
-    ]
+    extended = list(map(partial(_remade, jaxpr, maker), members, results))
     consts = dict(zip(jaxpr.constvars, program.consts))
-    needs = [[v for v in need if v not in consts] for _, need in pairs]
+    reads = [list(filterfalse(consts.__contains__, need)) for _, need in extended]
     # A stage writes its values with a reader in a later stage.
-    written = [
-        _ordered(v for need in needs[k + 1 :] for v in need if maker.get(v) in positions)
-        for k, positions in enumerate(members)
-    ]
+    stage_of = dict[int, int]()
+    for k, positions in enumerate(members):
+        stage_of.update(dict.fromkeys(positions, k))
+    written = [dict[Var, None]() for _ in members]
+    for var in chain.from_iterable(reads):
+        if var in maker:
+            written[stage_of[maker[var]]][var] = None
+    number = {var: n for n, var in enumerate(chain(jaxpr.invars, *written))}
+    passing = set(map(jaxpr.outvars.__getitem__, between))
     differs = flow(
         jaxpr,
         [number in per_replica for number in range(len(jaxpr.invars))],
         lambda eqn, inputs: [any(inputs) or _is_of_a_replica(eqn)] * len(eqn.outvars),
         lambda atom: False,
     )
-    number = {
-        var: n for n, var in enumerate([*jaxpr.invars, *(v for values in written for v in values)])
-    }
     functions = dict[Any, Callable[..., list[Any]]]()
 
     def stage(k: int) -> Stage:
-        positions, need = pairs[k]
-        used = [v for v in need if v in consts]
-        eqns = [jaxpr.eqns[position] for position in positions]
+        positions, need = extended[k]
+        result = [x for x in results[k] if isinstance(x, Literal) or x not in passing]
         body = make_program(
-            program, eqns, needs[k], [*written[k], *results[k]], {v: consts[v] for v in used}
+            program,
+            list(map(jaxpr.eqns.__getitem__, positions)),
+            reads[k],
+            [*written[k], *result],
+            {var: consts[var] for var in need if var in consts},
         )
         return Stage(
             run=functions.setdefault(form_of_program(body), jaxpr_as_fun(body)),
-            reads=tuple(number[v] for v in needs[k]),
-            writes=tuple(number[v] for v in written[k]),
-            results=len(results[k]),
-            alike=tuple(not differs(v) for v in written[k]),
-            between=tuple(v in passing for v in written[k]),
+            reads=tuple(map(number.__getitem__, reads[k])),
+            writes=tuple(map(number.__getitem__, written[k])),
+            results=len(result),
+            alike=tuple(not differs(var) for var in written[k]),
+            between=tuple(map(passing.__contains__, written[k])),
             speaks=bool(collectives(body)),
         )
 
-    return tuple(stage(k) for k in range(len(members)))
+    return tuple(map(stage, range(len(members))))
 
 
 def arrivals(closed: ClosedJaxpr, input_arrivals: Mapping[int, int]) -> list[int]:
@@ -145,8 +153,7 @@ def arrivals(closed: ClosedJaxpr, input_arrivals: Mapping[int, int]) -> list[int
     [1, 2, 2]
     """
     jaxpr = straighten(closed).jaxpr
-    when = _when(jaxpr, input_arrivals)
-    return [when([atom]) for atom in jaxpr.outvars]
+    return list(map(arrival(jaxpr, input_arrivals), jaxpr.outvars))
 
 
 def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
@@ -159,17 +166,11 @@ def take_more(closed: ClosedJaxpr, outputs: Sequence[int]) -> bool:
     (False, True)
     """
     jaxpr = straighten(closed).jaxpr
-    unchosen, chosen = (
-        [var for k, var in enumerate(jaxpr.outvars) if (k in outputs) == inside]
-        for inside in (False, True)
-    )
-    maker = {var: position for position, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    chosen, unchosen = split_leaves(outputs, jaxpr.outvars)
     # `_members` gives equations of pure effect (a print) to the last group, which is empty here.
-    _, exclusive, _ = _members(jaxpr, [unchosen, chosen, []], maker)
-    return any(
-        jaxpr.eqns[position].primitive.name in PRODUCTS or inner_programs(jaxpr.eqns[position])
-        for position in exclusive
-    )
+    _, exclusive, _ = _members(jaxpr, [unchosen, chosen, []], maker_positions(jaxpr))
+    eqns = map(jaxpr.eqns.__getitem__, exclusive)
+    return any(eqn.primitive.name in PRODUCTS or inner_programs(eqn) for eqn in eqns)
 
 
 def _is_of_a_replica(eqn: JaxprEqn) -> bool:
@@ -177,30 +178,25 @@ def _is_of_a_replica(eqn: JaxprEqn) -> bool:
     return acts(eqn) or eqn.primitive.name in OF_A_REPLICA or bool(inner_programs(eqn))
 
 
-def _when(
-    jaxpr: Jaxpr, input_arrivals: Mapping[int, int]
-) -> Callable[[Iterable[Var | Literal]], int]:
-    """Returns values → the time at which the last of them can be computed; 0 for no value."""
-    time = arrival(jaxpr, input_arrivals)
-    return lambda atoms: max(map(time, atoms), default=0)
-
-
 def _by_arrival(
     jaxpr: Jaxpr,
     members: Sequence[set[int]],
     results: Sequence[Sequence[Var | Literal]],
-    when: Callable[[Iterable[Var | Literal]], int],
+    when: Callable[[Var | Literal], int],
 ) -> tuple[list[set[int]], list[Sequence[Any]]]:
     """Splits each group's equations by arrival; the group's last stage has all its results."""
     stages = list[set[int]]()
     stage_results = list[Sequence[Any]]()
     latest = 0
     for positions, result in zip(members, results):
-        waits = {position: max(latest, when(jaxpr.eqns[position].invars)) for position in positions}
-        latest = max([latest, when(result), *waits.values()])
-        for stop in sorted({*waits.values(), latest}):
-            stages.append({position for position in positions if waits[position] == stop})
-            stage_results.append(result if stop == latest else ())
+        by_time = dict[int, set[int]]()
+        for position in positions:
+            time = max(map(when, jaxpr.eqns[position].invars), default=0)
+            by_time.setdefault(max(latest, time), set()).add(position)
+        latest = max([latest, *map(when, result), *by_time])
+        for time in sorted({*by_time, latest}):
+            stages.append(by_time.get(time, set()))
+            stage_results.append(result if time == latest else ())
     return stages, stage_results
 
 
@@ -215,56 +211,53 @@ def _members(
     assigned: set[int] = set()
     members: list[set[int]] = []
     for k, result in enumerate(results):
-        pending = [maker[v] for v in variables(result) if v in maker]
-        pending += acting if k == len(results) - 1 else []
+        pending = _makers(maker, result)
+        if k == len(results) - 1:
+            pending += acting
         positions: set[int] = set()
         while pending:
             at = pending.pop()
             if at not in assigned and at not in positions:
                 positions.add(at)
-                pending += [maker[v] for v in variables(jaxpr.eqns[at].invars) if v in maker]
+                eqn = jaxpr.eqns[at]
+                pending += _makers(maker, eqn.invars)
                 # Effects stay in order.
-                pending += [
-                    a for a in acting if a < at and jaxpr.eqns[a].effects & jaxpr.eqns[at].effects
-                ]
+                pending += [a for a in acting if a < at and jaxpr.eqns[a].effects & eqn.effects]
         assigned |= positions
         members.append(positions)
     return members
 
 
+def _makers(maker: Mapping[Var, int], atoms: Iterable[Var | Literal]) -> list[int]:
+    return [maker[var] for var in variables(atoms) if var in maker]
+
+
 def _remade(
-    jaxpr: Jaxpr, positions: set[int], result: Sequence[Var | Literal], maker: Mapping[Var, int]
+    jaxpr: Jaxpr, maker: Mapping[Var, int], positions: set[int], result: Sequence[Var | Literal]
 ) -> tuple[list[int], list[Var]]:
     """Adds cheap equations to a stage, to recompute values instead of reading them.
 
     Returns the positions of all its equations, and the values that it reads.
     """
     extended = set(positions)
-    atoms = [*(atom for at in sorted(positions) for atom in jaxpr.eqns[at].invars), *result]
-    inputs = {v: None for v in variables(atoms) if maker.get(v) not in positions}
+    read = read_by(map(jaxpr.eqns.__getitem__, sorted(positions)))
+    inputs = {v: None for v in (*read, *variables(result)) if maker.get(v) not in positions}
     available = {*jaxpr.constvars, *jaxpr.invars}
     need: list[Var] = []
     while inputs:
         # The value computed last goes first: its sources were computed before it.
         var = max(inputs, key=lambda v: maker.get(v, -1))
         del inputs[var]
-        eqn = jaxpr.eqns[maker[var]] if var in maker else None
-        sources = _ordered(variables(eqn.invars)) if eqn is not None else []
-        extra = sum(_nbytes(v) for v in sources if v not in inputs and v not in available)
-        if eqn is not None and cheap(eqn) and extra <= _nbytes(var):
-            extended.add(maker[var])
-            inputs.update(dict.fromkeys(sources))
-        else:
-            need.append(var)
+        if var in maker and cheap(eqn := jaxpr.eqns[maker[var]]):
+            sources = read_by([eqn])
+            extra = set(sources) - inputs.keys() - available
+            if sum(map(_nbytes, extra)) <= _nbytes(var):
+                extended.add(maker[var])
+                inputs.update(dict.fromkeys(sources))
+                continue
+        need.append(var)
     return sorted(extended), need
 
 
 def _nbytes(var: Var) -> int:
-    return (
-        math.prod(var.aval.shape)  # pyright: ignore[reportAttributeAccessIssue]
-        * var.aval.dtype.itemsize  # pyright: ignore[reportAttributeAccessIssue]
-    )
-
-
-def _ordered(items: Iterable[Var]) -> list[Var]:
-    return list(dict.fromkeys(items))
+    return form_of(var).size * form_of(var).dtype.itemsize

@@ -61,14 +61,8 @@ def origins(leaves: Sequence[Any]) -> Sets:
 
 def _flow(jaxpr: Jaxpr, inputs: Sets, choose: Choose) -> Sets:
     """Computes the sets of a program's outputs from those of its inputs."""
-    sources = flow(jaxpr, inputs, partial(flow_through, choose=choose), of_no_leaf)
-    return [sources(atom) for atom in jaxpr.outvars]
-
-
-def of_no_leaf(atom: Var | Literal) -> Sources:
-    """The set of a literal or a constant."""
-    del atom
-    return NOTHING
+    through = partial(flow_through, choose=choose)
+    return list(map(flow(jaxpr, inputs, through, lambda atom: NOTHING), jaxpr.outvars))
 
 
 def flow_through(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
@@ -79,22 +73,18 @@ def flow_through(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
     elif name == "cond":
         # XLA chooses between branches for platforms: all count.
         choose = frozenset.union if is_for_platforms(eqn) else choose
-        outputs = [
-            choose(*sets)
-            for sets in zip(*(_flow(b.jaxpr, inputs[1:], choose) for b in branches(eqn)))
-        ]
+        outputs = list(map(choose, *(_flow(b.jaxpr, inputs[1:], choose) for b in branches(eqn))))
     elif name == "scan":
         outputs = _flow_of_scan(eqn, inputs, choose)
     elif name == "while":
         consts, carry = loop_parts(eqn, inputs)[1:]
-        rounds, _ = _rounds(
-            lambda carry: _flow(while_programs(eqn)[1].jaxpr, [*consts, *carry], choose), carry
-        )
-        outputs = [choose(*sets) for sets in zip(*rounds)]  # any round may be the last
+        body = while_programs(eqn)[1].jaxpr
+        rounds, _ = _rounds(lambda carry: _flow(body, [*consts, *carry], choose), carry)
+        outputs = list(map(choose, *rounds))  # any round may be the last
     elif name in CALLS and len(called_program(eqn).jaxpr.invars) == len(inputs):
         outputs = _flow(called_program(eqn).jaxpr, inputs, choose)
         if name in OWN_DERIVATIVE:
-            outputs = [sources | ignored_inputs(eqn, inputs) for sources in outputs]
+            outputs = list(map(ignored_inputs(eqn, inputs).union, outputs))
     else:
         outputs = [NOTHING.union(*inputs)] * len(eqn.outvars)
     return [
@@ -113,9 +103,10 @@ def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
 
     rounds, start = _rounds(lambda carry: body(carry)[:count], carry)
     last = length if length < len(rounds) else start + (length - start) % (len(rounds) - start)
-    nothing = [NOTHING] * len(closed.jaxpr.outvars[count:])
-    outputs = zip(nothing, *(body(carry)[count:] for carry in rounds[:length]))
-    return [*rounds[last], *(frozenset.union(*sets) for sets in outputs)]
+    outputs = [NOTHING] * len(closed.jaxpr.outvars[count:])
+    for carry in rounds[:length]:
+        outputs = list(map(frozenset.union, outputs, body(carry)[count:]))
+    return [*rounds[last], *outputs]
 
 
 def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]:

@@ -28,12 +28,12 @@ from fddp.jax_internals import (
     loop_parts,
     rematerialised,
     run_again,
-    run_as_it_is,
     run_while,
     scan_body,
     while_programs,
     without_refs,
 )
+from fddp.jaxpr.interpreter import Read, interpret
 from fddp.jaxpr.used import (
     NOTHING,
     Sets,
@@ -88,34 +88,29 @@ def _evaluate(
 ) -> tuple[list[Any], Sets, Masks]:
     """Runs a program; returns its outputs, their sets, and the masks numbered in these sets."""
     jaxpr = closed.jaxpr
-    values: dict[Var, Any] = {
-        **dict(zip(jaxpr.constvars, closed.consts)),
-        **dict(zip(jaxpr.invars, args)),
-    }
-    env: dict[Var, Sources] = dict(zip(jaxpr.invars, inputs))
+    sets: dict[Var, Sources] = dict(zip(jaxpr.invars, inputs))
 
-    def value(atom: Var | Literal) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
+    def sources(atom: Var | Literal) -> Sources:
+        return NOTHING if isinstance(atom, Literal) else sets.get(atom, NOTHING)
 
-    def sources(atoms: Sequence[Var | Literal]) -> Sets:
-        return [NOTHING if isinstance(atom, Literal) else env.get(atom, NOTHING) for atom in atoms]
-
-    for eqn in jaxpr.eqns:
-        operands = [value(atom) for atom in eqn.invars]
-        operand_sets = sources(eqn.invars)
+    def follow(eqn: JaxprEqn, read: Read) -> list[Any] | None:
+        nonlocal masks
+        operand_sets = list(map(sources, eqn.invars))
         possible = flow_through(eqn, operand_sets, frozenset.union)
         certain = flow_through(eqn, operand_sets, frozenset.intersection)
-        if possible == certain:
-            outputs = run_as_it_is(closed, eqn, operands)
-        else:
+        outputs = None
+        if possible != certain:
+            operands = list(map(read, eqn.invars))
             outputs, output_masks = _with_masks(eqn, operands, operand_sets, masks)
             # A set that depends on the branch becomes a mask with a new number.
-            numbers = (frozenset({len(masks) + k}) for k in range(len(output_masks)))
-            possible = [a if a == b else number for a, b, number in zip(possible, certain, numbers)]
+            for k in range(len(output_masks)):
+                if possible[k] != certain[k]:
+                    possible[k] = frozenset({len(masks) + k})
             masks = (*masks, *output_masks)
-        values.update(zip(eqn.outvars, outputs))
-        env.update(zip(eqn.outvars, possible))
-    return [value(atom) for atom in jaxpr.outvars], sources(jaxpr.outvars), masks
+        sets.update(zip(eqn.outvars, possible))
+        return outputs
+
+    return interpret(closed, args, follow), list(map(sources, jaxpr.outvars)), masks
 
 
 def _with_masks(eqn: JaxprEqn, args: Sequence[ArrayLike], inputs: Sets, masks: Masks) -> Masked:
@@ -133,7 +128,7 @@ def _with_masks(eqn: JaxprEqn, args: Sequence[ArrayLike], inputs: Sets, masks: M
     if name in OWN_DERIVATIVE:
         # The rule of the derivative ignores masks, so a second run computes them. XLA drops all of
         # it but the computation that the choice of a branch depends on.
-        _, output_masks = inner(*(jax.lax.stop_gradient(x) for x in args))
+        _, output_masks = inner(*map(jax.lax.stop_gradient, args))
         ignored = _mask(ignored_inputs(eqn, inputs), masks)
         return run_again(eqn, args), [mask | ignored for mask in output_masks]
     return inner(*args)
@@ -142,7 +137,7 @@ def _with_masks(eqn: JaxprEqn, args: Sequence[ArrayLike], inputs: Sets, masks: M
 def _call(closed: ClosedJaxpr, inputs: Sets, masks: Masks, *args: ArrayLike) -> Masked:
     """Runs a program; returns its outputs and their masks."""
     values, sources, masks = _evaluate(closed, args, inputs, masks)
-    return values, [_row(s, masks) for s in sources]
+    return values, _varying(sources, masks)
 
 
 def _scan(eqn: JaxprEqn, args: Sequence[ArrayLike], inputs: Sets, masks: Masks) -> Masked:
@@ -158,13 +153,12 @@ def _scan(eqn: JaxprEqn, args: Sequence[ArrayLike], inputs: Sets, masks: Masks) 
             closed, [*const_sets, *carry_sets, *x_sets], body_masks, *consts, *carry, *x
         )
         # The stacked outputs are a single array, which uses the leaves of all rounds.
-        y_masks = [a | b for a, b in zip(y_masks, round_masks[count:])]
+        y_masks = list(map(or_, y_masks, round_masks[count:]))
         return (values[:count], round_masks[:count], y_masks), values[count:]
 
-    empty = [_row(NOTHING, masks) for _ in closed.jaxpr.outvars[count:]]
-    (carry, carry_masks, y_masks), ys = jax.lax.scan(
-        body, (carry, [_row(sources, masks) for sources in initial_sets], empty), xs, **options
-    )
+    empty = _varying([NOTHING] * len(closed.jaxpr.outvars[count:]), masks)
+    initial = carry, _varying(initial_sets, masks), empty
+    (carry, carry_masks, y_masks), ys = jax.lax.scan(body, initial, xs, **options)
     return [*carry, *ys], [*carry_masks, *y_masks]
 
 
@@ -178,38 +172,37 @@ def _while(eqn: JaxprEqn, args: Sequence[ArrayLike], inputs: Sets, masks: Masks)
         values, new_masks = _call(closed, [*const_sets, *carry_sets], body_masks, *consts, *carry)
         # Under `vmap` an element of the batch that has ended keeps its value and its leaves.
         batched = bool(test.out_avals[0].shape)  # pyright: ignore[reportAttributeAccessIssue]
-        return values, [a | b for a, b in zip(carry_masks, new_masks)] if batched else new_masks
+        return values, list(map(or_, carry_masks, new_masks)) if batched else new_masks
 
-    initial_masks = [_row(sources, masks) for sources in initial_sets]
-    return run_while(
-        eqn,
-        lambda carry, _: jaxpr_as_fun(test)(*test_consts, *carry)[0],
-        body,
-        carry,
-        initial_masks,
-    )
+    def go_on(carry: list[Any], carry_masks: list[Array]) -> Any:
+        del carry_masks
+        return jaxpr_as_fun(test)(*test_consts, *carry)[0]
+
+    return run_while(eqn, go_on, body, carry, _varying(initial_sets, masks))
 
 
 def _named(
     carry: Sequence[Var | Literal], carry_masks: list[Array], masks: Masks
 ) -> tuple[Sets, Masks]:
     """Numbers the masks of a loop's carry, and appends them to the masks."""
-    carry_sets = [
-        frozenset({len(masks) + k}) if can_have_gradient(carry[k]) else NOTHING
-        for k in range(len(carry_masks))
-    ]
+    carry_sets = [NOTHING] * len(carry_masks)
+    for k in range(len(carry_masks)):
+        if can_have_gradient(carry[k]):
+            carry_sets[k] = frozenset({len(masks) + k})
     return carry_sets, (*masks, *carry_masks)
 
 
 def _mask(sources: Sources, masks: Masks) -> Bool[Array, " n"]:
     """Converts a set to a mask."""
     empty = np.zeros(masks[0].shape if masks else 0, bool)
-    return jnp.asarray(reduce(or_, (masks[i] for i in sorted(sources)), empty))
+    return jnp.asarray(reduce(or_, map(masks.__getitem__, sorted(sources)), empty))
 
 
-def _row(sources: Sources, masks: Masks) -> Bool[Array, " n"]:
-    """Converts a set to a mask of varying type in a `shard_map`, common to branches and rounds."""
-    empty = jnp.asarray(np.zeros_like(masks[0]))
-    return _mask(sources, masks) | jax.lax.pcast(
-        empty, jax.sharding.get_abstract_mesh().manual_axes, to="varying"
-    )
+def _varying(sets: Sets, masks: Masks) -> list[Bool[Array, " n"]]:
+    """Converts sets to masks of varying type in a `shard_map`, common to branches and rounds."""
+    rows = list[Array]()
+    for sources in sets:
+        empty = jnp.asarray(np.zeros_like(masks[0]))
+        axes = jax.sharding.get_abstract_mesh().manual_axes
+        rows.append(_mask(sources, masks) | jax.lax.pcast(empty, axes, to="varying"))
+    return rows

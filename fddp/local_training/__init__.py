@@ -8,7 +8,7 @@ from fddp.local_training.inside import array_of as array_of
 from fddp.local_training.inside import leaves_of as leaves_of
 from fddp.local_training.local_optimizer import LastStep as LastStep
 from fddp.local_training.local_optimizer import LocalSteps as LocalSteps
+from fddp.local_training.local_runner import LocalWay as LocalWay
 from fddp.local_training.local_runner import SyncSteps as SyncSteps
-from fddp.local_training.local_runner import kinds as kinds
 from fddp.local_training.local_runner import local_way as local_way
 from fddp.local_training.periods import read_periods as read_periods

@@ -1,13 +1,13 @@
 """The way of replicas that train separately, and its runner of the three kinds of step."""
 
-from dataclasses import replace
-from functools import cache, partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar
 
 import jax
 from jaxtyping import PyTree
 
-from fddp.comm import nothing_to_compare, verify
+from fddp.comm import Group, nothing_to_compare, verify
 from fddp.hooks import Hook
 from fddp.local_training.fragments import Fragment, check_fragments, scalars_of
 from fddp.local_training.inside import (
@@ -32,7 +32,21 @@ from fddp.local_training.trained_alone import by_itself, counted
 from fddp.local_training.wire import RANGE
 from fddp.losses import Joined, Pending, Sums
 from fddp.schedules import Pieces, Runner, Schedule, StepInputs, StepOutputs, rehearse
-from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, LocalState, Replica, TrainState, Way
+from fddp.step import (
+    ALONE,
+    ISLANDS,
+    LOCAL,
+    Copy,
+    Cut,
+    Facts,
+    Held,
+    LocalState,
+    Options,
+    Replica,
+    TrainState,
+    Travels,
+    Way,
+)
 
 # The kind of a step that averages gradients. All other kinds are the numbers of its exchanges.
 TOGETHER = (-1,)
@@ -48,141 +62,175 @@ class SyncSteps(LocalSteps):
 
 def local_way(steps: LocalSteps, inner: Way) -> Way:
     """Makes the way of local steps, whose islands hold their state in the way `inner`."""
-    return inner._replace(
+    return LocalWay(
+        steps=steps,
+        inner=inner,
         name=LOCAL,
         more=(ALONE if steps.island == 1 else ISLANDS,),
         described=repr(steps),
-        check=partial(_check, steps, inner),
-        hold=partial(hold, inner),
-        seen=_seen,
-        gathered=WHOLE.gathered,
-        remembers=partial(_remembers, steps),
-        accumulate=partial(_accumulate, steps, inner),
-        runner=partial(_runner, steps, inner),
+        schedule=inner.schedule,
         apart=True,
-        table_rows=False,
-        slices=False,
+        scattered=inner.scattered,
+        gathers=inner.gathers,
     )
 
 
-def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, params: PyTree) -> str:
-    if steps.start and replica.options.shard == "state":
-        raise ValueError(
-            f"local_steps: start={steps.start} cannot go with shard='state', as the parameters "
-            "that islands begin with are whole: give shard='optimizer', or start=0."
+@dataclass(frozen=True, kw_only=True)
+class LocalWay(Way):
+    """Each island holds a state of its own, and trains separately between exchanges."""
+
+    steps: LocalSteps
+    inner: Way
+    """The way in which the replicas of an island hold its state."""
+
+    opt_state: ClassVar[type] = LocalState
+
+    def check(self, replica: Replica, optimizer: Any, params: PyTree) -> str:
+        """Refuses fields that no inner optimizer has, and what the inner way refuses."""
+        steps = self.steps
+        if steps.start and replica.options.shard == "state":
+            raise ValueError(
+                f"local_steps: start={steps.start} cannot go with shard='state', as the "
+                "parameters that islands begin with are whole: give shard='optimizer', or start=0."
+            )
+        trained = replica.trained(params)
+        check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)
+        return self.inner.check(replace(replica, way=self.inner), optimizer, params)
+
+    def travels(self, options: Options, group: Group) -> Travels:
+        """Gradients and pseudo-gradients of islands are sent whole."""
+        forms = self.inner.travels(options, group)
+        rounds = forms.rounds and self.scattered
+        return forms._replace(table_rows=False, slices=False, rounds=rounds)
+
+    def hold(
+        self,
+        replica: Replica,
+        trained: PyTree,
+        opt_state: PyTree,
+        model_state: PyTree,
+        cut: Cut,
+        copy: Copy,
+    ) -> Held:
+        """Returns a replica's share of its island's state."""
+        return hold(self.inner, replica, trained, opt_state, model_state, cut, copy)
+
+    def seen(self, replica: Replica, state: TrainState) -> TrainState:
+        """Returns the state with that of the inner optimizer."""
+        del replica
+        if not isinstance(state.opt_state, self.opt_state):
+            raise ValueError(
+                f"the optimizer's state is {type(state.opt_state).__name__}, and this step was "
+                f"made with {self.name}: begin with step.init(fddp.whole(state.params))."
+            )
+        return state._replace(opt_state=state.opt_state.inner)
+
+    def remembers(self, replica: Replica, hook: Hook, forms: PyTree) -> Any:
+        """Makes the hook's first state of each exchange."""
+        island_size = self.steps.replicas(replica.group.parts)
+        averages = bool(self.steps.start) or island_size > 1
+        return first_memory(hook, forms, island_size, RANGE, averages=averages)
+
+    def accumulate(
+        self,
+        replica: Replica,
+        state: TrainState,
+        shards: PyTree,
+        pending: Pending | None,
+        rows: PyTree,
+    ) -> tuple[Pending, Sums]:
+        """Adds rows to the pending sums of an island."""
+        view = own_view(state, shards)
+        rows = own_rows(rows)
+        if self.trains_alone(replica):
+            return replica.accumulate(view, pending, rows)
+        view = whole_view(replica.group, view)._replace(rng=keys_of_island(replica.group, view.rng))
+        return within_island(replica, self.inner).accumulate(view, pending, rows)
+
+    def pieces(self, replica: Replica, facts: Facts) -> Pieces:
+        """Makes the pieces of a step within an island."""
+        return self.inner.pieces(replica, facts)
+
+    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+        """Makes a runner that schedules each kind of step when it is first due."""
+        steps = self.steps
+        local, synchronous = self.kinds(replica, facts)
+        group = replica.group
+
+        @cache
+        def of_kind(kind: tuple[int, ...]) -> Runner:
+            if kind == TOGETHER:
+                pieces = synchronous
+            elif kind:
+                pieces = local.sends(kind)
+            else:
+                pieces = local.alone()
+            return schedule(group, pieces, replica.options.donate)
+
+        first = latest = of_kind((0,))
+        last = LastStep()
+
+        def due(state: TrainState) -> tuple[LastStep, Runner]:
+            if isinstance(state.step, jax.ShapeDtypeStruct):
+                return last, first
+            following, kind = last.following(steps, state.step)
+            return following, of_kind(TOGETHER if following.number <= steps.start else kind)
+
+        def with_places(inputs: StepInputs) -> StepInputs:
+            return inputs._replace(memory=in_places(inputs.memory))
+
+        def run(inputs: StepInputs) -> StepOutputs:
+            nonlocal last, latest
+            following, runner = due(inputs.state)
+            outputs = runner.run(with_places(inputs))
+            last, latest = following._replace(step=outputs.result[0].step), runner
+            return outputs._replace(memory=by_messages_and_leaves(outputs.memory))
+
+        def lower(inputs: StepInputs) -> jax.stages.Lowered:
+            return due(inputs.state)[1].lower(with_places(inputs))  # type: ignore
+
+        def rehearse_all(*arguments: Any) -> None:
+            def attempt() -> None:
+                memory = memory_forms(replica, facts.plan)
+                for number in range(len(local.exchanges)):
+                    rehearse(group, local.sends((number,)), memory, *arguments)
+
+            verify(group, "synchronizations", attempt, nothing_to_compare)
+
+        runner = Runner(
+            run,
+            lower=None,
+            timeline=None,
+            tasks=lambda state, *arguments: due(state)[1].tasks(state, *arguments),
+            footprint=lambda inputs: first.footprint(with_places(inputs)),
+            promises=first.promises,
+            rehearse=rehearse_all,
         )
-    trained = replica.trained(params)
-    check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)
-    return inner.check(replace(replica, way=inner), optimizer, params)
+        if first.lower:
+            runner = runner._replace(lower=lower)
+        if first.timeline:
+            runner = runner._replace(timeline=lambda: latest.timeline())  # type: ignore
+        return runner
 
-
-def _seen(replica: Replica, state: TrainState) -> TrainState:
-    if not isinstance(state.opt_state, LocalState):
-        raise ValueError(
-            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
-            f"with {LOCAL}: begin with step.init(fddp.whole(state.params))."
-        )
-    return state._replace(opt_state=state.opt_state.inner)
-
-
-def _remembers(steps: LocalSteps, replica: Replica, hook: Hook, forms: PyTree) -> Any:
-    island_size = steps.replicas(replica.group.parts)
-    return first_memory(
-        hook, forms, island_size, RANGE, averages=bool(steps.start) or island_size > 1
-    )
-
-
-def _accumulate(
-    steps: LocalSteps,
-    inner: Way,
-    replica: Replica,
-    state: TrainState,
-    shards: PyTree,
-    pending: Pending | None,
-    rows: PyTree,
-) -> tuple[Pending, Sums]:
-    view = own_view(state, shards)
-    if steps.replicas(replica.group.parts) == 1 and not inner.apart:
-        return replica.accumulate(view, pending, own_rows(rows))
-    view = whole_view(replica.group, view)._replace(rng=keys_of_island(replica.group, view.rng))
-    return within_island(replica, inner).accumulate(view, pending, own_rows(rows))
-
-
-def _runner(
-    steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts
-) -> Runner:
-    """Makes a runner that schedules each kind of step when it is first due."""
-    local, synchronous = kinds(steps, inner, replica, facts)
-    group = replica.group
-
-    @cache
-    def of_kind(kind: tuple[int, ...]) -> Runner:
-        if kind == TOGETHER:
-            pieces = synchronous
-        elif kind:
-            pieces = local.sends(kind)
+    def kinds(self, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
+        """Makes the local steps of islands, and the pieces of a synchronous step."""
+        steps = self.steps
+        inner = self.inner
+        check_fragments(steps, facts.plan)
+        scalars = scalars_of(facts)
+        fragments = [
+            Fragment(steps, replica, number, facts.plan, scalars)
+            for number in range(steps.fragments)
+        ]
+        exchanges = [*fragments, *local_means(steps, inner, replica, facts, scalars)]
+        counts = counted(facts, isinstance(facts.rows, Joined))
+        if self.trains_alone(replica):
+            island = by_itself(replica, counts)
         else:
-            pieces = local.alone()
-        return schedule(group, pieces, replica.options.donate)
+            island = inner.pieces(within_island(replica, inner), counts)
+        local = Local(replica, island, steps, exchanges)
+        return local, local.together(inner.pieces(replace(replica, way=inner), counts))
 
-    first = latest = of_kind((0,))
-    last = LastStep()
-
-    def due(state: TrainState) -> tuple[LastStep, Runner]:
-        if isinstance(state.step, jax.ShapeDtypeStruct):
-            return last, first
-        following, kind = last.following(steps, state.step)
-        return following, of_kind(TOGETHER if following.number <= steps.start else kind)
-
-    def with_places(inputs: StepInputs) -> StepInputs:
-        return inputs._replace(memory=in_places(inputs.memory))
-
-    def run(inputs: StepInputs) -> StepOutputs:
-        nonlocal last, latest
-        following, runner = due(inputs.state)
-        outputs = runner.run(with_places(inputs))
-        last, latest = following._replace(step=outputs.result[0].step), runner
-        return outputs._replace(memory=by_messages_and_leaves(outputs.memory))
-
-    def lower(inputs: StepInputs) -> jax.stages.Lowered:
-        return due(inputs.state)[1].lower(with_places(inputs))  # type: ignore
-
-    def rehearse_all(*arguments: Any) -> None:
-        def attempt() -> None:
-            memory = memory_forms(replica, facts.plan)
-            for number in range(len(local.exchanges)):
-                rehearse(group, local.sends((number,)), memory, *arguments)
-
-        verify(group, "synchronizations", attempt, nothing_to_compare)
-
-    runner = Runner(
-        run,
-        lower=None,
-        timeline=None,
-        tasks=lambda state, *arguments: due(state)[1].tasks(state, *arguments),
-        footprint=lambda inputs: first.footprint(with_places(inputs)),
-        promises=first.promises,
-        rehearse=rehearse_all,
-    )
-    if first.lower:
-        runner = runner._replace(lower=lower)
-    if first.timeline:
-        runner = runner._replace(timeline=lambda: latest.timeline())  # type: ignore
-    return runner
-
-
-def kinds(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
-    """Makes the local steps of islands, and the pieces of a step that averages all gradients."""
-    check_fragments(steps, facts.plan)
-    scalars = scalars_of(facts)
-    fragments = [
-        Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)
-    ]
-    exchanges = [*fragments, *local_means(steps, inner, replica, facts, scalars)]
-    counts = counted(facts, isinstance(facts.batch, Joined))
-    if steps.replicas(replica.group.parts) == 1 and not inner.apart:
-        island = by_itself(replica, counts)
-    else:
-        island = inner.pieces(within_island(replica, inner), counts)
-    local = Local(replica, island, steps, exchanges)
-    return local, local.together(inner.pieces(replace(replica, way=inner), counts))
+    def trains_alone(self, replica: Replica) -> bool:
+        """True if an island is one replica with a whole state."""
+        return self.steps.replicas(replica.group.parts) == 1 and not self.inner.apart

@@ -24,7 +24,7 @@ from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
 from fddp.schedules import Span, Timeline
 from fddp.step import QUORUM, IslandState, TrainState, check_state, check_step, refuse
-from fddp.wording import check_has, preformatted
+from fddp.wording import check_has, preformatted, table
 
 if TYPE_CHECKING:  # a step measures itself
     from fddp.training import TrainStep
@@ -92,7 +92,8 @@ class Measurement:
     def all_reduces(self) -> int:
         """Number of messages of a step, including those skipped because no rank needs them."""
         # In an eager step two messages may share a name: the end of the last step's, and its own.
-        return max(len({span.name for span in step.timeline.communication}) for step in self.steps)
+        names = [{span.name for span in step.timeline.communication} for step in self.steps]
+        return max(map(len, names))
 
     @property
     def all_reduce_ms(self) -> float:
@@ -109,30 +110,18 @@ class Measurement:
           The path.
         """
         zero = min(step.start for step in self.steps)
-        spans = [
-            Span("step", f"step {k}", step.start, step.end) for k, step in enumerate(self.steps)
-        ]
-        spans += [span for step in self.steps for span in step.timeline.spans]
-        named = [
-            {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": row}}
-            for tid, row in enumerate(NAMES)
-        ]
-        events = [
-            {
-                "ph": "X",
-                "pid": 0,
-                "tid": ROWS[span.kind],
-                "cat": span.kind,
-                "name": span.name,
-                "ts": 1e6 * (span.start - zero),  # microseconds
-                "dur": 1e6 * span.seconds,
-                "args": {"bytes": span.nbytes},
-            }
-            for span in spans
-        ]
-        Path(path).write_text(
-            json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms"})
-        )
+        spans = list[Span]()
+        for k, step in enumerate(self.steps):
+            spans += [Span("step", f"step {k}", step.start, step.end), *step.timeline.spans]
+        events = list[dict[str, Any]]()
+        for tid, row in enumerate(NAMES):
+            events.append({"ph": "M", "tid": tid, "name": "thread_name", "args": {"name": row}})
+        for span in spans:
+            event = {"ph": "X", "tid": ROWS[span.kind], "cat": span.kind, "name": span.name}
+            event |= {"ts": 1e6 * (span.start - zero), "dur": 1e6 * span.seconds}  # microseconds
+            events.append(event | {"args": {"bytes": span.nbytes}})
+        trace = {"traceEvents": [event | {"pid": 0} for event in events], "displayTimeUnit": "ms"}
+        Path(path).write_text(json.dumps(trace))
         return Path(path)
 
     def picture(self, path: str | Path) -> Path:
@@ -152,26 +141,18 @@ class Measurement:
         return Path(path)
 
     def __str__(self) -> str:
-        rows = (
+        overhead = self.overhead_percent
+        shares = (
             ("compute", self.compute_percent, "something is computed"),
             ("non-compute", self.non_compute_percent, "something is sent, nothing computed"),
             ("idle", self.idle_percent, "neither"),
             ("overlap", self.overlap_percent, "of the communication lies under computation"),
-            (
-                "communication overhead",
-                self.overhead_percent,
-                "more time than with all of it there",
-            ),
+            ("communication overhead", overhead, "more time than with all of it there"),
         )
-        lines = [f"{name:<22}  {share:6.1f}%  {meaning}" for name, share, meaning in rows]
+        rows = [(name, f"{share:6.1f}%", meaning) for name, share, meaning in shares]
+        rows.append(("all-reduces", f"{self.all_reduces:6}", f"{self.all_reduce_ms:.2f} ms a step"))
         head = f"{len(self.steps)} steps, {self.step_ms:.2f} ms each (median)"
-        return "\n".join(
-            [
-                head,
-                *lines,
-                f"{'all-reduces':<22}  {self.all_reduces:6}   {self.all_reduce_ms:.2f} ms a step",
-            ]
-        )
+        return "\n".join([head, *table(rows)])
 
     _repr_html_ = preformatted
 
@@ -184,7 +165,9 @@ class Measurement:
 
     @staticmethod
     def _percent(part: float, total: float) -> float:
-        return 100.0 * part / total if total else 0.0
+        if not total:
+            return 0.0
+        return 100.0 * part / total
 
 
 def measure(step: "TrainStep", state: TrainState, batches: Iterable[Any]) -> Measurement:
@@ -221,12 +204,17 @@ def measure(step: "TrainStep", state: TrainState, batches: Iterable[Any]) -> Mea
         nonlocal current
         current, info = step(current, batch)
         # A step of several programs returns at its end, or leaves pending work to the next (eager).
-        return (current, info) if step.settled.is_one_program else info
+        if step.settled.is_one_program:
+            return current, info
+        return info
 
     steps = step.steps
     try:
         jax.block_until_ready(run(batches[0]))
-        return watch(run, batches, None if step.settled.is_one_program else step.timeline)
+        timeline = step.timeline
+        if step.settled.is_one_program:
+            timeline = None
+        return watch(run, batches, timeline)
     finally:
         step.training.number -= step.steps - steps  # measured steps are not steps of the training
 

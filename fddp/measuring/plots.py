@@ -44,10 +44,7 @@ def label(axis: Any, line: Timeline, labels: Sequence[str]) -> None:
 
 
 def figure(rows: int, height: float = 3.0) -> tuple[Any, Any]:
-    """Returns an off-screen figure with one column of axes without top and right borders.
-
-    Raises RuntimeError if matplotlib is not installed.
-    """
+    """Returns an off-screen figure with one column of axes without top and right borders."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -6,6 +6,7 @@ Loops and calls are skipped, since the operations inside them have their own eve
 
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -51,27 +52,34 @@ def read_steps(planes: Iterable[Plane]) -> tuple[tuple[tuple[float, float], Time
     differ by ordinal.
     """
     windows: list[tuple[float, float]] = []
-    spans: dict[tuple[bool, str], list[Span]] = {}
+    spans = defaultdict[tuple[bool, str], list[Span]](list)
     for plane in planes:
-        for event in (event for event in plane.events if event.duration_ns > 0):
+        on_host = not plane.name.startswith("/device:")
+        for event in plane.events:
+            if event.duration_ns <= 0:
+                continue
             if event.name == STEP:
                 windows.append(_times(event))
             elif "hlo_op" in event.stats and not CONTAINER.match(event.name):
-                on_host = not plane.name.startswith("/device:")
-                device = str(event.stats.get("device_ordinal", 0)) if on_host else plane.name
-                spans.setdefault((on_host, device), []).append(
-                    _span(event, str(event.stats["hlo_op"]))
-                )
-    ordered = sorted(spans[min(spans)], key=lambda span: span.start) if spans else []
-    return tuple(
-        ((start, end), Timeline(tuple(span for span in ordered if start <= span.start < end)))
-        for start, end in sorted(windows)
-    )
+                device = plane.name
+                if on_host:
+                    device = str(event.stats.get("device_ordinal", 0))
+                spans[on_host, device].append(_span(event, str(event.stats["hlo_op"])))
+    ordered = list[Span]()
+    if spans:
+        ordered = sorted(spans[min(spans)], key=lambda span: span.start)
+    steps = list[tuple[tuple[float, float], Timeline]]()
+    for start, end in sorted(windows):
+        inside = tuple(span for span in ordered if start <= span.start < end)
+        steps.append(((start, end), Timeline(inside)))
+    return tuple(steps)
 
 
 def _span(event: Event, operation: str) -> Span:
-    collective = COLLECTIVE.search(event.name) or COLLECTIVE.search(operation)
-    return Span("communication" if collective else "compute", operation, *_times(event))
+    kind = "compute"
+    if COLLECTIVE.search(event.name) or COLLECTIVE.search(operation):
+        kind = "communication"
+    return Span(kind, operation, *_times(event))
 
 
 def _times(event: Event) -> tuple[float, float]:

@@ -3,9 +3,10 @@
 Source: `DDPLoggingData` in PyTorch's `logger.cpp`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -48,18 +49,14 @@ class ReplicaBytes(NamedTuple):
 
     def __str__(self) -> str:
         names = ("parameters", "optimizer's state", "buffers", "memory of the hook", "accumulated")
-        rows = [*zip(names, self.held, self.whole), ("gradients in a step", self.gradients, None)]
-        rows += [("messages of a step", self.sent, None)]
-        head = f"{'bytes of one replica':<20}  {'held':>15}  {'without shards':>15}"
-        return "\n".join(
-            [
-                head,
-                *(
-                    f"{name:<20}  {_told(nbytes)}  {_told(full)}".rstrip()
-                    for name, nbytes, full in rows
-                ),
-            ]
-        )
+        rows = [("bytes of one replica", f"{'held':>15}", f"{'without shards':>15}")]
+        for name, nbytes, full in zip(names, self.held, self.whole):
+            rows.append((name, f"{nbytes:>15,}", f"{full:>15,}"))
+        rows.append(("gradients in a step", f"{self.gradients:>15,}", ""))
+        rows.append(("messages of a step", "", ""))
+        if self.sent is not None:
+            rows[-1] = ("messages of a step", f"{self.sent:>15,}", "")
+        return "\n".join(table(rows))
 
     _repr_html_ = preformatted
 
@@ -139,10 +136,14 @@ def stats(step: "TrainStep") -> Stats:
     options = step.options
     plan = step.plan
     lines = step.lately
-    cap = options.bucket_cap_mb
+    hook = ""
+    if options.hook:
+        hook = options.hook.name
 
     def average(seconds: Callable[[Timeline], float]) -> float | None:
-        return sum(map(seconds, lines)) / len(lines) if lines else None
+        if not lines:
+            return None
+        return sum(map(seconds, lines)) / len(lines)
 
     return Stats(
         world_size=group.size,
@@ -153,12 +154,12 @@ def stats(step: "TrainStep") -> Stats:
         watchers_said=group.journal.finding().words,
         num_parameter_tensors=len(plan.leaves),
         total_parameter_size_bytes=sum(leaf.nbytes for leaf in plan.leaves),
-        bucket_cap_bytes=cap * MiB if isinstance(cap, int | float) else tuple(x * MiB for x in cap),
+        bucket_cap_bytes=_bytes(options.bucket_cap_mb),
         bucket_sizes=tuple(bucket.nbytes for bucket in plan.buckets),
         grad_ready_order=tuple(name for bucket in plan.buckets for name in bucket.names),
         find_unused_parameters=options.find_unused_parameters,
         broadcast_buffers=options.broadcast_buffers,
-        hook=options.hook.name if options.hook else "",
+        hook=hook,
         replica_bytes=_replica_bytes(step),
         peak_bytes=_peak_bytes(step),
         avg_first_stage_time=average(lambda line: sum(span.seconds for span in line.compute[:1])),
@@ -175,25 +176,34 @@ def stats(step: "TrainStep") -> Stats:
 def _replica_bytes(step: "TrainStep") -> ReplicaBytes:
     plan = step.plan
     state = step.held
-    gradients = (
-        sum(leaf.nbytes for bucket in plan.buckets for leaf in plan.travelling(bucket))
-        + plan.padding
-    )
-    traffic = None if step.sent is None else int(np.asarray(step.sent).sum(dtype=np.uint64))
+    gradients = plan.padding
+    for bucket in plan.buckets:
+        gradients += sum(leaf.nbytes for leaf in plan.travelling(bucket))
+    traffic = None
+    if step.sent is not None:
+        traffic = int(np.asarray(step.sent).sum(dtype=np.uint64))
     return ReplicaBytes(_held(state), _held(whole_forms(state)), gradients, traffic)
 
 
 def _peak_bytes(step: "TrainStep") -> int | None:
-    first = step.settled.first if step.steps else None
-    footprint = step.settled.runner.footprint(first) if first else None
-    return footprint.peak if footprint else None
+    if not (step.steps and step.settled.first):
+        return None
+    footprint = step.settled.runner.footprint(step.settled.first)
+    return footprint and footprint.peak
 
 
 def _held(state: TrainState) -> Held:
-    def nbytes(tree: object) -> int:
-        return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return Held(*map(_nbytes, attrgetter(*Held._fields)(state)))
 
-    return Held(*(nbytes(getattr(state, name)) for name in Held._fields))
+
+def _nbytes(tree: object) -> int:
+    return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _bytes(cap_mb: float | Sequence[float]) -> float | tuple[float, ...]:
+    if isinstance(cap_mb, int | float):
+        return cap_mb * MiB
+    return tuple(cap * MiB for cap in cap_mb)
 
 
 def _shown(name: str, value: object) -> str:
@@ -202,10 +212,6 @@ def _shown(name: str, value: object) -> str:
         return shortened([_shown(name, x) for x in value], ", ")
     if isinstance(value, float) and name.endswith("_time"):
         return f"{1e3 * value:.2f} ms"
-    return (
-        f"{value:,.0f}" if "bytes" in name and isinstance(value, int | float) else str(value) or "-"
-    )
-
-
-def _told(count: int | None) -> str:
-    return " " * 15 if count is None else f"{count:>15,}"
+    if isinstance(value, int | float) and "bytes" in name:
+        return f"{value:,.0f}"
+    return str(value) or "-"

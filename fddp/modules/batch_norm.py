@@ -101,28 +101,28 @@ class BatchNorm(nn.Module):
             mean = average_mean.value
             var = average_var.value
         else:
-            axis_name = None if self.is_initializing() else self.axis_name
-            count, mean, var = _moments(
-                x.astype(wide(self.dtype or x.dtype)), mask, dims, axis_name
-            )
+            axis_name = self.axis_name
+            if self.is_initializing():
+                axis_name = None
+            wide_x = x.astype(wide(self.dtype or x.dtype))
+            count, mean, var = _moments(wide_x, mask, dims, axis_name)
             if not self.is_initializing():
                 for average, value in ((average_mean, mean), (average_var, var)):
-                    new = self.momentum * average.value + (1 - self.momentum) * value
-                    average.value = jnp.where(count > 0, new, average.value).astype(
-                        average.value.dtype
-                    )
+                    old = average.value
+                    new = self.momentum * old + (1 - self.momentum) * value
+                    average.value = jnp.where(count > 0, new, old).astype(old.dtype)
 
-        scale, bias = (
-            self.param(name, init, (features,), self.param_dtype) if used else None
-            for name, init, used in (
-                ("scale", self.scale_init, self.use_scale),
-                ("bias", self.bias_init, self.use_bias),
-            )
-        )
+        scale = bias = None
+        if self.use_scale:
+            scale = self.param("scale", self.scale_init, (features,), self.param_dtype)
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (features,), self.param_dtype)
         factor = jax.lax.rsqrt(var + self.epsilon)
-        factor = factor if scale is None else factor * scale
+        if scale is not None:
+            factor = factor * scale
         y = (x - jnp.expand_dims(mean, dims)) * jnp.expand_dims(factor, dims)
-        y = y if bias is None else y + jnp.expand_dims(bias, dims)
+        if bias is not None:
+            y = y + jnp.expand_dims(bias, dims)
         return y.astype(canonicalize_dtype(x, scale, bias, dtype=self.dtype))
 
 
@@ -131,7 +131,12 @@ def _moments(
 ) -> tuple[Float[Array, " n"], Float[Array, " n"], Float[Array, " n"]]:
     """Returns count, mean and variance of the unmasked elements of all replicas, per feature."""
     counts = jnp.ones_like(x) if mask is None else jnp.broadcast_to(mask, x.shape).astype(x.dtype)
-    total = (lambda x: jax.lax.psum(x, axis_name)) if axis_name else (lambda x: x)
+
+    def total(x: Array) -> Array:
+        if not axis_name:
+            return x
+        return jax.lax.psum(x, axis_name)
+
     count, sums = total(jnp.stack([counts.sum(dims), (counts * x).sum(dims)]))
     divisor = jnp.maximum(jax.lax.stop_gradient(count), 1)
     mean = sums / divisor

@@ -63,9 +63,10 @@ class Linen(NamedTuple):
           Shard of float32[3, 4]
         """
         _, buffers = jax.eval_shape(self.init, rng, batch)
-        return lambda: self.init(rng, batch)[0], None if buffers is None else lambda: self.init(
-            rng, batch
-        )[1]
+        params = lambda: self.init(rng, batch)[0]  # noqa: E731
+        if buffers is None:
+            return params, None
+        return params, lambda: self.init(rng, batch)[1]
 
 
 class Nnx(NamedTuple):
@@ -118,7 +119,6 @@ def from_linen(
       >>> linen.module(state)(batch).shape
       (8, 1)
     """
-
     check_has("bind", "from_linen: module", module, "a flax.linen.Module")
     check_callable("from_linen", "loss", loss)
     for name, names in (("rngs", rngs), ("sown", sown)):
@@ -136,26 +136,24 @@ def from_linen(
         return variables.pop("params", {}), variables or None
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
-        streams = (
-            {name: jax.random.fold_in(rng, k) for k, name in enumerate(rngs)}
-            if rng is not None
-            else None
-        )
+        streams = None
+        if rng is not None:
+            streams = {name: jax.random.fold_in(rng, k) for k, name in enumerate(rngs)}
         state = {name: values for name, values in (model_state or {}).items() if name not in sown}
         run = flax.linen.apply(loss, module, mutable=[*state, *sown])
         value, new = run({"params": params, **state}, batch, rngs=streams)
         new = {name: values for name, values in new.items() if name not in sown}
-        if changed := [
-            name
-            for name in state
-            if jax.tree.structure(state[name]) != jax.tree.structure(new.get(name))
-        ]:
+        structure = jax.tree.structure
+        changed = [name for name in state if structure(state[name]) != structure(new.get(name))]
+        if changed:
             raise ValueError(
                 f"the collections {changed} have other values after a pass: "
                 "modules that sow into them add values. "
                 f"Name them, from_linen(..., sown={(*sown, *changed)!r}), and call init again."
             )
-        return _with_state(value, {**model_state, **new}) if model_state else value
+        if not model_state:
+            return value
+        return _with_state(value, {**model_state, **new})
 
     def bound_module(state: TrainState) -> flax.linen.Module:
         check_state(state)
@@ -248,9 +246,10 @@ def _split(module: nnx.Module) -> Any:
 
 def _with_state(value: Any, model_state: Any) -> Any:
     """Returns (loss, (model_state, aux)) for a result of the user's loss, with or without aux."""
-    has_aux = isinstance(value, tuple) and not isinstance(value, Weighted)
-    loss, aux = value if has_aux else (value, None)
-    return loss, (model_state, aux)
+    if isinstance(value, tuple) and not isinstance(value, Weighted):
+        loss, aux = value
+        return loss, (model_state, aux)
+    return value, (model_state, None)
 
 
 def _copied(tree: Any) -> Any:
@@ -265,13 +264,13 @@ def _copied(tree: Any) -> Any:
     if all(x.is_fully_replicated for x in leaves):
         mesh = context_mesh()
         leaves = [x.addressable_data(0) for x in leaves]
-        leaves = (
-            leaves if mesh.empty else jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
-        )
-    copies = iter(
-        jax.jit(partial(jax.tree.map, jnp.copy))([x for x, new in zip(leaves, is_new) if not new])
-    )
-    return treedef.unflatten([x if new else next(copies) for x, new in zip(leaves, is_new)])
+        if not mesh.empty:
+            leaves = jax.device_put(leaves, NamedSharding(mesh, PartitionSpec()))
+    places = [k for k, new in enumerate(is_new) if not new]
+    copies = jax.jit(partial(jax.tree.map, jnp.copy))([leaves[k] for k in places])
+    for k, copy in zip(places, copies):
+        leaves[k] = copy
+    return treedef.unflatten(leaves)
 
 
 def _filled(state: Any, values: Any) -> Any:
@@ -294,6 +293,8 @@ def _reseeded(streams: Any, rng: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             return jnp.zeros_like(x)
         key = jax.random.fold_in(rng, k)
-        return jax.random.split(key, x.shape) if x.shape else key
+        if not x.shape:
+            return key
+        return jax.random.split(key, x.shape)
 
     return treedef.unflatten([fresh(k, x) for k, x in enumerate(leaves)])

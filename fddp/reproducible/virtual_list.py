@@ -10,6 +10,7 @@ Source: EasyScale (Li et al., SC 2023), whose workers stand for several threads 
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -113,13 +114,15 @@ def in_virtual_replicas(
     unpack, sums = trace(placement, tree.unpack, messages)
     sum_names = names_of("came", sums)
     times = arrivals(unpack, {k: k for k in range(len(sends))})
-    groups = [[at for at, last in enumerate(times) if last == k] for k in range(len(sends))]
+    groups = [list[int]() for _ in sends]
+    for at, last in enumerate(times):
+        groups[last].append(at)
     received = [task.writes[0] for task in sends]
     tasks += stages_of("unpack", "update", unpack, received, sum_names, groups)
 
     if saved_names:
         keep, _ = trace(placement, tree.keep, [saved] * tree.each)
-        reads = [_of(name, v) for v in range(tree.each) for name in saved_names]
+        reads = [*chain.from_iterable(_names_of(saved_names, v) for v in range(tree.each))]
         all_outputs = [range(len(saved_names))]
         tasks += stages_of("keep", "update", keep, reads, saved_names, all_outputs)
 
@@ -161,11 +164,12 @@ def _contributions(
         """Adds virtual replica v's part of message k."""
         count = merged_at[v % tree.block]
         halves = [waiting[k].pop() for _ in range(count)][::-1]
-        leaf = Half(tuple(_of(name, v) for name in packing[k].reads), False)
-        reads = tuple(name for half in (*halves, leaf) for name in half.names)
+        leaf = Half(_names_of(packing[k].reads, v), False)
+        reads = tuple(chain.from_iterable(half.names for half in (*halves, leaf)))
         if (v + 1) % tree.block == 0:
-            joined = tree.each > tree.block
-            block = Value(f"block of message {k} up to", v) if joined else sends[k].reads[0]
+            (block,) = sends[k].reads
+            if tree.each > tree.block:
+                block = Value(f"block of message {k} up to", v)
             blocks[k].append(block)
             tasks.append(Compute(f"pack message {k} of {v}", reads, (block,), packed(k, count)))
         elif count:
@@ -229,8 +233,8 @@ def _deal_rows(each: int, rows: Sequence[Value], virtual_inputs: Sequence[Value]
             outputs += [*(split[v] for split in slices), first.reshape(()) + v]
         return outputs
 
-    writes = tuple(_of(name, v) for v in range(each) for name in virtual_inputs)
-    return Compute("rows", (FIRST, *rows), writes, run)
+    writes = chain.from_iterable(_names_of(virtual_inputs, v) for v in range(each))
+    return Compute("rows", (FIRST, *rows), tuple(writes), run)
 
 
 def _stage_outputs(
@@ -245,16 +249,23 @@ def _stage_outputs(
         if filled >= STAGE_BYTES:
             groups = [*groups, []]
             filled = 0
-    groups = [group for group in groups if group]
+    groups = list(filter(None, groups))
     groups[-1] += range(outputs, outputs + saved)
     return groups
 
 
 def _renamed(task: Compute, v: int) -> Compute:
     """A task of virtual replica v."""
-    reads, writes = (tuple(_of(name, v) for name in names) for names in (task.reads, task.writes))
-    return task._replace(name=f"{task.name} of {v}", reads=reads, writes=writes)
+    return task._replace(
+        name=f"{task.name} of {v}", reads=_names_of(task.reads, v), writes=_names_of(task.writes, v)
+    )
+
+
+def _names_of(names: Sequence[Value], v: int) -> tuple[Value, ...]:
+    return tuple(_of(name, v) for name in names)
 
 
 def _of(value: Value, v: int) -> Value:
-    return value if value.equal_everywhere else Value(f"{value} of", v)
+    if value.equal_everywhere:
+        return value
+    return Value(f"{value} of", v)

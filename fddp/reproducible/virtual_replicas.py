@@ -8,8 +8,9 @@ Source: EasyScale (Li et al., SC 2023).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeAlias
 
 import jax
@@ -30,16 +31,17 @@ from fddp.buckets import (
 from fddp.comm import Group, block_of, of_one_replica, trace
 from fddp.losses import Joined
 from fddp.reproducible.virtual_list import Tree, in_virtual_replicas
-from fddp.schedules import (
-    Pieces,
-    Round,
-    Runner,
-    Schedule,
-    after,
-    forms_of,
-    on_each_device,
+from fddp.schedules import Pieces, Round, Runner, Schedule, after, forms_of, on_each_device
+from fddp.step import (
+    Facts,
+    Options,
+    Replica,
+    TrainState,
+    Travels,
+    Way,
+    check_no_sync,
+    refuse,
 )
-from fddp.step import WHOLE, Facts, Replica, TrainState, Way, check_no_sync, refuse
 
 # Gradients, and the tail that travels with them.
 Contribution: TypeAlias = tuple[Sequence[Array], Any]
@@ -47,34 +49,60 @@ Contribution: TypeAlias = tuple[Sequence[Array], Any]
 
 def virtual(count: int) -> Way:
     """Makes the way of replicas that stand for `count` virtual ones."""
-    return WHOLE._replace(
-        name=f"virtual_replicas={count}",
-        check_batch=_check_slices,
-        seen=_seen,
-        one=partial(one_of, number=jnp.int32(0)),
-        runner=_runner,
-        schedule=after,
-        replicas=count,
-        sums=False,
-        table_rows=False,
-        slices=False,
-    )
+    return Virtual(name=f"virtual_replicas={count}", schedule=after, replicas=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Virtual(Way):
+    """Each replica stands for several virtual ones, whose sums are added in a tree."""
+
+    def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
+        """Raises ValueError unless virtual replicas have as many rows as in the first batch.
+
+        Also raises it if a rank may be without data, or if the replicas lie in another order than
+        their processes.
+        """
+        if isinstance(batch, Joined):
+            refuse(replica.asked | {"fddp.join": "fddp.join"})
+        if replica.unit is None:
+            check_order(replica)
+        elif replica.unit != rows:
+            raise ValueError(
+                f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} "
+                "in the first batch; other programs would compute it, and round otherwise: give "
+                "batches of one size, or make a step for each."
+            )
+
+    def travels(self, options: Options, group: Group) -> Travels:
+        """A message carries partial sums of the tree, of whole gradients."""
+        forms = super().travels(options, group)
+        return forms._replace(exact=False, table_rows=False, slices=False, rounds=False)
+
+    def seen(self, replica: Replica, state: TrainState) -> TrainState:
+        """Refuses pending sums."""
+        if state.accumulated is not None:
+            check_no_sync(replica)
+        return super().seen(replica, state)
+
+    def traced(self, replica: Replica) -> Replica:
+        """Returns a virtual replica."""
+        return one_of(replica, jnp.int32(0))
+
+    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+        """Makes the runner of a step on threads."""
+        group = replica.group
+        make = partial(in_virtual_replicas, group.placement, *_pieces(replica, facts))
+        if schedule.launch is None:  # `combinations` refuses it
+            raise ValueError("virtual_replicas needs schedule='staged' or 'after'.")
+        return schedule.launch(group, make, replica.options.donate, on_each_device)
 
 
 def one_of(replica: Replica, number: Any) -> Replica:
-    """A virtual replica: it has a number of its own, and its programs hold no collectives."""
+    """Makes a virtual replica: it has a number of its own, and its programs hold no collectives."""
     group = replica.group
     comm = replace(group.communicator, size=replica.replicas, replica_index=lambda: number)
     placement = group.placement._replace(axis_name=None)
     return replace(replica, group=replace(group, communicator=comm, placement=placement))
-
-
-def _runner(schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
-    group = replica.group
-    make = partial(in_virtual_replicas, group.placement, *_pieces(replica, facts))
-    if schedule.launch is None:  # `combinations` refuses it
-        raise ValueError("virtual_replicas needs schedule='staged' or 'after'.")
-    return schedule.launch(group, make, replica.options.donate, on_each_device)
 
 
 def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
@@ -84,41 +112,46 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
     each = replica.replicas // group.size
     block = block_of(replica.replicas, each)
     # The leaves that travel, in one order for all plans.
-    leaves = sorted(i for bucket in plan.buckets for i in bucket.leaves)
+    leaves = sorted(chain.from_iterable(bucket.leaves for bucket in plan.buckets))
     # XLA may add in more than 16 bits within a program, or not.
     wide = widened(plan, np.float32)
+
+    def chosen(tree: PyTree) -> list[Array]:
+        grads = plan.treedef.flatten_up_to(tree)
+        return [grads[i] for i in leaves]
+
+    def spread(grads: Sequence[Array]) -> list[Array | None]:
+        """Returns gradients at their places among all leaves, with None at the others."""
+        by_leaf = dict(zip(leaves, grads))
+        return list(map(by_leaf.get, range(plan.treedef.num_leaves)))
 
     def contribution(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs: Any
         outputs, saved = one_of(replica, number).local(lambda *x: x, state, None, rows)  # type: ignore
-        grads = plan.treedef.flatten_up_to(outputs[0])
-        return ([grads[i] for i in leaves], outputs[1]), saved
+        return (chosen(outputs[0]), outputs[1]), saved
 
     def contribute(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs, saved = contribution(state, rows, number)
         return _widened(outputs), saved
 
     def messages(outputs: Contribution) -> Messages:
-        grads = dict(zip(leaves, outputs[0]))
-        tree = plan.treedef.unflatten([grads.get(i) for i in range(plan.treedef.num_leaves)])
+        tree = plan.treedef.unflatten(spread(outputs[0]))
         return add_tail(wide, pack(wide, tree), outputs[1])
 
-    rows = of_one_replica(facts.batch, replica.replicas // group.processes)
+    rows = of_one_replica(facts.rows, replica.replicas // group.processes)
     arguments = forms_of(facts.state), rows, jax.ShapeDtypeStruct((), np.int32)
     _, (outputs, _) = trace(group.placement, contribution, *arguments)
     packed = jax.eval_shape(lambda outputs: messages(_widened(outputs)), outputs)
 
     def unpacked(sums: Sequence[Array]) -> Contribution:
         buckets, tail = take_tail(wide, replace(packed, arrays=tuple(sums)))
-        grads = plan.treedef.flatten_up_to(unpack(wide, buckets))
-        totals = [grads[i] for i in leaves], tail
+        totals = chosen(unpack(wide, buckets)), tail
         return jax.tree.map(lambda x, like: x.astype(like.dtype), totals, outputs)
 
     def finish(
         state: TrainState, shards: PyTree, sums: Contribution, saved: PyTree, nbytes: Array
     ) -> tuple[Any, Any]:
-        grads = dict(zip(leaves, sums[0]))
-        received = [grads.get(i) for i in range(plan.treedef.num_leaves)], sums[1]
+        received = spread(sums[0]), sums[1]
         virtual_replica = one_of(replica, 0)
         mean = virtual_replica.mean(plan, lambda _: received, state, packed, saved, nbytes)
         return facts.use(state, mean), shards
@@ -144,7 +177,9 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
 def _saved_of_replica(saved: Sequence[Any]) -> Any:
     """Joins the marks of non-finite gradients of a replica's virtual ones."""
     broken = [flags for _, flags in saved]
-    return None, None if broken[0] is None else jnp.any(jnp.stack(broken), axis=0)
+    if broken[0] is None:
+        return None, None
+    return None, jnp.any(jnp.stack(broken), axis=0)
 
 
 def _widened(contribution: Contribution) -> Contribution:
@@ -153,31 +188,6 @@ def _widened(contribution: Contribution) -> Contribution:
     least = scalar_dtype(jax.tree.leaves(tail))
     tail = jax.tree.map(lambda x: x.astype(at_least(x.dtype, least)), tail)
     return [x.astype(at_least(x.dtype, np.float32)) for x in grads], tail
-
-
-def _seen(replica: Replica, state: TrainState) -> TrainState:
-    if state.accumulated is not None:
-        check_no_sync(replica)
-    return WHOLE.seen(replica, state)
-
-
-def _check_slices(replica: Replica, batch: PyTree, rows: int) -> None:
-    """Checks that virtual replicas have as many rows as in the first batch.
-
-    `rows` is their number in a micro-batch of a virtual replica. Raises ValueError if a rank may be
-    without data, if there are other rows than in the first batch, or if the replicas lie in another
-    order than their processes.
-    """
-    if isinstance(batch, Joined):
-        refuse(replica.asked | {"fddp.join": "fddp.join"})
-    if replica.unit is None:
-        check_order(replica)
-    elif replica.unit != rows:
-        raise ValueError(
-            f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in "
-            "the first batch; other programs would compute it, and round otherwise: give batches "
-            "of one size, or make a step for each."
-        )
 
 
 def check_order(replica: Replica) -> None:

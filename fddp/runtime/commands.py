@@ -44,8 +44,9 @@ def add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def run_run(args: argparse.Namespace) -> int:
-    by = args.by or ("mpiexec" if args.hosts or find_spec("mpi4jax") else "processes")
-    program = launcher(loaded()[0]) if by == "mpiexec" else None
+    program = None
+    if args.by == "mpiexec" or (not args.by and (args.hosts or find_spec("mpi4jax"))):
+        program = launcher(loaded()[0])
     if args.by == "mpiexec" and program is None:
         raise ValueError(
             "--by mpiexec: there is none here; install the extra 'mpi', or take --by processes."
@@ -57,7 +58,8 @@ def run_run(args: argparse.Namespace) -> int:
 
 def read_command(words: Sequence[str], *, module: bool) -> list[str]:
     """Returns the command of each rank; this Python starts scripts and modules, unbuffered."""
-    words = list(words[1:] if words[:1] == ["--"] else words)
+    if words[:1] == ["--"]:
+        words = words[1:]
     if not words:
         raise ValueError(
             "run: what? Give a script, train.py say, or after -- a command, python train.py say."
@@ -65,7 +67,9 @@ def read_command(words: Sequence[str], *, module: bool) -> list[str]:
     python = [sys.executable, "-u"]
     if module:
         return [*python, "-m", *words]
-    return [*python, *words] if words[0].endswith(".py") else words
+    if words[0].endswith(".py"):
+        return [*python, *words]
+    return [*words]
 
 
 ### flight: what the ranks of a job that ended sent last

@@ -44,14 +44,14 @@ def start_coordinator(bind: str, rank: int, size: int) -> Coordinator:
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind)
     if secured():
         return Coordinator(bind, ())
-    return Coordinator(LOOSE, (_serve(bind, size),) if rank == 0 else ())
+    if rank:
+        return Coordinator(LOOSE, ())
+    return Coordinator(LOOSE, (_serve(bind, size),))
 
 
 def wait_for_all() -> None:
-    """Waits until every rank has reached the end.
-
-    JAX would wait five minutes, and a rank may evaluate for longer.
-    """
+    """Waits until every rank has reached the end."""
+    # JAX would wait five minutes, and a rank may evaluate for longer.
     client = coordination_client()
     with suppress(jax.errors.JaxRuntimeError):
         if client is not None:

@@ -18,7 +18,7 @@ VERSIONS = (13, 12)
 def missing_compiler() -> str | None:
     """Describes why this installation cannot compile for GPUs, and the remedy; None if it can."""
     versions = [number for number in VERSIONS if _installed(f"jax_plugins.xla_cuda{number}")]
-    package = f"jax-cuda{versions[0] if versions else VERSIONS[0]}-pjrt"
+    package = f"jax-cuda{[*versions, *VERSIONS][0]}-pjrt"
     install = f"pip install '{package}=={jax.__version__}'"
     if not versions:
         return f"compiling for GPUs needs the package {package}, not installed here: {install}."

@@ -8,9 +8,14 @@ processes without an address to meet at.
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
-from fddp.runtime.launchers import TORCH_VARIABLES, jax_variables, torch_variables
+from fddp.runtime.launchers import (
+    NUMBERS,
+    TORCH_VARIABLES,
+    jax_variables,
+    numbered,
+    torch_variables,
+)
 from fddp.runtime.place import Launch, integer, integer_if_set
-from fddp.runtime.placeless import NUMBERS, numbered
 
 TOLD = ("fddp.init's arguments", "FDDP_")  # explicit settings, which win without a hint
 MEET = "set FDDP_RANK, FDDP_SIZE and FDDP_COORDINATOR=host:port of rank 0"
@@ -38,12 +43,12 @@ def _missing_srun(env: Mapping[str, str]) -> str:
         return ""
     nodes = integer_if_set(env, "SLURM_NNODES") or 1
     tasks_per_node = integer_if_set(env, "SLURM_NTASKS_PER_NODE") or 1
-    tasks = integer(env, "SLURM_NTASKS") if "SLURM_NTASKS" in env else nodes * tasks_per_node
-    return (
-        f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
-        if tasks > 1
-        else ""
-    )
+    tasks = integer_if_set(env, "SLURM_NTASKS")
+    if tasks is None:
+        tasks = nodes * tasks_per_node
+    if tasks <= 1:
+        return ""
+    return f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
 
 
 def _missing_size(env: Mapping[str, str]) -> str:

@@ -37,16 +37,19 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
 def agree_on_coordinator(launch: Launch) -> str:
     """Picks a free port on rank 0 and broadcasts its host:port over MPI."""
     if not launch.by_mpi or importlib.util.find_spec("mpi4py") is None:
-        remedy = "install mpi4py" if launch.by_mpi else "start the ranks with mpiexec"
-        remedy = "take fddp.init('mpi'), if MPI starts there" if launch.may_be_mpi else remedy
+        remedy = "start the ranks with mpiexec"
+        if launch.may_be_mpi:
+            remedy = "take fddp.init('mpi'), if MPI starts there"
+        elif launch.by_mpi:
+            remedy = "install mpi4py"
         raise ValueError(
             f"{launch.launcher} does not say where rank 0 is: set FDDP_COORDINATOR=host:port, "
             f"equal on all ranks, give fddp.init(coordinator='host:port'), or {remedy}."
         )
     comm = _world(launch, "set FDDP_COORDINATOR=host:port")
-    host = (
-        socket.gethostname() if len(set(comm.allgather(socket.gethostname()))) > 1 else "127.0.0.1"
-    )
+    host = socket.gethostname()
+    if len(set(comm.allgather(host))) == 1:
+        host = "127.0.0.1"
     with socket.socket() as probe:
         probe.bind(("", 0))
         return comm.bcast(f"{host}:{probe.getsockname()[1]}", root=0)
@@ -85,12 +88,9 @@ def _world(launch: Launch, otherwise: str) -> Any:
 
 
 def _ending(comm: Any) -> Ending:
-    def all_failed(seconds: float) -> bool:
-        return poll(comm.Ibarrier().Test, seconds)
-
     return Ending(
         tell=lambda message: None,
-        all_failed=all_failed,
+        all_failed=lambda seconds: poll(comm.Ibarrier().Test, seconds),
         cause=lambda: None,
         abort=lambda: comm.Abort(1),
     )

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import jax
 
@@ -35,7 +36,9 @@ def join_service(
     `undo` receives the calls by which this process leaves the world.
     """
     adopted = jax.distributed.is_initialized()
-    service_files = () if adopted or launch.size == 1 else _join(backend, launch, timeout_s)
+    service_files = ()
+    if launch.size > 1 and not adopted:
+        service_files = _join(backend, launch, timeout_s)
     if backend == "nccl" and jax.default_backend() == "cpu":
         raise RuntimeError(
             "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
@@ -76,15 +79,21 @@ def _leave(
 
 def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     """Starts `jax.distributed`; returns the files that keep its service alive."""
-    problem = LATE if backends_started() else ""
-    if problem:  # before it waits for other ranks
+    problem = ""
+    if backends_started():  # reported before it waits for other ranks
+        problem = LATE
         print(f"fddp: rank {launch.rank} of {launch.size}: {problem}.", file=sys.stderr, flush=True)
     coordinator = launch.coordinator or agree_on_coordinator(launch)
     meeting = meet_ranks(launch.rank, launch.size, coordinator, timeout_s, problem, launch.job)
     if secured():  # certificates are issued for names, not for addresses
         meeting = ServiceAddresses(coordinator, f"[::]:{coordinator.rsplit(':', 1)[1]}")
+    options: dict[str, Any] = {}
     if backend == "gloo":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # On CPUs no process needs a GPU, but JAX would query MPI for it, and MPI may not run.
+        options["cluster_detection_method"] = "deactivate"
+    elif launch.local_rank is not None:
+        options["local_device_ids"] = [_own_gpu(launch.local_rank)]
     # JAX's preemption service catches SIGTERM and does nothing. Without it the signal ends a script
     # that does not call fddp.preempted.
     jax.config.update("jax_enable_preemption_service", False)
@@ -94,14 +103,10 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
             meeting.coordinator,
             launch.size,
             launch.rank,
-            local_device_ids=None
-            if backend == "gloo" or launch.local_rank is None
-            else [_own_gpu(launch.local_rank)],
             initialization_timeout=int(max(timeout_s, 1)),
             heartbeat_timeout_seconds=HEARTBEAT_S,
             coordinator_bind_address=service.bind,
-            # On CPUs no process needs a GPU, but JAX would query MPI for it, and MPI may not run.
-            cluster_detection_method="deactivate" if backend == "gloo" else None,
+            **options,
         )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
@@ -110,7 +115,9 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
 
 def _own_gpu(local_rank: int) -> int:
     """The index of this process's GPU among its visible GPUs: 0 if only one is visible."""
-    return 0 if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")) else local_rank
+    if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")):
+        return 0
+    return local_rank
 
 
 def _ending(rank: int, size: int) -> Ending:
@@ -131,18 +138,17 @@ def _ending(rank: int, size: int) -> Ending:
             return
 
     def abort() -> None:
-        tell(
-            next(
-                (message for message in messages("failed") if message.startswith(f"rank {rank}:")),
-                "",
-            ),
-            "gone",
-        )
+        for message in messages("failed"):
+            if message.startswith(f"rank {rank}:"):
+                break
+        else:
+            message = ""
+        tell(message, "gone")
         os._exit(1)
 
     return Ending(
         tell=tell,
         all_failed=lambda seconds: poll(lambda: len(messages("failed")) == size, seconds),
-        cause=lambda: next((message for message in messages("gone") if message), None),
+        cause=lambda: next(filter(None, messages("gone")), None),
         abort=abort,
     )

@@ -2,7 +2,10 @@
 
 Each launcher has one small function, from an environment to a `Launch` or None. The first `Launch`
 wins. The functions only read: they start nothing and open no connection to another host.
-`placeless.py` has the launchers without a coordinator.
+
+Ranks of a launcher without a coordinator meet at `FDDP_COORDINATOR`. All such launchers but
+Kubernetes also start MPI programs, whose ranks meet by the launcher's PMI. An MPI without support
+for that PMI ends the process, so fddp uses MPI there only on request.
 """
 
 import os
@@ -15,7 +18,6 @@ from dataclasses import replace
 
 from fddp.comm import SECRET, new_secret
 from fddp.runtime.place import Launch, from_variables, integer, integer_if_set, text
-from fddp.runtime.placeless import by_prrte, flux, mvapich, numbered, pals
 
 FDDP_VARIABLES = ("FDDP_RANK", "FDDP_SIZE")
 TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -31,6 +33,12 @@ SPOKEN = re.compile(
     r"|SLURM_(PROCID|LOCALID|STEP_NUM_TASKS|STEP_NODELIST|MPI_TYPE)"
     r"|JOB_COMPLETION_INDEX"
 )
+# Variables of launchers that number their processes without giving their count.
+NUMBERS = {
+    "PALS_RANKID": "PALS",
+    "PMIX_RANK": "a launcher with PMIx",
+    "JOB_COMPLETION_INDEX": "an Indexed Job of Kubernetes",
+}
 PORTS = 2**12  # number of derived ports, above Linux's ephemeral ports
 GOLDEN = 2531  # `PORTS` divided by the golden ratio
 
@@ -47,13 +55,16 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     """
     # Inner launchers first: srun may start the other launchers, and with --mpi=cray_shasta it sets
     # the variables of PALS.
-    launchers = (torchrun, _open_mpi, _hydra, flux, mvapich, _slurm, pals)
-    launches = (
-        read(env) for read in (_explicit, *launchers, jax_variables, torch_variables, _nobody)
-    )
-    launch = next(launch for launch in launches if launch is not None)
-    # The coordinator can be set with any launcher.
-    return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
+    launchers = (_torchrun, _open_mpi, _hydra, _flux, _mvapich, _slurm, _pals)
+    for read in (_explicit, *launchers, jax_variables, torch_variables):
+        if launch := read(env):
+            # The coordinator can be set with any launcher.
+            return replace(launch, coordinator=env.get("FDDP_COORDINATOR", launch.coordinator))
+    if "FDDP_COORDINATOR" in env:
+        raise ValueError(
+            "FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE; set FDDP_RANK and FDDP_SIZE."
+        )
+    return Launch("alone", rank=0, size=1)
 
 
 def spoken(env: Mapping[str, str]) -> dict[str, str]:
@@ -63,6 +74,15 @@ def spoken(env: Mapping[str, str]) -> dict[str, str]:
     {'RANK': '1'}
     """
     return {name: value for name, value in env.items() if SPOKEN.fullmatch(name)}
+
+
+def numbered(env: Mapping[str, str]) -> str | None:
+    """The variable of a launcher that numbers its processes without giving their count, or None.
+
+    >>> numbered({"JOB_COMPLETION_INDEX": "3"})
+    'JOB_COMPLETION_INDEX'
+    """
+    return next((name for name in NUMBERS if name in env), None)
 
 
 def pmi_socket(launch: Launch) -> int | None:
@@ -97,13 +117,16 @@ def _explicit(env: Mapping[str, str]) -> Launch | None:
     names = [name for name in FDDP_VARIABLES if name in env]
     if not names:
         return None
-    number = "FDDP_RANK" if "FDDP_RANK" in env else numbered(env)
+    number = "FDDP_RANK"
+    launcher = "FDDP_* variables"
+    if number not in env:
+        number = numbered(env)
+        launcher = f"FDDP_SIZE and {number}"
     if "FDDP_SIZE" not in env or number is None:
         missing = [name for name in FDDP_VARIABLES if name not in env]
         raise ValueError(
             f"{', '.join(names)} given but not {', '.join(missing)}; set FDDP_RANK and FDDP_SIZE."
         )
-    launcher = "FDDP_* variables" if number == "FDDP_RANK" else f"FDDP_SIZE and {number}"
     return from_variables(env, launcher, number, "FDDP_SIZE", "FDDP_LOCAL_RANK")
 
 
@@ -115,13 +138,14 @@ def jax_variables(env: Mapping[str, str]) -> Launch | None:
     return replace(place, coordinator=text(env, "JAX_COORDINATOR_ADDRESS"))
 
 
-def torch_variables(env: Mapping[str, str]) -> Launch | None:
+def torch_variables(
+    env: Mapping[str, str], launcher: str = "torchrun's variables"
+) -> Launch | None:
     """Reads torchrun's four variables; None if one is missing, as RANK may have other meanings."""
     if any(name not in env for name in TORCH_VARIABLES):
         return None
     # A torch store may occupy MASTER_PORT.
     port = _derived_port(integer(env, "MASTER_PORT") + 1)
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in env else "torchrun's variables"
     place = from_variables(env, launcher, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     job = env.get("TORCHELASTIC_RUN_ID", "")
     return replace(place, coordinator=f"{text(env, 'MASTER_ADDR')}:{port}", job=job)
@@ -130,9 +154,10 @@ def torch_variables(env: Mapping[str, str]) -> Launch | None:
 ### Launchers
 
 
-def torchrun(env: Mapping[str, str]) -> Launch | None:
-    """Reads the variables of torchrun itself, which may run under srun or mpirun."""
-    return torch_variables(env) if "TORCHELASTIC_RUN_ID" in env else None
+def _torchrun(env: Mapping[str, str]) -> Launch | None:
+    if "TORCHELASTIC_RUN_ID" not in env:
+        return None
+    return torch_variables(env, "torchrun")
 
 
 def _open_mpi(env: Mapping[str, str]) -> Launch | None:
@@ -155,31 +180,53 @@ def _hydra(env: Mapping[str, str]) -> Launch | None:
     return replace(place, pmi_fd=integer_if_set(env, "PMI_FD"))
 
 
+def _flux(env: Mapping[str, str]) -> Launch | None:
+    if "FLUX_TASK_RANK" not in env:
+        return None
+    return from_variables(env, "Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID")
+
+
+def _mvapich(env: Mapping[str, str]) -> Launch | None:
+    if "MV2_COMM_WORLD_RANK" not in env:
+        return None
+    numbers = ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE")
+    local_numbers = ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
+    return from_variables(env, "MVAPICH", *numbers, *local_numbers)
+
+
 def _slurm(env: Mapping[str, str]) -> Launch | None:
     # The variables of the step, not of the job: a script under sbatch without srun is one process
     # in a job of any size. The step of prterun's daemons does not describe their ranks.
-    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env or by_prrte(env):
+    if "SLURM_STEP_NUM_TASKS" not in env or "SLURM_PROCID" not in env or _by_prrte(env):
         return None
     # The port is equal on all ranks of a step. It differs between simultaneous steps: jobs are
     # numbered consecutively, and so are the steps of a job. The golden ratio spreads the jobs.
     job = integer(env, "SLURM_JOB_ID")
     step = integer_if_set(env, "SLURM_STEP_ID") or 0
     port = _derived_port(GOLDEN * job + step)
+    pmi = env.get("SLURM_MPI_TYPE")
+    if pmi == "none":
+        pmi = None
     return replace(
         from_variables(env, "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         local_rank=integer(env, "SLURM_LOCALID"),
         coordinator=f"{_first_host(text(env, 'SLURM_STEP_NODELIST'))}:{port}",
-        pmi=None if env.get("SLURM_MPI_TYPE") == "none" else env.get("SLURM_MPI_TYPE"),
+        pmi=pmi,
         job=f"{job}.{step}",
     )
 
 
-def _nobody(env: Mapping[str, str]) -> Launch:
-    if "FDDP_COORDINATOR" in env:
-        raise ValueError(
-            "FDDP_COORDINATOR given but not FDDP_RANK, FDDP_SIZE; set FDDP_RANK and FDDP_SIZE."
-        )
-    return Launch("alone", rank=0, size=1)
+def _by_prrte(env: Mapping[str, str]) -> bool:
+    """True if PRRTE's prterun started this process, rather than Slurm's srun with PMIx."""
+    return "PMIX_RANK" in env and not env.get("PMIX_NAMESPACE", "slurm.").startswith("slurm.")
+
+
+def _pals(env: Mapping[str, str]) -> Launch | None:
+    # HPE's mpiexec gives the number of ranks for Cray's PMI.
+    size = next((name for name in ("PMI_SIZE", "PALS_SIZE") if name in env), None)
+    if "PALS_RANKID" not in env or size is None:
+        return None
+    return from_variables(env, "PALS", "PALS_RANKID", size, "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE")
 
 
 def _first_host(nodes: str) -> str:

@@ -91,28 +91,29 @@ def rebuild(vendor: str) -> str:
         return f"mpi4jax must be built with {vendor}'s mpicc, which is not here: install it"
     # Without a constraint a build takes the newest jaxlib. PIP_BUILD_CONSTRAINT is for pip 25.3 and
     # later.
-    has_pip = importlib.util.find_spec("pip")
-    constraints = ["PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"] if has_pip else ["UV_BUILD_CONSTRAINT"]
+    constraints = "UV_BUILD_CONSTRAINT=jaxlib.txt"
+    pip = f"uv pip install --python {sys.executable}"
+    if importlib.util.find_spec("pip"):
+        constraints = "PIP_CONSTRAINT=jaxlib.txt PIP_BUILD_CONSTRAINT=jaxlib.txt"
+        pip = f"{sys.executable} -m pip install"
     words = [
-        *(f"{name}=jaxlib.txt" for name in constraints),
+        f"echo jaxlib=={version('jaxlib')} >jaxlib.txt;",
+        constraints,
         f"MPI4JAX_BUILD_MPICC={compilers[0]}",
         *without_cuda(),
+        pip,
+        "--force-reinstall --no-deps --no-cache-dir",
+        f"mpi4jax=={version('mpi4jax')}",
     ]
-    pip = (
-        f"{sys.executable} -m pip install"
-        if has_pip
-        else f"uv pip install --python {sys.executable}"
-    )
-    install = [pip, "--force-reinstall --no-deps --no-cache-dir", f"mpi4jax=={version('mpi4jax')}"]
-    return " ".join([f"echo jaxlib=={version('jaxlib')} >jaxlib.txt;", *words, *install])
+    return " ".join(words)
 
 
 def without_cuda() -> list[str]:
     """Variables that stop mpi4jax's build from looking for CUDA headers if nvcc has none."""
     nvcc = shutil.which("nvcc")
-    prefix = Path(nvcc).parents[1] if nvcc else None
-    missing = prefix is not None and not (prefix / "include" / "cuda_runtime.h").exists()
-    return ["CUDA_PATH=/usr/local/cuda"] if missing else []
+    if nvcc is None or (Path(nvcc).parents[1] / "include" / "cuda_runtime.h").exists():
+        return []
+    return ["CUDA_PATH=/usr/local/cuda"]
 
 
 def vendor_of(program: str, *questions: str) -> str | None:
@@ -128,9 +129,10 @@ def vendor_of(program: str, *questions: str) -> str | None:
 
 
 def _named(text: str) -> str | None:
-    return next(
-        (vendor for vendor, words in VENDORS.items() if any(word in text for word in words)), None
-    )
+    for vendor, words in VENDORS.items():
+        if any(word in text for word in words):
+            return vendor
+    return None
 
 
 def _programs(names: tuple[str, ...]) -> list[str]:

@@ -73,8 +73,9 @@ def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
     remainder = b""
     while data := os.read(stream.fileno(), LONGEST):
         data = remainder + data
-        mark = data.rfind(b"\x1e", -MARK_BYTES)
-        end = len(data) if mark < 0 or b"\x1f" in data[mark:] else mark
+        end = data.rfind(b"\x1e", -MARK_BYTES)
+        if end < 0 or b"\x1f" in data[end:]:
+            end = len(data)
         remainder = data[end:]
         yield from data[:end].splitlines(keepends=True)
     yield remainder

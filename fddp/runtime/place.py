@@ -82,7 +82,9 @@ def integer(env: Mapping[str, str], name: str) -> int:
 
 def integer_if_set(env: Mapping[str, str], name: str | None) -> int | None:
     """Reads a whole number from an environment variable; None if it is not set."""
-    return integer(env, name) if name and name in env else None
+    if name is None or name not in env:
+        return None
+    return integer(env, name)
 
 
 def text(env: Mapping[str, str], name: str) -> str:

@@ -53,9 +53,12 @@ def receive(
     """Accepts all ranks, then sends each the address of JAX's service or the problem."""
     try:
         problem = _open(guests, size, place, end, job)
-        problem = f"rank 0: {refusal}" if refusal else problem
         guest_address, meeting = _places(guests, place[1])
-        answer = f"{STOP}{problem}" if problem else f"{GO}{guest_address}"
+        answer = f"{GO}{guest_address}"
+        if refusal:
+            problem = f"rank 0: {refusal}"
+        if problem:
+            answer = f"{STOP}{problem}"
         for guest, (*_, challenges) in guests.items():
             _send(guest, f"{signature(job, *challenges, answer)} {answer}\n")
         return problem or answer, meeting
@@ -142,21 +145,24 @@ def _read_call(
         )
     if duplicate:
         return f"two processes say that they are rank {rank}"
-    return f"rank {rank}: {printable(call[7])}" if call[7] else None
+    if call[7]:
+        return f"rank {rank}: {printable(call[7])}"
+    return None
 
 
 def missing_ranks(guests: Guests, size: int) -> str:
     """Lists the ranks that have not called yet; empty if all have."""
     present = {guest.rank for guest in list(guests.values()) if guest.rank < size}
     count = size - 1 - len(present)
-    first = ", ".join(map(str, islice((rank for rank in range(1, size) if rank not in present), 8)))
-    more = f" and {count - 8} more" if count > 8 else ""
-    several = "s" if count > 1 else ""
-    return (
-        f"rank{several} {first}{more} of {size} ha{'ve' if several else 's'} not come"
-        if count
-        else ""
-    )
+    first = islice((rank for rank in range(1, size) if rank not in present), 8)
+    ranks = ", ".join(map(str, first))
+    if count > 8:
+        ranks += f" and {count - 8} more"
+    if count > 1:
+        return f"ranks {ranks} of {size} have not come"
+    if count == 1:
+        return f"rank {ranks} of {size} has not come"
+    return ""
 
 
 def _places(guests: Guests, port: int) -> tuple[str, ServiceAddresses]:
@@ -169,15 +175,17 @@ def _places(guests: Guests, port: int) -> tuple[str, ServiceAddresses]:
         return "", ServiceAddresses(loopback, f"[::]:{port}")
     # Rank 0 does not resolve its name: that may give another of its addresses.
     address = address.removeprefix("::ffff:")
-    bind = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    return "", ServiceAddresses(bind, bind)
+    if ":" in address:
+        address = f"[{address}]"
+    return "", ServiceAddresses(f"{address}:{port}", f"{address}:{port}")
 
 
 def _listen(host: str, port: int) -> socket.socket:
     if host in LOOPBACK:
-        return socket.create_server(
-            (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024
-        )
+        family = socket.AF_INET
+        if ":" in host:
+            family = socket.AF_INET6
+        return socket.create_server((host, port), family=family, backlog=1024)
     try:
         return socket.create_server(
             ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024

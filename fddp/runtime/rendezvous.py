@@ -43,8 +43,9 @@ def meet_ranks(
     """
     host, port = coordinator.rsplit(":", 1)
     place = (host.strip("[]"), int(port))
-    seconds = min(timeout_s, TELL_S) if problem else timeout_s
-    end = time.monotonic() + seconds
+    end = time.monotonic() + timeout_s
+    if problem:
+        end = min(end, time.monotonic() + TELL_S)
     reporting = partial(reports, first_s=FIRST_WORD_S, next_s=NEXT_WORD_S)
     meeting = ServiceAddresses(coordinator, "")
     if rank:
@@ -85,11 +86,9 @@ def _call(
             if answer.startswith((GO, STOP)):
                 return printable(answer.removeprefix(STOP))
         time.sleep(RETRY_S)
-    return (
-        f"{name.partition(' of ')[0]}: {problem}"
-        if problem
-        else f"{name} has not reached rank 0 in time: {reason[0]}"
-    )
+    if problem:
+        return f"{name.partition(' of ')[0]}: {problem}"
+    return f"{name} has not reached rank 0 in time: {reason[0]}"
 
 
 def _answer(link: socket.socket, words: str, end: float, reason: list[str], job: str) -> str:
@@ -106,7 +105,9 @@ def _answer(link: socket.socket, words: str, end: float, reason: list[str], job:
     proof, _, answer = line.rstrip("\n").partition(" ")
     if signed(proof, job, greeting[1], challenge, answer):
         return answer
-    reason[0] = STRANGE if line else "it was there and has left"
+    reason[0] = "it was there and has left"
+    if line:
+        reason[0] = STRANGE
     return ""
 
 

@@ -17,35 +17,27 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
 from fddp.comm import leave
+from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.launchers import worlds
-from fddp.runtime.signals import collect_signals
 from fddp.runtime.world import fails
 from fddp.wording import check_seconds, check_whole
 
 Result = TypeVar("Result")
-CAME = "came"
+STARTED = "started"
 DONE = "done"
 FAILED = "failed"
 END_S = 10.0  # seconds for which a failed rank waits to be killed
-SIGNAL_S = 0.1  # between two checks for signals
-LOOK_S = 0.01  # between two checks of a rank that seems to have ended
+LOOK_S = 0.05  # between two checks for signals and ended ranks
 WATCHERS_S = 4.0  # for the watchers to report where a rank has died
-
-
-class Rank(NamedTuple):
-    """A started process."""
-
-    process: BaseProcess
-    door: Connection
-    """The pipe for its result or failure."""
 
 
 def launch(
@@ -87,19 +79,58 @@ def launch(
     if timeout_s is not None:
         check_seconds("fddp.launch: timeout_s", timeout_s)
     work = _pickled(fn, args)
-    end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    end = float("inf")
+    if timeout_s is not None:
+        end = time.monotonic() + timeout_s
     ranks = list[Rank]()
     with collect_signals(*_interrupts()) as signals:
         try:
             for world in worlds(processes):
                 ranks.append(_start(work, world))
-            return _results(ranks, end, timeout_s, signals)
+            _wait(ranks, end, timeout_s, signals)
         finally:
+            kill_groups(rank.pid for rank in ranks)
             for rank in ranks:
-                _end(rank)
+                rank.pipe.close()
+                rank.process.join()
+    return [pickle.loads(rank.result or b"") for rank in ranks]
 
 
 ### The calling process
+
+
+@dataclass
+class Rank:
+    """A started process, and the messages that it has sent."""
+
+    number: int
+    name: str
+    process: BaseProcess
+    pid: int
+    pipe: Connection
+    """Receives its messages."""
+    open: bool = True
+    """False once no more messages can arrive."""
+    started: bool = False
+    result: bytes | None = None
+
+    def exit_code(self) -> int | None:
+        try:
+            return exit_code(self.pid)
+        except ChildProcessError:  # multiprocessing reaps ended processes when it starts another
+            return self.process.exitcode
+
+    def receive(self) -> None:
+        """Receives its messages so far; raises RuntimeError if one reports a failure."""
+        try:
+            while self.open and self.pipe.poll():
+                kind, payload = self.pipe.recv()
+                if kind == FAILED:
+                    raise RuntimeError(f"fddp.launch: {self.name} failed:\n{payload}")
+                self.started = True
+                self.result = payload
+        except (EOFError, OSError):  # it has ended, perhaps within a message, or closed its files
+            self.open = False
 
 
 def _pickled(fn: Callable, args: tuple) -> bytes:
@@ -125,11 +156,15 @@ def _pickled(fn: Callable, args: tuple) -> bytes:
 def _start(work: bytes, world: Mapping[str, str]) -> Rank:
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(work, sender), name=f"rank {world['FDDP_RANK']}")
-    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
-    with sender, _environment({**world, **({"JAX_PLATFORMS": platforms} if platforms else {})}):
+    rank = world["FDDP_RANK"]
+    process = context.Process(target=_run, args=(work, sender), name=f"rank {rank}")
+    variables = dict(world)
+    if platforms := jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        variables["JAX_PLATFORMS"] = platforms
+    with sender, _environment(variables):
         process.start()
-    return Rank(process, receiver)
+    pid: Any = process.pid
+    return Rank(int(rank), f"rank {rank} of {world['FDDP_SIZE']}", process, pid, receiver)
 
 
 _starting = threading.Lock()
@@ -145,109 +180,73 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
             yield
         finally:
             for name, value in previous.items():
-                if value is None:
-                    del os.environ[name]
-                else:
+                del os.environ[name]
+                if value is not None:
                     os.environ[name] = value
 
 
 def _interrupts() -> list[int]:
     """The signals that would raise a KeyboardInterrupt in this thread."""
     in_main = threading.current_thread() is threading.main_thread()
-    python = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    return [signal.SIGINT] if in_main and python else []
+    if in_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return [signal.SIGINT]
+    return []
 
 
-def _results(
+def _wait(
     ranks: Sequence[Rank], end: float, timeout_s: float | None, signals: Sequence[int]
-) -> list[Any]:
+) -> None:
     """Waits until all ranks have ended without error; a failure, signal or timeout raises."""
-    size = len(ranks)
-    results = dict[int, Any]()
-    started = set[int]()
-    silent = set[int]()  # ranks whose pipe is closed
-    while pending := [
-        k for k, rank in enumerate(ranks) if k not in results or rank.process.exitcode is None
-    ]:
+    pending = list(ranks)
+    while pending:
         if signals:
             raise KeyboardInterrupt
-        if (seconds := end - time.monotonic()) <= 0:
-            names = ", ".join(map(str, pending))
+        seconds = end - time.monotonic()
+        if seconds <= 0:
+            numbers = ", ".join(str(rank.number) for rank in pending)
             raise TimeoutError(
-                f"fddp.launch(timeout_s={timeout_s:g}): ranks {names} of {size} have not ended in "
-                "time."
+                f"fddp.launch(timeout_s={timeout_s:g}): ranks {numbers} of {len(ranks)} have not "
+                "ended in time."
             )
-        doors = {ranks[k].door: k for k in pending if k not in results and k not in silent}
-        ends = {ranks[k].process.sentinel: k for k in pending}
-        ready = wait([*doors, *ends], min(seconds, SIGNAL_S))
-        # A rank's message counts before its end.
-        for k in [doors[file] for file in ready if isinstance(file, Connection)]:
-            try:
-                kind, payload = ranks[k].door.recv()
-            except (EOFError, OSError):  # no message, or the rank ended within one
-                silent.add(k)
-                continue
-            if kind == FAILED:
-                raise RuntimeError(f"fddp.launch: rank {k} of {size} failed:\n{payload}")
-            if kind == DONE:
-                results[k] = pickle.loads(payload)
-            started.add(k)
-        for k in [ends[file] for file in ready if isinstance(file, int)]:
-            ranks[k].process.join(0)
-            # The rank is about to end, or it has closed all its files and continues.
-            if ranks[k].process.exitcode is None:
-                time.sleep(LOOK_S)
-                continue
-            no_result = k not in results and (k in silent or not ranks[k].door.poll())
-            if ranks[k].process.exitcode or no_result:
-                wait([rank.process.sentinel for rank in ranks if rank is not ranks[k]], WATCHERS_S)
-                raise RuntimeError(
-                    _died(k, size, ranks[k].process.exitcode or 0, k in started, k in results)
-                )
-    return [results[k] for k in range(size)]
+        wait([rank.pipe for rank in pending if rank.open], min(seconds, LOOK_S))
+        # An ended rank sends no more messages. They count before its end.
+        codes = [rank.exit_code() for rank in pending]
+        for rank in pending:
+            rank.receive()
+        for rank, code in zip(pending, codes):
+            if code or (code == 0 and rank.result is None):
+                wait([x.process.sentinel for x in ranks if x is not rank], WATCHERS_S)
+                raise RuntimeError(f"fddp.launch: {rank.name} {_death(rank, code)}")
+        pending = [rank for rank, code in zip(pending, codes) if code is None]
 
 
-def _died(rank: int, size: int, code: int, started: bool, done: bool) -> str:
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    words = f"fddp.launch: rank {rank} of {size} ended {how}"
-    if done:
+def _death(rank: Rank, code: int) -> str:
+    words = f"ended {describe_end(code)}"
+    if rank.result is not None:
         return f"{words} after the function had returned."
-    if started:
+    if rank.started:
         return f"{words} and has not returned from the function; what it wrote may say why."
     return (
         f"{words} while it started: a script calls fddp.launch below `if __name__ == '__main__':`."
     )
 
 
-def _end(rank: Rank) -> None:
-    """Kills a rank and all processes of its group."""
-    rank.door.close()
-    process = rank.process
-    if process.pid is None:
-        return
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # it has ended, or has no group yet
-        process.kill()
-    process.join()
-
-
 ### A rank
 
 
-def _run(work: bytes, door: Connection) -> None:
+def _run(work: bytes, pipe: Connection) -> None:
     # A new session: signals of a terminal are for the calling process, which ends all ranks.
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        door.send((CAME, None))
+        pipe.send((STARTED, None))
         fn, args = pickle.loads(work)
-        door.send((DONE, _packed(fn, fn(*args))))
+        pipe.send((DONE, _packed(fn, fn(*args))))
     except BaseException as error:  # sys.exit too: the function has not returned
         if fails(error):
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
-            door.send((FAILED, traceback.format_exc()))
+            pipe.send((FAILED, traceback.format_exc()))
             time.sleep(END_S)  # until it is killed; if it left, the watchers would report that
         leave()
 

@@ -20,14 +20,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import compress
 from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
+from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
 from fddp.runtime.output import print_line, shown
-from fddp.runtime.signals import collect_signals
 
 LOOK_S = 0.05
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # from a scheduler, or from the keyboard
@@ -87,7 +87,9 @@ class Job:
 
     def on(self, hosts: Sequence[str]) -> int:
         """The number of its ranks on some of its hosts."""
-        return self.ranks // len(self.hosts) * len(hosts) if self.hosts else self.ranks
+        if not self.hosts:
+            return self.ranks
+        return self.ranks // len(self.hosts) * len(hosts)
 
 
 class Ended(NamedTuple):
@@ -101,24 +103,18 @@ class Ended(NamedTuple):
 def supervise(job: Job) -> int:
     """Runs a job with its restarts; returns 0, or the status of the last run's first failure."""
     hosts = list(job.hosts)
+    env = dict(os.environ)
     with (
         tempfile.TemporaryDirectory(prefix="fddp-run-") as folder,
         collect_signals(*ENDING) as signals,
     ):
-        # A restart reuses compiled programs.
-        env = (
-            {"JAX_COMPILATION_CACHE_DIR": folder} | os.environ if job.restarts else dict(os.environ)
-        )
-        for start in count():
-            outcome = _run(job, hosts, env, signals)
+        if job.restarts:  # a restart reuses compiled programs
+            env.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+        outcome = _run(job, hosts, env, signals)
+        for restart in range(1, job.restarts + 1):
             if outcome.code == 0 or signals:
                 return outcome.code
-            if start == job.restarts:
-                print_line(
-                    f"{outcome.words}{', and all restarts are used up' if job.restarts else ''}."
-                )
-                return outcome.code
-            hosts = [host for host, reachable in zip(hosts, _answer(hosts)) if reachable]
+            hosts = _reachable(hosts)
             ranks = job.on(hosts)
             if ranks < job.least:
                 print_line(
@@ -126,13 +122,15 @@ def supervise(job: Job) -> int:
                     "started again."
                 )
                 return outcome.code
-            print_line(
-                f"{outcome.words}: restart {start + 1} of {job.restarts}, with {ranks} ranks."
-            )
+            print_line(f"{outcome.words}: restart {restart} of {job.restarts}, with {ranks} ranks.")
             time.sleep(PAUSE_S)
             if signals:
                 return outcome.code
-    raise AssertionError("count never ends")
+            outcome = _run(job, hosts, env, signals)
+        if outcome.code and not signals:
+            used_up = ", and all restarts are used up" * bool(job.restarts)
+            print_line(f"{outcome.words}{used_up}.")
+        return outcome.code
 
 
 def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
@@ -143,28 +141,28 @@ def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
 ### One run
 
 
+class Command(NamedTuple):
+    """A process to start."""
+
+    words: Sequence[str]
+    variables: Mapping[str, str]
+    prefix: str
+    """Printed before each line of its output."""
+
+
 def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[int]) -> Ended:
     """Starts all ranks and waits for their end."""
-    commands = [_by_mpiexec(job, hosts)] if job.mpiexec else [list(job.command)] * job.ranks
-    variables = [{SECRET: env.get(SECRET) or new_secret()}] if job.mpiexec else worlds(job.ranks)
     processes = list[subprocess.Popen[bytes]]()
-    prefixes = (
-        [""] if job.mpiexec or job.ranks == 1 else [f"[{rank}] " for rank in range(job.ranks)]
-    )
+    readers = list[threading.Thread]()
+    ending = threading.Event()
     try:
-        for command, world in zip(commands, variables):
-            processes.append(_start(command, {**env, **world}))
-        ending = threading.Event()
-        readers = [
-            thread
-            for process, prefix in zip(processes, prefixes)
-            for thread in shown(process, prefix, ending)
-        ]
+        for command in _commands(job, hosts, env):
+            process = _start(command.words, {**env, **command.variables})
+            processes.append(process)
+            readers += shown(process, command.prefix, ending)
         first = _wait(processes, signals, ending)
     finally:
-        for process in processes:  # also the children of ended ranks
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        kill_groups(process.pid for process in processes)  # also the children of ended ranks
         for process in processes:
             with suppress(subprocess.TimeoutExpired):  # another user's process is not killed
                 process.wait(END_S)
@@ -173,72 +171,69 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[i
     if first is None:
         return Ended(0, "all ranks ended")
     code = processes[first].returncode
-    who = "the job" if job.mpiexec else f"rank {first}"
-    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    return Ended(128 - code if code < 0 else code, f"{who} ended {how}")
+    name = f"rank {first}"
+    if job.mpiexec:
+        name = "the job"
+    words = f"{name} ended {describe_end(code)}"
+    if code < 0:
+        return Ended(128 - code, words)
+    return Ended(code, words)
+
+
+def _commands(job: Job, hosts: Sequence[str], env: Mapping[str, str]) -> list[Command]:
+    if job.mpiexec:
+        secret = {SECRET: env.get(SECRET) or new_secret()}
+        return [Command(_by_mpiexec(job, hosts), secret, "")]
+    if job.ranks == 1:
+        return [Command(job.command, worlds(1)[0], "")]
+    variables = enumerate(worlds(job.ranks))
+    return [Command(job.command, world, f"[{rank}] ") for rank, world in variables]
 
 
 def _wait(
     processes: Sequence[subprocess.Popen], signals: list[int], ending: threading.Event
 ) -> int | None:
-    """Waits until all processes have ended; returns the number of the first that failed, or None.
-
-    Kills the processes some seconds after the first failure, and passes signals on to them.
-    """
+    """Waits until all processes have ended; returns the first that failed by number, or None."""
     first = None
     deadline = float("inf")
     forwarded = 0
     term_time = float("inf")
-    while any(_exit_code(process) is None for process in processes):
-        time.sleep(LOOK_S)
-        if first is None:
-            first = next((k for k, process in enumerate(processes) if _exit_code(process)), None)
-            deadline = time.monotonic() + END_S if first is not None else deadline
-        term_time = min(term_time, time.monotonic() + 2 * END_S) if ending.is_set() else term_time
+    while True:
+        codes = [exit_code(process.pid) for process in processes]
+        failed = [k for k, code in enumerate(codes) if code]
+        if first is None and failed:
+            first = failed[0]
+            deadline = time.monotonic() + END_S
+        if None not in codes:
+            return first
+        if ending.is_set():
+            term_time = min(term_time, time.monotonic() + 2 * END_S)
         if time.monotonic() > term_time and deadline == float("inf"):
             # An mpiexec may wait for ranks behind a broken link.
             _signal(processes, signal.SIGTERM)
             deadline = time.monotonic() + END_S
         for number in signals[forwarded:]:  # a signal may arrive twice
             _signal(processes, number)
-            deadline = time.monotonic() + END_S if number != signal.SIGTERM else deadline
-        forwarded = len(signals)
+            if number != signal.SIGTERM:
+                deadline = time.monotonic() + END_S
+            forwarded += 1
         if time.monotonic() > deadline:
-            _signal(processes, signal.SIGKILL)
-    return (
-        first
-        if first is not None
-        else next((k for k, process in enumerate(processes) if _exit_code(process)), None)
-    )
-
-
-def _exit_code(process: subprocess.Popen) -> int | None:
-    """The exit code of a process, or None while it runs.
-
-    Unlike `poll` it leaves the process a zombie, so that its number still names its group and no
-    other process.
-    """
-    if process.returncode is not None:
-        return process.returncode
-    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            kill_groups(process.pid for process in processes if exit_code(process.pid) is None)
+        time.sleep(LOOK_S)
 
 
 def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
     program, vendor = job.mpiexec or ("mpiexec", None)
     ranks = job.on(hosts)
-    output_options = (
-        ["--tag-output", "-x", SECRET]
-        if vendor == "Open MPI"
-        else ["-prepend-pattern", "\x1e%r\x1f"]
-    )
-    words = [program, "-n", str(ranks), *output_options]
-    if hosts and vendor == "Open MPI":
-        words += ["--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)]
-    elif hosts:
-        words += ["-hosts", ",".join(hosts), "-ppn", str(ranks // len(hosts))]
+    words = [program, "-n", str(ranks)]
+    if vendor == "Open MPI":
+        words += ["--tag-output", "-x", SECRET]
+        if hosts:
+            words += ["--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)]
+    else:
+        words += ["-prepend-pattern", "\x1e%r\x1f"]
+        if hosts:
+            words += ["-hosts", ",".join(hosts), "-ppn", str(ranks // len(hosts))]
     return [*words, *job.command]
 
 
@@ -258,32 +253,26 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
 
 def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
     for process in processes:
-        if _exit_code(process) is None:
-            # mpiexec ends its ranks itself, but not after SIGKILL.
-            process.send_signal(number) if number != signal.SIGKILL else os.killpg(
-                process.pid, number
-            )
+        if exit_code(process.pid) is None:
+            os.kill(process.pid, number)  # an mpiexec ends its ranks itself
 
 
 ### Hosts
 
 
-def _answer(hosts: Sequence[str]) -> list[bool]:
-    """Returns, for each host, True if mpiexec's ssh command reaches it."""
+def _reachable(hosts: Sequence[str]) -> list[str]:
+    """Returns the hosts that mpiexec's ssh command reaches."""
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        return list(pool.map(_answers, hosts))
+        return list(compress(hosts, pool.map(_answers, hosts)))
 
 
 def _answers(host: str) -> bool:
     if host in ("localhost", "127.0.0.1", socket.gethostname()):
         return True
     ssh = shlex.split(os.environ.get("HYDRA_LAUNCHER_EXEC", "ssh -o BatchMode=yes"))
+    command = [*ssh, host, "true"]
     try:
-        return (
-            subprocess.run(
-                [*ssh, host, "true"], stdin=subprocess.DEVNULL, timeout=ANSWER_S
-            ).returncode
-            == 0
-        )
+        run = subprocess.run(command, stdin=subprocess.DEVNULL, timeout=ANSWER_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
+    return run.returncode == 0

@@ -75,8 +75,10 @@ def init(
     for name, seconds in (("timeout_s", timeout_s), ("stall_s", stall_s)):
         if seconds is not None:
             check_seconds(name, seconds)
-    rank = None if rank is None else check_whole("rank", rank, 0)
-    size = None if size is None else check_whole("size", size, 1)
+    if rank is not None:
+        rank = check_whole("rank", rank, 0)
+    if size is not None:
+        size = check_whole("size", size, 1)
     request = (backend, rank, size, coordinator)
     cache_small_programs()
     if _started and request not in ((None,) * 4, _started[0].request):
@@ -143,7 +145,7 @@ def group_of(call: str, group: Group | None) -> Group:
             f"got {group!r}."
         )
     cache_small_programs()  # the folder may be set after `init`
-    return init() if group is None else group
+    return group or init()
 
 
 def fails(error: BaseException) -> bool:
@@ -176,7 +178,9 @@ _started: list[World] = []
 
 def _pick(launch: Launch) -> str:
     if jax.distributed.is_initialized():
-        return "nccl" if jax.default_backend() != "cpu" else "gloo"
+        if jax.default_backend() == "cpu":
+            return "gloo"
+        return "nccl"
     if launch.size == 1:
         return "local"
     if _has_gpus():
@@ -186,7 +190,9 @@ def _pick(launch: Launch) -> str:
     if launch.may_be_mpi and launch.coordinator:  # without a coordinator an error names mpi
         # MPI_Init cannot be tried: an MPI without support for this PMI ends the process (Open MPI
         # without PMIx, MPICH under PMIx). MPICH's UCX sends longer lines than Slurm's pmi2 reads.
-        launcher = f"srun --mpi={launch.pmi}" if launch.pmi else launch.launcher
+        launcher = launch.launcher
+        if launch.pmi:
+            launcher = f"srun --mpi={launch.pmi}"
         _say(launch, f"{launcher}: backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there.")
     if not launch.by_mpi:
         return "gloo"

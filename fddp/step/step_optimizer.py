@@ -50,10 +50,11 @@ def read_optimizer(call: str, value: Any) -> StepOptimizer:
     """Makes the optimizer of a step; raises TypeError unless it needs only gradients and loss."""
     if not hasattr(value, "init") or not hasattr(value, "update"):
         # Flax's optimizers and train states hold an optax optimizer in `tx`.
-        inside = "; pass its .tx" if hasattr(value, "tx") else ""
-        raise TypeError(
-            f"fddp.{call}: optimizer must be one of optax's, got {type(value).__name__}{inside}."
-        )
-    optimizer = value if isinstance(value, StepOptimizer) else StepOptimizer(value)
-    optimizer.check_needs()
-    return optimizer
+        kind = type(value).__name__
+        if hasattr(value, "tx"):
+            kind += "; pass its .tx"
+        raise TypeError(f"fddp.{call}: optimizer must be one of optax's, got {kind}.")
+    if not isinstance(value, StepOptimizer):
+        value = StepOptimizer(value)
+    value.check_needs()
+    return value

@@ -68,8 +68,8 @@ def train_step(
     settings = read_options("train_step", options)
     chosen, group = chosen.on(group_of("train_step", group))
     objective = make_objective(loss_fn, has_aux=has_aux)
-    way = chosen.way(way_of(settings))._replace(init=chosen.init)
-    replica = Replica(objective, group, settings, way, loss=name_of(loss_fn))
+    way = chosen.way(way_of(settings))
+    replica = Replica(objective, group, settings, way, init=chosen.init, loss=name_of(loss_fn))
     return TrainStep(replica, chosen, partial(updated, chosen.inner))
 
 

@@ -42,29 +42,15 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
     """Replaces `sys.excepthook`: an uncaught exception on one rank ends the script on all ranks."""
     grace_s = read_grace(os.environ)
 
-    def end(message: str, details: str) -> None:
-        journal.say(FAILED)
-        name = f"fddp: rank {rank} of {size}"
-        cause = ending.cause()
-        if cause is not None:
-            _write(f"{name} ends because of {cause}\n")
-            ending.abort()
+    name = f"fddp: rank {rank} of {size}"
+
+    def end(message: str, report: str, short_report: str) -> None:
+        """Prints a short report if another rank prints the failure of all ranks."""
         ending.tell(f"rank {rank}: {message}")
         together = ending.all_failed(grace_s)
-        _write(
-            f"{name} failed as the others did: {message}\n"
-            if together and rank
-            else f"{name} failed:\n{details}"
-        )
-        if not together:
-            ending.abort()
-
-    def interrupted() -> None:
-        journal.say(FAILED)
-        ending.tell(f"rank {rank}: interrupted")
-        together = ending.all_failed(grace_s)
-        if not (together and rank):
-            _write(f"fddp: rank {rank} of {size} was interrupted.\n")
+        if together and rank:
+            report = short_report
+        _write(report)
         if not together:
             ending.abort()
 
@@ -72,12 +58,19 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if issubclass(kind, KeyboardInterrupt):
-            return interrupted()
+            journal.say(FAILED)
+            return end("interrupted", f"{name} was interrupted.\n", "")
         if follows_another(error, journal):
             leave()
-        return end(
-            f"{kind.__name__}: {error}", "".join(traceback.format_exception(kind, error, trace))
-        )
+        journal.say(FAILED)
+        cause = ending.cause()
+        if cause is not None:
+            _write(f"{name} ends because of {cause}\n")
+            ending.abort()
+        message = f"{kind.__name__}: {error}"
+        details = "".join(traceback.format_exception(kind, error, trace))
+        short_report = f"{name} failed as the others did: {message}\n"
+        return end(message, f"{name} failed:\n{details}", short_report)
 
     sys.excepthook = on_exception
 
@@ -88,10 +81,8 @@ def follows_another(error: BaseException, journal: Journal) -> bool:
     It waits some seconds for the watchers' decision to end the job. Other errors give False at
     once.
     """
-    text = f"{type(error).__module__} {error}"
-    if not isinstance(error, jax.errors.JaxRuntimeError) and not re.search(
-        r"\b(Gloo|NCCL|MPI)", text
-    ):
+    from_transport = re.search(r"\b(Gloo|NCCL|MPI)", f"{type(error).__module__} {error}")
+    if not (isinstance(error, jax.errors.JaxRuntimeError) or from_transport):
         return False
     journal.say("after an error")
     return poll(lambda: journal.finding().end, VERDICT_S)

@@ -6,6 +6,7 @@ Source: `fr_trace`, which reads the dumps of PyTorch's flight recorder.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -32,10 +33,12 @@ def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
 
     A folder may also have records of earlier jobs, from ranks without a record of the newest.
     """
-    files_by_path = [
-        sorted(path.glob("rank_*.json")) if path.is_dir() else [path] for path in map(Path, paths)
-    ]
-    records = [_record(file) for files in files_by_path for file in files]
+    records = list[dict[str, Any]]()
+    for path in map(Path, paths):
+        files = [path]
+        if path.is_dir():
+            files = sorted(path.glob("rank_*.json"))
+        records += map(_record, files)
     if not records:
         raise ValueError(f"no record rank_*.json in {', '.join(map(str, paths)) or 'nothing'}.")
     # The start of a job, by rank 0's clock, identifies it.
@@ -64,55 +67,43 @@ def told(records: Sequence[dict[str, Any]]) -> str:
 def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield f"the job ended: {records[0]['why']}"
     for record in records:
-        last = record["messages"][-1:]
-        texts = [
-            f"; last message {message['number']} of step {message['step']}: "
-            f"{_said(message)}, {_took(message)}"
-            for message in last
-        ]
-        yield (
-            f"rank {record['rank']}: {record['steps']} steps, {record['doing']}"
-            f"{''.join(texts) or '; no message'}"
-        )
+        text = "no message"
+        for message in record["messages"][-1:]:
+            text = f"last message {message['number']} of step {message['step']}: {_said(message)}"
+            text += f", {_took(message)}"
+        yield f"rank {record['rank']}: {record['steps']} steps, {record['doing']}; {text}"
     present = {record["rank"] for record in records}
-    missing = [
-        *islice((rank for rank in range(records[0]["size"]) if rank not in present), NAMED + 1)
-    ]
-    if missing:
-        yield (
-            f"no record of rank {', '.join(map(str, missing[:NAMED]))}"
-            f"{', …' * (len(missing) > NAMED)}"
-        )
+    missing = (rank for rank in range(records[0]["size"]) if rank not in present)
+    ranks = [*map(str, islice(missing, NAMED + 1))]
+    if len(ranks) > NAMED:
+        ranks[NAMED] = "…"
+    if ranks:
+        yield f"no record of rank {', '.join(ranks)}"
     yield _difference(records)
 
 
 def _difference(records: Sequence[dict[str, Any]]) -> str:
     """Describes the first recorded message that differs or is incomplete on a rank."""
-    rings = {
-        record["rank"]: {message["number"]: message for message in record["messages"]}
-        for record in records
-    }
-    # Earlier messages are overwritten on some rank.
-    oldest = max((min(ring) for ring in rings.values() if ring), default=0)
-    for number in sorted(
-        {number for ring in rings.values() for number in ring if number >= oldest}
-    ):
-        messages = {rank: ring.get(number) for rank, ring in rings.items()}
-        words = {
-            rank: _said(message) if message else "not sent" for rank, message in messages.items()
-        }
+    oldest = 0
+    by_number = defaultdict[int, dict[int, dict[str, Any]]](dict)
+    for record in records:
+        numbers = [message["number"] for message in record["messages"]]
+        oldest = max(oldest, min(numbers, default=0))  # earlier ones are overwritten on a rank
+        for number, message in zip(numbers, record["messages"]):
+            by_number[number][record["rank"]] = message
+    for number in sorted(by_number):
+        if number < oldest:
+            continue
+        messages = by_number[number]
+        words = {record["rank"]: "not sent" for record in records}
+        words |= {rank: _said(message) for rank, message in messages.items()}
         if len(set(words.values())) > 1:
-            return f"first difference, in message {number}: " + "; ".join(
-                f"rank {r} {w}" for r, w in words.items()
-            )
-        pending = [
-            rank for rank, message in messages.items() if message and message["took_s"] is None
-        ]
+            texts = "; ".join(f"rank {rank} {text}" for rank, text in words.items())
+            return f"first difference, in message {number}: {texts}"
+        pending = [str(rank) for rank, message in messages.items() if message["took_s"] is None]
         if pending:
-            return (
-                f"message {number}, {words[pending[0]]}, did not come back on rank "
-                f"{', '.join(map(str, pending))}"
-            )
+            text = next(iter(words.values()))
+            return f"message {number}, {text}, did not come back on rank {', '.join(pending)}"
     return "no difference among the messages that are kept"
 
 
@@ -121,7 +112,9 @@ def _said(message: Mapping[str, Any]) -> str:
 
 
 def _took(message: Mapping[str, Any]) -> str:
-    return "not back" if message["took_s"] is None else f"in {1e3 * message['took_s']:.1f} ms"
+    if message["took_s"] is None:
+        return "not back"
+    return f"in {1e3 * message['took_s']:.1f} ms"
 
 
 def _record(file: Path) -> dict[str, Any]:

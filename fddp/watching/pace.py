@@ -29,30 +29,26 @@ class StepTimes:
 
     def __init__(self) -> None:
         self.usual = Usual()
-        self._last = [deque[float](maxlen=STEPS) for _ in Usual._fields]
+        self._last = deque[Usual](maxlen=STEPS)
         self._began = self._ended = 0.0
         self._steps = 0
         self._hidden = False
 
-    def begin(self, time_s: float) -> None:
-        """Records the start of a step."""
-        self._steps += 1
-        if self._steps > 2:  # the first one compiles
-            self._last[0].append(time_s - self._began)
-            self._last[1].append(0.0 if self._hidden else time_s - self._ended)
-        self._began = time_s
-
-    def end(self, time_s: float, computing: float, *, hidden: bool) -> None:
-        """Records the end of a step and its seconds of computation.
+    def add(self, begin: float, end: float, computing: float, *, hidden: bool) -> None:
+        """Adds a step by its start, end and seconds of computation.
 
         An asynchronous step (`hidden`) is only launched, and ends later.
         """
-        if self._steps > 2:
-            self._last[2].append(time_s - self._began)
-            self._last[3].append(computing)
+        self._steps += 1
+        if self._steps > 2:  # the first one compiles
+            between = begin - self._ended
+            if self._hidden:
+                between = 0.0
+            self._last.append(Usual(begin - self._began, between, end - begin, computing))
             if self._steps < OFTEN or self._steps % OFTEN == 0:
-                self.usual = Usual(*map(_lower_quartile, self._last))
-        self._ended = time_s
+                self.usual = Usual(*map(_lower_quartile, zip(*self._last)))
+        self._began = begin
+        self._ended = end
         self._hidden = hidden
 
 

@@ -18,23 +18,8 @@ import jax
 
 from fddp.comm import Finding, Journal
 from fddp.watching.pace import StepTimes
-from fddp.watching.watcher.shared_memory import (
-    ANSWER,
-    BETWEEN,
-    DOING,
-    ENDS,
-    HEAD,
-    LAUNCHED,
-    LIFE,
-    PLACE,
-    PROPOSAL,
-    SENDING,
-    STEP,
-    TOLD,
-    VERDICT,
-    Record,
-    message,
-)
+from fddp.watching.watcher import shared_memory
+from fddp.watching.watcher.shared_memory import BETWEEN, ENDS, LAUNCHED, STEP, Record
 
 WAIT_S = 0.01
 
@@ -80,9 +65,9 @@ class Recorder:
     def step(self, processes: int) -> AbstractContextManager[None]:
         """Records a step of this many processes, from its first task to its last."""
         self._steps += 1
-        return self._noted(
-            STEP, processes, self._pace if processes == self.processes else self._other
-        )
+        if processes == self.processes:
+            return self._noted(STEP, processes, self._pace)
+        return self._noted(STEP, processes, self._other)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
         """Records a collective of the hosts of this many processes."""
@@ -92,15 +77,15 @@ class Recorder:
     def message(self, name: str, nbytes: int) -> Iterator[None]:
         """Records a message until its sum is received; on any thread."""
         with self._lock:
-            record = message(self._messages)
+            record = shared_memory.message(self._messages)
             key = (self._messages, self._steps, time.monotonic())
             self._messages += 1
             record.write(self.memory, *key, 0.0, nbytes, name)
-            self._write(SENDING, name)
+            self._write(shared_memory.SENDING, name)
         yield
         with self._lock:
             record.write(self.memory, *key, time.monotonic(), nbytes, name)
-            self._write(SENDING, "")
+            self._write(shared_memory.SENDING, "")
 
     def computed(self, seconds: float) -> None:
         """Records the seconds of computation in the current step, if they are known."""
@@ -113,7 +98,7 @@ class Recorder:
     def at(self, place: str) -> None:
         """Records the main thread's place in the script; on any thread."""
         with self._lock:
-            PLACE.write(self.memory, place)
+            shared_memory.PLACE.write(self.memory, place)
 
     def goes_on(self, after: int) -> None:
         """Records the number of the saved step from which this process continues."""
@@ -131,8 +116,9 @@ class Recorder:
         After it Python may still run exit handlers, and the last steps may be unfinished.
         """
         with self._lock:
-            self._doing = self._doing if self._doing in ENDS else doing
-            self._write(DOING, self._doing)
+            if self._doing not in ENDS:
+                self._doing = doing
+            self._write(shared_memory.DOING, self._doing)
 
     def between(self) -> None:
         """Records that the main thread is between two steps, and makes progress."""
@@ -142,13 +128,13 @@ class Recorder:
         """Records a sign of life and the ended steps; returns the watchers' finding."""
         with self._lock:
             self._life += 1
-            LIFE.write(self.memory, self._life)
+            shared_memory.LIFE.write(self.memory, self._life)
             self._look()
         return self.finding()
 
     def ask_to_stop(self) -> None:
         """Records that this process must end soon; safe in a signal handler."""
-        TOLD.write(self.memory, True)
+        shared_memory.TOLD.write(self.memory, True)
 
     def stops(self) -> bool:
         """Returns True if all ranks stop now: the n-th call gets the same answer on every rank.
@@ -162,30 +148,34 @@ class Recorder:
         self._asked += 1
         self._asked_at = time_s
         if self.processes == 1:
-            return TOLD.read(self.memory)["told"]
+            return shared_memory.TOLD.read(self.memory)["told"]
         while True:
-            proposal = PROPOSAL.read(self.memory)
+            proposal = shared_memory.PROPOSAL.read(self.memory)
             proposed = proposal["step"]
             agreed = proposed if self._asked <= proposed else -proposed
-            ANSWER.write(self.memory, self._asked, time_s - previous_s, agreed)
+            shared_memory.ANSWER.write(self.memory, self._asked, time_s - previous_s, agreed)
             if self._asked != proposed or proposal["settled"]:
                 return self._asked == proposed
             time.sleep(WAIT_S)
 
     def finding(self) -> Finding:
         """Reads the watchers' finding so far."""
-        return Finding(**VERDICT.read(self.memory))
+        return Finding(**shared_memory.VERDICT.read(self.memory))
 
     @contextmanager
     def _noted(self, doing: str, processes: int, pace: StepTimes) -> Iterator[None]:
         added = self._added
         self._inside = True
         self._together = processes == self.processes
-        self._calls += self._together
-        self._added = (self._adds, self._added[0]) if self._together else self._added
+        if self._together:
+            self._calls += 1
+            self._added = (self._adds, added[0])
         self._computing = 0.0
-        pace.begin(time.monotonic())
-        self.say(LAUNCHED if self._launched else doing)
+        began = time.monotonic()
+        if self._launched:
+            self.say(LAUNCHED)
+        else:
+            self.say(doing)
         try:
             yield
         except BaseException:
@@ -198,7 +188,7 @@ class Recorder:
             with self._lock:
                 self._inside = False
                 self._look(over=True)
-        pace.end(time.monotonic(), self._computing, hidden=bool(self._launched))
+        pace.add(began, time.monotonic(), self._computing, hidden=bool(self._launched))
 
     def _look(self, over: bool = False) -> None:
         """Removes the ended ones of the launched steps, which end in order."""
@@ -217,7 +207,7 @@ class Recorder:
 
     def _write_head(self) -> None:
         counts = (self._steps, self._calls, self._messages, *self._added)
-        HEAD.write(
+        shared_memory.HEAD.write(
             self.memory, *counts, time.monotonic(), self._together, self._before, *self._pace.usual
         )
 

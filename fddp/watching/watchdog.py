@@ -74,13 +74,9 @@ def watched(
     if group.processes == 1 or os.name != "posix":
         return group
     rank = group.rank
-    one_host = on_one_host(group)
-    identity = {
-        "rank": rank,
-        "size": group.processes,
-        "parent": os.getpid(),
-        "bind": "127.0.0.1" if one_host else "",
-    }
+    identity = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": ""}
+    if on_one_host(group):
+        identity["bind"] = "127.0.0.1"
     job = identity | {"memory": file, "stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
     if rank == 0:
         token = new_secret()
@@ -90,7 +86,9 @@ def watched(
         shared = {"token": token, "flight": flight, "began": time.time()}
         _start(_keyed(job | shared), service_files)
         port = _port(recorder)
-        hosts = ["127.0.0.1"] if one_host else own_addresses()
+        hosts = [job["bind"]]
+        if not job["bind"]:
+            hosts = own_addresses()
         shared = json.dumps(shared | {"addresses": [(host, port) for host in hosts]}).encode()
         group.hosts.broadcast(np.frombuffer(len(shared).to_bytes(LENGTH), np.uint8), 0)
         group.hosts.broadcast(np.frombuffer(shared, np.uint8), 0)
@@ -121,11 +119,9 @@ def _place() -> str:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         while frame and frame.f_code.co_filename.startswith(NOT_THEIRS):
             frame = frame.f_back
-        return (
-            f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
-            if frame
-            else ""
-        )
+        if frame is None:
+            return ""
+        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
     finally:
         if gc_enabled:
             gc.enable()
@@ -138,11 +134,12 @@ def _keyed(job: dict) -> dict:
 
 def _start(job: dict, service_files: Sequence[int]) -> None:
     # A new session: a signal to the rank's process group must not end the watcher.
+    files = [job["memory"], *service_files]
+    if job["pmi_fd"] is not None:
+        files.append(job["pmi_fd"])
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
-        pass_fds=[
-            file for file in (job["memory"], job["pmi_fd"], *service_files) if file is not None
-        ],
+        pass_fds=files,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,

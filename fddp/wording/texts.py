@@ -21,7 +21,7 @@ def leaf_name(path: Sequence[Any]) -> str:
 
 def printable(text: str) -> str:
     """Replaces the control codes in another program's output, which could change a terminal."""
-    return "".join(x if x.isprintable() else "?" for x in text)
+    return text.translate({ord(x): "?" for x in text if not x.isprintable()})
 
 
 def preformatted(value: object) -> str:

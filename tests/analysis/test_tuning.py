@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import fddp
-from fddp.analysis.tuning.by_name import tune_model
 from fddp.analysis.tuning.link import Link
 from fddp.analysis.tuning.regrouping import (
     Typical,
@@ -19,10 +18,10 @@ from fddp.analysis.tuning.regrouping import (
     typical,
 )
 from fddp.analysis.tuning.search import Candidate, Tuning
+from fddp.analysis.tuning.tune import tune_model
 from fddp.buckets import make_plan, place_scalars, plan_with_table_rows
 from fddp.measuring.measurement import MeasuredStep
 from fddp.schedules.timeline import Pace, Span, Timeline
-from models import mlp
 
 ORDER = [2, 0, 1]  # leaf 2 is ready first
 FINE = [3.0, 2.0, 1.0]
@@ -170,10 +169,10 @@ def test_what_only_a_fused_step_can_run_is_refused(group):
 
 @pytest.mark.steps
 def test_a_model_is_tuned_by_its_name(group):
-    tuning = tune_model(mlp, "tiny", rows=4, group=group(1), caps_mb=[0, 1], steps=1)
+    tuning = tune_model("models.mlp:tiny", rows=4, group=group(1), caps_mb=[0, 1], steps=1)
     assert [len(one.nbytes) for one in tuning.candidates] == [6, 1]
-    with pytest.raises(ValueError, match="presets tiny, 1024, got 'huge'"):
-        tune_model(mlp, "huge", group=group(1))
+    with pytest.raises(ValueError, match="presets tiny, 1024, none is 'huge'"):
+        tune_model("models.mlp:huge", group=group(1))
 
 
 ### What follows for other numbers of replicas

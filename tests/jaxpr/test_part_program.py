@@ -12,9 +12,9 @@ import pytest
 from fddp.comm.communicator import axis_communicator
 from fddp.jax_internals import CALLS
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.part_kinds import Follows, Same, Total, Whole
-from fddp.jaxpr.part_passes import passes, result_kinds, stays
-from fddp.jaxpr.part_program import AtHome, Ranks, on_parts
+from fddp.jaxpr.parts.part_kinds import Follows, Same, Total, Whole
+from fddp.jaxpr.parts.part_passes import passes, result_kinds, stays
+from fddp.jaxpr.parts.part_program import AtHome, Ranks, on_parts
 from fddp.sharding.homes import at_home
 
 A, B = Follows(0), Follows(1)

@@ -83,9 +83,8 @@ def test_the_pace_is_what_three_of_four_steps_take_at_least():
     pace, clock = StepTimes(), 0.0
     for number in range(1 + STEPS + 1):
         clock += 1.0 if number % 2 else 0.25  # between two steps
-        pace.begin(clock)
+        pace.add(clock, clock + 2.0, 1.5, hidden=False)
         clock += 2.0
-        pace.end(clock, 1.5, hidden=False)
     assert pace.usual == Usual(typical=2.25, between=0.25, inside=2.0, computing=1.5)
 
 
@@ -93,17 +92,16 @@ def test_a_pause_is_no_pace_and_the_first_step_which_compiles_neither():
     pace, clock = StepTimes(), 0.0
     for number in range(60):
         clock += 100.0 if number in (0, 25) else 0.5
-        pace.begin(clock)
+        began = clock
         clock += 100.0 if number == 0 else 1.0
-        pace.end(clock, 100.0 if number == 0 else 0.75, hidden=False)
+        pace.add(began, clock, 100.0 if number == 0 else 0.75, hidden=False)
     assert pace.usual == Usual(typical=1.5, between=0.5, inside=1.0, computing=0.75)
 
 
 def test_what_lies_between_steps_that_python_does_not_wait_for_is_unknown():
     pace = StepTimes()
     for number in range(STEPS):
-        pace.begin(float(number))
-        pace.end(number + 0.125, 0.0, hidden=True)
+        pace.add(float(number), number + 0.125, 0.0, hidden=True)
     assert pace.usual == Usual(typical=1.0, between=0.0, inside=0.125, computing=0.0)
 
 
@@ -157,6 +155,17 @@ def test_an_error_ends_a_step_which_then_does_not_count():
         raise ArithmeticError
     assert not head(recorder)["together"]
     assert (head(recorder)["steps"], head(recorder)["calls"]) == (0, 0)
+
+
+def test_steps_that_ended_in_an_error_are_no_pace():
+    recorder = Recorder(bytearray(SIZE))
+    for _ in range(3):
+        with pytest.raises(ArithmeticError), recorder.step(1):
+            raise ArithmeticError
+    for _ in range(2):  # the pace is that of the third step and those after it
+        with recorder.step(1):
+            pass
+    assert head(recorder)["typical"] == 0.0
 
 
 def test_the_last_messages_are_kept_with_their_times():

@@ -16,15 +16,14 @@ def carried(collectives: Sequence[Collective], names: Iterable[str]) -> tuple[st
     It is None for a collective of the loss and for a merged one: XLA retains only the first name.
     """
     scopes = {scope(name): name for name in names}
-    if not scopes:
-        return (None,) * len(collectives)
     named = re.compile(rf"\b({'|'.join(scopes)})\b")
-
-    def name(collective: Collective) -> str | None:
-        match = None if merged(collective) else named.search(collective.op_name)
-        return scopes[match[1]] if match else None
-
-    return tuple(map(name, collectives))
+    messages = list[str | None]()
+    for collective in collectives:
+        match = named.search(collective.op_name)
+        messages.append(None)
+        if match and not merged(collective):
+            messages[-1] = scopes.get(match[1])
+    return tuple(messages)
 
 
 def within_replicas(collectives: Sequence[Collective], placement: Placement) -> tuple[bool, ...]:
@@ -34,15 +33,15 @@ def within_replicas(collectives: Sequence[Collective], placement: Placement) -> 
     view = placement.view
     replica = np.indices(view.axis_sizes)[view.axis_names.index(placement.axis_name)].reshape(-1)
     everyone = (tuple(range(replica.size)),)
-    groups = [collective.devices or everyone for collective in collectives]
-    return tuple(
-        all(len({*replica[[*devices]]}) == 1 for devices in partition) for partition in groups
-    )
+
+    def within(collective: Collective) -> bool:
+        groups = collective.devices or everyone
+        return all(len({*replica[[*devices]]}) == 1 for devices in groups)
+
+    return tuple(map(within, collectives))
 
 
 def merged(collective: Collective) -> bool:
-    """Returns True if XLA has merged several collectives into this one.
-
-    An all-to-all has an array per replica anyway.
-    """
+    """Returns True if XLA has merged several collectives into this one."""
+    # An all-to-all has an array per replica anyway.
     return len(collective.arrays) > 1 and collective.kind != "all-to-all"

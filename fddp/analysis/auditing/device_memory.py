@@ -14,6 +14,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "shard='state'": {"shard": "state"},
     "shard='state', reshard_after_forward": {"shard": "state", "reshard_after_forward": True},
 }
+HEAD = ("each replica holds", "MiB of state and rows", "MiB at its peak", "ms a step", "ms exposed")
 
 
 class Memory(NamedTuple):
@@ -46,40 +47,22 @@ def memory_table(audit: Callable[[dict[str, Any]], Any]) -> str:
 
     `audit` maps the options of a step to its `Audit` for a target.
     """
-    head = (
-        "each replica holds",
-        "MiB of state and rows",
-        "MiB at its peak",
-        "ms a step",
-        "ms exposed",
-    )
-    rows: list[tuple[str, ...]] = [head]
+    rows: list[tuple[str, ...]] = [HEAD]
     for way, options in WAYS.items():
         report = audit(options)
-        mib = (
-            [f"{n / MiB:.1f}" for n in (report.memory.given, report.memory.peak)]
-            if report.memory
-            else ["–", "–"]
-        )
-        line = report.timeline
-        ms = (
-            [f"{1e3 * seconds:.2f}" for seconds in (line.seconds, line.exposed)]
-            if line
-            else ["–", "–"]
-        )
+        mib = ms = ("–", "–")
+        if report.memory:
+            mib = f"{report.memory.given / MiB:.1f}", f"{report.memory.peak / MiB:.1f}"
+        if line := report.timeline:
+            ms = f"{1e3 * line.seconds:.2f}", f"{1e3 * line.exposed:.2f}"
         rows.append((way, *mib, *ms))
     return "\n".join(table(rows))
 
 
 def table_of_tasks(where: str, memory: Footprint) -> str:
     """Returns a table of the memory at each task on a platform, with the peak below it."""
-    rows = [
-        ("task", "MiB there"),
-        *((task, f"{nbytes / MiB:.2f}") for task, nbytes in memory.moments),
-    ]
-    return "\n".join(
-        [
-            *table(rows),
-            f"{where}: memory of a device: {memory_of(memory)}, in {memory.fullest.task}",
-        ]
-    )
+    rows = [("task", "MiB there")]
+    for task, nbytes in memory.moments:
+        rows.append((task, f"{nbytes / MiB:.2f}"))
+    foot = f"{where}: memory of a device: {memory_of(memory)}, in {memory.fullest.task}"
+    return "\n".join([*table(rows), foot])

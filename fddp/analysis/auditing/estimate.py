@@ -15,7 +15,7 @@ Source: the pipeline of Li et al. (VLDB 2020), Fig. 4; the roofline model.
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import count
+from itertools import chain
 
 from fddp.analysis.auditing.targets import Target
 from fddp.hlo import Collective, Computation, Instruction, Module, sends, traffic, work
@@ -38,18 +38,11 @@ class _Machine:
     """A GPU and its link during a program."""
 
     def __init__(self, module: Module, collectives: Sequence[Collective], target: Target) -> None:
-        numbers = count()
-        starts = (
-            line.name
-            for schedule in module.schedules()
-            for line, _ in schedule.lines
-            if sends(module, line)
-        )
+        lines = chain.from_iterable(schedule.lines for schedule in module.schedules())
+        starts = [line.name for line, _ in lines if sends(module, line)]
         self._module = module
         self._target = target
-        self._collectives = {
-            name: (next(numbers), collective) for name, collective in zip(starts, collectives)
-        }
+        self._collectives = dict(zip(starts, enumerate(collectives)))
         self._clock = 0.0  # the GPU's time
         self._link = 0.0  # end of the link's last collective
         # Arrival time of each collective, by the name of its start.
@@ -94,21 +87,17 @@ class _Machine:
 
     def _sends_in_rounds(self, name: str) -> bool:
         """Returns True if a computation starts a collective, also in inner loops."""
-        return any(
-            sends(self._module, line)
-            or (line.opcode == "while" and any(map(self._looping, line.calls)))
-            for line, _ in self._module.lines(name)
-        )
+        for line, _ in self._module.lines(name):
+            loops = line.opcode == "while" and any(map(self._looping, line.calls))
+            if loops or sends(self._module, line):
+                return True
+        return False
 
 
 def _seconds(module: Module, line: Instruction, computation: Computation, target: Target) -> float:
     if line.opcode == "while":
-        inner = (pair for called in line.calls for pair in module.lines(called))
-        return line.trips * sum(
-            _seconds(module, body_line, body, target) for body_line, body in inner
-        )
-    products = sum(
-        product.flops / target.chip.flops_per_s(product.dtype)
-        for product in work(module, line, computation)
-    )
+        inner = chain.from_iterable(map(module.lines, line.calls))
+        return line.trips * sum(_seconds(module, *pair, target) for pair in inner)
+    works = work(module, line, computation)
+    products = sum(product.flops / target.chip.flops_per_s(product.dtype) for product in works)
     return max(products, traffic(module, line, computation) / target.chip.memory_bytes_per_s)

@@ -54,27 +54,23 @@ class Chip:
     def description(self) -> str:
         """The chip as XLA's `GpuTargetConfigProto`, in text form."""
         major, minor = self.capability
-        ecosystem = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
-        version = f"{major}.{minor}{'a' if major >= 9 else ''}"
+        ecosystem = ""
+        version = f"{major}.{minor}"
+        if major >= 9:
+            ecosystem = "feature_extension: ACCELERATED_FEATURES"
+            version += "a"
         # PrimitiveType: (units, operations of each per clock)
         full = self.scalar_units
         half = self.scalar_units // 2
-        vectors = {
-            4: (half, 1),
-            8: (half, 1),
-            10: (full, 2),
-            11: (full, 1),
-            12: (half, 1),
-            16: (full, 2),
-        }
-        scalars = " ".join(
-            _rate(key, self.clock_ghz, units, ops) for key, (units, ops) in vectors.items()
-        )
-        tensors = " ".join(
-            _rate(key, self.tensor_clock_ghz, 4, ops)
-            for name, ops in self.tensor_ops.items()
-            for key in NUMBERS[name]
-        )
+        vectors = {4: (half, 1), 8: (half, 1), 12: (half, 1)}
+        vectors |= {10: (full, 2), 11: (full, 1), 16: (full, 2)}
+        clock = self.clock_ghz
+        scalars = " ".join(_rate(key, clock, *vectors[key]) for key in sorted(vectors))
+        clock = self.tensor_clock_ghz
+        rates = list[str]()
+        for name, ops in self.tensor_ops.items():
+            rates += [_rate(key, clock, 4, ops) for key in NUMBERS[name]]
+        tensors = " ".join(rates)
         return f"""\
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -106,10 +102,8 @@ device_description_str: "{self.name}"
 
 
 def _rate(key: int, clock_ghz: float, units: int, ops: int) -> str:
-    return (
-        f"rate_infos {{ key: {key} value {{ clock_rate_ghz: {clock_ghz} units_per_core: {units} "
-        f"ops_per_clock: {ops} }} }}"
-    )
+    value = f"clock_rate_ghz: {clock_ghz} units_per_core: {units} ops_per_clock: {ops}"
+    return f"rate_infos {{ key: {key} value {{ {value} }} }}"
 
 
 H100 = Chip(

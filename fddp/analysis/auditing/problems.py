@@ -44,10 +44,13 @@ def problems(audit: "Audit") -> Iterator[str]:
                 "apart."
             )
         if collective.loops and not collective.heavy:
+            advice = OF_THE_LOSS
+            if audit.carries[k]:
+                advice = AWAITED
             yield (
                 f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in "
                 f"each of {collective.rounds} rounds, and nothing heavy is computed beside it; "
-                f"{AWAITED if audit.carries[k] else OF_THE_LOSS}"
+                f"{advice}"
             )
     carried = [message for message in audit.carries if message is not None]
     missing = [message for message in audit.messages if message not in carried]
@@ -57,11 +60,8 @@ def problems(audit: "Audit") -> Iterator[str]:
     row_buckets = {f"bucket {k}" for k, bucket in enumerate(audit.plan.buckets) if bucket.rows}
     # The messages of a loop start at its place, but XLA may send the last round after the loop.
     looped = {audit.carries[k] for k in audit.sent if collectives[k].loops}
-    ordered = [
-        message
-        for message in carried
-        if message in audit.messages and message not in row_buckets | looped
-    ]
+    fixed = set(audit.messages) - row_buckets - looped
+    ordered = [message for message in carried if message in fixed]
     if ordered != sorted(ordered, key=audit.messages.index):
         yield (
             f"out of order: messages start in the order {_listed(ordered)}; early ones wait for "
@@ -74,12 +74,14 @@ def problems(audit: "Audit") -> Iterator[str]:
             "(a hook that begins later, skip_all_reduce_unused_params), XLA computes nothing "
             "beside a conditional, and the estimate leaves what it sends out."
         )
-    outside = [
-        k for k in audit.sent if not collectives[k].inside and audit.carries[k] not in looped
-    ]
-    yield from _exposed(
-        audit, outside, sum(collectives[k].rounds for k in audit.sent if collectives[k].loops)
-    )
+    outside = list[int]()
+    rounds = 0
+    for k in audit.sent:
+        if collectives[k].loops:
+            rounds += collectives[k].rounds
+        elif not collectives[k].inside and audit.carries[k] not in looped:
+            outside.append(k)
+    yield from _exposed(audit, outside, rounds)
 
 
 def _exposed(audit: "Audit", numbers: Sequence[int], rounds: int) -> Iterator[str]:
@@ -97,28 +99,22 @@ def _exposed(audit: "Audit", numbers: Sequence[int], rounds: int) -> Iterator[st
     elif len(bare) > max(1, len(gathers) // 2):
         yield _bare(audit, bare)
     # A separate tail is tiny, and as the last message it has no computation left to hide under.
-    synchronous = [
-        k for k in numbers if not audit.collectives[k].asynchronous and audit.carries[k] != "tail"
-    ]
+    blocking = [k for k in numbers if not audit.collectives[k].asynchronous]
+    synchronous = [k for k in blocking if audit.carries[k] != "tail"]
     # If XLA hides any traffic, it makes only messages without concurrent computation synchronous.
     # Next to a loop with sums it has little choice.
     hides = any(collective.asynchronous for collective in audit.collectives)
-    unhidden = [
-        k
-        for k in numbers
-        if (rounds or hides or k not in synchronous) and not audit.collectives[k].heavy
-    ]
+    unhidden = [k for k in numbers if not audit.collectives[k].heavy]
+    nothing_heavy = unhidden == numbers
+    if not (rounds or hides):
+        unhidden = [k for k in unhidden if k not in synchronous]
     if synchronous and audit.where == "cpu":
         yield (
             f"synchronous: {_named(audit, synchronous)}. XLA:CPU overlaps nothing inside a "
             "program; one process a replica with schedule='staged' does, and target='h100:8' shows "
             "what GPUs would do."
         )
-    elif (
-        not rounds
-        and audit.looped > audit.flops / 2
-        and not any(audit.collectives[k].heavy for k in numbers)
-    ):
+    elif not rounds and audit.looped > audit.flops / 2 and nothing_heavy:
         # XLA makes messages without concurrent computation synchronous.
         yield (
             f"ready at once: {audit.looped / audit.flops:.0%} of the operations are in loops, and "
@@ -154,10 +150,13 @@ def _bare(audit: "Audit", numbers: Sequence[int]) -> str:
 def _named(audit: "Audit", numbers: Sequence[int]) -> str:
     """Lists the labels of collectives, with the kind if several carry the same message."""
     counts = Counter(audit.carries)
-    kinds = (
-        f" ({audit.collectives[k].kind})" if counts[audit.carries[k]] > 1 else "" for k in numbers
-    )
-    return _listed(dict.fromkeys(audit.label(k) + kind for k, kind in zip(numbers, kinds)))
+    labels = list[str]()
+    for k in numbers:
+        label = audit.label(k)
+        if counts[audit.carries[k]] > 1:
+            label += f" ({audit.collectives[k].kind})"
+        labels.append(label)
+    return _listed(dict.fromkeys(labels))
 
 
 def _listed(names: Iterable[object]) -> str:

@@ -19,13 +19,18 @@ from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.problems import problems
 from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
-from fddp.hlo import Collective, Module, find_collectives, parse, work
+from fddp.hlo import Collective, Module, find_collectives, parse, total_flops, work
 from fddp.jax_internals import compile_to_read
 from fddp.measuring import draw, figure, label
 from fddp.schedules import Communicate, Footprint, TaskList, Timeline
 from fddp.step import TrainState, check_state, check_step, memory_footprint
 from fddp.training import TrainStep
 from fddp.wording import preformatted, table
+
+HEAD = (
+    *("starts", "carries", "kind", "MiB", "dtype", "mode"),
+    *("heavy operations in flight", "of all FLOPs"),
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ class Audit:
 
         Empty for a step of several programs; `step.measure` shows their exposed traffic.
         """
-        return () if self.tasks else tuple(problems(self))
+        if self.tasks:
+            return ()
+        return tuple(problems(self))
 
     def picture(self, path: str | Path) -> None:
         """Draws the estimated schedule.
@@ -106,39 +113,33 @@ class Audit:
         """
         if self.within[k]:
             return "within a replica"
-        return self.carries[k] or ("merged" if merged(self.collectives[k]) else "other")
+        if self.carries[k] is None and merged(self.collectives[k]):
+            return "merged"
+        return self.carries[k] or "other"
 
     def __str__(self) -> str:
-        return table_of_tasks(self.where, self.tasks) if self.tasks else self._table()
+        if self.tasks:
+            return table_of_tasks(self.where, self.tasks)
+        return self._table()
 
     _repr_html_ = preformatted
 
     def _table(self) -> str:
-        head = (
-            "starts",
-            "carries",
-            "kind",
-            "MiB",
-            "dtype",
-            "mode",
-            "heavy operations in flight",
-            "of all FLOPs",
-        )
-        rows: list[tuple[str, ...]] = [head]
+        rows = [HEAD]
+        rounds = 0
+        asynchronous = 0
         for k, op in enumerate(self.collectives):
-            mode = "asynchronous" if op.asynchronous else "synchronous"
-            share = f"{op.flops / self.flops:.1%}" if self.flops else "–"
+            share = "–"
+            if self.flops:
+                share = f"{op.flops / self.flops:.1%}"
             dtype = "+".join(sorted({array.dtype for array in op.arrays}))
-            looped = f", in {op.rounds} rounds of a loop" if op.loops else ""
-            looped += ", each under the next" if op.pipelined else ""
-            looped += ", each under the one before" if op.ahead else ""
-            mode += looped or (", in a branch" if op.branches else "")
-            mib = f"{op.nbytes / MiB:.3f}"
-            rows.append((str(k), self.label(k), op.kind, mib, dtype, mode, str(op.heavy), share))
+            numbers = f"{op.nbytes / MiB:.3f}", dtype, _mode(op), str(op.heavy), share
+            rows.append((str(k), self.label(k), op.kind, *numbers))
+            rounds += op.rounds
+            asynchronous += op.rounds * op.asynchronous
         lines = [
             *table(rows),
-            f"{self.where}: {sum(f.rounds for f in self.collectives if f.asynchronous)} of "
-            f"{sum(f.rounds for f in self.collectives)} collectives asynchronous, "
+            f"{self.where}: {asynchronous} of {rounds} collectives asynchronous, "
             f"{len(self.plan.buckets)} buckets planned; {self.heavy} heavy operations, "
             f"{self.flops / 1e9:.1f} GFLOP a replica",
         ]
@@ -149,17 +150,13 @@ class Audit:
                 f"{1e3 * line.exposed:.2f} ms of traffic exposed, {line.overlap_share:.0%} of all "
                 "under computation"
             )
-        lines += [f"memory of a device: {self.memory}"] if self.memory else []
+        if self.memory:
+            lines.append(f"memory of a device: {self.memory}")
         lines += [f"problem: {problem}" for problem in self.problems()] or ["no problem found"]
         return "\n".join(lines)
 
 
-def audit(
-    step: TrainStep,
-    state: TrainState,
-    batch: PyTree,
-    target: str | None = None,
-) -> Audit:
+def audit(step: TrainStep, state: TrainState, batch: PyTree, target: str | None = None) -> Audit:
     """Inspects XLA's program of a step: each all-reduce, and the computation that overlaps it.
 
     Nothing runs. With a target it compiles ahead of time for GPUs that need not be attached.
@@ -187,10 +184,13 @@ def audit(
       ('',)
     """
     check_step("fddp.audit", step)
-    machine = None if target is None else read_target(target)
-    if machine is not None:
+    if target is None:
+        machine = None
+        where = jax.default_backend()
+    else:
+        machine = read_target(target)
+        where = machine.name
         step, state, batch = moved(step, state, batch, machine)
-    where = machine.name if machine is not None else jax.default_backend()
     task_list = step.tasks(state, batch)
     memory = memory_footprint(step.settled, state, batch)
     if not step.settled.is_one_program:
@@ -221,13 +221,26 @@ def _of_stages(step: TrainStep, tasks: Footprint | None, where: str, task_list: 
     return Audit(where, step.plan, (), messages, (), (), 0, 0, 0, None, memory, tasks=tasks)
 
 
+def _mode(op: Collective) -> str:
+    """Describes if a collective is asynchronous, and the loop or branch around it."""
+    mode = "synchronous"
+    if op.asynchronous:
+        mode = "asynchronous"
+    if op.loops:
+        mode += f", in {op.rounds} rounds of a loop"
+    elif op.branches:
+        mode += ", in a branch"
+    if op.pipelined:
+        mode += ", each under the next"
+    if op.ahead:
+        mode += ", each under the one before"
+    return mode
+
+
 def moved(
     step: TrainStep, state: TrainState, batch: PyTree, target: Target
 ) -> tuple[TrainStep, TrainState, Any]:
-    """Moves a step to a target, with the shapes of its state and of all replicas' rows.
-
-    Raises ValueError if the target cannot be divided into nodes of the step's size.
-    """
+    """Moves a step to a target, with the shapes of its state and of all replicas' rows."""
     check_state(state)
     step = step.on(target.group())
     state, batch = jax.tree.map(_shape, (state, batch))
@@ -251,7 +264,13 @@ def read(
     messages = tuple(task.name for task in sends)
     # A loss may gather buckets as well.
     gathers = [f"gather {k}" for k in range(len(plan.buckets))]
-    works = [(line, work(module, line, computation)) for line, computation in lines]
+    heavy = flops = looped = 0
+    for line, computation in lines:
+        works = work(module, line, computation)
+        heavy += len(works)
+        flops += total_flops(works)
+        if line.opcode == "while":
+            looped += total_flops(works)
     return Audit(
         where=where,
         plan=plan,
@@ -259,17 +278,16 @@ def read(
         messages=messages,
         carries=carried(collectives, [*messages, *gathers]),
         within=within,
-        heavy=sum(len(products) for _, products in works),
-        flops=sum(p.flops for _, products in works for p in products),
-        looped=sum(p.flops for line, products in works if line.opcode == "while" for p in products),
-        timeline=None if target is None else estimate(module, collectives, target),
+        heavy=heavy,
+        flops=flops,
+        looped=looped,
+        timeline=target and estimate(module, collectives, target),
     )
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
     dtype = getattr(x, "dtype", None) or jnp.result_type(x)
     # NumPy's float64 is JAX's float32 unless 64 bits are enabled. JAX 0.11 warns of the cast.
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return jax.ShapeDtypeStruct(
-        jnp.shape(x), dtype if extended else jax.dtypes.canonicalize_dtype(dtype)
-    )
+    if not jnp.issubdtype(dtype, jax.dtypes.extended):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return jax.ShapeDtypeStruct(jnp.shape(x), dtype)

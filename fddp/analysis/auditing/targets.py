@@ -90,14 +90,11 @@ class Target:
         return latency + share.get(kind, (size - 1) / size) * nbytes / rate
 
     def group(self) -> Group:
-        """Returns a group for compilation only: programs can be lowered, arrays are shapes.
-
-        Raises RuntimeError if the compiler is missing or does not match this JAX.
-        """
+        """Returns a group for compilation only: programs can be lowered, arrays are shapes."""
         return _compiling(self.mesh(), self.size, lambda ranks: self.group())
 
     def mesh(self) -> Mesh:
-        """Returns the devices as a mesh with one axis. Raises RuntimeError like `group`."""
+        """Returns the devices as a mesh with one axis."""
         return replica_mesh(self._devices())
 
     def _devices(self) -> list[Any]:
@@ -119,13 +116,10 @@ class Target:
 
 
 def read_target(name: str) -> Target:
-    """Parses the name of a target: "h100:8" is one host of eight GPUs, "h100:2x8" two hosts.
-
-    Raises ValueError for an unknown chip or without a number of GPUs.
-    """
-    match = (
-        re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", name) if isinstance(name, str) else None
-    )
+    """Parses the name of a target: "h100:8" is one host of eight GPUs, "h100:2x8" two hosts."""
+    match = None
+    if isinstance(name, str):
+        match = re.fullmatch(r"(\w+):(?:([1-9]\d*)x)?([1-9]\d*)", name)
     if match is None or match[1] not in CHIPS:
         raise ValueError(
             f"target must be a chip ({', '.join(CHIPS)}) and how many: 'h100:8' for one host, "

@@ -53,9 +53,8 @@ def fitting_bits(
                 fewer = FEWER.get(bits, bits)
                 saved = arrival - arrival_s(k, chosen | {earlier.bucket: fewer})
                 if saved > 0:
-                    costs.append(
-                        (earlier.nbytes * (LOST[fewer] - LOST[bits]) / saved, earlier.bucket)
-                    )
+                    error = earlier.nbytes * (LOST[fewer] - LOST[bits])
+                    costs.append((error / saved, earlier.bucket))
             if not costs:
                 break
             cheapest = min(costs)[1]

@@ -7,9 +7,10 @@ training's last steps, and chooses again if link or computation has changed.
 Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 6.2.3.
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 import numpy as np
@@ -39,20 +40,13 @@ class FittedBits:
     """Bits of each number of a bucket: 32, 16, 8, 4 or 1."""
 
     def __str__(self) -> str:
-        def row(message: SimulatedMessage) -> tuple[str, ...]:
-            bits = self.bits[message.bucket]
-            seconds = (
-                message.ready_s,
-                self.link.seconds(message.nbytes * bits / 32),
-                message.due_s,
-            )
-            ready, takes, due = (f"{1e3 * x:.1f}" for x in seconds)
-            return str(message.bucket), f"{message.nbytes:,}", str(bits), ready, takes, due
-
-        head = ("bucket", "bytes", "bits", "ready ms", "takes ms", "due ms")
-        return "\n".join(
-            [f"an all-reduce takes {self.link}", *table([head, *map(row, self.messages)])]
-        )
+        rows = [("bucket", "bytes", "bits", "ready ms", "takes ms", "due ms")]
+        for bucket, ready_s, due_s, nbytes in self.messages:
+            bits = self.bits[bucket]
+            takes_s = self.link.seconds(nbytes * bits / 32)
+            ms = f"{1e3 * ready_s:.1f}", f"{1e3 * takes_s:.1f}", f"{1e3 * due_s:.1f}"
+            rows.append((str(bucket), f"{nbytes:,}", str(bits), *ms))
+        return "\n".join([f"an all-reduce takes {self.link}", *table(rows)])
 
 
 def fit_bits(
@@ -90,7 +84,9 @@ def fit_bits(
     _refuse_one_program("fit_bits", step)
     lines = [measured.timeline for measured in step.measure(state, [batch] * STEPS).steps]
     messages = _messages(step, task_list, lines, exposed)
-    link = measure_link(step.group) if step.group.size > 1 else Link(0.0, float("inf"))
+    link = Link(0.0, float("inf"))
+    if step.group.size > 1:
+        link = measure_link(step.group)
     bits = fitting_bits(messages, lambda k, bits: link.seconds(messages[k].nbytes * bits / 32))
     return FittedBits(link, messages, bits)
 
@@ -128,9 +124,8 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
       Hook(adaptive(32))
     """
     _check("refit_bits", step, exposed)
-    hook_bits = step.options.hook.bits if step.options.hook else ()
-    if not hook_bits:
-        hook = step.options.hook
+    hook = step.options.hook
+    if not (hook and hook.bits):
         raise ValueError(
             f"refit_bits chooses the bits of fddp.hooks.adaptive, and this step's hook is {hook}."
         )
@@ -143,39 +138,31 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
     task_list = first_tasks(step.settled)
     lines = list(step.lately)
     messages = _messages(step, task_list, lines, exposed)
-    current = [_bits_of(hook_bits, message.bucket) for message in messages]
+    current = [_bits_of(hook.bits, message.bucket) for message in messages]
     durations = _took(step, task_list, lines)
-    paces = {
-        bits: _pace(
-            [
-                (s, message.nbytes)
-                for s, message, n in zip(durations, messages, current)
-                if n == bits
-            ]
-        )
-        for bits in current
-    }
+    # By bits: seconds and bytes of all messages with those bits.
+    totals_s = defaultdict[int, float](float)
+    totals = Counter[int]()
+    for duration, message, bits in zip(durations, messages, current):
+        totals_s[bits] += duration
+        totals[bits] += message.nbytes
 
     def seconds(k: int, bits: int) -> float:
         if bits == current[k]:
             return durations[k]
-        return (
-            messages[k].nbytes * paces[bits] if bits in paces else durations[k] * bits / current[k]
-        )
+        if bits in totals:
+            return messages[k].nbytes * (totals_s[bits] / max(1, totals[bits]))
+        return durations[k] * bits / current[k]
 
     bits = fitting_bits(messages, seconds)
-    before = tuple(_bits_of(hook_bits, bucket) for bucket in range(len(bits)))
-    return step if bits == before else step.with_options(hook=adaptive(bits))
+    if bits == tuple(_bits_of(hook.bits, bucket) for bucket in range(len(bits))):
+        return step
+    return step.with_options(hook=adaptive(bits))
 
 
 def _bits_of(hook_bits: Sequence[int], bucket: int) -> int:
     """Returns the bits of a bucket; the last entry holds for all later buckets."""
     return hook_bits[min(bucket, len(hook_bits) - 1)]
-
-
-def _pace(messages: Sequence[tuple[float, int]]) -> float:
-    """Returns the seconds per byte of messages with equal bits, from (seconds, bytes) pairs."""
-    return sum(seconds for seconds, _ in messages) / max(1, sum(nbytes for _, nbytes in messages))
 
 
 def _check(call: str, step: TrainStep, exposed: float) -> None:
@@ -193,12 +180,12 @@ def _refuse_one_program(call: str, step: TrainStep) -> None:
 
 def _sums(task_list: TaskList) -> list[Communicate]:
     """Returns the sums of buckets in launch order."""
-    pairs = [(message, message.reduction) for message in task_list.messages]
-    return [
-        message
-        for message, sum in pairs
-        if sum.bucket is not None and sum.collective != "all_gather"
-    ]
+    sums = list[Communicate]()
+    for message in task_list.messages:
+        reduction = message.reduction
+        if reduction.bucket is not None and reduction.collective != "all_gather":
+            sums.append(message)
+    return sums
 
 
 def _messages(
@@ -215,16 +202,14 @@ def _messages(
 
     def timed(communicate: Communicate) -> SimulatedMessage:
         bucket = communicate.reduction.bucket or 0
-        ready = next(
-            end for end, stage in zip(ends, stages) if communicate.reads[0] in stage.writes
-        )
-        results = (
-            {value.replaces for value in _made_of(task_list, communicate)} if promised else set()
-        )
-        reads = [start for start, stage in zip(starts, stages) if results.intersection(stage.reads)]
-        return SimulatedMessage(
-            bucket, ready, deadline + min(reads, default=0.0), step.plan.buckets[bucket].nbytes
-        )
+        writes = [communicate.reads[0] in stage.writes for stage in stages]
+        ready = ends[writes.index(True)]
+        due = deadline
+        if promised:
+            results = {value.replaces for value in _made_of(task_list, communicate)}
+            reads = [bool(results.intersection(stage.reads)) for stage in stages]
+            due += min(compress(starts, reads), default=0.0)
+        return SimulatedMessage(bucket, ready, due, step.plan.buckets[bucket].nbytes)
 
     return tuple(map(timed, _sums(task_list)))
 
@@ -242,9 +227,10 @@ def _took(step: TrainStep, task_list: TaskList, lines: Sequence[Timeline]) -> li
     """Returns the seconds of each sum of a bucket, without the wait for slower ranks."""
     # A message that crosses the border of eager steps has a span in each of two timelines.
     names = [message.name for message in _sums(task_list)]
-    seconds = [
-        [sum(span.seconds for span in line.communication if span.name == name) for name in names]
-        for line in lines
-    ]
-    fastest = step.group.all_reduce(np.median(seconds, axis=0), op="min").tolist()
-    return [duration / names.count(name) for name, duration in zip(names, fastest)]
+    rows = list[list[float]]()
+    for line in lines:
+        seconds = defaultdict[str, float](float)
+        for span in line.communication:
+            seconds[span.name] += span.seconds
+        rows.append([seconds[name] / names.count(name) for name in names])
+    return step.group.all_reduce(np.median(rows, axis=0), op="min").tolist()

@@ -7,6 +7,7 @@ order of their own. The compiled program shows the balance for a machine.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,14 +74,13 @@ class Choice:
         return self.best.bucket_cap_mb
 
     def __str__(self) -> str:
-        head = ("schedule", "cap MiB", "buckets", "ms a step", "ms exposed", "")
-        rows = [
-            (*_row(candidate), "best" if candidate == self.best else "")
-            for candidate in self.candidates
-        ]
-        return "\n".join(
-            [f"{self.target}, estimated at peak rates", *table([head, *rows]), str(self.best)]
-        )
+        rows = [("schedule", "cap MiB", "buckets", "ms a step", "ms exposed", "")]
+        for x in self.candidates:
+            ms = f"{1e3 * x.seconds:.2f}", f"{1e3 * x.exposed_s:.2f}"
+            mark = "best" * (x == self.best)
+            rows.append((x.schedule, _shown(x.bucket_cap_mb), f"{len(x.plan.buckets)}", *ms, mark))
+        head = f"{self.target}, estimated at peak rates"
+        return "\n".join([head, *table(rows), str(self.best)])
 
 
 def tune_for(
@@ -94,8 +94,6 @@ def tune_for(
     """Compiles a step for a target with several schedules and caps; chooses the shortest estimate.
 
     The ranks share the compilations. Estimates depend on shapes only, so all ranks choose the same.
-    The step's own cap is a candidate as well as `caps_mb`. Errors are those of `fddp.audit`, raised
-    on every rank.
     """
     group = step.group
 
@@ -105,28 +103,20 @@ def tune_for(
         return variants, {k: variants[k].timeline() for k in local}
 
     def described(result: tuple[list[OnTarget], dict[int, Timeline]]) -> list[str]:
-        return [
-            f"target {target}",
-            repr(step.options),
-            *(f"{variant}, plan {variant.step.plan.digest}" for variant in result[0]),
-        ]
+        plans = [f"{variant}, plan {variant.step.plan.digest}" for variant in result[0]]
+        return [f"target {target}", repr(step.options), *plans]
 
     variants, local_lines = verify(group, "what to tune", find, described)
     numbers = np.zeros((len(variants), 2))
     for k, line in local_lines.items():
         numbers[k] = line.seconds, line.exposed
-    estimates = zip(variants, group.all_reduce(numbers).tolist())
-    candidates = tuple(
-        Estimated(variant.schedule, variant.bucket_cap_mb, variant.step.plan, *seconds)
-        for variant, seconds in estimates
-    )
-    best = min(candidates, key=lambda candidate: candidate.seconds)
-    return Choice(
-        target,
-        candidates,
-        best,
-        step.with_options(schedule=best.schedule, bucket_cap_mb=best.bucket_cap_mb),
-    )
+    candidates = list[Estimated]()
+    for variant, seconds in zip(variants, group.all_reduce(numbers).tolist()):
+        settings = variant.schedule, variant.bucket_cap_mb, variant.step.plan
+        candidates.append(Estimated(*settings, *seconds))
+    best = min(candidates, key=attrgetter("seconds"))
+    best_step = step.with_options(schedule=best.schedule, bucket_cap_mb=best.bucket_cap_mb)
+    return Choice(target, tuple(candidates), best, best_step)
 
 
 class OnTarget(NamedTuple):
@@ -157,8 +147,7 @@ def on_target(
 ) -> Iterator[OnTarget]:
     """Yields a step on a target with each schedule of one program and each cap.
 
-    The original step is the first, and the first of several with equal plans stands for all. Raises
-    ValueError for a schedule of several programs, RuntimeError without a compiler for the target.
+    The original step is the first, and the first of several with equal plans stands for all.
     """
     options = step.options
     if options.schedule not in ("auto", *ONE_PROGRAM):
@@ -167,16 +156,15 @@ def on_target(
             f"got schedule={options.schedule!r}; give it 'fused'."
         )
     # The step's own schedule is the first: of equally long steps the first is chosen.
-    current = "fused" if options.schedule == "auto" else options.schedule
+    current = options.schedule
+    if current == "auto":
+        current = "fused"
     schedules = sorted(ONE_PROGRAM, key=lambda schedule: schedule != current)
     digests = set[tuple[ScheduleName, str]]()
     for cap, schedule in product((options.bucket_cap_mb, *caps_mb), schedules):
-        variant = OnTarget(
-            schedule,
-            cap,
-            target,
-            *moved(step.with_options(schedule=schedule, bucket_cap_mb=cap), state, batch, target),
-        )
+        changed_step = step.with_options(schedule=schedule, bucket_cap_mb=cap)
+        inputs = moved(changed_step, state, batch, target)
+        variant = OnTarget(schedule, cap, target, *inputs)
         variant.step.tasks(variant.state, variant.batch)  # settles it
         if (schedule, variant.step.plan.digest) not in digests:
             digests.add((schedule, variant.step.plan.digest))
@@ -187,16 +175,8 @@ def _named(schedule: ScheduleName, cap: Caps) -> str:
     return f"schedule={schedule!r}, bucket_cap_mb={_shown(cap)}"
 
 
-def _row(estimated: Estimated) -> tuple[str, ...]:
-    ms = (f"{1e3 * seconds:.2f}" for seconds in (estimated.seconds, estimated.exposed_s))
-    return (
-        estimated.schedule,
-        _shown(estimated.bucket_cap_mb),
-        str(len(estimated.plan.buckets)),
-        *ms,
-    )
-
-
 def _shown(cap: Caps) -> str:
     """Formats a cap, or the list of caps of successive buckets, as `train_step` takes it."""
-    return f"{cap:g}" if isinstance(cap, int | float) else f"[{', '.join(map(_shown, cap))}]"
+    if isinstance(cap, int | float):
+        return f"{cap:g}"
+    return f"[{', '.join(map(_shown, cap))}]"

@@ -53,10 +53,7 @@ class Link(NamedTuple):
 def measure_link(
     group: Group, nbytes: Sequence[int] = LINK_BYTES, rounds: int = LINK_ROUNDS
 ) -> Link:
-    """Measures all-reduces of several sizes while nothing else runs; equal on all ranks.
-
-    The group has one replica per process. The median of the rounds counts.
-    """
+    """Measures all-reduces of several sizes while nothing else runs; equal on all ranks."""
 
     def seconds(size: int) -> float:
         payload = group.placement.place(np.ones(size // 4, np.float32), group.placement.per_replica)
@@ -73,7 +70,7 @@ def measure_link(
         return median(times[1:])  # the first round compiles
 
     # The last rank to enter an all-reduce does not wait in it, so the minimum over ranks counts.
-    return fit_link(nbytes, group.all_reduce([seconds(size) for size in nbytes], op="min").tolist())
+    return fit_link(nbytes, group.all_reduce([*map(seconds, nbytes)], op="min").tolist())
 
 
 def fit_link(nbytes: Sequence[float], seconds: Sequence[float]) -> Link:
@@ -96,10 +93,11 @@ def fit_link(nbytes: Sequence[float], seconds: Sequence[float]) -> Link:
         raise ValueError(f"all-reduces take more than 0 seconds, got {list(seconds)}.")
     sizes = np.asarray(nbytes, float)
     times = np.asarray(seconds, float)
-    latency, per_byte = np.linalg.lstsq(
-        np.stack([1 / times, sizes / times], axis=1), np.ones(len(times)), rcond=None
-    )[0]
+    terms = np.stack([1 / times, sizes / times], axis=1)
+    latency, per_byte = np.linalg.lstsq(terms, np.ones(len(times)), rcond=None)[0]
     if latency < 0:  # the best line through the origin
         latency = 0.0
         per_byte = float(np.sum(sizes / times) / np.sum((sizes / times) ** 2))
-    return Link(float(latency), float(1 / per_byte) if per_byte > 0 else np.inf)
+    if per_byte <= 0:
+        return Link(float(latency), np.inf)
+    return Link(float(latency), float(1 / per_byte))

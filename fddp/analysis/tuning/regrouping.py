@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fddp.buckets import Bucket, BucketPlan
+from fddp.buckets import BucketPlan
 from fddp.comm import Group
 from fddp.measuring import MeasuredStep
 
@@ -22,14 +22,10 @@ class Typical(NamedTuple):
 
 def typical(group: Group, steps: Sequence[MeasuredStep]) -> Typical:
     """Returns medians over steps, maximized over ranks."""
-    rows = [
-        (
-            *(span.seconds for span in (*step.timeline.compute, *step.timeline.updates)),
-            step.idle,
-            step.seconds,
-        )
-        for step in steps
-    ]
+    rows = list[list[float]]()
+    for step in steps:
+        spans = (*step.timeline.compute, *step.timeline.updates)
+        rows.append([*(span.seconds for span in spans), step.idle, step.seconds])
     *works, idle, seconds = group.all_reduce(np.median(np.array(rows), axis=0), op="max").tolist()
     stages = len(steps[0].timeline.compute)
     nbytes = tuple(span.nbytes for span in steps[0].timeline.communication if span.nbytes)
@@ -42,16 +38,19 @@ def message_bytes(plan: BucketPlan, tail: int, replicas: int) -> tuple[int, ...]
     A bucket whose table rows are gathered counts as the all-reduce of equal duration: as a rule a
     step sends only its rows.
     """
-
-    def payload(bucket: Bucket) -> int:
-        return bucket.nbytes * replicas // 2 if bucket.rows else bucket.nbytes
-
-    sizes = [
-        (0 if message.bucket is None else payload(plan.buckets[message.bucket]))
-        + tail * message.scalars
-        for message in plan.messages
-    ]
-    return tuple(size for size, message in zip(sizes, plan.messages) if not message.rows)
+    sizes = list[int]()
+    for message in plan.messages:
+        if message.rows:
+            continue
+        sizes.append(tail * message.scalars)
+        if message.bucket is None:
+            continue
+        bucket = plan.buckets[message.bucket]
+        if bucket.rows:
+            sizes[-1] += bucket.nbytes * replicas // 2
+        else:
+            sizes[-1] += bucket.nbytes
+    return tuple(sizes)
 
 
 def stage_seconds(
@@ -64,11 +63,12 @@ def stage_seconds(
     the sum over the plan's stages: each dispatch costs time, so fewer stages take less in total.
     """
     ends = np.cumsum(fine).tolist()
+    lead = list[float]()
     if plan.messages[0].bucket is None:
         # A separate message of scalars is ready at once if they shared a bucket in the finest plan.
-        lead, ends = (ends[:1], ends[1:]) if len(fine) > len(order) else ([0.0], ends)
-    else:
-        lead = []
+        lead = [0.0]
+        if len(fine) > len(order):
+            lead = [ends.pop(0)]
     done = dict(zip(order, ends))
     ready = np.maximum.accumulate([max(done[i] for i in bucket.leaves) for bucket in plan.buckets])
     ends = [*lead, *ready.tolist(), *ends[len(order) :]]
@@ -78,13 +78,16 @@ def stage_seconds(
 def total_seconds(fine: Typical, coarse: Typical, stages: int) -> float:
     """Interpolates the total seconds of a number of stages linearly between two measured plans."""
     more = len(fine.stages) - len(coarse.stages)
-    per_stage = (sum(fine.stages) - sum(coarse.stages)) / more if more else 0.0
-    return sum(coarse.stages) + per_stage * (stages - len(coarse.stages))
+    total = sum(coarse.stages)
+    if not more:
+        return total
+    per_stage = (sum(fine.stages) - total) / more
+    return total + per_stage * (stages - len(coarse.stages))
 
 
 def different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
     """Returns the plans without duplicates, each under its smallest cap, in order of caps."""
-    smallest = {
-        plan.digest: cap for cap, plan in sorted(plans.items(), key=lambda entry: -entry[0])
-    }
-    return {cap: plans[cap] for cap in sorted(smallest.values())}
+    different_plans = dict[str, tuple[float, BucketPlan]]()
+    for cap in sorted(plans):
+        different_plans.setdefault(plans[cap].digest, (cap, plans[cap]))
+    return dict(different_plans.values())

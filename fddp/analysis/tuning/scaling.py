@@ -47,8 +47,6 @@ def tree(hop: Link, nbytes: float, replicas: int) -> float:
 def hop_of(link: Link, replicas: int, algorithm: Algorithm = ring) -> Link:
     """Derives the cost of a hop from all-reduces measured among `replicas` replicas.
 
-    Raises ValueError for a single replica.
-
     >>> hop_of(Link(latency_s=6.0, bytes_per_s=10.0), replicas=4)
     Link(latency_s=1.0, bytes_per_s=15.0)
     """
@@ -97,10 +95,12 @@ def project(
     compute_s = sum(stages) + sum(updates)
 
     def at(count: int) -> Projection:
-        sends = [algorithm(hop, size, count) for size in nbytes] if count > 1 else []
+        sends = list[float]()
+        if count > 1:
+            sends = [algorithm(hop, size, count) for size in nbytes]
         line = simulate(*outline(stages, sends, updates), pace)
-        return Projection(
-            count, line.seconds, line.exposed, compute_s / line.seconds if line.seconds else 1.0
-        )
+        if not line.seconds:
+            return Projection(count, 0.0, line.exposed, 1.0)
+        return Projection(count, line.seconds, line.exposed, compute_s / line.seconds)
 
-    return tuple(at(count) for count in replicas)
+    return tuple(map(at, replicas))

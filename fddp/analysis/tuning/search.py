@@ -10,6 +10,7 @@ Source: Li et al. (VLDB 2020), Fig. 7 and 8.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from statistics import median_high
 from typing import Any
 
@@ -33,9 +34,11 @@ from fddp.runtime import group_of
 from fddp.schedules import Pace, observed_pace, outline, simulate
 from fddp.step import refuse
 from fddp.training import TrainStep, train_step
+from fddp.wording import table
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
 TURNS = 3
+LIMITS = ("first_bucket_mb", "last_bucket_mb", "groups")  # further options of the plan
 GAIN = 0.02  # the least gain that pays for eager's extra memory and programs
 
 Run = Callable[[], Measurement]
@@ -54,6 +57,10 @@ class Candidate:
     """Bytes of each all-reduce."""
     predicted_s: float
     """Predicted seconds of the step."""
+
+
+Look = tuple[Typical, tuple[Candidate, ...], Pace]
+"""Typical step with a cap, the steps predicted from it with all caps, and its pace."""
 
 
 @dataclass(frozen=True)
@@ -85,11 +92,9 @@ class Tuning:
     @property
     def schedule(self) -> str:
         """The faster schedule, for `train_step`: "eager" if it saves over 2 %, else "staged"."""
-        return (
-            "staged"
-            if self.eager_s is None or self.eager_s >= (1 - GAIN) * self.measured_s
-            else "eager"
-        )
+        if self.eager_s is None or self.eager_s >= (1 - GAIN) * self.measured_s:
+            return "staged"
+        return "eager"
 
     @property
     def deviation(self) -> float:
@@ -114,40 +119,29 @@ class Tuning:
         """
         hop = hop_of(self.link, self.replicas, algorithm)
         best = self.best
+        options = {"pace": self.pace, "replicas": replicas, "algorithm": algorithm}
         updates = (*best.updates[:-1], best.updates[-1] + self.idle_s)
-        return project(
-            best.stages,
-            best.nbytes,
-            hop,
-            updates=updates,
-            pace=self.pace,
-            replicas=replicas,
-            algorithm=algorithm,
-        )
+        return project(best.stages, best.nbytes, hop, updates=updates, **options)
 
     def __str__(self) -> str:
-        head = (
+        rows = [("cap MiB", "buckets", "predicted ms", "")]
+        for c in self.candidates:
+            numbers = f"{c.bucket_cap_mb:7g}", f"{len(c.nbytes):7}", f"{1e3 * c.predicted_s:12.1f}"
+            rows.append((*numbers, "best" * (c == self.best)))
+        lines = [
             f"an all-reduce takes {self.link}",
             f"beside each other computation runs at {self.pace.compute:.0%} and traffic at "
             f"{self.pace.communication:.0%} of its speed alone",
-            "cap MiB  buckets  predicted ms",
-        )
-        rows = [
-            f"{c.bucket_cap_mb:7g}  {len(c.nbytes):7}  {1e3 * c.predicted_s:12.1f}"
-            f"{'  best' * (c == self.best)}"
-            for c in self.candidates
-        ]
-        foot = (
+            *table(rows),
             f"bucket_cap_mb={self.bucket_cap_mb:g}: measured {1e3 * self.measured_s:.1f} ms, "
-            f"predicted {self.deviation:+.1%}"
-        )
-        eager = [
-            f"schedule={self.schedule!r}: eager takes {1e3 * (self.eager_s or 0.0):.1f} ms"
-        ] * (self.eager_s is not None)
-        advice = [
-            "one replica sends nothing, and any cap will do: start this under mpiexec -n 2"
-        ] * (self.replicas == 1)
-        return "\n".join([*head, *rows, foot, *eager, *advice])
+            f"predicted {self.deviation:+.1%}",
+        ]
+        if self.eager_s is not None:
+            lines.append(f"schedule={self.schedule!r}: eager takes {1e3 * self.eager_s:.1f} ms")
+        if self.replicas == 1:
+            advice = "one replica sends nothing, and any cap will do: start this under mpiexec -n 2"
+            lines.append(advice)
+        return "\n".join(lines)
 
 
 def tune_here(
@@ -164,25 +158,10 @@ def tune_here(
     steps: int = 4,
     **options: Any,
 ) -> Tuning:
-    """Finds the cap with the shortest staged step, and measures eager with that cap.
-
-    The arguments are those of `fddp.tune` without a target. All ranks return the same.
-
-    >>> import jax, fddp, jax.numpy as jnp, optax
-    >>> group = fddp.mesh_group(jax.sharding.Mesh(jax.devices()[:1], "replica"))
-    >>> loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
-    >>> params = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}
-    >>> tuning = tune_here(loss, optax.sgd(0.1), params, jnp.ones((2, 4)), group=group)
-    >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
-    [(0.0, 2), (0.25, 1)]
-    """
+    """Finds the cap with the shortest staged step, and measures eager with it; see `fddp.tune`."""
     group = group_of("tune", group)
     schedule = _schedule(group, caps_mb, options)
-    limits = {
-        name: options[name]
-        for name in ("first_bucket_mb", "last_bucket_mb", "groups")
-        if name in options
-    }
+    limits = {name: options[name] for name in LIMITS if name in options}
     solo = group.subgroup([group.rank])
 
     def prepared(group: Group, cap_mb: float, **overrides: Any) -> tuple[TrainStep, Run]:
@@ -203,49 +182,50 @@ def tune_here(
         exact = finest.plan.carrier.bucket is not None
         return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in plans.items()}
 
-    def look(cap_mb: float) -> tuple[Typical, tuple[Candidate, ...], Pace]:
+    def look(cap_mb: float) -> Look:
         """Runs steps with one cap, and predicts from them the steps with all caps."""
         step, run = prepared(group, cap_mb)
         runs = _in_turn(group, run_finest, prepared(solo, cap_mb)[1], run)
-        plans = planned(
-            {bucket.leaves[0]: bucket.rows.most for bucket in step.plan.buckets if bucket.rows}
-        )
+        buckets = step.plan.buckets
+        plans = planned({x.leaves[0]: x.rows.most for x in buckets if x.rows})
         fine, quiet, busy = (typical(group, run) for run in runs)
         pace = _pace(group, runs[-1], sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
         tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
 
         def candidate(cap_mb: float, plan: BucketPlan) -> Candidate:
             nbytes = message_bytes(plan, tail, group.size)
-            stages = stage_seconds(
-                fine.stages, order, plan, total=total_seconds(fine, quiet, len(nbytes))
-            )
+            total = total_seconds(fine, quiet, len(nbytes))
+            stages = stage_seconds(fine.stages, order, plan, total=total)
             updates = stage_seconds(fine.updates, order, plan, total=sum(busy.updates))
             line = simulate(*outline(stages, [link.seconds(n) for n in nbytes], updates), pace)
             return Candidate(cap_mb, stages, updates, nbytes, line.seconds + busy.idle)
 
         return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
 
-    # Each simulation starts from a run with and without traffic, which shows how much computation
-    # and traffic slow each other down. A hook's savings, and the cost of 16 bits sent as 32, count
-    # as pace of the traffic. The pace depends a little on the cap, so the search ends only when the
-    # best cap itself has been run.
-    chosen = median_high(planned({}))
-    visited = set[float]()
-    while True:
-        visited.add(chosen)
-        busy, candidates, pace = look(chosen)
-        best = min(candidates, key=lambda candidate: candidate.predicted_s)
-        chosen = best.bucket_cap_mb
-        if chosen in visited:
-            break
+    busy, candidates, pace = _search(look, median_high(planned({})))
+    best = min(candidates, key=attrgetter("predicted_s"))
     # Eager is measured: the overlap with the next forward pass is not simulated. In shards it is
     # staged.
-    runs = [prepared(group, chosen)[1]]
+    runs = [prepared(group, best.bucket_cap_mb)[1]]
     if schedule == "auto" and not options.get("shard"):
-        runs += _eager(partial(prepared, group, chosen))
+        runs += _eager(partial(prepared, group, best.bucket_cap_mb))
     medians = [np.median([step.seconds for step in steps]) for steps in _in_turn(group, *runs)]
     slowest = group.all_reduce(np.array(medians), op="max").tolist()
     return Tuning(group.size, link, pace, busy.idle, candidates, best, *slowest)
+
+
+def _search(look: Callable[[float], Look], cap_mb: float) -> Look:
+    """Looks at a cap, then at the best cap of the last look, until that has been looked at."""
+    # Each simulation starts from a run with and without traffic, which shows how much computation
+    # and traffic slow each other down. A hook's savings, and the cost of 16 bits sent as 32, count
+    # as pace of the traffic. The pace depends a little on the cap.
+    visited = set[float]()
+    while True:
+        visited.add(cap_mb)
+        busy, candidates, pace = look(cap_mb)
+        cap_mb = min(candidates, key=attrgetter("predicted_s")).bucket_cap_mb
+        if cap_mb in visited:
+            return busy, candidates, pace
 
 
 def _schedule(group: Group, caps_mb: Sequence[float], options: Mapping[str, Any]) -> str:
@@ -279,12 +259,10 @@ def _pace(group: Group, steps: Sequence[MeasuredStep], stages: float, sends: flo
     """Returns the mean pace over ranks; the wait for a later rank does not count as traffic."""
     durations = np.array([[span.seconds for span in step.timeline.communication] for step in steps])
     waits = np.sum(durations - group.all_reduce(durations, op="min"), axis=1)
-    paces = [
-        observed_pace(
-            step.timeline, stages + sum(s.seconds for s in step.timeline.updates), sends + wait
-        )
-        for step, wait in zip(steps, waits.tolist())
-    ]
+    paces = list[Pace]()
+    for step, wait in zip(steps, waits.tolist()):
+        updates = sum(span.seconds for span in step.timeline.updates)
+        paces.append(observed_pace(step.timeline, stages + updates, sends + wait))
     return Pace(*(group.all_reduce(np.median(np.array(paces), axis=0)) / group.processes).tolist())
 
 

@@ -1,7 +1,6 @@
 """Finds the best bucket cap: measured on these hosts, or estimated for GPUs not attached."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, overload
 
 import optax
@@ -9,8 +8,10 @@ from jaxtyping import PyTree
 
 from fddp.analysis.tuning.for_target import CAPS_MB, Choice, tune_for
 from fddp.analysis.tuning.search import Tuning, tune_here
+from fddp.analysis.workload import make_workload
 from fddp.buckets import Caps
 from fddp.jax_internals import without_context_mesh
+from fddp.runtime import group_of
 from fddp.step import TrainState
 from fddp.training import TrainStep
 
@@ -75,7 +76,7 @@ def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
       >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
       [(0, 2), (0.25, 1)]
     """
-    step = given[0] if given else options.get("step")
+    step = [*given, options.get("step")][0]
     missing = [name for name in ARGUMENTS[len(given) :] if name not in options and target is None]
     if missing or isinstance(step, TrainStep) != (target is not None):
         raise TypeError(
@@ -83,5 +84,14 @@ def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
             "it for, and fddp.tune(loss_fn, optimizer, params, batch), which measures on these "
             f"hosts, takes neither: got {type(step).__name__} and target={target!r}."
         )
-    find: Any = tune_here if target is None else partial(tune_for, target=target)
-    return without_context_mesh(find)(*given, **options)
+    if target is None:
+        return without_context_mesh(tune_here)(*given, **options)
+    return without_context_mesh(tune_for)(*given, target=target, **options)
+
+
+def tune_model(name: str, rows: int = 8, **options: Any) -> Tuning:
+    """Tunes the model module:preset with SGD and `rows` synthetic rows per process."""
+    group = group_of("tune_model", options.pop("group", None))
+    loss_fn, params, model_state, batch = make_workload(name, rows, group.rank)
+    options |= {"group": group, "has_aux": True, "model_state": model_state}
+    return tune_here(loss_fn, optax.sgd(1e-3), params, batch, **options)

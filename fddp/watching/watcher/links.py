@@ -35,10 +35,10 @@ def allow_files(count: int) -> None:
     count += SPARE
     with suppress(OSError, ValueError):
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 0 <= soft < count:  # negative: no limit
-            resource.setrlimit(
-                resource.RLIMIT_NOFILE, (min(count, hard) if hard >= 0 else count, hard)
-            )
+        if hard >= 0:  # negative: no limit
+            count = min(count, hard)
+        if 0 <= soft < count:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def connect_watchers(memory: mmap, job: Mapping[str, Any]) -> tuple[socket.socket | None, Links]:
@@ -114,11 +114,8 @@ def lines(link: socket.socket, links: Links) -> Iterator[dict[str, Any]]:
         buffer += data
         *texts, remainder = bytes(buffer).split(b"\n")
         messages = [json.loads(text) for text in texts]
-        if (
-            not data
-            or len(remainder) > MOST
-            or not all(isinstance(message, dict) for message in messages)
-        ):
+        valid = all(isinstance(message, dict) for message in messages)
+        if not data or len(remainder) > MOST or not valid:
             raise ValueError
         links[link] = bytearray(remainder)
         yield from messages

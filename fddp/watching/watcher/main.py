@@ -131,28 +131,27 @@ def _hear(watch: Watch) -> list[Verdict]:
     admit_newcomers(watch.newcomers, watch.links, watch.job["token"], readable)
     time_s = watch.now = time.monotonic()
     verdicts = list[Verdict]()
-    for link, line in [
-        (source, line)
-        for source in list(watch.links)
-        if source in readable
-        for line in lines(source, watch.links)
-    ]:
-        watch.spoke[link] = time_s
-        if "words" in line:
-            verdicts.append(Verdict(line["words"], line["end"]))
-        elif "step" in line:
-            watch.stop = Stop(line["step"], line["settled"])
-        elif "rank" in line:
-            end_s = None if line["gone"] is None else time_s - line["gone"]
-            watch.reports[line["rank"]] = line | {"heard": time_s, "gone": end_s}
+    for link in [link for link in watch.links if link in readable]:
+        for line in lines(link, watch.links):
+            watch.spoke[link] = time_s
+            if "words" in line:
+                verdicts.append(Verdict(line["words"], line["end"]))
+            elif "step" in line:
+                watch.stop = Stop(line["step"], line["settled"])
+            elif "rank" in line:
+                if line["gone"] is not None:
+                    line["gone"] = time_s - line["gone"]
+                watch.reports[line["rank"]] = line | {"heard": time_s}
     watch.own = watch.reports[watch.rank] = watch.read() | {"gone": watch.died(), "heard": time_s}
-    watch.ends = [] if watch.own["gone"] else watch.ends
+    if watch.own["gone"]:
+        watch.ends = []
     return verdicts
 
 
 def _judge(watch: Watch) -> list[Verdict]:
     """Judges all ranks on rank 0, with new remarks; other watchers judge if rank 0 is silent."""
     stall_s = watch.job["stall_s"]
+    verdict = None
     verdicts = list[Verdict]()
     if watch.rank:
         last_heard = max(watch.spoke.values(), default=watch.born)
@@ -160,18 +159,17 @@ def _judge(watch: Watch) -> list[Verdict]:
     else:
         ranks = range(watch.job["size"])
         silent = {rank: unheard(rank, watch.own, watch.born, met=False) for rank in ranks}
-        complete = len(watch.reports) == len(ranks) or watch.now > watch.born + LAST_S
-        verdict = judge(silent | watch.reports, watch.now, stall_s) if complete else None
+        if len(watch.reports) == len(ranks) or watch.now > watch.born + LAST_S:
+            verdict = judge(silent | watch.reports, watch.now, stall_s)
         watch.stop = stop_of(watch.reports, watch.stop)
-        new = {
-            subject: words
-            for subject, words in remarks(watch.reports).items()
-            if subject not in watch.remarked
-        }
-        verdicts += [Verdict(words, False) for words in new.values()]
-        watch.remarked |= set(new)
+        for subject, words in remarks(watch.reports).items():
+            if subject not in watch.remarked:
+                watch.remarked.add(subject)
+                verdicts.append(Verdict(words, False))
     PROPOSAL.write(watch.memory, *watch.stop)
-    return [*verdicts, *([verdict] if verdict else [])]
+    if verdict:
+        verdicts.append(verdict)
+    return verdicts
 
 
 def _report(watch: Watch) -> None:
@@ -183,9 +181,12 @@ def _report(watch: Watch) -> None:
     end_s = watch.own["gone"]
     if watch.now <= watch.sent + EVERY_S and (not end_s or watch.told_death):
         return
-    # The clocks of hosts differ: only the age of the end is the same on all.
-    age_s = None if end_s is None else watch.now - end_s
-    send(watch.links, watch.own | {"gone": age_s} if watch.rank else watch.stop._asdict())
+    line = watch.stop._asdict()
+    if watch.rank:
+        line = dict(watch.own)
+        if end_s is not None:
+            line["gone"] = watch.now - end_s  # clocks of hosts differ: the age is equal on all
+    send(watch.links, line)
     watch.sent = watch.now
     watch.told_death = bool(end_s)
 

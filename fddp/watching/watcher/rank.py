@@ -10,25 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from mmap import mmap
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from . import shared_memory
 from .links import EVERY_S
-from .shared_memory import (
-    ANSWER,
-    DOING,
-    FAILED,
-    FINISHED,
-    HEAD,
-    LEFT,
-    LIFE,
-    MESSAGES,
-    PLACE,
-    SENDING,
-    TOLD,
-    VERDICT,
-    message,
-)
+from .shared_memory import FAILED, FINISHED, LEFT, MESSAGES, message
 
 
 def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -38,16 +26,18 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
 
     def read() -> dict[str, Any]:
         nonlocal last_life, changed
-        life = LIFE.read(memory)["life"]
-        head = HEAD.read(memory)
-        doing = DOING.read(memory)
+        life = shared_memory.LIFE.read(memory)["life"]
+        head = shared_memory.HEAD.read(memory)
+        doing = shared_memory.DOING.read(memory)
         time_s = time.monotonic()
         if life != last_life:
             last_life = life
             changed = time_s
         still = time_s - head.pop("moved")
         lifeless = time_s - changed
-        place_is_current = still > lifeless + EVERY_S  # written after the last move
+        place = {"place": ""}
+        if still > lifeless + EVERY_S:  # it was written after the last move
+            place = shared_memory.PLACE.read(memory)
         return {
             "rank": job["rank"],
             "still": still,
@@ -57,10 +47,10 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
             "stopped": stopped(job["parent"]),
             **head,
             **doing,
-            **SENDING.read(memory),
-            **(PLACE.read(memory) if place_is_current else {"place": ""}),
-            **TOLD.read(memory),
-            **ANSWER.read(memory),
+            **shared_memory.SENDING.read(memory),
+            **place,
+            **shared_memory.TOLD.read(memory),
+            **shared_memory.ANSWER.read(memory),
         }
 
     return read
@@ -69,12 +59,10 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
 def stopped(process: int) -> bool:
     """True if a signal or a debugger has stopped the process; False without /proc."""
     try:
-        return Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[0] in (
-            b"T",
-            b"t",
-        )
+        status = Path(f"/proc/{process}/stat").read_text(errors="replace")
     except OSError:
         return False
+    return status.rpartition(")")[2].split()[0] in ("T", "t")
 
 
 def death(parent: int) -> Callable[[], float | None]:
@@ -93,8 +81,8 @@ def death(parent: int) -> Callable[[], float | None]:
 def pidfd(process: int) -> list[int]:
     """A file that becomes readable when the process ends; empty on systems without such files."""
     try:
-        return [os.pidfd_open(process)] if hasattr(os, "pidfd_open") else []
-    except OSError:
+        return [os.pidfd_open(process)]
+    except (AttributeError, OSError):
         return []
 
 
@@ -107,7 +95,7 @@ def end(
 ) -> None:
     """Saves the rank's last messages, requests its end, and kills it after a grace period."""
     record(memory, job, report, words)
-    VERDICT.write(memory, True, words)
+    shared_memory.VERDICT.write(memory, True, words)
     deadline = time.monotonic() + job["grace_s"]
     while not died() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -119,24 +107,24 @@ def record(memory: mmap, job: Mapping[str, Any], report: Mapping[str, Any], word
     """Writes the rank's last messages to a file for `python -m fddp flight`."""
     time_s = time.monotonic()
     slots = [message(number).read(memory) for number in range(MESSAGES)]
-    messages = [
-        {
-            "number": slot["number"],
-            "step": slot["step"] + report["before"],
-            "name": slot["name"],
-            "nbytes": slot["nbytes"],
-            "began_s": slot["begin"] - time_s,
-            "took_s": slot["end"] - slot["begin"] if slot["end"] else None,
-        }
-        for slot in sorted(slots, key=lambda slot: slot["number"])
-        if slot["begin"]
-    ]
-    report = {
+    messages = list[dict[str, Any]]()
+    for slot in sorted(slots, key=itemgetter("number")):
+        begin = slot.pop("begin")
+        end = slot.pop("end")
+        if not begin:
+            continue
+        slot |= {"step": slot["step"] + report["before"], "began_s": begin - time_s, "took_s": None}
+        if end:
+            slot["took_s"] = end - begin
+        messages.append(slot)
+    summary = {
         "rank": report["rank"],
         "steps": report["steps"] + report["before"],
         "doing": report["doing"],
+        "size": job["size"],
+        "why": words,
+        "began": job["began"],
     }
-    summary = report | {"size": job["size"], "why": words, "began": job["began"]}
     with suppress(OSError):
         folder = Path(job["flight"])
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

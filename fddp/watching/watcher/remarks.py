@@ -6,7 +6,8 @@ Source: the straggler detection of NVIDIA's resiliency extension, which compares
 median.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from statistics import median
 
 from .verdicts import Report
@@ -19,74 +20,67 @@ SHARE = 0.5  # least share of a straggler's local part in a step: else no rank w
 
 def remarks(reports: Mapping[int, Report]) -> dict[str, str]:
     """Returns subject → remark from the last report of each rank. A remark ends no job."""
-    active = {
-        rank: report
-        for rank, report in reports.items()
-        if not report["done"] and not report["gone"]
-    }
+    active = [report for report in reports.values() if not (report["done"] or report["gone"])]
     return straggler(active) | unequal(active)
 
 
-def straggler(reports: Mapping[int, Report]) -> dict[str, str]:
+def straggler(reports: Sequence[Report]) -> dict[str, str]:
     """Names a rank that delays all others in most steps."""
-    if len(reports) < 2 or any(
-        report["steps"] < STEPS or not report["inside"] for report in reports.values()
-    ):
+    if len(reports) < 2 or any(r["steps"] < STEPS or not r["inside"] for r in reports):
         return {}
     # In a step of one program the waits are unknown. Its shortest duration is that of the last
     # rank, which does not wait.
-    least = min(report["inside"] for report in reports.values())
-    times = {
-        rank: (report["between"], report["computing"] or least) for rank, report in reports.items()
-    }
-    slow = max(times, key=lambda rank: sum(times[rank]))
-    between, computing = (median(x) for x in zip(*(times[rank] for rank in times if rank != slow)))
-    slow_s = sum(times[slow])
+    least = min(report["inside"] for report in reports)
+
+    def computing_s(report: Report) -> float:
+        return report["computing"] or least
+
+    slow = max(reports, key=lambda report: report["between"] + computing_s(report))
+    faster = [report for report in reports if report is not slow]
+    between = median(report["between"] for report in faster)
+    computing = median(map(computing_s, faster))
+    slow_s = slow["between"] + computing_s(slow)
     median_s = between + computing
-    if (
-        not median_s
-        or slow_s < max(TIMES * median_s, median_s + LEAST_S)
-        or slow_s < SHARE * reports[slow]["typical"]
-    ):
+    least_s = max(TIMES * median_s, median_s + LEAST_S, SHARE * slow["typical"])
+    if not median_s or slow_s < least_s:
         return {}
-    mostly = times[slow][0] - between > times[slow][1] - computing
-    where = "most of it between steps (its input, say)" if mostly else "most of it computing"
+    where = "most of it computing"
+    if slow["between"] - between > computing_s(slow) - computing:
+        where = "most of it between steps (its input, say)"
     factor = f"{slow_s / median_s:.1f} times as long as the others ({_time(median_s)})"
     return {
-        f"straggler {slow}": f"rank {slow} is slow: its own part of a step takes {_time(slow_s)}, "
-        f"{factor}, {where}"
+        f"straggler {slow['rank']}": f"rank {slow['rank']} is slow: its own part of a step takes "
+        f"{_time(slow_s)}, {factor}, {where}"
     }
 
 
-def unequal(reports: Mapping[int, Report]) -> dict[str, str]:
+def unequal(reports: Sequence[Report]) -> dict[str, str]:
     """Names two ranks with different numbers of accumulated batches in the same step."""
-    if not reports:
-        return {}
-    last = max(report["calls"] for report in reports.values())
-    # A rank that waits in a call is at most one call ahead of the other ranks.
-    previous_call = [
-        (report["added_before"] if report["calls"] == last else report["added"], report)
-        for report in reports.values()
-    ]
-    last_call = [
-        (report["added"], report) for report in reports.values() if report["calls"] == last
-    ]
-    for counts in (last_call, [pair for pair in previous_call if pair[1]["calls"] >= last - 1]):
-        (least, few), (most, many) = (
-            choose(counts, key=lambda pair: pair[0]) for choose in (min, max)
-        )
+    last = max((report["calls"] for report in reports), default=0)
+    last_call = list[tuple[int, Report]]()
+    previous_call = list[tuple[int, Report]]()
+    for report in reports:
+        if report["calls"] == last:
+            last_call.append((report["added"], report))
+            previous_call.append((report["added_before"], report))
+        # A rank that waits in a call is at most one call ahead of the other ranks.
+        elif report["calls"] == last - 1:
+            previous_call.append((report["added"], report))
+    for counts in filter(None, (last_call, previous_call)):
+        least, few = min(counts, key=itemgetter(0))
+        most, many = max(counts, key=itemgetter(0))
         if least != most:
-            excess = (
-                f"rank {many['rank']} has called no_sync {most} times by step "
-                f"{many['steps'] + many['before']}"
-            )
+            step = many["steps"] + many["before"]
             words = (
-                f"{excess}, and rank {few['rank']} {least} times: call it equally often on each "
-                "rank, or they will "
+                f"rank {many['rank']} has called no_sync {most} times by step {step}, and rank "
+                f"{few['rank']} {least} times: call it equally often on each rank, or they will "
+                "not have equally many steps"
             )
-            return {"no_sync": words + "not have equally many steps"}
+            return {"no_sync": words}
     return {}
 
 
 def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{1e3 * seconds:.1f} ms"

@@ -46,9 +46,7 @@ class Record(NamedTuple):
 
     def write(self, memory: mmap | bytearray, *values: float | str) -> None:
         """Writes all fields while another process may read them; truncates long texts."""
-        packed = self.layout.pack(
-            *(x.encode(errors="replace") if isinstance(x, str) else x for x in values)
-        )
+        packed = self.layout.pack(*map(_packed, values))
         memory[self.place : self.end] = packed  # `pack_into` would fill it with zeros first
 
     def read(self, memory: mmap | bytearray) -> dict[str, Any]:
@@ -56,11 +54,8 @@ class Record(NamedTuple):
         packed = bytes(memory[self.place : self.end])
         while (second := bytes(memory[self.place : self.end])) != packed:
             packed = second
-        values = self.layout.unpack(packed)
-        return {
-            field.name: _text(x) if isinstance(x, bytes) else x
-            for field, x in zip(self.fields, values)
-        }
+        names = [field.name for field in self.fields]
+        return dict(zip(names, map(_unpacked, self.layout.unpack(packed))))
 
 
 def message(number: int) -> Record:
@@ -75,8 +70,16 @@ def _record(offset: int, *fields: tuple[str, str, str]) -> Record:
     return Record(-(-offset // LINE) * LINE, layout, tuple(Field(*field) for field in fields))
 
 
-def _text(packed: bytes) -> str:
-    return packed.rstrip(b"\0").decode(errors="replace")
+def _packed(value: float | str) -> float | bytes:
+    if isinstance(value, str):
+        return value.encode(errors="replace")
+    return value
+
+
+def _unpacked(value: float | bytes) -> float | str:
+    if isinstance(value, bytes):
+        return value.rstrip(b"\0").decode(errors="replace")
+    return value
 
 
 ### The records
@@ -102,9 +105,7 @@ DOING = _record(HEAD.end, ("doing", "120s", "what the rank does"))
 SENDING = _record(DOING.end, ("sending", "120s", "the message under way; empty: none"))
 PLACE = _record(SENDING.end, ("place", "120s", "where in the script the main thread is"))
 VERDICT = _record(
-    PLACE.end,
-    ("end", "?", "whether this rank is to end"),
-    ("words", "512s", "why, for a person"),
+    PLACE.end, ("end", "?", "whether this rank is to end"), ("words", "512s", "why, for a person")
 )
 # The ranks agree on the call of `stops` at which all stop, once a rank must end soon.
 TOLD = _record(VERDICT.end, ("told", "?", "whether this rank was told to end soon"))

@@ -33,160 +33,155 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
 
     `time_s` is the time on the clock of the reports' `heard`.
     """
-    active = {rank: report for rank, report in reports.items() if not report["done"]}
-    failed = [report for report in reports.values() if report["doing"] == FAILED]
-    dead = [report for report in active.values() if report["gone"]]
-    if dead:
-        first = first_of(dead)
-        # A failed rank ends the other ranks itself.
-        words = (
-            f"rank {failed[0]['rank']} failed"
-            if failed
-            else f"rank {first['rank']} died {where(first)}"
-        )
-        return Verdict(words, True) if time_s > first["gone"] + AFTER_S else None
-    waiting = [report for report in active.values() if report["together"]]
-    leavers = [
-        report
-        for report in reports.values()
-        if report["doing"] == FINISHED or (report in failed and report["gone"])
-    ]
-    pairs = [
-        (leaver, waiter)
-        for leaver in leavers
-        for waiter in waiting
-        if leaver["calls"] < waiter["calls"]
-    ]
-    if pairs:
-        leaver, waiter = pairs[0]
-        how = f"{leaver['doing']} after {leaver['steps'] + leaver['before']} steps"
-        shorter = leaver not in failed and leaver["steps"] < waiter["steps"]
-        advice = ": give each rank equally many batches, or use fddp.join" * shorter
-        return Verdict(
-            f"rank {leaver['rank']} {how}, and rank {waiter['rank']} waits {where(waiter)}{advice}",
-            True,
-        )
-    finished = [
-        report for report in reports.values() if report["doing"] == FINISHED and not report["gone"]
-    ]
-    if finished and (short := [report for report in failed if report["gone"]]):
+    every = list(reports.values())
+    active = [report for report in every if not report["done"]]
+    failed = [report for report in every if report["doing"] == FAILED]
+    finished = [report for report in every if report["doing"] == FINISHED]
+    if dead := [report for report in active if report["gone"]]:
+        return report_death(dead, failed, time_s)
+    failed_dead = [report for report in failed if report["gone"]]
+    for leaver in every:
+        for waiter in active:
+            waits = waiter["together"] and leaver["calls"] < waiter["calls"]
+            if waits and (leaver in finished or leaver in failed_dead):
+                return report_early_end(leaver, waiter)
+    finished = [report for report in finished if not report["gone"]]
+    if finished and failed_dead:
         # JAX ends no process before all have reached the end of their scripts.
-        steps = short[0]["steps"] + short[0]["before"]
-        words = (
-            f"rank {short[0]['rank']} failed after {steps} steps, "
-            f"and rank {finished[0]['rank']} has finished"
-        )
-        return Verdict(f"{words} and waits for it", True)
+        first = failed_dead[0]
+        words = f"rank {first['rank']} failed after {first['steps'] + first['before']} steps"
+        waiter = f"rank {finished[0]['rank']} has finished and waits for it"
+        return Verdict(f"{words}, and {waiter}", True)
     return stalled(active, time_s, stall_s) or missing(active, finished, time_s, stall_s)
+
+
+def report_death(dead: Sequence[Report], failed: Sequence[Report], time_s: float) -> Verdict | None:
+    """Reports the first death, or the failure that caused it."""
+    first = first_of(dead)
+    if time_s <= first["gone"] + AFTER_S:
+        return None
+    if failed:  # a failed rank ends the other ranks itself
+        return Verdict(f"rank {failed[0]['rank']} failed", True)
+    return Verdict(f"rank {first['rank']} died {where(first)}", True)
 
 
 def first_of(dead: Sequence[Report]) -> Report:
     """Picks the rank that died first; of simultaneous deaths preferably one without a message."""
-    simultaneous = [
-        report
-        for report in dead
-        if report["gone"] < min(candidate["gone"] for candidate in dead) + AT_ONCE_S
-    ]
+    end_s = min(report["gone"] for report in dead) + AT_ONCE_S
+    simultaneous = [report for report in dead if report["gone"] < end_s]
     # A rank with a pending message waited for another rank, which is more likely the cause.
     return min(simultaneous, key=lambda report: (bool(report["sending"]), report["gone"]))
 
 
-def stalled(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -> Verdict | None:
+def report_early_end(leaver: Report, waiter: Report) -> Verdict:
+    """Reports a rank that has left a rank waiting in a call."""
+    steps = leaver["steps"] + leaver["before"]
+    words = (
+        f"rank {leaver['rank']} {leaver['doing']} after {steps} steps, "
+        f"and rank {waiter['rank']} waits {where(waiter)}"
+    )
+    if leaver["doing"] == FINISHED and leaver["steps"] < waiter["steps"]:
+        words += ": give each rank equally many batches, or use fddp.join"
+    return Verdict(words, True)
+
+
+def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> Verdict | None:
     """Reports ranks that wait in a step while no rank makes progress."""
     if not reports:
         return None
-    limit_s = longest(reports, stall_s)
+    usual_s = longest(reports, stall_s)
     silence_s = silence(reports, stall_s)
-    # The first step compiles, and may take any time. The pace is known after three steps.
-    waiting = [report for report in reports.values() if report["together"] and report["steps"] > 1]
-    pace_known = stall_s or any(report["steps"] > 3 for report in waiting)
+    # The first step compiles, and may take any time.
+    waiting = [report for report in reports if report["together"] and report["steps"] > 1]
     # A running watcher reports all the time.
-    if lost := any(
-        time_s - report["heard"] > limit_s and report.get("met", True)
-        for report in reports.values()
-    ):
+    lost = any(time_s - report["heard"] > usual_s and has_met(report) for report in reports)
+    if lost:
         # Islands wait in messages between themselves: only a lost island is a fault.
-        waiting = [report for report in reports.values() if report["together"] or report["sending"]]
+        waiting = [report for report in reports if report["together"] or report["sending"]]
     if not waiting:
         return None
-    usual_s = limit_s
-    limit_s = limit_s if pace_known or lost else PATIENCE * limit_s
-    quiet_s = min(report["still"] + time_s - report["heard"] for report in reports.values())
+    limit_s = usual_s
+    # The pace is known after three steps.
+    if not (stall_s or lost or any(report["steps"] > 3 for report in waiting)):
+        limit_s *= PATIENCE
+    quiet_s = min(report["still"] + time_s - report["heard"] for report in reports)
     if quiet_s < limit_s:
         return None
-    lifeless = [
-        report
-        for report in reports.values()
-        if report["lifeless"] + time_s - report["heard"] > silence_s
-    ]
-    least = min((report["calls"], report["messages"]) for report in reports.values())
-    stuck = lifeless or [
-        report for report in reports.values() if (report["calls"], report["messages"]) == least
-    ]
-    blocked = [
-        report
-        for report in reports.values()
-        if report not in stuck and (report["together"] or report in waiting)
-    ]
+    busy = False
+    stuck = [report for report in reports if lifeless_s(report, time_s) > silence_s]
+    if not stuck:
+        progress = [(report["calls"], report["messages"]) for report in reports]
+        least = min(progress)
+        stuck = [report for report, count in zip(reports, progress) if count == least]
+        # Before the first task of a step a rank may compile.
+        busy = all(not report["together"] or report["doing"] == STEP for report in stuck)
+    waiting += [report for report in reports if report["together"]]
     texts = [
         f"rank {report['rank']} {condition(report, time_s, silence_s)}" for report in stuck[:4]
     ]
-    texts += [f"{len(stuck) - 4} more are behind"] if len(stuck) > 4 else []
-    if blocked:
+    if len(stuck) > 4:
+        texts.append(f"{len(stuck) - 4} more are behind")
+    if blocked := [report for report in reports if report in waiting and report not in stuck]:
         ranks = ", ".join(str(report["rank"]) for report in blocked[:8])
-        texts.append(
-            f"rank{'s' * (len(blocked) > 1)} {ranks} wait{'s' * (len(blocked) == 1)} "
-            f"{where(blocked[0])}"
-        )
-    # Before the first task of a step a rank may compile.
-    busy = not lifeless and all(not r["together"] or r["doing"] == STEP for r in stuck)
-    end_s = max(PATIENCE * usual_s, 2 * limit_s) if busy else 2 * limit_s
-    words = f"nothing has moved for {limit_s:g} s: {'; '.join(texts)}"
+        subject = f"ranks {ranks} wait"
+        if len(blocked) == 1:
+            subject = f"rank {ranks} waits"
+        texts.append(f"{subject} {where(blocked[0])}")
+    end_s = 2 * limit_s
+    advice = ""
     if busy:
-        words += (
+        end_s = max(PATIENCE * usual_s, end_s)
+        advice = (
             f". If this goes on for {end_s:g} s all ranks end; "
             "call fddp.alive() in long loops between steps"
         )
-    return Verdict(
-        words.replace(f"for {limit_s:g} s:", f"for {end_s:g} s:") if quiet_s > end_s else words,
-        quiet_s > end_s,
-    )
+    end = quiet_s > end_s
+    if end:
+        limit_s = end_s
+    return Verdict(f"nothing has moved for {limit_s:g} s: {'; '.join(texts)}{advice}", end)
 
 
 def missing(
-    active: Mapping[int, Report], finished: Sequence[Report], time_s: float, stall_s: float | None
+    active: Sequence[Report], finished: Sequence[Report], time_s: float, stall_s: float | None
 ) -> Verdict | None:
     """Reports a lifeless rank if finished ranks wait for it. A live rank may take any time."""
-    silences = [
-        (report["lifeless"] + time_s - report["heard"], report)
-        for report in active.values()
-        if report.get("met", True)
-    ]
-    if not (silences and finished):
+    met = list(filter(has_met, active))
+    if not (met and finished):
         return None
     limit_s = longest(active, stall_s)
-    quiet_s, silent = max(silences, key=lambda pair: pair[0])
+    silent = max(met, key=lambda report: lifeless_s(report, time_s))
     # A rank waits only once it has finished. By then a live rank with a dead watcher may have been
     # silent for a long time.
-    quiet_s = min(quiet_s, max(report["still"] + time_s - report["heard"] for report in finished))
-    end_s = (
-        2 * limit_s
-        if silent["stopped"] or time_s - silent["heard"] > limit_s
-        else PATIENCE * limit_s
-    )
+    waited_s = max(report["still"] + time_s - report["heard"] for report in finished)
+    quiet_s = min(lifeless_s(silent, time_s), waited_s)
+    if quiet_s <= limit_s:
+        return None
+    end_s = PATIENCE * limit_s
+    if silent["stopped"] or time_s - silent["heard"] > limit_s:
+        end_s = 2 * limit_s
     text = f"rank {silent['rank']} {condition(silent, time_s, silence(active, stall_s))}"
     words = f"{text}, and rank {finished[0]['rank']} has finished and waits for it"
-    return Verdict(words, quiet_s > end_s) if quiet_s > limit_s else None
+    return Verdict(words, quiet_s > end_s)
 
 
-def longest(reports: Mapping[int, Report], stall_s: float | None) -> float:
+def longest(reports: Sequence[Report], stall_s: float | None) -> float:
     """Longest time without progress before a stall, in seconds."""
-    return stall_s or max(LEAST_S, STEPS * max(report["typical"] for report in reports.values()))
+    return stall_s or max(LEAST_S, STEPS * max(report["typical"] for report in reports))
 
 
-def silence(reports: Mapping[int, Report], stall_s: float | None) -> float:
+def silence(reports: Sequence[Report], stall_s: float | None) -> float:
     """Longest time without a sign of life, in seconds."""
     return min(SILENT_S, longest(reports, stall_s))
+
+
+def lifeless_s(report: Report, time_s: float) -> float:
+    """Seconds since a rank's last sign of life."""
+    return report["lifeless"] + time_s - report["heard"]
+
+
+def has_met(report: Report) -> bool:
+    """False for a rank whose watcher never sent a message."""
+    return report.get("met", True)
 
 
 def condition(report: Report, time_s: float, silence_s: float) -> str:
@@ -212,13 +207,18 @@ def where(report: Report) -> str:
     if report["together"] and report["doing"] in ("all_gather", "broadcast"):
         return f"in {report['doing']} after step {number}"
     # The place within a task is its name, between tasks the line of the script.
-    doing = report["place"] if report["doing"] in (BETWEEN, STEP) else report["doing"]
-    doing = f", {doing}" if doing else ""
+    doing = report["doing"]
+    if doing in (BETWEEN, STEP):
+        doing = report["place"]
+    if doing:
+        doing = f", {doing}"
+    if report["together"] and report["sending"]:
+        return f"in step {number} for {report['sending']}"
     if report["together"]:
-        return f"in step {number}" + (f" for {report['sending']}" if report["sending"] else doing)
-    return (
-        f"between steps {number} and {number + 1}" if report["steps"] else "before its first step"
-    ) + doing
+        return f"in step {number}{doing}"
+    if report["steps"]:
+        return f"between steps {number} and {number + 1}{doing}"
+    return f"before its first step{doing}"
 
 
 def judge_alone(
@@ -229,9 +229,9 @@ def judge_alone(
     `met` is False if rank 0's watcher never sent a message.
     """
     reports = {0: unheard(0, report, last_heard, met=met), report["rank"]: report}
-    return (
-        judge(reports, time_s, stall_s) if time_s - last_heard > silence(reports, stall_s) else None
-    )
+    if time_s - last_heard <= silence([*reports.values()], stall_s):
+        return None
+    return judge(reports, time_s, stall_s)
 
 
 def unheard(rank: int, report: Report, last_heard: float, *, met: bool) -> dict[str, Any]:
@@ -239,13 +239,7 @@ def unheard(rank: int, report: Report, last_heard: float, *, met: bool) -> dict[
 
     `met` is False if the watcher never sent a message: then the rank may be in its first steps.
     """
-    unknown = {
-        "steps": -1,
-        "calls": -1,
-        "still": 0.0,
-        "lifeless": 0.0,
-        "together": False,
-        "stopped": False,
-    }
-    nowhere = {"doing": "", "sending": "", "place": "", "gone": None, "done": False}
-    return {**report, **unknown, **nowhere, "rank": rank, "heard": last_heard, "met": met}
+    flags = dict.fromkeys(("together", "stopped", "done"), False)
+    texts = dict.fromkeys(("doing", "sending", "place"), "")
+    numbers = {"rank": rank, "steps": -1, "calls": -1, "still": 0.0, "lifeless": 0.0}
+    return {**report, **flags, **texts, **numbers, "gone": None, "heard": last_heard, "met": met}

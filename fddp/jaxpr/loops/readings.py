@@ -10,16 +10,23 @@ Source: PyTorch's FSDP2, whose `reshard_after_forward` does so with hooks on mod
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from itertools import filterfalse
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts, run_as_it_is
-from fddp.jaxpr.equations import cheap, makers, straighten, value_of, variables
-from fddp.jaxpr.flow import flow
-from fddp.jaxpr.weight_rows import LayerWeights, read_by_rows, read_whole, rows_needed, run_by_rows
+from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts
+from fddp.jaxpr.equations import form_of, makers, straighten, variables
+from fddp.jaxpr.interpreter import Read, Values
+from fddp.jaxpr.loops.weight_rows import (
+    LayerWeights,
+    cheap_sources,
+    read_by_rows,
+    read_whole,
+    rows_needed,
+    run_by_rows,
+)
 
 # (group, values that must exist before its gather) → its weights by position of the input, and
 # these values
@@ -51,8 +58,10 @@ class InReadings(NamedTuple):
     def times(self) -> Counter[int]:
         """Number of gathers of each group; a loop gathers all layers of a group once."""
         groups = {var: group for var, (_, group) in self.stacks.items()}
-        in_loops = (group for eqn in self.eqns for group in rows_needed(eqn, groups))
-        return Counter([*(reading.group for reading in self.readings), *in_loops])
+        times = Counter(reading.group for reading in self.readings)
+        for eqn in self.eqns:
+            times.update(rows_needed(eqn, groups))
+        return times
 
 
 def in_readings(
@@ -76,18 +85,25 @@ def in_readings(
     depths = {position: rounds[group] for position, group in groups.items() if group in rounds}
     program = read_by_rows(closed, depths) if depths else straighten(closed)
     stacks = _stacks(program, groups, depths)
-    groups_of = _groups_of(
-        program, {n: group for n, group in groups.items() if program.jaxpr.invars[n] not in stacks}
-    )
-    passes = _passes(program, forward)
-    of_weights = [eqn for eqns in passes for eqn in eqns if any(map(groups_of, eqn.outvars))]
-    ids = set(map(id, of_weights))
-    first, second = ([eqn for eqn in eqns if id(eqn) not in ids] for eqns in passes)
-    inputs = [eqn.invars for eqn in (*first, *second)]
-    readings = _found(
-        [_read(groups_of, atoms) for atoms in (*inputs, program.jaxpr.outvars)], len(first)
-    )
-    return InReadings(program, [*first, *second], of_weights, list(readings), stacks)
+    sources = [frozenset[int]()] * len(program.in_avals)
+    for position, group in groups.items():
+        if program.jaxpr.invars[position] not in stacks:
+            sources[position] = frozenset([group])
+    groups_of = cheap_sources(program.jaxpr, sources)
+
+    def is_of_weights(eqn: JaxprEqn) -> bool:
+        return any(map(groups_of, eqn.outvars))
+
+    def read(atoms: Iterable[Var | Literal]) -> list[int]:
+        return sorted(frozenset[int]().union(*map(groups_of, variables(atoms))))
+
+    first, second = _passes(program, forward)
+    of_weights = list(filter(is_of_weights, first + second))
+    first = list(filterfalse(is_of_weights, first))
+    eqns = first + list(filterfalse(is_of_weights, second))
+    reads = [read(eqn.invars) for eqn in eqns]
+    readings = _readings([*reads, read(program.jaxpr.outvars)], len(first))
+    return InReadings(program, eqns, of_weights, list(readings), stacks)
 
 
 def run_in_readings(
@@ -105,52 +121,48 @@ def run_in_readings(
     `args` are the inputs, with None in place of weights; `bring` gathers a group. `sources` maps a
     group of stacks that loops read layer by layer to the source of its layers.
     """
-    jaxpr = program.closed.jaxpr
-    inputs = {var: x for var, x in zip(jaxpr.invars, args) if x is not None}
-    values: dict[Var, Any] = dict(zip(jaxpr.constvars, program.closed.consts)) | inputs
+    invars = program.closed.jaxpr.invars
+    values = Values(program.closed, args)
+    for var, x in zip(invars, args):
+        if x is None:
+            del values[var]
     newest = list[Var]()  # the value computed last
     gathered = list[dict[Var, Any]]()
     loop_output = list[Var]()  # a value of the last loop with gathered layers
 
-    def gather(count: int) -> None:
-        for reading in program.readings[len(gathered) : count]:
-            before = {var: values[var] for var in newest}
-            # A single array of the last group is enough; a small array, since it may be copied.
-            smallest = [
-                min(weights, key=lambda var: weights[var].size) for weights in gathered[-1:]
-            ]
-            weights, after = bring(
-                reading.group, before | {var: gathered[-1][var] for var in smallest}
-            )
-            values.update((var, after[var]) for var in newest)
-            gathered[-1:] = [
-                weights | {var: after[var] for var in smallest} for weights in gathered[-1:]
-            ]
-            gathered.append({jaxpr.invars[position]: x for position, x in weights.items()})
+    def gather(reading: Reading) -> None:
+        before = {var: values[var] for var in newest}
+        last = gathered[-1] if gathered else {}
+        # A single array of the last group is enough; a small array, since it may be copied.
+        smallest = sorted(last, key=lambda var: last[var].size)[:1]
+        weights, after = bring(reading.group, before | {var: last[var] for var in smallest})
+        values.update((var, after[var]) for var in newest)
+        last.update((var, after[var]) for var in smallest)
+        gathered.append({invars[position]: x for position, x in weights.items()})
 
-    begins = dict[int, list[int]]()
-    for k, reading in enumerate(program.readings):
-        begins.setdefault(reading.begin, []).append(k)
-    for position, eqn in enumerate([*program.eqns, None]):
-        for k in begins.get(position, []):
-            gather(k + 2)
-            values.update(gathered[k])
-            _make_anew(program, values, set(gathered[k]))
-        if eqn is not None:
-            if program.stacks.keys().isdisjoint(variables(eqn.invars)):
-                _run(program, eqn, values)
-            else:
-                barred, sources = _behind({var: values[var] for var in loop_output}, sources)
-                values.update(barred)
-                values.update(
-                    zip(
-                        eqn.outvars,
-                        run_by_rows(eqn, partial(value_of, values), program.stacks, sources),
-                    )
-                )
-                loop_output = [*filter(_is_numbers, eqn.outvars)][:1]
-            newest = [*filter(_is_numbers, eqn.outvars)][:1] or newest
-    return [value_of(values, atom) for atom in jaxpr.outvars]
+    def begin(position: int) -> None:
+        for k, reading in enumerate(program.readings):
+            if reading.begin == position:
+                for ahead in program.readings[len(gathered) : k + 2]:
+                    gather(ahead)
+                values.update(gathered[k])
+                _run_again(program, values, set(gathered[k]))
+
+    def run_loop(eqn: JaxprEqn, read: Read) -> list[Any] | None:
+        nonlocal sources
+        if program.stacks.keys().isdisjoint(variables(eqn.invars)):
+            return None
+        barred, sources = _behind({var: values[var] for var in loop_output}, sources)
+        values.update(barred)
+        loop_output[:] = list(filter(_is_numbers, eqn.outvars))[:1]
+        return run_by_rows(eqn, read, program.stacks, sources)
+
+    for position, eqn in enumerate(program.eqns):
+        begin(position)
+        values.run([eqn], run_loop)
+        newest[:] = list(filter(_is_numbers, eqn.outvars))[:1] or newest
+    begin(len(program.eqns))
+    return values.outputs()
 
 
 def _behind(
@@ -160,13 +172,12 @@ def _behind(
 
     XLA would otherwise gather for all loops at once, and keep the layers.
     """
-    values, arrays = jax.lax.optimization_barrier(
-        (list(before.values()), [source.given for source in sources.values()])
-    )
-    pairs = zip(sources.items(), arrays)
-    return dict(zip(before, values)), {
-        group: source._replace(given=x) for (group, source), x in pairs
-    }
+    arrays = [source.given for source in sources.values()]
+    values, arrays = jax.lax.optimization_barrier((list(before.values()), arrays))
+    barred = dict[int, LayerWeights]()
+    for (group, source), x in zip(sources.items(), arrays):
+        barred[group] = source._replace(given=x)
+    return dict(zip(before, values)), barred
 
 
 def _passes(
@@ -180,51 +191,22 @@ def _passes(
     ids = set(map(id, makers(eqns, forward_outputs)))
     end = max((position for position, eqn in enumerate(live) if id(eqn) in ids), default=-1)
     # A print before the loss belongs to the forward pass.
-    ids = set(map(id, makers(eqns, forward_outputs, filter(acts, live[:end]))))
-    return [eqn for eqn in live if id(eqn) in ids], [eqn for eqn in live if id(eqn) not in ids]
+    first = makers(eqns, forward_outputs, filter(acts, live[:end]))
+    ids = set(map(id, first))
+    return first, [eqn for eqn in live if id(eqn) not in ids]
 
 
 def _stacks(
     program: ClosedJaxpr, groups: Mapping[int, int], depths: Mapping[int, int]
 ) -> dict[Var, tuple[int, int]]:
     """The stacks of the groups that only loops read, layer by layer."""
-    lengths = {program.jaxpr.invars[position]: length for position, length in depths.items()}
-    whole_stacks = read_whole(program, lengths)
     stacks = {program.jaxpr.invars[position]: (position, groups[position]) for position in depths}
+    whole_stacks = read_whole(program, dict(zip(stacks, depths.values())))
     whole_groups = {stacks[var][1] for var in whole_stacks}
-    return {
-        var: (position, group)
-        for var, (position, group) in stacks.items()
-        if group not in whole_groups
-    }
+    return {var: stack for var, stack in stacks.items() if stack[1] not in whole_groups}
 
 
-def _groups_of(
-    program: ClosedJaxpr, groups: Mapping[int, int]
-) -> Callable[[Var | Literal], frozenset[int]]:
-    """Returns value → its groups, if it is a cheap function of weights alone; else no group."""
-    jaxpr = program.jaxpr
-    nothing = frozenset[int]()
-
-    def through(eqn: JaxprEqn, inputs: list[frozenset[int]]) -> list[frozenset[int]]:
-        only_weights = all(
-            input_groups or isinstance(atom, Literal)
-            for input_groups, atom in zip(inputs, eqn.invars)
-        )
-        union = nothing.union(*inputs) if only_weights and cheap(eqn) and not acts(eqn) else nothing
-        return [union] * len(eqn.outvars)
-
-    inputs = [frozenset({groups[n]}) if n in groups else nothing for n in range(len(jaxpr.invars))]
-    return flow(jaxpr, inputs, through, lambda atom: nothing)
-
-
-def _read(
-    groups_of: Callable[[Var | Literal], frozenset[int]], atoms: Iterable[Var | Literal]
-) -> list[int]:
-    return sorted(frozenset[int]().union(*map(groups_of, variables(atoms))))
-
-
-def _found(reads: Sequence[Sequence[int]], border: int) -> Iterator[Reading]:
+def _readings(reads: Sequence[Sequence[int]], border: int) -> Iterator[Reading]:
     """Yields the readings in order, from the groups read at each position.
 
     The forward pass ends at position `border`. A group that is read until then stays for the
@@ -243,20 +225,14 @@ def _found(reads: Sequence[Sequence[int]], border: int) -> Iterator[Reading]:
                 yield Reading(group, position)
 
 
-def _make_anew(program: InReadings, values: dict[Var, Any], fresh: set[Var]) -> None:
+def _run_again(program: InReadings, values: Values, fresh: set[Var]) -> None:
     """Runs the equations of weights that read fresh values, if all their inputs exist."""
     for eqn in program.of_weights:
         inputs = set(variables(eqn.invars))
         if fresh & inputs and inputs <= values.keys():
-            _run(program, eqn, values)
+            values.run([eqn])
             fresh.update(eqn.outvars)
 
 
-def _run(program: InReadings, eqn: JaxprEqn, values: dict[Var, Any]) -> None:
-    outputs = run_as_it_is(program.closed, eqn, [value_of(values, atom) for atom in eqn.invars])
-    values.update(zip(eqn.outvars, outputs))
-
-
 def _is_numbers(var: Var) -> bool:
-    form: Any = var.aval
-    return jnp.issubdtype(form.dtype, jnp.inexact) and form.size > 1
+    return jnp.issubdtype(form_of(var).dtype, jnp.inexact) and form_of(var).size > 1

@@ -6,7 +6,7 @@ may be padded. Sums are taken over all replicas. An equation that needs a whole 
 single replica, the leaf's home.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -15,23 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
-from fddp.jax_internals import CALLS, ClosedJaxpr, Literal, Var, branches, of_a_vector, run_again
-from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.part_kinds import ELEMENTWISE, Follows, Kind, Total, Whole, kind_of, source_leaves
-from fddp.jaxpr.part_passes import OnParts, Visit, passes
-
-# The neutral element of each reduction, in place of padding.
-NEUTRAL: dict[str, Callable[[Any], Any]] = {
-    "reduce_sum": lambda dtype: 0,
-    "reduce_max": lambda dtype: (
-        -jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).min
-    ),
-    "reduce_min": lambda dtype: (
-        jnp.inf if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype).max
-    ),
-    "reduce_and": lambda dtype: True,
-    "reduce_or": lambda dtype: False,
-}
+from fddp.jax_internals import CALLS, ClosedJaxpr, Var, branches, of_a_vector, run_again
+from fddp.jaxpr.equations import ELEMENTWISE, form_of, straighten, variables
+from fddp.jaxpr.interpreter import Values
+from fddp.jaxpr.parts.part_kinds import Follows, Kind, Total, Whole, kinds_of, source_leaves
+from fddp.jaxpr.parts.part_passes import OnParts, Visit, by_op, passes
 
 
 class AtHome(NamedTuple):
@@ -76,68 +64,52 @@ def _run(
     program: ClosedJaxpr, inputs: Sequence[Kind], arguments: Sequence[Array], ranks: Ranks
 ) -> list[Any]:
     jaxpr = program.jaxpr
-    values: dict[Var, Any] = dict(zip(jaxpr.invars, arguments)) | dict(
-        zip(jaxpr.constvars, program.consts)
-    )
+    values = Values(program, arguments)
     part_passes, var_kinds = passes(program, inputs)
-    results = [(atom, kind_of(var_kinds, atom)) for atom in jaxpr.outvars]
-    for _, kind in results:
+    for kind in kinds_of(var_kinds, jaxpr.outvars):
         if isinstance(kind, Whole):
             raise ValueError(f"{kind.why} needs whole arrays.")
 
-    def combine(numbers: Mapping[str, Sequence[Var]]) -> None:
-        for op, totals in numbers.items():
-            values.update(zip(totals, ranks.put_together(op, [values[var] for var in totals])))
+    def combine(op: str, totals: Sequence[Var]) -> None:
+        values.update(zip(totals, ranks.put_together(op, values.read_all(totals))))
 
     for steps, numbers, visits in part_passes:
         for step in steps:
-            values.update(
-                zip(step.eqn.outvars, _apply(step, _values(step.eqn.invars, values), ranks))
-            )
-        combine(numbers)
+            outputs = _apply(step, values.read_all(step.eqn.invars), ranks)
+            values.update(zip(step.eqn.outvars, outputs))
+        for op, totals in numbers.items():
+            combine(op, totals)
         if visits:
-            scattered = ranks.at_home([_at_home(visit, values) for visit in visits])
+            scattered = ranks.at_home([_at_home(program, visit, values) for visit in visits])
             for visit, arrays in zip(visits, scattered):
-                values.update(
-                    (var, _number_or_part(var, x)) for var, x in zip(visit.brings, arrays)
-                )
-    ops = sorted({kind.op for _, kind in results if isinstance(kind, Total)})
-    combine(
-        {op: list(dict.fromkeys(var for var, kind in results if kind == Total(op))) for op in ops}
-    )
-    return [_array(x) if isinstance(x, Literal) else values[x] for x in jaxpr.outvars]
+                values.update(zip(visit.brings, map(_number_or_part, visit.brings, arrays)))
+    results = dict.fromkeys(variables(jaxpr.outvars))
+    for op, totals in by_op(results, var_kinds).items():
+        combine(op, totals)
+    return values.outputs()
 
 
-def _values(atoms: Sequence[Var | Literal], values: Mapping[Var, Array]) -> list[Any]:
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
-
-
-def _array(literal: Any) -> Array:
-    return jnp.asarray(literal.val, literal.aval.dtype)
-
-
-def _at_home(visit: Visit, values: Mapping[Var, Array]) -> AtHome:
+def _at_home(program: ClosedJaxpr, visit: Visit, values: Values) -> AtHome:
     def run(arrays: Sequence[Array]) -> list[Array]:
-        whole_values = {**values, **dict(zip(visit.takes, arrays))}
-        for eqn in visit.eqns:
-            outputs = run_again(eqn, _values(eqn.invars, whole_values))
-            whole_values.update(
-                zip(eqn.outvars, outputs if eqn.primitive.multiple_results else [outputs])
-            )
-        return [whole_values[var] for var in visit.brings]
+        whole_values = Values(program, ())
+        whole_values.update(values)
+        whole_values.update(zip(visit.takes, arrays))
+        whole_values.run(visit.eqns)
+        return whole_values.read_all(visit.brings)
 
-    local_parts = [values[var] for var in visit.takes]
-    shapes = [_form(var).shape for var in visit.takes]
-    return AtHome(visit.leaf, local_parts, shapes, run, [_form(var) for var in visit.brings])
-
-
-def _form(var: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    takes = list(map(_struct, visit.takes))
+    forms = list(map(_struct, visit.brings))
+    parts = values.read_all(visit.takes)
+    return AtHome(visit.leaf, parts, [form.shape for form in takes], run, forms)
 
 
-def _number_or_part(var: Any, part: Array) -> Array:
+def _struct(var: Var) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(form_of(var).shape, form_of(var).dtype)
+
+
+def _number_or_part(var: Var, part: Array) -> Array:
     """Reshapes a number from a leaf's home, this replica's summand; a part is unchanged."""
-    shape = var.aval.shape
+    shape = form_of(var).shape
     return part.reshape(shape) if prod(shape) == 1 else part
 
 
@@ -145,25 +117,32 @@ def _apply(step: OnParts, arguments: Sequence[Any], ranks: Ranks) -> Sequence[An
     """Applies an equation to parts."""
     eqn, inputs, results = step
     name = eqn.primitive.name
-    operands = [x for kind, x in zip(inputs, arguments) if isinstance(kind, Follows)]
-    if not operands:
+    part = next((x for kind, x in zip(inputs, arguments) if isinstance(kind, Follows)), None)
+    if part is None:
         output = run_again(eqn, arguments)
         return output if eqn.primitive.multiple_results else [output]
     if name == "cond":
         calls = [partial(_branch, branch, inputs[1:], results, ranks) for branch in branches(eqn)]
         return jax.lax.switch(arguments[0], calls, *arguments[1:])
-    part = operands[0]
     if isinstance(results[0], Total):
-        neutral = jnp.asarray(NEUTRAL[name](part.dtype) if name in NEUTRAL else 0, part.dtype)
+        neutral = _neutral(name, part.dtype)
         (leaf,) = source_leaves(inputs)
-        mask = ranks.there(leaf, prod(_form(eqn.invars[0]).shape))
+        mask = ranks.there(leaf, form_of(eqn.invars[0]).size)
         full = [jnp.where(mask, spread(x, part.shape), neutral).reshape(-1) for x in arguments]
         output = run_again(eqn if name == "dot_general" else of_a_vector(eqn), full)
-        return [output.reshape(_form(eqn.outvars[0]).shape)]
+        return [output.reshape(form_of(eqn.outvars[0]).shape)]
     if name not in ELEMENTWISE:  # it only changes the shape
         return [part]
-    alike = [spread(x, part.shape) for x in arguments]
-    return [run_again(eqn, alike)]
+    return [run_again(eqn, [spread(x, part.shape) for x in arguments])]
+
+
+def _neutral(name: str, dtype: Any) -> Array:
+    """The neutral element of a reduction, in place of padding."""
+    extremes = {"reduce_max": "min", "reduce_min": "max"}
+    if name in extremes and not jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(getattr(jnp.iinfo(dtype), extremes[name]), dtype)
+    neutral = {"reduce_max": -jnp.inf, "reduce_min": jnp.inf, "reduce_and": True}
+    return jnp.asarray(neutral.get(name, 0), dtype)
 
 
 def _branch(
@@ -173,24 +152,19 @@ def _branch(
     ranks: Ranks,
     *arguments: Array,
 ) -> list[Any]:
-    outputs = zip(
-        results, _run(straighten(branch, CALLS), inputs, arguments, ranks), branch.jaxpr.outvars
-    )
+    outputs = _run(straighten(branch, CALLS), inputs, arguments, ranks)
     # A result that is equal on all replicas in a branch may be a part in another branch.
-    return [
-        spread(x, ranks.there(kind.leaf, prod(_form(var).shape)).shape)
-        if isinstance(kind, Follows)
-        else x
-        for kind, x, var in outputs
-    ]
+    for k, (kind, var) in enumerate(zip(results, branch.jaxpr.outvars)):
+        if isinstance(kind, Follows):
+            part = ranks.there(kind.leaf, form_of(var).size)
+            outputs[k] = spread(outputs[k], part.shape)
+    return outputs
 
 
 def spread(x: Any, shape: tuple[int, ...]) -> Array:
     """Broadcasts a number, or an array of equal numbers, to a part; a part is unchanged."""
     if jnp.shape(x) == shape:
         return x
-    return (
-        jnp.broadcast_to(jnp.ravel(x)[0], shape)
-        if jnp.size(x)
-        else jnp.zeros(shape, jnp.result_type(x))
-    )
+    if not jnp.size(x):
+        return jnp.zeros(shape, jnp.result_type(x))
+    return jnp.broadcast_to(jnp.ravel(x)[0], shape)

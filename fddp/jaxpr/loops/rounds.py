@@ -5,7 +5,7 @@ program reads them in slices of a few layers, a shorter loop of a few rounds can
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -23,9 +23,8 @@ from fddp.jax_internals import (
     loop_parts,
     scan_body,
 )
-from fddp.jaxpr.equations import straighten
+from fddp.jaxpr.equations import ELEMENTWISE, form_of, straighten, variables
 from fddp.jaxpr.flow import flow
-from fddp.jaxpr.part_kinds import ELEMENTWISE
 
 Bounds: TypeAlias = tuple[tuple[int, int], ...]
 """Begin and end of each slice along the first dim; the slices cover the array from 0 on."""
@@ -53,8 +52,7 @@ def stacks(closed: ClosedJaxpr) -> dict[int, Stack]:
     """
     jaxpr = straighten(closed).jaxpr
     stack_of = _made_in_rounds(jaxpr)
-    candidates = {position: stack_of(atom) for position, atom in enumerate(jaxpr.outvars)}
-    return {position: stack for position, stack in candidates.items() if stack}
+    return {k: stack for k, stack in enumerate(map(stack_of, jaxpr.outvars)) if stack}
 
 
 def in_slices(
@@ -70,28 +68,28 @@ def in_slices(
     >>> [form.shape for form in forms], run(jnp.zeros(1), jnp.ones(2))[0].tolist()
     ([(1,), (2,)], [0.0, 2.0, 2.0])
     """
-    forms = list[list[jax.ShapeDtypeStruct]]()
+    forms = list[jax.ShapeDtypeStruct]()
+    counts = list[int]()
     for position, x in enumerate(closed.in_avals):
-        shapes = [(end - begin, *x.shape[1:]) for begin, end in inputs.get(position, ())] or [
-            x.shape
-        ]
-        forms.append(
-            [jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type) for shape in shapes]
-        )
+        bounds = inputs.get(position, ())
+        shapes = [(end - begin, *x.shape[1:]) for begin, end in bounds] or [x.shape]
+        counts.append(len(shapes))
+        for shape in shapes:
+            forms.append(jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type))
 
     def run(*arrays: Any) -> list[Any]:
         remaining = iter(arrays)
-        slices = ([next(remaining) for _ in group] for group in forms)
-        results = jaxpr_as_fun(closed)(
-            *(group[0] if len(group) == 1 else jnp.concatenate(group) for group in slices)
-        )
-        result_slices = (
-            [jax.lax.slice_in_dim(x, *span) for span in outputs.get(position, ())]
-            for position, x in enumerate(results)
-        )
-        return [y for x, group in zip(results, result_slices) for y in group or [x]]
+        whole = list[Any]()
+        for count in counts:
+            slices = list(islice(remaining, count))
+            whole.append(jnp.concatenate(slices) if count > 1 else slices[0])
+        outputs_in_slices = list[Any]()
+        for position, x in enumerate(jaxpr_as_fun(closed)(*whole)):
+            slices = [jax.lax.slice_in_dim(x, *span) for span in outputs.get(position, ())]
+            outputs_in_slices += slices or [x]
+        return outputs_in_slices
 
-    return run, [form for group in forms for form in group]
+    return run, forms
 
 
 def _made_in_rounds(jaxpr: Jaxpr) -> Callable[[Var | Literal], Stack | None]:
@@ -106,15 +104,9 @@ def _made_in_rounds(jaxpr: Jaxpr) -> Callable[[Var | Literal], Stack | None]:
             return [None] * carried + [Stack(positions[id(eqn)], length)] * stacked
         if eqn.primitive.name not in ELEMENTWISE:
             return [None] * len(eqn.outvars)
+        sliced = with_slices(eqn)
         return [
-            next(
-                (
-                    stack
-                    for stack, atom in zip(stacks, eqn.invars)
-                    if stack and atom in with_slices(eqn)
-                ),
-                None,
-            )
+            next((stack for stack, x in zip(stacks, eqn.invars) if stack and x in sliced), None)
         ]
 
     return flow(jaxpr, [None] * len(jaxpr.invars), through, lambda atom: None)
@@ -130,71 +122,61 @@ def wanted_slices(
     in_rounds = _made_in_rounds(jaxpr)
     joined = {eqn.outvars[0]: joined_bounds(eqn) for eqn in jaxpr.eqns if joins_first_dim(eqn)}
     spans_read: dict[Var, set[tuple[int, int]]] = {}
+    used = set(variables(outputs))  # those that a loop or an elementwise equation reads in slices
     for eqn in jaxpr.eqns:
         span = along_first_dim(eqn)
-        source = eqn.invars[0] if span else None
-        if (
-            span
-            and isinstance(source, Var)
-            and (in_rounds(source) or span in joined.get(source, ()))
-        ):
-            spans_read.setdefault(source, set()).add(span)
+        for source in variables(eqn.invars):
+            if span and (in_rounds(source) or span in joined.get(source, ())):
+                spans_read.setdefault(source, set()).add(span)
+        if eqn.primitive.name == "scan":
+            used.update(variables(loop_parts(eqn, eqn.invars)[2]))
+        used.update(_sliced_inputs(eqn))
     slices = {var: bounds for var, spans in spans_read.items() if (bounds := _tiling(var, spans))}
     _spread_back(jaxpr, slices)
-    used = _used_in_slices(jaxpr).union(atom for atom in outputs if not isinstance(atom, Literal))
     for eqn in jaxpr.eqns:
         if joins_first_dim(eqn) and eqn.outvars[0] in used and all(map(when, eqn.invars)):
             slices.setdefault(eqn.outvars[0], joined[eqn.outvars[0]])
-        if eqn.primitive.name in ELEMENTWISE:
-            for atom in with_slices(eqn):
-                if atom in slices:
-                    slices.setdefault(eqn.outvars[0], slices[atom])
+        for atom in _sliced_inputs(eqn):
+            if atom in slices:
+                slices.setdefault(eqn.outvars[0], slices[atom])
     _spread_back(jaxpr, slices)
     return slices
-
-
-def _used_in_slices(jaxpr: Jaxpr) -> set[Var]:
-    """The values that loops read layer by layer, or elementwise equations slice by slice."""
-    loops = [loop_parts(eqn, eqn.invars)[2] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    elementwise = [with_slices(eqn) for eqn in jaxpr.eqns if eqn.primitive.name in ELEMENTWISE]
-    return {
-        atom
-        for inputs in [*loops, *elementwise]
-        for atom in inputs
-        if not isinstance(atom, Literal)
-    }
 
 
 def _spread_back(jaxpr: Jaxpr, slices: dict[Var, Bounds]) -> None:
     """Propagates slices from the results of elementwise equations to their inputs."""
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name in ELEMENTWISE and eqn.outvars[0] in slices:
-            for atom in with_slices(eqn):
+        for atom in _sliced_inputs(eqn):
+            if eqn.outvars[0] in slices:
                 slices.setdefault(atom, slices[eqn.outvars[0]])
+
+
+def _sliced_inputs(eqn: JaxprEqn) -> list[Var]:
+    """The inputs that an elementwise equation reads slice by slice; none for any other."""
+    return with_slices(eqn) if eqn.primitive.name in ELEMENTWISE else []
 
 
 def joined_bounds(eqn: JaxprEqn) -> Bounds:
     """The slices that a concatenation joins."""
-    return tuple(pairwise(accumulate((form_of(atom)[0][0] for atom in eqn.invars), initial=0)))
+    lengths = [form_of(atom).shape[0] for atom in eqn.invars]
+    return tuple(pairwise(accumulate(lengths, initial=0)))
 
 
 def _tiling(var: Var, spans: set[tuple[int, int]]) -> Bounds | None:
     """The spans in order, if they are two or more and tile the first dim of an array."""
     bounds = tuple(sorted(spans))
-    ends = [0, *(end for _, end in bounds)]
-    fit = len(bounds) > 1 and all(begin == end for (begin, _), end in zip(bounds, ends))
-    return bounds if fit and ends[-1] == form_of(var)[0][0] else None
+    begins, ends = zip(*bounds)
+    if len(bounds) > 1 and (*begins, form_of(var).shape[0]) == (0, *ends):
+        return bounds
+    return None
 
 
 def with_slices(eqn: JaxprEqn) -> list[Var]:
     """The inputs of an elementwise equation that are sliced with its result; others stay whole."""
-    dims = form_of(eqn.outvars[0])[0]
-    shapes = [(atom, form_of(atom)[0]) for atom in eqn.invars if not isinstance(atom, Literal)]
-    return [
-        atom for atom, shape in shapes if dims and len(shape) == len(dims) and shape[0] == dims[0]
-    ]
+    dims = form_of(eqn.outvars[0]).shape
 
+    def is_sliced(var: Var) -> bool:
+        shape = form_of(var).shape
+        return len(shape) == len(dims) and shape[:1] == dims[:1]
 
-def form_of(atom: Any) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of a value."""
-    return tuple(atom.aval.shape), atom.aval.dtype
+    return list(filter(is_sliced, variables(eqn.invars))) if dims else []

@@ -10,23 +10,22 @@ al., "Muon is Scalable for LLM Training" (2025), which gathers each matrix.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, branches
 from fddp.jaxpr.cost import operations
-from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.part_kinds import (
+from fddp.jaxpr.equations import form_of, outputs_of, read_by, straighten, variables
+from fddp.jaxpr.parts.part_kinds import (
     Follows,
     Kind,
     Same,
     Total,
-    Whole,
     as_whole,
     awaits,
     constants,
     either,
-    kind_of,
+    is_whole,
+    kinds_of,
     made,
     source_leaves,
 )
@@ -84,18 +83,18 @@ def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], di
         # A pass takes all equations that need no further collective, so that a collective carries
         # as many totals, or leaves, as possible.
         steps, eqns, totals = _on_parts(eqns, var_kinds)
-        numbers = _by_op(totals, var_kinds)
-        visits, eqns = ([], eqns) if numbers else _visits(eqns, var_kinds, program.jaxpr.outvars)
+        numbers = by_op(totals, var_kinds)
+        visits = list[Visit]()
+        if not numbers:
+            visits, eqns = _visits(eqns, var_kinds, program.jaxpr.outvars)
         if not (steps or numbers or visits):
             break
-        var_kinds.update((var, Same()) for combined in numbers.values() for var in combined)
+        for combined in numbers.values():
+            var_kinds.update(dict.fromkeys(combined, Same()))
         finished.append(Pass(steps, numbers, visits))
     for eqn in eqns:
-        var_kinds.update(
-            zip(
-                eqn.outvars, _made(eqn, [as_whole(kind_of(var_kinds, atom)) for atom in eqn.invars])
-            )
-        )
+        inputs = list(map(as_whole, kinds_of(var_kinds, eqn.invars)))
+        var_kinds.update(zip(eqn.outvars, _result_kinds(eqn, inputs)))
     return finished, var_kinds
 
 
@@ -103,7 +102,7 @@ def result_kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
     """Computes the kinds of a program's results; `Whole` if no pass computes the result."""
     program = straighten(closed, CALLS)
     _, var_kinds = passes(program, inputs)
-    return [kind_of(var_kinds, atom) for atom in program.jaxpr.outvars]
+    return kinds_of(var_kinds, program.jaxpr.outvars)
 
 
 def stays(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> dict[int, Stay]:
@@ -125,15 +124,12 @@ def _each_stay(program: ClosedJaxpr, inputs: Sequence[Kind]) -> Iterator[tuple[i
             yield visit.leaf, Stay(sum(map(operations, visit.eqns)), visit.eqns[0].primitive.name)
 
 
-def _made(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
+def _result_kinds(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
     """Computes the kinds of an equation's results, also of a conditional."""
-    inputs = list(inputs)
     if eqn.primitive.name == "cond" and isinstance(inputs[0], Same):
-        by_branch = [
-            result_kinds(branch, [as_whole(kind) for kind in inputs[1:]])
-            for branch in branches(eqn)
-        ]
-        return [either([as_whole(kind) for kind in results]) for results in zip(*by_branch)]
+        operands = list(map(as_whole, inputs[1:]))
+        by_branch = [map(as_whole, result_kinds(branch, operands)) for branch in branches(eqn)]
+        return list(map(either, zip(*by_branch)))
     return made(eqn, inputs)
 
 
@@ -148,26 +144,28 @@ def _on_parts(
     remaining = list[JaxprEqn]()
     totals = dict[Any, None]()
     for eqn in eqns:
-        if all(var in var_kinds for var in _read([eqn])):
-            inputs = [kind_of(var_kinds, atom) for atom in eqn.invars]
+        if var_kinds.keys() >= set(variables(eqn.invars)):
+            inputs = kinds_of(var_kinds, eqn.invars)
             missing = awaits(eqn, inputs)
-            makes = [] if missing else _made(eqn, inputs)
-            if not missing and not any(isinstance(kind, Whole) for kind in makes):
-                steps.append(OnParts(eqn, inputs, makes))
-                var_kinds.update(zip(eqn.outvars, makes))
-                continue
-            totals.update((eqn.invars[position], None) for position in missing)
+            totals.update(dict.fromkeys(map(eqn.invars.__getitem__, missing)))
+            if not missing:
+                results = _result_kinds(eqn, inputs)
+                if not any(map(is_whole, results)):
+                    steps.append(OnParts(eqn, inputs, results))
+                    var_kinds.update(zip(eqn.outvars, results))
+                    continue
         remaining.append(eqn)
     return steps, remaining, totals
 
 
-def _by_op(totals: Iterable[Var], var_kinds: Mapping[Var, Kind]) -> dict[str, list[Var]]:
-    by_op: dict[str, list[Var]] = {}
-    for var in totals:
+def by_op(values: Iterable[Var], var_kinds: Mapping[Var, Kind]) -> dict[str, list[Var]]:
+    """Op → the totals among some variables that the replicas combine with it."""
+    totals: dict[str, list[Var]] = {}
+    for var in values:
         kind = var_kinds[var]
         if isinstance(kind, Total):
-            by_op.setdefault(kind.op, []).append(var)
-    return dict(sorted(by_op.items()))
+            totals.setdefault(kind.op, []).append(var)
+    return dict(sorted(totals.items()))
 
 
 def _visits(
@@ -184,22 +182,17 @@ def _visits(
         else:
             by_leaf.setdefault(leaf, []).append(eqn)
             leaf_of.update(dict.fromkeys(eqn.outvars, leaf))
-    used = {*_read(remaining), *(atom for atom in results if not isinstance(atom, Literal))}
-    visits = [
-        Visit(
-            leaf,
-            home_eqns,
-            takes=[
-                var
-                for var in _read(home_eqns)
-                if var not in leaf_of and isinstance(var_kinds[var], Follows)
-            ],
-            brings=[var for eqn in home_eqns for var in eqn.outvars if var in used],
-        )
-        for leaf, home_eqns in by_leaf.items()
-        if any(var in used for eqn in home_eqns for var in eqn.outvars)
-    ]
-    var_kinds.update((var, _back(var, visit.leaf)) for visit in visits for var in visit.brings)
+    used = {*read_by(remaining), *variables(results)}
+    visits = list[Visit]()
+    for leaf, home_eqns in by_leaf.items():
+        brings = list(filter(used.__contains__, outputs_of(home_eqns)))
+        outer = [var for var in read_by(home_eqns) if var not in leaf_of]
+        if brings:
+            takes = [var for var in outer if isinstance(var_kinds[var], Follows)]
+            visits.append(Visit(leaf, home_eqns, takes, brings))
+    for visit in visits:
+        for var in visit.brings:
+            var_kinds[var] = _scattered(visit.leaf, var)
     return visits, remaining
 
 
@@ -208,31 +201,28 @@ def _home(eqn: JaxprEqn, var_kinds: Mapping[Var, Kind], leaf_of: Mapping[Var, in
 
     `leaf_of` maps a variable that is computed at a home to the leaf.
     """
-    read = _read([eqn])
-    if not all(var in var_kinds or var in leaf_of for var in read):
+    read = set(variables(eqn.invars))
+    from_home = read & leaf_of.keys()
+    outer = read - from_home
+    if not outer <= var_kinds.keys():
         return None
-    home_leaves = {leaf_of[var] for var in read if var in leaf_of}
-    outer_kinds = [var_kinds[var] for var in read if var not in leaf_of]
-    leaves = source_leaves(outer_kinds) | home_leaves
+    home_leaves = set(map(leaf_of.__getitem__, from_home))
+    outer_kinds = list(map(var_kinds.__getitem__, outer))
+    outer_leaves = source_leaves(outer_kinds)
+    leaves = outer_leaves | home_leaves
     if len(leaves) != 1 or any(isinstance(kind, Total) for kind in outer_kinds):
         return None
     (leaf,) = leaves
-    if home_leaves and source_leaves(outer_kinds):
+    if home_leaves and outer_leaves:
         # An equation that also reads parts of the leaf is applied to parts, if it can be.
-        scattered = {
-            var: as_whole(_back(var, leaf)) if var in leaf_of else var_kinds[var] for var in read
-        }
-        makes = _made(eqn, [kind_of(scattered, atom) for atom in eqn.invars])
-        return leaf if any(isinstance(kind, Whole) for kind in makes) else None
+        kinds = dict(zip(outer, outer_kinds))
+        for var in from_home:
+            kinds[var] = as_whole(_scattered(leaf, var))
+        if not any(map(is_whole, _result_kinds(eqn, kinds_of(kinds, eqn.invars)))):
+            return None
     return leaf
 
 
-def _back(var: Any, leaf: int) -> Kind:
+def _scattered(leaf: int, var: Var) -> Kind:
     """The kind of an array from a leaf's home after the scatter."""
-    return Total("sum") if prod(var.aval.shape) == 1 else Follows(leaf)
-
-
-def _read(eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
-    return dict.fromkeys(
-        atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal)
-    )
+    return Total("sum") if form_of(var).size == 1 else Follows(leaf)

@@ -7,10 +7,11 @@ equations decide this; no optimizer declares anything.
 Source: ZeRO (Rajbhandari et al., SC 2020), which assumes that updates are elementwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,80 +26,8 @@ from fddp.jax_internals import (
     dims_of_reduction,
     permutes,
 )
+from fddp.jaxpr.equations import ELEMENTWISE, RESHAPES, form_of
 
-ELEMENTWISE = {
-    *(
-        "add",
-        "add_any",
-        "sub",
-        "mul",
-        "div",
-        "rem",
-        "pow",
-        "max",
-        "min",
-        "atan2",
-        "nextafter",
-        "select_n",
-        "clamp",
-    ),
-    *(
-        "and",
-        "or",
-        "not",
-        "xor",
-        "shift_left",
-        "shift_right_logical",
-        "shift_right_arithmetic",
-        "population_count",
-    ),
-    *(
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "is_finite",
-        "neg",
-        "sign",
-        "abs",
-        "square",
-        "integer_pow",
-        "sqrt",
-        "rsqrt",
-    ),
-    *(
-        "cbrt",
-        "exp",
-        "exp2",
-        "expm1",
-        "log",
-        "log1p",
-        "logistic",
-        "tanh",
-        "sinh",
-        "cosh",
-        "asinh",
-        "acosh",
-        "atanh",
-    ),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma", "digamma"),
-    *(
-        "floor",
-        "ceil",
-        "round",
-        "real",
-        "imag",
-        "conj",
-        "complex",
-        "convert_element_type",
-        "reduce_precision",
-        "copy",
-    ),
-}
-# These keep the elements and their order, and change only the dims or the placement.
-RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
 SUMS = {"add", "add_any", "sub", "neg"}
 # The operation that combines the replicas' results of a reduction over a whole array.
 TOTALS = {
@@ -148,12 +77,17 @@ Kind: TypeAlias = Same | Follows | Total | Whole
 
 def constants(closed: ClosedJaxpr) -> dict[Var, Kind]:
     """The kinds of a program's constants."""
-    return {var: Same(_uniform(value)) for var, value in zip(closed.jaxpr.constvars, closed.consts)}
+    return dict(zip(closed.jaxpr.constvars, map(Same, map(_uniform, closed.consts))))
 
 
 def kind_of(kinds: Mapping[Var, Kind], atom: Var | Literal) -> Kind:
     """The kind of a variable or a literal."""
     return Same(np.size(atom.val) == 1) if isinstance(atom, Literal) else kinds[atom]
+
+
+def kinds_of(kinds: Mapping[Var, Kind], atoms: Iterable[Var | Literal]) -> list[Kind]:
+    """The kinds of variables and literals."""
+    return list(map(partial(kind_of, kinds), atoms))
 
 
 def made(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
@@ -164,17 +98,15 @@ def made(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
     total = _total(eqn, inputs)
     if total:
         return [total]
-    inputs = [as_whole(kind) for kind in inputs]
-    return [_one(eqn, inputs, var) for var in eqn.outvars]
+    return list(map(partial(_kind, eqn, list(map(as_whole, inputs))), eqn.outvars))
 
 
 def either(kinds: Sequence[Kind]) -> Kind:
     """Joins the kinds of a result in several branches."""
     leaves = source_leaves(kinds)
-    mixed = next((kind for kind in kinds if isinstance(kind, Whole)), None)
-    if mixed:
+    if mixed := _first_whole(kinds):
         return Whole(leaves, mixed.why)
-    uniform = all(kind.uniform for kind in kinds if isinstance(kind, Same))
+    uniform = _all_uniform(kinds)
     if len(leaves) == 1 and uniform:
         return Follows(*leaves)
     return Whole(leaves, "a branch") if leaves else Same(uniform)
@@ -194,91 +126,97 @@ def as_whole(kind: Kind) -> Kind:
 
 def source_leaves(kinds: Sequence[Kind]) -> frozenset[int]:
     """The leaves of some kinds."""
-    mixed = (kind.leaves for kind in kinds if isinstance(kind, Whole))
-    return frozenset(kind.leaf for kind in kinds if isinstance(kind, Follows)).union(*mixed)
+    leaves = set[int]()
+    for kind in kinds:
+        if isinstance(kind, Whole):
+            leaves |= kind.leaves
+        elif isinstance(kind, Follows):
+            leaves.add(kind.leaf)
+    return frozenset(leaves)
 
 
-def _one(eqn: JaxprEqn, inputs: Sequence[Kind], result: Var) -> Kind:
+def is_whole(kind: Kind) -> bool:
+    """Returns True for a value that needs whole arrays."""
+    return isinstance(kind, Whole)
+
+
+def _first_whole(kinds: Iterable[Kind]) -> Whole | None:
+    return next((kind for kind in kinds if isinstance(kind, Whole)), None)
+
+
+def _all_uniform(kinds: Iterable[Kind]) -> bool:
+    """Returns True if no value that is equal on all replicas has different elements."""
+    return Same(uniform=False) not in kinds
+
+
+def _kind(eqn: JaxprEqn, inputs: Sequence[Kind], result: Var) -> Kind:
     name = eqn.primitive.name
     leaves = source_leaves(inputs)
-    mixed = next((kind for kind in inputs if isinstance(kind, Whole)), None)
-    if mixed:
+    if mixed := _first_whole(inputs):
         return Whole(leaves, mixed.why)
-    uniform = all(kind.uniform for kind in inputs if isinstance(kind, Same))
+    uniform = _all_uniform(inputs)
+    out = form_of(result).shape
     if not leaves:
         spreads = name in ELEMENTWISE | RESHAPES | {"broadcast_in_dim"} | set(TOTALS)
-        return Same(prod(_shape(result)) == 1 or (uniform and spreads))
-    if len(leaves) > 1 or not uniform:
-        return Whole(leaves, f"{name} of several leaves" if len(leaves) > 1 else name)
-    first = _shape(eqn.invars[0])
-    out = _shape(result)
-    # An operand of another shape is broadcast, for which a part is not enough.
-    alike = all(
-        _shape(atom) == out for atom, kind in zip(eqn.invars, inputs) if isinstance(kind, Follows)
-    )
-    keeps = name in RESHAPES and not permutes(eqn)
-    if (
-        keeps
-        or (name == "broadcast_in_dim" and prod(out) == prod(first))
-        or (name in ELEMENTWISE and alike)
-    ):
+        return Same(prod(out) == 1 or (uniform and spreads))
+    if len(leaves) > 1:
+        return Whole(leaves, f"{name} of several leaves")
+    if uniform and _keeps_parts(eqn, inputs, out):
         return Follows(*leaves)
-    if name in TOTALS and _is_total(eqn):
+    if uniform and name in TOTALS and _is_total(eqn):
         return Total(TOTALS[name])
-    if (
-        name == "dot_general"
-        and all(len(_shape(x)) == 1 for x in eqn.invars)
-        and contracted_dims(eqn) == (0,)
-    ):
+    if uniform and name == "dot_general" and _is_dot(eqn):
         return Total("sum")
     return Whole(leaves, name)
+
+
+def _keeps_parts(eqn: JaxprEqn, inputs: Sequence[Kind], out: tuple[int, ...]) -> bool:
+    """Returns True if an equation computes a part of its result from parts of its inputs."""
+    name = eqn.primitive.name
+    if name in RESHAPES:
+        return not permutes(eqn)
+    if name == "broadcast_in_dim":
+        return prod(out) == form_of(eqn.invars[0]).size
+    # An operand of another shape is broadcast, for which a part is not enough.
+    parts = (x for x, kind in zip(eqn.invars, inputs) if isinstance(kind, Follows))
+    return name in ELEMENTWISE and all(form_of(x).shape == out for x in parts)
+
+
+def _is_dot(eqn: JaxprEqn) -> bool:
+    """Returns True for a product of two vectors."""
+    return contracted_dims(eqn) == (0,) and all(x.ndim == 1 for x in map(form_of, eqn.invars))
 
 
 def _is_total(eqn: JaxprEqn) -> bool:
     """Returns True if a reduction covers all elements, and the replicas can combine results."""
     name = eqn.primitive.name
-    form = eqn.invars[0]
+    form = form_of(eqn.invars[0])
+    of_bools = jnp.issubdtype(form.dtype, jnp.bool_)  # "and" and "or" of integers are bitwise
+    if name != "reduce_sum" and (name in {"reduce_and", "reduce_or"}) != of_bools:
+        return False
     dims = dims_of_reduction(eqn)
-    of_bools = jnp.issubdtype(_dtype(form), jnp.bool_)  # "and" and "or" of integers are bitwise
-    fits = name == "reduce_sum" or (name in {"reduce_and", "reduce_or"}) == of_bools
-    return fits and all(size == 1 for dim, size in enumerate(_shape(form)) if dim not in dims)
+    return all(size == 1 for dim, size in enumerate(form.shape) if dim not in dims)
 
 
 def _total(eqn: JaxprEqn, inputs: Sequence[Kind]) -> Total | None:
     """The kind of an equation's result if each replica can apply it to its summands; else None."""
-    # Python's `sum` starts with 0, which does not count.
-    inputs = [
-        kind
-        for kind, atom in zip(inputs, eqn.invars)
-        if not (_zero(atom) and eqn.primitive.name in SUMS)
-    ]
     name = eqn.primitive.name
+    if name in SUMS:  # Python's `sum` starts with 0, which does not count.
+        inputs = [kind for kind, atom in zip(inputs, eqn.invars) if not _zero(atom)]
     totals = [kind for kind in inputs if isinstance(kind, Total)]
-    numbers = prod(_shape(eqn.outvars[0])) == 1 and all(
-        isinstance(kind, Total | Same) for kind in inputs
-    )
-    if not totals or not numbers:
+    same = [kind for kind in inputs if isinstance(kind, Same)]
+    result = form_of(eqn.outvars[0])
+    if not totals or len(totals) + len(same) < len(inputs) or result.size != 1:
         return None
     if name == "copy" or (name in RESHAPES and not permutes(eqn)):
         return totals[0]
-    alike = all(kind == Total("sum") for kind in totals)
-    if name in SUMS and alike and len(totals) == len(inputs):
-        return totals[0]
+    if set(totals) != {Total("sum")}:
+        return None
+    if name in SUMS:
+        return None if same else totals[0]
     # A division of integers rounds.
-    divides = (
-        name == "div"
-        and isinstance(inputs[0], Total)
-        and jnp.issubdtype(_dtype(eqn.outvars[0]), jnp.inexact)
-    )
-    return totals[0] if alike and (name == "mul" or divides) and len(totals) == 1 else None
-
-
-def _shape(atom: Any) -> tuple[int, ...]:
-    return atom.aval.shape
-
-
-def _dtype(atom: Any) -> Any:
-    return atom.aval.dtype
+    divides = name == "div" and inputs[0] in totals and jnp.issubdtype(result.dtype, jnp.inexact)
+    return totals[0] if len(totals) == 1 and (name == "mul" or divides) else None
 
 
 def _zero(atom: Var | Literal) -> bool:

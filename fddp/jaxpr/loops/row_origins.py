@@ -3,8 +3,10 @@
 If these other inputs do not depend on the loop, the computation can move into the loop.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jaxtyping import Array
 
 from fddp.jax_internals import (
     ClosedJaxpr,
@@ -14,13 +16,22 @@ from fddp.jax_internals import (
     Var,
     joins_first_dim,
     loop_parts,
+    named_as,
     pads_rows,
     permutes,
+    run_again,
     scan_body,
 )
-from fddp.jaxpr.equations import makers, straighten, variables
-from fddp.jaxpr.part_kinds import ELEMENTWISE, RESHAPES
-from fddp.jaxpr.rounds import Stack, form_of, with_slices
+from fddp.jaxpr.equations import (
+    ELEMENTWISE,
+    RESHAPES,
+    form_of,
+    maker_positions,
+    makers,
+    straighten,
+    variables,
+)
+from fddp.jaxpr.loops.rounds import Stack, with_slices
 
 
 def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
@@ -28,9 +39,7 @@ def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
     jaxpr = straighten(closed).jaxpr
     stacks: dict[int, Stack] = {}
     for position, atom in enumerate(jaxpr.outvars):
-        origin = (
-            None if isinstance(atom, Literal) else origin_of(jaxpr, [atom], [], len(jaxpr.eqns))
-        )
+        origin = origin_of(jaxpr, [atom], [], len(jaxpr.eqns))
         if origin:
             stacks[position] = Stack(origin.loop, scan_body(jaxpr.eqns[origin.loop])[1]["length"])
     return stacks
@@ -39,7 +48,7 @@ def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
 def places(closed: ClosedJaxpr) -> list[int]:
     """Positions of the equations that compute the outputs of a program; -1 without an equation."""
     jaxpr = straighten(closed).jaxpr
-    maker = {var: position for position, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+    maker = maker_positions(jaxpr)
     return [-1 if isinstance(atom, Literal) else maker.get(atom, -1) for atom in jaxpr.outvars]
 
 
@@ -76,23 +85,19 @@ def origin_of(
             continue
         read = set(rows_read(eqn))
         inputs = set(variables(eqn.invars))
-        if not read or not all(_in_rows(atom, length) for atom in (*read, *eqn.outvars)):
+        if not read or not _in_rows([*read, *eqn.outvars], length):
             return None
         between.append(eqn)
         layered |= inputs & dependent & read
         needs |= inputs - read | inputs - dependent
     carried = len(loop_parts(loop, loop.invars)[1])
-    independent = needs.isdisjoint(dependent) and layered.isdisjoint(loop.outvars[:carried])
-    divisible = all(_in_rows(atom, length) for atom in values)
+    if not _in_rows(values, length) or not layered.isdisjoint(loop.outvars[:carried]):
+        return None
     # Equations that move in front of this loop hold no loop, so that loops stay in order.
-    moved_loops = [
-        eqn for eqn in makers(jaxpr.eqns[position + 1 : end], needs) if eqn.primitive.name == "scan"
-    ]
-    return (
-        Origin(position, tuple(reversed(between)), frozenset(needs))
-        if independent and divisible and not moved_loops
-        else None
-    )
+    moved = makers(jaxpr.eqns[position + 1 : end], needs)
+    if not needs.isdisjoint(dependent) or any(eqn.primitive.name == "scan" for eqn in moved):
+        return None
+    return Origin(position, tuple(reversed(between)), frozenset(needs))
 
 
 def _last_loop(jaxpr: Jaxpr, values: Sequence[Var | Literal], end: int) -> int | None:
@@ -125,22 +130,30 @@ def rows_read(eqn: JaxprEqn) -> list[Var]:
     name = eqn.primitive.name
     if name in ELEMENTWISE:
         return with_slices(eqn)
+    if name == "pad":
+        return list(variables(eqn.invars[:1])) if pads_rows(eqn) else []
     keeps_order = name in RESHAPES and not permutes(eqn)
-    extends = (name == "concatenate" and not joins_first_dim(eqn)) or pads_rows(eqn)
-    return (
-        list(variables(eqn.invars[:1] if name == "pad" else eqn.invars))
-        if keeps_order or extends
-        else []
-    )
+    extends = name == "concatenate" and not joins_first_dim(eqn)
+    return list(variables(eqn.invars)) if keeps_order or extends else []
 
 
-def _in_rows(atom: Var | Literal, length: int) -> bool:
-    """Returns True if the first dim of an array divides into `length` layers."""
-    dims = form_of(atom)[0]
-    return bool(dims and length) and dims[0] % length == 0
+def run_on_layers(eqn: JaxprEqn, inputs: Sequence[Any], length: int) -> Array:
+    """Runs an equation that reads layers on a single of `length` layers, under its name."""
+    with named_as(eqn):
+        if eqn.primitive.name in RESHAPES:
+            return inputs[0].reshape(row_dims(eqn.outvars[0], length))
+        return run_again(eqn, inputs)
+
+
+def _in_rows(atoms: Iterable[Var | Literal], length: int) -> bool:
+    """Returns True if the first dims of arrays divide into `length` layers."""
+    for shape in (form_of(atom).shape for atom in atoms):
+        if not shape or not length or shape[0] % length:
+            return False
+    return True
 
 
 def row_dims(atom: Var | Literal, length: int) -> tuple[int, ...]:
     """The dims of each of `length` equal layers of an array."""
-    first, *inner = form_of(atom)[0]
+    first, *inner = form_of(atom).shape
     return first // length, *inner

@@ -1,0 +1,64 @@
+"""Runs a program equation by equation, some of its equations by a rule.
+
+Under a trace, such a run rewrites the program.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+
+from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, run_as_it_is
+from fddp.jaxpr.equations import form_of
+
+Read: TypeAlias = Callable[[Var | Literal], Any]
+"""Variable or literal → its value."""
+Rule: TypeAlias = Callable[[JaxprEqn, Read], Sequence[Any] | None]
+"""(equation, values of its inputs) → its outputs, or None to run the equation unchanged."""
+
+
+def interpret(closed: ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]:
+    """Runs a program, and asks `rule` for the outputs of each equation; returns its outputs.
+
+    >>> import jax
+    >>> program = jax.make_jaxpr(lambda x: jax.numpy.sin(x) + 1.0)(2.0)
+    >>> rule = lambda eqn, read: [read(eqn.invars[0])] if eqn.primitive.name == "sin" else None
+    >>> float(interpret(program, [2.0], rule)[0])
+    3.0
+    """
+    values = Values(closed, args)
+    values.run(closed.jaxpr.eqns, rule)
+    return values.outputs()
+
+
+class Values(dict[Var, Any]):
+    """The values of a program's variables, as far as its equations have run."""
+
+    def __init__(self, program: ClosedJaxpr, args: Sequence[Any]) -> None:
+        super().__init__(zip(program.jaxpr.constvars, program.consts))
+        self.update(zip(program.jaxpr.invars, args))
+        self._program = program
+
+    def run(self, eqns: Iterable[JaxprEqn], rule: Rule = lambda eqn, read: None) -> None:
+        """Runs equations of the program in order, by `rule`."""
+        for eqn in eqns:
+            outputs = rule(eqn, self.read)
+            if outputs is None:
+                outputs = run_as_it_is(self._program, eqn, self.read_all(eqn.invars))
+            self.update(zip(eqn.outvars, outputs))
+
+    def outputs(self) -> list[Any]:
+        """Returns the program's outputs."""
+        outputs = self.read_all(self._program.jaxpr.outvars)
+        for k, atom in enumerate(self._program.jaxpr.outvars):
+            if isinstance(atom, Literal):
+                outputs[k] = jnp.asarray(atom.val, form_of(atom).dtype)
+        return outputs
+
+    def read(self, atom: Var | Literal) -> Any:
+        """Returns the value of a variable or a literal."""
+        return atom.val if isinstance(atom, Literal) else self[atom]
+
+    def read_all(self, atoms: Iterable[Var | Literal]) -> list[Any]:
+        """Returns the values of variables and literals."""
+        return list(map(self.read, atoms))
