@@ -33,7 +33,8 @@ from bench.record import save
 from models import gpt, mlp, resnet
 from models.data import split_digits
 
-VIRTUAL, STEPS = 24, 200
+VIRTUAL = 24
+STEPS = 200
 # Backend, replicas, schedule, bucket cap in MiB.
 RUNS = [
     ("local", 1, "after", 25.0),
@@ -63,7 +64,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         return one_rank(*args.rank)
-    steps, results = 5 if args.quick else args.steps, dict[str, Any]()
+    steps = 5 if args.quick else args.steps
+    results = dict[str, Any]()
     for name in args.problems:
         found = {}
         for virtual in (VIRTUAL, 0):
@@ -134,7 +136,8 @@ def one_rank(
         broadcast_buffers="mean",
         virtual_replicas=int(virtual) or None,
     )
-    state, losses = step.init(params, model_state=model_state, rng=jax.random.key(1)), []
+    state = step.init(params, model_state=model_state, rng=jax.random.key(1))
+    losses = []
     rows = fddp.samples(
         len(data[0]),
         2 * VIRTUAL,
@@ -155,7 +158,8 @@ def one_rank(
 
 def net() -> tuple[Any, Any, list[np.ndarray]]:
     """An MLP."""
-    model, rows = mlp.PRESETS["tiny"], mlp.batch("tiny", 480)
+    model = mlp.PRESETS["tiny"]
+    rows = mlp.batch("tiny", 480)
     loss = mlp.loss_fn(model)
 
     def loss_fn(params: Any, batch: Any, *, rng: Any) -> Any:
@@ -167,7 +171,8 @@ def net() -> tuple[Any, Any, list[np.ndarray]]:
 
 def digits() -> tuple[Any, Any, list[np.ndarray]]:
     """A ResNet with BatchNorm on handwritten digits, some of whose pixels are dropped."""
-    model, (images, labels, *_) = resnet.PRESETS["tiny"], split_digits()
+    model = resnet.PRESETS["tiny"]
+    (images, labels, *_) = split_digits()
     data = [np.float32(images[..., None].repeat(3, axis=-1) / 16), np.int32(labels)]
     first = {"image": data[0][:2], "label": data[1][:2]}
     loss = resnet.loss_fn(model)

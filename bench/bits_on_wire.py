@@ -39,7 +39,8 @@ TURN = 4  # steps; the first, whose caches another way has filled, does not coun
 # Steps before the first that counts: they compile; eager's try its orders of messages; adaptive's
 # choose bits.
 WARM_UP = {"staged": 6, "eager": 25, "adaptive": 40}
-FIT, REFITS = 2, (8, 14)
+FIT = 2
+REFITS = (8, 14)
 TIMED = ("32 bits", "bf16")
 COUNTED = 20
 HOOKS = {
@@ -96,7 +97,8 @@ def measure(
 ) -> dict[str, Any]:
     """Starts all ways of a problem on two hosts and lets them take turns."""
     with two_hosts(rate), listening() as (control, accept):
-        jobs, lines = [], 0
+        jobs = []
+        lines = 0
         for backend in backends:
             words = [sys.executable, __file__, "times", "--rank", backend, control, name]
             start = start_mpi if backend == "mpi" else start_gloo
@@ -225,7 +227,8 @@ def count(backend: str, name: str, steps: str, path: str) -> None:
         state = step.init(task.params, model_state=task.model_state)
         state, info = step(state, task.batch)
         group.barrier()
-        before, told = int(SENT.read_text()), 0
+        before = int(SENT.read_text())
+        told = 0
         for _ in range(int(steps)):
             state, info = jax.block_until_ready(step(state, task.batch))
             told += int(np.sum(np.asarray(info.sent), dtype=np.int64))

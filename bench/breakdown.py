@@ -159,7 +159,8 @@ def table(results: dict[str, Any]) -> Table:
         sheet.add_column(head, justify="left" if head in ("problem", "schedule") else "right")
     for name, result in results.items():
         for schedule, shares in result["parts"].items():
-            step, gain = result["step"][schedule], result["staged / after"]
+            step = result["step"][schedule]
+            gain = result["staged / after"]
             told = (
                 [f"{gain['median']:.3f}", f"{result['overlap_percent']:.0f} %"]
                 if schedule == "staged"

@@ -32,7 +32,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.record import save
 
-RANKS, STALL_S, SAVE_EVERY = 3, 2.0, 20
+RANKS = 3
+STALL_S = 2.0
+SAVE_EVERY = 20
 INPUT_S = 0.05  # what a batch takes to load
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGABRT")
 LIMIT_S = 1800
@@ -139,18 +141,23 @@ def strike(
     job: subprocess.Popen, folder: Path, every: float | None, draw: random.Random
 ) -> list[Fault]:
     """Sends signals until the job is over."""
-    faults, struck, due = list[Fault](), 0.0, None
+    faults = list[Fault]()
+    struck = 0.0
+    due = None
     until = time.monotonic() + LIMIT_S
     while job.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
-        now, (step, at) = time.monotonic(), last_step(folder)
+        now = time.monotonic()
+        (step, at) = last_step(folder)
         if faults and faults[-1].back_s is None:
             if at > struck:
                 faults[-1].back_s = round(at - struck, 2)
         elif every and step and due is None:
             due = now + every * draw.uniform(0.5, 1.5)
         elif due and now > due:
-            fault, struck, due = Fault(draw.choice(SIGNALS), draw.randrange(RANKS), step), now, None
+            fault = Fault(draw.choice(SIGNALS), draw.randrange(RANKS), step)
+            struck = now
+            due = None
             with suppress(ProcessLookupError):  # the training has just ended
                 os.kill(
                     int((folder / f"process {fault.rank}").read_text()),

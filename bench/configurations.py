@@ -45,7 +45,9 @@ from bench.drawn import (
 from bench.drawn_shards import draw_shards
 from bench.record import save, saved
 
-COUNT, TIMEOUT_S, FORGET_EVERY = 504, 180, 40
+COUNT = 504
+TIMEOUT_S = 180
+FORGET_EVERY = 40
 
 
 class Outcome(NamedTuple):
@@ -86,12 +88,11 @@ def main() -> None:
     )
     found = dict[int, Outcome]()
     earlier = saved(name) if args.more else {}
-    first, end = (
-        earlier.get("seeds", [args.seed])[-1] + args.more,
-        time.perf_counter() + 60 * args.minutes,
-    )
+    first = earlier.get("seeds", [args.seed])[-1] + args.more
+    end = time.perf_counter() + 60 * args.minutes
     for seed in range(first, first + count):
-        drawn, begin = draws(seed), time.perf_counter()
+        drawn = draws(seed)
+        begin = time.perf_counter()
         if begin > end:
             break
         found[seed] = outcome = judged(drawn)
@@ -137,10 +138,8 @@ def table(found: dict[int, Outcome]) -> str:
 
 def results(found: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, Any]:
     """What is saved: counts, those of earlier seeds with them."""
-    kinds, reasons = (
-        Counter(one.kind for one in found.values()),
-        Counter(earlier.get("refused", {})),
-    )
+    kinds = Counter(one.kind for one in found.values())
+    reasons = Counter(earlier.get("refused", {}))
     reasons.update(one.words[:60] for one in found.values() if one.kind == "refused")
     return {
         "seeds": [earlier.get("seeds", [min(found)])[0], max(found)],
@@ -186,7 +185,9 @@ def trained(drawn: Drawn) -> str:
         state = step.init(drawn.params, model_state=buffers(drawn), rng=keys(drawn))
     except (ValueError, TypeError) as error:
         return own_words(error)
-    told, known, infos = None, set[Any](), []
+    told = None
+    known = set[Any]()
+    infos = []
     for call in drawn.calls:
         run = step if call.kind == "step" else step.no_sync
         before = state if drawn.options.get("donate") is False else None
@@ -260,7 +261,8 @@ def own_words(error: Exception) -> str:
 def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
     """The leaves that `local_steps` sends together: buckets in turn, each fragment from where its
     share of bytes is."""
-    wanted, plan = drawn.local.get("fragments", 1), step.plan
+    wanted = drawn.local.get("fragments", 1)
+    plan = step.plan
     ends = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
     begins = [0]
     for k in range(1, wanted):
@@ -351,7 +353,8 @@ class Tolerance:
         dtypes += [jnp.dtype("bfloat16")] * drawn.narrow
         eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         x64 = eps < 1e-12 and drawn.calls[0].batches[0]["x"].dtype == np.float64
-        self.number, self.exact = steps, eps < 1e-5
+        self.number = steps
+        self.exact = eps < 1e-5
         # 16 bits: each step rounds a gradient's sum and a parameter. Where an update does not
         # shrink with its gradient, rounding may turn its sign.
         turned = 2 * steps * RATE * (drawn.optimizer in NORMED)
@@ -363,7 +366,8 @@ class Tolerance:
         for (path, a), b in zip(
             jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)
         ):
-            a, b = np.asarray(a, np.complex128), np.asarray(b, np.complex128)
+            a = np.asarray(a, np.complex128)
+            b = np.asarray(b, np.complex128)
             where = f"after step {self.number} {what}{jax.tree_util.keystr(path)}"
             if a.shape != b.shape:
                 raise Wrong(f"{where} has the shape {a.shape}, not {b.shape}")

@@ -30,7 +30,9 @@ from bench.two_hosts import BACKENDS, NAMES, ROOT, start_gloo, start_mpi, start_
 from fddp.comm import poll
 from fddp.watching import read_flights
 
-STALL_S, LIMIT_S, STEPS = 2.0, 60.0, 500  # steps before the cut
+STALL_S = 2.0
+LIMIT_S = 60.0
+STEPS = 500  # before the cut
 CUTS = {"pulled": "ip link set wire down", "silent": "tc qdisc replace dev wire root bfifo limit 1"}
 SAYS = ("rank 1 has not been heard of", "rank 0 has not been heard of")  # on rank 0, on rank 1
 

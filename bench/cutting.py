@@ -85,7 +85,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 def per_bucket(rounds: int) -> dict[int, dict[str, float]]:
     """Step time of a 64-layer network whose leaves are gathered in more and more buckets."""
-    width, layers = 64, 64
+    width = 64
+    layers = 64
     params = [np.full((width, width), 1 / width, np.float32) for _ in range(layers)]
     batch = np.ones((64, width), np.float32)
 

@@ -149,7 +149,8 @@ def draw(seed: int) -> Drawn:
     pick = random.Random(seed)
     chance = lambda p: pick.random() < p  # noqa: E731
     numbers = np.random.default_rng(seed)
-    x64, replicas = chance(0.35), pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
+    x64 = chance(0.35)
+    replicas = pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
     dtypes, params = leaves_of(pick, numbers, x64)
     order = order_of(pick, dtypes, 0.25)
     form = form_of(pick, order)
@@ -228,7 +229,8 @@ def leaves_of(
         ["float32", "bfloat16", "float16"],
     ]
     family = pick.choices(families, (6, 5, 3, 1.5, 1, 1))[0]
-    dtypes, params = {}, {}
+    dtypes = {}
+    params = {}
     for name in pick.sample("abcdefgh", pick.choice((2, 2, 2, 3, 3, 4, 5))):
         dtype = pick.choice(family)
         if pick.random() < 0.06:
@@ -240,7 +242,8 @@ def leaves_of(
         if pick.random() < 0.03:
             shape = (0, 3)
         if pick.random() < 0.15:
-            name, shape = f"table_{name}", (pick.choice((12, 60, 400)), pick.randint(1, 3))
+            name = f"table_{name}"
+            shape = (pick.choice((12, 60, 400)), pick.randint(1, 3))
         values = numbers.normal(size=shape)
         if dtype == "int32":
             values = 3 * values
@@ -309,7 +312,8 @@ def calls_of(
     dtype = np.float64 if x64 and pick.random() < 0.7 else np.float32
     uneven = pick.random() < 0.25 and rows != "stacked"
     of_all = pick.random() < 0.5
-    base, bad = pick.randint(1, 3), pick.randrange(len(kinds))
+    base = pick.randint(1, 3)
+    bad = pick.randrange(len(kinds))
     calls = list[Call]()
     for number, kind in enumerate(kinds):
         count = pick.randint(1, 3) if uneven and number else base
@@ -414,7 +418,8 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
         for key in jax.tree.leaves(rng):
             rates = rates * (1 + 0.2 * jax.random.uniform(key, (), jnp.float32))
         tokens = batch["tokens"].astype(rates.dtype)
-        weight, mean = jnp.sum(tokens), jnp.mean
+        weight = jnp.sum(tokens)
+        mean = jnp.mean
         if "weighted" in drawn.form:
             mean = lambda x: jnp.sum(tokens * x) / jnp.maximum(weight, 1)  # noqa: E731
         loss: Any = fddp.Weighted(mean(rates), weight) if "weighted" in drawn.form else mean(rates)

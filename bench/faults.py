@@ -31,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.jobs import start
 from bench.record import save
 
-SIZE, STALL_S, LIMIT_S = 3, 1.0, 90.0
+SIZE = 3
+STALL_S = 1.0
+LIMIT_S = 90.0
 STEPS = 8  # before the fault, at least
 
 
@@ -62,7 +64,8 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "SystemExit": (_leave, "finished|failed"),
 }
 PLACES = ("between", "message")
-BACKENDS, SCHEDULES = ("mpi", "gloo"), ("staged", "after", "fused")
+BACKENDS = ("mpi", "gloo")
+SCHEDULES = ("staged", "after", "fused")
 
 
 @dataclass(frozen=True)
@@ -234,7 +237,8 @@ def tried(case: Case) -> Found:
             any(job.poll() is None for job in jobs) or processes_of(folder)
         ) and time.monotonic() < until:
             time.sleep(0.05)
-        gone, going = time.monotonic(), processes_of(folder)
+        gone = time.monotonic()
+        going = processes_of(folder)
         for process in going:
             os.kill(process, signal.SIGKILL)
         for reader in readers:
@@ -312,7 +316,8 @@ def train(
     import fddp
 
     group = fddp.init(backend, stall_s=STALL_S)
-    mine, calls = group.rank == int(rank), [0]
+    mine = group.rank == int(rank)
+    calls = [0]
 
     def strike() -> None:
         Path(folder, "broken").write_text(str(time.monotonic()))

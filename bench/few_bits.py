@@ -34,7 +34,9 @@ from fddp import hooks
 from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
 from fddp.analysis.tuning.fitted_bits import EXPOSED
 
-REPLICAS, STEPS, QUICK_STEPS = 4, {"digits": 512, "gpt": 256}, 32
+REPLICAS = 4
+STEPS = {"digits": 512, "gpt": 256}
+QUICK_STEPS = 32
 CAPS = {"digits": 0.0, "gpt": 1.0}
 README = Path(__file__).parent / "README.md"
 

@@ -28,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.jobs import ending, start
 from bench.record import ratio, save, summary
 
-RANKS, ROWS = 2, 10
+RANKS = 2
+ROWS = 10
 PAUSE_S = 0.005
 SELDOM = 4  # rounds, of which one has all ways
 WARM_UP = 5  # rounds before the first that counts
-BACKENDS, SCHEDULES = ("mpi", "gloo"), ("staged", "fused")
+BACKENDS = ("mpi", "gloo")
+SCHEDULES = ("staged", "fused")
 
 
 def main() -> None:
@@ -72,10 +74,8 @@ def main() -> None:
 
 
 def told(name: str, found: dict[str, Any]) -> str:
-    lines, step = (
-        [f"{name}: a step of {found['unwatched']['median_ms']:.1f} ms"],
-        found["unwatched"]["median_ms"],
-    )
+    lines = [f"{name}: a step of {found['unwatched']['median_ms']:.1f} ms"]
+    step = found["unwatched"]["median_ms"]
     for way in ("watched", "skipping"):
         of = found[f"{way} / unwatched"]
         # Of a median of so many the error is 1.25 standard deviations over the root of their
@@ -132,8 +132,10 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
         "compared": way(group, check_replicas_every=1),
         "skipping": way(group, skip_nonfinite=True),
     }
-    watcher, seconds = _watcher(), {name: list[float]() for name in ways}
-    before, began = _used_s(watcher), time.monotonic()
+    watcher = _watcher()
+    seconds = {name: list[float]() for name in ways}
+    before = _used_s(watcher)
+    began = time.monotonic()
     draw = random.Random(0)  # the same on all ranks
     for turn in range(int(rounds)):
         # What a step costs depends on what ran before it: so in any order, and after a pause.

@@ -35,7 +35,8 @@ from fddp.comm import REPLICATED
 LOCAL = 2
 CAP_MB = 4.0
 SUMS_MB = (1, 4, 16)
-AT_ONCE, IN_LEVELS = "at once", "in two levels"
+AT_ONCE = "at once"
+IN_LEVELS = "in two levels"
 SENT = Path("/sys/class/net/wire/statistics/tx_bytes")
 
 

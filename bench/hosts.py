@@ -274,7 +274,8 @@ def evaluate(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    alone, bound = result.get("alone_ms", np.nan), result.get("bound_ms", np.nan)
+    alone = result.get("alone_ms", np.nan)
+    bound = result.get("bound_ms", np.nan)
     rows = [
         f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms   {middle / bound:5.2f} × bound   "
         f"efficiency {alone / middle:.0%}"

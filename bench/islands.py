@@ -78,7 +78,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
-        args.seeds, args.seconds = 1, 2.0
+        args.seeds = 1
+        args.seconds = 2.0
     if args.rank:
         {"slow": rank_of_slow, "stopped": rank_of_stopped}[args.rank](args)
         return

@@ -32,7 +32,9 @@ from bench.watching import Way, watch, way
 from fddp.measuring.plots import figure
 from fddp.schedules import Pieces, Runner, compiled, in_order, in_stages
 
-MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0
+MICRO_BATCHES = 4
+SMALL_MB = 8.0
+DEFAULT_MB = 25.0
 FIRST = "after, per leaf"
 COLUMNS = {
     "compute_percent": "compute %",

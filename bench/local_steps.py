@@ -41,7 +41,8 @@ from fddp.local_training.merge_log import Merged
 from fddp.measuring.plots import figure
 from models import data, gpt
 
-REPLICAS, MiB = 4, 2**20
+REPLICAS = 4
+MiB = 2**20
 Optimizer = optax.GradientTransformation
 QUARTER = optax.sgd(1 / REPLICAS)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
@@ -168,7 +169,9 @@ def train(
     if local and "quorum" in local:
         return train_without_waiting(problem, seed, optimizer)
     step = fddp.train_step(problem.loss_fn, optimizer, group=group, **options)
-    state, sent, begin = step.init(problem.params), 0, time.perf_counter()
+    state = step.init(problem.params)
+    sent = 0
+    begin = time.perf_counter()
     for batch in islice(problem.batches(seed), problem.steps):
         state, info = step(state, batch)
         sent += int(np.sum(np.asarray(info.sent), dtype=np.int64))
@@ -228,7 +231,8 @@ def digits(seed: int, steps: int) -> Problem:
 
 
 def byte_gpt(seed: int, steps: int) -> Problem:
-    model, length = gpt.PRESETS["bytes"], 64
+    model = gpt.PRESETS["bytes"]
+    length = 64
     rows, others = data.read_text(None, length)
     with_metrics = gpt.loss_fn(model)
 
@@ -271,7 +275,8 @@ def told(
     )
     results = dict[str, Any]()
     for method, runs in found.items():
-        losses, sent = np.array([run[0] for run in runs]), runs[0][1]
+        losses = np.array([run[0] for run in runs])
+        sent = runs[0][1]
         spread = f"{losses.mean():.4f} ({losses.min():.4f}–{losses.max():.4f})"
         share = sent / ddp[1]
         seconds = f"{np.mean([run[2] for run in runs]):.1f}"
@@ -296,8 +301,10 @@ def picture(results: dict[str, Any]) -> Path:
     for axis, (name, found) in zip(np.atleast_1d(axes), results.items()):
         families = list(dict.fromkeys(method.split(",")[0] for method in found["methods"]))
         for k, (method, told) in enumerate(found["methods"].items()):
-            losses, family = np.array(told["test_loss"]), families.index(method.split(",")[0])
-            low, high = losses.mean() - losses.min(), losses.max() - losses.mean()
+            losses = np.array(told["test_loss"])
+            family = families.index(method.split(",")[0])
+            low = losses.mean() - losses.min()
+            high = losses.max() - losses.mean()
             look = {"fmt": "osD^"[k % 4], "color": f"C{family}", "capsize": 3}
             axis.errorbar(told["mib_sent"], losses.mean(), [[low], [high]], label=method, **look)
         axis.set(

@@ -92,9 +92,11 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
                 taken[way] += [took] if turn >= 0 else []
     said = {}
     for way, some in taken.items():
-        seconds, sent = np.array([one[0] for one in some]), np.array([one[1] for one in some])
+        seconds = np.array([one[0] for one in some])
+        sent = np.array([one[1] for one in some])
         slower = group.all_reduce(seconds, op="max")
-        sends, alone = slower[sent > 0], slower[sent == 0]
+        sends = slower[sent > 0]
+        alone = slower[sent == 0]
         said[way] = {
             "sends": summary(sends),
             "alone": summary(alone),

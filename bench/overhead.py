@@ -37,7 +37,8 @@ def main() -> None:
         problem: measure(read(problem), rounds=5 if args.quick else 60) for problem in args.problems
     }
     for name, result in results.items():
-        time, memory = result["fddp / by hand"], result["extra_memory_in_gradients"]
+        time = result["fddp / by hand"]
+        memory = result["extra_memory_in_gradients"]
         print(f"{name}: {time['median']:.3f} of the hand-written step's time", end=" ")
         print(
             f"({time['quartile_1']:.3f} … {time['quartile_3']:.3f}), {memory:+.2f} copies of the "

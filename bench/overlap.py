@@ -163,20 +163,17 @@ def evaluate(
     }
     fastest = min(seconds for way, seconds in times.items() if way.startswith("alone"))
     for wire in ("Gloo", "MPI"):
-        staged, after, alone = (
-            f"fddp staged ({wire})",
-            f"fddp after ({wire})",
-            f"alone, staged ({wire})",
-        )
-        stages, updates = _medians(spans[alone], "compute"), _medians(spans[alone], "update")
+        staged = f"fddp staged ({wire})"
+        after = f"fddp after ({wire})"
+        alone = f"alone, staged ({wire})"
+        stages = _medians(spans[alone], "compute")
+        updates = _medians(spans[alone], "update")
         sends = _medians(spans[after], "communication")
         # What is neither, Python, comes at the end, as it does in every way.
         updates[-1] += max(0.0, times[alone] - sum(stages) - sum(updates))
         bound = simulate(*outline(stages, sends, updates)).seconds
-        saved, lost = (
-            times[after] - times[staged],
-            float(np.median([_waited(ranks) for ranks in spans[staged]])),
-        )
+        saved = times[after] - times[staged]
+        lost = float(np.median([_waited(ranks) for ranks in spans[staged]]))
         result[wire] = {
             "alone_ms": 1e3 * times[alone],
             "traffic_ms": 1e3 * sum(sends),

@@ -53,7 +53,8 @@ def obey(
         for order in said:
             way, steps = json.loads(order)
             step, timeline, rest = ways[way]
-            seconds, lines = [], []
+            seconds = []
+            lines = []
             for _ in range(steps):
                 group.barrier()
                 start = time.perf_counter()

@@ -18,7 +18,8 @@ import optax
 import fddp
 from bench.drawn import COLUMNS, OUTER, Call, Drawn, by_name, keys, loss_of, optimizer_of
 
-INITIAL_SCALE, GROWTH_INTERVAL = 2.0**10, 2
+INITIAL_SCALE = 2.0**10
+GROWTH_INTERVAL = 2
 
 
 class Contribution(NamedTuple):
@@ -87,8 +88,10 @@ def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Told]:
 
 class _Plain:
     def __init__(self, drawn: Drawn, fragments: Sequence[Sequence[str]]) -> None:
-        self.drawn, self.fragments = drawn, fragments
-        self.inner, self.outer = optimizer_of(drawn), OUTER[drawn.local.get("outer", "mean")]()
+        self.drawn = drawn
+        self.fragments = fragments
+        self.inner = optimizer_of(drawn)
+        self.outer = OUTER[drawn.local.get("outer", "mean")]()
         params = wide(drawn.params)
         trained = {name: params[name] for name in drawn.trained}
         self.fixed = {name: x for name, x in params.items() if name not in trained}
@@ -98,7 +101,8 @@ class _Plain:
             else None
         )
         self.own = [Own(trained, jax.device_get(self.inner.init(trained)), buffers)] * drawn.dealt
-        self.shared, self.outer_state = trained, jax.device_get(self.outer.init(trained))
+        self.shared = trained
+        self.outer_state = jax.device_get(self.outer.init(trained))
         self.weights = np.zeros((drawn.dealt, max(1, len(fragments))))
         slices = {"model_state", "rng", "shared rng", "branch", "statistics"} & drawn.form
         self.joined = not (slices or drawn.rows != "rows" or drawn.local)
@@ -135,7 +139,8 @@ class _Plain:
         self.update = {optimizer: _moved(optimizer) for optimizer in (self.inner, self.outer)}
 
     def run(self) -> list[Told]:
-        told, pending = [], []
+        told = []
+        pending = []
         for call in self.drawn.calls:
             pending.append(call)
             if call.kind == "no_sync":
@@ -182,9 +187,12 @@ class _Plain:
     # Steps of replicas that train alone
 
     def _alone(self, pending: list[Call]) -> Told:
-        drawn, local = self.drawn, self.drawn.local
-        before, weights = list(self.own), self.weights.copy()
-        losses, trained_on = [], np.zeros(drawn.dealt)
+        drawn = self.drawn
+        local = self.drawn.local
+        before = list(self.own)
+        weights = self.weights.copy()
+        losses = []
+        trained_on = np.zeros(drawn.dealt)
         for r in range(drawn.dealt):
             one, live = self._of_one(r, pending)
             grads, loss, aux = _mean([one._replace(divisor=one.weight)])
@@ -196,7 +204,8 @@ class _Plain:
                 trained_on[r] = 0 if skips and not _finite(grads) else one.weight
         self.weights += trained_on[:, None]
         alone = self.step - local["start"] - local["delay"]
-        every, count = local["every"], len(self.fragments)
+        every = local["every"]
+        count = len(self.fragments)
         due = [f for f in range(count) if alone > 0 and alone % every == f * every // count]
         if due:
             sent, weights = (before, weights) if local["delay"] else (self.own, self.weights)
@@ -209,7 +218,9 @@ class _Plain:
         return Told(params, None, buffers, loss, aux, self.own[0].scale, self.shared)
 
     def _synchronize(self, fragment: int, sent: list[Own], weights: np.ndarray, call: Call) -> None:
-        of, names, mix = weights[:, fragment], self.fragments[fragment], self.drawn.local["mix"]
+        of = weights[:, fragment]
+        names = self.fragments[fragment]
+        mix = self.drawn.local["mix"]
         total = of.sum() or 1
         change = {
             name: sum(w * (self.shared[name] - one.params[name]) for w, one in zip(of, sent))
@@ -268,7 +279,10 @@ class _Plain:
 
     def _of_one(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
         """What one replica's micro-batches contribute, and its buffers after them."""
-        drawn, own, live, number = self.drawn, self.own[replica], self.own[replica].buffers, 0
+        drawn = self.drawn
+        own = self.own[replica]
+        live = self.own[replica].buffers
+        number = 0
         total: Any = None
         for call in pending:
             for k in range(drawn.micro_batches):
@@ -295,7 +309,8 @@ class _Plain:
 
     def _key(self, number: int, replica: int) -> Any:
         with_numbers = partial(reduce, jax.random.fold_in)
-        made, given = {}, keys(self.drawn) or {}
+        made = {}
+        given = keys(self.drawn) or {}
         if "own" in given:
             made["own"] = with_numbers((self.step - 1, number, replica), given["own"])
         if "shared" in given:
@@ -312,7 +327,8 @@ class _Plain:
 
     def _updated(self, own: Own, grads: Any, used: set[str] | frozenset[str]) -> tuple[Own, bool]:
         """An update, and whether `skip_nonfinite` left it out."""
-        drawn, finite = self.drawn, _finite(grads)
+        drawn = self.drawn
+        finite = _finite(grads)
         if drawn.scale:
             good = own.good + 1 if finite else 0
             grows = good >= GROWTH_INTERVAL

@@ -63,7 +63,8 @@ def problem(name: str, seed: int) -> Problem:
 
 def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 512) -> Problem:
     """A table of words, of which a batch looks up few, and a network of 5 MiB behind it."""
-    random, start = np.random.default_rng(seed), np.random.default_rng(0)
+    random = np.random.default_rng(seed)
+    start = np.random.default_rng(0)
     sizes = {
         "table": (vocabulary, width),
         "in": (width, 1024),

@@ -46,7 +46,9 @@ def main() -> None:
             seconds = take_turns(__file__, backend, name, rounds=2 if args.quick else args.rounds)
             found[f"{name}, {backend}"] = rows = results(seconds, LANES[backend])
             for groups, row in rows.items():
-                low, high, of_one = row["quartile_1_ms"], row["quartile_3_ms"], row["of_one_group"]
+                low = row["quartile_1_ms"]
+                high = row["quartile_3_ms"]
+                of_one = row["of_one_group"]
                 shares = (
                     f"{of_one['median']:.3f} "
                     f"({of_one['quartile_1']:.3f}–{of_one['quartile_3']:.3f})"

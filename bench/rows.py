@@ -22,7 +22,8 @@ from bench.record import ratio, save, summary
 from bench.turns import BACKENDS, staged, take_turns
 
 CAP_MB = 4.0
-ROWS, WHOLE = "rows", "whole"
+ROWS = "rows"
+WHOLE = "whole"
 
 
 def main() -> None:

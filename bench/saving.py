@@ -143,7 +143,9 @@ def trains(
 ) -> None:
     state = filled(group, forms)
     rows = np.ones((1, WIDTH), np.float32)
-    without, within, kept = list[float](), list[float](), list[float]()
+    without = list[float]()
+    within = list[float]()
+    kept = list[float]()
     with fddp.Checkpoints(folder, step, keep=1) as checkpoints:
         state, _ = step(state, rows)
         for turn in range(2 * ROUNDS):

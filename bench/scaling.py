@@ -71,8 +71,10 @@ def run(backend: str, name: str, size: int, rounds: int, cap_mb: float) -> dict[
 def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
     """Projected over measured on four, minus 1: an all-reduce of the largest bucket, and the
     step."""
-    hop, (cap,) = hop_of(Link(**two["link"]), 2), four["caps"]
-    largest, measured = max(cap["nbytes"]), cap["measured_ms"] / 1e3
+    hop = hop_of(Link(**two["link"]), 2)
+    (cap,) = four["caps"]
+    largest = max(cap["nbytes"])
+    measured = cap["measured_ms"] / 1e3
 
     def step(stages: dict[str, Any]) -> float:
         return projected(stages, hop, two, (4,), ring)[0].step_s / measured - 1

@@ -157,11 +157,10 @@ class Training:
         self.step = fddp.train_step(
             task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **caps, **options
         )
-        self.seconds, self.nbytes = defaultdict[str, list[float]](list), dict[str, int]()
-        self.state, self.batch = (
-            self.step.init(task.params, model_state=task.model_state),
-            task.batch,
-        )
+        self.seconds = defaultdict[str, list[float]](list)
+        self.nbytes = dict[str, int]()
+        self.state = self.step.init(task.params, model_state=task.model_state)
+        self.batch = task.batch
 
     def step_seconds(self) -> float:
         """Takes a step and waits for what it tells, as a loop does that prints it."""

@@ -108,7 +108,8 @@ def train(rows: int, rate: float, every: int, count: int) -> list[float]:
     # DDP adds the gradients of k batches up, fddp takes their mean: k times the rate is the same
     # step.
     step = fddp.train_step(loss_fn, optax.sgd(rate * every))
-    state, losses = step.init(MODEL.init(jax.random.key(0), images[:1])), []
+    state = step.init(MODEL.init(jax.random.key(0), images[:1]))
+    losses = []
     order = fddp.samples(len(images), rows, seed=0, drop_last=True)
     for turn, chosen in enumerate(islice(order, count)):
         batch = {"image": images[chosen], "label": labels[chosen].astype(np.int32)}

@@ -81,7 +81,8 @@ def soak(backend: str, steps: int) -> None:
         mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, schedule="staged", **caps
     )
     state = step.init(params)
-    rss, threads = [], []
+    rss = []
+    threads = []
     for number in range(steps):
         state, info = step(state, batch)
         if number % (steps // READINGS) == steps // READINGS - 1:

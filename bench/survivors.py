@@ -26,7 +26,8 @@ import fddp
 from bench.jobs import start
 from bench.record import save
 
-RANKS, LAST = 3, 20  # who has the highest number dies before this step
+RANKS = 3
+LAST = 20  # the rank of the highest number dies before this step
 
 
 def main() -> None:
@@ -75,7 +76,8 @@ def survive(rank: int, folder: Path, port: int) -> None:
     """One rank: trains until the last one dies, and a step more."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.config.update("jax_enable_recoverability", True)  # else JAX ends all when one is gone
-    params, times = np.zeros((256, 256), np.float32), list[float]()
+    params = np.zeros((256, 256), np.float32)
+    times = list[float]()
     for size in (RANKS, RANKS - 1):
         jax.distributed.initialize(f"127.0.0.1:{port + RANKS - size}", size, rank)
         times.append(time.monotonic())

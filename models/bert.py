@@ -154,7 +154,8 @@ def loss_fn(model: Bert) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
         rngs = None if rng is None else {"dropout": rng}
-        targets, mask = batch["targets"], batch["mask"]
+        targets = batch["targets"]
+        mask = batch["mask"]
         logits = jnp.asarray(model.apply({"params": params}, batch["tokens"], rngs=rngs))
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         correct = logits.argmax(-1) == targets

@@ -51,7 +51,8 @@ def main(
     every, steps = (8, 32) if quick else (every, steps)
     model = gpt.PRESETS["tiny" if quick else "bytes"]
     group = fddp.init()
-    loss_fn, inner = gpt.loss_fn(model), optax.adamw(3e-3)
+    loss_fn = gpt.loss_fn(model)
+    inner = optax.adamw(3e-3)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     optimizer = fddp.local_steps(inner, outer=outer, every=every)
     step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True)

@@ -35,7 +35,8 @@ def rotary(
     pairs = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(pairs, dtype=dtype) / pairs)
     angle = positions.astype(dtype)[:, None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
     a, b = jnp.split(x.astype(dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
@@ -52,7 +53,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         B, T, D = x.shape
-        N, K, h = self.heads, self.kv_heads, D // self.heads
+        N = self.heads
+        K = self.kv_heads
+        h = D // self.heads
         dense = partial(nn.Dense, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
 
         positions = jnp.arange(T)
@@ -204,7 +207,8 @@ def loss_fn(model: GPT) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
     """Returns the mean cross entropy of the next token, with the accuracy beside it."""
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        inputs = batch["tokens"][:, :-1]
+        targets = batch["tokens"][:, 1:]
         rngs = None if rng is None else {"dropout": rng, "layer_drop": jax.random.fold_in(rng, 1)}
         return score(jnp.asarray(model.apply({"params": params}, inputs, rngs=rngs)), targets)
 

@@ -113,7 +113,8 @@ def loss_fn(
     """
 
     def loss(params: Any, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        inputs = batch["tokens"][:, :-1]
+        targets = batch["tokens"][:, 1:]
         if micro_batches < 1 or len(inputs) % micro_batches:
             raise ValueError(
                 f"micro_batches={micro_batches}, and {len(inputs)} rows of a replica cannot be cut "
@@ -122,7 +123,8 @@ def loss_fn(
                 "micro_batches."
             )
         embed, norm = gpt.ends(model)
-        embed, norm = embed.bind({"params": params["embed"]}), norm.bind({"params": params["norm"]})
+        embed = embed.bind({"params": params["embed"]})
+        norm = norm.bind({"params": params["norm"]})
         x = embed(inputs)
         entering = x.reshape(micro_batches, -1, *x.shape[1:])
         leaving = pipeline(partial(stage, model), params["stages"], entering)

@@ -31,7 +31,8 @@ sys.path.append(
 )  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 
-COLUMNS, ROWS = PartitionSpec(None, "part"), PartitionSpec("part", None)
+COLUMNS = PartitionSpec(None, "part")
+ROWS = PartitionSpec("part", None)
 PLACES = {
     **dict.fromkeys(("query", "key", "value", "gate", "up"), COLUMNS),
     **dict.fromkeys(("out", "down", "embed"), ROWS),
@@ -95,10 +96,8 @@ def placed(params: Any, mesh: Mesh) -> Any:
 def size_mib(params: Any) -> tuple[float, float]:
     """How large the parameters are, and one device's parts of them."""
     leaves = jax.tree.leaves(params)
-    whole, held = (
-        sum(x.nbytes for x in leaves),
-        sum(x.addressable_shards[0].data.nbytes for x in leaves),
-    )
+    whole = sum(x.nbytes for x in leaves)
+    held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
     return whole / 2**20, held / 2**20
 
 

@@ -213,7 +213,8 @@ def loop(
     save: Callable[[fddp.TrainState, bool], None],
 ) -> tuple[fddp.TrainState, History]:
     """Trains from the state's step up to the last; a state of the last one comes back as it is."""
-    history, start = History(int(state.step)), int(state.step)
+    history = History(int(state.step))
+    start = int(state.step)
     if start > config.steps:
         raise ValueError(
             f"--steps {config.steps}: the checkpoint in {config.resume} is of step {start}."
@@ -300,7 +301,8 @@ def resnet_task(config: Config) -> Task:
     images, labels, test_images, test_labels = (
         data.read_mnist(config.data) if config.data else data.split_digits()
     )
-    mean, std = images.mean(), images.std()
+    mean = images.mean()
+    std = images.std()
     images, test_images = (
         ((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images)
     )
@@ -398,7 +400,8 @@ def progress(console: Console) -> Progress:
 
 def draw(title: str, config: Config, history: History) -> Path:
     """The loss of every step that this run has seen, and its mean over the last ones."""
-    losses, numbers = history.losses, range(history.start + 1, history.step + 1)
+    losses = history.losses
+    numbers = range(history.start + 1, history.step + 1)
     last = max(1, len(losses) // 20)
     means = np.convolve(losses, np.full(last, 1 / last), "valid")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -431,7 +434,8 @@ def page(
     if history.start:
         lines["resumed"] = f"after step {history.start:,} of {config.steps:,}"
     if history.losses:
-        loss, accuracy = np.mean(history.losses[-10:]), np.mean(history.accuracies[-10:])
+        loss = np.mean(history.losses[-10:])
+        accuracy = np.mean(history.accuracies[-10:])
         change = f"{history.losses[0]:.3f} → {loss:.3f}"
         lines["training loss"] = f"{change} · accuracy {accuracy:.1%} (mean of the last 10 steps)"
         times = (

@@ -97,7 +97,8 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
             "label": labels.astype(np.int32),
         }
 
-    module, optimizer = Network(), optax.adamw(3e-3)
+    module = Network()
+    optimizer = optax.adamw(3e-3)
     net = fddp.from_linen(module, loss)
     params, buffers = jax.jit(net.init)(jax.random.key(seed), rows_of(images[:1], labels[:1]))
     step = fddp.train_step(net.loss_fn, optimizer, group=group)

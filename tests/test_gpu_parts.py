@@ -33,7 +33,8 @@ def rehearse(folder, *halves):
     env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     command = [sys.executable, "bench/gpu.py", "--quick", "--parts"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    printed, results = "", {}
+    printed = ""
+    results = {}
     files = [folder / f"{names[0]}.json" for names in halves]
     commands = [[*command, *names, "--out", str(file)] for names, file in zip(halves, files)]
     with ending(

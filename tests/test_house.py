@@ -196,7 +196,8 @@ def test_a_public_name_says_what_it_is():
 
 def undocumented(name: str, function: Callable[..., object]) -> list[str]:
     """The parts of a function's docstring that are missing: its sections, and its arguments."""
-    signature, text = inspect.signature(function), inspect.getdoc(function) or ""
+    signature = inspect.signature(function)
+    text = inspect.getdoc(function) or ""
     args = [p for p in signature.parameters if p != "self"]
     if not text or not args:
         return [] if text else [f"{name}: docstring"]

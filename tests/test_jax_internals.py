@@ -229,7 +229,8 @@ def test_the_host_s_functions_that_an_equation_calls_are_its_own():
             equation("pure_callback", lambda x: jax.pure_callback(f, form, x), 1.0)
         )
 
-    (first,), (second,) = called(lambda x: x), called(lambda x: x + 1)
+    (first,) = called(lambda x: x)
+    (second,) = called(lambda x: x + 1)
     assert first != second
     assert internals.callbacks(equation("sin", jnp.sin, 1.0)) == []
 
@@ -421,7 +422,8 @@ COLLECTIVES = {
 
 def over_replicas(f: Callable[[Any], Any], check_vma: bool) -> set[str]:
     """Primitives of a function of one of two replicas."""
-    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "replica"), PartitionSpec("replica")
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "replica")
+    spec = PartitionSpec("replica")
     spread = jax.shard_map(
         lambda x: x + jnp.sum(f(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
     )

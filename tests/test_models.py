@@ -259,7 +259,8 @@ def replaced(tokens: np.ndarray, place: int) -> np.ndarray:
 
 
 def test_gpt_is_causal():
-    tokens, place = build("gpt")[-1]["tokens"], 20
+    tokens = build("gpt")[-1]["tokens"]
+    place = 20
     before, after = map(logits("gpt"), (tokens, replaced(tokens, place)))
     np.testing.assert_array_equal(before[:, :place], after[:, :place])
     assert jnp.all(jnp.any(before[:, place:] != after[:, place:], axis=-1))
@@ -312,7 +313,8 @@ def test_layers_are_left_out_as_often_as_asked_and_only_with_an_rng():
 
 
 def test_bert_reads_in_both_directions():
-    tokens, place = build("bert")[-1]["tokens"], 20
+    tokens = build("bert")[-1]["tokens"]
+    place = 20
     before, after = map(logits("bert"), (tokens, replaced(tokens, place)))
     assert jnp.all(jnp.any(before != after, axis=-1))
 
@@ -332,7 +334,8 @@ def test_rotary_products_depend_only_on_relative_position():
 def test_bert_ignores_targets_that_are_not_masked():
     params, _, batch = build("bert")
     loss = jax.jit(bert.loss_fn(bert.PRESETS["tiny"]))
-    mask, targets = batch["mask"], batch["targets"]
+    mask = batch["mask"]
+    targets = batch["targets"]
     elsewhere = batch | {"targets": np.where(mask, targets, 0)}
     hidden = batch | {"targets": np.where(mask, 0, targets)}
     assert loss(params, batch)[0] == loss(params, elsewhere)[0] != loss(params, hidden)[0]

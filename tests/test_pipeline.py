@@ -111,7 +111,8 @@ def test_each_device_holds_the_layers_of_its_stage_and_their_moments(x64):
 def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_else(x64):
     in_ticks = [x for x in audited().collectives if x.inside]
     assert {x.kind for x in in_ticks} == {"collective-permute"}
-    forward, backward = ((0, 1), (2, 3)), ((1, 0), (3, 2))
+    forward = ((0, 1), (2, 3))
+    backward = ((1, 0), (3, 2))
     assert sorted(x.devices for x in in_ticks) == [forward, backward]
     rows = ROWS // 2 // 3
     assert {array.dims for x in in_ticks for array in x.arrays} == {

@@ -146,7 +146,8 @@ def test_a_command_that_has_finished_tests_again_what_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    words, printed = ["--preset", "tiny", "--steps", "2", "--resume", "saved"], list[str]()
+    words = ["--preset", "tiny", "--steps", "2", "--resume", "saved"]
+    printed = list[str]()
     for _ in range(2):
         train.main(train.read_config(words))
         printed.append(capsys.readouterr().out)
@@ -233,7 +234,8 @@ def test_defaults_are_those_of_the_model_wherever_it_stands():
 def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(
     group: Callable[[int], fddp.Group],
 ):
-    one, two = losses(GPT, group(1)), on_two(group(2))
+    one = losses(GPT, group(1))
+    two = on_two(group(2))
     assert one == pytest.approx(two, abs=1e-4)
     assert two[-1] < two[0] - 0.5
 
@@ -241,7 +243,8 @@ def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(
 def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(
     group: Callable[[int], fddp.Group],
 ):
-    every, dropped = on_two(group(2)), losses(replace(GPT, layer_drop=0.3), group(2))
+    every = on_two(group(2))
+    dropped = losses(replace(GPT, layer_drop=0.3), group(2))
     assert dropped[-1] < dropped[0] - 0.5
     assert dropped != pytest.approx(every, abs=1e-3)
 
@@ -315,10 +318,8 @@ def idx(array: np.ndarray) -> bytes:
 
 def test_mnist_files_are_read_packed_or_not(tmp_path: Path):
     rng = np.random.default_rng(0)
-    images, labels = (
-        rng.integers(256, size=(5, 28, 28), dtype=np.uint8),
-        rng.integers(10, size=5, dtype=np.uint8),
-    )
+    images = rng.integers(256, size=(5, 28, 28), dtype=np.uint8)
+    labels = rng.integers(10, size=5, dtype=np.uint8)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images[:2])))

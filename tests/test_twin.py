@@ -45,7 +45,8 @@ def start() -> twin.State:
 def test_the_twin_and_fddp_train_to_the_same_state(group, x64, count, schedule):
     plain_step = twin.train_step(loss_fn, OPTIMIZER, replicas(count))
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(count), schedule=schedule)
-    plain, state = start(), step.init(PARAMS)
+    plain = start()
+    state = step.init(PARAMS)
     for batch in BATCHES:
         plain, loss = plain_step(plain, batch)
         state, info = step(state, batch)

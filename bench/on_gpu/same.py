@@ -21,7 +21,9 @@ from bench.workload import read
 STEPS = 5
 # Of a loss, and of the way that the parameters have gone; or this many times what the order of the
 # rows makes.
-LOSS, WAY, TIMES = 1e-5, 1e-3, 10
+LOSS = 1e-5
+WAY = 1e-3
+TIMES = 10
 
 
 def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -30,7 +30,8 @@ from models import bert, gpt, mlp, resnet
 
 # What XLA makes of a program is the claim: with all that it does.
 pytestmark = pytest.mark.usefixtures("optimized")
-aot, slow = pytest.mark.aot, pytest.mark.slow
+aot = pytest.mark.aot
+slow = pytest.mark.slow
 
 # name: (model, rows, options). A GPT of 5 MiB needs smaller buckets than a BERT-base of 418.
 MODELS = {
@@ -97,7 +98,8 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
         for collective in audit.collectives
     )
     assert not any(collective.loops for collective in audit.collectives)
-    sizes, planned = [f.nbytes for f in audit.collectives], [b.nbytes for b in audit.plan.buckets]
+    sizes = [f.nbytes for f in audit.collectives]
+    planned = [b.nbytes for b in audit.plan.buckets]
     assert sizes[1:] == planned[1:]
     # The bits of a buffer travel as two numbers of 16 bits, each in a float.
     module, model, *_ = MODELS[name]
@@ -157,7 +159,8 @@ def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(
     kinds = [collective.kind for collective in audit.collectives]
     count = len(audit.plan.buckets)
     assert kinds == ["all-gather"] * count + ["all-reduce"] + ["reduce-scatter"] * count
-    gathers, scatters = audit.collectives[:count], audit.collectives[count + 1 :]
+    gathers = audit.collectives[:count]
+    scatters = audit.collectives[count + 1 :]
     assert all(collective.asynchronous for collective in (*gathers, *scatters))
     # What the first layer needs has no layer before it: BERT's three embeddings, the GPT's one.
     first = 3 if name == "bert" else 1

@@ -48,7 +48,8 @@ def trained(
 ) -> tuple[fddp.TrainStep, fddp.TrainState, Any]:
     """A step that trained on three layers, its state and a batch."""
     step = fddp.train_step(three_layers, optax.sgd(0.1), group=group, bucket_cap_mb=0, **options)
-    state, batch = step.init(PARAMS), np.ones((2 * group.size, 16), np.float32)
+    state = step.init(PARAMS)
+    batch = np.ones((2 * group.size, 16), np.float32)
     for _ in range(steps):
         state, _ = step(state, batch)
     return step, state, batch
@@ -315,10 +316,8 @@ def test_a_collective_of_any_kind_is_traffic():
 )
 def test_what_jax_sends_is_traffic_under_the_name_that_it_has_in_the_program(sent):
     """A profile has the names of instructions; whether one sends, its opcode says."""
-    mesh, spec = (
-        jax.sharding.Mesh(jax.devices()[:2], "replica"),
-        jax.sharding.PartitionSpec("replica"),
-    )
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "replica")
+    spec = jax.sharding.PartitionSpec("replica")
     spread = jax.shard_map(
         lambda x: jnp.tanh(x) + jnp.sum(sent(x, "replica")),
         mesh=mesh,

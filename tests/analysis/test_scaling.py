@@ -52,7 +52,9 @@ def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out():
     steps = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-6, 5e8))]
     assert steps == sorted(steps)
     assert steps[0] == pytest.approx(0.2)
-    early, late = steps[3] - steps[1], steps[8] - steps[6]  # 2 → 8 replicas, 64 → 256
+    # 2 → 8 replicas, 64 → 256
+    early = steps[3] - steps[1]
+    late = steps[8] - steps[6]
     assert late < early / 5
     slow = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-3, 5e8))]
     assert slow[9] > 2 * 4095 * 1e-3 * 4  # 4,096 replicas: four buckets' latencies alone

@@ -73,7 +73,8 @@ def test_a_replica_holds_its_part_of_the_optimizers_state_and_of_the_padding(
     group: Groups, shard: str
 ):
     step, state = make(group(4), shard)
-    (held, whole, *_), count = step.stats().replica_bytes, state.opt_state[0].count.nbytes
+    (held, whole, *_) = step.stats().replica_bytes
+    count = state.opt_state[0].count.nbytes
     assert step.plan.padding == PADDING
     # Two moments for each parameter.
     assert held.opt_state == count + 2 * (4 * 45 + PADDING) // 4
@@ -107,7 +108,8 @@ def test_gradients_are_those_of_all_messages(group: Groups, shard: str):
     buckets = [
         nbytes for nbytes, message in zip(made, step.plan.messages) if message.bucket is not None
     ]
-    told, (*sent, scalars) = step.stats().replica_bytes, np.asarray(info.sent).tolist()
+    told = step.stats().replica_bytes
+    (*sent, scalars) = np.asarray(info.sent).tolist()
     assert len(buckets) > 1 and told.gradients == sum(buckets) == 4 * 45 + PADDING
     # There and back, three quarters each.
     assert sum(sent) == 2 * told.gradients * 3 // 4 and told.sent == sum(sent) + scalars

@@ -180,7 +180,8 @@ def test_a_bucket_that_would_round_scalars_is_refused(x64):
 def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
     plan, buckets = wide_enough(np.float32)
     zeros = jax.tree.map(np.zeros_like, EXTREMES)
-    one, other = add_tail(plan, buckets, EXTREMES), add_tail(plan, buckets, zeros)
+    one = add_tail(plan, buckets, EXTREMES)
+    other = add_tail(plan, buckets, zeros)
     same_bits(take_tail(plan, jax.tree.map(jnp.add, one, other))[1], EXTREMES)
 
 

@@ -101,7 +101,8 @@ def test_each_bucket_is_below_its_own_cap_without_its_last_leaf_and_not_with_it(
     order = [i for i in order if tree[i].dtype == np.float32]
     plan = make_plan(tree, order=order, bucket_cap_mb=[size / MiB for size in sizes])
     for k, bucket in enumerate(plan.buckets):
-        cap, nbytes = sizes[min(k, len(sizes) - 1)], [plan.leaves[i].nbytes for i in bucket.leaves]
+        cap = sizes[min(k, len(sizes) - 1)]
+        nbytes = [plan.leaves[i].nbytes for i in bucket.leaves]
         assert sum(nbytes[:-1]) < cap or not nbytes[:-1]
         assert sum(nbytes) >= cap or bucket == plan.buckets[-1]
 
@@ -231,7 +232,8 @@ def test_pytorch_multi_limit_as_a_sequence_whose_last_cap_holds_for_all_that_fol
 
 
 def test_pytorch_single_limit_multi_dtype():
-    singles, doubles = floats(50, 50, 50), floats(25, 25, 25, dtype=np.float64)
+    singles = floats(50, 50, 50)
+    doubles = floats(25, 25, 25, dtype=np.float64)
     tree = [leaf for pair in zip(singles, doubles) for leaf in pair]
     plan = make_plan(tree, order=range(6), bucket_cap_mb=400 / MiB)
     assert leaves_of(plan) == [[0, 2], [1, 3], [4], [5]]

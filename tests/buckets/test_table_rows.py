@@ -11,7 +11,9 @@ from fddp.buckets import add_table_rows, flags, plan_with_table_rows, take_table
 from fddp.buckets.table_rows import WORTH_BYTES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
-ALL, WIDTH, MOST = 70_000, 3, 5  # more rows than 16 bits count
+ALL = 70_000  # rows: more than 16 bits count
+WIDTH = 3
+MOST = 5
 
 
 def bucket_of(dtype: str) -> Any:
@@ -36,7 +38,8 @@ def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
     "numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]]
 )
 def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
-    bucket, flat = bucket_of(dtype), gradient(dtype, numbers, 0)
+    bucket = bucket_of(dtype)
+    flat = gradient(dtype, numbers, 0)
     words, left = take_table_rows(bucket, flat)
     assert words.nbytes == bucket.nbytes and words.dtype.kind == "u"
     (place,) = flags(bucket, 1)
@@ -95,7 +98,8 @@ def test_rows_travel_where_these_save_enough_bytes():
             is not None
         )
 
-    bytes_of_all, bytes_of_row = 1_600_000, 4 * 4 + 4
+    bytes_of_all = 1_600_000
+    bytes_of_row = 4 * 4 + 4
     for replicas in (2, 3, 8):
         most = (2 * bytes_of_all // replicas - WORTH_BYTES // (replicas - 1)) // bytes_of_row
         assert travel(replicas, most - 1) and not travel(replicas, most + 1)

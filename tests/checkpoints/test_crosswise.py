@@ -59,7 +59,8 @@ def test_what_some_replicas_save_others_restore_in_all_shards(
 def test_what_ranks_of_a_backend_save_those_of_another_and_devices_restore(
     group: Callable[[int], fddp.Group], tmp_path: Path, one: tuple[str, int], other: tuple[str, int]
 ):
-    saved, here = tmp_path / "saved", tmp_path / "here"
+    saved = tmp_path / "saved"
+    here = tmp_path / "here"
     (by_ranks,) = on_ranks(*one, [saved], tmp_path / "one", *SAVES)
     assert set(by_ranks) == set(SAVES)
     by_devices = {save: does(group(2), here, save) for save in SAVES}

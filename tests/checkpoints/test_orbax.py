@@ -119,7 +119,8 @@ def test_what_a_hook_remembers_is_saved_too(make, tmp_path, schedule):
     again = restore(tmp_path / "state", fresh(other))
     same_arrays(again, state)
     for x in single(ROWS[1:3]):
-        (state, info), (again, told) = step(state, x), other(again, x)
+        (state, info) = step(state, x)
+        (again, told) = other(again, x)
         same_arrays((again, told), (state, info))
 
 
@@ -176,7 +177,8 @@ def test_keys_come_back_as_they_were(group, tmp_path, key):
 @SCHEDULES
 def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, schedule):
     optimizer = optax.adamw(1e-2)
-    like, saved = {name: PARAMS[name] for name in ("w", "b")}, None
+    like = {name: PARAMS[name] for name in ("w", "b")}
+    saved = None
     for number, (n, x) in enumerate(zip((4, 2, 8), ROWS)):
         step = fddp.train_step(
             mean_square, optimizer, group=group(n), schedule=schedule, bucket_cap_mb=0
@@ -198,7 +200,8 @@ def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, 
 
 ### A checkpoint of something else
 
-W, B = np.zeros((3, 5), np.float32), np.zeros(5, np.float32)
+W = np.zeros((3, 5), np.float32)
+B = np.zeros(5, np.float32)
 OTHERS = {
     "one parameter more": ({"w": W, "b": B, "more": B}, r"do not match(?s:.*)params\.more"),
     "one parameter less": ({"w": W}, r"do not match(?s:.*)params\.b"),

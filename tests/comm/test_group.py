@@ -81,7 +81,8 @@ def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):
     back = group(2).broadcast(tree)
     assert jax.random.key_data(back["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
     for name in ("bf16", "f64", "flags", "empty"):
-        got, expected = np.asarray(back[name]), np.asarray(tree[name])
+        got = np.asarray(back[name])
+        expected = np.asarray(tree[name])
         assert (got.dtype, got.shape, got.tobytes()) == (
             expected.dtype,
             expected.shape,

@@ -33,7 +33,8 @@ LOCAL = [1, 2, 4]
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16, np.int32, np.complex64])
 def test_whole_numbers_are_summed_exactly_between_programs_and_inside(group, local, dtype):
     levels = group(4).hierarchical(local)
-    numbers, own = RNG.integers(-50, 50, (4, 11)), levels.placement.per_replica
+    numbers = RNG.integers(-50, 50, (4, 11))
+    own = levels.placement.per_replica
     x = levels.placement.place(numbers.reshape(-1).astype(dtype), own)
     between = levels.transport.all_reduce(x)
     inside = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)(x)
@@ -44,7 +45,8 @@ def test_whole_numbers_are_summed_exactly_between_programs_and_inside(group, loc
 
 @pytest.mark.parametrize("local", LOCAL)
 def test_all_replicas_get_the_same_bits(group, local):
-    levels, own = group(4).hierarchical(local), group(4).placement.per_replica
+    levels = group(4).hierarchical(local)
+    own = group(4).placement.per_replica
     rows = RNG.normal(size=(4, 5, 7)).astype(np.float32)
     every = levels.placement.program(
         lambda x: levels.communicator.all_reduce(x[0])[None], (own,), own
@@ -56,7 +58,8 @@ def test_all_replicas_get_the_same_bits(group, local):
 def test_sixteen_bits_are_rounded_once_and_not_at_every_level(group):
     """1 + 2⁻⁸, the sum of the first node, is 1 in bfloat16; 1 + 2⁻⁷, the sum of both, is a number
     there."""
-    levels, own = group(4).hierarchical(2), group(4).placement.per_replica
+    levels = group(4).hierarchical(2)
+    own = group(4).placement.per_replica
     x = np.array([1, 2**-8, 2**-8, 0], jnp.bfloat16)
     inside = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)(x)
     between = levels.transport.all_reduce(levels.placement.place(x, own))
@@ -64,7 +67,8 @@ def test_sixteen_bits_are_rounded_once_and_not_at_every_level(group):
 
 
 def test_a_replica_sends_over_the_network_the_part_that_it_has_of_its_nodes_sum(group):
-    levels, own = group(4).hierarchical(2), group(4).placement.per_replica
+    levels = group(4).hierarchical(2)
+    own = group(4).placement.per_replica
     program = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)
     compiled = program.lower(jax.ShapeDtypeStruct((4 * 1000,), jnp.float32)).compile().as_text()
     sums = re.findall(r"= (\w+\[[\d,]*\])\S* all-reduce\(.*?replica_groups=(\{\{.*?\}\})", compiled)
@@ -76,7 +80,8 @@ def test_a_replica_sends_over_the_network_the_part_that_it_has_of_its_nodes_sum(
 @pytest.mark.parametrize("local", LOCAL)
 def test_both_levels_together_send_the_bytes_of_a_sum_at_once(group, local):
     nodes = tuple(tuple(range(first, first + local)) for first in range(0, 4, local))
-    places, sent = tuple(zip(*nodes)), {}
+    places = tuple(zip(*nodes))
+    sent = {}
 
     def inside(x: Any) -> Any:
         def over_node(node: Communicator) -> Any:

@@ -17,7 +17,8 @@ class Terminal(io.StringIO):
 
 def counting(most: int) -> tuple[Callable[[], str], threading.Event]:
     """What tells how often it was asked, and the event that it was asked so often."""
-    asked, enough = list[None](), threading.Event()
+    asked = list[None]()
+    enough = threading.Event()
 
     def state() -> str:
         asked.append(None)

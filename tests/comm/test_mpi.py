@@ -12,7 +12,8 @@ def test_memory_that_is_looked_into_is_not_given_out_again(look):
     like = receive_buffers()
     first = like(np.zeros(1000, np.float32))
     first[:] = 7
-    address, seen = first.ctypes.data, look(first)
+    address = first.ctypes.data
+    seen = look(first)
     expected = np.array(seen)
     del first
     second = like(np.zeros(1000, np.float32))
@@ -25,7 +26,8 @@ def test_a_jax_array_takes_the_memory_over_and_gives_it_back():
     like = receive_buffers()
     first = like(np.zeros(1000, np.float32))
     first[:] = 7
-    address, taken = first.ctypes.data, jax.device_put(first, jax.devices()[0])
+    address = first.ctypes.data
+    taken = jax.device_put(first, jax.devices()[0])
     assert taken.unsafe_buffer_pointer() == address, "copied"
     del first
     other = like(np.zeros(1000, np.float32))

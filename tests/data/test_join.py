@@ -18,7 +18,8 @@ from trees import close
 
 import fddp
 
-REPLICAS, ROWS = 4, 6
+REPLICAS = 4
+ROWS = 6
 RNG = np.random.default_rng(9)
 W = RNG.normal(size=(3,))
 BATCH = RNG.normal(size=(REPLICAS * ROWS, 3))

@@ -73,7 +73,8 @@ def test_drop_last_leaves_out_only_what_fills_no_batch(rows: int, local: int, si
 # is one row a rank.
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_ranks_read_as_many_rows_as_with_torch(size: int):
-    rows, tiny = 100 + size + 1, max(size // 2 - 1, 1)
+    rows = 100 + size + 1
+    tiny = max(size // 2 - 1, 1)
     dropped = math.ceil((rows - size) / size) if rows % size else rows // size
     assert shares(rows, size, size, drop_last=True).shape == (size, dropped, 1)
     assert shares(rows, size, size).shape == (size, math.ceil(rows / size), 1)

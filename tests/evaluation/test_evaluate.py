@@ -24,7 +24,8 @@ from fddp.watching.watcher.shared_memory import HEAD, SIZE
 close = partial(trees.close, rtol=1e-12, atol=0)
 
 RNG = np.random.default_rng(3)
-X, W = RNG.normal(size=(29, 3)), RNG.normal(size=3)
+X = RNG.normal(size=(29, 3))
+W = RNG.normal(size=3)
 LABELS = RNG.integers(3, size=29)
 # Four replicas divide the first two alone; the fourth has no row.
 ENDS = np.cumsum([8, 8, 3, 0, 6, 4])[:-1]
@@ -60,7 +61,8 @@ def test_a_weighted_metric_is_a_mean_over_what_it_counts(group, x64):
 
     def of_classes(w: Any, batch: Any) -> Any:
         x, label = batch
-        right, one_hot = (x @ w > 0)[:, None], jax.nn.one_hot(label, 4)
+        right = (x @ w > 0)[:, None]
+        one_hot = jax.nn.one_hot(label, 4)
         count = jnp.sum(one_hot, axis=0)
         return fddp.Weighted(jnp.sum(right * one_hot, axis=0) / count, count)
 
@@ -94,7 +96,8 @@ def test_a_metric_is_compiled_once_for_each_form_of_a_batch(group):
 
 
 def test_each_batch_is_a_sign_to_the_watchers_that_a_rank_moves(group):
-    recorder, moved = Recorder(bytearray(SIZE)), set()
+    recorder = Recorder(bytearray(SIZE))
+    moved = set()
 
     def batches() -> Iterator[np.ndarray]:
         for _ in range(3):
@@ -117,7 +120,8 @@ def test_a_state_is_evaluated_however_replicas_hold_it_and_goes_on(group, x64, k
     def metric(w: Any, x: Any, *, model_state: Any) -> Any:
         return jnp.mean((x @ w - model_state["seen"]) ** 2)
 
-    sgd, replicas = optax.sgd(0.1), group(4)
+    sgd = optax.sgd(0.1)
+    replicas = group(4)
     optimizer: Any = fddp.local_steps(sgd, outer=sgd, every=3) if kind == "copies" else sgd
     options: Any = {"shard": "state"} if kind == "shards" else {}
     step = fddp.train_step(loss, optimizer, group=replicas, **options)

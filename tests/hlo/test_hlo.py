@@ -97,7 +97,9 @@ def test_a_library_call_is_a_product():
 
 
 # One convolution: 8 images of 16 × 16 with 3 channels, 5 × 5 kernels, 7 features.
-IMAGE, KERNEL, OUT = "f32[8,16,16,3]", "f32[5,5,3,7]", "f32[8,16,16,7]"
+IMAGE = "f32[8,16,16,3]"
+KERNEL = "f32[5,5,3,7]"
+OUT = "f32[8,16,16,7]"
 CONVOLUTION = 2 * (8 * 16 * 16 * 7) * (5 * 5 * 3)
 
 

@@ -70,7 +70,9 @@ def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:
 def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
     """Four steps of three replicas: both errors come back, that of what is sent and that of the
     sum."""
-    replicas, size, block = group(3), 43, 8
+    replicas = group(3)
+    size = 43
+    block = 8
     hook = hooks.sign(block=block) if bits == 1 else hooks.quantize(bits=bits, block=block)
     steps = DRAW.normal(size=(4, 3, size)).astype(np.float32)
     form = jax.ShapeDtypeStruct((size,), np.float32)
@@ -86,7 +88,8 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
     program = replicas.placement.program(one, (own, own), (jax.sharding.PartitionSpec(), own))
     memory = jax.tree.map(lambda x: jnp.stack([x] * 3), hook.init(form))
     length = -(-size // (3 * block)) * block
-    sent, summed = np.zeros((3, 3 * length)), np.zeros(3 * length)
+    sent = np.zeros((3, 3 * length))
+    summed = np.zeros(3 * length)
     for rows in steps:
         got, memory = program(rows, memory)
         wanted = np.pad(rows, ((0, 0), (0, 3 * length - size))) + sent
@@ -104,7 +107,8 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
 @pytest.mark.parametrize("hook", [hooks.sign(), hooks.quantize(bits=4)], ids=["1 bit", "4 bits"])
 def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.Hook):
     """What has come, and what is remembered of numbers and of sums, are together all gradients."""
-    weights, rows = DRAW.normal(size=(2, 700)).astype(np.float32), np.array([1.0, 3.0], np.float32)
+    weights = DRAW.normal(size=(2, 700)).astype(np.float32)
+    rows = np.array([1.0, 3.0], np.float32)
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(x) * sum(jnp.vdot(params[name], w) for name, w in zip("ab", weights))

@@ -104,10 +104,8 @@ def test_float16_sums_do_not_overflow_because_they_are_divided_first(group):
 
 
 def test_what_has_16_bits_already_travels_in_its_own_dtype(group):
-    small, large = (
-        np.full((REPLICAS, 3), 1e-9, jnp.bfloat16),
-        np.full((REPLICAS, 3), 1 + 2**-10, np.float16),
-    )
+    small = np.full((REPLICAS, 3), 1e-9, jnp.bfloat16)
+    large = np.full((REPLICAS, 3), 1 + 2**-10, np.float16)
     for hook in (hooks.bf16(), hooks.fp16()):
         np.testing.assert_array_equal(reduced(group, hook, small)[0][0], (small * REPLICAS)[0])
         np.testing.assert_array_equal(reduced(group, hook, large)[0][0], (large * REPLICAS)[0])
@@ -156,7 +154,9 @@ def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
 
 def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others(group):
     rows = np.zeros((REPLICAS, 8), np.float32)
-    rows[0], rows[1, 3], rows[2] = [1, -9, 2, 0, 3, 0, 0, 8], 5, 1
+    rows[0] = [1, -9, 2, 0, 3, 0, 0, 8]
+    rows[1, 3] = 5
+    rows[2] = 1
     ((total,), left) = reduced(group, hooks.topk(0.25), rows)
     # Two a replica; of equal ones the first.
     assert total.tolist() == [1, -8, 0, 5, 0, 0, 0, 8]
@@ -165,7 +165,9 @@ def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others
 
 def test_chunks_are_those_with_the_largest_norms_of_all_replicas_and_the_others_wait(group):
     rows = np.zeros((REPLICAS, 7), np.float32)
-    rows[0], rows[1, 4], rows[2, 0] = [1, 1, 0, -3, 0, 0, 2], 4, 8
+    rows[0] = [1, 1, 0, -3, 0, 0, 2]
+    rows[1, 4] = 4
+    rows[2, 0] = 8
     totals, left = reduced(group, hooks.chunks(0.5, chunk=2), rows, np.zeros_like(rows))
     # Norms 10, 3, 4 and 2: two of four chunks leave, the first and the third, and the others with
     # the next step.
@@ -355,7 +357,8 @@ def trained(
     step = fddp.train_step(
         loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=hook, **OPTIONS | options
     )
-    state, infos = step.init(PARAMS), []
+    state = step.init(PARAMS)
+    infos = []
     for k in range(steps):
         if k == 1:
             state, info = step.no_sync(state, X)
@@ -558,10 +561,8 @@ def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
 def test_a_step_in_which_anything_overflows_leaves_no_trace_in_any_bucket(group, name, schedule):
     options: Any = {"hook": FINITE[name], "schedule": schedule, "donate": False, "bucket_cap_mb": 0}
     optimizer = fddp.dynamic_scale(optax.adam(0.1), initial=4.0)
-    step, params = (
-        fddp.train_step(product, optimizer, group=group(REPLICAS), **options),
-        zeros(np.float32),
-    )
+    step = fddp.train_step(product, optimizer, group=group(REPLICAS), **options)
+    params = zeros(np.float32)
     before, _ = step(step.init(params), pulls(params))
     after = before
     for leaf, place in PLACES:
@@ -648,7 +649,9 @@ def test_what_a_hook_remembers_is_each_replicas_own(group):
 
 def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group):
     make = lambda n, hook: fddp.train_step(loss_fn, optax.sgd(0.1), group=group(n), hook=hook)  # noqa: E731
-    plain, four, two = make(4, None), make(4, hooks.topk(0.1)), make(2, hooks.topk(0.1))
+    plain = make(4, None)
+    four = make(4, hooks.topk(0.1))
+    two = make(2, hooks.topk(0.1))
     with pytest.raises(
         ValueError, match=r"hook_state is not that of Hook\(topk.* nothing instead of"
     ):

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.steps
 
 SIZE = 32
 START = 3
-RATE, B1, B2, EPS = 0.05, 0.9, 0.99, 1e-8
+RATE = 0.05
+B1 = 0.9
+B2 = 0.99
+EPS = 1e-8
 ROWS = np.random.default_rng(5).normal(size=(8, 2, SIZE)).astype(np.float32)
 
 
@@ -65,7 +68,8 @@ def test_it_is_the_algorithm_of_the_paper(group: Any, schedule: Any):
     state = step.init(np.zeros(SIZE, np.float32))
     sent = []
     w, m, v = np.zeros((3, SIZE))
-    worker, server = np.zeros((2, SIZE)), np.zeros(SIZE)
+    worker = np.zeros((2, SIZE))
+    server = np.zeros(SIZE)
     for k, rows in enumerate(ROWS):
         state, info = step(state, rows)
         sent.append(int(info.sent[0]))

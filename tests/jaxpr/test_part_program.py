@@ -17,8 +17,10 @@ from fddp.jaxpr.part_passes import passes, result_kinds, stays
 from fddp.jaxpr.part_program import AtHome, Ranks, on_parts
 from fddp.sharding.homes import at_home
 
-A, B = Follows(0), Follows(1)
-X, Y = np.linspace(-1, 2, 21).reshape(7, 3), np.linspace(2, 3, 10).reshape(2, 5)
+A = Follows(0)
+B = Follows(1)
+X = np.linspace(-1, 2, 21).reshape(7, 3)
+Y = np.linspace(2, 3, 10).reshape(2, 5)
 RANKS = 4
 
 
@@ -130,14 +132,16 @@ def orthogonal(a: Any, b: Any) -> Any:
 
 def summed_between(a: Any, b: Any) -> Any:
     """A norm of what was made at two homes, for what is made there next."""
-    a, b = a @ jnp.full((3, 3), 0.1), b[::-1]
+    a = a @ jnp.full((3, 3), 0.1)
+    b = b[::-1]
     norm = jnp.sqrt(sum(jnp.sum(x**2) for x in (a, b)))
     return jnp.cumsum(a / norm, axis=0), b / norm
 
 
 def of_rows_and_columns(a: Any, b: Any) -> Any:
     """As Adafactor: arrays of a leaf that are smaller than it."""
-    rows, columns = jnp.mean(a**2, axis=0), jnp.mean(a**2, axis=1)
+    rows = jnp.mean(a**2, axis=0)
+    columns = jnp.mean(a**2, axis=1)
     return a / jnp.sqrt(rows / jnp.mean(rows)) / jnp.sqrt(columns)[:, None], rows + b[0, 0] * 0
 
 
@@ -206,8 +210,10 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
 def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
     """What each rank makes of its parts, how often the ranks put numbers together, and how often
     leaves went home."""
-    arrays, comm = [jnp.asarray(X), jnp.asarray(Y)], axis_communicator("ranks", RANKS, "cpu")
-    closed, calls = jax.make_jaxpr(f)(*arrays), [0, 0]
+    arrays = [jnp.asarray(X), jnp.asarray(Y)]
+    comm = axis_communicator("ranks", RANKS, "cpu")
+    closed = jax.make_jaxpr(f)(*arrays)
+    calls = [0, 0]
 
     def part(size: int) -> int:
         return -(-size // RANKS)

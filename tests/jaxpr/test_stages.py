@@ -14,7 +14,8 @@ from fddp.jaxpr.stages import arrivals, cut
 
 def run_stages(stages, closed, args):
     """What a schedule does with stages, without one: values by number, results in order."""
-    values, results = dict(enumerate(args)), []
+    values = dict(enumerate(args))
+    results = []
     for stage in stages:
         made = stage.run(*(values[number] for number in stage.reads))
         values.update(zip(stage.writes, made))
@@ -70,7 +71,8 @@ def test_what_waits_for_no_input_that_it_does_not_need_is_done_before():
     assert [stage.results for stage in stages] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     for layer, stage in enumerate(stages[:5]):
         assert {number for number in stage.reads if number < 5} <= set(range(layer + 1))
-    counts, values = [], dict(enumerate(args))
+    counts = []
+    values = dict(enumerate(args))
     for stage in stages:
         read = [values[number] for number in stage.reads]
         counts.append(heavy(jax.make_jaxpr(stage.run)(*read).jaxpr))

@@ -423,7 +423,8 @@ SPREAD = ["no_path", "cond", "cond_in_scan", "cond_in_remat_in_scan_in_jit", "co
 @pytest.mark.steps
 @crossed(name=SPREAD, check_vma=[False, True])
 def test_inside_shard_map_each_replica_has_its_own(name, check_vma):
-    mesh, shared = Mesh(np.array(jax.devices()[:2]), "replica"), PartitionSpec()
+    mesh = Mesh(np.array(jax.devices()[:2]), "replica")
+    shared = PartitionSpec()
     loss, uses = CASES[name]
 
     def member(leaves: Any, t: Any) -> Any:

@@ -151,7 +151,8 @@ def test_no_contribution_is_older_than_its_bound():
         draw = np.random.default_rng(seed)
         bound = int(draw.integers(0, 5))
         speeds = draw.uniform(0.1, 3, size=4)
-        version, began = 0, dict.fromkeys(range(4), 0)
+        version = 0
+        began = dict.fromkeys(range(4), 0)
         comes = {k: float(speeds[k]) for k in range(4)}
         came = list[Arrival]()
         rule = Quorum(int(draw.integers(1, 5)), float(draw.uniform(0, 1)), bound)
@@ -165,7 +166,8 @@ def test_no_contribution_is_older_than_its_bound():
             assert all(version - began[one.island] <= bound for one in came)
             version += 1
             for one in came:
-                began[one.island], comes[one.island] = version, due + float(speeds[one.island])
+                began[one.island] = version
+                comes[one.island] = due + float(speeds[one.island])
             came = []
         assert version > 10
 

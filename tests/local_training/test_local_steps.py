@@ -44,10 +44,8 @@ def oracle(
     each replica."""
     shared = {name: np.array(x) for name, x in PARAMS.items()}
     own = [jax.tree.map(jnp.asarray, PARAMS) for _ in range(n)]
-    moments, velocity = (
-        [inner.init(p) for p in own],
-        {name: np.zeros_like(x) for name, x in shared.items()},
-    )
+    moments = [inner.init(p) for p in own]
+    velocity = {name: np.zeros_like(x) for name, x in shared.items()}
     # The gradient of the bias is ready first.
     parts = [["b", "w"]] if fragments == 1 else [["b"], ["w"]]
     for step in range(1, steps + 1):
@@ -74,7 +72,8 @@ def oracle(
 
 
 def train(step: fddp.TrainStep, steps: int) -> tuple[fddp.TrainState, list[int]]:
-    state, sent = step.init(PARAMS), []
+    state = step.init(PARAMS)
+    sent = []
     for k in range(steps):
         state, info = step(state, ROWS[k])
         sent.append(int(info.sent.sum()))
@@ -145,7 +144,8 @@ def test_with_one_step_each_and_plain_descent_it_is_data_parallel_training(group
     def loss(w: Any, x: Any) -> Any:
         return jnp.mean(0.5 * (x - w) ** 2)
 
-    rows, ends = np.arange(16, dtype=np.float32), []
+    rows = np.arange(16, dtype=np.float32)
+    ends = []
     for optimizer in (optax.sgd(0.5), fddp.local_steps(optax.sgd(0.5))):
         step = fddp.train_step(loss, optimizer, group=group(4))
         state = step.init(np.float32(3))
@@ -157,7 +157,8 @@ def test_with_one_step_each_and_plain_descent_it_is_data_parallel_training(group
 
 def test_before_it_starts_it_is_data_parallel_training_bit_for_bit(group: Groups):
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05))
-    params, ends = jax.tree.map(np.float32, PARAMS), []
+    params = jax.tree.map(np.float32, PARAMS)
+    ends = []
     for optimizer in (inner, fddp.local_steps(inner, every=2, start=3)):
         step = fddp.train_step(layer, optimizer, group=group(3))
         state, info = step(step.init(params), ROWS[0].astype(np.float32))
@@ -176,7 +177,8 @@ def test_before_it_starts_it_is_data_parallel_training_bit_for_bit(group: Groups
 
 
 def test_one_replica_is_lookahead(group: Groups, x64: None):
-    inner, rows = optax.sgd(0.1, momentum=0.9), ROWS[:, :4]
+    inner = optax.sgd(0.1, momentum=0.9)
+    rows = ROWS[:, :4]
     step = fddp.train_step(
         layer, fddp.local_steps(inner, outer=optax.sgd(0.5), every=3), group=group(1)
     )
@@ -206,7 +208,8 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(
     outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
     optimizer = fddp.local_steps(optax.sgd(0.1), outer=outer, every=3, island=island)
     step = fddp.train_step(line, optimizer, group=group(2 * island))
-    state, losses = step.init({"kernel": np.array([[2.0], [1]]), "bias": np.ones(1)}), []
+    state = step.init({"kernel": np.array([[2.0], [1]]), "bias": np.ones(1)})
+    losses = []
     for _ in range(4):
         mine = [jax.tree.map(lambda x, r=r: x[island * r], each(state.params)) for r in range(2)]
         losses.append([float(line(mine[r], {"x": inputs[r], "y": labels[r]})) for r in range(2)])
@@ -219,13 +222,17 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(
 
 
 def test_nothing_is_sent_between_synchronizations_and_a_fragment_at_most_in_a_step(group: Groups):
-    n, params = 2, jax.tree.map(np.float32, PARAMS)
-    tail, b, w = 4, 4 * 5, 4 * 15  # a weight goes with each fragment
+    n = 2
+    params = jax.tree.map(np.float32, PARAMS)
+    tail = 4  # the weight of a fragment
+    b = 4 * 5
+    w = 4 * 15
     sent = {}
     for fragments, every, delay in ((1, 3, 0), (2, 3, 0), (2, 3, 1)):
         optimizer = fddp.local_steps(optax.sgd(0.1), every=every, fragments=fragments, delay=delay)
         step = fddp.train_step(layer, optimizer, group=group(n), bucket_cap_mb=0)
-        state, told = step.init(params), []
+        state = step.init(params)
+        told = []
         for k in range(7):
             state, info = step(state, ROWS[k].astype(np.float32))
             told.append(int(info.sent.sum()))
@@ -240,7 +247,8 @@ def test_nothing_is_sent_between_synchronizations_and_a_fragment_at_most_in_a_st
 def test_a_schedule_says_when_to_synchronize(group: Groups):
     optimizer = fddp.local_steps(optax.sgd(0.1), every=lambda done: 1 if done < 4 else 3, start=2)
     step = fddp.train_step(layer, optimizer, group=group(2))
-    state, sent = step.init(jax.tree.map(np.float32, PARAMS)), []
+    state = step.init(jax.tree.map(np.float32, PARAMS))
+    sent = []
     for k in range(11):
         state, info = step(state, ROWS[k].astype(np.float32))
         sent.append(bool(info.sent.sum()))
@@ -256,7 +264,8 @@ def test_a_replica_weighs_as_much_as_it_has_trained_on(group: Groups, x64: None)
         return fddp.Weighted(jnp.mean((x - w) ** 2), jnp.sum(x))
 
     step = fddp.train_step(loss, fddp.local_steps(optax.sgd(0.25), every=2), group=group(2))
-    state, own = step.init(np.float64(0)), [0.0, 0.0]
+    state = step.init(np.float64(0))
+    own = [0.0, 0.0]
     weights = [0.0, 0.0]
     for x in (np.array([1.0, 3.0]), np.array([2.0, 4.0])):
         state, _ = step(state, x)
@@ -285,7 +294,8 @@ def test_accumulation_and_no_sync_come_before_a_replicas_own_step(group: Groups,
         step = fddp.train_step(layer, optimizer, group=group(2), accumulation_steps=micro_batches)
         state = step.init(PARAMS)
         for k in range(0, 6, 2):
-            first, second = ROWS[k].reshape(2, 6, 3), ROWS[k + 1].reshape(2, 6, 3)
+            first = ROWS[k].reshape(2, 6, 3)
+            second = ROWS[k + 1].reshape(2, 6, 3)
             if micro_batches == 2:
                 state, _ = step(state, np.concatenate([first, second], axis=1).reshape(24, 3))
             else:
@@ -312,10 +322,13 @@ def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
 
 def test_a_wire_of_16_bits_carries_changes(group: Groups):
     optimizer = fddp.local_steps(optax.sgd(0.1), every=2)
-    params, ends, sent = jax.tree.map(np.float32, PARAMS), [], list[int]()
+    params = jax.tree.map(np.float32, PARAMS)
+    ends = []
+    sent = list[int]()
     for hook in (None, fddp.hooks.bf16()):
         step = fddp.train_step(layer, optimizer, group=group(2), hook=hook)
-        state, sent = step.init(params), []
+        state = step.init(params)
+        sent = []
         for k in range(4):
             state, info = step(state, ROWS[k].astype(np.float32))
             sent.append(int(info.sent.sum()))
@@ -329,7 +342,8 @@ def test_who_has_no_more_data_stays_as_he_was(group: Groups, x64: None):
     step = fddp.train_step(
         layer, fddp.local_steps(optax.sgd(0.1, momentum=0.9), every=4), group=group(2)
     )
-    state, rows = step.init(PARAMS), ROWS[0][:4]
+    state = step.init(PARAMS)
+    rows = ROWS[0][:4]
     state, _ = step(state, fddp.Joined(rows, np.ones(4), np.ones(4)))
     gone = np.array([1.0, 1, 0, 0])
     before = each(state.params)
@@ -349,7 +363,8 @@ def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(group: Groups
         optimizer = fddp.local_steps(optax.adam(0.05), every=4, fragments=2, delay=1, start=1)
         return fddp.train_step(layer, optimizer, group=group(n), bucket_cap_mb=0)
 
-    params, step = jax.tree.map(np.float32, PARAMS), make(2)
+    params = jax.tree.map(np.float32, PARAMS)
+    step = make(2)
     state = step.init(params)
     for k in range(8):
         state, _ = step(state, ROWS[k].astype(np.float32))

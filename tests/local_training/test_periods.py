@@ -216,7 +216,8 @@ def test_fields_of_the_parameters_are_none_of_the_state(group: Groups):
 def test_moments_go_with_fragments(group: Groups, x64: None):
     """The outer optimizer has no momentum here, so that fragments which leave together are one."""
     periods = {"params": 3, "mu": 2, "nu": 4}
-    inner, outer = optax.adam(RATE), optax.sgd(1.0)
+    inner = optax.adam(RATE)
+    outer = optax.sgd(1.0)
     own: Any = [(jax.tree.map(jnp.asarray, PARAMS), inner.init(PARAMS)) for _ in range(2)]
     step = fddp.train_step(
         loss_fn,
@@ -282,7 +283,8 @@ def test_with_fragments_a_node_averages_all_parameters(group: Groups, x64: None)
     optimizer = fddp.local_steps(optax.sgd(0.1), every=every, fragments=3)
     step = fddp.train_step(loss_fn, optimizer, group=group(4).hierarchical(4), bucket_cap_mb=0)
     plain = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(4))
-    state, expected = step.init(PARAMS), plain.init(PARAMS)
+    state = step.init(PARAMS)
+    expected = plain.init(PARAMS)
     for batch in BATCHES:
         state, _ = step(state, batch)
         expected, _ = plain(expected, batch)
@@ -326,7 +328,8 @@ def test_a_replica_weighs_in_a_mean_as_much_as_it_has_trained_on_since_the_last_
     )
     step = fddp.train_step(loss, optimizer, group=group(2).hierarchical(2))
     state = step.init(np.float64(0))
-    own, speed = np.zeros(2), np.zeros(2)
+    own = np.zeros(2)
+    speed = np.zeros(2)
     rows = np.array([[1.0, 3], [2, 4], [5, 1], [1, 1]])
     for number, x in enumerate(rows, start=1):
         state, _ = step(state, x)
@@ -359,7 +362,8 @@ def test_moments_stay_where_nobody_has_trained(group: Groups):
 
 def test_the_bytes_of_each_part_are_those_counted_by_hand(group: Groups):
     """Of two replicas each sends as many bytes as a message has; a weight goes with each part."""
-    whole, weight = 4 * 21, 4
+    whole = 4 * 21
+    weight = 4
     step = fddp.train_step(
         loss_fn, fddp.local_steps(optax.adam(RATE), every=PERIODS), group=group(2)
     )

@@ -20,7 +20,8 @@ Groups = Callable[[int], fddp.Group]
 DRAW = np.random.default_rng(12)
 PARAMS = {"b": DRAW.normal(size=5), "w": DRAW.normal(size=(3, 5))}
 ROWS = DRAW.normal(size=(9, 12, 3))  # a batch for each step
-RATE, SHARE = 0.1, 0.4
+RATE = 0.1
+SHARE = 0.4
 
 
 class Sparse:

@@ -18,7 +18,9 @@ import fddp
 pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
-NODES, EDGES, GRAPHS = 9, 14, 3
+NODES = 9
+EDGES = 14
+GRAPHS = 3
 W = np.linspace(-1, 1, 3)
 
 

@@ -17,13 +17,15 @@ from trees import close
 import fddp
 
 RNG = np.random.default_rng(2)
-ROWS, FEATURES = 16, 3
+ROWS = 16
+FEATURES = 3
 X = RNG.normal(loc=[0, 1, 30], size=(ROWS, 4, FEATURES))
 Y = RNG.normal(size=(ROWS, 4, FEATURES))
 # So many rows count on eight replicas: 2, 1, none, 2, 2, 1, none, 2; on fewer they are as unequal.
 VALID = np.array([1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1], bool)
 BATCH = {"x": np.where(VALID[:, None, None], X, np.nan), "y": Y, "valid": VALID}
-MOMENTUM, EPSILON = 0.9, 1e-5
+MOMENTUM = 0.9
+EPSILON = 1e-5
 
 
 class Net(nn.Module):
@@ -66,8 +68,11 @@ STATE = {
 
 def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
     """Plain BatchNorm of the rows that count, and the running averages after it."""
-    x, norm, old = X[valid] * params["w"], params["norm"], state["batch_stats"]["norm"]
-    mean, var = jnp.mean(x, axis=(0, 1)), jnp.var(x, axis=(0, 1))
+    x = X[valid] * params["w"]
+    norm = params["norm"]
+    old = state["batch_stats"]["norm"]
+    mean = jnp.mean(x, axis=(0, 1))
+    var = jnp.var(x, axis=(0, 1))
     out = (
         jnp.tanh((x - mean) / jnp.sqrt(var + EPSILON) * norm["scale"] + norm["bias"]) + params["w"]
     )
@@ -112,7 +117,8 @@ def test_micro_batches_are_normalized_each_over_all_replicas(group, x64):
     micro_batches = [VALID & first, VALID & ~first]
 
     def joined(params: Any) -> tuple[Any, Any]:
-        total, averages = 0.0, STATE
+        total = 0.0
+        averages = STATE
         for valid in micro_batches:
             value, averages = truth(params, averages, valid)
             total += valid.sum() * value
@@ -178,7 +184,8 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("masked", [False, True])
 def test_alone_it_is_flaxs_batchnorm(form, masked):
     options = {"use_running_average": False, **FORMS[form]}
-    ours, theirs = fddp.BatchNorm(**options), nn.BatchNorm(**options, use_fast_variance=False)
+    ours = fddp.BatchNorm(**options)
+    theirs = nn.BatchNorm(**options, use_fast_variance=False)
     x = jnp.asarray(RNG.normal(size=(6, 4, FEATURES)), jnp.float32)
     mask = jnp.arange(6)[:, None, None] < 4 if masked else None
     variables = theirs.init(jax.random.key(0), x)

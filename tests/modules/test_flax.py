@@ -87,9 +87,12 @@ def test_a_state_becomes_an_nnx_module_that_later_steps_leave_alone(group, size,
 
 def test_modules_of_one_state_are_independent_and_can_train_on(group):
     net, _, state = with_nnx(group(2))
-    a, b = net.module(state), net.module(state)
+    a = net.module(state)
+    b = net.module(state)
     before = on_host(nnx.state(b, nnx.Not(nnx.RngKey)))
-    first, second = a(X), a(X)  # in training: draws numbers, moves averages
+    # in training: draws numbers, moves averages
+    first = a(X)
+    second = a(X)
     assert not np.array_equal(first, second)
     jax.tree.map(np.testing.assert_array_equal, on_host(nnx.state(b, nnx.Not(nnx.RngKey))), before)
     np.testing.assert_array_equal(b(X), first)
@@ -150,7 +153,8 @@ def test_a_state_in_shards_becomes_a_module_as_a_whole_one_does(group, make):
     state, _ = step(state, X)
     _, plain, whole = make(group(4))
     whole, _ = plain(whole, X)
-    got, want = net.module(state), net.module(whole)
+    got = net.module(state)
+    want = net.module(whole)
     if make is with_nnx:
         got.eval()
         want.eval()

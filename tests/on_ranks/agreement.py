@@ -311,7 +311,8 @@ def ranks_that_read_the_same_rows_are_told_so_once(group: fddp.Group):
     mine = np.random.default_rng(group.rank).normal(size=(4, 3)).astype(np.float32)
     same = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     for rows, told in ((mine, False), (same, group.rank == 0)):
-        step, words = fddp.train_step(loss, optax.sgd(0.1), group=group), io.StringIO()
+        step = fddp.train_step(loss, optax.sgd(0.1), group=group)
+        words = io.StringIO()
         state = step.init({"a": jnp.zeros(3)})
         with contextlib.redirect_stderr(words):
             for _ in range(2):

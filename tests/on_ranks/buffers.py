@@ -55,7 +55,8 @@ def random_keys_differ_between_ranks_and_steps(group: fddp.Group):
         return square(w, x), {"number": number}
 
     step = fddp.train_step(draw, optax.sgd(RATE), group=group, has_aux=True)
-    state, drawn = step.init(jnp.zeros(()), rng=jax.random.key(1)), []
+    state = step.init(jnp.zeros(()), rng=jax.random.key(1))
+    drawn = []
     for _ in range(2):
         _, mine = step.no_sync(jax.tree.map(jnp.copy, state), rows(1.0))
         drawn.extend(group.all_gather(np.asarray(mine.aux["number"])).tolist())

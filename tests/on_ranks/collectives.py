@@ -36,7 +36,9 @@ ROWS = 6
 def clip(p: Any, batch: Any, axis: str | None) -> jax.Array:
     """Each image against everybody's texts, and each text against everybody's images."""
     image, text = (jnp.tanh(batch[name] @ p[name]) for name in ("image", "text"))
-    images, texts, first = image, text, 0
+    images = image
+    texts = text
+    first = 0
     if axis:
         images, texts = (jax.lax.all_gather(x, axis, tiled=True) for x in (image, text))
         first = jax.lax.axis_index(axis) * len(image)

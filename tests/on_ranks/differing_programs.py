@@ -108,11 +108,9 @@ def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Grou
             jnp.mean((w - x[0]) ** 2) * (k + 1) for k, w in enumerate(p) if group.rank or k != 6
         )
 
-    params, batch, ended = (
-        [np.full(1000 + 7 * k, k, np.float32) for k in range(13)],
-        np.ones(2, np.float32),
-        [],
-    )
+    params = [np.full(1000 + 7 * k, k, np.float32) for k in range(13)]
+    batch = np.ones(2, np.float32)
+    ended = []
     for schedule in ("staged", "eager"):
         step = fddp.train_step(
             loss, optax.sgd(0.5), group=group, schedule=schedule, bucket_cap_mb=0

@@ -58,7 +58,8 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
         np.sin(np.arange(64.0 * 64, dtype=np.float32) + k).reshape(64, 64) / 8 for k in range(6)
     ]
     batch = np.cos(np.arange(2 * 64.0 * group.size, dtype=np.float32)).reshape(group.size, 2, 64)
-    large, ended = np.full(2**16, group.rank + 1.0, np.float32), []
+    large = np.full(2**16, group.rank + 1.0, np.float32)
+    ended = []
     cases: Any = (("staged", "state"), ("eager", "state"), ("eager", None))
     for schedule, shard in sampled(group, cases):
         step = fddp.train_step(
@@ -69,7 +70,8 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
             shard=shard,
             bucket_cap_mb=0,
         )
-        state, losses = step.init(params), []
+        state = step.init(params)
+        losses = []
         for number in range(8):
             state, info = step(state, batch[group.rank])
             losses.append(float(info.loss))

@@ -28,7 +28,8 @@ def the_rows_of_all_ranks_come_in_order_of_rank_however_many_each_has(group: fdd
         list(range(group.size, 0, -1)),
         [0] * group.size,
     ):
-        got, number = fddp.gather_rows(mine(group, counts), group=group), np.arange(sum(counts))
+        got = fddp.gather_rows(mine(group, counts), group=group)
+        number = np.arange(sum(counts))
         assert got["number"].tolist() == number.tolist()
         assert got["pair"].dtype == jnp.bfloat16 and got["pair"].shape == (len(number), 2)
         assert got["pair"].astype(int).tolist() == [[n, -n] for n in number]
@@ -58,7 +59,8 @@ ROWS = np.sin(np.arange(3.0 * sum(map(sum, COUNTS)))).reshape(-1, 3)
 def batches(group: fddp.Group) -> list[np.ndarray]:
     """This rank's."""
     ends = np.cumsum([0, *map(sum, COUNTS)])
-    counts, own = COUNTS[group.rank], ROWS[ends[group.rank] : ends[group.rank + 1]]
+    counts = COUNTS[group.rank]
+    own = ROWS[ends[group.rank] : ends[group.rank + 1]]
     return np.split(own, np.cumsum(counts)[:-1]) if counts else []
 
 
@@ -72,7 +74,8 @@ def metrics(w: Any, x: Any) -> Any:
 
 @claim()
 def metrics_are_means_over_the_rows_of_all_ranks_however_many_batches_each_has(group: fddp.Group):
-    rows, w = ROWS[: sum(map(sum, COUNTS[: group.size]))], np.array([1.0, -2.0, 0.5])
+    rows = ROWS[: sum(map(sum, COUNTS[: group.size]))]
+    w = np.array([1.0, -2.0, 0.5])
     with jax.enable_x64(True):
         for shard in (None, "state"):
             step = fddp.train_step(

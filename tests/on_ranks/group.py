@@ -92,7 +92,8 @@ def another_operation_is_an_error(group: fddp.Group):
 
 @claim(backends=("mpi",))
 def a_small_sum_is_not_slept_through(group: fddp.Group):
-    naps, counts = list[float](), list[int]()
+    naps = list[float]()
+    counts = list[int]()
     here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
     with mock.patch.object(
         mpi_transport, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))
@@ -109,7 +110,8 @@ def a_small_sum_is_not_slept_through(group: fddp.Group):
 
 @claim()
 def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.Group):
-    replicas, own = group.size, group.placement.per_replica
+    replicas = group.size
+    own = group.placement.per_replica
 
     def inside(comm: fddp.Communicator, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = comm.reduce_scatter(x.reshape(replicas, -1))

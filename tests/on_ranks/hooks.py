@@ -27,7 +27,8 @@ def pulled(
     """The mean gradient as a hook makes it: what SGD with rate 1 takes from zeros."""
     loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, **options)
-    state, info = step.init(np.zeros(WIDTH, np.float32)), None
+    state = step.init(np.zeros(WIDTH, np.float32))
+    info = None
     for _ in range(steps):
         state, info = step(state, parts(group)[group.rank][None])
     return state, info
@@ -115,7 +116,8 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
 def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.Group):
     """The memory that a step promises is read by the next one, in whatever order their messages
     leave."""
-    kept, ways = [], []
+    kept = []
+    ways = []
     names = [f"layer {k}" for k in range(6)]
     for schedule in ("staged", "eager"):
         step = fddp.train_step(
@@ -174,10 +176,8 @@ def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(gr
         (hooks.topk(0.1), "staged"),
         (hooks.quantize(), "fused"),
     ):
-        optimizer, options = (
-            fddp.dynamic_scale(optax.sgd(1.0), initial=4.0),
-            {"schedule": schedule, "donate": False},
-        )
+        optimizer = fddp.dynamic_scale(optax.sgd(1.0), initial=4.0)
+        options = {"schedule": schedule, "donate": False}
         step = fddp.train_step(loss, optimizer, group=group, hook=hook, bucket_cap_mb=0, **options)
         before, _ = step(step.init(params), good)
         after, _ = step(before, bad)

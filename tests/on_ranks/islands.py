@@ -47,7 +47,8 @@ def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(grou
                 log=folder / "merges.jsonl",
             )
             step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
-            state, sent = step.init(jnp.zeros(())), []
+            state = step.init(jnp.zeros(()))
+            sent = []
             for x in batches[group.rank]:
                 state, info = step(state, x)
                 sent.append(int(info.sent.sum()))

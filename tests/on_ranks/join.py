@@ -21,7 +21,8 @@ def uneven(group: fddp.Group) -> list[np.ndarray]:
 @claim()
 def a_rank_without_data_counts_for_nothing_until_all_are_done(group: fddp.Group):
     for schedule in schedules(group):
-        by_all, by_active = ([], [])
+        by_all = []
+        by_active = []
         for taken, option in ((by_all, True), (by_active, False)):
             step = pull(group, schedule=schedule)
             state = step.init(np.float32(0))
@@ -68,7 +69,8 @@ def a_rank_that_ends_with_a_small_batch_counts_with_all_its_rows_afterwards(grou
     counts = (4, 4, 4) if group.rank == 0 else (4, 1)
     batches = [np.full(count, 1.0 + number, np.float32) for number, count in enumerate(counts)]
     step = fddp.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(1.0), group=group)
-    state, seen = step.init(jnp.zeros(())), [0.0]
+    state = step.init(jnp.zeros(()))
+    seen = [0.0]
     for batch in fddp.join(batches, group):
         state, _ = step(state, batch)
         seen.append(float(state.params))

@@ -43,7 +43,8 @@ def sums_over_nodes_first_are_exact_between_programs_and_inside(group: fddp.Grou
 
 @claim(sizes=(4,))
 def every_schedule_adds_over_nodes_first(group: fddp.Group):
-    levels, mine = group.hierarchical(local=2), np.split(FOUR, group.processes)[group.rank]
+    levels = group.hierarchical(local=2)
+    mine = np.split(FOUR, group.processes)[group.rank]
     for schedule in schedules(group):
         f = fddp.value_and_grad(lambda w, x: jnp.mean(w * x), group=levels, schedule=schedule)
         loss, grad = f(np.zeros((), np.float32), mine)

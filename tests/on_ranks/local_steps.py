@@ -20,8 +20,11 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
             optax.sgd(RATE, momentum=0.5), outer=optax.sgd(0.7), every=2, delay=delay
         )
         step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
-        state, sent = step.init(jnp.zeros(())), []
-        own, speed, shared = np.zeros(group.size), np.zeros(group.size), 0.0
+        state = step.init(jnp.zeros(()))
+        sent = []
+        own = np.zeros(group.size)
+        speed = np.zeros(group.size)
+        shared = 0.0
         for number, batch in enumerate(batches, start=1):
             state, info = step(state, batch[group.rank])
             sent.append(bool(np.asarray(info.sent).any()))
@@ -58,7 +61,9 @@ def ranks_average_moments_and_over_nodes_each_at_its_own_period(group: fddp.Grou
         )
         step = fddp.train_step(square, optimizer, group=group.hierarchical(node), schedule=schedule)
         state = step.init(jnp.zeros(()))
-        own, speed, shared = np.zeros(size), np.zeros(size), 0.0
+        own = np.zeros(size)
+        speed = np.zeros(size)
+        shared = 0.0
         for number, batch in enumerate(batches, start=1):
             state, _ = step(state, batch[group.rank])
             before = own, speed

@@ -26,7 +26,8 @@ def trained(group: fddp.Group, schedule: Any) -> list[np.ndarray]:
         return jnp.mean(sum(x[0, : w.size] @ w**2 for w in leaves)) + jnp.mean(table[words] ** 2)
 
     step = fddp.train_step(loss, optax.sgd(1e-3), group=group, schedule=schedule, bucket_cap_mb=0)
-    state, rows = step.init(params), np.random.default_rng(group.rank)
+    state = step.init(params)
+    rows = np.random.default_rng(group.rank)
     for _ in range(STEPS):
         state, _ = step(state, rows.normal(size=(1, max(SIZES))).astype(np.float32))
     assert (

@@ -65,7 +65,8 @@ def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
     four."""
     lookups = [[(5 * rank + k) % 7 for k in range(3)] for rank in range(group.size)]
     more = [[0, 1, 2, 3, 4, 50, 59], *lookups[1:]]
-    expected, whole = np.zeros((20_000, 2)), 4 * 20_000 * 2
+    expected = np.zeros((20_000, 2))
+    whole = 4 * 20_000 * 2
     for step_rows in (lookups, more):
         joined = np.concatenate(step_rows)
         np.add.at(expected, joined, -1 / len(joined))

@@ -104,7 +104,8 @@ def a_scan_of_steps_over_global_arrays_gives_the_bits_of_a_loop(group: fddp.Grou
     step = fddp.train_step(square, ADAM, group=group, donate=False, schedule="fused")
     first = step.init(np.linspace(-1, 1, 7, dtype=np.float32))
     rows = np.sin(np.arange(3 * 4 * 7, dtype=np.float32)).reshape(3, 4, 7) + group.rank
-    state, losses = first, []
+    state = first
+    losses = []
     for batch in rows:
         state, info = step(state, batch)
         losses.append(float(info.loss))

@@ -144,8 +144,10 @@ def two_subgroups_train_apart(group: fddp.Group):
 
 @claim()
 def two_jobs_of_one_group_do_not_meet(group: fddp.Group):
-    one, two = towards_the_mean(group), towards_the_mean(group.subgroup(range(group.size)))
-    a, b = one.init(jnp.zeros(())), two.init(jnp.ones(()))
+    one = towards_the_mean(group)
+    two = towards_the_mean(group.subgroup(range(group.size)))
+    a = one.init(jnp.zeros(()))
+    b = two.init(jnp.ones(()))
     for _ in range(2):
         a, _ = one(a, rows(group.rank))
         b, _ = two(b, rows(group.rank + 1))
@@ -160,7 +162,8 @@ def a_step_of_several_programs_makes_no_transfer_that_nobody_asked_for(group: fd
     for options in ({}, {"hook": fddp.hooks.bf16()}):
         for schedule in schedules(group, ("staged", "after")):
             step = towards_the_mean(group, schedule=schedule, **options)
-            state, mine = step.init(np.zeros(())), jax.device_put(rows(group.rank))
+            state = step.init(np.zeros(()))
+            mine = jax.device_put(rows(group.rank))
             state, _ = step(state, mine)
             with jax.transfer_guard("disallow"):
                 state, _ = step(state, mine)

@@ -11,7 +11,9 @@ from on_ranks.claims import claim
 
 import fddp
 
-VIRTUAL, BATCH, STEPS = 12, 24, 3
+VIRTUAL = 12
+BATCH = 24
+STEPS = 3
 DRAW = np.random.default_rng(29)
 ROWS = DRAW.normal(size=(50, 6)).astype(np.float32)
 PARAMS = {"b": np.zeros(4, np.float32), "w": DRAW.normal(size=(6, 4)).astype(np.float32)}
@@ -28,7 +30,8 @@ def trained(group: fddp.Group, **options: Any) -> list[bytes]:
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
     chosen: Any = {"has_aux": True, "virtual_replicas": VIRTUAL, "accumulation_steps": 2} | options
     step = fddp.train_step(loss_fn, optimizer, group=group, **chosen)
-    state, told = step.init(PARAMS, rng=jax.random.key(0)), []
+    state = step.init(PARAMS, rng=jax.random.key(0))
+    told = []
     share: Any = {"rank": group.rank, "size": group.processes}
     for rows in islice(fddp.samples(50, BATCH, virtual_replicas=VIRTUAL, **share), STEPS):
         state, info = step(state, ROWS[rows])

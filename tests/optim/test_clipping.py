@@ -20,7 +20,8 @@ import fddp
 
 close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
-REPLICAS, STEPS = 4, 4
+REPLICAS = 4
+STEPS = 4
 RNG = np.random.default_rng(3)
 PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "head": RNG.normal(size=5)}
 # Steps and replicas have gradients of very different norms.

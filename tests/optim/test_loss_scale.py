@@ -162,7 +162,8 @@ def test_an_overflow_in_the_forward_pass_keeps_the_buffers_and_is_counted(
     options: Any = {"broadcast_buffers": buffers, "schedule": schedule}
     step = fddp.train_step(normed, SKIPPING[name], group=group(2), **options)
     state = step.init(np.float32(1), model_state={"mean": np.float32(0), "calls": np.int32(0)})
-    x, skipped = rows(1, 1), []
+    x = rows(1, 1)
+    skipped = []
     for batch in (x, rows(7e4, 7e4), x):  # float16 ends at 65,504
         state, info = step(state, batch)
         skipped.append(bool(info.skipped))
@@ -232,13 +233,17 @@ def test_a_scale_follows_the_rule_of_grad_scaler():
         optax.sgd(1.0), initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0
     )
     update = jax.jit(optimizer.update)
-    state, scale, good, seen = optimizer.init(0.0), 8.0, 0, set()
+    state = optimizer.init(0.0)
+    scale = 8.0
+    good = 0
+    seen = set()
     for finite in np.repeat(RNG.random(100) < 0.7, RNG.integers(1, 8, 100)):
         updates, state = update(jnp.float32(1.0 if finite else np.inf), state)
         good = good + 1 if finite else 0
         scale = scale if finite else max(scale / 2, 2.0)
         if good == 3:
-            scale, good = min(scale * 2, 32.0), 0
+            scale = min(scale * 2, 32.0)
+            good = 0
         assert (float(state.scale), int(state.good_steps)) == (scale, good)
         assert float(updates) == (-1 if finite else 0)
         seen.add(scale)
@@ -252,12 +257,15 @@ def test_float16_finds_its_scale_and_trains_as_float32_does(group):
     optimizer = fddp.dynamic_scale(optax.adam(0.02), initial=2.0**24, growth_interval=10)
     half = fddp.train_step(fddp.mixed_precision(two_layers, jnp.float16), optimizer, group=group(2))
     states = [plain.init(PARAMS), half.init(PARAMS)]
-    losses, scales = [], []
+    losses = []
+    scales = []
     for _ in range(60):
-        (states[0], exact), (states[1], info) = plain(states[0], X), half(states[1], X)
+        (states[0], exact) = plain(states[0], X)
+        (states[1], info) = half(states[1], X)
         losses.append((float(exact.loss), float(info.loss)))
         scales.append(float(states[1].opt_state.scale))
-    first, last = np.array(losses[0]), np.array(losses[-1])
+    first = np.array(losses[0])
+    last = np.array(losses[-1])
     skipped = 60 - int(states[1].opt_state.inner[0].count)
     assert skipped == np.sum(np.diff([2.0**24, *scales]) < 0) >= 8
     np.testing.assert_allclose(first[1], first[0], rtol=1e-2)

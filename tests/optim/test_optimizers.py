@@ -229,7 +229,8 @@ def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(gro
 )
 def test_lookahead_trains_as_in_plain_jax(group, options):
     optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5)
-    start, scale = optax.LookaheadParams.init_synced(PARAMS), fddp.dynamic_scale(optimizer)
+    start = optax.LookaheadParams.init_synced(PARAMS)
+    scale = fddp.dynamic_scale(optimizer)
     ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
     expected = by_plain_jax(ahead, of_fast(optimizer), start, BATCHES).params
     for one in (optimizer, scale) if options == {} else (optimizer,):

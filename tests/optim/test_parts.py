@@ -20,7 +20,8 @@ from fddp.optim import check_needs
 from fddp.optim.parts import divided
 from fddp.sharding.homes import at_home
 
-RANKS, STEPS = 4, 7
+RANKS = 4
+STEPS = 7
 Make = Callable[[], optax.GradientTransformation]
 
 CUT: dict[str, Make] = {
@@ -137,7 +138,8 @@ def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str
         found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
         assert found.refused == {}
         assert {sorted(params)[leaf]: why for leaf, why in found.home.items()} == home
-        want, got = plain(optimizer, params, grads), on_ranks(optimizer, params, grads)
+        want = plain(optimizer, params, grads)
+        got = on_ranks(optimizer, params, grads)
         for name in params:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-12, atol=1e-14)
             assert np.max(np.abs(want[name] - params[name])) > 1e-9  # it has moved
@@ -174,7 +176,8 @@ def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
 
 
 def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
-    state, update = optimizer.init(params), optax.with_extra_args_support(optimizer).update
+    state = optimizer.init(params)
+    update = optax.with_extra_args_support(optimizer).update
     for k, grad in enumerate(grads):
         updates, state = update(grad, state, params, value=jnp.asarray(k + 1.0), grad=grad)
         params = optax.apply_updates(params, updates)
@@ -183,12 +186,12 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[
 
 def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
     """The same on ranks that hold a part of each leaf and of the state."""
-    found, forms = (
-        divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float)),
-        jax.tree.leaves(params),
-    )
-    count, comm = len(forms), axis_communicator("ranks", RANKS, "cpu")
-    state, kinds = jax.tree.leaves(optimizer.init(params)), found.inputs[count:-1]
+    found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
+    forms = jax.tree.leaves(params)
+    count = len(forms)
+    comm = axis_communicator("ranks", RANKS, "cpu")
+    state = jax.tree.leaves(optimizer.init(params))
+    kinds = found.inputs[count:-1]
 
     def part(size: int) -> int:
         return -(-size // RANKS)

@@ -46,7 +46,9 @@ def test_a_step_tells_its_rate_and_norm_which_stay_when_training_goes_on(
 ):
     options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
     step = fddp.train_step(loss, recording(), group=group(4), **options)
-    state, told, norms = step.init(PARAMS), list[Any](), []
+    state = step.init(PARAMS)
+    told = list[Any]()
+    norms = []
     for _ in range(3):
         norms.append(norm(fddp.whole(state.params, group=group(4))))
         state, info = step(state, ROWS)

@@ -68,7 +68,8 @@ def test_what_was_not_used_keeps_its_value_and_its_moments(name):
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.float32, params))
     params = treedef.unflatten(leaves)
     state = optimizer.init(params)
-    ones, nothing = jax.tree.map(np.ones_like, params), jax.tree.map(np.zeros_like, params)
+    ones = jax.tree.map(np.ones_like, params)
+    nothing = jax.tree.map(np.zeros_like, params)
     params, state = update(optimizer, ones, state, params, jax.tree.map(lambda _: 2, params))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for chosen, path in enumerate(paths):
@@ -119,7 +120,8 @@ def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainSta
     """Trains the net whose turn it is, as a flag in the batch says."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        of_d, of_g = lambda: net(params["d"], batch["x"]), lambda: net(params["g"], batch["x"])
+        of_d = partial(net, params["d"], batch["x"])
+        of_g = partial(net, params["g"], batch["x"])
         return jax.lax.cond(batch["is_d"][0], of_d, of_g)
 
     step = fddp.train_step(loss, optimizer, group=group, find_unused_parameters=True, **options)
@@ -169,7 +171,8 @@ def test_one_count_for_all_parts_counts_every_step_that_uses_a_part(group):
             grads = jax.tree.map(np.asarray, jax.grad(net)(wide, np.float64(x)))
         for name, g in grads.items():
             mu, nu = moments[part][name]
-            mu, nu = 0.9 * mu + 0.1 * g, 0.999 * nu + 0.001 * g**2
+            mu = 0.9 * mu + 0.1 * g
+            nu = 0.999 * nu + 0.001 * g**2
             moments[part][name] = mu, nu
             step = mu / (1 - 0.9**count) / (np.sqrt(nu / (1 - 0.999**count)) + 1e-8)
             params[part][name] = params[part][name] - 0.05 * step

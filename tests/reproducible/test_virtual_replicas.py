@@ -157,7 +157,8 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen
         )
-        state, told = step.init(params), []
+        state = step.init(params)
+        told = []
         for k in range(3):
             state, info = step(state, ROWS[k : k + 24])
             told.append((info.loss, info.aux))
@@ -192,7 +193,8 @@ def test_it_is_the_mean_over_slices_of_the_rows(group: Groups, x64: None):
         return jnp.mean((jnp.tanh((rows * kept) @ params["w"]) + params["b"]) ** 2)
 
     params = {"b": np.ones(3), "w": DRAW.normal(size=(5, 3))}
-    rows, key = ROWS[:24].astype(np.float64), jax.random.key(3)
+    rows = ROWS[:24].astype(np.float64)
+    key = jax.random.key(3)
     step = fddp.train_step(
         loss, optax.sgd(0.1), group=group(2), virtual_replicas=6, accumulation_steps=2
     )
@@ -217,11 +219,13 @@ def pair(a: str, b: str) -> str:
 def test_sums_kept_on_a_stack_are_the_tree():
     """For every size of a tree, letter by letter."""
     for count in range(1, 20):
-        letters, stack = [chr(ord("a") + k) for k in range(count)], list[str]()
+        letters = [chr(ord("a") + k) for k in range(count)]
+        stack = list[str]()
         for letter, halves in zip(letters, merges(count)):
             stack.append(letter)
             for _ in range(halves):
-                right, left = stack.pop(), stack.pop()
+                right = stack.pop()
+                left = stack.pop()
                 stack.append(pair(left, right))
         assert stack == [tree_sum(letters, pair)]
 

@@ -61,7 +61,8 @@ def test_who_has_not_come_is_the_same_error_on_all_who_have():
 
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_a_rank_that_cannot_join_tells_all_others_why_at_once(late):
-    coordinator, told = here(), dict[int, str]()
+    coordinator = here()
+    told = dict[int, str]()
 
     def come(rank: int) -> None:
         with pytest.raises(RuntimeError) as error:
@@ -99,7 +100,8 @@ def test_a_rank_that_cannot_reach_rank_0_says_why(host, why):
 @pytest.mark.steps
 def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
-    coordinator, before = here(), threading.active_count()
+    coordinator = here()
+    before = threading.active_count()
     outcomes([(0, 3), (1, 3)], coordinator, 3)
     outcomes([(1, 2)], coordinator, 3)
     assert sorted(capsys.readouterr().err.splitlines()) == [
@@ -133,7 +135,8 @@ def test_a_port_that_is_taken_is_an_error_at_once():
 
 
 def test_strangers_and_ranks_that_leave_again_do_not_count():
-    host, port = "127.0.0.1", free_port()
+    host = "127.0.0.1"
+    port = free_port()
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(meet_ranks, 0, 3, f"{host}:{port}", 60)
         for call in (b"GET / HTTP/1.1\r\n\r\n", b"", b"fddp: rank 1 of 3\n"):

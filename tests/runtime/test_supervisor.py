@@ -363,7 +363,8 @@ def test_who_is_told_to_end_saves_and_ends_all_well(
     ]
     command += [sys.executable, SCRIPT, str(tmp_path), "1000000"]
     job = subprocess.Popen(command, env=os.environ | ENV, stderr=subprocess.PIPE, text=True)
-    saved, until = tmp_path / "saved", time.monotonic() + 60
+    saved = tmp_path / "saved"
+    until = time.monotonic() + 60
     while not (saved.exists() and any(saved.glob("*/fddp.json"))) and time.monotonic() < until:
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)

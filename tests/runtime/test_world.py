@@ -122,7 +122,8 @@ def test_init_after_a_computation_is_the_same_error_on_all_ranks_though_one_is_l
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Three ranks, which join by arguments in reverse order, train, and leave."""
-    port, folder = free_port(), tmp_path_factory.mktemp("left")
+    port = free_port()
+    folder = tmp_path_factory.mktemp("left")
     return launch("gloo", 3, "doors.py", "leave", port, folder=folder)
 
 

@@ -161,8 +161,14 @@ class Wire:
     """A transport of one replica whose sums come back when they are let."""
 
     def __init__(self, replicas: fddp.Group) -> None:
-        self.let, self.most, self.sent, self.seconds, self.broken = math.inf, 0, 0, 0.0, False
-        self._now, self._own, self._changed = 0, replicas.transport, threading.Condition()
+        self.let = math.inf
+        self.most = 0
+        self.sent = 0
+        self.seconds = 0.0
+        self.broken = False
+        self._now = 0
+        self._own = replicas.transport
+        self._changed = threading.Condition()
         lanes = self._own, self._own._replace(all_reduce=self.all_reduce)
         self.group = replace(replicas, clone=lambda count: lanes, journal=Journal(), lane=Lane())
 
@@ -173,7 +179,8 @@ class Wire:
             assert self._changed.wait_for(lambda: self.let > 0, 60)
             self.let -= 1
         time.sleep(self.seconds)
-        self._now, self.sent = self._now - 1, self.sent + 1
+        self._now = self._now - 1
+        self.sent = self.sent + 1
         if self.broken:
             raise ArithmeticError("the wire is broken")
         return self._own.all_reduce(x)
@@ -249,7 +256,8 @@ def test_the_next_forward_pass_begins_before_the_last_sum_is_back(
     wire = Wire(group(1))
     step, state = begun(wire)
     jax.block_until_ready(state)
-    said, messages = list[str](), len(step.plan.buckets)
+    said = list[str]()
+    messages = len(step.plan.buckets)
     monkeypatch.setattr(wire.group.journal, "say", said.append)
     with wire.letting(messages - 1):
         state, _ = step(state, batch(1))
@@ -390,7 +398,8 @@ def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.steps
 def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Groups, monkeypatch):
-    wire, told = Wire(group(1)), list[str]()
+    wire = Wire(group(1))
+    told = list[str]()
     step, state = begun(wire, donate=False)
     last = max(
         int(task.name.split()[1])
@@ -425,7 +434,8 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(
     group: Groups, x64: None, monkeypatch
 ):
     """A clip by the global norm."""
-    optimizer, wire = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)), Wire(group(1))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
+    wire = Wire(group(1))
     step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
     state = step.init(PARAMS)
     for k in range(3):
@@ -433,7 +443,8 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(
     expected = by_plain_jax(tied_net, optimizer, PARAMS, map(batch, range(3))).params
     assert_close(state.params, expected)
     jax.block_until_ready(state)
-    said, messages = list[str](), len(step.plan.buckets)
+    said = list[str]()
+    messages = len(step.plan.buckets)
     with wire.letting(messages - 1):
         state, _ = step(state, batch(3))
         monkeypatch.setattr(wire.group.journal, "say", said.append)

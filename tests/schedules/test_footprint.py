@@ -37,7 +37,10 @@ def at(planned: dict[str, Planned]) -> list[int]:
 
 
 def test_a_value_takes_memory_from_its_writer_to_its_last_reader():
-    kept, message, total, new = 7, 100, 100, 1000
+    kept = 7
+    message = 100
+    total = 100
+    new = 1000
     assert at({}) == [
         kept + message,
         kept + message + total,

@@ -120,9 +120,11 @@ def params_of_everything(rows: int) -> Any:
 def batches_of_everything() -> list[fddp.Joined]:
     """The first call is of no_sync; in the third something overflows, in the last one replica has
     run out of data."""
-    rng, found = np.random.default_rng(3), []
+    rng = np.random.default_rng(3)
+    found = []
     for number, choices in enumerate([(0, 0), (0, 1), (1, 1), (2, 2), (0, 2)]):
-        x, choice = rng.normal(size=(8, 3)), np.repeat(np.array(choices, np.int32), 4)
+        x = rng.normal(size=(8, 3))
+        choice = np.repeat(np.array(choices, np.int32), 4)
         if number == 2:
             x[5] = np.inf
         share = np.ones(8) if number < 4 else np.repeat([1.0, 0.0], 4)
@@ -166,7 +168,8 @@ def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[
 
 
 def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
-    got, expected = np.asarray(got), np.asarray(expected)
+    got = np.asarray(got)
+    expected = np.asarray(expected)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if jnp.issubdtype(got.dtype, jnp.inexact) and got.size:
         wide = np.complex128 if jnp.iscomplexobj(got) else np.float64
@@ -361,10 +364,8 @@ def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, opti
         schedule=schedule,
         **options,
     )
-    state, rows = (
-        step.init(np.zeros(())),
-        group(n).placement.place(np.full(4, 2.0), group(n).placement.per_replica),
-    )
+    state = step.init(np.zeros(()))
+    rows = group(n).placement.place(np.full(4, 2.0), group(n).placement.per_replica)
     with jax.transfer_guard("disallow"):
         for _ in range(2):
             state, _ = step(state, rows)
@@ -401,10 +402,8 @@ def test_a_schedule_may_be_a_function_of_the_users_own(group):
     def loss(p, x):
         return jnp.mean((x @ p["a"]) ** 2) + jnp.sum(p["b"] ** 2)
 
-    params, rows = (
-        {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)},
-        np.ones((4, 3), np.float32),
-    )
+    params = {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)}
+    rows = np.ones((4, 3), np.float32)
     ends = []
     for schedule in (noted, "fused"):
         step = fddp.train_step(

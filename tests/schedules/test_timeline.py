@@ -89,7 +89,8 @@ def test_a_pace_slows_both_only_while_both_are_under_way():
 
 def test_the_pace_that_was_simulated_is_the_pace_that_is_observed():
     pace = Pace(compute=0.8, communication=0.6)
-    stages, sends = [2.0, 1.5, 1.0, 4.0], [1.0, 2.0, 0.5, 1.0]
+    stages = [2.0, 1.5, 1.0, 4.0]
+    sends = [1.0, 2.0, 0.5, 1.0]
     seen = observed_pace(simulate(*outline(stages, sends), pace=pace), sum(stages), sum(sends))
     assert abs(seen.compute - pace.compute) < 1e-9
     assert abs(seen.communication - pace.communication) < 1e-9
@@ -112,7 +113,10 @@ def test_no_order_of_events_beats_the_bound(stages, data):
     later."""
     sends = data.draw(st.lists(st.floats(0.01, 5), min_size=len(stages), max_size=len(stages)))
     gap = data.draw(st.floats(0, 1))
-    clock, link, computed, traffic = 0.0, 0.0, [], []
+    clock = 0.0
+    link = 0.0
+    computed = []
+    traffic = []
     for length, sent in zip(stages, sends):
         computed.append((clock, clock + length))
         clock += length + gap

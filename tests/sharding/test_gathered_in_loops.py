@@ -180,7 +180,8 @@ def test_a_step_with_other_options_gathers_as_they_say(group: Groups, x64: None)
     def made(again: bool) -> fddp.TrainStep:
         return shared(group(2), ALONE["plainly"], optax.sgd(0.05), reshard_after_forward=again)
 
-    once, twice = sent(made(False)), sent(made(True))
+    once = sent(made(False))
+    twice = sent(made(True))
     assert once < twice
     assert sent(made(True).with_options(reshard_after_forward=False)) == once
     assert sent(made(False).with_options(reshard_after_forward=True)) == twice

@@ -60,7 +60,8 @@ def test_the_fullest_home_has_at_most_a_third_more_than_it_must(n: int):
 
 def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
     """More homes than leaves, sizes that the ranks do not divide, and an array without elements."""
-    n, comm = 4, axis_communicator("ranks", 4, "cpu")
+    n = 4
+    comm = axis_communicator("ranks", 4, "cpu")
     given = {
         7: [np.arange(10, dtype=np.float32).reshape(2, 5), np.arange(3, dtype=np.int32)],
         2: [
@@ -148,12 +149,14 @@ def test_the_branches_of_a_program_share_out_the_products_of_muon(group: Groups,
 
 
 def test_the_exchanges_with_the_homes_are_told_among_the_bytes(group: Groups):
-    n, sent = 4, []
+    n = 4
+    sent = []
     for optimizer in (optax.adam(0.1), optax.contrib.muon(0.1)):
         step = fddp.train_step(loss_fn, optimizer, group=group(n), shard="optimizer")
         _, info = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
         sent.append(int(np.asarray(info.sent).sum()))
-    homes, sizes = dealt(dict(enumerate(PRODUCTS)), n), [-(-m * k // n) for m, k in SHAPES]
+    homes = dealt(dict(enumerate(PRODUCTS)), n)
+    sizes = [-(-m * k // n) for m, k in SHAPES]
     fullest = max(
         sum(size for leaf, size in enumerate(sizes) if homes[leaf] == home) for home in range(n)
     )

@@ -163,7 +163,8 @@ def test_sums_that_are_pending_join_the_next_step(group: Groups, x64: None, way:
 
 def test_a_function_makes_the_parts_of_each_node(group: Groups):
     step = fddp.train_step(loss_fn, clipped, group=group(4).hierarchical(2), shard="state")
-    made, given = step.init(lambda: jax.tree.map(jnp.asarray, PARAMS)), step.init(PARAMS)
+    made = step.init(lambda: jax.tree.map(jnp.asarray, PARAMS))
+    given = step.init(PARAMS)
     assert jax.tree.structure(made) == jax.tree.structure(given)
     close(made, given, rtol=0, atol=0)
 
@@ -190,10 +191,8 @@ def test_the_state_of_other_nodes_is_refused(group: Groups):
 
 
 def test_a_checkpoint_is_written_once_and_restored_in_other_nodes(group: Groups, tmp_path: Path):
-    nodes, others = (
-        group(4).hierarchical(2),
-        (group(3), group(8).hierarchical(4), group(4).hierarchical(4)),
-    )
+    nodes = group(4).hierarchical(2)
+    others = (group(3), group(8).hierarchical(4), group(4).hierarchical(4))
     expected = {
         shard: does(nodes, tmp_path / "nodes", f"save:{shard}") for shard in ("optimizer", "state")
     }

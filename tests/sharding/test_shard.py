@@ -121,7 +121,8 @@ def test_training_in_shards_is_training_under_every_schedule(
 
 @both
 def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard: Any):
-    n, params = 4, {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
+    n = 4
+    params = {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
     step = fddp.train_step(
         lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
         optax.adam(0.1),
@@ -146,7 +147,8 @@ def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard
 
 @SCHEDULES
 def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, schedule: str):
-    n, params = 4, {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
+    n = 4
+    params = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
     sent = []
     for shard in (None, "optimizer", "state"):
         options = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
@@ -235,11 +237,9 @@ def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
 def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, shard: Any):
     """Counted on paper: what tasks before a micro-batch have made that its tasks, or later ones,
     read."""
-    n, size, options = (
-        8,
-        64 * 64 * 4,
-        {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0},
-    )
+    n = 8
+    size = 64 * 64 * 4
+    options = {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0}
     params = {name: np.ones((64, 64), np.float32) for name in "wv"}
     step = fddp.train_step(
         lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]),
@@ -248,14 +248,13 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
         shard=shard,
         **options,
     )
-    state, batch = step.init(params), np.ones((4 * n, 64), np.float32)
+    state = step.init(params)
+    batch = np.ones((4 * n, 64), np.float32)
     listed = step.tasks(state, batch)
     equal, shards = take_apart(state)
     given = listed.enter(equal, None, *of_one_replica((shards, batch), n))
-    forms, held = (
-        {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in given.items()},
-        [],
-    )
+    forms = {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in given.items()}
+    held = []
     last = max(at for at, task in enumerate(listed.tasks) if task.kind == "compute")
     for at, task in enumerate(listed.tasks[:last]):
         if task.name.endswith("stage 0"):
@@ -279,7 +278,8 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
 
 @both
 def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups, shard: Any):
-    params, sent = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}, []
+    params = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
+    sent = []
     for steps in (1, 2, 3):
         step = fddp.train_step(
             lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
@@ -449,7 +449,8 @@ def test_a_plan_says_that_it_is_scattered_and_gathered_and_how_much_of_it_is_pad
         step.init(jax.tree.map(np.float32, PARAMS))
         return step.plan
 
-    whole, cut = plan(4, None), plan(4, shard)
+    whole = plan(4, None)
+    cut = plan(4, shard)
     # 21, 2, 14 and 1 elements are filled up to 24, 4, 16 and 4.
     line = f"each is scattered to 4 replicas and gathered, with {4 * 10} bytes of padding"
     assert cut.padding == 40 and line in str(cut).splitlines()
@@ -487,7 +488,8 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
 
 @both
 def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups, shard: Any):
-    params, x = jax.tree.map(np.float32, PARAMS), ROWS.astype(np.float32)
+    params = jax.tree.map(np.float32, PARAMS)
+    x = ROWS.astype(np.float32)
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, donate=False)
     state, _ = step(step.init(params), x)
     other = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard=shard, donate=False)
@@ -516,10 +518,8 @@ def test_forms_and_copies_of_the_host_are_put_together_too(group: Groups):
 
 ### Nothing to save
 
-MATRIX, SMALL = (
-    {"w": np.ones((8, 3), np.float32)},
-    {"b": np.ones(3, np.float32), "s": np.float32(1)},
-)
+MATRIX = {"w": np.ones((8, 3), np.float32)}
+SMALL = {"b": np.ones(3, np.float32), "s": np.float32(1)}
 
 
 def begun(

@@ -301,7 +301,8 @@ def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
         "gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", JAX_NUM_CPU_DEVICES="2"
     )
     assert outcome.succeeded
-    start, rows = parts_in_shards.START, parts_in_shards.ROWS
+    start = parts_in_shards.START
+    rows = parts_in_shards.ROWS
     params = by_plain_jax(parts_in_shards.loss, optax.adam(0.1), start, [rows, rows]).params
     for text in outcome.outputs:
         end, held, *_ = text.splitlines()

@@ -126,7 +126,8 @@ def test_a_random_key_among_the_params_is_refused_by_its_name(make):
 def test_params_of_another_model_are_refused_by_their_leaves(make, group):
     total = lambda p, x: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) + jnp.mean(x)  # noqa: E731
     step = make(total)
-    state, other = step.init({"w": np.ones(3)}), step.init({"y": np.ones(3), "z": np.ones(2)})
+    state = step.init({"w": np.ones(3)})
+    other = step.init({"y": np.ones(3), "z": np.ones(2)})
     says = r"they have y float32\[3\]; z float32\[2\], and lack w float32\[3\]"
     state, _ = step(state, X)
     refused(ValueError, says, lambda: step(other, X))

@@ -169,7 +169,8 @@ def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, 
     step = fddp.train_step(
         spectrum, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0
     )
-    state, gradient = step.init(params), jax.jit(jax.value_and_grad(spectrum))
+    state = step.init(params)
+    gradient = jax.jit(jax.value_and_grad(spectrum))
     expected = params
     for _ in range(3):
         state, info = step(state, x)
@@ -188,7 +189,8 @@ def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, 
 @pytest.mark.parametrize("where", ["first", "last", "alone"])
 def test_an_empty_parameter_is_trained_like_any_other(group, schedule, cap, where):
     """A layer without outputs; it is ready first, last, or there is nothing else."""
-    empty, full = np.zeros((3, 0), np.float32), np.ones(3, np.float32)
+    empty = np.zeros((3, 0), np.float32)
+    full = np.ones(3, np.float32)
     params = {"empty": empty} if where == "alone" else {"empty": empty, "full": full}
 
     def loss(params: Any, x: Any) -> jax.Array:

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
 DRAW = np.random.default_rng(7)
-ALL, WIDTH = 6000, 4
+ALL = 6000
+WIDTH = 4
 PARAMS = {"embed": DRAW.normal(size=(ALL, WIDTH)), "out": DRAW.normal(size=(WIDTH, 2))}
 # Moments and decay move rows that no gradient touches.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.02, weight_decay=0.1))
@@ -71,7 +72,8 @@ def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: N
     batches = [batch_of(rows, rows) for rows in (8, 32, 8)]
     batches[1]["ids"] = np.concatenate([np.arange(16), np.full(16, 3)])
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(2), schedule=schedule)
-    state, sent = step.init(PARAMS), []
+    state = step.init(PARAMS)
+    sent = []
     for batch in batches:
         state, info = step(state, batch)
         sent.append(int(info.sent[-1]))

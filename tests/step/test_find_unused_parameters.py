@@ -154,7 +154,8 @@ def test_a_dropped_layer_is_left_alone_and_the_next_step_finds_it_again(make):
     state = step.init(weights)
     for keep in ([1, 0, 1], [0, 1, 1]):
         data = {"x": rng.standard_normal((4, 4), np.float32), "keep": np.array([keep] * 4, bool)}
-        before, (state, info) = state, step(state, data)
+        before = state
+        (state, info) = step(state, data)
         assert list(counts(info).values()) == [4 * k for k in keep]
         same = [np.array_equal(before.params[name], state.params[name]) for name in weights]
         assert same == [not k for k in keep]
@@ -166,7 +167,8 @@ def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
     zero."""
     model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.7)
     data = gpt.batch(model, 4, length=8)
-    start, loss = gpt.init(model, jax.random.key(0), data)[0], gpt.loss_fn(model)
+    start = gpt.init(model, jax.random.key(0), data)[0]
+    loss = gpt.loss_fn(model)
     step = make(loss, schedule="staged", has_aux=True, donate=False)
     state = step.init(start, rng=jax.random.key(2))
     after, info = step(state, data)

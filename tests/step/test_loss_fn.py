@@ -25,7 +25,8 @@ close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
 pytestmark = pytest.mark.steps
 
-REPLICAS, STEPS = 4, 3
+REPLICAS = 4
+STEPS = 3
 RNG = np.random.default_rng(5)
 LAYERS = {
     "first": {"w": RNG.normal(size=(3, 4)), "b": RNG.normal(size=4)},
@@ -158,7 +159,8 @@ def one_layer_used_first_and_last(params: Any, x: Any) -> jax.Array:
 
 @program()
 def two_views_of_a_batch(params: Any, x: Any) -> jax.Array:
-    one, two = net(params, x), net(params, 2 * x[:, ::-1])
+    one = net(params, x)
+    two = net(params, 2 * x[:, ::-1])
     return jnp.mean((one - two) ** 2) - 0.1 * jnp.mean(one * two)
 
 
@@ -317,7 +319,8 @@ def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):
     step = fddp.train_step(
         loss, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0
     )
-    state, losses = step.init(params), []
+    state = step.init(params)
+    losses = []
     for batch in batches:
         state, info = step(state, batch)
         losses.append(info.loss)
@@ -388,7 +391,8 @@ def player_loss(player: str, params: Any, x: Any) -> jax.Array:
 
 @SCHEDULES
 def test_two_players_freeze_and_thaw_each_other(group, x64, schedule):
-    steps, states = {}, {}
+    steps = {}
+    states = {}
     for player, other in OTHERS.items():
         steps[player] = fddp.train_step(
             partial(player_loss, player),
@@ -399,7 +403,8 @@ def test_two_players_freeze_and_thaw_each_other(group, x64, schedule):
             ignore=lambda path, other=other: path.startswith(f"{other}/"),
         )
         states[player] = steps[player].init(GAN)
-    expected, opt_states = GAN, {player: OPTIMIZERS[player].init(GAN[player]) for player in OTHERS}
+    expected = GAN
+    opt_states = {player: OPTIMIZERS[player].init(GAN[player]) for player in OTHERS}
     params = states["discriminator"].params
     for x in X:
         for player, other in OTHERS.items():

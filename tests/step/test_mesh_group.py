@@ -28,7 +28,8 @@ from models import gpt, tensor_parallel
 pytestmark = pytest.mark.steps
 
 ROOT = Path(__file__).parents[2]
-ON_REPLICAS, ON_PARTS = ((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))
+ON_REPLICAS = ((0, 2, 4, 6), (1, 3, 5, 7))
+ON_PARTS = ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 @cache
@@ -191,7 +192,8 @@ def test_a_loss_may_use_a_parameter_in_parts_in_a_loop(x64):
     def looped(w: Any, x: Any) -> jax.Array:
         return jnp.mean(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0] ** 2)
 
-    w, x = X[:4] @ X[:4].T / 4, X @ X[:4].T
+    w = X[:4] @ X[:4].T / 4
+    x = X @ X[:4].T
     f = fddp.value_and_grad(looped, group=fddp.mesh_group(mesh()))
     found = f(jax.device_put(w, NamedSharding(mesh(), PartitionSpec("part"))), x)
     close(found, jax.value_and_grad(looped)(w, x), rtol=1e-12, atol=0)
@@ -244,7 +246,8 @@ def test_an_optimizers_factors_need_not_have_the_shape_of_a_parameter(x64):
         loss, optimizer, group=fddp.mesh_group(mesh()), ignore=lambda name: name == "bias"
     )
     state, _ = step(step.init(in_parts(mesh())), X)
-    trained, bias = {name: PARAMS[name] for name in ("first", "second")}, PARAMS["bias"].copy()
+    trained = {name: PARAMS[name] for name in ("first", "second")}
+    bias = PARAMS["bias"].copy()
     # A copy: JAX remembers a constant of a program by its object, in 64 bits here and in 32 in
     # other tests.
     expected = by_plain_jax(
@@ -289,11 +292,10 @@ def test_a_hook_of_single_elements_sums_the_parts_of_each_device(
 
 
 def test_a_hook_cannot_have_whole_leaves_of_a_replica_in_parts():
-    says, hook = (
-        "several devices, along 'part': each device sends the parts",
-        fddp.hooks.quantize(error_feedback=False),
-    )
-    parts, whole = fddp.mesh_group(mesh()), fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
+    says = "several devices, along 'part': each device sends the parts"
+    hook = fddp.hooks.quantize(error_feedback=False)
+    parts = fddp.mesh_group(mesh())
+    whole = fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
     for call in (
         partial(fddp.train_step, loss, optax.sgd(1.0)),
         partial(fddp.value_and_grad, loss),
@@ -320,10 +322,8 @@ def test_processes_hold_their_replicas_in_parts(tmp_path):
     assert outcome.succeeded
     ends, spread, subgroups, refused = zip(*(text.splitlines() for text in outcome.outputs))
     # By hand: of rows [1, 1] and [2, 2], and weights that start at 0.5, 0.25 and 1.
-    params, x = (
-        {"first": np.full((2, 4), 0.5), "second": np.full((4, 2), 0.25), "bias": np.ones(2)},
-        np.ones((4, 2)),
-    )
+    params = {"first": np.full((2, 4), 0.5), "second": np.full((4, 2), 0.25), "bias": np.ones(2)}
+    x = np.ones((4, 2))
     x = np.concatenate([x, 2 * x])
     linear = lambda p: jnp.mean(((x @ p["first"]) @ p["second"] + p["bias"]) ** 2)  # noqa: E731
     params = jax.tree.map(lambda p, g: p - 0.125 * g, params, jax.grad(linear)(params))

@@ -67,9 +67,11 @@ def alone() -> list[tuple[Any, Any]]:
 def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x64, schedule, steps):
     options: Any = {"schedule": schedule, "accumulation_steps": steps, "bucket_cap_mb": 0}
     step = fddp.train_step(first_column, ADAM, group=group(REPLICAS), **options)
-    state, rows = step.init(PARAMS), batches(CALLS)
+    state = step.init(PARAMS)
+    rows = batches(CALLS)
     for number, (held, expected) in enumerate(zip(HELD, alone())):
-        before, turn = bits((state.params, state.opt_state)), [next(rows) for _ in range(held + 1)]
+        before = bits((state.params, state.opt_state))
+        turn = [next(rows) for _ in range(held + 1)]
         for part in turn[:-1]:
             state, _ = step.no_sync(state, part)
             assert bits((state.params, state.opt_state)) == before and int(state.step) == number
@@ -109,7 +111,8 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
 @SCHEDULES
 def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(group, x64, schedule):
     """Also where what is pending goes on with a step of its own first batch, as after a restart."""
-    data, counts = np.concatenate(list(batches(3))), (8, 24, 16)
+    data = np.concatenate(list(batches(3)))
+    counts = (8, 24, 16)
     parts = np.split(data, np.cumsum(counts)[:-1])
     options: Any = {"group": group(REPLICAS), "schedule": schedule}
     step, other = (fddp.train_step(first_column, optax.sgd(0.1), **options) for _ in range(2))
@@ -178,7 +181,8 @@ def by_hand(
     """Mean gradient at PARAMS over all rows, each replica with its own buffers; and the buffers
     after each call."""
     gradient = jax.jit(jax.value_and_grad(running, has_aux=True))
-    grads, history = [], []
+    grads = []
+    history = []
     for part in rows:
         for k, own in enumerate(np.split(part, REPLICAS)):
             for micro in np.split(own, steps):
@@ -200,7 +204,8 @@ def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadca
         "bucket_cap_mb": 0,
     }
     step = fddp.train_step(running, optax.sgd(1.0), group=group(REPLICAS), **options)
-    start, rows = np.ones(3), list(batches(3))
+    start = np.ones(3)
+    rows = list(batches(3))
     state = step.init(PARAMS, model_state=start)
     grads, history = by_hand(rows, [start] * REPLICAS, steps=2)
     for part, buffers in zip(rows[:-1], history):
@@ -223,7 +228,8 @@ def test_in_turns_with_steps_nothing_is_checked_anew(
     checked = []
     monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
     step = fddp.train_step(first_column, ADAM, group=group(2))
-    state, rows = step.init(PARAMS), np.ones((ROWS, 3))
+    state = step.init(PARAMS)
+    rows = np.ones((ROWS, 3))
     for _ in range(3):
         for call in (step.no_sync, step.no_sync, step):
             state, _ = call(state, rows)

@@ -17,7 +17,8 @@ from truth import by_plain_jax
 
 import fddp
 
-ROWS, WIDTH = 6, 4  # of a replica; two and three replicas divide the rows
+ROWS = 6  # of a replica; two and three replicas divide them
+WIDTH = 4
 CAP = 0.0003  # MiB: two layers
 
 

@@ -39,7 +39,9 @@ def test_of_rows_that_are_made_up_nothing_is_told(batch: Any):
 def test_rank_0_names_the_ranks_that_bring_the_same_rows(
     group: Callable[[int], fddp.Group], capfd: Any
 ):
-    same, other, nothing = digest(X), digest(X[1:]), bytes(BESIDE)
+    same = digest(X)
+    other = digest(X[1:])
+    nothing = bytes(BESIDE)
     tell_same_rows(group(1), [same, other, nothing, same, nothing])
     words = capfd.readouterr().err
     assert (

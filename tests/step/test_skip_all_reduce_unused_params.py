@@ -18,13 +18,16 @@ from fddp import hooks
 
 pytestmark = pytest.mark.steps
 
-REPLICAS, LAYERS, WIDTH = 4, 5, 6
+REPLICAS = 4
+LAYERS = 5
+WIDTH = 6
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(16, WIDTH)).astype(np.float32)
 PARAMS = {
     f"layer{k}": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 3 for k in range(LAYERS)
 }
-MASK, TAIL = 4 * LAYERS, 3 * 4  # a float for each leaf; loss, weight and one metric
+MASK = 4 * LAYERS  # a float for each leaf
+TAIL = 3 * 4  # loss, weight and a metric
 ONE = 4 * WIDTH**2
 
 
@@ -60,7 +63,8 @@ def steps(
         find_unused_parameters=True,
         **options,
     )
-    state, infos = step.init(PARAMS, rng=fddp.Shared(key) if shared else key), []
+    state = step.init(PARAMS, rng=fddp.Shared(key) if shared else key)
+    infos = []
     for _ in range(count):
         state, info = step(state, X)
         infos.append(info)
@@ -145,7 +149,8 @@ def test_a_shared_key_draws_alike_on_all_replicas_and_anew_in_each_step(group):
 
     keys = {"own": jax.random.key(1), "shared": fddp.Shared(jax.random.key(2))}
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), has_aux=True)
-    state, seen = step.init(np.float32(1), rng=keys), []
+    state = step.init(np.float32(1), rng=keys)
+    seen = []
     for _ in range(2):
         state, info = step(state, np.ones(4, np.float32))
         variance = {name: float(info.aux[f"{name}²"] - info.aux[name] ** 2) for name in keys}

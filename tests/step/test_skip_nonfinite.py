@@ -15,7 +15,8 @@ import fddp
 from fddp.hlo import find_collectives, parse
 
 START = {"bias": np.zeros(3, np.float32), "root": np.ones((), np.float32)}
-WELL, ILL = np.full((4, 3), 0.5, np.float32), np.array([[1, 1, 1]] * 3 + [[0, 1, 1]], np.float32)
+WELL = np.full((4, 3), 0.5, np.float32)
+ILL = np.array([[1, 1, 1]] * 3 + [[0, 1, 1]], np.float32)
 
 
 def loss_fn(params: Any, x: Any, *, model_state: Any) -> Any:

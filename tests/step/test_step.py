@@ -79,9 +79,11 @@ def start() -> dict[str, Any]:
 def test_buffers_are_those_of_replica_0_at_the_next_forward(make):
     step = make(averaging)
     state = step.init(np.float32(0), model_state=start())
-    first, others = np.mean(X[:4]), [np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)]
+    first = np.mean(X[:4])
+    others = [np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)]
     for mean, count in ((first, 2**24 + 1), (1.5 * first, 2**24 + 2)):
-        before, w = state.model_state["mean"], state.params
+        before = state.model_state["mean"]
+        w = state.params
         expected = np.mean((X - np.asarray(w)) ** 2) + 0.5 * np.asarray(before) + np.mean(others)
         state, info = step(state, X)
         np.testing.assert_allclose(shards(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
@@ -115,7 +117,8 @@ def test_buffers_go_through_micro_batches_and_no_sync_in_order(make):
 
 def noting(w: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
     """Writes down the key of each call."""
-    keys, at = model_state["keys"], model_state["at"]
+    keys = model_state["keys"]
+    at = model_state["at"]
     return square(w, x), ({"keys": keys.at[at].set(jax.random.key_data(rng)), "at": at + 1}, None)
 
 
@@ -234,7 +237,8 @@ def test_numbers_and_arrays_that_a_user_puts_into_a_state_are_taken(make, schedu
 
 
 def test_value_and_grad_leaves_its_arguments_alone(group):
-    w, x = jnp.float32(1), jnp.asarray(X)
+    w = jnp.float32(1)
+    x = jnp.asarray(X)
     f = fddp.value_and_grad(square, group=group(4))
     same_bits(f(w, x), f(w, x))
     assert not w.is_deleted() and not x.is_deleted()

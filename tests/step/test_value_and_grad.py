@@ -98,7 +98,9 @@ def test_value_and_grad_passes_model_state_and_keys(group, x64):
             {"kept": jnp.mean(kept * 1.0)},
         )
 
-    w, x, key = np.float64(0.5), BATCH["y"], jax.random.key(3)
+    w = np.float64(0.5)
+    x = BATCH["y"]
+    key = jax.random.key(3)
     f = fddp.value_and_grad(loss, group=group(2), has_aux=True)
     state = {"seen": np.int32(41)}
     (value, (new, aux)), grad = f(w, x, model_state=state, rng=key)
@@ -126,7 +128,8 @@ def test_a_loss_with_its_own_collective_sees_the_whole_batch(group, x64):
     f = fddp.value_and_grad(
         partial(centred, over=lambda m: jax.lax.pmean(m, "replica")), group=group(4)
     )
-    w, x = np.float64(2), BATCH["y"]
+    w = np.float64(2)
+    x = BATCH["y"]
     close(f(w, x), jax.value_and_grad(partial(centred, over=lambda m: m))(w, x))
 
 

@@ -115,7 +115,8 @@ def test_a_record_of_huge_numbers_and_codes_for_the_terminal_is_told_in_few_word
 
 
 def test_a_record_takes_the_place_of_a_link_and_is_for_its_owner_alone(tmp_path: Path):
-    folder, other = tmp_path / "flight", tmp_path / "other"
+    folder = tmp_path / "flight"
+    other = tmp_path / "other"
     job = {"rank": 0, "size": 1, "flight": str(folder), "began": 1.0}
     own = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
     write = partial(write_record, mmap(-1, SIZE), job, own, "rank 0 died")

@@ -80,7 +80,8 @@ def test_a_step_of_all_ranks_is_told_apart_from_one_of_some():
 
 
 def test_the_pace_is_what_three_of_four_steps_take_at_least():
-    pace, clock = StepTimes(), 0.0
+    pace = StepTimes()
+    clock = 0.0
     for number in range(1 + STEPS + 1):
         clock += 1.0 if number % 2 else 0.25  # between two steps
         pace.begin(clock)
@@ -90,7 +91,8 @@ def test_the_pace_is_what_three_of_four_steps_take_at_least():
 
 
 def test_a_pause_is_no_pace_and_the_first_step_which_compiles_neither():
-    pace, clock = StepTimes(), 0.0
+    pace = StepTimes()
+    clock = 0.0
     for number in range(60):
         clock += 100.0 if number in (0, 25) else 0.5
         pace.begin(clock)
@@ -173,7 +175,8 @@ def test_the_last_messages_are_kept_with_their_times():
 
 
 def test_messages_of_two_threads_keep_their_own_places():
-    recorder, entered = Recorder(bytearray(SIZE)), threading.Barrier(2)
+    recorder = Recorder(bytearray(SIZE))
+    entered = threading.Barrier(2)
 
     def send(name: str) -> None:
         with recorder.message(name, 1):
@@ -199,7 +202,8 @@ class Later:
 
 
 def test_a_step_that_was_launched_lasts_until_its_result_is_there():
-    recorder, result = Recorder(bytearray(SIZE)), Later()
+    recorder = Recorder(bytearray(SIZE))
+    result = Later()
     with recorder.step(1):
         recorder.launched(result)
     recorder.live()
@@ -299,7 +303,8 @@ class OnItsWay:
 
 @pytest.mark.parametrize("end", ["finished", "failed", "left the world"])
 def test_a_script_that_has_ended_stays_so_while_its_last_step_is_under_way(end: str):
-    recorder, result = Recorder(bytearray(SIZE), 2), OnItsWay()
+    recorder = Recorder(bytearray(SIZE), 2)
+    result = OnItsWay()
     with recorder.step(2):
         recorder.launched(result)
     recorder.say(end)

@@ -100,7 +100,8 @@ def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_lon
     )
     least = PATIENCE * 30.0
     assert late(least - 1) is None
-    first, second = late(least + 1), late(2 * least + 1)
+    first = late(least + 1)
+    second = late(2 * least + 1)
     assert first is not None and second is not None
     assert first.words.startswith(f"nothing has moved for 600 s: rank 1 is stopped in step {steps}")
     assert (first.end, second.end) == (False, True)
@@ -119,7 +120,8 @@ def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():
         waiting(0, still) | {"steps": 1}, rank(1, steps=0, still=0.1, heard=NOW - heard)
     )
     assert late(11.0, 9.0) is None  # it may compile, and its watcher have stumbled
-    first, second = late(11.0, 11.0), late(21.0, 21.0)
+    first = late(11.0, 11.0)
+    second = late(21.0, 21.0)
     assert first is not None and second is not None
     assert "rank 1 has not been heard of, before its first step" in first.words
     assert (first.end, second.end) == (False, True)
@@ -279,10 +281,8 @@ def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
 
 
 def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step():
-    over, work = (
-        rank(0, doing="finished", done=True, still=1e4),
-        {"still": 1e4, "place": "evaluate (train.py:9)"},
-    )
+    over = rank(0, doing="finished", done=True, still=1e4)
+    work = {"still": 1e4, "place": "evaluate (train.py:9)"}
     waits = ", and rank 0 has finished and waits for it"
     place = "between steps 52 and 53, evaluate (train.py:9)"
     assert conclude(over, rank(1, **work)) is None
@@ -304,7 +304,8 @@ def test_who_has_finished_waits_from_then_on_for_a_rank_long_unheard():
     own = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
     late = lambda still: judge_alone(own(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
     assert late(1.0) is None and late(9.0) is None
-    first, second = late(11.0), late(21.0)
+    first = late(11.0)
+    second = late(21.0)
     assert first is not None and second is not None
     assert (
         "rank 0 has not been heard of" in first.words
@@ -507,7 +508,8 @@ def test_strangers_that_are_slow_or_silent_or_wrong_keep_no_watcher_waiting():
 
 
 def test_what_strangers_overhear_does_not_let_them_in():
-    token, challenge = "token", b"c" * 32
+    token = "token"
+    challenge = b"c" * 32
     assert token.encode() not in proof(token, challenge)
     assert proof(token, challenge) != proof(token, b"d" * 32)
 
@@ -515,7 +517,8 @@ def test_what_strangers_overhear_does_not_let_them_in():
 ### Real ranks
 
 TOLD_S = 60.0
-MPI, GLOO = ("mpi", 3), ("gloo", 2)
+MPI = ("mpi", 3)
+GLOO = ("gloo", 2)
 
 
 def on_ranks(

@@ -15,8 +15,11 @@ import optax
 
 import fddp
 
-STALL_S, SLOW_S = 2.0, 0.05
-PAUSE_S, LONG_STALL_S = 1.5, 20.0  # a pause is no stall, however busy the machine is
+STALL_S = 2.0
+SLOW_S = 0.05
+# A pause is not a stall, however busy the machine is.
+PAUSE_S = 1.5
+LONG_STALL_S = 20.0
 
 
 def spin() -> None:

@@ -94,7 +94,8 @@ def train(group: fddp.Group, run: Run, start: Any) -> Result:
         first_bucket_mb=1 / 256,
         last_bucket_mb=1 / 256,
     )
-    state, losses = step.init(params, model_state=model_state), []
+    state = step.init(params, model_state=model_state)
+    losses = []
     for number in range(STEPS):
         rows = jax.tree.map(
             lambda x: np.split(x, group.processes)[group.rank], batch(run.model, number)

@@ -84,7 +84,8 @@ def batch(model: str, step: int) -> Any:
 @cache
 def start(model: str, rule: str) -> tuple[Any, Any]:
     """Parameters and buffers before the first step, as numpy arrays."""
-    package, rows = MODELS[model][0], batch(model, 0)
+    package = MODELS[model][0]
+    rows = batch(model, 0)
     with precision(rule):
         init = jax.jit(
             lambda key: package.init(linen(model, rule), key, rows), compiler_options=UNOPTIMIZED
@@ -120,7 +121,8 @@ def _trained(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), model_state, opt_state, value
 
-    opt_state, losses = optimizer.init(params), []
+    opt_state = optimizer.init(params)
+    losses = []
     for number in range(STEPS):
         params, model_state, opt_state, value = step(
             params, model_state, opt_state, batch(model, number)
@@ -138,7 +140,8 @@ def relative_error(result: Result, expected: Result) -> float:
     """
 
     def error(a: Any, b: Any) -> float:
-        off, size = float(np.max(np.abs(a - b))), float(np.max(np.abs(b)))
+        off = float(np.max(np.abs(a - b)))
+        size = float(np.max(np.abs(b)))
         return off / size if size else off and np.inf
 
     return float(np.max(jax.tree.leaves(jax.tree.map(error, result, expected))))
