@@ -71,7 +71,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the seconds that each file took, slowest first, so that growth is seen."""
+    """Prints the seconds of each file, slowest first, so that growth is seen."""
     seconds = defaultdict[str, float](float)
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -104,7 +104,7 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """XLA's usual optimizations: for claims about what it makes of a program."""
+    """XLA's usual optimizations, for claims about compiled programs."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)

@@ -69,7 +69,7 @@ JOBS = [*QUICK_JOBS, ("mpi", 2), ("mpi", 4), ("gloo", 4)]
 
 
 def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSet:
-    """A job, and what is tested on it, as a parameter set of pytest in its tier."""
+    """A job and its test, as a parameter set of pytest in its tier."""
     tiers = [pytest.mark.slow] if slow or job not in QUICK_JOBS else []
     return pytest.param(*job, *more, marks=[pytest.mark.ranks, *tiers])
 
@@ -84,8 +84,8 @@ def on(quick: str) -> pytest.MarkDecorator:
 
 
 def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str) -> list[str]:
-    """Of what is tested on a job, under this name of a parameter, what this session asks for: a job
-    does no more."""
+    """The tests of a job, by the name of a parameter, that this session selects: a job runs no
+    others."""
     given = [
         one.params for item in request.session.items if (one := getattr(item, "callspec", None))
     ]
@@ -108,10 +108,10 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job."""
+    """The outcome of a job."""
 
     outputs: tuple[str, ...]
-    """What each rank wrote to stdout, then to stderr."""
+    """The stdout, then the stderr of each rank."""
     codes: tuple[int | None, ...]
     """Exit code of each process that was started, mpiexec's alone under MPI; None: still running at
     the timeout."""
@@ -134,7 +134,7 @@ def launch(
     timeout_s: float = JOB_S,
     **env: str,
 ) -> Outcome:
-    """Runs a worker on so many ranks and waits for its end.
+    """Runs a worker on several ranks and waits for its end.
 
     Args:
       backend: "mpi" or "gloo".
@@ -146,7 +146,7 @@ def launch(
       **env: more environment variables.
 
     Returns:
-      What became of it; also printed, for pytest shows what a failed test printed.
+      The outcome; also printed, because pytest shows the output of a failed test.
     """
     command = [str(WORKERS / script), *map(str, args)]
     env = _environment() | env
@@ -164,8 +164,8 @@ def launch_with(
     folder: Path,
     timeout_s: float = JOB_S,
 ) -> Outcome:
-    """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some
-    other launcher.
+    """Runs a worker as `launch` does, on ranks that meet over Gloo by the variables of another
+    launcher.
 
     Args:
       worlds: the variables of each rank.
@@ -175,7 +175,7 @@ def launch_with(
       timeout_s: seconds after which all processes are killed.
 
     Returns:
-      What became of it.
+      The outcome.
     """
     command = [str(WORKERS / script), *map(str, args)]
     processes = _start_gloo(worlds, command, folder, _environment())
@@ -185,8 +185,7 @@ def launch_with(
 def ended(
     folder: Path, backend: str, how: str, script: str = "ends.py", size: int = 2, grace_s: str = "1"
 ) -> tuple[str, ...]:
-    """What each rank shows of a script that ends badly; no process may go on, and none may end as
-    if all were well."""
+    """The outputs of the ranks of a script that fails; no process may go on or end with success."""
     outcome = launch(backend, size, script, how, folder=folder, FDDP_GRACE_S=grace_s)
     assert outcome.ended
     assert 0 not in outcome.codes
@@ -207,7 +206,7 @@ def _outcome(
 
 
 def written(folder: Path, size: int) -> tuple[str, ...]:
-    """What each rank, and the watcher beside it, which may outlive it, has written so far."""
+    """The outputs so far of each rank and of its watcher, which may outlive it."""
     return tuple(
         "".join(_read(folder / f"{rank}.{kind}") for kind in ("out", "err")) for rank in range(size)
     )
@@ -279,14 +278,13 @@ def _server() -> str:
 
 
 def _start(command: Sequence[str], output: Path, env: dict[str, str]) -> subprocess.Popen:
-    """A process in a session of its own, so that it can be killed with its children and nobody
-    else."""
+    """A process in a session of its own, so that it can be killed with its children only."""
     with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
         return subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
 
 
 def free_port() -> int:
-    """A port at which nobody listens now."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -302,7 +300,7 @@ def _wait(processes: Sequence[Process], seconds: float) -> None:
 
 
 def _kill(processes: Sequence[Process]) -> None:
-    """Ends what still runs: mpiexec ends its ranks when asked to; what does not hear is killed."""
+    """Ends running processes: mpiexec ends its ranks on SIGTERM; all that go on are killed."""
     _signal(processes, lambda process: process.terminate())
     _wait(processes, END_S)
     _signal(processes, lambda process: os.killpg(process.pid, signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""Every question of bench/ can be asked, and in a hurry too."""
+"""Every script of bench/ runs, with --quick too."""
 
 import importlib
 import re
@@ -57,7 +57,7 @@ def test_each_of_60_mutants_applies_and_changes_one_line_of_its_package():
 
 
 def faults_of(mutant: Mutant) -> list[str]:
-    """What is wrong with a patch in tests/mutants/."""
+    """The faults of a patch in tests/mutants/."""
     text = mutant.patch.read_text()
     files = re.findall(r"^\+\+\+ b/(.*)$", text, re.MULTILINE)
     changes = [re.findall(rf"^\{sign}(?!\{sign}\{sign} )", text, re.MULTILINE) for sign in "-+"]

@@ -34,7 +34,7 @@ def in_the_repository(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def mpi_is_loaded_once(monkeypatch):
-    """Doctor starts a process that loads MPI; `test_mpi_vendors` has what it may say."""
+    """Doctor starts a process that loads MPI; `test_mpi_vendors` tests its output."""
     monkeypatch.setattr(mpi_vendors, "loaded", loaded)
 
 
@@ -124,7 +124,7 @@ def test_reproduce_prints_three_digests_and_equal(capsys):
 
 
 def test_where_calls_of_one_program_differ_nothing_is_claimed(capsys, monkeypatch):
-    """As XLA:CPU with several threads may do."""
+    """XLA:CPU with several threads may differ in this way."""
     calls = count()
     found = distinct(lambda x: x + next(calls) // 25, np.zeros(2))
     assert found == 2

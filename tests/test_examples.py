@@ -1,5 +1,4 @@
-"""The scripts in models/ do what they say, run as a user runs them: fddp installed, in a folder of
-one's own."""
+"""The scripts in models/ work as a user runs them: with fddp installed, in a separate folder."""
 
 import os
 import re
@@ -46,7 +45,7 @@ def environment(home: Path, **env: str) -> dict[str, str]:
 def quick(
     home: Path, script: str, *words: str, devices: int = 1, before: tuple[str, ...] = ()
 ) -> str:
-    """What a script prints; it may warn of nothing."""
+    """The output of a script, which must be free of warnings."""
     command = [*before, *PYTHON, str(MODELS / script), "--quick", *words]
     env = environment(home, JAX_NUM_CPU_DEVICES=str(devices))
     done = subprocess.run(command, cwd=home, env=env, text=True, capture_output=True, timeout=300)

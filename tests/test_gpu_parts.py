@@ -1,5 +1,4 @@
-"""What a GPU is asked by bench/gpu.py can be asked on CPUs: every part ends, with figures that are
-right there too."""
+"""Every part of bench/gpu.py runs on CPUs too, with figures that are right on both."""
 
 import json
 import os
@@ -27,7 +26,7 @@ def every_part(test):
 
 
 def rehearse(folder, *halves):
-    """What some parts of bench/gpu.py print and find; each half is a run of its own, next to the
+    """The output and results of some parts of bench/gpu.py; each half is a run, next to the
     others."""
     # One device, and no launcher's word, whatever pytest was started with.
     env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}

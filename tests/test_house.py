@@ -33,7 +33,7 @@ def module(path: Path) -> str:
 
 
 def matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> list[str]:
-    """Where a pattern matches in some files, with the text that it matches."""
+    """The places and texts of a pattern's matches in some files."""
     return [
         f"{names(path)}: {match[0]}"
         for path in paths
@@ -245,7 +245,7 @@ def test_the_package_is_described_without_a_person_or_a_host():
 
 
 def test_the_package_is_typed_and_a_source_archive_is_sources():
-    """Of folders Hatchling takes all but caches; README, LICENSE and pyproject.toml it takes by
+    """Hatchling takes all files of folders but caches, and README, LICENSE and pyproject.toml by
     itself."""
     wheel, source = (
         PYPROJECT["tool"]["hatch"]["build"]["targets"][name] for name in ("wheel", "sdist")
@@ -263,7 +263,8 @@ def test_the_package_is_typed_and_a_source_archive_is_sources():
 
 
 def test_the_readme_shows_all_of_itself_where_no_other_file_is():
-    """An index page has its text alone: a link or a picture beside it would be broken there."""
+    """An index page shows its text alone: a link to another file, or a picture, would be broken on
+    it."""
     readme = (ROOT / PYPROJECT["project"]["readme"]).read_text()
     targets = re.findall(
         r"\]\(([^)]*)\)|(?:src|href)=[\"']?([^\"'>\s]*)",

@@ -1,5 +1,4 @@
-"""What fddp reads of JAX's insides is there, in the JAX that is installed: a failure's name ends
-with its version."""
+"""The installed JAX has the internals that fddp reads: a failure's name ends with its version."""
 
 import os
 import subprocess
@@ -43,7 +42,7 @@ def equation(name: str, f: Callable[..., Any], *args: Any) -> JaxprEqn:
 
 
 def shapes(values: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Of variables and literals."""
+    """The shapes of variables and literals."""
     return [value.aval.shape for value in values]
 
 

@@ -1,4 +1,4 @@
-"""The models are what their papers say, and plain Flax: they do not know of the library."""
+"""The models are those of their papers, in plain Flax: they do not know the library."""
 
 import ast
 import math
@@ -35,7 +35,7 @@ def build(name: str) -> tuple[Any, Any, Any]:
 
 
 def shapes(module: Any, model: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """Returns what `build` does, without a number computed: enough to trace."""
+    """Returns the result of `build` without computing a number: enough to trace."""
     return *jax.eval_shape(partial(module.init, model), jax.random.key(0), batch), batch
 
 

@@ -62,7 +62,7 @@ def trained(replicas: int, stages: int, micro_batches: int) -> tuple[Any, Any, A
 
 @cache
 def alone() -> Result:
-    """Where plain JAX arrives, on one device and without stages."""
+    """The result of plain JAX, on one device and without stages."""
     loss = gpt.loss_fn(MODEL)
     result = by_plain_jax(lambda params, batch: loss(params, batch)[0], OPTIMIZER, start(), BATCHES)
     return jax.device_get(Result(result.params, None, result.losses))

@@ -1,4 +1,5 @@
-"""The code of README and docs/ runs, prints what it says there, and names only what exists."""
+"""The code of README and docs/ runs, prints the output that they show, and names only existing
+things."""
 
 import re
 import runpy
@@ -65,7 +66,7 @@ def side(sign: str, change: str = THE_DIFF) -> str:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each of two ranks of MPI prints, by script: the first one, and the one of the diff."""
+    """The output of each of two ranks of MPI, by script: the first one, and the one of the diff."""
     folder = tmp_path_factory.mktemp("readme")
     scripts = {"first.py": FIRST, "diff.py": side("+")}
     for name, script in {"all.py": ALL, **scripts}.items():
@@ -222,8 +223,7 @@ def test_the_table_of_imports_is_the_contract():
 
 
 def test_the_path_of_a_step_is_the_rooms_that_it_imports():
-    """From the first room to the last: each of the drawing's rooms is imported by the one that
-    calls it."""
+    """Each of the drawing's rooms, from the first to the last, is imported by its caller."""
     (drawing,) = re.findall(
         r"From the call of a step.*?```\n(.*?)```", PAGES["architecture.md"], re.DOTALL
     )

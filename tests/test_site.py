@@ -37,7 +37,7 @@ def leaves(nav: Any) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What its headings can be linked to by."""
+    """The anchors of its headings."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
     )
@@ -63,7 +63,7 @@ def test_the_api_has_every_public_name_once():
 
 
 def test_every_public_field_says_what_it_is():
-    """In a docstring below it, or among the `Attributes:` of its class."""
+    """A docstring below it describes it, or an entry among the `Attributes:` of its class."""
     nodes = (
         node
         for path in (ROOT / "fddp").rglob("*.py")
@@ -114,7 +114,7 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_block_of_a_page_scrolls_sideways(page):
-    """Where a window has 1,280 pixels; blocks with a title stand side by side."""
+    """The window has 1,280 pixels; blocks with a title stand side by side."""
     blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     room = [
         (COLUMNS_BESIDE if "title=" in kind else COLUMNS, text.splitlines())
@@ -168,7 +168,7 @@ def measured(name: str) -> Any:
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
-    """All the rest of what a page can be wrong in: mkdocs' own warnings are errors."""
+    """Covers all other faults of a page: mkdocs' own warnings are errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(

@@ -39,8 +39,7 @@ WARNED = re.compile("warning|donated", re.IGNORECASE)
 
 
 def run(*command: str, cwd: Path, **env: str) -> str:
-    """Runs a command to its end, and shows what it said if that was a bad one; it may warn of
-    nothing."""
+    """Runs a command to its end, and shows its output if it fails; a warning is a failure."""
     done = subprocess.run(
         command,
         cwd=cwd,

@@ -1,4 +1,4 @@
-"""A release: what the two archives hold, and that the wheel alone is all of fddp."""
+"""A release: the contents of the two archives; the wheel alone is all of fddp."""
 
 import os
 import re
@@ -30,7 +30,7 @@ built_with_uv = pytest.mark.skipif(
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; its last lines where it fails."""
+    """The output of a command; its last lines if it fails."""
     done = subprocess.run(
         command, cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=900, check=False
     )
@@ -107,8 +107,7 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
 @built_with_uv
 @pytest.mark.slow
 def test_the_wheel_alone_passes_the_tests(built, tmp_path):
-    """In an environment that holds nothing else of fddp, in a folder that holds its tests and its
-    models only."""
+    """The environment holds nothing else of fddp, and the folder only its tests and models."""
     python = tmp_path / "environment" / "bin" / "python"
     run(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "environment", cwd=tmp_path)
     tools = [f"{name}=={version(name)}" for name in ("pytest", "pytest-xdist", "hypothesis", "jax")]

@@ -1,4 +1,4 @@
-"""Which cases of a test run in the default tier; all others are in the tier `slow`."""
+"""The cases of a test that run in the default tier; all others are in the tier `slow`."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product

@@ -1,4 +1,4 @@
-"""What trainings are held against: plain JAX on one device, without fddp, on joined batches."""
+"""The truth for trainings: plain JAX on one device, without fddp, on joined batches."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

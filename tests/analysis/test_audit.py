@@ -1,4 +1,4 @@
-"""The schedules that XLA makes for GPUs which are not here hold what the fused schedule promises.
+"""The schedules that XLA compiles for GPUs, without a GPU, hold the promises of the fused schedule.
 
 Shapes are chosen so that operations are real and compiling is quick: rows are those of one replica.
 """
@@ -545,7 +545,7 @@ ENTRY %main (x: f32[9], y: f32[9,9]) -> f32[9] {
 
 
 def test_the_scheduler_is_doubted_only_where_the_program_waits_for_all_that_it_sends():
-    """Where XLA hides one sum it has its scheduler, and waits for others because nothing is left to
+    """If XLA hides one sum, its scheduler is on; it waits for the others because nothing is left to
     hide them under."""
     (problem,) = read_buckets(WAITED, 3).problems()
     assert (

@@ -1,5 +1,4 @@
-"""Losses that are no mean over their rows are told apart from those that are, before a training:
-`fddp.check`."""
+"""`fddp.check` recognizes, before a training, losses that are not a mean over their rows."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where a step's time went, checked on steps with known spans."""
+"""The shares of a step's time, checked on steps with known spans."""
 
 import json
 from collections.abc import Sequence
@@ -233,7 +233,7 @@ def test_there_must_be_something_to_measure(group):
 
 
 def invariants(stats: fddp.Stats) -> Sequence[bool]:
-    """What PyTorch's own tests claim of its logging data."""
+    """The claims of PyTorch's own tests on its logging data."""
     times = (
         stats.avg_backward_compute_comm_overlap_time,
         stats.avg_backward_compute_time,

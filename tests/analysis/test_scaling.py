@@ -61,7 +61,7 @@ def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out():
 
 
 def test_a_model_with_more_bytes_per_second_of_computation_suffers_more():
-    """As BERT does beside ResNet-50 in the paper's Fig. 9."""
+    """BERT and ResNet-50 compare in this way in the paper's Fig. 9."""
     small, large = (
         project([0.1] * 4, [size] * 4, Link(1e-5, 5e8), replicas=[256])[0]
         for size in (25 * MB, 110 * MB)

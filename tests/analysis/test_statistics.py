@@ -1,5 +1,4 @@
-"""Bytes that one replica holds and sends, against the arrays on its device and the messages that it
-makes."""
+"""Bytes that a replica holds and sends, against the arrays on its device and its messages."""
 
 import html
 import re

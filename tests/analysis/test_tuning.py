@@ -74,7 +74,7 @@ def test_the_tail_rides_behind_a_bucket_or_alone():
 
 
 def test_rows_count_as_the_all_reduce_that_takes_as_long_and_the_rest_as_nothing():
-    """Each of n replicas sends n - 1 times its rows, and 2 (n - 1)/n times what is summed."""
+    """Each of n replicas sends n - 1 times its rows, but 2 (n - 1)/n times the bytes of a sum."""
     tree = {"bias": np.zeros(8, np.float32), "table": np.zeros((100_000, 4), np.float32)}
     rows = 64 * (4 * 4 + 4) + 4
     for replicas in (2, 8):

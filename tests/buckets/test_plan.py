@@ -1,5 +1,4 @@
-"""A plan is what PyTorch's bucket assignment says, for the order in which gradients become
-ready."""
+"""A plan is PyTorch's bucket assignment for the order in which gradients become ready."""
 
 import math
 import re

@@ -88,8 +88,8 @@ def test_a_row_that_is_no_number_travels(x64: None):
 
 
 def test_rows_travel_where_these_save_enough_bytes():
-    """To each of the others a replica sends its rows whole, of an all-reduce 2/n: more replicas,
-    fewer rows."""
+    """A replica sends its rows whole to each other replica, but only 2/n of an all-reduce: the more
+    replicas, the fewer rows."""
     form = jax.ShapeDtypeStruct((100_000, 4), "float32")
 
     def travel(replicas: int, touched: int) -> bool:

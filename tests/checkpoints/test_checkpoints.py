@@ -249,8 +249,8 @@ def test_a_checkpoint_that_was_not_finished_counts_as_none(
     make: Make,
     restored: Restored,
 ):
-    """As if the process had been killed when Orbax was ready, and the list of files was not written
-    yet."""
+    """The process is killed, in effect, after Orbax was ready and before the list of files was
+    written."""
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
         calm, _ = train(step, state, 4, checkpoints)
@@ -323,7 +323,7 @@ def test_a_folder_is_where_it_was_opened(
 def test_an_older_checkpoint_is_not_removed_for_newer_ones(
     trained: Path, group: Callable[[int], fddp.Group], make: Make
 ):
-    """Of a run that went on from an older one: what it has just saved stays."""
+    """The run went on from an older checkpoint: the one that it has just saved stays."""
     next((trained / "6").rglob("manifest.ocdbt")).unlink()
     step, state = make(group(2))
     with fddp.Checkpoints(trained, step, every=100, keep=1) as checkpoints:

@@ -1,5 +1,4 @@
-"""A checkpoint is one and the same on every backend: any number of replicas reads what any other
-has written."""
+"""A checkpoint does not depend on the backend: any number of replicas reads those of any other."""
 
 import os
 import re

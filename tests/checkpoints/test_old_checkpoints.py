@@ -41,7 +41,7 @@ def make(
 
 
 def write_with_orbax(folder: Path, state: fddp.TrainState, replicas: int, place: Any) -> None:
-    """What fddp 0.2 did: Orbax's own files, and a list of them."""
+    """Writes a checkpoint as fddp 0.2 did: Orbax's own files, and a list of them."""
     whole = fddp.whole(state)
     whole = whole._replace(rng=jax.random.key_data(whole.rng))
     named = jax.tree_util.tree_leaves_with_path(whole)

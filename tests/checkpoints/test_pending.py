@@ -59,7 +59,7 @@ def start(step: fddp.TrainStep) -> fddp.TrainState:
 
 
 def saved(step: fddp.TrainStep, folder: Path) -> fddp.TrainState:
-    """A state with the gradients of 24 rows pending, which came in two calls."""
+    """A state with the pending gradients of 24 rows, from two calls."""
     state = start(step)
     for rows in (ROWS[:12], ROWS[12:24]):
         state, _ = step.no_sync(state, rows)

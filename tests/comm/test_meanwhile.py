@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def counting(most: int) -> tuple[Callable[[], str], threading.Event]:
-    """What tells how often it was asked, and the event that it was asked so often."""
+    """A status function that counts its calls, and the event of its call number `most`."""
     asked = list[None]()
     enough = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Memory in which messages land is used again, and never while somebody still reads it."""
+"""Memory for received messages is reused, but never while it is still read."""
 
 import jax
 import numpy as np

@@ -30,7 +30,7 @@ def loss(w: Any, x: Any) -> jax.Array:
 
 
 def joined(active: list[int], divide_by_all: bool) -> fddp.Joined:
-    """What ranks yield of which these have data."""
+    """A joined batch of ranks, some without data."""
     share = np.repeat(np.isin(np.arange(REPLICAS), active).astype(np.float32), ROWS)
     return fddp.Joined(BATCH, share, np.ones_like(share) if divide_by_all else share)
 
@@ -86,8 +86,8 @@ class Normed(nn.Module):
 
 @pytest.mark.steps
 def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
-    """Those of ranks that are done as well: they are a batch like any other, whose loss does not
-    count."""
+    """Rows of ranks that are done count as well: they are a batch like any other, but its loss does
+    not count."""
     model = Normed()
     variables: Any = model.init(jax.random.key(0), BATCH)
 
@@ -118,8 +118,8 @@ def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
 @SCHEDULES
 @pytest.mark.parametrize("leader", [0, 2, 3])
 def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule, leader):
-    """As DDP does it: a rank that goes on with its last batch must not fill everybody's statistics
-    with it."""
+    """DDP does the same: a rank that goes on with its last batch must not fill all statistics with
+    it."""
 
     def counting(w: Any, x: Any, *, model_state: Any) -> Any:
         return jnp.mean((x - w) ** 2), (model_state + jnp.mean(x), None)
@@ -139,7 +139,7 @@ def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule
     ("active", "mean"), [([0, 1, 2, 3], 11.5), ([1, 3], 12), ([3], 13), ([], 10)], ids=str
 )
 def test_buffers_are_averaged_over_those_that_still_have_data(group, schedule, active, mean):
-    """Of a group in which nobody has, the buffers stay."""
+    """If no rank of a group has data, the buffers stay."""
 
     def counting(w: Any, x: Any, *, model_state: Any) -> Any:
         new = {"float": model_state["float"] + jnp.mean(x), "int": model_state["int"] + 1}

@@ -24,7 +24,7 @@ SOUND: dict[str, Any] = {"rows": 50, "batch": 8, "size": 2}
 def shares(
     rows: int, batch: int, size: int, epoch: int = 0, **options: Any
 ) -> Int[np.ndarray, "size steps local"]:
-    """What each rank reads in an epoch."""
+    """The rows that each rank reads in an epoch."""
     return np.stack(
         [epoch_samples(rows, batch, epoch, rank=rank, size=size, **options) for rank in range(size)]
     )

@@ -1,9 +1,8 @@
-"""Digests of what a step gives to XLA, and of its tasks: a change of names or records changes none
-of them.
+"""Digests of the programs and tasks of a step; renaming or regrouping code changes none of them.
 
     python tests/golden/digests.py
 
-writes those of the installed JAX to `jax-VERSION.json`, beside this file.
+writes those of the installed JAX to `jax-VERSION.json`, next to this file.
 """
 
 import hashlib

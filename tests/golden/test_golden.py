@@ -1,5 +1,7 @@
-"""What XLA is given of a step does not change unseen; `python tests/golden/digests.py` writes it
-down anew."""
+"""The programs that a step passes to XLA do not change unseen.
+
+`python tests/golden/digests.py` records them again.
+"""
 
 import json
 

@@ -1,5 +1,5 @@
-"""Each bucket travels in as many bits as fit under what is computed, and what is lost outlives
-another choice."""
+"""Each bucket travels in as many bits as fit under the computation; a new choice keeps the
+residual."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -49,7 +49,7 @@ def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_fol
 @pytest.mark.quick("in shards")
 @pytest.mark.parametrize("options", [{}, {"shard": "state"}], ids=["whole", "in shards"])
 def test_a_step_with_other_bits_goes_on_with_what_was_lost_before(group: Any, options: Any):
-    """In the end all is sent in 32 bits, and nothing is missing."""
+    """All is sent in the end, in 32 bits, and nothing is missing."""
     state = made(group(2), 1, **options).init(PARAMS)
     for rows, bits in zip(ROWS, ((1, 4), (4, 1), (8, 16), (32,))):
         state, _ = made(group(2), *bits, **options)(state, rows)

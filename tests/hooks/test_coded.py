@@ -1,5 +1,5 @@
-"""Hooks of few bits send what NumPy writes by the same rule, in as many bytes, and remember what
-that loses."""
+"""Hooks of few bits send NumPy's codes by the same rule, in as many bytes, and remember the
+residual."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_floats_of_16_bits_are_rounded_to_the_nearest():
 
 
 def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:
-    """What stands for rows of padded numbers, of which the first `size` are true."""
+    """The decoded numbers for rows of padded numbers, of which the first `size` are true."""
     true = (np.arange(rows.size) < size).reshape(-1, block)
     blocks = rows.reshape(-1, block)
     if bits == 1:
@@ -68,8 +68,7 @@ def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
-    """Four steps of three replicas: both errors come back, that of what is sent and that of the
-    sum."""
+    """Four steps of three replicas: the errors of the messages and of the sum both return."""
     replicas = group(3)
     size = 43
     block = 8
@@ -106,7 +105,8 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
 @pytest.mark.quick("4 bits")
 @pytest.mark.parametrize("hook", [hooks.sign(), hooks.quantize(bits=4)], ids=["1 bit", "4 bits"])
 def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.Hook):
-    """What has come, and what is remembered of numbers and of sums, are together all gradients."""
+    """The messages received so far, plus the residuals of numbers and of sums, are all
+    gradients."""
     weights = DRAW.normal(size=(2, 700)).astype(np.float32)
     rows = np.array([1.0, 3.0], np.float32)
 

@@ -1,4 +1,4 @@
-"""Hooks, with a memory and without, go with steps that cross their border, and with states in
+"""Hooks, with a memory and without, work with steps that cross their border and states in
 shards."""
 
 from collections.abc import Callable
@@ -101,7 +101,7 @@ def test_a_hook_makes_the_same_of_whole_leaves_in_every_way(group: Groups, name:
 
 
 def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
-    """Each of them rounds by itself: to what 16 bits hold it is the sum without a hook."""
+    """Each of them is rounded by itself: for numbers of 16 bits it is the sum without a hook."""
     plain, _ = trained(group(2), accumulation_steps=2)
     got, _ = trained(group(2), accumulation_steps=2, shard="state", hook=hooks.bf16())
     close(got, plain, rtol=1e-7, atol=0.02)
@@ -120,8 +120,8 @@ def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
 def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(
     group: Groups, name: str, options: dict[str, Any]
 ):
-    """Over three steps of two micro-batches each: sent and kept are all gradients, which here are
-    the rows."""
+    """Over three steps of two micro-batches each: messages and residual are all gradients, which
+    equal the rows in this loss."""
     hook = {
         "8 bits": hooks.quantize(block=4),
         "topk": hooks.topk(0.3),

@@ -1,6 +1,6 @@
-"""Each bucket is summed as its hook says, on every schedule, and the bytes that travel are told.
+"""Each bucket is summed by its hook, on every schedule, and the bytes that travel are reported.
 
-Hooks between processes are in `on_ranks/hooks.py`; bench/hooks.py asks how they train.
+`on_ranks/hooks.py` tests hooks between processes; bench/hooks.py measures how they train.
 """
 
 import re
@@ -52,8 +52,8 @@ DEFAULTS = [
 def reduced(
     group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray
 ) -> tuple[list[np.ndarray], Any]:
-    """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what
-    it remembers."""
+    """Sums and residuals of a hook for the replicas' buckets: one leaf each, one step after the
+    other."""
     replicas = group(REPLICAS)
     form = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
@@ -177,7 +177,7 @@ def test_chunks_are_those_with_the_largest_norms_of_all_replicas_and_the_others_
 
 
 def test_a_chunk_that_waits_gathers_the_momentum_of_its_gradients(group):
-    """What is sent in the end is what SGD with momentum would have gone by then."""
+    """Its message at the end is the path of SGD with momentum up to then."""
     rows = np.zeros((REPLICAS, 2), np.float32)
     rows[0] = [9, 1]
     later = np.zeros_like(rows)
@@ -497,7 +497,7 @@ def product(params: Any, rows: Any) -> Any:
 
 
 def pulls(params: Any, *bad: tuple[int, str, tuple[int, ...], float]) -> dict[str, np.ndarray]:
-    """A row for each replica, and what is not finite in it: (replica, leaf, place, value)."""
+    """A row for each replica, and its values that are not finite: (replica, leaf, place, value)."""
     rng = np.random.default_rng(4)
     rows = {
         name: rng.normal(size=(REPLICAS, *p.shape)).astype(p.dtype) for name, p in params.items()

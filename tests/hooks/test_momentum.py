@@ -29,8 +29,8 @@ class Frozen(NamedTuple):
 
 
 def one_bit_adam() -> optax.GradientTransformation:
-    """Adam without corrections of its bias, whose variance is frozen, and whose momentum comes from
-    the hook then."""
+    """Adam without bias correction, with a frozen variance, and with its momentum from the hook
+    from then on."""
 
     def init(params: Any) -> Frozen:
         return Frozen(
@@ -91,7 +91,7 @@ def test_it_is_the_algorithm_of_the_paper(group: Any, schedule: Any):
 
 
 def test_momentum_of_plain_sums_is_momentum(group: Any):
-    """Where the hook loses nothing it does not matter where the momentum is taken."""
+    """If the hook loses nothing, the place of the momentum does not matter."""
     hook = hooks.momentum(hooks.allreduce(), start=0, b1=0.5)
     loss = lambda w, x: jnp.mean(x @ w)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(2), hook=hook)

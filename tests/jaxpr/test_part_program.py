@@ -122,7 +122,7 @@ def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_to
 
 
 def orthogonal(a: Any, b: Any) -> Any:
-    """As Muon: what only works on whole arrays stays where they are; what meets parts goes on in
+    """Operations on whole arrays stay at the homes, as in Muon; operations on parts go on in
     parts."""
     x = a.T / jnp.linalg.norm(a.T)
     for _ in range(3):
@@ -131,7 +131,7 @@ def orthogonal(a: Any, b: Any) -> Any:
 
 
 def summed_between(a: Any, b: Any) -> Any:
-    """A norm of what was made at two homes, for what is made there next."""
+    """A norm of arrays from two homes, for the next arrays there."""
     a = a @ jnp.full((3, 3), 0.1)
     b = b[::-1]
     norm = jnp.sqrt(sum(jnp.sum(x**2) for x in (a, b)))
@@ -139,7 +139,7 @@ def summed_between(a: Any, b: Any) -> Any:
 
 
 def of_rows_and_columns(a: Any, b: Any) -> Any:
-    """As Adafactor: arrays of a leaf that are smaller than it."""
+    """Arrays of a leaf that are smaller than it, as in Adafactor."""
     rows = jnp.mean(a**2, axis=0)
     columns = jnp.mean(a**2, axis=1)
     return a / jnp.sqrt(rows / jnp.mean(rows)) / jnp.sqrt(columns)[:, None], rows + b[0, 0] * 0
@@ -208,8 +208,8 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
 
 
 def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
-    """What each rank makes of its parts, how often the ranks put numbers together, and how often
-    leaves went home."""
+    """The parts of each rank, the number of sums between ranks, and the number of trips of leaves
+    to their homes."""
     arrays = [jnp.asarray(X), jnp.asarray(Y)]
     comm = axis_communicator("ranks", RANKS, "cpu")
     closed = jax.make_jaxpr(f)(*arrays)
@@ -240,7 +240,7 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
 
 
 def joined(parts: Any, like: Any) -> Any:
-    """The array of which these are the parts; of what is equal everywhere any."""
+    """The array of these parts; any of them if they are equal everywhere."""
     if parts.shape[1:] == like.shape or like.ndim == 0:
         np.testing.assert_array_equal(parts, jnp.broadcast_to(parts[0], parts.shape))
         return parts[0].reshape(like.shape)

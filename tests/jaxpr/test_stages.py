@@ -13,7 +13,7 @@ from fddp.jaxpr.stages import arrivals, cut
 
 
 def run_stages(stages, closed, args):
-    """What a schedule does with stages, without one: values by number, results in order."""
+    """Runs stages without a schedule: values by number, results in order."""
     values = dict(enumerate(args))
     results = []
     for stage in stages:

@@ -1,4 +1,4 @@
-"""What a loss used is what a path of its program led from; telling it changes no value and computes
+"""A loss used the leaves on the path of its program; reporting them changes no value and computes
 nothing twice."""
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ LEAVES: list[Any] = [
 ]
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 Loss = Callable[[Sequence[Any], Any], Any]
-"""`loss(leaves, t)`, where t is data that branches look at."""
+"""`loss(leaves, t)`, with data t for the branches."""
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -59,7 +59,7 @@ def used_by(loss: Loss, t: Any) -> list[bool]:
 
 
 def equations(jaxpr: Jaxpr, name: str) -> int:
-    """How many equations of a kind a program has, at any depth."""
+    """The number of equations of a kind in a program, at any depth."""
     here = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
     return here + sum(
         equations(inner, name) for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)
@@ -201,7 +201,8 @@ def outputs_of_a_scan_are_of_all_rounds(p: Any, t: Any) -> Any:
 
 @case(m1={0, 2}, t1={1, 2}, t2={2})
 def a_later_round_passes_a_parameter_on(p: Any, t: Any) -> Any:
-    """The head of the queue is replaced in the rounds below t, by what has moved up by then."""
+    """The head of the queue is replaced, in the rounds below t, by the leaf that has moved up by
+    then."""
 
     def body(queue: Any, i: Any) -> Any:
         first, second, third = queue
@@ -214,7 +215,7 @@ def a_later_round_passes_a_parameter_on(p: Any, t: Any) -> Any:
 
 @case(t1={0, 1})
 def carries_that_change_places(p: Any, t: Any) -> Any:
-    """After five rounds of three, two, the first holds what was third."""
+    """After five rounds of three, two, the first holds the third leaf."""
     swapped, _ = jax.lax.scan(lambda c, _: ((c[1], c[2], c[0]), None), (p[2], p[3], p[1]), length=5)
     return jnp.sum(layer(p[0], X)) + jnp.sum(swapped[0])
 
@@ -314,7 +315,7 @@ def test_no_work_is_done_twice(name, t, kind):
 
 
 def count_down(p: Any, t: Any) -> Any:
-    """In round 2 the second layer, in the others the first."""
+    """Uses the second layer in round 2, and the first in the other rounds."""
     return jax.lax.while_loop(
         lambda state: state[0] > 0,
         lambda state: (

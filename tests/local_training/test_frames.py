@@ -95,7 +95,7 @@ def listener(monkeypatch):
 
 
 def greeted(door: socket.socket, answer: bytes = b"") -> bytes:
-    """All that the keeper sends to one who answers its challenge so."""
+    """All bytes from the keeper to a client with this answer to its challenge."""
     with door:
         door.settimeout(10.0)
         hear(door)

@@ -1,5 +1,4 @@
-"""Islands that do not wait for each other: held against NumPy, in an order of merges that is worked
-out by hand."""
+"""Islands that do not wait for each other, against NumPy in an order of merges found by hand."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -58,7 +57,7 @@ def rows(island: int, count: int) -> list[np.ndarray]:
 
 
 def gradient(params: dict[str, Any], x: np.ndarray) -> dict[str, np.ndarray]:
-    """That of `problems.layer`, written out."""
+    """The gradient of `problems.layer`, written out."""
     y = np.tanh(x @ params["w"])
     back = 2 * (y - params["b"]) / y.size
     return {"b": -back.sum(axis=0), "w": x.T @ (back * (1 - y**2))}

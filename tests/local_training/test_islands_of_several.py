@@ -15,7 +15,7 @@ Params = dict[str, np.ndarray]
 
 
 def gradient(params: Params, x: np.ndarray) -> Params:
-    """That of `problems.layer`, written out."""
+    """The gradient of `problems.layer`, written out."""
     y = np.tanh(x @ params["w"])
     back = 2 * (y - params["b"]) / y.size
     return {"b": -back.sum(axis=0), "w": x.T @ (back * (1 - y**2))}

@@ -41,7 +41,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def gradient(p: Any, x: np.ndarray) -> Any:
-    """That of the loss, in NumPy."""
+    """The gradient of the loss, in NumPy."""
     h = np.tanh(x @ p["w"] + p["b"])
     back = 2 * (h - 1) * (1 - h**2) / h.size
     return {"w": x.T @ back, "b": back.sum(0)}

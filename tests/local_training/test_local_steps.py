@@ -84,7 +84,7 @@ NESTEROV = {"rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 
 def each(tree: Any) -> Any:
-    """What each replica has, along a first dim."""
+    """The values of each replica, along a first dim."""
     return jax.tree.map(
         lambda x: x.parts.reshape(-1, *x.shape), tree, is_leaf=lambda x: hasattr(x, "copies")
     )

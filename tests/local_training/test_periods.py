@@ -38,7 +38,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def gradient(p: Any, x: np.ndarray) -> Any:
-    """That of the loss, in NumPy."""
+    """The gradient of the loss, in NumPy."""
     h = np.tanh(x @ p["w"] + p["b"])
     out = 2 * (p["s"] * h - 1) / h.size
     back = out * p["s"] * (1 - h**2)
@@ -214,7 +214,8 @@ def test_fields_of_the_parameters_are_none_of_the_state(group: Groups):
 
 
 def test_moments_go_with_fragments(group: Groups, x64: None):
-    """The outer optimizer has no momentum here, so that fragments which leave together are one."""
+    """The outer optimizer has no momentum, so fragments that leave together are equal to one
+    fragment."""
     periods = {"params": 3, "mu": 2, "nu": 4}
     inner = optax.adam(RATE)
     outer = optax.sgd(1.0)
@@ -361,7 +362,7 @@ def test_moments_stay_where_nobody_has_trained(group: Groups):
 
 
 def test_the_bytes_of_each_part_are_those_counted_by_hand(group: Groups):
-    """Of two replicas each sends as many bytes as a message has; a weight goes with each part."""
+    """Each of two replicas sends as many bytes as a message has; each part brings a weight."""
     whole = 4 * 21
     weight = 4
     step = fddp.train_step(

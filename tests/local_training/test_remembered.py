@@ -1,5 +1,5 @@
-"""What a hook loses of a pseudo-gradient comes when its fragment is sent again: held against loops
-in NumPy."""
+"""The residual of a pseudo-gradient is added when its fragment is sent again: against loops in
+NumPy."""
 
 import math
 from collections.abc import Callable

@@ -25,7 +25,7 @@ W = np.linspace(-1, 1, 3)
 
 
 class Graph(NamedTuple):
-    """As jraph has it: arrays of nodes, edges and graphs, and a number."""
+    """A graph as in jraph: arrays of nodes, edges and graphs, and a number."""
 
     nodes: Any
     edges: dict[str, Any]

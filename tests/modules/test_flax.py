@@ -55,7 +55,7 @@ def with_linen(group: fddp.Group, **options: Any) -> tuple[Any, fddp.TrainStep, 
 
 
 def by_hand(params: Any, buffers: Any) -> np.ndarray:
-    """What either net makes of X, outside training."""
+    """The outputs of either net for X, outside training."""
     x = X @ params["layer"]["kernel"] + params["layer"]["bias"]
     x = (x - buffers["mean"]) / np.sqrt(buffers["var"] + 1e-5)
     return x * params["norm"]["scale"] + params["norm"]["bias"]
@@ -268,7 +268,7 @@ def test_an_nnx_module_that_a_function_makes_needs_its_buffers():
 
 
 def test_a_module_of_a_state_in_shards_is_put_together_once(group):
-    """What replicas put together is nobody else's, and is not copied."""
+    """The gathered arrays have no other owner, and are not copied."""
     net, step, state = with_nnx(group(2), shard="state")
     module = net.module(state)
     before = on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param)))

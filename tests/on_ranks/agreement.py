@@ -1,5 +1,5 @@
-"""Ranks that differ, or of which one fails, all raise the same error: it names what differs and
-each rank's value."""
+"""If ranks differ, or one fails, all raise the same error: it names the difference and each rank's
+value."""
 
 import contextlib
 import io

@@ -290,8 +290,8 @@ def numbers(path: Path) -> list[str]:
 
 @contextmanager
 def two_checkpoints(group: fddp.Group) -> Iterator[tuple[Path, list[bytes], list[bytes]]]:
-    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and what this rank then
-    had."""
+    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and this rank's bytes
+    of each."""
     step, state = in_shards(group, "state")
     with shared_folder(group) as path:
         with fddp.Checkpoints(path, step, every=1) as checkpoints:
@@ -305,7 +305,7 @@ def two_checkpoints(group: fddp.Group) -> Iterator[tuple[Path, list[bytes], list
 
 
 def restored(group: fddp.Group, path: Path) -> tuple[fddp.TrainState, str]:
-    """The newest checkpoint, and what rank 0 says."""
+    """The newest checkpoint, and the lines of rank 0."""
     step, like = in_shards(group, "state")
     with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()) as told:
         state, _ = checkpoints.restore(like)
@@ -382,7 +382,7 @@ def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(g
 
 @claim(quick=("gloo",))
 def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Group):
-    """As if it had died, or its files did not come through, and nobody had seen it."""
+    """The rank has died, in effect, or its files were lost, unseen by the others."""
     with two_checkpoints(group) as (path, _, second):
         step, like = in_shards(group, "state")
         with redirect_stderr(io.StringIO()) as told:

@@ -1,5 +1,5 @@
-"""Claims that every rank of a job asserts for itself; one job holds them all, so that processes
-start once."""
+"""Claims that every rank of a job asserts; all run in a single job, so that processes start
+once."""
 
 import faulthandler
 import json
@@ -31,15 +31,15 @@ STALLED_S = (
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that is so on every rank of some kinds of jobs; its name says what."""
+    """A claim, in its name, that holds on every rank of some kinds of jobs."""
 
     check: Callable[[fddp.Group], None]
     """Raises on each rank where it is not so."""
     backends: tuple[str, ...]
     sizes: tuple[int, ...]
     quick: tuple[str, ...]
-    """Where it is held in the default tier: what compiles much is held there on one backend, and on
-    all in `slow`."""
+    """The jobs that run the claim in the default tier: one backend if it compiles much; `slow` has
+    all."""
 
 
 def claim(

@@ -67,7 +67,7 @@ def below_the_largest(p: Any, batch: Any, axis: str | None) -> jax.Array:
 
 
 def in_loops(p: Any, batch: Any, axis: str | None) -> jax.Array:
-    """Sums over replicas in a scan, in a part that is computed anew, and in a branch."""
+    """Sums over replicas in a scan, in a rematerialized part, and in a branch."""
     mean = (lambda x: jax.lax.pmean(jnp.mean(x, 0), axis)) if axis else (lambda x: jnp.mean(x, 0))
 
     def layer(x: Any, w: Any) -> Any:

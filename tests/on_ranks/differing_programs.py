@@ -100,8 +100,8 @@ def ranks_that_would_gather_in_different_orders_are_told(group: fddp.Group):
 
 @claim(quick=("mpi",))
 def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
-    """Rank 0 does not read one of the leaves, so its own program would tell it another order of
-    what is put off."""
+    """Rank 0 does not read one of the leaves, so its own program implies another order of the
+    delayed messages."""
 
     def loss(p: Any, x: Any) -> Any:
         return sum(

@@ -46,7 +46,7 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
 
 @claim(quick=("mpi",))
 def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: fddp.Group):
-    """Gathers of the next step lie beside whatever a loop does: its results are right, and so is
+    """Gathers of the next step run next to the calls of a loop: their results are right, and so is
     the training."""
 
     def loss(p: Any, x: Any) -> jax.Array:

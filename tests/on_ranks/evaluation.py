@@ -14,7 +14,7 @@ import fddp
 
 
 def mine(group: fddp.Group, counts: list[int]) -> dict[str, np.ndarray]:
-    """Of rows that are numbered through over all ranks as many as this rank has."""
+    """This rank's share of rows that are numbered through over all ranks."""
     first = sum(counts[: group.rank])
     number = np.arange(first, first + counts[group.rank])
     return {"number": number, "pair": np.stack([number, -number], axis=1).astype(jnp.bfloat16)}

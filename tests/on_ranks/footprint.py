@@ -1,4 +1,4 @@
-"""The memory that a step is said to need, held against what the process takes."""
+"""The predicted memory of a step, against the memory of the process."""
 
 import ctypes
 from pathlib import Path

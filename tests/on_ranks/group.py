@@ -250,7 +250,7 @@ def a_job_that_is_killed_leaves_no_shared_memory_behind(group: fddp.Group):
 
 
 def listening() -> set[str]:
-    """Where this process listens, but for what it has from who started it."""
+    """The addresses at which this process listens, without those of its launcher."""
     found = dict[str, str]()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:

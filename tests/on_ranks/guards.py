@@ -1,5 +1,4 @@
-"""Ranks whose gradients are not finite or overflow, and ranks whose parameters differ from the
-others'."""
+"""Ranks with gradients that are not finite or overflow, and ranks with differing parameters."""
 
 import io
 from contextlib import redirect_stderr
@@ -78,8 +77,8 @@ def a_rank_that_changes_its_parameters_alone_is_found_and_named_by_all(group: fd
 
 @claim(quick=("mpi",))
 def a_rank_that_overflows_stops_all_ranks(group: fddp.Group):
-    """In float16 the gradient is the scale times x: on the last rank too much for the scale to
-    begin with."""
+    """The gradient in float16 is the scale times x: on the last rank too much for the scale at the
+    start."""
     half = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32), jnp.float16)
     optimizer = fddp.dynamic_scale(optax.adamw(0.5, weight_decay=0.5), initial=2.0**14)
     x = rows(1, 16) if group.rank == group.size - 1 else rows(1, 1)

@@ -24,7 +24,7 @@ def parts(group: fddp.Group) -> np.ndarray:
 def pulled(
     group: fddp.Group, hook: fddp.Hook, steps: int = 1, **options: Any
 ) -> tuple[fddp.TrainState, Any]:
-    """The mean gradient as a hook makes it: what SGD with rate 1 takes from zeros."""
+    """The mean gradient of a hook: the step of SGD with rate 1 from zeros."""
     loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, **options)
     state = step.init(np.zeros(WIDTH, np.float32))

@@ -191,7 +191,7 @@ def wait(done: Any) -> None:
 
 
 def keepers() -> list[int]:
-    """The keepers that this process has started, in that order."""
+    """The keepers of this process, in the order of their start."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
         int(pid)

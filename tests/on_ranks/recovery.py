@@ -25,7 +25,7 @@ PLACES = ("before a message", "after a message", "in a stage", "in an update")
 
 
 def host(act: Callable[[], None]) -> Callable[[jax.Array], jax.Array]:
-    """The identity, for which a program asks the host to act."""
+    """The identity, with a call of a function on the host."""
 
     def pass_on(x: Any) -> Any:
         act()
@@ -93,7 +93,7 @@ def rows(group: fddp.Group) -> np.ndarray:
 
 
 def trains(group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState) -> None:
-    """A step from the start gives what it must."""
+    """Runs a step from the start, and checks its result."""
     state, _ = step(state, rows(group))
     for w in state.params:
         np.testing.assert_array_equal(w, np.full(w.shape, np.arange(group.size).mean()))
@@ -101,7 +101,7 @@ def trains(group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState) -> N
 
 @contextmanager
 def no_log() -> Iterator[None]:
-    """JAX logs what a host's function raises."""
+    """Silences JAX's log of errors in functions on the host."""
     logger = logging.getLogger("jax._src.callback")
     logger.disabled = True
     yield

@@ -20,7 +20,7 @@ ADAM = optax.adam(1e-3)
 
 @claim(quick=("gloo",))
 def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
-    """Under eager steps in both orders of the messages, and under staged ones."""
+    """Eager steps run in both orders of the messages, staged ones as well."""
     cases: Any = (("staged", 3), ("eager", 4))
     for schedule, steps in cases:
         trained_as_by_plain_jax(group, steps, schedule=schedule)
@@ -35,7 +35,7 @@ def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(gr
 
 @claim(quick=("gloo",))
 def stacked_layers_are_gathered_one_by_one_and_trained_as_by_plain_jax(group: fddp.Group):
-    """Under fused steps in the loops that read them, under staged ones slice by slice."""
+    """Fused steps gather in the loops that read the layers, staged ones slice by slice."""
     again: Any = {"shard": "state", "reshard_after_forward": True}
     for schedule in schedules(group, ("fused", "staged")):
         trained_as_by_plain_jax(group, 3, schedule=schedule, **again)

@@ -1,4 +1,4 @@
-"""A mesh that ranks have set changes nothing, and what lies on a mesh of all ranks is taken,
+"""A mesh that ranks have set changes nothing, and arrays on a mesh of all ranks are accepted:
 against plain JAX."""
 
 import io
@@ -45,7 +45,7 @@ def mesh_of(devices: Sequence[Any], kind: AxisType) -> Mesh:
 
 
 def meshes() -> list[Mesh]:
-    """Of all devices, and of this process's."""
+    """A mesh of all devices, and one of this process's."""
     kinds = (AxisType.Explicit, AxisType.Auto)
     return [
         mesh_of(devices, kind) for kind in kinds for devices in (jax.devices(), jax.local_devices())

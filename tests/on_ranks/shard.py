@@ -68,7 +68,7 @@ def shards_of_a_subgroup_are_put_together_by_its_ranks(group: fddp.Group):
 
 @claim()
 def a_step_is_told_of_a_state_that_other_ranks_hold(group: fddp.Group):
-    """In another order: each rank holds a part, and it is another's."""
+    """The order differs: each rank holds a part, but that of another rank."""
     step = fddp.train_step(square, optax.adam(0.1), group=group, shard="state")
     state = step.init(np.arange(5, dtype=np.float32))
     batch = np.ones((2, 5), np.float32)

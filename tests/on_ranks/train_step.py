@@ -16,7 +16,7 @@ import fddp
 
 
 def numbers_of_ranks(group: fddp.Group) -> np.ndarray:
-    """One of each rank, of which the mean is a whole number, as is that of their squares."""
+    """A number for each rank; their mean and the mean of their squares are whole numbers."""
     return 6 * np.arange(group.size)
 
 

@@ -1,7 +1,7 @@
-"""Clipping sees what one replica on the joined batch would see: the mean gradient, once a step.
+"""Clipping sees the mean gradient once a step, as on one replica with the joined batch.
 
-DDP's users clip between backward and step; here clipping is a part of the optimizer. Plain JAX and
-optax on the joined batch are the truth.
+DDP's users clip between backward and step; in fddp clipping is a part of the optimizer. Plain JAX
+and optax on the joined batch are the truth.
 """
 
 from functools import cache, partial

@@ -46,7 +46,8 @@ MEMORY = optax.GradientTransformation(
 @SCHEDULES
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
-    """Weighted, in micro-batches, over calls: what the optimizer sees, and clips, has no scale."""
+    """Weighted, in micro-batches, over calls: the optimizer sees, and clips, gradients without a
+    scale."""
 
     def loss(p: Any, x: Any) -> Any:
         return fddp.Weighted(two_layers(p, x), len(x) * jnp.abs(x[0, 0])), {"x": jnp.mean(x)}
@@ -252,7 +253,7 @@ def test_a_scale_follows_the_rule_of_grad_scaler():
 
 @pytest.mark.steps
 def test_float16_finds_its_scale_and_trains_as_float32_does(group):
-    """From a scale that is far too large."""
+    """The scale at the start is far too large."""
     plain = fddp.train_step(two_layers, optax.adam(0.02), group=group(2))
     optimizer = fddp.dynamic_scale(optax.adam(0.02), initial=2.0**24, growth_interval=10)
     half = fddp.train_step(fddp.mixed_precision(two_layers, jnp.float16), optimizer, group=group(2))
@@ -327,8 +328,8 @@ def test_numbers_out_of_range_are_refused(options, says):
 
 
 def test_parameters_in_float16_are_refused_for_want_of_room(group):
-    """As by GradScaler: the scale would be divided out in float16, where it is what does not
-    fit."""
+    """GradScaler refuses them too: float16 cannot hold the quotient of such a gradient by its
+    scale."""
     step = fddp.train_step(product, fddp.dynamic_scale(optax.sgd(1.0)), group=group(2))
     with pytest.raises(
         TypeError,

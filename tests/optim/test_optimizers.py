@@ -1,8 +1,7 @@
-"""Any optax transformation trains over replicas as plain JAX on the joined batch, or is refused
-where a step is made.
+"""An optax transformation trains as plain JAX on the joined batch, or `train_step` refuses it.
 
-All of optax's aliases and contrib's optimizers are asked, by whatever names these modules have; the
-parts that those are made of (`scale_by_…`) are in them.
+All of optax's aliases and contrib's optimizers are tested, by the names that these modules list.
+Their parts (`scale_by_…`) are tested in them.
 """
 
 import inspect
@@ -100,7 +99,7 @@ def made(name: str) -> Any:
 
 @cache
 def expected(name: str) -> Any:
-    """Where an optimizer of optax arrives in plain JAX."""
+    """The parameters after training with an optimizer of optax in plain JAX."""
     optimizer = made(name) if name in WITH_VALUE else optax.GradientTransformation(*made(name))
     return by_plain_jax(loss_fn, optimizer, PARAMS, BATCHES).params
 

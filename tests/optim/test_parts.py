@@ -236,7 +236,7 @@ NEEDED = {"learning_rate": 0.1, "key": 0}
 
 
 def aliases() -> dict[str, Callable[..., Any]]:
-    """All of optax's aliases, and what of its contrib wants nothing but a learning rate."""
+    """All of optax's aliases, and the optimizers of its contrib that need only a learning rate."""
     made = {
         name: f
         for name, f in vars(optax).items()

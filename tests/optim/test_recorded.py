@@ -1,4 +1,4 @@
-"""A step tells what its optimizer writes down; against plain JAX on the joined batch."""
+"""A step reports the records of its optimizer: against plain JAX on the joined batch."""
 
 from typing import Any
 

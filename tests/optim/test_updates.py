@@ -1,4 +1,4 @@
-"""An update leaves alone what was not used, whatever the optimizer's state looks like."""
+"""An update leaves unused parameters alone, for any structure of the optimizer's state."""
 
 from functools import partial
 from typing import Any
@@ -50,8 +50,7 @@ CASES = {
 
 
 def numbers(tree: Any, path: str) -> list[np.ndarray]:
-    """What a tree, or a state that has such trees in it, holds for a leaf: floats below its
-    path."""
+    """The leaf's arrays in a tree, or in a state of such trees: floats below its path."""
     found = jax.tree_util.tree_leaves_with_path(tree)
     floats = [
         (jax.tree_util.keystr(name), np.asarray(x))

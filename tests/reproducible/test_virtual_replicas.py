@@ -77,7 +77,8 @@ def first(step: fddp.TrainStep) -> fddp.TrainState:
 def train(
     step: fddp.TrainStep, state: fddp.TrainState, steps: Sequence[int]
 ) -> tuple[fddp.TrainState, Bits]:
-    """Trains, with the rows of steps of these numbers; also the bits of what each told."""
+    """Trains with the rows of the steps of these numbers; also returns the bits of each step's
+    report."""
     told = []
     for rows in islice(
         fddp.samples(64, 24, virtual_replicas=VIRTUAL, start_step=steps[0]), len(steps)
@@ -107,7 +108,7 @@ def step_of() -> Steps:
 
 @pytest.fixture(scope="module")
 def alone(step_of: Steps) -> Bits:
-    """What one replica makes of all rows."""
+    """The bits of one replica with all rows."""
     return trained(step_of(1))
 
 
@@ -118,8 +119,8 @@ def alone(step_of: Steps) -> Bits:
 def test_the_bits_do_not_depend_on_the_number_of_replicas(
     step_of: Steps, alone: Bits, replicas: int
 ):
-    """Parameters, optimizer, loss scale, BatchNorm and what each step tells; with clipping, dropout
-    and weights."""
+    """The bits are those of parameters, optimizer, loss scale, BatchNorm and reports; with
+    clipping, dropout and weights."""
     assert trained(step_of(replicas)) == alone
 
 
@@ -217,7 +218,7 @@ def pair(a: str, b: str) -> str:
 
 
 def test_sums_kept_on_a_stack_are_the_tree():
-    """For every size of a tree, letter by letter."""
+    """A tree of every size, letter by letter."""
     for count in range(1, 20):
         letters = [chr(ord("a") + k) for k in range(count)]
         stack = list[str]()
@@ -253,7 +254,8 @@ def test_another_order_is_another_sum(step_of: Steps, alone: Bits):
 @pytest.mark.quick("3-4")
 @pytest.mark.parametrize("replicas, times", [(2, 1), (4, 1), (3, 4)])
 def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: int, times: int):
-    """And others more: each block to whoever adds a part of it, and the sum back."""
+    """Other numbers send more: each block goes to a replica that adds a part of it, and the sum
+    returns."""
     step = fddp.train_step(
         lambda w, x: jnp.mean((x @ w) ** 2),
         optax.sgd(0.1),

@@ -1,4 +1,4 @@
-"""An error of one rank ends all, and is told once.
+"""An error of one rank ends all, and is printed once.
 
 `test_watcher.py` has ranks that die, leave or are stuck.
 """

@@ -1,5 +1,5 @@
-"""JAX's coordination service beside rank 0: it ends when nobody holds it, and says why it does not
-start."""
+"""JAX's coordination service next to rank 0: it ends with its last client, and reports why it does
+not start."""
 
 import os
 import socket

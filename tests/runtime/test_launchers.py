@@ -1,4 +1,4 @@
-"""Every launcher's environment is read for what it says, and for nothing it does not say."""
+"""The variables of every launcher are read for their meaning, and for nothing more."""
 
 import importlib.util
 import os
@@ -151,8 +151,8 @@ def test_a_launcher_is_read_for_what_it_says(env, launch):
 
 
 def test_of_mpiexecs_socket_only_the_number_may_be_left(tmp_path: Path):
-    """As where a program between the two has closed it: nobody writes to the file that has its
-    number now."""
+    """A program in between may have closed it: no process writes to the file that has its number by
+    then."""
     taken = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
     ours, mpiexecs = socket.socketpair()
     with ours, mpiexecs:
@@ -253,8 +253,8 @@ def test_the_users_own_variables_win_then_the_innermost_launcher():
 
 
 def test_torchrun_wins_over_what_started_it_and_its_variables_over_nothing():
-    """Inside of srun or mpirun torchrun is the inner one; RANK that somebody has set beside them
-    may be anybody's."""
+    """Inside of srun or mpirun torchrun is the inner launcher; a RANK alone, without the others,
+    may come from any program."""
     for outer in (SRUN, HYDRA, OPEN_MPI, FLUX, PALS, JAX):
         assert read_launch(TORCHRUN | outer).launcher == "torchrun"
         assert read_launch(TORCH | outer) == read_launch(outer)
@@ -407,7 +407,7 @@ def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says
 
 
 def started(env: Mapping[str, str], *, mpi_ranks: int = 1, **arguments: Any) -> tuple[str, Launch]:
-    """The backend and the launch that `fddp.init` starts on CPUs, where mpi4jax is installed."""
+    """The backend and launch of `fddp.init` on CPUs, with mpi4jax installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", dict(env))
         patch.setattr(importlib.util, "find_spec", lambda name: name)

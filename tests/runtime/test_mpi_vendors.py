@@ -1,4 +1,4 @@
-"""Whose MPI is what, read off what real programs say; and the command that makes an installation
+"""The vendor of an MPI, read from the output of real programs; and the command that installs
 one."""
 
 import importlib

@@ -1,5 +1,5 @@
-"""Ranks meet before anything else starts, and say whom they wait for; nobody waits for ever, and
-all hear why."""
+"""Ranks meet before anything else starts and report the missing ones; none waits for ever, and all
+get the reason."""
 
 import hashlib
 import hmac
@@ -21,7 +21,7 @@ from fddp.watching import allow_files
 
 
 def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: float) -> list[str]:
-    """What meeting tells each (rank, size): '' if all have come."""
+    """The result of the rendezvous for each (rank, size): '' if all ranks were present."""
 
     def outcome(place: tuple[int, int]) -> str:
         try:
@@ -173,7 +173,7 @@ def connected(host: str, port: int) -> socket.socket:
 
 
 def calls(coordinator: str, words: str, secret: str = "") -> str:
-    """What rank 0 answers to a call that is signed with some secret."""
+    """Rank 0's answer to a call that is signed with a secret."""
     host, port = coordinator.rsplit(":", 1)
     return calls_through(connected(host, int(port)), words, secret)
 
@@ -211,8 +211,8 @@ def test_who_does_not_know_the_secret_is_no_rank(monkeypatch):
 
 
 def answers(*lines: bytes, every_s: float = 0.0) -> tuple[str, float]:
-    """What rank 1 says of a service that answers so, after three seconds at most, and how long that
-    took."""
+    """Rank 1's report on a service with these answers, after three seconds at most, and its
+    duration."""
     with socket.create_server(("127.0.0.1", 0)) as service, ThreadPoolExecutor(1) as threads:
         port = service.getsockname()[1]
         began = time.monotonic()

@@ -30,7 +30,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def on_a_path(monkeypatch: pytest.MonkeyPatch):
-    """Where the ranks find fddp."""
+    """Puts fddp on the path of the ranks."""
     monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent}{os.pathsep}{TESTS}")
     monkeypatch.setenv("FDDP_GRACE_S", "1")
 
@@ -69,7 +69,7 @@ def noted(folder: str, how: str) -> None:
 
 
 def shut(folder: str) -> None:
-    """Closes all files but the one that tells it of its caller's end, then says so, and stays."""
+    """Closes all files but the one for its caller's end, then prints so, and stays."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     os.closerange(3, caller.sentinel)

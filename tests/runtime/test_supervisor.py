@@ -27,7 +27,7 @@ ENV = {
 
 
 def run(*words: str, timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m fddp run WORDS`; what it says is shown when the test fails."""
+    """Runs `python -m fddp run WORDS`; its output is shown if the test fails."""
     command = [sys.executable, "-m", "fddp", "run", *words]
     done = subprocess.run(
         command, env=os.environ | ENV | env, capture_output=True, text=True, timeout=timeout_s
@@ -37,7 +37,7 @@ def run(*words: str, timeout_s: float = 300, **env: str) -> subprocess.Completed
 
 
 def ends(capfd: pytest.CaptureFixture[str], script: str, **job: Any) -> tuple[int, str, str]:
-    """What becomes of ranks that run a script of Python's alone; `rank` is in it."""
+    """The end of ranks that run a script of plain Python; the script knows its `rank`."""
     code = supervise(
         Job(
             [
@@ -279,7 +279,7 @@ def supervised(
     faults: tuple[str, ...] = (),
     **env: Any,
 ) -> tuple[Any, str]:
-    """What a training under `run WORDS` ends with, though ranks are killed, and what it says."""
+    """The end of a training under `run WORDS`, with ranks being killed, and its output."""
     folder.mkdir()
     done = run(*words, "--", sys.executable, SCRIPT, str(folder), "14", *faults, **env)
     assert done.returncode == 0
@@ -287,7 +287,7 @@ def supervised(
 
 
 def calm(folder: Path, backend: str, size: int, **env: Any) -> Any:
-    """What the same training ends with where no rank is killed, and nothing supervises it."""
+    """The end of the same training without a supervisor and without killed ranks."""
     folder.mkdir()
     assert launch(backend, size, SCRIPT, folder, "14", folder=folder, **env).succeeded
     return json.loads((folder / "end.json").read_text())

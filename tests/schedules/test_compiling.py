@@ -1,5 +1,4 @@
-"""Rank 0 says what compiles, and for how long already, where it takes long; else nobody says
-anything."""
+"""Rank 0 reports long compilations, with their duration so far; the other ranks report nothing."""
 
 import re
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ def net(params: Any, batch: Any) -> jax.Array:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first word is said at once."""
+    """The first report is printed at once."""
     monkeypatch.setattr(MODULE, "FIRST_WORD_S", 0.0)
     monkeypatch.setattr(MODULE, "NEXT_WORD_S", 0.001)
 

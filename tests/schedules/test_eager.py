@@ -1,5 +1,5 @@
-"""Claims about steps that return before their last sums are back: on paper, in training, for who
-holds the state."""
+"""Steps that return before their last sums arrive: on paper, in training, and for owners of the
+state."""
 
 import copy
 import math
@@ -123,8 +123,8 @@ def test_a_put_off_sum_lies_under_the_next_forward_pass():
 
     Messages are ready at 6, 8, 10 and 12, and leave in the order 0, 2, 3, 1: at 6, 10, 13 and 16.
     The next forward pass needs 3 (layer 0) first, and begins at 16; layer 2 waits from 18 to 19 for
-    message 1. So message 0 is ready anew at 23: 17 seconds a step, where all that wait for all take
-    18.
+    message 1. So message 0 is ready again at 23: 17 seconds a step, where all that wait for all
+    take 18.
     """
     took = {
         f"{word} {k}": time
@@ -198,7 +198,7 @@ class Wire:
 
 
 def begun(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step that is compiled, and a state of which all is there."""
+    """A compiled step, and a state that is ready on the device."""
     step = trainer(wire.group, **options)
     state, _ = step(step.init(PARAMS), batch(0))
     return step, jax.block_until_ready(state)
@@ -377,8 +377,8 @@ def test_a_sum_that_fails_is_an_error_for_whoever_looks_and_for_the_next_step(gr
 
 
 def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
-    """Makes a call while nothing but the first sum comes back; what it returned or raised when all
-    were let."""
+    """Makes a call while only the first sum arrives; returns its result or error after the
+    others."""
     ended = list[Any]()
 
     def run() -> None:

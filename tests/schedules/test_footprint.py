@@ -1,4 +1,4 @@
-"""The memory of a list of tasks is the largest sum along it of what is there at once."""
+"""The memory of a list of tasks is the largest sum of the values alive at a task."""
 
 from typing import Any
 

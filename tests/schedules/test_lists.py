@@ -1,5 +1,4 @@
-"""Claims about lists of tasks: what is in them, without anything run; and any launcher runs any
-list."""
+"""Lists of tasks: their contents, without running anything; and any launcher runs any list."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -62,7 +61,7 @@ def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(gro
 
 @pytest.mark.parametrize("options", [{}, {"virtual_replicas": 4}], ids=str)
 def test_a_list_for_numpy_s_rows_of_64_bits_is_that_of_the_rows_as_jax_takes_them(group, options):
-    """And the forms of none are made that JAX would have to shorten, of which it warns."""
+    """No forms are built that JAX would have to shorten with a warning."""
     step = fddp.train_step(
         net, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options
     )

@@ -134,7 +134,7 @@ def batches_of_everything() -> list[fddp.Joined]:
 
 
 def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[str, Any]) -> Any:
-    """The state after each step, as arrays, and what the steps told."""
+    """The state after each step, as arrays, and the steps' reports."""
     clipped = optax.chain(
         optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)
     )
@@ -521,7 +521,7 @@ def exploding(called: threading.Event) -> Callable[[jax.Array], jax.Array]:
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """JAX logs what a host's function raises."""
+    """Silences JAX's log of errors in functions on the host."""
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
 
 

@@ -143,7 +143,7 @@ def test_the_printed_timeline_tells_the_end_and_what_is_exposed():
 
 
 def test_a_list_on_paper_waits_for_what_it_reads_and_for_nothing_else():
-    """A gather of this step's shards under the next forward pass: what one step cannot hide."""
+    """A gather of this step's shards runs under the next forward pass: one step cannot hide it."""
     tasks = [
         Compute("forward 0", (Value("whole", 0),), (Value("x"),)),
         Compute("forward 1", (Value("whole", 1), Value("x")), (Value("y"),)),

@@ -1,5 +1,4 @@
-"""Stacked layers that are gathered for each pass: one layer after the other, in the loop that reads
-it."""
+"""Stacked layers are gathered for each pass, one after the other, in the loop that reads them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +76,7 @@ def shared(
 
 
 def gathering_loops(module: Any) -> int:
-    """The number of loops that gather, beside products."""
+    """The number of loops with both gathers and products."""
     loops = [some.lines for some in module.schedules() if some.loops]
     gather = [
         some

@@ -214,7 +214,7 @@ def most_whole(step: fddp.TrainStep, state: Any, rows: Any) -> int:
 
 
 def doubled(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What two replicas gather."""
+    """The gathered array of two replicas."""
     return jax.ShapeDtypeStruct((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
 
 

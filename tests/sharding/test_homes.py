@@ -205,7 +205,7 @@ def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
     group: Groups, x64: None
 ):
     """Mutants of Adam: one divides each row by its norm, one all by the norm of two leaves, and
-    neither tells."""
+    neither declares it."""
 
     def rows(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(

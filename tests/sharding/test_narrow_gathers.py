@@ -30,7 +30,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def apart(p: Any, x: Any) -> Any:
-    """In 16 bits with the one half of its parameters, in 32 with the other."""
+    """Half of the parameters compute in 16 bits, the other half in 32."""
     return jnp.mean(
         (jnp.tanh(x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)) @ p["b"] - 1) ** 2
     )
@@ -103,7 +103,7 @@ def scanned(p: Any, x: Any) -> Any:
 def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(
     group: Groups, schedule: Any, way: Any
 ):
-    """Against replicas that hold all, whose programs compute the same in the same 16 bits."""
+    """The other replicas hold all parameters, and their programs compute in the same 16 bits."""
     nodes = group(6).hierarchical(2)
     loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
     losses, params, sent = trained(nodes, loss, schedule=schedule, **way)

@@ -111,7 +111,7 @@ def test_each_replica_holds_a_part_of_its_nodes_size(group: Groups):
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 def test_parts_cross_the_network_once_and_gathers_do_not(group: Groups, schedule: Any, shard: Any):
-    """Of 8 replicas in nodes of 4 each sends 3/4 of a bucket to its node, a part to the other node,
+    """Each of 8 replicas in nodes of 4 sends 3/4 of a bucket to its node, a part to the other node,
     and gathers 3/4."""
     parts = [-(-21 // 4), -(-7 // 4), 3 * -(-259 // 4), 1]
     _, _, info = trained(
@@ -125,8 +125,8 @@ def test_parts_cross_the_network_once_and_gathers_do_not(group: Groups, schedule
 
 
 def test_the_network_carries_the_parts_alone(group: Groups):
-    """In the compiled program what goes between nodes of two is half of each bucket, and no gather
-    goes there."""
+    """Half of each bucket travels between nodes of two in the compiled program, and no gather
+    does."""
     step, state, _ = trained(
         group(4).hierarchical(2), optax.sgd(0.1), 0, shard="state", reshard_after_forward=True
     )

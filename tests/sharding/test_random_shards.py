@@ -1,8 +1,7 @@
-"""States in shards train as plain JAX does in float64, whatever else is asked for; or fddp says why
-that cannot be.
+"""Random states in shards train as plain JAX does in float64, or fddp explains why they cannot.
 
-What is drawn, and what plain JAX makes of it, stands in `bench/`: `bench/configurations.py
---shards` asks for more.
+`bench/` draws the configurations and computes plain JAX's results: `bench/configurations.py
+--shards` draws more.
 """
 
 import jax

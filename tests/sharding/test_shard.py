@@ -235,7 +235,7 @@ def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
 
 @both
 def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, shard: Any):
-    """Counted on paper: what tasks before a micro-batch have made that its tasks, or later ones,
+    """Counted on paper: values of tasks before a micro-batch that its tasks, or later ones,
     read."""
     n = 8
     size = 64 * 64 * 4
@@ -403,8 +403,8 @@ def test_forms_are_those_of_the_state(group: Groups, shard: Any):
 
 
 def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_them(group: Groups):
-    """Tied embeddings are ready last and used first; what is cast at the beginning is used where it
-    is multiplied."""
+    """Tied embeddings are ready last and used first; leaves that are cast at the beginning are used
+    at their multiplication."""
 
     def loss(p: Any, x: Any) -> Any:
         narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
@@ -525,7 +525,7 @@ SMALL = {"b": np.ones(3, np.float32), "s": np.float32(1)}
 def begun(
     group: fddp.Group, shard: Any, optimizer: optax.GradientTransformation, params: Any, capfd: Any
 ) -> tuple[list[str], int]:
-    """What `step.init` says, and how many bytes it saves."""
+    """The warnings of `step.init`, and the number of bytes that it saves."""
     step = fddp.train_step(lambda p, x: jnp.mean(x), optimizer, group=group, shard=shard)
     capfd.readouterr()
     step.init(params)

@@ -1,4 +1,4 @@
-"""States in shards go with parameters, losses and groups of all kinds: training is that of whole
+"""States in shards work with parameters, losses and groups of all kinds: they train as whole
 states."""
 
 from collections.abc import Callable

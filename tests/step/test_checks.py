@@ -1,4 +1,4 @@
-"""A fault in what a person passes is said at once, by name, with what was got."""
+"""A faulty argument is reported at once, by its name and value."""
 
 import ast
 import dataclasses

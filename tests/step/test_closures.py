@@ -1,5 +1,4 @@
-"""What a loss closes over, and what it says about meshes, changes nothing for a replica of one
-device."""
+"""The closures of a loss, and its use of meshes, change nothing for a replica of one device."""
 
 import re
 from collections.abc import Callable

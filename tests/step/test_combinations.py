@@ -1,4 +1,4 @@
-"""Options that do not go together are refused by one table, which the docs show."""
+"""One table refuses combinations of options, and the docs show it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
-    """Does what a user would do who wants these two features."""
+    """Makes the calls of a user of these two features."""
     options: dict[str, Any] = {}
     for feature in features:
         options |= OPTIONS.get(feature, {})

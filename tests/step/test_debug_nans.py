@@ -1,4 +1,4 @@
-"""With `jax_debug_nans` a step that makes a NaN raises, and training goes on from the state before
+"""A step that makes a NaN raises with `jax_debug_nans`, and training goes on from the state before
 it."""
 
 from collections.abc import Callable

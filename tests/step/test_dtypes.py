@@ -31,7 +31,7 @@ def double(x: Any) -> np.ndarray:
 
 
 def mean_of_parts(loss: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
-    """What plain JAX makes of each replica's rows, averaged in double precision."""
+    """The gradients of each replica's rows by plain JAX, averaged in double precision."""
     gradient = jax.jit(jax.grad(loss))
     grads = [jax.tree.map(double, gradient(params, part)) for part in np.split(x, REPLICAS)]
     return jax.tree.map(lambda *parts: sum(parts) / REPLICAS, *grads)

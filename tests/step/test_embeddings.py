@@ -1,4 +1,4 @@
-"""Embeddings whose gradients touch few rows: these travel, and training is that of one device on
+"""Gradients that touch few rows of an embedding travel as rows; training is that of one device on
 the joined batch."""
 
 from collections.abc import Callable
@@ -43,8 +43,8 @@ def alone(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> Any:
 
 
 def nbytes(replicas: int, rows: int) -> int:
-    """What each replica sends to all others: rows of float64 with their numbers, and whether there
-    are more."""
+    """Bytes of each replica to all others: rows of float64 with their numbers, and a flag for more
+    rows."""
     return (replicas - 1) * (rows * (WIDTH + 1) + 1) * 8
 
 

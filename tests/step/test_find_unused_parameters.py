@@ -1,8 +1,7 @@
-"""Parameters that a step does not use are found by the program and left alone;
-`find_unused_parameters` of DDP.
+"""The program finds the unused parameters of a step, as DDP's `find_unused_parameters` does.
 
-Four replicas in this process, each with its own rows, which choose what it uses; ranks with
-branches of their own are in `on_ranks/unused.py`, the dataflow alone in test_used.py.
+Four replicas in this process use parameters that depend on their rows. `on_ranks/unused.py` has
+ranks with branches of their own, test_used.py the dataflow alone.
 """
 
 from collections.abc import Callable
@@ -37,8 +36,8 @@ OPTIMIZERS = {
 
 
 def branching(params: Any, batch: Any) -> Any:
-    """Uses "left" where the first row says 0, "right" where it says 1; "never" in a branch that is
-    never taken."""
+    """Uses "left" for a first row of 0, "right" for 1; "never" is in a branch that is never
+    taken."""
     branches = [lambda p, x, name=name: jnp.mean(p[name] * x) for name in NAMES]
     return jax.lax.switch(batch["choice"][0], branches, params, batch["x"])
 
@@ -163,8 +162,7 @@ def test_a_dropped_layer_is_left_alone_and_the_next_step_finds_it_again(make):
 
 @pytest.mark.slow
 def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
-    """Each replica leaves out its own layers. Which ones, plain JAX tells: their gradients are
-    zero."""
+    """Each replica leaves out its own layers; plain JAX knows them by their gradients of zero."""
     model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.7)
     data = gpt.batch(model, 4, length=8)
     start = gpt.init(model, jax.random.key(0), data)[0]

@@ -44,7 +44,7 @@ Apply = Callable[[Any, Any], jax.Array]
 
 
 class Program(NamedTuple):
-    """A loss, and what it is trained on."""
+    """A loss, its parameters and its data."""
 
     loss: Callable[[Any, Any], jax.Array]
     params: Any = LAYERS

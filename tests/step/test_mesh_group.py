@@ -1,7 +1,7 @@
 """Replicas can be anything JAX has devices for: parts of a mesh that has other axes too.
 
 A replica of several devices holds its parameters in parts (tensor parallelism); every claim is held
-against plain JAX on the joined batch, and what is sent is read off the compiled program.
+against plain JAX on the joined batch, and messages are read off the compiled program.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Any number of calls, then a step, are one step on all their rows.
 
 Nothing is sent in between. Plain JAX on the joined batch is the truth, and a loop over replicas
-where each has its own buffers. What a call tells about its rows, and what is pending then, is
-tested in `test_value_and_grad.py`.
+where each has its own buffers. `test_value_and_grad.py` tests the report of a call on its rows and
+pending gradients.
 """
 
 import re
@@ -45,7 +45,7 @@ def batches(count: int) -> Iterator[np.ndarray]:
 
 
 def shards(x: jax.Array) -> list[Any]:
-    """What each replica has, in order."""
+    """The data of each replica, in order."""
     return [
         np.asarray(shard.data)
         for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
@@ -110,7 +110,8 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
 
 @SCHEDULES
 def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(group, x64, schedule):
-    """Also where what is pending goes on with a step of its own first batch, as after a restart."""
+    """The pending gradients may also go on with a step of its own first batch, as after a
+    restart."""
     data = np.concatenate(list(batches(3)))
     counts = (8, 24, 16)
     parts = np.split(data, np.cumsum(counts)[:-1])
@@ -223,8 +224,8 @@ def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadca
 def test_in_turns_with_steps_nothing_is_checked_anew(
     group: Callable[[int], fddp.Group], monkeypatch: Any
 ):
-    """What a call is given differs from what the next one is; to look through a large state takes
-    its time."""
+    """The arguments of a call differ from those of the next; a check of a large state would take
+    long."""
     checked = []
     monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
     step = fddp.train_step(first_column, ADAM, group=group(2))

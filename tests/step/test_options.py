@@ -99,7 +99,7 @@ def by_hand(optimizer: Any, ignored: tuple[Any, Any]) -> Any:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("change", IGNORED)
 def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name, shard):
-    """By `step.init` of the current parameters; `with_options` works for an optimizer without
+    """`step.init` of the current parameters does it; `with_options` works for an optimizer without
     state."""
     before, after = IGNORED[change]
     optimizer = OPTIMIZERS[name]

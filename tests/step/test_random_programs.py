@@ -92,9 +92,9 @@ class Loop(NamedTuple):
     unroll: int
     remat: bool
     inside: Word | None
-    """What each layer does with all rows; not over a part of the replicas' rows alone."""
+    """The operation of each layer on all rows; not over a part of the replicas' rows alone."""
     results: bool
-    """Whether what each round makes is used, too."""
+    """True if the results of each round are used, too."""
 
 
 class Drawn(NamedTuple):
@@ -180,8 +180,8 @@ def looped(loop: Loop, layers: Any, x: Any, axis: str | None) -> Any:
 def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
     """Three steps take the parameters to where plain JAX takes them.
 
-    Some of these programs multiply a rounding by many thousands. By how much, plain JAX tells that
-    begins with parameters which are a rounding off.
+    Some of these programs multiply a rounding by many thousands. Plain JAX from parameters that are
+    a rounding off measures the factor.
     """
     optimizer = optax.sgd(0.01, momentum=0.9)
     batches = [

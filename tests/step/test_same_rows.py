@@ -1,5 +1,4 @@
-"""Ranks that bring the same rows are told so once; what each rank tells beside a comparison may
-differ."""
+"""Ranks with the same rows are reported once; the other data in a comparison may differ."""
 
 from collections.abc import Callable
 from typing import Any

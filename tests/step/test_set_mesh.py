@@ -32,7 +32,7 @@ Check = Callable[[fddp.Group, Path], None]
 
 
 class Context(NamedTuple):
-    """A mesh that is set, and the replicas that train inside of it."""
+    """The mesh in force, and the replicas that train inside of it."""
 
     mesh: Mesh
     group: fddp.Group

@@ -32,7 +32,7 @@ ONE = 4 * WIDTH**2
 
 
 def network(params: Any, x: Any, kept: Any) -> Any:
-    """A residual network whose layers are left out where `kept` is false."""
+    """A residual network that leaves out the layers with a false `kept`."""
     for k in range(LAYERS):
         x = x + jax.lax.cond(
             kept[k],
@@ -72,9 +72,11 @@ def steps(
 
 
 def assert_same(schedule: Any, got: Any, want: Any) -> None:
-    """To the bit; but a staged step cuts its update where wires come back, and of other wires it
-    makes other programs, in which XLA may join a product and a sum that it rounds one by one
-    elsewhere."""
+    """Compares to the bit, except a staged step, which cuts its update at the arriving wires.
+
+    With other wires it compiles other programs, in which XLA may fuse a product and a sum that it
+    rounds one by one elsewhere.
+    """
     tolerances: dict[str, Any] = (
         {"rtol": 1e-6, "atol": 3e-8} if schedule == "staged" else {"rtol": 0, "atol": 0}
     )
@@ -117,7 +119,7 @@ def test_a_layer_that_one_replica_keeps_is_sent(group, schedule):
 
 
 def test_used_once_in_a_step_is_used(group):
-    """By one of the micro-batches, or in a call of no_sync."""
+    """One of the micro-batches uses it, or a call of no_sync."""
     several: dict[str, Any] = {"accumulation_steps": 2}
     for options in (several, {}):
         step = fddp.train_step(

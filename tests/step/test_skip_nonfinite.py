@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite change nothing, on any replica, and who made them so is
+"""Steps with gradients that are not finite change nothing on any replica, and their origin is
 named."""
 
 from collections.abc import Callable

@@ -21,7 +21,7 @@ X = np.arange(16, dtype=np.float32) / 8
 
 
 def shards(x: jax.Array) -> list[Any]:
-    """What each replica has, in order."""
+    """The data of each replica, in order."""
     return [
         np.asarray(shard.data)
         for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
@@ -181,7 +181,7 @@ def test_without_donation_a_state_can_be_used_again(make):
 
 
 def test_a_used_up_state_that_numpy_still_looks_at_is_no_other(group):
-    """What NumPy looks at stays, on the first device alone."""
+    """Arrays that NumPy looks at stay, on the first device only."""
     step = fddp.train_step(square, optax.adam(0.1), group=group(4))
     state, _ = step(step.init(np.ones(16, np.float32)), X[:, None])
     seen = jax.tree.map(np.asarray, state)

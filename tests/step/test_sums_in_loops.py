@@ -46,7 +46,7 @@ def in_rounds(step: Any) -> dict[str, int]:
 
 
 def sums_in_loops(step: Any, params: Any) -> int:
-    """The number of loops of the compiled program that hold a sum beside products."""
+    """The number of loops of the compiled program with both a sum and products."""
     module = parse(step.lower(step.init(params), ROWS).compile().as_text())
     lines = [some.lines for some in module.schedules() if some.loops]
     summing = [some for some in lines if any(sends(module, line) for line, _ in some)]

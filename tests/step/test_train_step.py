@@ -1,4 +1,4 @@
-"""Replicas on parts of a batch arrive where one device arrives that sees all of it.
+"""Replicas on parts of a batch arrive at the parameters of one device with all of it.
 
 Five steps of every model, by SGD with momentum in float32 and by AdamW in float64, on eight
 replicas in this process and on two to four processes under MPI and Gloo. The other side is plain
@@ -38,8 +38,8 @@ def form(x: Any) -> tuple[Any, ...]:
 
 
 def here(run: Run) -> ParameterSet:
-    """What other schedules make of the models is seen on processes, and SGD on the MLP: here they
-    are slow."""
+    """Other schedules of the models, and SGD on the MLP, run on processes: in this process they are
+    slow."""
     quick = run.schedule == "fused" and (run.rule == "adamw" or run.model == "mlp")
     return pytest.param(run, marks=[] if quick else [pytest.mark.slow])
 
@@ -86,8 +86,8 @@ Results = Callable[[str, int], tuple[Outcome, list[dict[str, trainings.Result]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    """`results(backend, size)`: what every rank of a job ended with; started once for all selected
-    runs."""
+    """`results(backend, size)`: the results of every rank of a job, which starts once for all
+    selected runs."""
 
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, trainings.Result]]]:

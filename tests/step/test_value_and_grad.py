@@ -32,8 +32,7 @@ close = partial(trees.close, rtol=1e-12, atol=1e-14)
 
 
 def net(params: Any, batch: Any) -> Any:
-    """Mean squared error of a small net, and metrics beside it; complex and integer parameters take
-    part."""
+    """Mean squared error of a small net, and metrics; complex and integer parameters take part."""
     x = jnp.real(batch["x"] * params["phase"])
     h = jnp.tanh(x @ params["layer"]["w"] + params["layer"]["b"]) * params["layer"]["count"]
     error = h @ params["head"] - batch["y"]

@@ -1,4 +1,4 @@
-"""Claims about what a rank writes down for its watcher: `fddp.watching.recorder`."""
+"""The journal that a rank writes for its watcher: `fddp.watching.recorder`."""
 
 import os
 import subprocess
@@ -224,8 +224,8 @@ def test_a_sign_of_life_tells_what_the_watchers_found():
 
 
 def test_another_process_never_sees_a_half_written_journal():
-    """It would take a rank that has just begun a step for one that has begun none, and has not
-    moved since the boot."""
+    """By a half-written journal a rank that has begun a step would seem not to have moved since the
+    boot."""
     file = os.memfd_create("journal")
     os.ftruncate(file, SIZE)
     memory = mmap(file, SIZE)
@@ -293,7 +293,7 @@ def test_a_training_that_goes_on_counts_from_where_it_was_saved():
 
 
 class OnItsWay:
-    """What a step will have made; over when it is told so."""
+    """The future result of a step; ready when the test sets it."""
 
     over = False
 

@@ -11,8 +11,8 @@ from fddp.watching import watchdog
 
 
 class Frame:
-    """A frame of fddp's own, so that the one before it is asked for; it looks whether garbage may
-    be collected then."""
+    """A frame of fddp's own, so that the watchdog reads the one before; notes if garbage may be
+    collected."""
 
     f_code = SimpleNamespace(co_filename=watchdog.NOT_THEIRS[0])
 

@@ -1,5 +1,5 @@
-"""Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and
-why."""
+"""If ranks die, are stopped, spin or leave early, all end, and every rank names rank, place and
+reason."""
 
 import fcntl
 import hashlib
@@ -537,7 +537,7 @@ def on_ranks(
 def broken(
     folder: Path, backend: str, size: int, how: str, schedule: str = "staged"
 ) -> tuple[str, list[str]]:
-    """What all ranks of a job wrote that ends badly, and the lines of it in which they say why."""
+    """The outputs of all ranks of a failed job, and their lines with the reason."""
     env: Any = {"FDDP_FLIGHT_DIR": str(folder / "flight")}
     outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, **env)
     assert outcome.ended and outcome.codes[0] != 0

@@ -1,6 +1,6 @@
 """Ranks join a world, train a step, and print a line for their group: `doors.py HOW [WORD]`.
 
-- join: by what has started the ranks; WORD is a backend.
+- join: by the launcher of the ranks; WORD is a backend.
 - adopt: each calls `jax.distributed.initialize` before.
 - late: rank WORD, or each for `all`, uses JAX before.
 - leave: in the reverse order of their variables, at port WORD. All leave the world. Then rank 0

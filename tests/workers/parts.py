@@ -1,6 +1,6 @@
 """Two processes of two devices train a model in two parts: `parts.py`.
 
-Prints where each ends and what it holds, its subgroups, and what is refused.
+Prints the results and the memory of each, its subgroups, and the refused calls.
 """
 
 from typing import Any

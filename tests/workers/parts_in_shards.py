@@ -1,7 +1,7 @@
-"""Two processes of two devices share a state, whose leaves their devices hold in parts:
+"""Two processes of two devices share a state, with leaves in parts on their devices:
 `parts_in_shards.py FOLDER`.
 
-Prints the parameters that each ends with, and what its devices hold; both write and read a
+Prints the final parameters of each and the contents of its devices; both write and read a
 checkpoint in FOLDER.
 """
 

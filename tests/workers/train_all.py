@@ -56,7 +56,7 @@ RUNS = [
 # A run is a second of compiling on every rank, so the jobs divide the schedules: each has one for
 # each rule.
 QUICK = {("mpi", 3): ("mlp", "gpt"), ("gloo", 2): ("resnet-gn", "resnet-bn", "bert")}
-"""Of which models a job's runs are in the default tier; all are in `slow`."""
+"""The models with runs in the default tier; all are in `slow`."""
 SCHEDULES = {
     ("mpi", 3): {"sgd": "staged", "adamw": "fused"},
     ("gloo", 2): {"sgd": "after", "adamw": "staged"},

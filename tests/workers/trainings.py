@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 
 class Rule(NamedTuple):
-    """How a model is trained, and how near to each other two ways to do it must end."""
+    """The options of a model's training, and the tolerance between two ways of it."""
 
     optimizer: optax.GradientTransformation
     dtype: Any
@@ -45,7 +45,7 @@ RULES = {
 
 
 class Result(NamedTuple):
-    """Where a training arrived."""
+    """The result of a training."""
 
     params: Any
     model_state: Any
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 @contextmanager
 def precision(rule: str) -> Iterator[None]:
-    """Allows float64 where the rule asks for it, in all threads of this process."""
+    """Allows float64 in all threads of this process if the rule has it."""
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", RULES[rule].dtype == jnp.float64)
     try:
@@ -135,8 +135,7 @@ def relative_error(result: Result, expected: Result) -> float:
     """The largest max|a - b| / max|b| of any leaf: relative to the leaf, for single elements may be
     near zero.
 
-    A leaf that must be zero is, or its error is infinite; what is no number is no number here
-    either.
+    If a leaf must be zero and is not, its error is infinite; a NaN makes the error NaN.
     """
 
     def error(a: Any, b: Any) -> float:
