@@ -77,8 +77,8 @@ def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSe
 def on(quick: str) -> pytest.MarkDecorator:
     """One backend by default, the other one in the tier `slow`."""
     marked = [
-        pytest.param(one, marks=[] if one == quick else [pytest.mark.slow])
-        for one in ("mpi", "gloo")
+        pytest.param(backend, marks=[] if backend == quick else [pytest.mark.slow])
+        for backend in ("mpi", "gloo")
     ]
     return pytest.mark.parametrize("backend", marked)
 
@@ -86,13 +86,15 @@ def on(quick: str) -> pytest.MarkDecorator:
 def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str) -> list[str]:
     """The tests of a job, by the name of a parameter, that this session selects: a job runs no
     others."""
-    given = [
-        one.params for item in request.session.items if (one := getattr(item, "callspec", None))
+    parameters = [
+        callspec.params
+        for item in request.session.items
+        if (callspec := getattr(item, "callspec", None))
     ]
     return [
-        str(one[name])
-        for one in given
-        if name in one and (one.get("backend"), one.get("size")) == (backend, size)
+        str(values[name])
+        for values in parameters
+        if name in values and (values.get("backend"), values.get("size")) == (backend, size)
     ]
 
 
@@ -213,9 +215,11 @@ def written(folder: Path, size: int) -> tuple[str, ...]:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = f"{TESTS.parent}{os.pathsep}{TESTS}"
-    return kept | UNOPTIMIZED | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
+    return (
+        inherited | UNOPTIMIZED | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
+    )
 
 
 def _start_mpi(

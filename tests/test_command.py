@@ -126,9 +126,9 @@ def test_reproduce_prints_three_digests_and_equal(capsys):
 def test_where_calls_of_one_program_differ_nothing_is_claimed(capsys, monkeypatch):
     """XLA:CPU with several threads may differ in this way."""
     calls = count()
-    found = distinct(lambda x: x + next(calls) // 25, np.zeros(2))
-    assert found == 2
-    monkeypatch.setattr("fddp.analysis.reproduction.distinct", lambda *args: found)
+    number = distinct(lambda x: x + next(calls) // 25, np.zeros(2))
+    assert number == 2
+    monkeypatch.setattr("fddp.analysis.reproduction.distinct", lambda *args: number)
     assert main(["reproduce", "--steps", "1", "--replicas", "1,2"]) == 1
     assert "no claim: 50 calls of one program gave 2 results" in capsys.readouterr().out
     assert main(["doctor"]) == 0
@@ -167,7 +167,7 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "expected_words"),
     [
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
@@ -189,13 +189,13 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
     ids=lambda case: next(iter(case)),
 )
 def test_doctor_tells_which_launcher_and_variables_it_read_and_where_rank_0_is_met(
-    env, told, capsys, monkeypatch
+    env, expected_words, capsys, monkeypatch
 ):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert [words for words in told if words not in printed] == []
+    assert [words for words in expected_words if words not in printed] == []
 
 
 def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys):
@@ -208,13 +208,13 @@ def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = "Slurm gave this job 2 tasks, but this is one process: start it with srun."
-    assert f"{'':<22}  → {told}" in lines
+    hint = "Slurm gave this job 2 tasks, but this is one process: start it with srun."
+    assert f"{'':<22}  → {hint}" in lines
     assert f"{'launcher':<22}  {srun}" in lines
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["plan", "gpt"], "module:preset"),
         (
@@ -243,10 +243,10 @@ def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys)
         (["audit", "models.gpt:tiny", "--target", "b300"], "a100, h100, h200"),
     ],
 )
-def test_a_wrong_word_is_an_error_of_one_line(words, told, capsys):
+def test_a_wrong_word_is_an_error_of_one_line(words, message, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert told in error and error.startswith("python -m fddp: ") and error.count("\n") == 1
+    assert message in error and error.startswith("python -m fddp: ") and error.count("\n") == 1
 
 
 def test_the_command_says_its_version_and_the_caps_that_it_takes(capsys):
@@ -285,16 +285,16 @@ def test_jax_used_before_init_starts_quietly():
 
 
 def test_doctor_names_an_mpiexec_that_is_not_mpi4pys(tmp_path, monkeypatch, capsys):
-    other = tmp_path / "mpiexec"
-    other.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
-    other.chmod(0o755)
+    plain_mpiexec = tmp_path / "mpiexec"
+    plain_mpiexec.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+    plain_mpiexec.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    own = Path(sys.executable).with_name("mpiexec")
-    told = (
-        f"{'launcher':<22}  {own}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {other}, of Open "
+    own_mpiexec = Path(sys.executable).with_name("mpiexec")
+    hint = (
+        f"{'launcher':<22}  {own_mpiexec}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {plain_mpiexec}, of Open "
         f"MPI\n"
     )
-    assert told in printed
+    assert hint in printed
     assert f"{'backend mpi':<22}  ready: MPICH\n" in printed

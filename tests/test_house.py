@@ -43,17 +43,19 @@ def matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> list[str]:
 
 def imports(path: Path) -> set[str]:
     """Modules of fddp that a file imports, wherever it does; '' stands for the package itself."""
-    found = set[str]()
+    imported = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{names(path)} imports relatively"
-            whole = node.module == "fddp"  # from fddp import flat
-            found |= (
-                {f"fddp.{alias.name}" for alias in node.names} if whole else {node.module or ""}
+            from_package = node.module == "fddp"  # from fddp import flat
+            imported |= (
+                {f"fddp.{alias.name}" for alias in node.names}
+                if from_package
+                else {node.module or ""}
             )
-    return {name.partition(".")[2] for name in found if name.split(".")[0] == "fddp"}
+    return {name.partition(".")[2] for name in imported if name.split(".")[0] == "fddp"}
 
 
 ### Imports
@@ -99,8 +101,8 @@ def test_one_room_reads_what_jax_does_not_promise():
     inside = re.compile(
         r"jax\._src|\beqn\.(params|effects)|Jaxpr\(|\bVar\(|debug_info|jaxprs_in_params|jaxpr\.replace|ProfileData"
     )
-    others = [path for path in MODULES if not module(path).startswith("jax_internals")]
-    assert matches(inside, others) == []
+    outside = [path for path in MODULES if not module(path).startswith("jax_internals")]
+    assert matches(inside, outside) == []
 
 
 CORE = [
@@ -213,7 +215,7 @@ def undocumented(name: str, function: Callable[..., object]) -> list[str]:
 
 def test_a_function_says_what_it_takes_and_gives():
     missing = [undocumented(name, f) for name, f in (FUNCTIONS | METHODS).items()]
-    assert [part for parts in missing for part in parts] == []
+    assert [part for sections in missing for part in sections] == []
 
 
 def test_help_explains_every_option_with_its_default():
@@ -300,14 +302,14 @@ def test_no_tracked_file_knows_one_machine():
     private = re.compile(
         r"/(work|home|root|Users)/|index[-_]url|//[^\s/]*(artifact|nexus|proxy|pypi\.(?!org))"
     )
-    found = []
+    traces = []
     for path in tracked:
         try:
             text = (ROOT / path).read_text()
         except UnicodeDecodeError:  # a picture
             continue
-        found += [f"{path}: {match[0]}" for match in private.finditer(text)]
-    assert found == []
+        traces += [f"{path}: {match[0]}" for match in private.finditer(text)]
+    assert traces == []
     assert "uv.lock" not in tracked
 
 

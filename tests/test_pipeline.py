@@ -99,13 +99,13 @@ def audited() -> fddp.Audit:
 def test_each_device_holds_the_layers_of_its_stage_and_their_moments(x64):
     _, state, _ = trained(2, 2, 3)
     moments = state.opt_state[0]
-    for held in (state.params, moments.mu, moments.nu):
-        for x in jax.tree.leaves(held["stages"]):
+    for tree in (state.params, moments.mu, moments.nu):
+        for x in jax.tree.leaves(tree["stages"]):
             stage_of = {part.device.id: part.index[0] for part in x.addressable_shards}
             assert stage_of == {0: slice(0, 1), 1: slice(1, 2), 2: slice(0, 1), 3: slice(1, 2)}
             assert {part.data.shape for part in x.addressable_shards} == {(1, 2, *x.shape[2:])}
-    whole, held = size_mib(state.params)
-    assert held < 0.51 * whole
+    whole, tree = size_mib(state.params)
+    assert tree < 0.51 * whole
 
 
 def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_else(x64):
@@ -124,16 +124,16 @@ def test_gradients_are_summed_over_the_devices_that_hold_the_same_stage(x64):
     _, state, _ = trained(2, 2, 3)
     among_replicas = [x for x in audited().collectives if x.devices == ((0, 2), (1, 3))]
     loss_accuracy_and_weight = 3
-    held = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params))
+    local_size = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params))
     assert [array.dims for x in among_replicas for array in x.arrays] == [
-        (held + loss_accuracy_and_weight,)
+        (local_size + loss_accuracy_and_weight,)
     ]
 
 
 def test_what_the_stages_of_a_replica_send_each_other_is_no_problem_of_the_step_s(x64):
     audit = audited()
-    own = [x for x, within in zip(audit.collectives, audit.within) if within]
-    assert {x.kind for x in own if x.inside} == {"collective-permute"} and len(own) == len(
+    inner = [x for x, within in zip(audit.collectives, audit.within) if within]
+    assert {x.kind for x in inner if x.inside} == {"collective-permute"} and len(inner) == len(
         audit.collectives
     ) - 1
     assert "within a replica" in str(audit)

@@ -95,8 +95,8 @@ def test_the_first_script_has_at_most_twenty_lines():
 @pytest.mark.ranks
 def test_a_local_script_and_its_distributed_form_find_the_same_loss(printed, tmp_path, capsys):
     run_here(side("-"), tmp_path)
-    alone = capsys.readouterr().out.strip()
-    assert printed["diff.py"] == [alone, ""]
+    local_output = capsys.readouterr().out.strip()
+    assert printed["diff.py"] == [local_output, ""]
 
 
 def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():

@@ -73,25 +73,25 @@ def test_every_public_field_says_what_it_is():
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name in public]
     assert len(classes) > 15
     silent = [
-        f"{one.name}.{ast.unparse(field.target)}"
-        for one in classes
-        for field, below in zip(one.body, [*one.body[1:], None])
+        f"{class_node.name}.{ast.unparse(field.target)}"
+        for class_node in classes
+        for field, below in zip(class_node.body, [*class_node.body[1:], None])
         if isinstance(field, ast.AnnAssign) and not ast.unparse(field.target).startswith("_")
         if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant))
-        if f"{ast.unparse(field.target)} (" not in (ast.get_docstring(one) or "")
+        if f"{ast.unparse(field.target)} (" not in (ast.get_docstring(class_node) or "")
     ]
     assert silent == []
 
 
 def test_the_api_has_every_hook():
     functions = inspect.getmembers(fddp.hooks, inspect.isfunction)
-    made = {
+    rendered = {
         name for name, make in functions if inspect.signature(make).return_annotation is fddp.Hook
     }
     (listed,) = re.findall(
         r"^::: fddp\.hooks\n.*?members: \[(.*?)\]", API, re.DOTALL | re.MULTILINE
     )
-    assert set(listed.split(", ")) == made
+    assert set(listed.split(", ")) == rendered
 
 
 def test_a_name_of_fddp_in_a_docstring_exists():
@@ -128,13 +128,13 @@ def test_no_block_of_a_page_scrolls_sideways(page):
 
 def test_the_first_picture_shows_the_measured_stages():
     traffic = runpy.run_path(str(DOCS / "traffic.py"))
-    behind, under = traffic["steps"]()
-    assert traffic["PICTURE"].read_text() == traffic["drawing"](behind, under)
-    found = measured("tuning")["mlp, gloo"]
-    (cap,) = (row for row in found["caps"] if row["cap_mb"] == found["chosen_mb"])
+    serial, under = traffic["steps"]()
+    assert traffic["PICTURE"].read_text() == traffic["drawing"](serial, under)
+    tuned = measured("tuning")["mlp, gloo"]
+    (cap,) = (row for row in tuned["caps"] if row["cap_mb"] == tuned["chosen_mb"])
     assert 1e3 * under.seconds == pytest.approx(cap["predicted_ms"])
     page = (DOCS / "index.md").read_text()
-    for ms in (1e3 * behind.seconds, 1e3 * under.seconds, cap["measured_ms"]):
+    for ms in (1e3 * serial.seconds, 1e3 * under.seconds, cap["measured_ms"]):
         assert f" {ms:.0f} ms" in page
 
 
@@ -153,9 +153,9 @@ def test_the_first_pages_table_says_what_was_measured(row, problem):
     fddp_ms = [ms["fddp staged (Gloo)"], ms["fddp eager (Gloo)"]]
     ddp_ms = min(median for way, median in ms.items() if way.startswith("PyTorch DDP"))
     others_ms = [ms["jit, NamedSharding"], ms["alone, one program"], ms["PyTorch, alone"]]
-    said = re.findall(r"\d+", " ".join(line.split("|")[2:]))
-    assert [int(number) for number in said] == [
-        round(one) for one in (*fddp_ms, ddp_ms, *others_ms)
+    shown = re.findall(r"\d+", " ".join(line.split("|")[2:]))
+    assert [int(number) for number in shown] == [
+        round(milliseconds) for milliseconds in (*fddp_ms, ddp_ms, *others_ms)
     ]
 
 

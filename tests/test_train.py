@@ -48,9 +48,9 @@ def run(*command: str, cwd: Path, **env: str) -> str:
         capture_output=True,
         timeout=600,
     )
-    said = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, said
-    assert not WARNED.search(done.stdout + done.stderr), said
+    summary = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, summary
+    assert not WARNED.search(done.stdout + done.stderr), summary
     return done.stdout
 
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
 ):
     saving = replace(GPT, resume=tmp_path, save_every=5)
     task = train.TASKS["gpt"](saving)
-    ended, _, whole = train.train(task, saving, group(2), QUIET)
+    state_at_end, _, uninterrupted = train.train(task, saving, group(2), QUIET)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "10",
         "12",
@@ -103,7 +103,7 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
     ]  # the last step's, too
     # Of a training that has ended the same command has the state, to test it.
     state, _, nothing = train.train(task, saving, group(2), QUIET)
-    jax.tree.map(np.testing.assert_array_equal, state.params, ended.params)
+    jax.tree.map(np.testing.assert_array_equal, state.params, state_at_end.params)
     assert (nothing.step, nothing.losses) == (12, [])
     with pytest.raises(ValueError, match=r"--steps 8: the checkpoint in .* is of step 12"):
         losses(replace(saving, steps=8), group(2))
@@ -117,13 +117,13 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
     with pytest.raises(FloatingPointError, match="the loss of step 11 is nan"):
         train.train(task._replace(loss_fn=broken), saving, group(2), QUIET)
     # As no step 12 was saved, no restart takes that for the end.
-    *_, rest = train.train(task, saving, group(2), QUIET)
-    assert (rest.start, rest.step, rest.losses) == (10, 12, whole.losses[10:])
+    *_, resumed = train.train(task, saving, group(2), QUIET)
+    assert (resumed.start, resumed.step, resumed.losses) == (10, 12, uninterrupted.losses[10:])
     drawn: list[Any] = []
     monkeypatch.setattr(
         train.Figure, "savefig", lambda figure, path, dpi: drawn.extend(figure.axes[0].get_lines())
     )
-    train.draw("a GPT", replace(saving, out=tmp_path / "runs"), rest)
+    train.draw("a GPT", replace(saving, out=tmp_path / "runs"), resumed)
     assert [list(line.get_xdata()) for line in drawn] == [[11, 12], [11, 12]]
 
 
@@ -131,9 +131,9 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
 def test_a_run_that_is_told_to_end_is_saved_after_that_step(
     group: Callable[[int], fddp.Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = iter([False, False, False, True])
-    with monkeypatch.context() as told:
-        told.setattr(fddp, "preempted", lambda: next(asked))
+    answers = iter([False, False, False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(fddp, "preempted", lambda: next(answers))
         with pytest.raises(SystemExit) as end:
             losses(replace(GPT, resume=tmp_path), group(2))
     assert end.value.code == 0 and [path.name for path in tmp_path.iterdir()] == ["3"]
@@ -150,12 +150,12 @@ def test_a_command_that_has_finished_tests_again_what_it_saved(
     for _ in range(2):
         train.main(train.read_config(words))
         printed.append(capsys.readouterr().out)
-    first, again = printed
+    first, second = printed
     line = re.compile(r"test accuracy .*images")
-    assert line.findall(again) == line.findall(first) != []
-    assert "after step 2 of 2" in again and "after step" not in first
+    assert line.findall(second) == line.findall(first) != []
+    assert "after step 2 of 2" in second and "after step" not in first
     for words in ("training loss", "samples/s", "loss curve", "bucket"):
-        assert words in first and words not in again, again
+        assert words in first and words not in second, second
 
 
 @pytest.mark.ranks
@@ -201,11 +201,13 @@ def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     assert not WARNED.search("".join(outputs)), outputs
     assert "2 × cpu · backend gloo" in outputs[0] and "bits per byte" in outputs[0], outputs[0]
     assert "backend" not in outputs[1], outputs[1]
-    alone = losses(replace(train.CONFIGS["gpt"], preset="tiny", steps=4, batch=4), group(1))
+    local_losses = losses(replace(train.CONFIGS["gpt"], preset="tiny", steps=4, batch=4), group(1))
     (shown,) = re.findall(
         r"training loss +([0-9.]+) → ([0-9.]+)", outputs[0]
     )  # the first, and the mean of all four
-    assert [float(loss) for loss in shown] == pytest.approx([alone[0], np.mean(alone)], abs=1e-3)
+    assert [float(loss) for loss in shown] == pytest.approx(
+        [local_losses[0], np.mean(local_losses)], abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("words", [["--help"], ["gpt", "--help"]])
@@ -233,9 +235,9 @@ def test_defaults_are_those_of_the_model_wherever_it_stands():
 def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(
     group: Callable[[int], fddp.Group],
 ):
-    one = losses(GPT, group(1))
+    one_replica = losses(GPT, group(1))
     two = on_two(group(2))
-    assert one == pytest.approx(two, abs=1e-4)
+    assert one_replica == pytest.approx(two, abs=1e-4)
     assert two[-1] < two[0] - 0.5
 
 
@@ -269,11 +271,11 @@ def test_several_processes_write_lines_even_to_a_terminal(
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.delenv("TERM", raising=False)
-    alone, first, second = (
+    first_process, first, second = (
         train.screen(replace(group(2), processes=count, rank=rank))
         for count, rank in ((1, 0), (2, 0), (2, 1))
     )
-    assert alone.is_terminal and not first.is_terminal
+    assert first_process.is_terminal and not first.is_terminal
     assert second.quiet and not first.quiet
 
 

@@ -67,9 +67,13 @@ def test_the_changelog_begins_with_what_is_unreleased_and_then_has_this_version(
 
 def test_the_page_says_which_jax_and_python_are_supported():
     page = (ROOT / "docs" / "releases.md").read_text()
-    (jax,) = (one for one in PROJECT["dependencies"] if one.startswith("jax>"))
+    (jax,) = (
+        requirement for requirement in PROJECT["dependencies"] if requirement.startswith("jax>")
+    )
     pythons = [
-        one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)
+        classifier.rpartition(" ")[2]
+        for classifier in PROJECT["classifiers"]
+        if re.search(r":: 3\.\d+$", classifier)
     ]
     assert f"| JAX | `{jax}` |" in page and f"| Python | {', '.join(pythons)} |" in page
 
@@ -85,10 +89,10 @@ def test_the_wheel_holds_the_packages_files_and_nothing_else(built):
     ).stdout
     info = f"fddp-{PROJECT['version']}.dist-info"
     described = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")}
-    held = members(only(built, f"fddp-{PROJECT['version']}-py3-none-any.whl"))
-    assert set(held) == set(listed.split()) | described
-    assert "fddp/py.typed" in held
-    assert held["fddp/__init__.py"] == (ROOT / "fddp" / "__init__.py").read_bytes()
+    contents = members(only(built, f"fddp-{PROJECT['version']}-py3-none-any.whl"))
+    assert set(contents) == set(listed.split()) | described
+    assert "fddp/py.typed" in contents
+    assert contents["fddp/__init__.py"] == (ROOT / "fddp" / "__init__.py").read_bytes()
 
 
 @built_with_uv

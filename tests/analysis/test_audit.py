@@ -217,11 +217,11 @@ def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(nam
     """No mean over rows is sent: only gradients, and two scalars."""
     resnet_tiny, programs = audited_with_batch_norm()
     (plain,) = [plain for plain in programs if plain.way == name]
-    sent = sum(span.nbytes for span in plain.timeline.communication)
+    nbytes = sum(span.nbytes for span in plain.timeline.communication)
     trained = sum(x.size for x in jax.tree.leaves(resnet_tiny.params))
     statistics = sum(x.size for x in jax.tree.leaves(resnet_tiny.model_state))
     # XLA finds one gradient of 16 numbers in another.
-    assert 4 * (trained - 16) <= sent <= 4 * (trained + 2) < 4 * (trained + statistics)
+    assert 4 * (trained - 16) <= nbytes <= 4 * (trained + 2) < 4 * (trained + statistics)
 
 
 @aot
@@ -263,10 +263,10 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
 )
 def test_a_step_is_not_estimated_behind_plain_jax(name, target):
     module, model, rows, _ = MODELS[name]
-    one = workload(module, model, rows * 8)
-    step, state = one.step(read_target(target).group())
-    audit = fddp.audit(step, state, one.batch, target)
-    programs = compiled_plain(step, state, one.batch, target)
+    task = workload(module, model, rows * 8)
+    step, state = task.step(read_target(target).group())
+    audit = fddp.audit(step, state, task.batch, target)
+    programs = compiled_plain(step, state, task.batch, target)
     ways = {plain.way: plain.timeline.seconds for plain in programs}
     assert audit.timeline is not None and audit.timeline.seconds <= min(ways.values())
     assert [*ways][:2] == ["jit with NamedSharding", "shard_map, pmean a leaf"]
@@ -334,12 +334,16 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once_where_they_fit_into_a_bu
 @on_both_targets
 def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target):
     audit = look(scanned_layers(), target, bucket_cap_mb=0.5)
-    (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
+    (bucket,) = (k for k, candidate in enumerate(audit.plan.buckets) if candidate.rounds > 1)
     carrying = [
-        one for one, name in zip(audit.collectives, audit.carries) if name == f"bucket {bucket}"
+        collective
+        for collective, name in zip(audit.collectives, audit.carries)
+        if name == f"bucket {bucket}"
     ]
-    assert sum(one.rounds for one in carrying) == audit.plan.buckets[bucket].rounds == 6
-    (looped,) = (one for one in carrying if one.loops)
+    assert (
+        sum(collective.rounds for collective in carrying) == audit.plan.buckets[bucket].rounds == 6
+    )
+    (looped,) = (collective for collective in carrying if collective.loops)
     # XLA takes the first round out of the loop, and the last round's sum.
     assert looped.asynchronous and looped.pipelined and looped.rounds == 5
     # A layer's backward pass is two products; for Hopper the XLA of JAX 0.11 puts one of them
@@ -364,11 +368,11 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
     )
     audit = look(few, target, bucket_cap_mb=1, shard="state", reshard_after_forward=True)
     print(audit)
-    (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
-    found = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
+    (bucket,) = (k for k, candidate in enumerate(audit.plan.buckets) if candidate.rounds > 1)
+    rounds = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
     # The sum of the scalars ends the step, and has nothing to lie under.
-    heavy = [one for one in audit.collectives if one.kind != "all-reduce"]
-    waited = [one for one in heavy if not one.asynchronous]
+    heavy = [collective for collective in audit.collectives if collective.kind != "all-reduce"]
+    waited = [collective for collective in heavy if not collective.asynchronous]
     # The XLA of JAX 0.12 lays nothing under the scatters of a loop, and for Hopper it waits for the
     # gathers of the backward loop. The audit names both.
     bare_loop = jax.__version_info__ >= (0, 12)
@@ -376,17 +380,17 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
     # Nothing lies before the first layer's gathers; for Hopper the XLA of JAX 0.11 waits for one of
     # them at once.
     assert len(waited) == (1 if newer_xla_for_hopper(target) else 0)
-    assert all(one.kind == "all-gather" for one in waited)
-    assert any(one.loops for one in waited) == waits_in_loop
-    for one, name in zip(audit.collectives, audit.carries):
-        if name in found and one.loops:
+    assert all(collective.kind == "all-gather" for collective in waited)
+    assert any(collective.loops for collective in waited) == waits_in_loop
+    for collective, name in zip(audit.collectives, audit.carries):
+        if name in rounds and collective.loops:
             # XLA takes the first gather out of each loop, and the last scatter, and a round of each
             # loop with them.
-            assert one.heavy or bare_loop
-            assert one.pipelined if one.kind == "reduce-scatter" else one.ahead
-        if name in found:
-            found[name] += one.rounds
-    assert found == {f"gather {bucket}": 2 * 6, f"bucket {bucket}": 6}
+            assert collective.heavy or bare_loop
+            assert collective.pipelined if collective.kind == "reduce-scatter" else collective.ahead
+        if name in rounds:
+            rounds[name] += collective.rounds
+    assert rounds == {f"gather {bucket}": 2 * 6, f"bucket {bucket}": 6}
     assert "each under the one before" in str(audit)
     problems = audit.problems()
     assert len(problems) == waits_in_loop + bare_loop
@@ -413,9 +417,9 @@ def test_no_more_than_two_layers_of_a_scan_are_whole():
 @slow
 def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a100():
     """The order that fddp gives to its messages makes some leave early without it, too."""
-    one = plain_mlp(512)
-    step, state = one.step(read_target("h100:2").group())
-    ways = {plain.way: plain for plain in compiled_plain(step, state, one.batch, "a100:8")}
+    task = plain_mlp(512)
+    step, state = task.step(read_target("h100:2").group())
+    ways = {plain.way: plain for plain in compiled_plain(step, state, task.batch, "a100:8")}
     assert len(ways) == 4
     assert all((plain.asynchronous > 0) == ("latency hiding" in way) for way, plain in ways.items())
 
@@ -508,9 +512,9 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 def read_buckets(text, count):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * count, bucket_cap_mb=0)
     module = parse(text)
-    found = find_collectives(module)
+    collectives = find_collectives(module)
     sends = communications([reductions(plan, None, None)])[0]
-    return read(module, found, (False,) * len(found), sends, plan, "h100:8", None)
+    return read(module, collectives, (False,) * len(collectives), sends, plan, "h100:8", None)
 
 
 @pytest.mark.parametrize(
@@ -562,7 +566,7 @@ def test_the_scheduler_is_doubted_only_where_the_program_waits_for_all_that_it_s
 @aot
 def test_a_step_too_small_to_hide_anything_is_told_to_take_more_rows():
     audit = look(workload(mlp, mlp.PRESETS["tiny"], 8 * 8), "h100:8", shard="state")
-    assert {one.asynchronous for one in audit.collectives} == {True, False}
+    assert {collective.asynchronous for collective in audit.collectives} == {True, False}
     (problem,) = audit.problems()
     assert problem.startswith("nothing to overlap with") and "more rows" in problem
 
@@ -590,16 +594,18 @@ backend_config={"known_trip_count":{"n":"3"}}
 def read_one(text, target="h100:8"):
     plan = fddp.make_plan([np.zeros((64, 64), np.float32)])
     module = parse(text)
-    found = find_collectives(module)
+    collectives = find_collectives(module)
     sends = communications([reductions(plan, None, None)])[0]
-    return read(module, found, (False,) * len(found), sends, plan, target, read_target(target))
+    return read(
+        module, collectives, (False,) * len(collectives), sends, plan, target, read_target(target)
+    )
 
 
 def test_what_a_loop_sends_counts_once_a_round():
     audit = read_one(ROUNDS)
-    (one,) = audit.collectives
-    assert (one.rounds, one.heavy, one.flops) == (3, 1, 3 * 2 * 64**3)
-    assert one.flops == audit.flops == audit.looped
+    (collective,) = audit.collectives
+    assert (collective.rounds, collective.heavy, collective.flops) == (3, 1, 3 * 2 * 64**3)
+    assert collective.flops == audit.flops == audit.looped
     assert audit.timeline is not None
     nbytes = 64 * 64 * 4
     assert [span.nbytes for span in audit.timeline.communication] == [nbytes] * 3
@@ -647,9 +653,9 @@ def test_a_slice_that_is_written_into_an_array_counts_with_its_own_bytes():
 
 
 def test_a_loop_takes_as_long_as_its_rounds_one_after_the_other():
-    alone = ROUNDS.replace("all-reduce-start(", "copy(").replace("all-reduce-done(", "copy(")
-    once = read_one(alone.replace('"n":"3"', '"n":"1"')).timeline
-    thrice = read_one(alone).timeline
+    copies = ROUNDS.replace("all-reduce-start(", "copy(").replace("all-reduce-done(", "copy(")
+    once = read_one(copies.replace('"n":"3"', '"n":"1"')).timeline
+    thrice = read_one(copies).timeline
     assert once is not None and thrice is not None
     np.testing.assert_allclose(thrice.seconds, 3 * once.seconds)
 
@@ -715,12 +721,12 @@ def test_a_group_that_is_written_out_is_that_of_all(name, kind):
     [("", 60e-6 + 2 * 15 / 16 * 16384 / 400e9), ("{{0,1},{2,3}}", 20e-6 + 16384 / 450e9)],
 )
 def test_an_estimate_charges_a_collective_among_its_own_groups(groups, seconds):
-    one = read_one(
+    audit = read_one(
         ROUNDS.replace("all-reduce-start(%y)", f"all-reduce-start(%y), replica_groups={groups}"),
         "h100:2x8",
     )
-    assert one.timeline is not None
-    assert [span.seconds for span in one.timeline.communication] == pytest.approx([seconds] * 3)
+    assert audit.timeline is not None
+    assert [span.seconds for span in audit.timeline.communication] == pytest.approx([seconds] * 3)
 
 
 @pytest.mark.parametrize(
@@ -796,11 +802,11 @@ def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
 
 def test_the_same_step_on_another_group_trains_alike(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
-    other = step.on(group(4))
+    moved = step.on(group(4))
     rows = jnp.arange(8.0)
-    ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, other)]
+    ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, moved)]
     assert float(ends[0]) == float(ends[1])
-    assert other.plan == step.plan
+    assert moved.plan == step.plan
 
 
 ### Hooks, and what is sent only sometimes
@@ -816,8 +822,8 @@ def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
     (problem,) = (problem for problem in audit.problems() if "in a branch" in problem)
     assert all(f"bucket {k}" in problem for k in range(4))
     assert audit.timeline is not None
-    sent = sum(span.nbytes for span in audit.timeline.communication)
-    assert sent == sum(collective.nbytes for collective in audit.collectives) - sum(
+    nbytes = sum(span.nbytes for span in audit.timeline.communication)
+    assert nbytes == sum(collective.nbytes for collective in audit.collectives) - sum(
         collective.nbytes for collective in inside
     )
     assert "in a branch" in str(audit)
@@ -843,10 +849,10 @@ def test_an_all_to_all_is_no_merged_bucket(group):
 def test_the_memory_of_a_step_is_told_before_it_runs():
     """AdamW: three numbers for each parameter, of which eight replicas share two, or all."""
     module, model, _, options = MODELS["mlp"]
-    given = workload(module, model, 8 * 8)
-    numbers = sum(x.size for x in jax.tree.leaves(given.params))
+    task = workload(module, model, 8 * 8)
+    numbers = sum(x.size for x in jax.tree.leaves(task.params))
     peaks = []
-    audits = [look(given, "h100:8", **options, **way) for way in WAYS.values()]
+    audits = [look(task, "h100:8", **options, **way) for way in WAYS.values()]
     for audit, shared in zip(audits, (0, 2, 3, 3)):
         assert audit.memory is not None
         assert f"memory of a device: {audit.memory}" in str(audit)
@@ -878,8 +884,8 @@ def test_a_program_is_written_into_jaxs_cache_unless_it_is_for_a_target(group, t
         assert not list(tmp_path.glob("jit_spread*"))
         step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
         state = step.init(jnp.ones(()))
-        others = set(tmp_path.glob("jit_spread*"))
+        earlier = set(tmp_path.glob("jit_spread*"))
         fddp.audit(step, state, jnp.ones(4))
-        assert len(set(tmp_path.glob("jit_spread*")) - others) == 1
+        assert len(set(tmp_path.glob("jit_spread*")) - earlier) == 1
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -149,10 +149,10 @@ def test_a_group_is_one_bucket_for_each_dtype_and_nothing_else_is_in_it(problem)
     plan = make_plan(tree, order=order, groups=lambda name: keys[int(name)], **caps)
     for key in set(keys) - {None}:
         members = [i for i in order if keys[i] == key]
-        found = [
+        groups = [
             list(bucket.leaves) for bucket in plan.buckets if set(bucket.leaves) & set(members)
         ]
-        assert sorted(found) == sorted(
+        assert sorted(groups) == sorted(
             [i for i in members if tree[i].dtype == dtype]
             for dtype in {tree[i].dtype for i in members}
         )
@@ -165,10 +165,10 @@ def test_leaves_of_no_group_are_bucketed_as_if_there_were_no_others(problem):
     # is a group's.
     tree, keys, end = [*tree, *floats(1)], [*keys, "end"], len(tree)
     make = partial(make_plan, tree, groups=lambda name: keys[int(name)], **caps)
-    alone = leaves_of(make(order=[*(i for i in order if keys[i] is None), end]))[:-1]
+    ungrouped = leaves_of(make(order=[*(i for i in order if keys[i] is None), end]))[:-1]
     assert [
         leaves for leaves in leaves_of(make(order=[*order, end])) if keys[leaves[0]] is None
-    ] == alone
+    ] == ungrouped
 
 
 def test_a_group_is_ready_with_its_last_member_and_no_cap_cuts_it():
@@ -256,8 +256,8 @@ def test_the_last_bucket_is_cut_from_the_leaves_that_become_ready_last():
 
 
 def test_the_digest_tells_names_shapes_dtypes_and_layout_apart():
-    def tree(**other: Any) -> dict[str, np.ndarray]:
-        return {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)} | other
+    def tree(**leaves: Any) -> dict[str, np.ndarray]:
+        return {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)} | leaves
 
     plans = [
         make_plan(tree()),
@@ -334,8 +334,8 @@ def test_metrics_lead_where_they_are_early_and_no_bucket_holds_them():
 
 def test_plans_whose_messages_differ_have_other_digests():
     plan = make_plan({"scale": np.zeros(8, np.float32)})
-    others = [place_scalars(plan, exact=False), place_scalars(plan, exact=False, early=True)]
-    assert len({one.digest for one in (plan, *others)}) == 3
+    variants = [place_scalars(plan, exact=False), place_scalars(plan, exact=False, early=True)]
+    assert len({variant.digest for variant in (plan, *variants)}) == 3
 
 
 def test_an_empty_tree_has_an_empty_plan_that_prints():

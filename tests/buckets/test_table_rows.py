@@ -40,11 +40,13 @@ def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
 def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
     bucket = bucket_of(dtype)
     flat = gradient(dtype, numbers, 0)
-    words, left = take_table_rows(bucket, flat)
+    words, remainder = take_table_rows(bucket, flat)
     assert words.nbytes == bucket.nbytes and words.dtype.kind == "u"
     (place,) = flags(bucket, 1)
-    assert bool(words[place]) == (len(numbers) > MOST) == bool(jnp.any(left != 0))
-    assert np.asarray(add_table_rows(bucket, words, left)).tobytes() == np.asarray(flat).tobytes()
+    assert bool(words[place]) == (len(numbers) > MOST) == bool(jnp.any(remainder != 0))
+    assert (
+        np.asarray(add_table_rows(bucket, words, remainder)).tobytes() == np.asarray(flat).tobytes()
+    )
 
 
 @pytest.mark.steps
@@ -55,10 +57,10 @@ def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str
         gradient(dtype, numbers, k)
         for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))
     ]
-    sent = [take_table_rows(bucket, flat) for flat in gradients]
-    words = jnp.concatenate([one for one, _ in sent])
+    taken = [take_table_rows(bucket, flat) for flat in gradients]
+    words = jnp.concatenate([rows for rows, _ in taken])
     assert [bool(words[place]) for place in flags(bucket, 3)] == [False, False, True]
-    total = add_table_rows(bucket, words, jnp.asarray(sum(left for _, left in sent)))
+    total = add_table_rows(bucket, words, jnp.asarray(sum(remainder for _, remainder in taken)))
     assert np.array_equal(
         np.asarray(total), np.asarray(sum(gradients))
     )  # small whole numbers: exact in every dtype
@@ -81,8 +83,8 @@ def test_rows_of_16_bits_are_rounded_once():
 def test_a_row_that_is_no_number_travels(x64: None):
     bucket = bucket_of("float32")
     flat = gradient("float32", [7], 0).at[7 * WIDTH].set(jnp.nan)
-    words, left = take_table_rows(bucket, flat)
-    assert np.isnan(np.asarray(add_table_rows(bucket, words, left))).nonzero()[0].tolist() == [
+    words, remainder = take_table_rows(bucket, flat)
+    assert np.isnan(np.asarray(add_table_rows(bucket, words, remainder))).nonzero()[0].tolist() == [
         7 * WIDTH
     ]
 
@@ -133,7 +135,7 @@ def test_who_is_in_a_group_stays_whole():
     assert [bucket.rows for bucket in both.buckets] == [None]
     by_itself = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: name)
     assert [bucket.rows for bucket in by_itself.buckets] == [None, None]
-    other = plan_with_table_rows(
+    grouped = plan_with_table_rows(
         tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None
     )
-    assert [bucket.rows is None for bucket in other.buckets] == [True, False]
+    assert [bucket.rows is None for bucket in grouped.buckets] == [True, False]

@@ -145,15 +145,15 @@ def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "8"]
     step, fresh = make(group(1))
     with fddp.Checkpoints(tmp_path, step, every=3) as checkpoints:
-        again, place = checkpoints.restore(fresh)
-        same_arrays(again, state)
+        restored_state, place = checkpoints.restore(fresh)
+        same_arrays(restored_state, state)
         assert place == {"row": 8}
-        again, _ = step(again, ROWS[:8])
-        assert checkpoints.save(again), "the ninth"
-    told = [
+        restored_state, _ = step(restored_state, ROWS[:8])
+        assert checkpoints.save(restored_state), "the ninth"
+    lines = [
         line for line in capfd.readouterr().err.splitlines() if "saves nothing" not in line
     ]  # on one replica
-    assert told == [f"fddp: training goes on from step 8, from {tmp_path}."]
+    assert lines == [f"fddp: training goes on from step 8, from {tmp_path}."]
 
 
 @pytest.mark.quick("whole")
@@ -180,10 +180,10 @@ def test_pending_gradients_are_saved_when_asked_and_come_back(
         state, _ = step(state, ROWS[:8])
         state, _ = step.no_sync(state, ROWS[8:16])
         assert checkpoints.save(state, now=True)
-    other, fresh = make(group(2))
-    with fddp.Checkpoints(tmp_path, other) as checkpoints:
+    second_step, fresh = make(group(2))
+    with fddp.Checkpoints(tmp_path, second_step) as checkpoints:
         same_arrays(checkpoints.restore(fresh)[0], state)
-        pending, _ = other.no_sync(fresh, ROWS[:8])
+        pending, _ = second_step.no_sync(fresh, ROWS[:8])
         same_arrays(checkpoints.restore(pending)[0], state)
 
 
@@ -271,9 +271,9 @@ def test_restoring_waits_for_what_is_being_written(
     with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
         state, _ = step(state, ROWS[:8])
         checkpoints.save(state)
-        again, _ = checkpoints.restore(state)
-        assert int(again.step) == 1
-        same_arrays(again, state)
+        restored_state, _ = checkpoints.restore(state)
+        assert int(restored_state.step) == 1
+        same_arrays(restored_state, state)
 
 
 @pytest.mark.quick("shards")
@@ -304,8 +304,8 @@ def test_a_number_that_a_user_has_put_into_the_state_is_saved(
     state.opt_state.hyperparams["learning_rate"] = 0.01
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
         checkpoints.save(state, now=True)
-        back, _ = checkpoints.restore(step.init(np.ones(3, np.float32)))
-    assert back.opt_state.hyperparams["learning_rate"] == np.float32(0.01)
+        restored_state, _ = checkpoints.restore(step.init(np.ones(3, np.float32)))
+    assert restored_state.opt_state.hyperparams["learning_rate"] == np.float32(0.01)
 
 
 def test_a_folder_is_where_it_was_opened(
@@ -345,28 +345,28 @@ def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
     name: str,
     capfd: pytest.CaptureFixture[str],
 ):
-    begun = trained / name
-    begun.mkdir()
-    (begun / "leaves").write_bytes(b"half")
+    unfinished = trained / name
+    unfinished.mkdir()
+    (unfinished / "leaves").write_bytes(b"half")
     _, state = restored(trained, group(2))
     assert (
         "not finished, and count as none: step [8]" in capfd.readouterr().err
     ) == name.startswith("8")
-    assert int(state.step) == 6 and begun.exists(), "another job may be writing it"
+    assert int(state.step) == 6 and unfinished.exists(), "another job may be writing it"
     step, state = make(group(2))
     with fddp.Checkpoints(trained, step, every=2) as checkpoints:
         state, _ = train(step, checkpoints.restore(state)[0], 8, checkpoints)
         checkpoints._writing.result()
-        assert (begun / "leaves").read_bytes() == b"half", "it has just been written"
+        assert (unfinished / "leaves").read_bytes() == b"half", "it has just been written"
         says = (
             f"another job has written {name} in {trained} within 10 minutes: if it still runs, "
             f"give each job its own"
         )
         assert says in capfd.readouterr().err
-        for path in (begun, begun / "leaves"):
+        for path in (unfinished, unfinished / "leaves"):
             os.utime(path, (0, 0))
         train(step, state, 10, checkpoints)
-    assert not begun.exists()
+    assert not unfinished.exists()
     assert "another job" not in capfd.readouterr().err
 
 
@@ -444,16 +444,16 @@ def test_on_other_replicas_it_goes_on_without_what_hooks_remember(
     capfd: pytest.CaptureFixture[str],
     restored: Restored,
 ):
-    _, there = restored(trained, group(2))
+    _, elsewhere = restored(trained, group(2))
     step, state = restored(trained, group(4))
-    said = capfd.readouterr().err
-    assert "it was on 2 replicas and is on 4" in said
-    assert ("; the memory of hooks starts again." in said) == bool(
+    printed = capfd.readouterr().err
+    assert "it was on 2 replicas and is on 4" in printed
+    assert ("; the memory of hooks starts again." in printed) == bool(
         jax.tree.leaves(state.hook_state)
     )
-    here, there = (fddp.whole(one._replace(hook_state=())) for one in (state, there))
-    assert bits(here) == bits(there)
-    assert not any(np.any(left) for left in jax.tree.leaves(state.hook_state))
+    original, elsewhere = (fddp.whole(side._replace(hook_state=())) for side in (state, elsewhere))
+    assert bits(original) == bits(elsewhere)
+    assert not any(np.any(memory) for memory in jax.tree.leaves(state.hook_state))
     step(state, ROWS[:8])
 
 
@@ -525,8 +525,8 @@ def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
         )
         like = step.init(first)
         with fddp.Checkpoints(tmp_path, step) as checkpoints:
-            again, _ = checkpoints.restore(like)
-            if again is like:
+            restored_state, _ = checkpoints.restore(like)
+            if restored_state is like:
                 state, _ = step(like, ROWS[:8])
                 assert checkpoints.save(state, now=True)
                 saved = bits(state)
@@ -535,8 +535,8 @@ def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
                 ):
                     checkpoints.restore(step.shapes(first))
             else:
-                assert bits(again) == saved
-                assert again.params.sharding == first.sharding
+                assert bits(restored_state) == saved
+                assert restored_state.params.sharding == first.sharding
 
 
 def test_a_form_has_no_memory_for_hooks_of_other_replicas(

@@ -122,9 +122,9 @@ def test_metrics_of_any_plain_structure_come_back_in_a_first_state_and_a_form(
     state = saved(step, tmp_path)
     form = step.shapes(START, model_state=BUFFERS)
     for like in (start(step), form):
-        again = restored(step, tmp_path, like)
-        assert jax.tree.structure(again) == jax.tree.structure(state)
-        assert bits(again) == bits(state)
+        restored_state = restored(step, tmp_path, like)
+        assert jax.tree.structure(restored_state) == jax.tree.structure(state)
+        assert bits(restored_state) == bits(state)
 
 
 def test_metrics_in_a_class_are_refused_with_a_way_out_that_works(

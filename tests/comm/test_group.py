@@ -78,17 +78,19 @@ def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):
         "none": None,
         "key": jax.random.key(7),
     }
-    back = group(2).broadcast(tree)
-    assert jax.random.key_data(back["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    received = group(2).broadcast(tree)
+    assert (
+        jax.random.key_data(received["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    )
     for name in ("bf16", "f64", "flags", "empty"):
-        got = np.asarray(back[name])
+        got = np.asarray(received[name])
         expected = np.asarray(tree[name])
         assert (got.dtype, got.shape, got.tobytes()) == (
             expected.dtype,
             expected.shape,
             expected.tobytes(),
         )
-    assert back["none"] is None and group(2).broadcast({}) == {}
+    assert received["none"] is None and group(2).broadcast({}) == {}
 
 
 def test_a_broadcast_of_many_chunks_is_put_together_again(group, monkeypatch):
@@ -211,27 +213,27 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def messages() -> dict[str, str]:
     script = SCRIPT.replace("CALLS", repr(list(STARTS)))
     env = {"JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"]}
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=env
     )
-    return json.loads(ended.stdout)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.steps
 @pytest.mark.parametrize("call", STARTS)
-def test_a_world_that_cannot_be_started_is_refused(said, call):
-    assert STARTS[call] in said[call]
+def test_a_world_that_cannot_be_started_is_refused(messages, call):
+    assert STARTS[call] in messages[call]
 
 
 @pytest.mark.steps
-def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(said):
+def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(messages):
     """Started by another MPI's mpiexec, or by hand: every rank is a world of its own to mpi4py."""
     assert re.search(
         r"says that this is rank 1 of 2, MPI that it is rank 0 of 1: .* or use backend 'gloo'",
-        said["rank 1 of 2"],
+        messages["rank 1 of 2"],
     )
 
 

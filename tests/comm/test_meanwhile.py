@@ -17,14 +17,14 @@ class Terminal(io.StringIO):
 
 def counting(most: int) -> tuple[Callable[[], str], threading.Event]:
     """A status function that counts its calls, and the event of its call number `most`."""
-    asked = list[None]()
+    calls = list[None]()
     enough = threading.Event()
 
     def state() -> str:
-        asked.append(None)
-        if len(asked) >= most:
+        calls.append(None)
+        if len(calls) >= most:
             enough.set()
-        return f"said {len(asked)}"
+        return f"said {len(calls)}"
 
     return state, enough
 

@@ -126,9 +126,9 @@ def test_a_state_is_evaluated_however_replicas_hold_it_and_goes_on(group, x64, k
     options: Any = {"shard": "state"} if kind == "shards" else {}
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
     state, _ = step(step.init(W, model_state={"seen": jnp.zeros(())}), X[:16])
-    held = jax.tree.map(np.array, fddp.whole((state.params, state.model_state), group=replicas))
+    trained = jax.tree.map(np.array, fddp.whole((state.params, state.model_state), group=replicas))
     got = fddp.evaluate(metric, state, apart(X), group=replicas)
-    close(got, np.mean((X @ held[0] - held[1]["seen"]) ** 2))
+    close(got, np.mean((X @ trained[0] - trained[1]["seen"]) ** 2))
     step(state, X[:16])
     with pytest.raises(ValueError, match="donate=False"):
         fddp.evaluate(metric, state, apart(X), group=replicas)
@@ -153,31 +153,31 @@ def test_a_flax_module_stands_in_the_place_of_parameters(group):
 
 
 def test_rows_are_dealt_out_among_the_devices_of_a_process_where_they_can_be(group):
-    seen = {}
+    shard_rows = {}
 
     def metric(w: Any, x: Any) -> Any:
         def note(where: Any) -> None:
-            seen[len(x)] = where.shard_shape(x.shape)[0]
+            shard_rows[len(x)] = where.shard_shape(x.shape)[0]
 
         jax.debug.inspect_array_sharding(x, callback=note)
         return jnp.mean(x)
 
     fddp.evaluate(metric, W, apart(X), group=group(4))
-    assert seen == {8: 2, 3: 3, 0: 0, 6: 6, 4: 1}
+    assert shard_rows == {8: 2, 3: 3, 0: 0, 6: 6, 4: 1}
 
 
 def test_parameters_that_lie_along_another_axis_stay_there(x64):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "model"))
     w = jax.device_put(np.stack([W, W], axis=1), NamedSharding(mesh, P(None, "model")))
-    seen = []
+    shardings = []
 
     def metric(w: Any, x: Any) -> Any:
-        jax.debug.inspect_array_sharding(w, callback=seen.append)
+        jax.debug.inspect_array_sharding(w, callback=shardings.append)
         return jnp.mean((x @ w) ** 3)
 
     got = fddp.evaluate(metric, w, apart(X), group=fddp.mesh_group(mesh))
     close(got, float(by_hand(W)["cubes"]))
-    assert {sharding.shard_shape((3, 2)) for sharding in seen} == {(3, 1)}
+    assert {sharding.shard_shape((3, 2)) for sharding in shardings} == {(3, 1)}
 
 
 ### Errors

@@ -54,8 +54,8 @@ def layer(x: Any, w: Any) -> tuple[Any, None]:
 
 def with_buffers(params: Any, rows: Any, *, model_state: Any, rng: Any) -> Any:
     """Dropout, a running mean and a metric."""
-    kept = rows * jax.random.bernoulli(rng, 0.9, rows.shape)
-    return unrolled(params, kept), (
+    dropped_out = rows * jax.random.bernoulli(rng, 0.9, rows.shape)
+    return unrolled(params, dropped_out), (
         {"mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(rows, 0)},
         jnp.max(rows),
     )

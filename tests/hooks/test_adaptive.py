@@ -34,7 +34,7 @@ def made(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
 
 
 def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_follow(group: Any):
-    for bits, wanted in {
+    for bits, expected in {
         (32, 16): [2048, 1024],
         (8, 4): [2 * 260, 2 * 132],
         (1,): [2 * 36, 2 * 36],
@@ -42,7 +42,7 @@ def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_fol
     }.items():
         step = made(group(2), *bits)
         _, info = step(step.init(PARAMS), ROWS[0])
-        assert info.sent.tolist()[:2] == wanted
+        assert info.sent.tolist()[:2] == expected
         assert step.stats().hook == f"adaptive({', '.join(map(str, bits))})"
 
 
@@ -133,7 +133,10 @@ def test_latency_alone_is_no_reason_for_fewer_bits():
 def test_a_link_without_cost_leaves_all_bits_and_is_printed(group: Any):
     step = made(group(1), 8, schedule="staged")
     fitted = fddp.fit_bits(step, step.init(PARAMS), ROWS[0])
-    assert fitted.bits == (32, 32) and [one.nbytes for one in fitted.messages] == [2048, 2048]
+    assert fitted.bits == (32, 32) and [message.nbytes for message in fitted.messages] == [
+        2048,
+        2048,
+    ]
     first, last = fitted.messages
     assert 0 < first.ready_s <= last.ready_s <= first.due_s == last.due_s
     assert str(fitted).splitlines()[1].split()[:4] == ["bucket", "bytes", "bits", "ready"]
@@ -149,7 +152,7 @@ def test_a_bucket_of_an_eager_step_is_due_when_the_next_forward_pass_reads_it(gr
     for name, optimizer in (("each", optax.sgd(0.1)), ("all", clipped)):
         step = fddp.train_step(loss, optimizer, **options)
         fitted = fddp.fit_bits(step, step.init(params), ROWS[0][:, :8])
-        due[name] = [one.due_s for one in sorted(fitted.messages)]
+        due[name] = [message.due_s for message in sorted(fitted.messages)]
     # The second layer's gradients have more time than the first one's. The last layer's bring the
     # weights of the rows, by which all are divided.
     last, second, first = due["each"]
@@ -189,12 +192,13 @@ def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     # Two messages of 1 s in 8 bits, the first under a stage of 100 s: that one has time for 4 s,
     # and the last for 2.
     noted(step, [1.0, *[100.0] * (len(stages) - 1)], [1.0, 1.0])
-    other = fddp.refit_bits(step, exposed=2.01 / (1 + 100 * (len(stages) - 1)))
-    assert other.options.hook is not None and other.options.hook.bits == (32, 16)
+    refitted = fddp.refit_bits(step, exposed=2.01 / (1 + 100 * (len(stages) - 1)))
+    assert refitted.options.hook is not None and refitted.options.hook.bits == (32, 16)
     # What was lost in 8 bits comes with the next step's.
-    state, _ = other(state, ROWS[2])
+    state, _ = refitted(state, ROWS[2])
     assert (
-        other.stats().hook == "adaptive(32, 16)" and fddp.refit_bits(step, exposed=0.0) is not step
+        refitted.stats().hook == "adaptive(32, 16)"
+        and fddp.refit_bits(step, exposed=0.0) is not step
     )
     # A slow link: all of it is late.
     noted(step, stages, [1000.0, 1000.0])
@@ -205,8 +209,8 @@ def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     for rows in ROWS[:2]:
         state, _ = tried(state, rows)
     noted(tried, stages, [end, 2 * end])
-    back = fddp.refit_bits(tried, exposed=0.1).options.hook
-    assert back is not None and back.bits[1] == 32
+    refitted_hook = fddp.refit_bits(tried, exposed=0.1).options.hook
+    assert refitted_hook is not None and refitted_hook.bits[1] == 32
     # Just right.
     noted(step, stages, [0.4 * end, 0.6])
     assert fddp.refit_bits(step, exposed=1 / end) is step
@@ -222,8 +226,8 @@ def test_bits_of_another_hook_are_not_chosen(group: Any):
 
 def test_a_step_with_some_options_new_keeps_how_its_state_is_held(group: Any):
     step = made(group(2), 8)
-    other = step.with_options(bucket_cap_mb=25.0, hook=None)
-    assert (other.options.bucket_cap_mb, other.options.hook, other.group) == (
+    changed = step.with_options(bucket_cap_mb=25.0, hook=None)
+    assert (changed.options.bucket_cap_mb, changed.options.hook, changed.group) == (
         25.0,
         None,
         step.group,

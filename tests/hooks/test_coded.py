@@ -75,30 +75,30 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
     hook = hooks.sign(block=block) if bits == 1 else hooks.quantize(bits=bits, block=block)
     steps = DRAW.normal(size=(4, 3, size)).astype(np.float32)
     form = jax.ShapeDtypeStruct((size,), np.float32)
-    own = replicas.placement.per_replica
+    per_replica = replicas.placement.per_replica
 
-    def one(mine: Any, memory: Any) -> Any:
+    def one(row: Any, memory: Any) -> Any:
         memory = jax.tree.map(lambda x: x[0], memory)
-        total, (memory,) = hook.apply(
-            replicas.communicator, GradBucket(mine[0], (form,)), (memory,)
-        )
+        total, (memory,) = hook.apply(replicas.communicator, GradBucket(row[0], (form,)), (memory,))
         return total, jax.tree.map(lambda x: x[None], memory)
 
-    program = replicas.placement.program(one, (own, own), (jax.sharding.PartitionSpec(), own))
+    program = replicas.placement.program(
+        one, (per_replica, per_replica), (jax.sharding.PartitionSpec(), per_replica)
+    )
     memory = jax.tree.map(lambda x: jnp.stack([x] * 3), hook.init(form))
     length = -(-size // (3 * block)) * block
-    sent = np.zeros((3, 3 * length))
+    residual = np.zeros((3, 3 * length))
     summed = np.zeros(3 * length)
     for rows in steps:
         got, memory = program(rows, memory)
-        wanted = np.pad(rows, ((0, 0), (0, 3 * length - size))) + sent
-        stood = np.stack([nearest(x.reshape(3, -1), bits, block, size).reshape(-1) for x in wanted])
-        sent = np.where(np.arange(3 * length) < size, wanted - stood, 0)
+        target = np.pad(rows, ((0, 0), (0, 3 * length - size))) + residual
+        stood = np.stack([nearest(x.reshape(3, -1), bits, block, size).reshape(-1) for x in target])
+        residual = np.where(np.arange(3 * length) < size, target - stood, 0)
         total = np.where(np.arange(3 * length) < size, stood.sum(0) + summed, 0)
         answer = nearest(total, bits, block, size)
         summed = np.where(np.arange(3 * length) < size, total - answer, 0)
         np.testing.assert_allclose(got, answer[:size], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(memory["sent"], sent[:, :size], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(memory["sent"], residual[:, :size], rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(np.sum(memory["summed"], 0), summed[:size], rtol=1e-3, atol=1e-5)
 
 
@@ -135,11 +135,14 @@ def test_in_shards_each_part_is_the_sum_of_what_stands_for_the_rows(group: Any, 
     loss = lambda w, x: jnp.sum(w * x)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(3), hook=hook, shard="state")
     state, info = step(step.init(np.zeros(7, np.float32)), rows)
-    parts = [(0, 3), (3, 6), (6, 7)]  # of seven numbers three each, and two of padding
+    ranges = [(0, 3), (3, 6), (6, 7)]  # of seven numbers three each, and two of padding
     stood = np.stack(
         [
             np.concatenate(
-                [nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a] for a, b in parts]
+                [
+                    nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a]
+                    for a, b in ranges
+                ]
             )
             for x in rows
         ]

@@ -66,28 +66,28 @@ def test_it_is_the_algorithm_of_the_paper(group: Any, schedule: Any):
     hook = hooks.momentum(hooks.sign(block=8), start=START, b1=B1)
     step = fddp.train_step(loss, one_bit_adam(), group=group(2), hook=hook, schedule=schedule)
     state = step.init(np.zeros(SIZE, np.float32))
-    sent = []
+    nbytes = []
     w, m, v = np.zeros((3, SIZE))
     worker = np.zeros((2, SIZE))
     server = np.zeros(SIZE)
     for k, rows in enumerate(ROWS):
         state, info = step(state, rows)
-        sent.append(int(info.sent[0]))
+        nbytes.append(int(info.sent[0]))
         grads = w - target + rows
         if k < START:
             m = B1 * m + (1 - B1) * grads.mean(0)
             v = B2 * v + (1 - B2) * grads.mean(0) ** 2
         else:
-            wanted = B1 * m + (1 - B1) * grads + worker
-            words = np.stack([coded(x, 8) for x in wanted])
-            worker = wanted - words
+            sum_with_error = B1 * m + (1 - B1) * grads + worker
+            words = np.stack([coded(x, 8) for x in sum_with_error])
+            worker = sum_with_error - words
             mean = words.mean(0) + server
             m = coded(mean, 8)
             server = mean - m
         w = w - RATE * m / (np.sqrt(v) + EPS)
         np.testing.assert_allclose(state.params, w, rtol=2e-4, atol=2e-5)
     # Two replicas: 4 bytes a number, then a bit and its share of a scale.
-    assert sent == [SIZE * 4] * START + [SIZE // 8 * (1 + 4)] * (len(ROWS) - START)
+    assert nbytes == [SIZE * 4] * START + [SIZE // 8 * (1 + 4)] * (len(ROWS) - START)
 
 
 def test_momentum_of_plain_sums_is_momentum(group: Any):
@@ -98,7 +98,7 @@ def test_momentum_of_plain_sums_is_momentum(group: Any):
     plain = fddp.train_step(
         loss, optax.chain(optax.ema(0.5, debias=False), optax.sgd(1.0)), group=group(2)
     )
-    got, want = (one.init(np.zeros(SIZE, np.float32)) for one in (step, plain))
+    got, want = (trainer.init(np.zeros(SIZE, np.float32)) for trainer in (step, plain))
     for rows in ROWS:
         got, _ = step(got, rows)
         want, _ = plain(want, rows)
@@ -106,8 +106,9 @@ def test_momentum_of_plain_sums_is_momentum(group: Any):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [({"start": -1}, "start"), ({"start": 0, "b1": 1.0}, "b1 must be 0 or more")]
+    ("arguments", "says"),
+    [({"start": -1}, "start"), ({"start": 0, "b1": 1.0}, "b1 must be 0 or more")],
 )
-def test_numbers_out_of_range_are_refused(given: Any, says: str):
+def test_numbers_out_of_range_are_refused(arguments: Any, says: str):
     with pytest.raises(ValueError, match=says):
-        hooks.momentum(hooks.sign(), **given)
+        hooks.momentum(hooks.sign(), **arguments)

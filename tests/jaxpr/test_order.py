@@ -30,7 +30,7 @@ def layer_with_vjp(w: Any, x: Any) -> Any:
 
 
 layer_with_vjp.defvjp(
-    lambda w, x: (layer(w, x), (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g)
+    lambda w, x: (layer(w, x), (w, x)), lambda saved, g: jax.vjp(layer, *saved)[1](g)
 )
 
 
@@ -127,9 +127,9 @@ def test_a_scan_over_layers_delivers_all_its_gradients_at_once():
 
 
 def test_unused_parameters_have_a_place_in_the_order_too():
-    found = order(chain("plain", "a", "z"), dict.fromkeys(["a", "m", "unused", "z"], W))
-    assert sorted(found) == ["a", "m", "unused", "z"]
-    assert [name for name in found if name in "az"] == ["z", "a"]
+    names = order(chain("plain", "a", "z"), dict.fromkeys(["a", "m", "unused", "z"], W))
+    assert sorted(names) == ["a", "m", "unused", "z"]
+    assert [name for name in names if name in "az"] == ["z", "a"]
 
 
 def test_metrics_beside_the_loss_do_not_change_the_order():

@@ -71,10 +71,10 @@ SHARED = [clipped, trusted, counted, branched, moments, halves, called]
 @pytest.mark.parametrize("f", SHARED)
 def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(f: Callable[..., Any]):
     with jax.enable_x64(True):
-        whole = f(jnp.asarray(X), jnp.asarray(Y))
-        parts, _, exchanges = divided(f)
+        outputs = f(jnp.asarray(X), jnp.asarray(Y))
+        pieces, _, exchanges = divided(f)
         assert exchanges == 0
-        for want, got in zip(whole, parts):
+        for want, got in zip(outputs, pieces):
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-14)
 
 
@@ -157,11 +157,11 @@ def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(
     f: Callable[..., Any], exchanges: int
 ):
     with jax.enable_x64(True):
-        whole = f(jnp.asarray(X), jnp.asarray(Y))
-        parts, _, found = divided(f)
-        for want, got in zip(whole, parts):
+        outputs = f(jnp.asarray(X), jnp.asarray(Y))
+        pieces, _, count = divided(f)
+        for want, got in zip(outputs, pieces):
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-13)
-        assert found == exchanges
+        assert count == exchanges
 
 
 def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
@@ -172,15 +172,15 @@ def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
         return w - 0.1 * (direction + 0.01 * w)
 
     program = straighten(jax.make_jaxpr(decayed)(X, X), CALLS)
-    (visit,) = [visit for one in passes(program, [A, A])[0] for visit in one.visits]
+    (visit,) = [visit for step in passes(program, [A, A])[0] for visit in step.visits]
     assert len(visit.takes) == len(visit.brings) == 1
 
 
 def test_work_at_home_is_counted_by_leaf():
-    found = stays(jax.make_jaxpr(orthogonal)(X, Y), [A, B])
+    homes = stays(jax.make_jaxpr(orthogonal)(X, Y), [A, B])
     # Three times two products of 3 × 3 and 7; and less for what goes element by element there.
     products = 3 * 2 * 2 * 3 * 3 * 7
-    assert set(found) == {0} and products < found[0].operations < 2 * products
+    assert set(homes) == {0} and products < homes[0].operations < 2 * products
 
 
 def test_two_leaves_in_one_equation_are_refused():
@@ -202,8 +202,8 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
             jnp.sum(a) + 1,
         )
 
-    found = result_kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
-    assert found == [Same(), Same(), Same(False), Total("sum"), Total("sum"), Same()]
+    kinds = result_kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
+    assert kinds == [Same(), Same(), Same(False), Total("sum"), Total("sum"), Same()]
     assert Same(False) != Follows(0) and Same() != Follows(1)
 
 
@@ -235,13 +235,13 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
     padded = [
         jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays
     ]
-    made = jax.vmap(run, axis_name="ranks")(*(x.reshape(RANKS, -1) for x in padded))
-    return made, calls[0], calls[1]
+    outputs = jax.vmap(run, axis_name="ranks")(*(x.reshape(RANKS, -1) for x in padded))
+    return outputs, calls[0], calls[1]
 
 
-def joined(parts: Any, like: Any) -> Any:
+def joined(pieces: Any, like: Any) -> Any:
     """The array of these parts; any of them if they are equal everywhere."""
-    if parts.shape[1:] == like.shape or like.ndim == 0:
-        np.testing.assert_array_equal(parts, jnp.broadcast_to(parts[0], parts.shape))
-        return parts[0].reshape(like.shape)
-    return parts.ravel()[: like.size].reshape(like.shape)
+    if pieces.shape[1:] == like.shape or like.ndim == 0:
+        np.testing.assert_array_equal(pieces, jnp.broadcast_to(pieces[0], pieces.shape))
+        return pieces[0].reshape(like.shape)
+    return pieces.ravel()[: like.size].reshape(like.shape)

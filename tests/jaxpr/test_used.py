@@ -60,8 +60,8 @@ def used_by(loss: Loss, t: Any) -> list[bool]:
 
 def equations(jaxpr: Jaxpr, name: str) -> int:
     """The number of equations of a kind in a program, at any depth."""
-    here = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
-    return here + sum(
+    count = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
+    return count + sum(
         equations(inner, name) for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)
     )
 
@@ -131,8 +131,8 @@ def switch(p: Any, t: Any) -> Any:
 
 @case(t1={0, 1, 2}, m1={0, 3})
 def branches_with_several_outputs(p: Any, t: Any) -> Any:
-    one, two = jax.lax.cond(t > 0, lambda: (p[1], p[2]), lambda: (p[3], jnp.zeros((3, 3))))
-    return jnp.sum(layer(one, layer(p[0], X))) + jnp.sum(two)
+    first, two = jax.lax.cond(t > 0, lambda: (p[1], p[2]), lambda: (p[3], jnp.zeros((3, 3))))
+    return jnp.sum(layer(first, layer(p[0], X))) + jnp.sum(two)
 
 
 @case(t1={0, 1}, m1={0})
@@ -157,8 +157,10 @@ def cond_in_remat(p: Any, t: Any) -> Any:
 
 @case(t1={0, 3}, m1={1, 3})
 def cond_in_remat_with_a_policy(p: Any, t: Any) -> Any:
-    again = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
-    return jnp.sum(again(layer_or)(p[0], p[1], X @ p[3], t))
+    rematerialized = partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False
+    )
+    return jnp.sum(rematerialized(layer_or)(p[0], p[1], X @ p[3], t))
 
 
 @case(t1={0, 3}, m1={1, 3})
@@ -274,11 +276,15 @@ def test_used_is_what_a_path_leads_from(name, t):
 def test_values_and_gradients_are_the_plain_functions_own(name, t, wrap):
     f = with_aux(CASES[name][0], t)
     (loss, aux), grads = wrap(jax.value_and_grad(f, has_aux=True))(LEAVES)
-    (value, (kept, used)), found = wrap(jax.value_and_grad(tracked(f), has_aux=True))(LEAVES)
-    jax.tree.map(np.testing.assert_array_equal, (value, kept, found), (loss, aux, grads))
+    (value, (tracked_aux, used)), tracked_grads = wrap(
+        jax.value_and_grad(tracked(f), has_aux=True)
+    )(LEAVES)
+    jax.tree.map(
+        np.testing.assert_array_equal, (value, tracked_aux, tracked_grads), (loss, aux, grads)
+    )
     assert used.dtype == bool and used.shape == (N,)
     # What is unused has no gradient: the other way round does not hold.
-    assert all(use or not np.any(grad) for use, grad in zip(used, found))
+    assert all(use or not np.any(grad) for use, grad in zip(used, tracked_grads))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -467,8 +473,8 @@ def test_a_loss_may_close_over_what_is_being_traced():
 def test_a_loss_may_draw_random_numbers():
     def f(p: Any) -> Any:
         keys = jax.random.split(jax.random.key(0), 2)
-        kept = jax.random.bernoulli(keys[0], 0.5, (2, 3))
-        return jnp.sum(jnp.where(kept, layer(p[0], X), jax.random.normal(keys[1], (2, 3)))), keys
+        mask = jax.random.bernoulli(keys[0], 0.5, (2, 3))
+        return jnp.sum(jnp.where(mask, layer(p[0], X), jax.random.normal(keys[1], (2, 3)))), keys
 
     np.testing.assert_array_equal(jax.jit(tracked(f))(LEAVES)[1][1], [True, False, False, False])
 
@@ -487,7 +493,7 @@ def root_of(a: Any, c: Any) -> Any:
 
     solve.defvjp(
         forward,
-        lambda kept, g: (-g * kept[1] / (2 * kept[1] + kept[0]), g / (2 * kept[1] + kept[0])),
+        lambda saved, g: (-g * saved[1] / (2 * saved[1] + saved[0]), g / (2 * saved[1] + saved[0])),
     )
     return solve(a, c)
 

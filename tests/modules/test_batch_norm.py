@@ -184,16 +184,16 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("masked", [False, True])
 def test_alone_it_is_flaxs_batchnorm(form, masked):
     options = {"use_running_average": False, **FORMS[form]}
-    ours = fddp.BatchNorm(**options)
-    theirs = nn.BatchNorm(**options, use_fast_variance=False)
+    norm = fddp.BatchNorm(**options)
+    flax_norm = nn.BatchNorm(**options, use_fast_variance=False)
     x = jnp.asarray(RNG.normal(size=(6, 4, FEATURES)), jnp.float32)
     mask = jnp.arange(6)[:, None, None] < 4 if masked else None
-    variables = theirs.init(jax.random.key(0), x)
+    variables = flax_norm.init(jax.random.key(0), x)
     assert jax.tree.map(
-        lambda x: (x.shape, x.dtype), ours.init(jax.random.key(0), x)
+        lambda x: (x.shape, x.dtype), norm.init(jax.random.key(0), x)
     ) == jax.tree.map(lambda x: (x.shape, x.dtype), variables)
-    got, state = ours.apply(variables, x, mask=mask, mutable=["batch_stats"])
-    expected, flaxs = theirs.apply(variables, x, mask=mask, mutable=["batch_stats"])
+    got, state = norm.apply(variables, x, mask=mask, mutable=["batch_stats"])
+    expected, flaxs = flax_norm.apply(variables, x, mask=mask, mutable=["batch_stats"])
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     rows = slice(None) if mask is None else slice(4)
     tolerance = 1e-2 if got.dtype == jnp.bfloat16 else 1e-5

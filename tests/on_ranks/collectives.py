@@ -42,9 +42,9 @@ def clip(p: Any, batch: Any, axis: str | None) -> jax.Array:
     if axis:
         images, texts = (jax.lax.all_gather(x, axis, tiled=True) for x in (image, text))
         first = jax.lax.axis_index(axis) * len(image)
-    own = first + jnp.arange(len(image))
+    labels = first + jnp.arange(len(image))
     entropy = optax.softmax_cross_entropy_with_integer_labels
-    return jnp.mean(entropy(image @ texts.T, own) + entropy(text @ images.T, own))
+    return jnp.mean(entropy(image @ texts.T, labels) + entropy(text @ images.T, labels))
 
 
 def normalized(p: Any, batch: Any, axis: str | None) -> jax.Array:
@@ -89,14 +89,14 @@ def holds(group: fddp.Group, loss: Any) -> None:
         draw = np.random.default_rng(0)
         params = {name: draw.normal(size=(6, 6)) for name in ("image", "text", "first", "second")}
         rows = {name: draw.normal(size=(ROWS * group.size, 6)) for name in ("image", "text")}
-        mine = jax.tree.map(lambda x: x[ROWS * group.rank :][:ROWS], rows)
+        local_rows = jax.tree.map(lambda x: x[ROWS * group.rank :][:ROWS], rows)
         value, grads = jax.jit(jax.value_and_grad(partial(loss, axis=None)))(params, rows)
         for schedule in schedules(group, SCHEDULES):
-            own = partial(loss, axis=group.axis_name)
-            f = fddp.value_and_grad(own, group=group, schedule=schedule, bucket_cap_mb=0)
-            got, found = f(params, mine)
+            with_axis = partial(loss, axis=group.axis_name)
+            f = fddp.value_and_grad(with_axis, group=group, schedule=schedule, bucket_cap_mb=0)
+            got, local_grads = f(params, local_rows)
             np.testing.assert_allclose(got, value, rtol=1e-10, err_msg=schedule)
-            close(found, grads)
+            close(local_grads, grads)
 
 
 @claim(quick=("gloo",))

@@ -110,7 +110,7 @@ def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Grou
 
     params = [np.full(1000 + 7 * k, k, np.float32) for k in range(13)]
     batch = np.ones(2, np.float32)
-    ended = []
+    results = []
     for schedule in ("staged", "eager"):
         step = fddp.train_step(
             loss, optax.sgd(0.5), group=group, schedule=schedule, bucket_cap_mb=0
@@ -118,6 +118,6 @@ def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Grou
         state = step.init(params)
         for _ in range(5):
             state, _ = step(state, batch)
-        ended.append(state.params)
-    close(*ended, rtol=1e-5, atol=1e-6)
-    assert same_on_all_ranks(group, ended[1])
+        results.append(state.params)
+    close(*results, rtol=1e-5, atol=1e-6)
+    assert same_on_all_ranks(group, results[1])

@@ -59,7 +59,7 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
     ]
     batch = np.cos(np.arange(2 * 64.0 * group.size, dtype=np.float32)).reshape(group.size, 2, 64)
     large = np.full(2**16, group.rank + 1.0, np.float32)
-    ended = []
+    results = []
     cases: Any = (("staged", "state"), ("eager", "state"), ("eager", None))
     for schedule, shard in sampled(group, cases):
         step = fddp.train_step(
@@ -84,10 +84,10 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
             if number == 6:
                 state = jax.tree.map(jnp.copy, state)
             assert np.isfinite(fddp.evaluate(loss, state, [batch[group.rank]], group=group))
-        ended.append((fddp.whole(state.params, group=group), losses))
-    first, *others = ended
-    for other in others:
-        close(other, first, rtol=1e-5, atol=1e-6)
+        results.append((fddp.whole(state.params, group=group), losses))
+    first, *later_results = results
+    for result in later_results:
+        close(result, first, rtol=1e-5, atol=1e-6)
 
 
 @claim()

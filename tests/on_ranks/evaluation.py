@@ -37,8 +37,8 @@ def the_rows_of_all_ranks_come_in_order_of_rank_however_many_each_has(group: fdd
 
 @claim()
 def rows_of_another_form_on_one_rank_are_an_error_on_all(group: fddp.Group):
-    for other in (np.zeros((3, 2), np.float32), np.zeros((3, 4), np.float64)):
-        rows = other if group.rank == group.size - 1 else np.zeros((3, 4), np.float32)
+    for odd_rows in (np.zeros((3, 2), np.float32), np.zeros((3, 4), np.float64)):
+        rows = odd_rows if group.rank == group.size - 1 else np.zeros((3, 4), np.float32)
         message = error_of(lambda rows=rows: fddp.gather_rows({"x": rows}, group=group))
         assert "ranks differ in their rows" in message and "a row of x float32[4]" in message
     message = error_of(
@@ -60,8 +60,8 @@ def batches(group: fddp.Group) -> list[np.ndarray]:
     """This rank's."""
     ends = np.cumsum([0, *map(sum, COUNTS)])
     counts = COUNTS[group.rank]
-    own = ROWS[ends[group.rank] : ends[group.rank + 1]]
-    return np.split(own, np.cumsum(counts)[:-1]) if counts else []
+    local_rows = ROWS[ends[group.rank] : ends[group.rank + 1]]
+    return np.split(local_rows, np.cumsum(counts)[:-1]) if counts else []
 
 
 def metrics(w: Any, x: Any) -> Any:
@@ -82,8 +82,13 @@ def metrics_are_means_over_the_rows_of_all_ranks_however_many_batches_each_has(g
                 lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group, shard=shard
             )
             got = fddp.evaluate(metrics, step.init(w), batches(group), group=group)
-            wanted = {"error": np.mean((rows @ w) ** 2), "where": np.mean(rows[rows[:, 0] > 0, 1])}
-            np.testing.assert_allclose([got["error"], got["where"]], [*wanted.values()], rtol=1e-14)
+            expected = {
+                "error": np.mean((rows @ w) ** 2),
+                "where": np.mean(rows[rows[:, 0] > 0, 1]),
+            }
+            np.testing.assert_allclose(
+                [got["error"], got["where"]], [*expected.values()], rtol=1e-14
+            )
             assert same_on_all_ranks(group, got)
 
 
@@ -104,8 +109,8 @@ def a_metric_that_fails_on_one_rank_is_an_error_on_all_which_may_go_on(group: fd
     ), message
     message = error_of(lambda: fddp.evaluate(metrics, np.ones(3), [], group=group))
     assert "no rank has a batch" in message
-    other = (lambda w, x: jnp.mean(x)) if group.rank == last else metrics
-    message = error_of(lambda: fddp.evaluate(other, np.ones(3), [ROWS[:2]], group=group))
+    failing = (lambda w, x: jnp.mean(x)) if group.rank == last else metrics
+    message = error_of(lambda: fddp.evaluate(failing, np.ones(3), [ROWS[:2]], group=group))
     assert (
         "ranks differ in their metrics" in message
         and f"rank {last}: metric value float64[]" in message

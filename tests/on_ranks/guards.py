@@ -28,19 +28,21 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
     for schedule in schedules(group):
         step = pull(group, schedule=schedule, skip_nonfinite=True)
         state = step.init(np.float32(0))
-        with redirect_stderr(io.StringIO()) as told:
+        with redirect_stderr(io.StringIO()) as printed:
             for ill in (False, True, False):
                 state, _ = step(state, rows(2, np.nan if ill and last else 1))
             assert float(state.params) == -3.0, "two steps of three, by a mean of 1.5"
             step(state, rows(2, 1))  # by then the others are over
-        wanted = (
+        expected = (
             f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {says}" if says else ""
         )
         lines = [
-            line for line in told.getvalue().splitlines() if "bring the same first rows" not in line
+            line
+            for line in printed.getvalue().splitlines()
+            if "bring the same first rows" not in line
         ]
         words = "\n".join(lines)
-        assert words.startswith(wanted) and bool(words) == bool(says), told.getvalue()
+        assert words.startswith(expected) and bool(words) == bool(says), printed.getvalue()
 
 
 @claim()
@@ -65,10 +67,10 @@ def a_rank_that_changes_its_parameters_alone_is_found_and_named_by_all(group: fd
     if group.rank == 1:
         (shard,) = state.params.addressable_shards
         changed = jax.device_put(np.asarray(shard.data) + 1, shard.device)
-        whole = jax.make_array_from_single_device_arrays(
+        altered = jax.make_array_from_single_device_arrays(
             state.params.shape, state.params.sharding, [changed]
         )
-        state = state._replace(params=whole)
+        state = state._replace(params=altered)
     message = error_of(lambda: step(state, rows(2, 1)), RuntimeError)
     assert "no longer equal after step 2: params of rank 1 differs from the others'" in message, (
         message

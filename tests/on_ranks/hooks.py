@@ -73,12 +73,12 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
         state, info = pulled(group, hooks.topk(3 / WIDTH), schedule=schedule)
         np.testing.assert_allclose(state.params, -sparse.sum(0) / group.size, rtol=1e-5)
         assert int(info.sent[0]) == 3 * 8 * (group.size - 1)
-        own = np.asarray(
+        residual = np.asarray(
             state.hook_state.addressable_shards[0].data
             if group.backend == "gloo"
             else state.hook_state
         )
-        np.testing.assert_allclose(own.reshape(-1), (rows - sparse)[group.rank], rtol=1e-6)
+        np.testing.assert_allclose(residual.reshape(-1), (rows - sparse)[group.rank], rtol=1e-6)
         assert same_on_all_ranks(group, state.params)
 
 
@@ -95,10 +95,10 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
     def trained(**options: Any) -> Any:
         step = fddp.train_step(loss, optax.adam(0.05), group=group, bucket_cap_mb=0, **options)
         state = step.init(params)
-        for mine in rows:
-            state, _ = step(state, mine)
-        kept = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
-        return fddp.whole(state.params), kept
+        for local_rows in rows:
+            state, _ = step(state, local_rows)
+        memory = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
+        return fddp.whole(state.params), memory
 
     ways = (("eager", None), ("eager", "state"), ("staged", "optimizer"), ("fused", "state"))
     for hook in (hooks.bf16(), hooks.topk(0.3)):
@@ -116,7 +116,7 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
 def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.Group):
     """The memory that a step promises is read by the next one, in whatever order their messages
     leave."""
-    kept = []
+    results = []
     ways = []
     names = [f"layer {k}" for k in range(6)]
     for schedule in ("staged", "eager"):
@@ -132,13 +132,13 @@ def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.G
         for k in range(6):
             rows = parts(group)[group.rank][None] * (1 + k)
             state, _ = step(state, rows)
-            ways.append([one.name for one in step.tasks(state, rows).messages])
-        own = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
-        kept.append((jax.tree.map(np.asarray, state.params), own))
-    (staged, own), (eager, of_eager) = kept
-    jax.tree.map(np.testing.assert_array_equal, own, of_eager)
+            ways.append([message.name for message in step.tasks(state, rows).messages])
+        residual = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
+        results.append((jax.tree.map(np.asarray, state.params), residual))
+    (staged, residual), (eager, of_eager) = results
+    jax.tree.map(np.testing.assert_array_equal, residual, of_eager)
     close(eager, staged, rtol=1e-6)  # another program divides, by three say
-    assert all(np.any(own[name]["sent"] != 0) for name in names)
+    assert all(np.any(residual[name]["sent"] != 0) for name in names)
     assert ways[-1] != ways[0] or group.backend == "gloo"
 
 
@@ -150,12 +150,12 @@ def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fdd
     for schedule in schedules(group):
         step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule)
         state = step.init(np.zeros((6, 4), np.float32))
-        sent = []
+        nbytes = []
         for k in range(2):
             state, info = step(state, rows[group.rank][None])
             np.testing.assert_allclose(state.params, -(k + 1) * rows.mean(0), rtol=1e-4, atol=1e-5)
-            sent.append(int(info.sent[0]))
-        assert sent == [on_the_wire(group, 6 * 4 * 4), on_the_wire(group, (6 + 4) * 4 * 4)]
+            nbytes.append(int(info.sent[0]))
+        assert nbytes == [on_the_wire(group, 6 * 4 * 4), on_the_wire(group, (6 + 4) * 4 * 4)]
         assert same_on_all_ranks(group, state.params)
 
 
@@ -214,25 +214,25 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
 def all_ranks_choose_the_same_bits_though_they_have_seen_other_times(group: fddp.Group):
     params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
     loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(jnp.tanh(p["b"] * x))) / len(x)  # noqa: E731
-    mine = parts(group)[group.rank][None]
+    local_rows = parts(group)[group.rank][None]
     for schedule in sampled(group, ("staged", "eager")):
         options = {"schedule": schedule, "bucket_cap_mb": 0, "hook": hooks.adaptive((8,))}
         step = fddp.train_step(loss, optax.sgd(0.1), group=group, **options)
         state = step.init(params)
-        assert same_on_all_ranks(group, fddp.fit_bits(step, state, mine).bits)
+        assert same_on_all_ranks(group, fddp.fit_bits(step, state, local_rows).bits)
         for _ in range(2):
-            state, _ = step(state, mine)
+            state, _ = step(state, local_rows)
         stages = len(step.timeline().compute)
 
         step.lately.clear()
         step.lately.append(seen_alone(group, stages, 1000.0))
         fewer = fddp.refit_bits(step)
         assert fewer.options.hook is not None and fewer.options.hook.bits == (1, 1)
-        state, _ = fewer(state, mine)
+        state, _ = fewer(state, local_rows)
         step.lately[0] = seen_alone(group, stages, 1e-6)
         more = fddp.refit_bits(step)
         assert more.options.hook is not None and more.options.hook.bits == (32, 32)
-        state, _ = more(state, mine)
+        state, _ = more(state, local_rows)
         assert same_on_all_ranks(group, state.params)
         assert not any(np.any(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state))
 

@@ -36,9 +36,9 @@ def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(gr
 @claim(quick=("gloo",))
 def stacked_layers_are_gathered_one_by_one_and_trained_as_by_plain_jax(group: fddp.Group):
     """Fused steps gather in the loops that read the layers, staged ones slice by slice."""
-    again: Any = {"shard": "state", "reshard_after_forward": True}
+    resharding: Any = {"shard": "state", "reshard_after_forward": True}
     for schedule in schedules(group, ("fused", "staged")):
-        trained_as_by_plain_jax(group, 3, schedule=schedule, **again)
+        trained_as_by_plain_jax(group, 3, schedule=schedule, **resharding)
 
 
 def trained_as_by_plain_jax(group: fddp.Group, steps: int, **options: Any) -> None:

@@ -100,12 +100,14 @@ def under_a_mesh_that_is_set_all_else_is_as_without(group: fddp.Group):
             with fddp.Checkpoints(folder, step) as checkpoints, redirect_stderr(io.StringIO()):
                 restored, _ = checkpoints.restore(step.init(PARAMS))
             params = fddp.whole(state.params)
-            again = fddp.whole(restored.params)
+            restored_params = fddp.whole(restored.params)
             assert fddp.audit(step.with_options(schedule="staged"), state, local_rows(group)).memory
         close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [all_rows(group)] * 1).params)
         close(loss, first_column(jax.device_get(params), all_rows(group)))
         jax.tree.map(
-            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, again
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+            params,
+            restored_params,
         )
 
 

@@ -98,15 +98,15 @@ def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
 @pytest.mark.parametrize("rule", RULES)
 def test_clipping_acts_in_the_reference(x64, rule):
     free = alone(ADAM)[-1]
-    apart = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), clipped(rule)[-1], free)
-    assert max(jax.tree.leaves(apart)) > 1e-4
+    difference = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), clipped(rule)[-1], free)
+    assert max(jax.tree.leaves(difference)) > 1e-4
 
 
 def test_clipping_each_replicas_gradients_would_be_something_else(x64):
     gradient = jax.jit(jax.grad(first_column))
-    own = [gradient(PARAMS, part) for part in np.split(ROWS[0], REPLICAS)]
+    local_grads = [gradient(PARAMS, part) for part in np.split(ROWS[0], REPLICAS)]
     clip = RULES["by global norm"]
     first = jax.tree.map(
-        lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in own]
+        lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in local_grads]
     )
-    assert min(map(norm, own)) > CAP > 1.01 * norm(first)
+    assert min(map(norm, local_grads)) > CAP > 1.01 * norm(first)

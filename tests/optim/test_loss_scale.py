@@ -62,14 +62,15 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
     ends = []
     for wrap in (lambda x: x, fddp.dynamic_scale):
         step = fddp.train_step(loss, wrap(optimizer), **options)
-        state, told = step.no_sync(step.init(PARAMS), X[:12])
+        state, call_info = step.no_sync(step.init(PARAMS), X[:12])
         state, info = step(state, X[12:])
-        ends.append((state, told, info))
-    (plain, *told), (scaled, *told_scaled) = ends
-    assert told[1].skipped is None and not told_scaled[1].skipped
+        ends.append((state, call_info, info))
+    (plain, *call_info), (scaled, *told_scaled) = ends
+    assert call_info[1].skipped is None and not told_scaled[1].skipped
     told_scaled[1] = told_scaled[1]._replace(skipped=None)
     close(
-        (scaled.params, scaled.opt_state.inner, told_scaled), (plain.params, plain.opt_state, told)
+        (scaled.params, scaled.opt_state.inner, told_scaled),
+        (plain.params, plain.opt_state, call_info),
     )
     assert (float(scaled.opt_state.scale), int(scaled.opt_state.good_steps)) == (2.0**15, 1)
     moved = [
@@ -237,7 +238,7 @@ def test_a_scale_follows_the_rule_of_grad_scaler():
     state = optimizer.init(0.0)
     scale = 8.0
     good = 0
-    seen = set()
+    scales = set()
     for finite in np.repeat(RNG.random(100) < 0.7, RNG.integers(1, 8, 100)):
         updates, state = update(jnp.float32(1.0 if finite else np.inf), state)
         good = good + 1 if finite else 0
@@ -247,8 +248,8 @@ def test_a_scale_follows_the_rule_of_grad_scaler():
             good = 0
         assert (float(state.scale), int(state.good_steps)) == (scale, good)
         assert float(updates) == (-1 if finite else 0)
-        seen.add(scale)
-    assert seen == {2.0, 4.0, 8.0, 16.0, 32.0}
+        scales.add(scale)
+    assert scales == {2.0, 4.0, 8.0, 16.0, 32.0}
 
 
 @pytest.mark.steps
@@ -280,14 +281,14 @@ def test_float16_finds_its_scale_and_trains_as_float32_does(group):
 def test_a_scale_is_found_wherever_it_stands_in_the_optimizer(group, place):
     part = fddp.dynamic_scale(optax.sgd(1.0), initial=2.0**14)
     # Not behind `optax.clip`, which would turn what is infinite into a number.
-    whole: Any = {
+    optimizer: Any = {
         "chain": lambda: optax.chain(part, optax.scale(0.5), optax.scale(2.0)),
         "partition": lambda: optax.partition(
             {"half": part, "rest": optax.sgd(1.0)}, {"a": "half", "b": "rest"}
         ),
     }[place]()
     loss = lambda p, x: overflowing(p["a"], x) + jnp.mean(p["b"] * x)  # noqa: E731
-    step = fddp.train_step(loss, whole, group=group(2))
+    step = fddp.train_step(loss, optimizer, group=group(2))
     state = step.init({"a": np.float32(0), "b": np.float32(0)})
     state, _ = step(state, rows(1, 3))
     assert {name: float(x) for name, x in state.params.items()} == {"a": -2, "b": -2}

@@ -156,7 +156,7 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "wanted"),
+    ("optimizer", "argument"),
     [
         (optax.scale_by_backtracking_linesearch(5), "value_fn"),
         (optax.scale_by_zoom_linesearch(5), "value_fn"),
@@ -165,9 +165,9 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
     ],
     ids=["backtracking", "zoom", "opaque sam", "the user's own"],
 )
-def test_so_is_every_other_that_asks_for_a_function(group, optimizer, wanted):
+def test_so_is_every_other_that_asks_for_a_function(group, optimizer, argument):
     with pytest.raises(
-        TypeError, match=rf"asks for {wanted}, which a step does not have.*linesearch=None"
+        TypeError, match=rf"asks for {argument}, which a step does not have.*linesearch=None"
     ):
         fddp.train_step(loss_fn, optimizer, group=group(1))
 
@@ -213,12 +213,12 @@ def test_a_step_that_dynamic_scale_passes_over_leaves_the_extra_state_alone(grou
 
 def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(group):
     weighted = lambda p, x: fddp.Weighted(jnp.mean(p * x), jnp.sum(x))  # noqa: E731
-    seen = EXTRA_ARGS(
+    optimizer = EXTRA_ARGS(
         lambda params: jnp.zeros(()),
         lambda updates, state, params=None, *, value, grad, **_: (updates, value + 0 * grad),
     )
     state = over_replicas(
-        group, seen, np.float32(1), weighted, batches=[np.array([1.0, 3.0], np.float32)]
+        group, optimizer, np.float32(1), weighted, batches=[np.array([1.0, 3.0], np.float32)]
     )
     assert float(state.opt_state) == (1 + 9) / 4
 
@@ -232,8 +232,8 @@ def test_lookahead_trains_as_in_plain_jax(group, options):
     scale = fddp.dynamic_scale(optimizer)
     ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
     expected = by_plain_jax(ahead, of_fast(optimizer), start, BATCHES).params
-    for one in (optimizer, scale) if options == {} else (optimizer,):
-        close(over_replicas(group, one, start, ahead, **options).params, expected)
+    for optimizer_or_scale in (optimizer, scale) if options == {} else (optimizer,):
+        close(over_replicas(group, optimizer_or_scale, start, ahead, **options).params, expected)
 
 
 def test_lookahead_leaves_alone_what_was_not_used(group):

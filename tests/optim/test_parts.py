@@ -135,9 +135,9 @@ def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str
     with jax.enable_x64(True):
         params, grads = jax.tree.map(jnp.asarray, problem())
         optimizer = make()
-        found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
-        assert found.refused == {}
-        assert {sorted(params)[leaf]: why for leaf, why in found.home.items()} == home
+        division = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
+        assert division.refused == {}
+        assert {sorted(params)[leaf]: why for leaf, why in division.home.items()} == home
         want = plain(optimizer, params, grads)
         got = on_ranks(optimizer, params, grads)
         for name in params:
@@ -148,9 +148,9 @@ def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str
 @pytest.mark.parametrize(("make", "refused"), REFUSED.values(), ids=REFUSED)
 def test_what_mixes_several_leaves_is_refused(make: Make, refused: dict[str, str]):
     params, _ = problem()
-    found = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).refused.items()}
-    assert set(found) == set(refused)
-    assert all(refused[name] in why for name, why in found.items())
+    reasons = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).refused.items()}
+    assert set(reasons) == set(refused)
+    assert all(refused[name] in why for name, why in reasons.items())
 
 
 def test_a_state_of_no_leaf_that_is_an_array_is_not_taken_for_one_number():
@@ -186,12 +186,12 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[
 
 def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
     """The same on ranks that hold a part of each leaf and of the state."""
-    found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
+    division = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
     forms = jax.tree.leaves(params)
     count = len(forms)
     comm = axis_communicator("ranks", RANKS, "cpu")
     state = jax.tree.leaves(optimizer.init(params))
-    kinds = found.inputs[count:-1]
+    kinds = division.inputs[count:-1]
 
     def part(size: int) -> int:
         return -(-size // RANKS)
@@ -210,20 +210,24 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
         return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
     ranks = Ranks(there, put_together, partial(at_home, comm, {0: 3, 1: 1}, lambda leaf, size: 1))
-    run = jax.vmap(on_parts(found.program, found.inputs, ranks), axis_name="ranks")
-    held = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
+    run = jax.vmap(on_parts(division.program, division.inputs, ranks), axis_name="ranks")
+    local_state = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):
-        mine = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), found.inputs)]
-        made = run(*mine, *held, jnp.full(RANKS, k + 1.0))
-        made = [
+        local_grads = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), division.inputs)]
+        outputs = run(*local_grads, *local_state, jnp.full(RANKS, k + 1.0))
+        outputs = [
             jnp.broadcast_to(jnp.ravel(x)[0], old.shape) if x.shape != old.shape else x
-            for x, old in zip(made, [*held[len(state) :], *held[: len(state)]])
+            for x, old in zip(outputs, [*local_state[len(state) :], *local_state[: len(state)]])
         ]
-        held = [*made[count:], *(p + u for p, u in zip(held[len(state) :], made))]
-    whole = [
-        x.ravel()[: form.size].reshape(form.shape) for x, form in zip(held[len(state) :], forms)
+        local_state = [
+            *outputs[count:],
+            *(p + u for p, u in zip(local_state[len(state) :], outputs)),
+        ]
+    gathered = [
+        x.ravel()[: form.size].reshape(form.shape)
+        for x, form in zip(local_state[len(state) :], forms)
     ]
-    return jax.tree.unflatten(jax.tree.structure(params), whole)
+    return jax.tree.unflatten(jax.tree.structure(params), gathered)
 
 
 ### What the documentation says
@@ -237,7 +241,7 @@ NEEDED = {"learning_rate": 0.1, "key": 0}
 
 def aliases() -> dict[str, Callable[..., Any]]:
     """All of optax's aliases, and the optimizers of its contrib that need only a learning rate."""
-    made = {
+    functions = {
         name: f
         for name, f in vars(optax).items()
         if getattr(f, "__module__", "") == "optax._src.alias"
@@ -248,18 +252,18 @@ def aliases() -> dict[str, Callable[..., Any]]:
     named = {name: inspect.signature(f).parameters for name, f in contrib.items()}
     rates = {
         name: contrib[name]
-        for name, of in named.items()
-        if "learning_rate" in of and required(of) <= set(NEEDED)
+        for name, parameters in named.items()
+        if "learning_rate" in parameters and required(parameters) <= set(NEEDED)
     }
-    return {name: f for name, f in sorted((made | rates).items()) if inspect.isfunction(f)}
+    return {name: f for name, f in sorted((functions | rates).items()) if inspect.isfunction(f)}
 
 
 def required(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
     """Those without a default; a key has one that warns."""
     return {
         name
-        for name, one in parameters.items()
-        if one.default is inspect.Parameter.empty or name == "key"
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty or name == "key"
     }
 
 
@@ -271,12 +275,17 @@ def answer(make: Callable[..., Any]) -> str:
         check_needs(optimizer, jax.tree.map(lambda x: jnp.zeros(x.shape), FORMS))
     except TypeError:
         return "no step takes it"
-    found = divided(optimizer, FORMS)
+    division = divided(optimizer, FORMS)
     leaves = ", ".join(
-        f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.home).items()
+        f"{sorted(FORMS)[leaf]} ({why})"
+        for leaf, why in (division.refused or division.home).items()
     )
     return (
-        f"no: {leaves}" if found.refused else f"yes, with an owner: {leaves}" if leaves else "yes"
+        f"no: {leaves}"
+        if division.refused
+        else f"yes, with an owner: {leaves}"
+        if leaves
+        else "yes"
     )
 
 
@@ -284,12 +293,15 @@ def answer(make: Callable[..., Any]) -> str:
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_the_table_of_optimizers_is_what_their_programs_say():
     text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
-    told = dict(re.findall(r"^\| `optax\.([\w.]+)` \| (.+?) \|$", text, flags=re.MULTILINE))
-    found = {name: answer(make) for name, make in aliases().items()}
+    documented = dict(re.findall(r"^\| `optax\.([\w.]+)` \| (.+?) \|$", text, flags=re.MULTILINE))
+    answers = {name: answer(make) for name, make in aliases().items()}
     if f"optax {optax.__version__}," not in text:  # another one may have more, or fewer
-        told, found = ({name: some[name] for name in told.keys() & found} for some in (told, found))
-    rows = [f"| `optax.{name}` | {found[name]} |" for name in found]
-    assert told and told == found, "the table ought to be:\n" + "\n".join(rows)
+        documented, answers = (
+            {name: table[name] for name in documented.keys() & answers}
+            for table in (documented, answers)
+        )
+    rows = [f"| `optax.{name}` | {answers[name]} |" for name in answers]
+    assert documented and documented == answers, "the table ought to be:\n" + "\n".join(rows)
 
 
 def test_an_update_that_refuses_the_loss_is_divided_as_others():

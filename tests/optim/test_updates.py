@@ -51,10 +51,10 @@ CASES = {
 
 def numbers(tree: Any, path: str) -> list[np.ndarray]:
     """The leaf's arrays in a tree, or in a state of such trees: floats below its path."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     floats = [
         (jax.tree_util.keystr(name), np.asarray(x))
-        for name, x in found
+        for name, x in leaves
         if np.asarray(x).dtype.kind == "f"
     ]
     return [x for name, x in floats if name.endswith(path) and "hyperparams" not in name]
@@ -74,13 +74,19 @@ def test_what_was_not_used_keeps_its_value_and_its_moments(name):
     for chosen, path in enumerate(paths):
         used = treedef.unflatten([2 * (k == chosen) for k in range(len(leaves))])
         new, new_state = update(optimizer, nothing, state, params, used)
-        for other in paths:
+        for leaf_path in paths:
             same = [
                 np.array_equal(a, b)
                 for old_tree, new_tree in ((params, new), (state, new_state))
-                for a, b in zip(numbers(old_tree, other), numbers(new_tree, other), strict=True)
+                for a, b in zip(
+                    numbers(old_tree, leaf_path), numbers(new_tree, leaf_path), strict=True
+                )
             ]
-            assert same and (all(same) if other != path else not all(same)), (path, other, same)
+            assert same and (all(same) if leaf_path != path else not all(same)), (
+                path,
+                leaf_path,
+                same,
+            )
     none_used = jax.tree.map(lambda _: 0, params)
     new, _ = update(optimizer, nothing, state, params, none_used)
     jax.tree.map(np.testing.assert_array_equal, new, params)

@@ -79,18 +79,18 @@ def train(
 ) -> tuple[fddp.TrainState, Bits]:
     """Trains with the rows of the steps of these numbers; also returns the bits of each step's
     report."""
-    told = []
+    reports = []
     for rows in islice(
         fddp.samples(64, 24, virtual_replicas=VIRTUAL, start_step=steps[0]), len(steps)
     ):
         state, info = step(state, (ROWS[rows], LABELS[rows]))
-        told.append(bits((info.loss, info.aux, info.used, info.skipped)))
-    return state, told
+        reports.append(bits((info.loss, info.aux, info.used, info.skipped)))
+    return state, reports
 
 
 def trained(step: fddp.TrainStep) -> Bits:
-    state, told = train(step, first(step), range(5))
-    return [*told, bits(state)]
+    state, reports = train(step, first(step), range(5))
+    return [*reports, bits(state)]
 
 
 ### The same bits
@@ -107,7 +107,7 @@ def step_of() -> Steps:
 
 
 @pytest.fixture(scope="module")
-def alone(step_of: Steps) -> Bits:
+def single_replica_bits(step_of: Steps) -> Bits:
     """The bits of one replica with all rows."""
     return trained(step_of(1))
 
@@ -117,11 +117,11 @@ def alone(step_of: Steps) -> Bits:
     "replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))]
 )
 def test_the_bits_do_not_depend_on_the_number_of_replicas(
-    step_of: Steps, alone: Bits, replicas: int
+    step_of: Steps, single_replica_bits: Bits, replicas: int
 ):
     """The bits are those of parameters, optimizer, loss scale, BatchNorm and reports; with
     clipping, dropout and weights."""
-    assert trained(step_of(replicas)) == alone
+    assert trained(step_of(replicas)) == single_replica_bits
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,14 @@ def test_the_bits_do_not_depend_on_the_number_of_replicas(
     ],
     ids=str,
 )
-def test_nor_on_how_it_is_sent(group: Groups, alone: Bits, options: Any):
-    told = trained(make(group(2), **options))
+def test_nor_on_how_it_is_sent(group: Groups, single_replica_bits: Bits, options: Any):
+    result = trained(make(group(2), **options))
     # How many replicas used a leaf is told besides.
-    assert told[-1] == alone[-1] if "find_unused_parameters" in options else told == alone
+    assert (
+        result[-1] == single_replica_bits[-1]
+        if "find_unused_parameters" in options
+        else result == single_replica_bits
+    )
 
 
 def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
@@ -159,11 +163,11 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
             loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen
         )
         state = step.init(params)
-        told = []
+        reports = []
         for k in range(3):
             state, info = step(state, ROWS[k : k + 24])
-            told.append((info.loss, info.aux))
-        return bits((state, told))
+            reports.append((info.loss, info.aux))
+        return bits((state, reports))
 
     assert ends(1, "after") == ends(2, "staged") == ends(3, "after")
 
@@ -173,25 +177,27 @@ def test_without_virtual_replicas_they_do(group: Groups):
     assert two[-1] != four[-1]
 
 
-def test_the_number_of_replicas_may_change_under_way(group: Groups, step_of: Steps, alone: Bits):
+def test_the_number_of_replicas_may_change_under_way(
+    group: Groups, step_of: Steps, single_replica_bits: Bits
+):
     steps = [
         step_of(3),
         step_of(1),
         make(group(2)),
     ]  # the last one is settled by a state that has been trained
-    state, told = train(steps[0], first(steps[0]), range(2))
+    state, reports = train(steps[0], first(steps[0]), range(2))
     for step, numbers in zip(steps[1:], (range(2, 4), range(4, 5))):
         state, more = train(step, jax.device_get(state), numbers)
-        told += more
-    assert [*told, bits(state)] == alone
+        reports += more
+    assert [*reports, bits(state)] == single_replica_bits
 
 
 def test_it_is_the_mean_over_slices_of_the_rows(group: Groups, x64: None):
     """Plain JAX, slice by slice, in float64."""
 
     def loss(params: Any, rows: Array, rng: Any) -> Array:
-        kept = jax.random.bernoulli(rng, 0.7, rows.shape)
-        return jnp.mean((jnp.tanh((rows * kept) @ params["w"]) + params["b"]) ** 2)
+        mask = jax.random.bernoulli(rng, 0.7, rows.shape)
+        return jnp.mean((jnp.tanh((rows * mask) @ params["w"]) + params["b"]) ** 2)
 
     params = {"b": np.ones(3), "w": DRAW.normal(size=(5, 3))}
     rows = ROWS[:24].astype(np.float64)
@@ -204,8 +210,8 @@ def test_it_is_the_mean_over_slices_of_the_rows(group: Groups, x64: None):
     total = jax.tree.map(np.zeros_like, params)
     for v, part in enumerate(np.split(rows, 6)):
         for k, half in enumerate(np.split(part, 2)):
-            own = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), k), v)
-            total = jax.tree.map(np.add, total, jax.grad(loss)(params, half, own))
+            slice_key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), k), v)
+            total = jax.tree.map(np.add, total, jax.grad(loss)(params, half, slice_key))
     expected = jax.tree.map(lambda p, g: p - 0.1 * g / 12, params, total)
     close(dict(state.params), expected, rtol=1e-12, atol=0)
 
@@ -226,8 +232,8 @@ def test_sums_kept_on_a_stack_are_the_tree():
             stack.append(letter)
             for _ in range(halves):
                 right = stack.pop()
-                left = stack.pop()
-                stack.append(pair(left, right))
+                earlier = stack.pop()
+                stack.append(pair(earlier, right))
         assert stack == [tree_sum(letters, pair)]
 
 
@@ -236,19 +242,19 @@ def test_blocks_of_equal_size_are_subtrees():
         for each in (n for n in range(1, virtual + 1) if virtual % n == 0):
             block = block_of(virtual, each)
             blocks = [map(str, range(at, at + block)) for at in range(0, virtual, block)]
-            whole = tree_sum([str(k) for k in range(virtual)], pair)
+            total = tree_sum([str(k) for k in range(virtual)], pair)
             assert each % block == 0
-            assert whole == tree_sum([tree_sum(list(x), pair) for x in blocks], pair)
+            assert total == tree_sum([tree_sum(list(x), pair) for x in blocks], pair)
 
 
-def test_another_order_is_another_sum(step_of: Steps, alone: Bits):
+def test_another_order_is_another_sum(step_of: Steps, single_replica_bits: Bits):
     """The claims above are not blind: slices in another order give other bits."""
     step = step_of(1)
     state = first(step)
     for rows in islice(fddp.samples(64, 24, virtual_replicas=VIRTUAL), 5):
         rows = np.roll(rows.reshape(VIRTUAL, -1), 1, axis=0).reshape(-1)
         state, _ = step(state, (ROWS[rows], LABELS[rows]))
-    assert b"".join(bits(state.params)) not in b"".join(alone[-1])
+    assert b"".join(bits(state.params)) not in b"".join(single_replica_bits[-1])
 
 
 @pytest.mark.quick("3-4")
@@ -264,8 +270,8 @@ def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: 
     )
     _, info = step(step.init(np.ones(10, np.float32)), np.ones((24, 10), np.float32))
     # Loss and weight travel alone; all is padded to a multiple of the replicas.
-    parts = sum(-(-size // replicas) for size in (10, 2))
-    assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * parts * 4
+    part_sizes = sum(-(-size // replicas) for size in (10, 2))
+    assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * part_sizes * 4
 
 
 ### What it refuses

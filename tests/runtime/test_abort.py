@@ -25,8 +25,8 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(
     outputs = ended(tmp_path, backend, f"raise:{failing}", size=size)
     assert f"fddp: rank {failing} of {size} failed:\nTraceback" in outputs[failing]
     assert f"RuntimeError: rank {failing} has had enough" in outputs[failing]
-    others = "".join(text for rank, text in enumerate(outputs) if rank != failing)
-    assert "Traceback" not in others, "the others' errors only follow from it"
+    other_outputs = "".join(text for rank, text in enumerate(outputs) if rank != failing)
+    assert "Traceback" not in other_outputs, "the others' errors only follow from it"
 
 
 # On MPI `test_init` has an error of all ranks.

@@ -153,15 +153,15 @@ def test_a_launcher_is_read_for_what_it_says(env, launch):
 def test_of_mpiexecs_socket_only_the_number_may_be_left(tmp_path: Path):
     """A program in between may have closed it: no process writes to the file that has its number by
     then."""
-    taken = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
-    ours, mpiexecs = socket.socketpair()
-    with ours, mpiexecs:
-        closed = ours.fileno()
-        assert taken(closed) == closed
+    socket_of = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
+    rank_end, mpiexecs = socket.socketpair()
+    with rank_end, mpiexecs:
+        closed = rank_end.fileno()
+        assert socket_of(closed) == closed
     with (tmp_path / "log").open("w") as file:
-        assert taken(file.fileno()) is None
-    assert taken(closed) is None
-    assert taken(None) is None
+        assert socket_of(file.fileno()) is None
+    assert socket_of(closed) is None
+    assert socket_of(None) is None
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_a_script_under_sbatch_without_srun_is_alone():
     ids=str,
 )
 def test_a_process_alone_in_a_job_of_several_tasks_is_told_of_srun(env, tasks):
-    told = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
-    assert hints(read_launch(env), env) == (() if tasks is None else (told,))
+    hint = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
+    assert hints(read_launch(env), env) == (() if tasks is None else (hint,))
 
 
 def test_the_users_own_variables_win_then_the_innermost_launcher():
@@ -335,9 +335,9 @@ def test_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_n
 
 
 def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
-    known = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
-    said = spoken(known | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
-    assert said.items() <= known.items() and not {"HOME", "XRANK", "RANKS"} & set(said)
+    variables = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
+    shown = spoken(variables | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
+    assert shown.items() <= variables.items() and not {"HOME", "XRANK", "RANKS"} & set(shown)
     assert {
         "RANK",
         "MASTER_PORT",
@@ -345,7 +345,7 @@ def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
         "PALS_RANKID",
         "FLUX_JOB_SIZE",
         "PMIX_RANK",
-    } <= set(said)
+    } <= set(shown)
 
 
 def test_a_coordinator_can_be_told_to_the_ranks_of_any_launcher():

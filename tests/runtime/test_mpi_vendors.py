@@ -73,10 +73,10 @@ def test_a_program_that_says_nothing_known_is_nobodys(here):
 
 def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
     program(here, "mpicc", SAY["mpicc.openmpi"])
-    own = program(here, "mpicc.mpich", SAY["mpicc.mpich"])
+    compiler = program(here, "mpicc.mpich", SAY["mpicc.mpich"])
     first, command = mpi_vendors.rebuild("MPICH").split("; ")
     assert first == f"echo jaxlib=={version('jaxlib')} >jaxlib.txt"
-    assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={own} " in command
+    assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={compiler} " in command
     assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in mpi_vendors.rebuild(
         "Intel MPI"
     )

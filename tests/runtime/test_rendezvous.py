@@ -48,9 +48,9 @@ def test_ranks_that_all_come_go_on_and_leave_the_port_to_others(size):
 @pytest.mark.steps
 def test_who_has_not_come_is_the_same_error_on_all_who_have():
     coordinator = here()
-    told = outcomes([(0, 4), (2, 4)], coordinator, 2)
+    messages = outcomes([(0, 4), (2, 4)], coordinator, 2)
     assert (
-        told
+        messages
         == [
             f"fddp.init(timeout_s=2) could not join the others at {coordinator}: ranks 1, 3 of 4 "
             f"have not come in time."
@@ -59,20 +59,20 @@ def test_who_has_not_come_is_the_same_error_on_all_who_have():
     )
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_rank_that_cannot_join_tells_all_others_why_at_once(late):
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_a_rank_that_cannot_join_tells_all_others_why_at_once(failing_rank):
     coordinator = here()
-    told = dict[int, str]()
+    errors = dict[int, str]()
 
     def come(rank: int) -> None:
         with pytest.raises(RuntimeError) as error:
-            meet_ranks(rank, 3, coordinator, 300, "it came too late" * (rank == late))
-        told[rank] = str(error.value)
+            meet_ranks(rank, 3, coordinator, 300, "it came too late" * (rank == failing_rank))
+        errors[rank] = str(error.value)
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(come, range(3)))
-    why = f"rank {late}: it came too late."
-    assert told == dict.fromkeys(
+    why = f"rank {failing_rank}: it came too late."
+    assert errors == dict.fromkeys(
         range(3), f"fddp.init(timeout_s=300) could not join the others at {coordinator}: {why}"
     )
 
@@ -93,8 +93,8 @@ def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
     ],
 )
 def test_a_rank_that_cannot_reach_rank_0_says_why(host, why):
-    (told,) = outcomes([(1, 2)], f"{host}:{free_port()}", 1)
-    assert told.endswith(f": rank 1 of 2 has not reached rank 0 in time: {why}.")
+    (message,) = outcomes([(1, 2)], f"{host}:{free_port()}", 1)
+    assert message.endswith(f": rank 1 of 2 has not reached rank 0 in time: {why}.")
 
 
 @pytest.mark.steps
@@ -122,16 +122,16 @@ def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monk
     ],
 )
 def test_processes_that_do_not_belong_together_are_told_apart(ranks, problem):
-    told = outcomes(ranks, here(), 60)
-    assert told[0].endswith(f": {problem}.")
-    assert told[1] == told[0]
+    messages = outcomes(ranks, here(), 60)
+    assert messages[0].endswith(f": {problem}.")
+    assert messages[1] == messages[0]
 
 
 def test_a_port_that_is_taken_is_an_error_at_once():
-    with socket.create_server(("", 0)) as taken:
-        (told,) = outcomes([(0, 2)], f"127.0.0.1:{taken.getsockname()[1]}", 60)
+    with socket.create_server(("", 0)) as listener:
+        (message,) = outcomes([(0, 2)], f"127.0.0.1:{listener.getsockname()[1]}", 60)
     why = "rank 0 cannot listen there (Address already in use); name another port on all ranks"
-    assert told.endswith(f": {why}: FDDP_COORDINATOR=host:port.")
+    assert message.endswith(f": {why}: FDDP_COORDINATOR=host:port.")
 
 
 def test_strangers_and_ranks_that_leave_again_do_not_count():
@@ -181,8 +181,8 @@ def calls(coordinator: str, words: str, secret: str = "") -> str:
 def calls_through(caller: socket.socket, words: str, secret: str = "") -> str:
     with caller, caller.makefile("rb") as lines:
         challenge = lines.readline().decode().split()[1]
-        parts = [part.encode() for part in ("", challenge, "mine", words)]
-        signed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        fields = [part.encode() for part in ("", challenge, "mine", words)]
+        signed = b"".join(len(part).to_bytes(8, "big") + part for part in fields)
         proof = hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest()
         caller.sendall(f"fddp: {proof} mine {words}\n".encode())
         return lines.readline().decode()
@@ -243,8 +243,8 @@ def answers(*lines: bytes, every_s: float = 0.0) -> tuple[str, float]:
     ],
 )
 def test_a_service_that_is_not_rank_0_holds_no_rank_longer_than_it_waits(lines, every_s):
-    said, seconds = answers(*lines, every_s=every_s)
-    assert "rank 1 of 2 has not reached rank 0 in time: " in said
+    message, seconds = answers(*lines, every_s=every_s)
+    assert "rank 1 of 2 has not reached rank 0 in time: " in message
     assert seconds < 1 + 1 + len(lines) * every_s
 
 
@@ -283,15 +283,15 @@ def test_rank_0_raises_the_number_of_files_that_it_may_open():
 
 @pytest.mark.steps
 def test_a_size_beyond_all_measure_is_counted_and_not_listed():
-    (told,) = outcomes([(0, 10**30)], here(), 1)
-    assert told.endswith(
+    (message,) = outcomes([(0, 10**30)], here(), 1)
+    assert message.endswith(
         f": ranks 1, 2, 3, 4, 5, 6, 7, 8 and {10**30 - 9} more of {10**30} have not come in time."
     )
 
 
 def test_a_name_that_is_too_long_to_be_one_does_not_resolve():
-    (told,) = outcomes([(1, 2)], f"{'x' * 5000}:1", 0.5)
-    assert told.endswith(" does not resolve.")
+    (message,) = outcomes([(1, 2)], f"{'x' * 5000}:1", 0.5)
+    assert message.endswith(" does not resolve.")
 
 
 def test_what_a_rank_says_changes_no_terminal():
@@ -313,7 +313,7 @@ def test_ranks_of_one_host_meet_at_its_loopback_device_whatever_the_host_is_call
             for rank in (0, 1)
         ]
     loopback = f"127.0.0.1:{port}"
-    assert [one.result() for one in both] == [
+    assert [future.result() for future in both] == [
         ServiceAddresses(loopback, loopback),
         ServiceAddresses(loopback, ""),
     ]
@@ -329,7 +329,7 @@ def test_ranks_of_one_host_meet_at_its_loopback_device_whatever_the_host_is_call
     ],
 )
 def test_ranks_of_other_hosts_find_the_service_where_they_came_in(addresses, meeting):
-    came = {socket.socket(): Guest(1, "another host", address, ("", "")) for address in addresses}
-    for guest in came:
+    guests = {socket.socket(): Guest(1, "another host", address, ("", "")) for address in addresses}
+    for guest in guests:
         guest.close()
-    assert reception._places(came, 7) == ("", meeting)
+    assert reception._places(guests, 7) == ("", meeting)

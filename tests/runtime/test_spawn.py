@@ -113,7 +113,7 @@ def test_ranks_train_though_their_caller_has_used_jax_and_leave_its_variables_al
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("raises", "rank 1 of 2 failed:\nTraceback .*in noted\n.*ArithmeticError: on purpose"),
         ("killed", "rank 1 of 2 ended by SIGKILL and has not returned"),
@@ -126,9 +126,9 @@ def test_ranks_train_though_their_caller_has_used_jax_and_leave_its_variables_al
     ],
 )
 def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(
-    how: str, told: str, tmp_path: Path
+    how: str, message: str, tmp_path: Path
 ):
-    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: {told}"):
+    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: {message}"):
         fddp.launch(noted, 2, str(tmp_path), how, timeout_s=END_S)
     assert len(list(tmp_path.iterdir())) == 2 and ended(tmp_path)
 
@@ -153,8 +153,8 @@ def test_a_rank_that_leaves_without_a_result_has_failed_whatever_its_exit_code(
 @pytest.mark.ranks
 def test_ranks_that_have_not_ended_in_time_are_ended():
     before = multiprocessing.active_children()
-    late = r"fddp.launch\(timeout_s=0.5\): ranks 0, 1 of 2 have not ended in time"
-    with pytest.raises(TimeoutError, match=late):
+    pattern = r"fddp.launch\(timeout_s=0.5\): ranks 0, 1 of 2 have not ended in time"
+    with pytest.raises(TimeoutError, match=pattern):
         fddp.launch(time.sleep, 2, 600, timeout_s=0.5)
     assert set(multiprocessing.active_children()) <= set(before)
 

@@ -79,9 +79,13 @@ def test_ranks_go_on_when_nothing_takes_their_output(tmp_path: Path):
         f"for k in range(1000): print('x' * 100)\nopen({str(tmp_path / 'end')!r}, 'w')"
     )
     run = f"{sys.executable} -m fddp run --by processes -n 1 {script}"
-    for behind, words in (("> /dev/full", "No space left on device"), (">&-", ""), ("| true", "")):
+    for redirection, words in (
+        ("> /dev/full", "No space left on device"),
+        (">&-", ""),
+        ("| true", ""),
+    ):
         done = subprocess.run(
-            f"{run} {behind}", shell=True, env=os.environ | ENV, capture_output=True, text=True
+            f"{run} {redirection}", shell=True, env=os.environ | ENV, capture_output=True, text=True
         )
         assert done.returncode == 0 and words in done.stderr, done.stderr
         (tmp_path / "end").unlink()
@@ -321,9 +325,9 @@ def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
     env: Any = {"SHARD": shard, "BEFORE_KILL_S": before_kill_s}
     words = ("--by", by, "-n", str(size), "--restarts", "2")
-    killed, said = supervised(tmp_path / "killed", *words, faults=faults, **env)
-    assert said.count("training goes on from step") == 2
-    assert "restart 2 of 2" in said
+    killed, printed = supervised(tmp_path / "killed", *words, faults=faults, **env)
+    assert printed.count("training goes on from step") == 2
+    assert "restart 2 of 2" in printed
     assert killed == calm(tmp_path / "calm", backend, size, **env)
 
 

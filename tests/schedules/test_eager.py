@@ -40,24 +40,26 @@ def layers(n: int, *, asks: int | None = None) -> TaskList:
     tasks: list[Task] = [Compute(f"forward {k}", (params[k], x[k]), (x[k + 1],)) for k in range(n)]
     message, total = ([Value(kind, k) for k in range(n)] for kind in ("message", "sum"))
     for number, k in enumerate(reversed(range(n))):
-        asked = (total[asks],) if asks is not None and number > asks else ()
-        told = (BYTES,) if number == n - 1 else ()
-        how = Reduction(asks=Asks(asks or 0, (0,)) if asked else None)
+        requests = (total[asks],) if asks is not None and number > asks else ()
+        nbytes = (BYTES,) if number == n - 1 else ()
+        how = Reduction(asks=Asks(asks or 0, (0,)) if requests else None)
         tasks += [
             Compute(
                 f"backward {k}", (y[k + 1] if number else x[n], params[k]), (y[k], message[number])
             )
         ]
         tasks += [
-            Communicate(f"bucket {number}", (message[number], *asked), (total[number], *told), how)
+            Communicate(
+                f"bucket {number}", (message[number], *requests), (total[number], *nbytes), how
+            )
         ]
     weight = Value("weight")
     for number, k in enumerate(reversed(range(n))):
         reads = total[number], params[k], *((weight,) if number else ())
-        others = () if number else (weight, Value("result", path="1/loss"))
-        writes = Value("result", path=f"0/params/{k}"), *others
+        results = () if number else (weight, Value("result", path="1/loss"))
+        writes = Value("result", path=f"0/params/{k}"), *results
         tasks += [Compute(f"update {number}", reads, writes, kind="update")]
-    return TaskList(tuple(tasks), lambda *given: {}, lambda values: ((), ()))
+    return TaskList(tuple(tasks), lambda *args: {}, lambda values: ((), ()))
 
 
 def uses(n: int) -> dict[str, int]:
@@ -108,14 +110,16 @@ def test_the_order_is_that_of_the_uses_that_all_ranks_share():
 
 
 def test_neither_the_carrier_nor_gradients_that_are_returned_are_put_off():
-    told = {name: use for name, use in uses(4).items() if name != "bucket 1"}  # it carries the loss
-    assert order(trailed(layers(4), told)) == [0, 1, 2, 3]
+    known_uses = {
+        name: use for name, use in uses(4).items() if name != "bucket 1"
+    }  # it carries the loss
+    assert order(trailed(layers(4), known_uses)) == [0, 1, 2, 3]
     listed = layers(8)
-    kept = [
+    remaining_tasks = [
         task._replace(reads=tuple(x for x in task.reads if "state" not in x))
         for task in listed.tasks
     ]
-    assert order(trailed(listed._replace(tasks=tuple(kept)), uses(8))) == list(range(8))
+    assert order(trailed(listed._replace(tasks=tuple(remaining_tasks)), uses(8))) == list(range(8))
 
 
 def test_a_put_off_sum_lies_under_the_next_forward_pass():
@@ -153,8 +157,8 @@ def assert_close(got: Any, expected: Any) -> None:
 
 
 def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
-    given: dict[str, Any] = {"schedule": "eager", "bucket_cap_mb": 0} | options
-    return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **given)
+    defaults: dict[str, Any] = {"schedule": "eager", "bucket_cap_mb": 0} | options
+    return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **defaults)
 
 
 class Wire:
@@ -256,20 +260,20 @@ def test_the_next_forward_pass_begins_before_the_last_sum_is_back(
     wire = Wire(group(1))
     step, state = begun(wire)
     jax.block_until_ready(state)
-    said = list[str]()
+    journal_words = list[str]()
     messages = len(step.plan.buckets)
-    monkeypatch.setattr(wire.group.journal, "say", said.append)
+    monkeypatch.setattr(wire.group.journal, "say", journal_words.append)
     with wire.letting(messages - 1):
         state, _ = step(state, batch(1))
-        said.clear()
-        ended = list[Any]()
+        journal_words.clear()
+        results = list[Any]()
         thread = threading.Thread(
-            target=with_configuration(lambda: ended.append(step(state, batch(2))))
+            target=with_configuration(lambda: results.append(step(state, batch(2))))
         )
         thread.start()
-        assert poll(lambda: "stage 3" in said, 60) and not ended
+        assert poll(lambda: "stage 3" in journal_words, 60) and not results
     thread.join(60)
-    ((state, _),) = ended
+    ((state, _),) = results
     assert_close(state.params, plain(PARAMS, 3))
 
 
@@ -305,8 +309,8 @@ def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: 
     first = step.init(PARAMS)
     second, _ = step(first, batch(0))
     third, _ = step(second, batch(1))
-    again, _ = step(first, batch(0))  # third was under way
-    copied, _ = step(jax.tree.map(jnp.copy, again), batch(1))
+    second_state, _ = step(first, batch(0))  # third was under way
+    copied, _ = step(jax.tree.map(jnp.copy, second_state), batch(1))
     jax.tree.map(np.testing.assert_array_equal, copied, third)
     halved = third._replace(params=jax.tree.map(lambda x: x / 2, third.params))
     got, info = step(halved, TOKENS)
@@ -322,9 +326,9 @@ def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, sc
     step, state = begun(wire)
     with wire.letting(1):
         state, _ = step(state, batch(1))
-    other = fddp.train_step(tied_net, optax.adam(0.05), group=group(1), schedule=schedule)
+    other_step = fddp.train_step(tied_net, optax.adam(0.05), group=group(1), schedule=schedule)
     for k in (2, 3):
-        state, _ = other(state, batch(k))
+        state, _ = other_step(state, batch(k))
     assert_close(state.params, plain(PARAMS, 4))
 
 
@@ -365,41 +369,41 @@ def test_a_sum_that_fails_is_an_error_for_whoever_looks_and_for_the_next_step(gr
     wire = Wire(group(1))
     step, state = begun(wire, donate=False)
     with wire.letting(1):
-        late, _ = step(state, batch(1))
+        late_state, _ = step(state, batch(1))
         wire.broken = True
     with pytest.raises(ArithmeticError, match="the wire is broken"):
-        print(late.params)
+        print(late_state.params)
     wire.broken = False
     with pytest.raises(ArithmeticError, match="the wire is broken"):
-        step(late, batch(2))
-    again, _ = step(state, batch(1))
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(again.params))
+        step(late_state, batch(2))
+    next_state, _ = step(state, batch(1))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(next_state.params))
 
 
 def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
     """Makes a call while only the first sum arrives; returns its result or error after the
     others."""
-    ended = list[Any]()
+    results = list[Any]()
 
     def run() -> None:
         try:
-            ended.append(call())
+            results.append(call())
         except ArithmeticError as error:
-            ended.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=with_configuration(run))
     with wire.letting(1):
         thread.start()
         time.sleep(0.5)
-        assert not ended
+        assert not results
     thread.join(60)
-    return ended
+    return results
 
 
 @pytest.mark.steps
 def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Groups, monkeypatch):
     wire = Wire(group(1))
-    told = list[str]()
+    doings = list[str]()
     step, state = begun(wire, donate=False)
     last = max(
         int(task.name.split()[1])
@@ -408,8 +412,8 @@ def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Gro
     )
 
     def say(doing: str) -> None:
-        told.append(doing)
-        if doing == f"stage {last}" and told.count(doing) == 1:
+        doings.append(doing)
+        if doing == f"stage {last}" and doings.count(doing) == 1:
             raise ArithmeticError("on purpose")
 
     monkeypatch.setattr(wire.group.journal, "say", say)
@@ -422,8 +426,8 @@ def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Gro
 @pytest.mark.steps
 def test_without_a_communicator_of_its_own_a_step_leaves_nothing(group: Groups):
     wire = Wire(group(1))
-    own = wire.group.transport._replace(all_reduce=wire.all_reduce)
-    step = trainer(replace(wire.group, transport=own, clone=lambda count: (own,)))
+    transport = wire.group.transport._replace(all_reduce=wire.all_reduce)
+    step = trainer(replace(wire.group, transport=transport, clone=lambda count: (transport,)))
     state, _ = step(step.init(PARAMS), batch(0))
     waits_for_all(wire, lambda: step(state, batch(1)))
     assert wire.most == 1
@@ -443,17 +447,17 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(
     expected = by_plain_jax(tied_net, optimizer, PARAMS, map(batch, range(3))).params
     assert_close(state.params, expected)
     jax.block_until_ready(state)
-    said = list[str]()
+    journal_words = list[str]()
     messages = len(step.plan.buckets)
     with wire.letting(messages - 1):
         state, _ = step(state, batch(3))
-        monkeypatch.setattr(wire.group.journal, "say", said.append)
+        monkeypatch.setattr(wire.group.journal, "say", journal_words.append)
         thread = threading.Thread(target=with_configuration(lambda: step(state, batch(4))))
         thread.start()
         time.sleep(0.5)
-        assert "stage 1" not in said, "the first stage that reads a parameter"
+        assert "stage 1" not in journal_words, "the first stage that reads a parameter"
     thread.join(60)
-    assert "stage 1" in said
+    assert "stage 1" in journal_words
 
 
 @pytest.mark.steps

@@ -154,11 +154,11 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.steps
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("made", LISTS)
+@pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("n", [1, 2])
-def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, made, launcher):
+def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, name, launcher):
     def schedule(group: fddp.Group, pieces: Pieces, donate: bool) -> Any:
-        return LAUNCHERS[launcher](group, partial(LISTS[made], group.placement, pieces), donate)
+        return LAUNCHERS[launcher](group, partial(LISTS[name], group.placement, pieces), donate)
 
     step = fddp.train_step(
         net, SGD, group=group(n), schedule=schedule, bucket_cap_mb=0, donate=False
@@ -184,8 +184,8 @@ def test_messages_in_xlas_order_give_the_bits_of_messages_in_their_own(group, n)
         state, _ = step(step.init(PARAMS), ROWS)
         state, info = step(state, ROWS)
         ends.append((state.params, info.loss))
-    for other in ends[1:]:
-        jax.tree.map(np.testing.assert_array_equal, ends[0], other)
+    for result in ends[1:]:
+        jax.tree.map(np.testing.assert_array_equal, ends[0], result)
 
 
 ### Compiled stages
@@ -206,9 +206,9 @@ def made(
     results = [Value("result", path=str(k)) for k in range(len(closed.out_avals))]
     tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
-    whole = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
+    listed = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
     gives = freed(tasks, lambda task: HERE) if donate else {}
-    programs = compiled(placement, whole, values, gives, lambda what: nullcontext())
+    programs = compiled(placement, listed, values, gives, lambda what: nullcontext())
     for task in tasks:
         values.update(zip(task.writes, programs[task.name](*(values[name] for name in task.reads))))
     return [values[name] for name in results], programs, leaves
@@ -237,10 +237,10 @@ def test_equal_stages_are_compiled_once(group):
     _, programs, _ = made(
         group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], [[0], [1], [2], [3]]
     )
-    first, *others, last = programs.values()
-    assert len(set(map(id, others))) == 1
+    first, *middle, last = programs.values()
+    assert len(set(map(id, middle))) == 1
     # The first reads an input, the last hands nothing on.
-    assert len({id(first), id(others[0]), id(last)}) == 3
+    assert len({id(first), id(middle[0]), id(last)}) == 3
 
 
 def test_stages_that_differ_in_a_constant_are_different_programs(group):

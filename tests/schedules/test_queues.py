@@ -53,9 +53,9 @@ def test_a_value_is_let_go_of_by_its_last_reader():
 
     def do(task: Task, read: Any) -> Any:
         if task.name == "a":
-            made = Big()
-            alive.append(weakref.ref(made))
-            return (made,)
+            value = Big()
+            alive.append(weakref.ref(value))
+            return (value,)
         read.clear()
         alive.append(alive[0]() is not None)
         return (0,)

@@ -91,9 +91,9 @@ def test_the_pace_that_was_simulated_is_the_pace_that_is_observed():
     pace = Pace(compute=0.8, communication=0.6)
     stages = [2.0, 1.5, 1.0, 4.0]
     sends = [1.0, 2.0, 0.5, 1.0]
-    seen = observed_pace(simulate(*outline(stages, sends), pace=pace), sum(stages), sum(sends))
-    assert abs(seen.compute - pace.compute) < 1e-9
-    assert abs(seen.communication - pace.communication) < 1e-9
+    observed = observed_pace(simulate(*outline(stages, sends), pace=pace), sum(stages), sum(sends))
+    assert abs(observed.compute - pace.compute) < 1e-9
+    assert abs(observed.communication - pace.communication) < 1e-9
 
 
 def test_without_overlap_or_loss_the_pace_is_one():
@@ -117,12 +117,12 @@ def test_no_order_of_events_beats_the_bound(stages, data):
     link = 0.0
     computed = []
     traffic = []
-    for length, sent in zip(stages, sends):
+    for length, duration in zip(stages, sends):
         computed.append((clock, clock + length))
         clock += length + gap
         start = max(clock, link)
-        traffic.append((start, start + sent))
-        link = start + sent
+        traffic.append((start, start + duration))
+        link = start + duration
     line = step(computed, traffic)
     assert line.bound() <= line.seconds + 1e-9
     assert 0 <= line.overlap_share <= 1 + 1e-9

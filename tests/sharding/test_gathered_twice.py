@@ -72,8 +72,8 @@ LOSSES = [deep, of_scaled_weights, penalised, rematerialised, looped, branching]
 
 
 def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
-    wanted = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0} | options
-    return fddp.train_step(loss, ADAM, group=group, **wanted)
+    settings = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0} | options
+    return fddp.train_step(loss, ADAM, group=group, **settings)
 
 
 @pytest.mark.quick("3-staged", "1-fused", "2-after", "4-fused")
@@ -108,8 +108,8 @@ def test_losses_of_all_kinds_are_trained(group: Groups, x64: None, loss: Any, sc
 def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, schedule: str):
     step = again(centred, group(2), schedule=schedule)
     state, _ = step(step.init(weights()), ROWS)
-    one = fddp.train_step(centred, ADAM, group=group(1))
-    close(fddp.whole(state.params), one(one.init(weights()), ROWS)[0].params)
+    reference = fddp.train_step(centred, ADAM, group=group(1))
+    close(fddp.whole(state.params), reference(reference.init(weights()), ROWS)[0].params)
 
 
 @pytest.mark.quick("skip_nonfinite, accumulation_steps-fused", "hook-fused")
@@ -172,10 +172,12 @@ def test_each_bucket_is_gathered_for_each_pass_but_one_that_both_read_together(
     step = again(deep, group(4), schedule=schedule)
     params = {name: np.asarray(w, np.float32) for name, w in weights().items()}
     _, info = step(step.init(params), np.asarray(ROWS, np.float32))
-    sent = dict(zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist()))
+    nbytes = dict(
+        zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist())
+    )
     part = 3 * 4 * WIDTH * WIDTH // 4  # of four replicas each sends its part to three
     # Scattered once; w3 stays, as it is read last and first.
-    assert sent == {("w3",): 2 * part, ("w2",): 3 * part, ("w1",): 3 * part, ("w0",): 2 * part}
+    assert nbytes == {("w3",): 2 * part, ("w2",): 3 * part, ("w1",): 3 * part, ("w0",): 2 * part}
 
 
 def test_no_more_than_two_buckets_are_whole_at_once(group: Groups):
@@ -202,14 +204,14 @@ def most_whole(step: fddp.TrainStep, state: Any, rows: Any) -> int:
             return most
         read = [values[name] for name in task.reads]
         if isinstance(task, Communicate) or task.speaks:
-            made = [doubled(x) for x in read]
+            outputs = [doubled(x) for x in read]
         else:
-            made = trace(step.group.placement, task.run, *read)[1]
-        values.update(zip(task.writes, made))
-        whole = [
+            outputs = trace(step.group.placement, task.run, *read)[1]
+        values.update(zip(task.writes, outputs))
+        gathered = [
             x for name, x in values.items() if x.size == WIDTH * WIDTH and last.get(name, 0) > at
         ]
-        most = max(most, len(whole))
+        most = max(most, len(gathered))
     raise AssertionError(f"no message of loss and metrics: {listed}")
 
 

@@ -139,17 +139,17 @@ def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard
     for device in (
         group(n).placement.place(jnp.ones(()), group(n).placement.per_replica.__class__()).devices()
     ):
-        held = sum(shard.data.nbytes for shard in shards if shard.device == device)
+        nbytes = sum(shard.data.nbytes for shard in shards if shard.device == device)
         # Two moments of 165 and 3 floats, and the parameters, each filled up to a multiple of the
         # replicas.
-        assert held == (3 if shard == "state" else 2) * 4 * (42 + 1)
+        assert nbytes == (3 if shard == "state" else 2) * 4 * (42 + 1)
 
 
 @SCHEDULES
 def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, schedule: str):
     n = 4
     params = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
-    sent = []
+    step_bytes = []
     for shard in (None, "optimizer", "state"):
         options = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
         step = fddp.train_step(
@@ -162,11 +162,11 @@ def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, 
         by_name = dict(
             zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist())
         )
-        sent.append(by_name)
+        step_bytes.append(by_name)
     # Loss and metrics ride in the first bucket of an ordinary step, and alone here.
-    carrier = next(iter(sent[0]))
-    assert sent[1] | {carrier: 0} == sent[0] | {carrier: 0}
-    assert sent[2] == sent[1] == {("w",): 2 * 3 * 40, ("b",): 2 * 3 * 16}
+    carrier = next(iter(step_bytes[0]))
+    assert step_bytes[1] | {carrier: 0} == step_bytes[0] | {carrier: 0}
+    assert step_bytes[2] == step_bytes[1] == {("w",): 2 * 3 * 40, ("b",): 2 * 3 * 16}
 
 
 @both
@@ -177,8 +177,8 @@ def test_no_sum_of_gradients_comes_back_whole(group: Groups, shard: Any):
         lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1), group=group(4), shard=shard
     )
     compiled = step.lower(step.init(params), np.ones((4, 64), np.float32)).compile()
-    found = [one.kind for one in find_collectives(parse(compiled.as_text() or ""))]
-    assert sorted(found) == ["all-gather", "all-reduce", "all-to-all"]
+    kinds = [collective.kind for collective in find_collectives(parse(compiled.as_text() or ""))]
+    assert sorted(kinds) == ["all-gather", "all-reduce", "all-to-all"]
 
 
 @both
@@ -252,14 +252,14 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
     batch = np.ones((4 * n, 64), np.float32)
     listed = step.tasks(state, batch)
     equal, shards = take_apart(state)
-    given = listed.enter(equal, None, *of_one_replica((shards, batch), n))
-    forms = {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in given.items()}
-    held = []
+    values = listed.enter(equal, None, *of_one_replica((shards, batch), n))
+    forms = {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in values.items()}
+    live_bytes = []
     last = max(at for at, task in enumerate(listed.tasks) if task.kind == "compute")
     for at, task in enumerate(listed.tasks[:last]):
         if task.name.endswith("stage 0"):
-            later = {name for other in listed.tasks[at:] for name in other.reads} - set(given)
-            held.append(sum(forms[name].size * 4 for name in later & set(forms)))
+            later = {name for task in listed.tasks[at:] for name in task.reads} - set(values)
+            live_bytes.append(sum(forms[name].size * 4 for name in later & set(forms)))
         if isinstance(task, Communicate):
             forms.update(zip(task.writes, (task.reduction.back(forms[task.reads[0]]),)))
         else:
@@ -269,17 +269,17 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
                     trace(group(n).placement, task.run, *(forms[name] for name in task.reads))[1],
                 )
             )
-    whole = 2 * size if shard == "state" else 0  # parameters, which are gathered once
+    gathered_bytes = 2 * size if shard == "state" else 0  # parameters, which are gathered once
     part = 2 * size // n
     # What has come last is not added yet.
-    for had, most in zip(held, [0, part, 2 * part, 2 * part], strict=True):
-        assert had - whole <= most + 64, held
+    for had, most in zip(live_bytes, [0, part, 2 * part, 2 * part], strict=True):
+        assert had - gathered_bytes <= most + 64, live_bytes
 
 
 @both
 def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups, shard: Any):
     params = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
-    sent = []
+    nbytes = []
     for steps in (1, 2, 3):
         step = fddp.train_step(
             lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
@@ -290,13 +290,13 @@ def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups,
             bucket_cap_mb=0,
         )
         _, info = step(step.init(params), np.ones((24, 8), np.float32))
-        sent.append(np.asarray(info.sent).tolist())
+        nbytes.append(np.asarray(info.sent).tolist())
     leaves = [40 if bucket.names == ("w",) else 16 for bucket in step.plan.buckets]
-    for steps, each in zip((1, 2, 3), sent):
+    for steps, each in zip((1, 2, 3), nbytes):
         assert each[:2] == [
             (steps + 1) * 3 * size for size in leaves
         ]  # three parts of a quarter of 4 bytes each
-        assert each[2] == sent[0][2]
+        assert each[2] == nbytes[0][2]
 
 
 @both
@@ -388,8 +388,8 @@ def test_a_checkpoint_of_shards_is_whole_and_goes_on_on_other_numbers_of_replica
         step, like = make(n, shard)
         with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
             state, _ = checkpoints.restore(like)
-        whole = fddp.whole(state, group=group(n))
-        close((whole.params, whole.opt_state), expected)
+        gathered = fddp.whole(state, group=group(n))
+        close((gathered.params, gathered.opt_state), expected)
         state, _ = step(state, 2 * ROWS)
         close(fddp.whole(state, group=group(n)).params, plain(optax.adamw(0.05), 2)[0])
 
@@ -437,7 +437,7 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     # No stage waits for a message that it does not need.
     stages = [task for task in listed.tasks if task.name.startswith("stage")]
     waits = [{name for name in task.reads if name.startswith("whole")} for task in stages]
-    assert [max(some) for some in waits if some][:5] == [f"whole {k}" for k in range(5)]
+    assert [max(names) for names in waits if names][:5] == [f"whole {k}" for k in range(5)]
 
 
 @both
@@ -449,13 +449,13 @@ def test_a_plan_says_that_it_is_scattered_and_gathered_and_how_much_of_it_is_pad
         step.init(jax.tree.map(np.float32, PARAMS))
         return step.plan
 
-    whole = plan(4, None)
+    uncut = plan(4, None)
     cut = plan(4, shard)
     # 21, 2, 14 and 1 elements are filled up to 24, 4, 16 and 4.
     line = f"each is scattered to 4 replicas and gathered, with {4 * 10} bytes of padding"
     assert cut.padding == 40 and line in str(cut).splitlines()
-    assert "scattered" not in str(whole) and (whole.padding, whole.buckets) == (0, cut.buckets)
-    assert len({whole.digest, cut.digest, plan(3, shard).digest}) == 3
+    assert "scattered" not in str(uncut) and (uncut.padding, uncut.buckets) == (0, cut.buckets)
+    assert len({uncut.digest, cut.digest, plan(3, shard).digest}) == 3
     # One replica has it all.
     assert "scattered" not in str(plan(1, shard)) and plan(1, shard).padding == 0
 
@@ -492,11 +492,13 @@ def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups, shard
     x = ROWS.astype(np.float32)
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, donate=False)
     state, _ = step(step.init(params), x)
-    other = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard=shard, donate=False)
+    other_step = fddp.train_step(
+        loss_fn, optax.adam(0.1), group=group(2), shard=shard, donate=False
+    )
     for wrong, with_step in (
         (fddp.whole(state, group=group(3)), step),
-        (other.init(params), step),
-        (state, other),
+        (other_step.init(params), step),
+        (state, other_step),
     ):
         with pytest.raises(ValueError, match=r"not in shards of \d replicas"):
             with_step(wrong, x)
@@ -529,8 +531,8 @@ def begun(
     step = fddp.train_step(lambda p, x: jnp.mean(x), optimizer, group=group, shard=shard)
     capfd.readouterr()
     step.init(params)
-    told = step.stats().replica_bytes
-    return capfd.readouterr().err.splitlines(), sum(told.whole) - sum(told.held)
+    replica_bytes = step.stats().replica_bytes
+    return capfd.readouterr().err.splitlines(), sum(replica_bytes.whole) - sum(replica_bytes.held)
 
 
 @pytest.mark.parametrize(

@@ -170,10 +170,12 @@ def test_each_device_holds_its_share_of_its_part_and_no_more():
     step, first = begun((2, 2), shard="state", donate=False)
     for state in (first, step(first, ROWS)[0]):
         for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
-            held = {
+            by_leaf = {
                 name: tree[name].parts.addressable_shards for name in PARAMS if name != "frozen"
             }
-            elements = {name: {part.data.size for part in parts} for name, parts in held.items()}
+            elements = {
+                name: {part.data.size for part in shards} for name, shards in by_leaf.items()
+            }
             # Half of a half, and half of what all devices of a replica hold: a number of padding is
             # the rest of 7.
             assert elements == {
@@ -188,16 +190,16 @@ def test_each_device_holds_its_share_of_its_part_and_no_more():
 
 def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
     step, state = begun((4, 2), shard="state", bucket_cap_mb=0)
-    sent = find_collectives(parse(step.lower(state, ROWS).compile().as_text()))
+    collectives = find_collectives(parse(step.lower(state, ROWS).compile().as_text()))
     on_replicas = ((0, 2, 4, 6), (1, 3, 5, 7))
     for kind in ("all-gather", "all-to-all"):  # on CPUs an exchange, and then a sum
-        sizes = [int(np.prod(x.arrays[0].dims)) for x in sent if x.kind == kind]
+        sizes = [int(np.prod(x.arrays[0].dims)) for x in collectives if x.kind == kind]
         # A quarter of half of each leaf, and of what all devices of a replica hold; the last gather
         # is of norms.
         assert sorted(sizes)[-5:] == [1, 2, 3, 5, 120]
-        assert {x.devices for x in sent if x.kind == kind} == {on_replicas}
+        assert {x.devices for x in collectives if x.kind == kind} == {on_replicas}
     # Among the devices of a replica nothing moves but sums of activations, and of norms.
-    among_parts = [x for x in sent if x.devices != on_replicas]
+    among_parts = [x for x in collectives if x.devices != on_replicas]
     assert {x.kind for x in among_parts} == {"all-reduce"}
     assert {x.arrays[0].dims for x in among_parts} == {(4, 40), (4, 5), ()}
 
@@ -244,21 +246,21 @@ def test_a_last_batch_with_fewer_rows_counts_as_many(x64: None):
 
 def test_a_state_is_put_together_where_its_parts_lie():
     _, state = begun((2, 2), shard="state")
-    whole = fddp.whole(state.params)
+    gathered = fddp.whole(state.params)
     for name, spec in WHERE.items():
         if name != "frozen":
-            assert whole[name].sharding.spec == spec
-    for params in (whole, jax.jit(fddp.whole)(state.params)):
+            assert gathered[name].sharding.spec == spec
+    for params in (gathered, jax.jit(fddp.whole)(state.params)):
         for name, x in PARAMS.items():
             np.testing.assert_array_equal(params[name], x.astype(params[name].dtype))
 
 
 def test_parameters_that_lie_in_another_way_need_a_step_of_their_own():
     step, state = begun((2, 2), shard="state")
-    _, other = begun((2, 2), where=OTHER, shard="state")
+    _, other_step = begun((2, 2), where=OTHER, shard="state")
     step(state, ROWS)
     with pytest.raises(ValueError, match=r"Shard of float32\[8, 5\] of the state lies along P"):
-        step(other, ROWS)
+        step(other_step, ROWS)
 
 
 ELSEWHERE: list[tuple[tuple[int, int], Any, Any]] = [
@@ -280,14 +282,14 @@ def test_a_checkpoint_is_restored_on_other_meshes_and_in_other_parts(tmp_path: P
         checkpoints.save(state, now=True)
     saved = bits(state)
     for shape, shard, where in ELSEWHERE:
-        other, like = begun(shape, shard=shard, where=where)
-        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", other) as again:
-            with fddp.Checkpoints(tmp_path, other) as checkpoints:
+        other_step, like = begun(shape, shard=shard, where=where)
+        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", other_step) as checkpoints_again:
+            with fddp.Checkpoints(tmp_path, other_step) as checkpoints:
                 restored, _ = checkpoints.restore(like)
             assert bits(restored) == saved
-            again.save(restored, now=True)
-        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", step) as again:
-            assert bits(again.restore(state)[0]) == saved
+            checkpoints_again.save(restored, now=True)
+        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", step) as checkpoints_again:
+            assert bits(checkpoints_again.restore(state)[0]) == saved
 
 
 ### Over processes
@@ -305,11 +307,11 @@ def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
     rows = parts_in_shards.ROWS
     params = by_plain_jax(parts_in_shards.loss, optax.adam(0.1), start, [rows, rows]).params
     for text in outcome.outputs:
-        end, held, *_ = text.splitlines()
+        end, sizes, *_ = text.splitlines()
         close(
             {name: np.array(x, np.float32) for name, x in json.loads(end).items()},
             params,
             rtol=1e-4,
             atol=1e-5,
         )
-        assert held == "{'bias': 2, 'first': 6, 'second': 2} True"
+        assert sizes == "{'bias': 2, 'first': 6, 'second': 2} True"

@@ -65,10 +65,10 @@ def with_one_bit(x: jax.Array, replica: int) -> jax.Array:
     """The array, of which one replica has another last bit somewhere."""
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     shards[replica] = flipped(shards[replica], 8 * (x.nbytes - 4))
-    there = [
+    arrays = [
         jax.device_put(part, shard.device) for part, shard in zip(shards, x.addressable_shards)
     ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, there)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
 
 
 X = np.ones((8, 3), np.float32)
@@ -93,9 +93,9 @@ def test_a_bit_that_flips_on_one_replica_is_found_and_named(group: Callable[[int
 def test_the_state_of_the_optimizer_is_compared_too(group: Callable[[int], fddp.Group]):
     step, state = make(group(2))
     state, _ = step(state, X)
-    (adam, rest) = state.opt_state
+    (adam, tail) = state.opt_state
     state = state._replace(
-        opt_state=(adam._replace(nu=adam.nu | {"b": with_one_bit(adam.nu["b"], 1)}), rest)
+        opt_state=(adam._replace(nu=adam.nu | {"b": with_one_bit(adam.nu["b"], 1)}), tail)
     )
     with pytest.raises(RuntimeError, match="opt_state/0/nu/b differs, and not more of them"):
         step(state, X)

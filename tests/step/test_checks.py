@@ -127,11 +127,11 @@ def test_params_of_another_model_are_refused_by_their_leaves(make, group):
     total = lambda p, x: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) + jnp.mean(x)  # noqa: E731
     step = make(total)
     state = step.init({"w": np.ones(3)})
-    other = step.init({"y": np.ones(3), "z": np.ones(2)})
+    other_state = step.init({"y": np.ones(3), "z": np.ones(2)})
     says = r"they have y float32\[3\]; z float32\[2\], and lack w float32\[3\]"
     state, _ = step(state, X)
-    refused(ValueError, says, lambda: step(other, X))
-    refused(ValueError, says, lambda: step.no_sync(other, X))
+    refused(ValueError, says, lambda: step(other_state, X))
+    refused(ValueError, says, lambda: step.no_sync(other_state, X))
     f = fddp.value_and_grad(total, group=group(4))
     f({"w": np.ones(3)}, X)
     refused(ValueError, r"they have 0 float32\[3\], and lack w", lambda: f([np.ones(3)], X))
@@ -244,9 +244,9 @@ OTHER_STATES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 @pytest.mark.steps
 @pytest.mark.parametrize("name", OTHER_STATES)
 def test_a_state_of_another_optimizer_is_refused_by_what_differs(group, name):
-    other, optimizer, options, says = OTHER_STATES[name]
+    other_optimizer, optimizer, options, says = OTHER_STATES[name]
     step = fddp.train_step(line, optimizer, group=group(4), **options)
-    wrong = fddp.train_step(line, other, group=group(4), **options).init(BOTH)
+    wrong = fddp.train_step(line, other_optimizer, group=group(4), **options).init(BOTH)
     for _ in range(2):  # before and after the program exists
         refused(ValueError, f"to another optimizer, .*opt_state {says}", lambda: step(wrong, X))
         step(step(step.init(BOTH), X)[0], X)
@@ -584,7 +584,7 @@ def test_a_plan_before_a_state_and_a_look_at_several_programs_are_refused(make):
 
 NOT_A_STEP = "step must be a step, from fddp.train_step, got function"
 NOT_A_PLAN = r"plan must be a fddp.BucketPlan, from fddp.make_plan, got dict {}"
-given: Any = partial  # of values that no type allows
+untyped: Any = partial  # of values that no type allows
 OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.stats, (square,), NOT_A_STEP),
     (fddp.measure, (square, None, [X]), NOT_A_STEP),
@@ -596,45 +596,45 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.round_robin, (["a"],), "each of groups must be a fddp.Group, got str 'a'"),
     (fddp.pack, ({}, W), NOT_A_PLAN),
     (fddp.unpack, ({}, [W]), NOT_A_PLAN),
-    (given(fddp.all_reduce, axis_name="x"), (W, {}), NOT_A_PLAN),
+    (untyped(fddp.all_reduce, axis_name="x"), (W, {}), NOT_A_PLAN),
     (
-        given(fddp.all_reduce, axis_name="x", hook="bf16"),
+        untyped(fddp.all_reduce, axis_name="x", hook="bf16"),
         (W, fddp.make_plan(W)),
         "hook must be a fddp.Hook",
     ),
     (fddp.hooks.bf16, (8,), "bf16: hook must be a fddp.Hook, one of fddp.hooks, got int 8"),
     (fddp.hooks.fp16, (8,), "fp16: hook must be a fddp.Hook"),
     (fddp.hooks.starting, (8, "bf16"), "starting: hook must be a fddp.Hook"),
-    (given(fddp.hooks.momentum, start=1), (None,), "momentum: hook must be a fddp.Hook"),
+    (untyped(fddp.hooks.momentum, start=1), (None,), "momentum: hook must be a fddp.Hook"),
     (
-        given(fddp.hooks.topk, error_feedback="no"),
+        untyped(fddp.hooks.topk, error_feedback="no"),
         (),
         "error_feedback must be True or False, got 'no'",
     ),
-    (given(fddp.hooks.sign, error_feedback=1), (), "error_feedback must be True or False, got 1"),
+    (untyped(fddp.hooks.sign, error_feedback=1), (), "error_feedback must be True or False, got 1"),
     (fddp.dynamic_scale, ("adam",), "optimizer must be an optax transformation, got str 'adam'"),
     (
-        given(fddp.train_step, has_aux="metrics"),
+        untyped(fddp.train_step, has_aux="metrics"),
         (square, optax.sgd(0.1)),
         "has_aux must be True or False",
     ),
-    (given(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
+    (untyped(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
     (
         fddp.tune,
         (square, optax.sgd(0.1)),
         r"fddp.tune\(loss_fn, optimizer, params, batch\), which measures",
     ),
-    (given(fddp.hooks.topk, "half"), (), "ratio must be a number, got 'half'"),
-    (given(fddp.hooks.fp16, predivide="x"), (), "predivide must be a number, got 'x'"),
+    (untyped(fddp.hooks.topk, "half"), (), "ratio must be a number, got 'half'"),
+    (untyped(fddp.hooks.fp16, predivide="x"), (), "predivide must be a number, got 'x'"),
     (
-        given(fddp.dynamic_scale, initial="x"),
+        untyped(fddp.dynamic_scale, initial="x"),
         (optax.sgd(0.1),),
         "initial must be a number, got 'x'",
     ),
     (fddp.hooks.adaptive, (8,), r"bits must be a sequence of numbers, \[8\], got int 8"),
-    (given(fddp.make_plan, order="ready"), (W,), "order must be the numbers of leaves"),
+    (untyped(fddp.make_plan, order="ready"), (W,), "order must be the numbers of leaves"),
     (
-        given(fddp.join, throw_on_early_termination="no"),
+        untyped(fddp.join, throw_on_early_termination="no"),
         ([X],),
         "throw_on_early_termination must be True or False",
     ),
@@ -644,7 +644,7 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.from_linen, (None, square), "module must be a flax.linen.Module, got NoneType"),
     (fddp.from_linen, (linen.Dense(1), None), "loss must be a function, got NoneType"),
     (
-        given(fddp.from_linen, rngs=5),
+        untyped(fddp.from_linen, rngs=5),
         (linen.Dense(1), square),
         "rngs must be a sequence of names, got 5",
     ),

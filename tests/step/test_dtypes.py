@@ -34,7 +34,7 @@ def mean_of_parts(loss: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
     """The gradients of each replica's rows by plain JAX, averaged in double precision."""
     gradient = jax.jit(jax.grad(loss))
     grads = [jax.tree.map(double, gradient(params, part)) for part in np.split(x, REPLICAS)]
-    return jax.tree.map(lambda *parts: sum(parts) / REPLICAS, *grads)
+    return jax.tree.map(lambda *replica_grads: sum(replica_grads) / REPLICAS, *grads)
 
 
 def close(got: Any, expected: Any, form: Any, ulps: float = 4) -> None:
@@ -278,12 +278,12 @@ def test_a_tree_of_all_dtypes_keeps_them_and_averages_each_as_precisely_as_it_ca
     } | {"count": jnp.int32(3)}
 
     def loss(params: Any, x: Any) -> jax.Array:
-        parts = [
+        terms = [
             jnp.mean(jnp.abs(x.astype(p.dtype) * p - 1) ** 2)
             for name, p in params.items()
             if name != "count"
         ]
-        return sum(part.astype(np.float64) for part in parts) * params["count"]
+        return sum(part.astype(np.float64) for part in terms) * params["count"]
 
     f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=cap)
     value, grads = f(params, X)

@@ -73,12 +73,12 @@ def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: N
     batches[1]["ids"] = np.concatenate([np.arange(16), np.full(16, 3)])
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(2), schedule=schedule)
     state = step.init(PARAMS)
-    sent = []
+    nbytes_sent = []
     for batch in batches:
         state, info = step(state, batch)
-        sent.append(int(info.sent[-1]))
-    whole = 8 * ALL * WIDTH  # an all-reduce of two replicas
-    assert sent == [nbytes(2, 4), nbytes(2, 4) + whole, nbytes(2, 4)]
+        nbytes_sent.append(int(info.sent[-1]))
+    dense_bytes = 8 * ALL * WIDTH  # an all-reduce of two replicas
+    assert nbytes_sent == [nbytes(2, 4), nbytes(2, 4) + dense_bytes, nbytes(2, 4)]
     close(state.params, alone(batches))
 
 

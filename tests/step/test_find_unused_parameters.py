@@ -68,8 +68,8 @@ def counts(info: fddp.StepInfo) -> dict[str, int]:
 
 def of_leaf(opt_state: Any, name: str) -> list[np.ndarray]:
     """The optimizer's numbers for a leaf."""
-    found = jax.tree_util.tree_leaves_with_path(opt_state)
-    return [np.asarray(x) for path, x in found if f"'{name}'" in jax.tree_util.keystr(path)]
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    return [np.asarray(x) for path, x in leaves if f"'{name}'" in jax.tree_util.keystr(path)]
 
 
 @SCHEDULES
@@ -172,19 +172,19 @@ def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
     after, info = step(state, data)
 
     gradient = jax.jit(jax.grad(lambda p, rows, key: loss(p, rows, rng=key)[0]))
-    found = []
+    ran_layers = []
     for replica in range(4):
         key = jax.random.key(2)
         for number in (0, 0, replica):  # the step, the micro-batch, the replica
             key = jax.random.fold_in(key, number)
         rows = {"tokens": data["tokens"][replica : replica + 1]}
-        found.append(jax.tree.map(lambda g: int(np.any(g)), gradient(start, rows, key)))
-    expected = jax.tree.map(lambda *ran: sum(ran), *found)
+        ran_layers.append(jax.tree.map(lambda g: int(np.any(g)), gradient(start, rows, key)))
+    expected = jax.tree.map(lambda *ran: sum(ran), *ran_layers)
     assert jax.tree.map(int, info.used) == expected
     layers = {expected[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(3)}
     assert 0 in layers and layers & {1, 2, 3}
-    for before, now in ((start, after.params), (state.opt_state[0].mu, after.opt_state[0].mu)):
-        same = jax.tree.map(np.array_equal, before, now)
+    for before, current in ((start, after.params), (state.opt_state[0].mu, after.opt_state[0].mu)):
+        same = jax.tree.map(np.array_equal, before, current)
         assert same == jax.tree.map(lambda count: count == 0, expected)
 
 
@@ -202,8 +202,8 @@ def test_finding_sends_nothing_more(make, group):
     for step in (plain, make(schedule="fused")):
         state = step.init(params())
         texts.append(step.lower(state, batch(0, 1, 1, 1)).compile().as_text())
-    sent = [text.count(" all-reduce(") for text in texts]
-    assert sent[0] == sent[1] > 0
+    counts = [text.count(" all-reduce(") for text in texts]
+    assert counts[0] == counts[1] > 0
 
 
 def two_tasks(params: Any, batch: Any) -> Any:

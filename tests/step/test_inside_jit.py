@@ -83,10 +83,10 @@ def test_a_scan_of_steps_gives_the_bits_of_a_loop(group: Callable[[int], fddp.Gr
     assert bits(scanned) == bits(state)
     assert bits(scanned_infos) == bits(infos)
     assert step.steps == STEPS  # what the host counts, it counts outside
-    again, _ = step(
+    copied, _ = step(
         scanned, BATCHES[0]
     )  # what a program of the user's returned is a state as any other
-    assert bits(again) == bits(step(state, BATCHES[0])[0])
+    assert bits(copied) == bits(step(state, BATCHES[0])[0])
 
 
 def test_buffers_and_random_numbers_are_those_of_a_loop(group: Callable[[int], fddp.Group]):

@@ -69,9 +69,9 @@ def mean_square(params: Any, x: Any, model: Apply = net) -> jax.Array:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(*parts: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def program(*fields: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(loss: Callable[..., Any]) -> Callable[..., Any]:
-        PROGRAMS[loss.__name__.replace("_", " ")] = Program(loss, *parts, **more)
+        PROGRAMS[loss.__name__.replace("_", " ")] = Program(loss, *fields, **more)
         return loss
 
     return register
@@ -124,11 +124,11 @@ def a_branch_on_the_data_and_a_loop(params: Any, x: Any) -> jax.Array:
 
 @program()
 def one_compiled_layer_called_three_times(params: Any, x: Any) -> jax.Array:
-    again = jax.jit(dense)
-    h = again(params["first"], x)
+    compiled = jax.jit(dense)
+    h = compiled(params["first"], x)
     for _ in range(2):
-        h = again(params["second"], h)
-    return jnp.mean((again(params["third"], h) - x[:, :2]) ** 2)
+        h = compiled(params["second"], h)
+    return jnp.mean((compiled(params["third"], h) - x[:, :2]) ** 2)
 
 
 ### Tied weights
@@ -150,8 +150,8 @@ def an_embedding_tied_with_the_output(params: Any, tokens: Any) -> jax.Array:
 @program()
 def one_layer_used_first_and_last(params: Any, x: Any) -> jax.Array:
     h = net(params, x)
-    back = jnp.tanh(h @ params["third"]["w"].T) @ params["first"]["w"].T
-    return jnp.mean((back - x) ** 2)
+    decoded = jnp.tanh(h @ params["third"]["w"].T) @ params["first"]["w"].T
+    return jnp.mean((decoded - x) ** 2)
 
 
 ### Several forwards and one backward
@@ -159,9 +159,9 @@ def one_layer_used_first_and_last(params: Any, x: Any) -> jax.Array:
 
 @program()
 def two_views_of_a_batch(params: Any, x: Any) -> jax.Array:
-    one = net(params, x)
+    first_view = net(params, x)
     two = net(params, 2 * x[:, ::-1])
-    return jnp.mean((one - two) ** 2) - 0.1 * jnp.mean(one * two)
+    return jnp.mean((first_view - two) ** 2) - 0.1 * jnp.mean(first_view * two)
 
 
 @program()
@@ -191,8 +191,8 @@ def scaled_forward(layer: Any, x: Any) -> Any:
     return y, (layer, x, y)
 
 
-def scaled_backward(kept: Any, g: Any) -> Any:
-    layer, x, y = kept
+def scaled_backward(saved: Any, g: Any) -> Any:
+    layer, x, y = saved
     g = 3 * g * (1 - y**2)
     return {"w": x.T @ g, "b": jnp.sum(g, axis=0)}, g @ layer["w"].T
 
@@ -283,9 +283,9 @@ def parted(tree: Any) -> tuple[Any, Any]:
     )
 
 
-def together(floats: Any, rest: Any) -> Any:
+def together(floats: Any, integers: Any) -> Any:
     return jax.tree.map(
-        lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda x: x is None
+        lambda a, b: b if a is None else a, floats, integers, is_leaf=lambda x: x is None
     )
 
 
@@ -294,10 +294,10 @@ def alone(name: str) -> tuple[Any, list[Any]]:
     """Parameters after the last step, and the loss of each, of one replica on the joined
     batches."""
     loss, params, batches, optimizer = PROGRAMS[name]
-    floats, rest = parted(params)
-    of_floats = lambda floats, batch: loss(together(floats, rest), batch)  # noqa: E731
+    floats, integers = parted(params)
+    of_floats = lambda floats, batch: loss(together(floats, integers), batch)  # noqa: E731
     result = by_plain_jax(of_floats, optimizer, floats, batches)
-    return jax.device_get((together(result.params, rest), result.losses))
+    return jax.device_get((together(result.params, integers), result.losses))
 
 
 @pytest.mark.quick(
@@ -383,43 +383,43 @@ def judged(params: Any, x: Any) -> jax.Array:
 
 
 def player_loss(player: str, params: Any, x: Any) -> jax.Array:
-    made = judged(params, dense(params["generator"], x[:, ::-1]))
+    generated = judged(params, dense(params["generator"], x[:, ::-1]))
     if player == "generator":
-        return jnp.mean(jax.nn.softplus(-made))
-    return jnp.mean(jax.nn.softplus(made) + jax.nn.softplus(-judged(params, x)))
+        return jnp.mean(jax.nn.softplus(-generated))
+    return jnp.mean(jax.nn.softplus(generated) + jax.nn.softplus(-judged(params, x)))
 
 
 @SCHEDULES
 def test_two_players_freeze_and_thaw_each_other(group, x64, schedule):
     steps = {}
     states = {}
-    for player, other in OTHERS.items():
+    for player, opponent in OTHERS.items():
         steps[player] = fddp.train_step(
             partial(player_loss, player),
             OPTIMIZERS[player],
             group=group(REPLICAS),
             schedule=schedule,
             bucket_cap_mb=0,
-            ignore=lambda path, other=other: path.startswith(f"{other}/"),
+            ignore=lambda path, opponent=opponent: path.startswith(f"{opponent}/"),
         )
         states[player] = steps[player].init(GAN)
     expected = GAN
     opt_states = {player: OPTIMIZERS[player].init(GAN[player]) for player in OTHERS}
     params = states["discriminator"].params
     for x in X:
-        for player, other in OTHERS.items():
+        for player, opponent in OTHERS.items():
             states[player], info = steps[player](states[player]._replace(params=params), x)
             params = states[player].params
             loss, grads = jax.value_and_grad(
-                lambda own, player=player, x=x, whole=expected: player_loss(
-                    player, whole | {player: own}, x
+                lambda player_params, player=player, x=x, all_params=expected: player_loss(
+                    player, all_params | {player: player_params}, x
                 )
             )(expected[player])
             updates, opt_states[player] = OPTIMIZERS[player].update(
                 grads, opt_states[player], expected[player]
             )
-            frozen = expected[other]
-            expected = {player: optax.apply_updates(expected[player], updates), other: frozen}
+            frozen = expected[opponent]
+            expected = {player: optax.apply_updates(expected[player], updates), opponent: frozen}
             close((params, info.loss), (expected, loss))
     assert [bucket.names[0].split("/")[0] for bucket in steps["generator"].plan.buckets] == [
         "generator"

@@ -98,37 +98,37 @@ def test_each_device_holds_its_part_of_parameters_and_moments():
     assert {name.split("/")[-2] for name in halves} == MATRICES
     moments = state.opt_state[0]
     assert in_halves(moments.mu) == in_halves(moments.nu) == halves
-    whole, held = tensor_parallel.size_mib(state.params)
-    assert held < 0.51 * whole
+    total_mib, local_mib = tensor_parallel.size_mib(state.params)
+    assert local_mib < 0.51 * total_mib
 
 
 def all_reduces(text: str) -> list[tuple[int, Devices]]:
     """Elements and groups of devices of every all-reduce in a compiled program."""
-    found = re.findall(
+    matches = re.findall(
         r"= \w+\[([\d,]*)\]\S* all-reduce\(.*?replica_groups=(.+?), use_global", text
     )
     return [
         (int(np.prod([int(n) for n in shape.split(",") if n])), device_groups(groups))
-        for shape, groups in found
+        for shape, groups in matches
     ]
 
 
 def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
     step, state, batch = trained()
     text = step.lower(state, batch).compile().as_text()
-    sent = all_reduces(text)
-    assert len(sent) == len(re.findall(r" all-reduce(-start)?\(", text))
-    assert all(groups in (ON_REPLICAS, ON_PARTS) for _, groups in sent)
-    assert any(groups == ON_PARTS for _, groups in sent)
-    among_replicas = [size for size, groups in sent if groups == ON_REPLICAS]
+    sums = all_reduces(text)
+    assert len(sums) == len(re.findall(r" all-reduce(-start)?\(", text))
+    assert all(groups in (ON_REPLICAS, ON_PARTS) for _, groups in sums)
+    assert any(groups == ON_PARTS for _, groups in sums)
+    among_replicas = [size for size, groups in sums if groups == ON_REPLICAS]
     loss_accuracy_and_weight = 3
     sizes = [bucket.size for bucket in step.plan.buckets]
     assert len(sizes) >= 3
     assert sorted(among_replicas) == sorted([sizes[0] + loss_accuracy_and_weight, *sizes[1:]])
-    parts = [
+    part_sizes = [
         part.data.size for part in (x.addressable_shards[0] for x in jax.tree.leaves(state.params))
     ]
-    assert sum(sizes) == sum(parts)
+    assert sum(sizes) == sum(part_sizes)
     # Nothing else moves but the accuracy's largest logits, of which each part finds one for every
     # token.
     gathered = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
@@ -138,10 +138,10 @@ def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
 
 def test_a_second_step_finds_everything_where_the_first_did():
     step, state, batch = trained()
-    again, _ = step(state, batch)
+    next_state, _ = step(state, batch)
     where = partial(jax.tree.map, lambda x: x.sharding)
-    assert where(again.params) == where(state.params)
-    assert where(again.opt_state) == where(state.opt_state)
+    assert where(next_state.params) == where(state.params)
+    assert where(next_state.opt_state) == where(state.opt_state)
 
 
 ### Other forms of the same
@@ -195,8 +195,8 @@ def test_a_loss_may_use_a_parameter_in_parts_in_a_loop(x64):
     w = X[:4] @ X[:4].T / 4
     x = X @ X[:4].T
     f = fddp.value_and_grad(looped, group=fddp.mesh_group(mesh()))
-    found = f(jax.device_put(w, NamedSharding(mesh(), PartitionSpec("part"))), x)
-    close(found, jax.value_and_grad(looped)(w, x), rtol=1e-12, atol=0)
+    results = f(jax.device_put(w, NamedSharding(mesh(), PartitionSpec("part"))), x)
+    close(results, jax.value_and_grad(looped)(w, x), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["fused", "after"])
@@ -294,17 +294,17 @@ def test_a_hook_of_single_elements_sums_the_parts_of_each_device(
 def test_a_hook_cannot_have_whole_leaves_of_a_replica_in_parts():
     says = "several devices, along 'part': each device sends the parts"
     hook = fddp.hooks.quantize(error_feedback=False)
-    parts = fddp.mesh_group(mesh())
-    whole = fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
+    part_group = fddp.mesh_group(mesh())
+    plain_group = fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
     for call in (
         partial(fddp.train_step, loss, optax.sgd(1.0)),
         partial(fddp.value_and_grad, loss),
     ):
         with pytest.raises(ValueError, match=says):
-            call(group=parts, hook=hook)
-    step = fddp.train_step(loss, optax.sgd(1.0), group=whole, hook=hook)
+            call(group=part_group, hook=hook)
+    step = fddp.train_step(loss, optax.sgd(1.0), group=plain_group, hook=hook)
     with pytest.raises(ValueError, match=says):
-        step.on(parts)
+        step.on(part_group)
 
 
 def test_a_subgroup_keeps_the_axes_of_its_mesh():

@@ -56,7 +56,7 @@ def shards(x: jax.Array) -> list[Any]:
 def alone() -> list[tuple[Any, Any]]:
     """Parameters and loss after each step of one replica on all rows since the last."""
     rows = batches(CALLS)
-    joined = [np.concatenate([next(rows) for _ in range(held + 1)]) for held in HELD]
+    joined = [np.concatenate([next(rows) for _ in range(calls + 1)]) for calls in HELD]
     result = by_plain_jax(first_column, ADAM, PARAMS, joined)
     return list(zip(result.history, result.losses))
 
@@ -69,9 +69,9 @@ def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x6
     step = fddp.train_step(first_column, ADAM, group=group(REPLICAS), **options)
     state = step.init(PARAMS)
     rows = batches(CALLS)
-    for number, (held, expected) in enumerate(zip(HELD, alone())):
+    for number, (calls, expected) in enumerate(zip(HELD, alone())):
         before = bits((state.params, state.opt_state))
-        turn = [next(rows) for _ in range(held + 1)]
+        turn = [next(rows) for _ in range(calls + 1)]
         for part in turn[:-1]:
             state, _ = step.no_sync(state, part)
             assert bits((state.params, state.opt_state)) == before and int(state.step) == number
@@ -91,11 +91,11 @@ MESSAGE = re.compile(
 def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
     """The group, and the names of the messages it sends from now on: inside programs when these are
     traced."""
-    sent: list[str] = []
+    messages: list[str] = []
 
     def noted(name: str, message: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            sent.append(name)
+            messages.append(name)
             return message(*args)
 
         return call
@@ -105,7 +105,7 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
     )
     transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
     hosts = Hosts(*(noted(name, f) for name, f in group.hosts._asdict().items()))
-    return replace(group, communicator=communicator, transport=transport, hosts=hosts), sent
+    return replace(group, communicator=communicator, transport=transport, hosts=hosts), messages
 
 
 @SCHEDULES
@@ -114,35 +114,35 @@ def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(grou
     restart."""
     data = np.concatenate(list(batches(3)))
     counts = (8, 24, 16)
-    parts = np.split(data, np.cumsum(counts)[:-1])
+    pieces = np.split(data, np.cumsum(counts)[:-1])
     options: Any = {"group": group(REPLICAS), "schedule": schedule}
-    step, other = (fddp.train_step(first_column, optax.sgd(0.1), **options) for _ in range(2))
-    state, _ = step.no_sync(step.init(PARAMS), parts[0])
-    state, _ = step.no_sync(state, parts[1])
-    state, _ = other(state, parts[2])
+    step, second_step = (fddp.train_step(first_column, optax.sgd(0.1), **options) for _ in range(2))
+    state, _ = step.no_sync(step.init(PARAMS), pieces[0])
+    state, _ = step.no_sync(state, pieces[1])
+    state, _ = second_step(state, pieces[2])
     grads = jax.grad(first_column)(PARAMS, data)
     close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, schedule):
-    four, sent = recorded(group(REPLICAS))
+    four, messages = recorded(group(REPLICAS))
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
     step = fddp.train_step(first_column, optax.sgd(0.1), group=four, **options)
     rows = np.ones((ROWS, 3), np.float32)
     state, _ = step(
         step.init(jax.tree.map(np.float32, PARAMS)), rows
     )  # which also compares the ranks
-    assert sent
-    sent.clear()
+    assert messages
+    messages.clear()
     for _ in range(3):
         state, _ = step.no_sync(state, rows)
-    assert sent == []
+    assert messages == []
     step(state, rows)
     assert (
-        sent
+        messages
         == ["inside" if schedule == "fused" else "all_reduce"] * 3
-        == sent[:1] * len(step.plan.buckets)
+        == messages[:1] * len(step.plan.buckets)
     )
 
 
@@ -165,10 +165,10 @@ def test_xla_puts_no_collective_into_no_sync_either(group):
     )
     second, _ = step.no_sync(first, rows)
     for state in (first, second):
-        held = step.settled.accumulate.lower(
+        lowered = step.settled.accumulate.lower(
             state._replace(accumulated=None), [], state.accumulated, rows
         )
-        text = held.compile().as_text() or ""
+        text = lowered.compile().as_text() or ""
         assert " while(" in text and not MESSAGE.search(text)
     assert MESSAGE.search(step.lower(second, rows).compile().as_text() or "")
 
@@ -185,14 +185,14 @@ def by_hand(
     grads = []
     history = []
     for part in rows:
-        for k, own in enumerate(np.split(part, REPLICAS)):
-            for micro in np.split(own, steps):
+        for k, local_rows in enumerate(np.split(part, REPLICAS)):
+            for micro in np.split(local_rows, steps):
                 (_, (model_states[k], _)), grad = gradient(
                     PARAMS, micro, model_state=model_states[k]
                 )
                 grads.append(grad)
         history.append(list(model_states))
-    return jax.tree.map(lambda *parts: sum(parts) / len(parts), *grads), history
+    return jax.tree.map(lambda *leaf_grads: sum(leaf_grads) / len(leaf_grads), *grads), history
 
 
 @SCHEDULES
@@ -227,7 +227,7 @@ def test_in_turns_with_steps_nothing_is_checked_anew(
     """The arguments of a call differ from those of the next; a check of a large state would take
     long."""
     checked = []
-    monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
+    monkeypatch.setattr("fddp.step.settle.check_params", lambda *args: checked.append(args))
     step = fddp.train_step(first_column, ADAM, group=group(2))
     state = step.init(PARAMS)
     rows = np.ones((ROWS, 3))

@@ -46,8 +46,8 @@ def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
         str(bare),
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    found = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", done.stdout)
-    assert found == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
+    errors = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", done.stdout)
+    assert errors == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
 
 
 ### Options that change later
@@ -80,7 +80,9 @@ def by_hand(optimizer: Any, ignored: tuple[Any, Any]) -> Any:
         trained = {name: x for name, x in params.items() if ignore is None or not ignore(name)}
         state = optimizer.init(trained)
         for x in batches:
-            grads = jax.grad(lambda some, rest, x: two_layers(rest | some, x))(trained, params, x)
+            grads = jax.grad(lambda trainable, frozen, x: two_layers(frozen | trainable, x))(
+                trained, params, x
+            )
             updates, state = optimizer.update(grads, state, trained)
             trained = optax.apply_updates(trained, updates)
         params = params | trained

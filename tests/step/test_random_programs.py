@@ -119,7 +119,7 @@ LOOPS = st.builds(
 @st.composite
 def programs(draw: Any) -> Drawn:
     """Up to three loops and five collectives, in any order."""
-    parts = draw(st.lists(LOOPS, max_size=3)) + draw(st.lists(st.sampled_from(WORDS), max_size=5))
+    layers = draw(st.lists(LOOPS, max_size=3)) + draw(st.lists(st.sampled_from(WORDS), max_size=5))
     options = draw(
         st.fixed_dictionaries(
             {
@@ -136,7 +136,7 @@ def programs(draw: Any) -> Drawn:
     )
     if "shard" in options and options["schedule"] != "eager":
         options["reshard_after_forward"] = draw(st.booleans())
-    return Drawn(tuple(draw(st.permutations(parts))), draw(st.integers(1, 3)), options)
+    return Drawn(tuple(draw(st.permutations(layers))), draw(st.integers(1, 3)), options)
 
 
 def params_of(drawn: Drawn) -> dict[str, Any]:
@@ -196,13 +196,13 @@ def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
         state, _ = step(state, rows)
     joined = partial(loss, drawn, None)
     expected = by_plain_jax(joined, optimizer, params, batches).params
-    beside = jax.tree.map(lambda x: x * (1 + 4 * np.finfo(x.dtype).eps), params)
-    off = by_plain_jax(joined, optimizer, beside, batches).params
-    apart = max(
+    perturbed = jax.tree.map(lambda x: x * (1 + 4 * np.finfo(x.dtype).eps), params)
+    off = by_plain_jax(joined, optimizer, perturbed, batches).params
+    distance = max(
         float(np.max(np.abs(a - b)))
         for a, b in zip(jax.tree.leaves(off), jax.tree.leaves(expected))
     )
-    close(fddp.whole(state.params), expected, atol=1e-12 + 4 * apart)
+    close(fddp.whole(state.params), expected, atol=1e-12 + 4 * distance)
 
 
 def drawn_often(count: int) -> Callable[[Any], Any]:

@@ -39,20 +39,20 @@ def test_rank_0_names_the_ranks_that_bring_the_same_rows(
     group: Callable[[int], fddp.Group], capfd: Any
 ):
     same = digest(X)
-    other = digest(X[1:])
+    other_digest = digest(X[1:])
     nothing = bytes(BESIDE)
-    tell_same_rows(group(1), [same, other, nothing, same, nothing])
+    tell_same_rows(group(1), [same, other_digest, nothing, same, nothing])
     words = capfd.readouterr().err
     assert (
         words.startswith("fddp: ranks 0, 3 bring the same first rows") and "fddp.samples" in words
     )
-    tell_same_rows(group(1), [same, other, nothing, nothing])
+    tell_same_rows(group(1), [same, other_digest, nothing, nothing])
     assert capfd.readouterr().err == ""
 
 
 def test_what_travels_beside_a_comparison_comes_back_filled_up(group: Callable[[int], fddp.Group]):
-    assert verify_beside(group(1), "nothing", list, list, lambda found: b"abc") == (
+    assert verify_beside(group(1), "nothing", list, list, lambda verdicts: b"abc") == (
         [],
         [b"abc" + bytes(13)],
     )
-    assert verify_beside(group(1), "nothing", list, list, lambda found: b"") == ([], [bytes(16)])
+    assert verify_beside(group(1), "nothing", list, list, lambda verdicts: b"") == ([], [bytes(16)])

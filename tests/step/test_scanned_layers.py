@@ -63,8 +63,8 @@ def with_results(x: Any, p: Any) -> Any:
 def with_rng(x: Any, p: Any) -> Any:
     def one(carried: Any, w: Any) -> tuple[Any, None]:
         x, key = carried
-        key, mine = jax.random.split(key)
-        return (layer(x, w)[0] * jax.random.bernoulli(mine, 0.5, (WIDTH,)), key), None
+        key, layer_key = jax.random.split(key)
+        return (layer(x, w)[0] * jax.random.bernoulli(layer_key, 0.5, (WIDTH,)), key), None
 
     return jax.lax.scan(one, (x, jax.random.key(3)), p["layers"])[0][0]
 
@@ -104,9 +104,9 @@ def trained(step: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
     return step, jax.device_get(state.params)
 
 
-def plain(loss: Any, optimizer: Any, params: Any, steps: int = 3, parts: int = 2) -> Any:
+def plain(loss: Any, optimizer: Any, params: Any, steps: int = 3, replicas: int = 2) -> Any:
     batches = [ROWS + k for k in range(steps)]
-    return by_plain_jax(loss, optimizer, params, batches, parts=parts).params
+    return by_plain_jax(loss, optimizer, params, batches, parts=replicas).params
 
 
 def slices(step: Any) -> list[str]:
@@ -150,12 +150,12 @@ def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(
 
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
-@pytest.mark.parametrize("made", JOINED)
+@pytest.mark.parametrize("name", JOINED)
 def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices(
-    group, x64, made, schedule
+    group, x64, name, schedule
 ):
     def pruned(x: Any, p: Any) -> Any:
-        return scanned(x, p["layers"] | {"kernel": p["layers"]["kernel"] * JOINED[made](p)})
+        return scanned(x, p["layers"] | {"kernel": p["layers"]["kernel"] * JOINED[name](p)})
 
     options = {"schedule": schedule, "bucket_cap_mb": CAP}
     step, params = trained(
@@ -220,7 +220,9 @@ def test_slices_go_with_other_options(group, x64, options):
         weights(),
     )
     assert slices(step)
-    compare(params, plain(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
+    compare(
+        params, plain(loss, clipped, weights(), replicas=2 * options.get("accumulation_steps", 1))
+    )
 
 
 @pytest.mark.quick("staged")
@@ -239,8 +241,8 @@ def test_slices_travel_in_sixteen_bits_as_whole_stacks_do(group, schedule):
         return trained(step, jax.tree.map(np.float32, weights()))
 
     sliced, got = run(schedule)
-    whole, expected = run("fused")
-    assert slices(sliced) and not slices(whole)
+    unsliced, expected = run("fused")
+    assert slices(sliced) and not slices(unsliced)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), got, expected)
 
 
@@ -330,8 +332,8 @@ def test_a_state_is_whole_whenever_somebody_looks(group, x64, schedule):
     )
     shapes = [[x.shape for x in jax.tree.leaves(state)] for state in states]
     assert all(shape == shapes[0] for shape in shapes)
-    again, _ = step(states[3], ROWS + 3)
-    compare(again.params, states[4].params)
+    resumed, _ = step(states[3], ROWS + 3)
+    compare(resumed.params, states[4].params)
 
 
 @pytest.mark.steps

@@ -125,8 +125,11 @@ def evaluates_rows_that_are_made_under_the_mesh(group: fddp.Group, folder: Path)
 
 def group_calls(group: fddp.Group, folder: Path) -> None:
     assert group.all_reduce(np.int32(3)).tolist() == 3 and group.all_gather(4).tolist() == [4]
-    sent = group.broadcast({"key": jax.random.key(3), "x": jnp.ones(2)})
-    assert jax.random.key_data(sent["key"]).tolist() == [0, 3] and sent["x"].tolist() == [1, 1]
+    received = group.broadcast({"key": jax.random.key(3), "x": jnp.ones(2)})
+    assert jax.random.key_data(received["key"]).tolist() == [0, 3] and received["x"].tolist() == [
+        1,
+        1,
+    ]
     assert group.broadcast_object({"a": 1}) == {"a": 1} and group.subgroup([0]).size == group.size
     assert fddp.gather_rows(jnp.arange(3), group=group).tolist() == [0, 1, 2]
     assert group.hierarchical().size == group.size
@@ -162,9 +165,9 @@ def measured(group: fddp.Group, folder: Path) -> None:
 
 
 def tuned(group: fddp.Group, folder: Path) -> None:
-    alone = fddp.mesh_group(mesh_of(1, AxisType.Auto), "data")
+    single = fddp.mesh_group(mesh_of(1, AxisType.Auto), "data")
     tuning = fddp.tune(
-        first_column, OPTIMIZER, PARAMS, ROWS, group=alone, caps_mb=[0.0, 25.0], steps=1
+        first_column, OPTIMIZER, PARAMS, ROWS, group=single, caps_mb=[0.0, 25.0], steps=1
     )
     assert len(tuning.candidates) == 2
 
@@ -370,13 +373,13 @@ def trained_on_ones(group: fddp.Group) -> fddp.TrainState:
 
 def test_init_takes_the_axis_of_a_mesh_that_has_its_devices(kind: AxisType):
     devices = jax.devices()
-    others = (
+    other_meshes = (
         mesh_of(2, kind),
         Mesh(np.array(devices).reshape(2, -1), ("data", "model"), axis_types=(kind,) * 2),
     )
     for mesh, axis in (
         (mesh_of(len(devices), kind), "data"),
-        *((other, "replica") for other in others),
+        *((other_mesh, "replica") for other_mesh in other_meshes),
     ):
         fddp.shutdown()
         try:

@@ -31,11 +31,11 @@ TAIL = 3 * 4  # loss, weight and a metric
 ONE = 4 * WIDTH**2
 
 
-def network(params: Any, x: Any, kept: Any) -> Any:
+def network(params: Any, x: Any, mask: Any) -> Any:
     """A residual network that leaves out the layers with a false `kept`."""
     for k in range(LAYERS):
         x = x + jax.lax.cond(
-            kept[k],
+            mask[k],
             lambda x, w: jnp.tanh(x @ w),
             lambda x, w: jnp.zeros_like(x),
             x,
@@ -45,8 +45,8 @@ def network(params: Any, x: Any, kept: Any) -> Any:
 
 
 def dropping(params: Any, x: Any, *, rng: Any) -> Any:
-    kept = jax.random.bernoulli(rng, 0.5, (LAYERS,))
-    return network(params, x, kept), {"kept": jnp.sum(kept * 1.0)}
+    mask = jax.random.bernoulli(rng, 0.5, (LAYERS,))
+    return network(params, x, mask), {"kept": jnp.sum(mask * 1.0)}
 
 
 def steps(
@@ -92,9 +92,9 @@ def test_layers_that_all_replicas_drop_are_not_sent_and_nothing_else_changes(gro
     state, infos = steps(group, True, schedule, skip_all_reduce_unused_params=True)
     plain, plain_infos = steps(group, True, schedule)
     assert_same(schedule, state.params, plain.params)
-    kept = [int(info.aux["kept"]) for info in infos]
-    assert len(set(kept)) > 1 and min(kept) < LAYERS
-    for info, plain_info, layers in zip(infos, plain_infos, kept):
+    layer_counts = [int(info.aux["kept"]) for info in infos]
+    assert len(set(layer_counts)) > 1 and min(layer_counts) < LAYERS
+    for info, plain_info, layers in zip(infos, plain_infos, layer_counts):
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + layers * ONE)
         assert int(plain_info.sent.sum()) == on_the_wire(MASK + TAIL + LAYERS * ONE)
         # Whole layers: their sums are there or not; what tells of them travels alone.
@@ -146,19 +146,24 @@ def test_used_once_in_a_step_is_used(group):
 
 def test_a_shared_key_draws_alike_on_all_replicas_and_anew_in_each_step(group):
     def loss(w: Any, x: Any, *, rng: Any) -> Any:
-        mine, ours = (jax.random.uniform(rng[name]) for name in ("own", "shared"))
-        return jnp.mean(w * x), {"own": mine, "own²": mine**2, "shared": ours, "shared²": ours**2}
+        local_draw, shared_draw = (jax.random.uniform(rng[name]) for name in ("own", "shared"))
+        return jnp.mean(w * x), {
+            "own": local_draw,
+            "own²": local_draw**2,
+            "shared": shared_draw,
+            "shared²": shared_draw**2,
+        }
 
     keys = {"own": jax.random.key(1), "shared": fddp.Shared(jax.random.key(2))}
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), has_aux=True)
     state = step.init(np.float32(1), rng=keys)
-    seen = []
+    draws = []
     for _ in range(2):
         state, info = step(state, np.ones(4, np.float32))
         variance = {name: float(info.aux[f"{name}²"] - info.aux[name] ** 2) for name in keys}
         assert variance["own"] > 1e-3 and abs(variance["shared"]) < 1e-6
-        seen.append(float(info.aux["shared"]))
-    assert seen[0] != seen[1]
+        draws.append(float(info.aux["shared"]))
+    assert draws[0] != draws[1]
 
 
 def test_dropped_layers_and_hooks_go_together(group):

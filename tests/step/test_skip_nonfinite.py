@@ -27,8 +27,8 @@ def loss_fn(params: Any, x: Any, *, model_state: Any) -> Any:
 
 
 def make(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    given: Any = {"skip_nonfinite": True, "bucket_cap_mb": 0} | options
-    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group, **given)
+    settings: Any = {"skip_nonfinite": True, "bucket_cap_mb": 0} | options
+    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group, **settings)
     return step, step.init(START, model_state=np.float32(0))
 
 
@@ -125,15 +125,15 @@ def test_a_loss_scale_goes_down_all_the_same(group: Callable[[int], fddp.Group])
 
 
 def test_it_costs_no_further_collective(group: Callable[[int], fddp.Group]):
-    found = []
+    operations = []
     for skip in (False, True):
         step, state = make(group(2), skip_nonfinite=skip, schedule="fused")
-        found.append(
+        operations.append(
             list(
                 map(str, find_collectives(parse(step.lower(state, WELL).compile().as_text() or "")))
             )
         )
-    assert found[0] == found[1] != []
+    assert operations[0] == operations[1] != []
 
 
 def test_where_there_is_no_step_there_is_none_to_skip():

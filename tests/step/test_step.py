@@ -80,11 +80,13 @@ def test_buffers_are_those_of_replica_0_at_the_next_forward(make):
     step = make(averaging)
     state = step.init(np.float32(0), model_state=start())
     first = np.mean(X[:4])
-    others = [np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)]
+    local_means = [np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)]
     for mean, count in ((first, 2**24 + 1), (1.5 * first, 2**24 + 2)):
         before = state.model_state["mean"]
         w = state.params
-        expected = np.mean((X - np.asarray(w)) ** 2) + 0.5 * np.asarray(before) + np.mean(others)
+        expected = (
+            np.mean((X - np.asarray(w)) ** 2) + 0.5 * np.asarray(before) + np.mean(local_means)
+        )
         state, info = step(state, X)
         np.testing.assert_allclose(shards(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
         assert shards(state.model_state["count"]) == [count] * 4
@@ -94,10 +96,12 @@ def test_buffers_are_those_of_replica_0_at_the_next_forward(make):
 def test_without_broadcasts_every_replica_keeps_its_own_buffers(make):
     step = make(averaging, broadcast_buffers=False)
     state = step.init(np.float32(0), model_state=start())
-    own = np.array([np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)])
+    local_means = np.array([np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)])
     for factor in (1, 1.5, 1.75):
         state, _ = step(state, X)
-        np.testing.assert_allclose(shards(state.model_state["mean"]), factor * own, rtol=1e-6)
+        np.testing.assert_allclose(
+            shards(state.model_state["mean"]), factor * local_means, rtol=1e-6
+        )
 
 
 def test_buffers_go_through_micro_batches_and_no_sync_in_order(make):
@@ -130,15 +134,15 @@ def test_keys_are_folded_with_step_then_micro_batch_then_replica(make):
     state, _ = step(state, X)  # step 0: micro-batches 0, 1
     state, _ = step.no_sync(state, X)  # step 1: 0, 1
     state, _ = step(state, X)  # still step 1: 2, 3
-    seen = shards(state.model_state["keys"])
+    keys = shards(state.model_state["keys"])
     fold = jax.random.fold_in
     for replica in range(4):
         expected = [
             jax.random.key_data(fold(fold(fold(rng, number), micro), replica))
             for number, micro in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3))
         ]
-        same_bits(seen[replica], np.stack(expected))
-    assert len(np.unique(np.concatenate(seen), axis=0)) == 24
+        same_bits(keys[replica], np.stack(expected))
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 24
     same_bits(jax.random.key_data(state.rng), jax.random.key_data(rng))
 
 
@@ -162,12 +166,12 @@ def test_the_same_key_gives_the_same_run(make, key):
 def test_a_step_gives_up_the_state_but_never_what_the_user_passed_to_init(make):
     loss = lambda w, x, *, model_state, rng: (square(w["a"], x), (model_state, None))  # noqa: E731
     step = make(loss, optax.adam(0.1))
-    mine: Any = ({"a": jnp.float32(1)}, jnp.ones(2), jax.random.key(1))
-    state = step.init(mine[0], model_state=mine[1], rng=mine[2])
+    inputs: Any = ({"a": jnp.float32(1)}, jnp.ones(2), jax.random.key(1))
+    state = step.init(inputs[0], model_state=inputs[1], rng=inputs[2])
     after, _ = step(state, X)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
-    assert not any(x.is_deleted() for x in jax.tree.leaves((mine, after)))
-    assert float(mine[0]["a"]) == 1
+    assert not any(x.is_deleted() for x in jax.tree.leaves((inputs, after)))
+    assert float(inputs[0]["a"]) == 1
 
 
 def test_without_donation_a_state_can_be_used_again(make):
@@ -184,13 +188,13 @@ def test_a_used_up_state_that_numpy_still_looks_at_is_no_other(group):
     """Arrays that NumPy looks at stay, on the first device only."""
     step = fddp.train_step(square, optax.adam(0.1), group=group(4))
     state, _ = step(step.init(np.ones(16, np.float32)), X[:, None])
-    seen = jax.tree.map(np.asarray, state)
+    views = jax.tree.map(np.asarray, state)
     later, _ = step(state, X[:, None])
     for call in (refuse_deleted, lambda state: step(state, X[:, None])):
         with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
             call(state)
     step(later, X[:, None])
-    assert int(seen.step) == 1
+    assert int(views.step) == 1
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -229,10 +233,10 @@ def test_numbers_and_arrays_that_a_user_puts_into_a_state_are_taken(make, schedu
         "one array": state._replace(params=np.asarray(state.params)),
     }
     assert same["a number"].opt_state.hyperparams["learning_rate"] == 0.5
-    for how, given in same.items():
-        assert jax.tree.structure(given) == jax.tree.structure(state), how
-        same_bits(step(given, X[:, None]), expected)
-        accumulated, _ = step.no_sync(given, X[:, None])
+    for how, same_state in same.items():
+        assert jax.tree.structure(same_state) == jax.tree.structure(state), how
+        same_bits(step(same_state, X[:, None]), expected)
+        accumulated, _ = step.no_sync(same_state, X[:, None])
         assert accumulated.accumulated is not None, how
 
 
@@ -259,9 +263,9 @@ def keeping(average: Callable[[Any, Any], Any]) -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("average", "expected"),
     [
-        (lambda kept, new: 0.5 * kept + 0.5 * new, 0.6875),
-        (lambda kept, new: new, 0.875),
-        (lambda kept, new: kept, 0.0),
+        (lambda buffer, new: 0.5 * buffer + 0.5 * new, 0.6875),
+        (lambda buffer, new: new, 0.875),
+        (lambda buffer, new: buffer, 0.0),
     ],
     ids=["average", "new", "first"],
 )

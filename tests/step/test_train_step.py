@@ -133,5 +133,5 @@ def test_processes_end_where_one_device_does(backend: str, size: int, run: Run, 
     _, ranks = results(backend, size)
     ends = [rank[str(run)] for rank in ranks]
     assert_equivalent(ends[0], run)
-    for other in ends[1:]:
-        assert jax.tree.map(np.ndarray.tobytes, other) == jax.tree.map(np.ndarray.tobytes, ends[0])
+    for result in ends[1:]:
+        assert jax.tree.map(np.ndarray.tobytes, result) == jax.tree.map(np.ndarray.tobytes, ends[0])

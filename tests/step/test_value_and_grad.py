@@ -43,9 +43,9 @@ def net_loss(params: Any, batch: Any) -> Any:
     return net(params, batch)[0]
 
 
-def rows(k: int, of: int = 4) -> Any:
+def rows(k: int, count: int = 4) -> Any:
     """The k-th of so many parts of the batch."""
-    size = 64 // of
+    size = 64 // count
     return jax.tree.map(lambda x: x[k * size : (k + 1) * size], BATCH)
 
 
@@ -91,10 +91,10 @@ def test_no_option_changes_the_mathematics(group, reference, schedule, options):
 
 def test_value_and_grad_passes_model_state_and_keys(group, x64):
     def loss(w: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
-        kept = jax.random.bernoulli(rng, shape=x.shape)
-        return jnp.mean((x * kept - w) ** 2), (
+        mask = jax.random.bernoulli(rng, shape=x.shape)
+        return jnp.mean((x * mask - w) ** 2), (
             {"seen": model_state["seen"] + 1},
-            {"kept": jnp.mean(kept * 1.0)},
+            {"kept": jnp.mean(mask * 1.0)},
         )
 
     w = np.float64(0.5)
@@ -114,7 +114,7 @@ def test_value_and_grad_passes_model_state_and_keys(group, x64):
         for k, half in enumerate(np.split(x, 2))
     ]
     mean = jax.tree.map(
-        lambda *parts: sum(parts) / 2, *[((v, a["kept"]), g) for (v, (_, a)), g in halves]
+        lambda *values: sum(values) / 2, *[((v, a["kept"]), g) for (v, (_, a)), g in halves]
     )
     close(((value, aux["kept"]), grad), mean)
     assert int(new["seen"]) == 42
@@ -250,10 +250,10 @@ def test_no_sync_sends_nothing_itself_and_nothing_more_later(group):
     step = fddp.train_step(net_loss, optax.sgd(0.1), group=group(4))
     state = step.init(PARAMS)
     state, _ = step.no_sync(state, BATCH)
-    held = step.settled.accumulate.lower(
+    lowered = step.settled.accumulate.lower(
         state._replace(accumulated=None), [], state.accumulated, BATCH
     )
-    assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(held))
+    assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(lowered))
     # And what it left adds nothing to what the next step sends.
     assert len(all_reduces(compiled(step.lower(state, BATCH)))) == len(step.plan.buckets)
 

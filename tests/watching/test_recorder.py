@@ -48,7 +48,8 @@ def test_no_two_records_share_a_byte():
     records += [message(number) for number in range(1, MESSAGES)]
     records.sort(key=lambda record: record.place)
     assert (
-        all(one.end <= other.place for one, other in pairwise(records)) and records[-1].end == SIZE
+        all(earlier.end <= later.place for earlier, later in pairwise(records))
+        and records[-1].end == SIZE
     )
     names = [field.name for record in records[:-MESSAGES] for field in record.fields]
     assert len(set(names)) == len(names)  # a report has them all
@@ -132,17 +133,17 @@ def test_batches_that_were_added_are_told_as_of_the_last_two_calls():
 @pytest.mark.steps
 def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[int], fddp.Group]):
     recorder = Recorder(bytearray(SIZE))
-    own = replace(group(2), journal=recorder.journal())
+    journaled = replace(group(2), journal=recorder.journal())
     step = fddp.train_step(
-        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=own, schedule="after"
+        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=journaled, schedule="after"
     )
     state = step.init(jnp.zeros(()))
     for _ in range(STEPS):
         state, _ = step(state, jnp.ones(8))
-    told = head(recorder)
-    assert 0 < told["computing"] < told["inside"]
+    record = head(recorder)
+    assert 0 < record["computing"] < record["inside"]
     assert (
-        told["typical"] > 0
+        record["typical"] > 0
     )  # of the steps before: it is not comparable with those of the last ones
 
 
@@ -167,11 +168,11 @@ def test_the_last_messages_are_kept_with_their_times():
         with recorder.message(f"bucket {number}", 8 * number):
             assert text(recorder, SENDING) == f"bucket {number}"
     assert text(recorder, SENDING) == ""
-    kept = [message(number).read(recorder.memory) for number in range(MESSAGES)]
-    assert sorted(one["number"] for one in kept) == list(range(3, MESSAGES + 3))
-    for one in kept:
-        assert 0 < one["begin"] <= one["end"] and one["nbytes"] == 8 * one["number"]
-        assert one["name"] == f"bucket {one['number']}"
+    records = [message(number).read(recorder.memory) for number in range(MESSAGES)]
+    assert sorted(record["number"] for record in records) == list(range(3, MESSAGES + 3))
+    for record in records:
+        assert 0 < record["begin"] <= record["end"] and record["nbytes"] == 8 * record["number"]
+        assert record["name"] == f"bucket {record['number']}"
 
 
 def test_messages_of_two_threads_keep_their_own_places():
@@ -187,9 +188,9 @@ def test_messages_of_two_threads_keep_their_own_places():
         thread.start()
     for thread in threads:
         thread.join()
-    kept = [message(number).read(recorder.memory) for number in range(2)]
-    assert {one["name"] for one in kept} == {"a", "b"}
-    assert all(one["end"] >= one["begin"] > 0 for one in kept)
+    records = [message(number).read(recorder.memory) for number in range(2)]
+    assert {record["name"] for record in records} == {"a", "b"}
+    assert all(record["end"] >= record["begin"] > 0 for record in records)
 
 
 class Later:

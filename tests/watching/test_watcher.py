@@ -61,19 +61,25 @@ GOING = {
 NOW = 100.0
 
 
-def rank(number: int, **told: Any) -> dict[str, Any]:
-    return GOING | {"rank": number} | told
+def rank(number: int, **fields: Any) -> dict[str, Any]:
+    return GOING | {"rank": number} | fields
 
 
 def waiting(number: int, still: float) -> dict[str, Any]:
-    there = {"steps": 53, "calls": 56, "messages": 105, "doing": "update 1", "sending": "bucket 2"}
-    return rank(number, together=True, still=still, **there)
+    position = {
+        "steps": 53,
+        "calls": 56,
+        "messages": 105,
+        "doing": "update 1",
+        "sending": "bucket 2",
+    }
+    return rank(number, together=True, still=still, **position)
 
 
 def conclude(
-    *ranks: dict[str, Any], stall_s: float | None = 10.0, now: float = NOW
+    *ranks: dict[str, Any], stall_s: float | None = 10.0, time: float = NOW
 ) -> Verdict | None:
-    return judge({one["rank"]: one for one in ranks}, now, stall_s)
+    return judge({record["rank"]: record for record in ranks}, time, stall_s)
 
 
 def test_ranks_that_move_or_are_all_between_steps_are_well():
@@ -93,35 +99,35 @@ def test_the_first_step_may_take_any_time():
 @pytest.mark.parametrize("steps", [2, 3])
 def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_long(steps: int):
     stuck = {"stopped": True, "lifeless": 1e4, "steps": steps}
-    late = lambda still, **told: conclude(  # noqa: E731
+    verdict_after = lambda still, **fields: conclude(  # noqa: E731
         waiting(0, still) | {"steps": steps, "typical": 0.0},
-        waiting(1, still) | stuck | told,
+        waiting(1, still) | stuck | fields,
         stall_s=None,
     )
     least = PATIENCE * 30.0
-    assert late(least - 1) is None
-    first = late(least + 1)
-    second = late(2 * least + 1)
+    assert verdict_after(least - 1) is None
+    first = verdict_after(least + 1)
+    second = verdict_after(2 * least + 1)
     assert first is not None and second is not None
     assert first.words.startswith(f"nothing has moved for 600 s: rank 1 is stopped in step {steps}")
     assert (first.end, second.end) == (False, True)
-    compiles = late(least + 1, doing="step", messages=104, stopped=False, lifeless=0.1)
+    compiles = verdict_after(least + 1, doing="step", messages=104, stopped=False, lifeless=0.1)
     assert (
         compiles is not None
         and not compiles.end
         and "If this goes on for 1200 s all ranks end" in compiles.words
     )
-    lost = late(61.0, heard=NOW - 61.0)  # its watcher is heard of in any step
+    lost = verdict_after(61.0, heard=NOW - 61.0)  # its watcher is heard of in any step
     assert lost is not None and lost.end and "rank 1 has not been heard of" in lost.words
 
 
 def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():
-    late = lambda still, heard: conclude(  # noqa: E731
+    verdict_after = lambda still, heard: conclude(  # noqa: E731
         waiting(0, still) | {"steps": 1}, rank(1, steps=0, still=0.1, heard=NOW - heard)
     )
-    assert late(11.0, 9.0) is None  # it may compile, and its watcher have stumbled
-    first = late(11.0, 11.0)
-    second = late(21.0, 21.0)
+    assert verdict_after(11.0, 9.0) is None  # it may compile, and its watcher have stumbled
+    first = verdict_after(11.0, 11.0)
+    second = verdict_after(21.0, 21.0)
     assert first is not None and second is not None
     assert "rank 1 has not been heard of, before its first step" in first.words
     assert (first.end, second.end) == (False, True)
@@ -135,12 +141,16 @@ def test_a_rank_never_heard_of_is_named_once_the_others_wait_in_a_later_step():
 
 
 def test_who_no_longer_hears_of_rank_0_judges_alone_but_in_the_first_step():
-    late = waiting(1, 21.0)
-    for own, met in ((late, True), (late, False), (late | {"steps": 1}, True)):
-        verdict = judge_alone(own, NOW - 21.0, NOW, 10.0, met=met)
+    waiting_report = waiting(1, 21.0)
+    for report, met in (
+        (waiting_report, True),
+        (waiting_report, False),
+        (waiting_report | {"steps": 1}, True),
+    ):
+        verdict = judge_alone(report, NOW - 21.0, NOW, 10.0, met=met)
         assert verdict is not None and verdict.end
         assert "rank 0 has not been heard of, since it fell silent" in verdict.words
-    assert judge_alone(late | {"steps": 1}, NOW - 21.0, NOW, 10.0, met=False) is None
+    assert judge_alone(waiting_report | {"steps": 1}, NOW - 21.0, NOW, 10.0, met=False) is None
 
 
 def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
@@ -151,9 +161,9 @@ def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
         "for bucket 2. If this "
         "goes on for 200 s all ranks end; call fddp.alive()"
     )
-    late = PATIENCE * 10.0 + 1
-    ended = conclude(waiting(0, late), rank(1, still=late))
-    assert ended is not None and ended.end and "for 200 s" in ended.words
+    patience_s = PATIENCE * 10.0 + 1
+    ended_verdict = conclude(waiting(0, patience_s), rank(1, still=patience_s))
+    assert ended_verdict is not None and ended_verdict.end and "for 200 s" in ended_verdict.words
 
 
 def test_a_rank_that_waits_in_another_call_after_one_step_is_named_too():
@@ -175,7 +185,7 @@ def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("fields", "words"),
     [
         ({"stopped": True, "lifeless": 11.0}, "rank 1 is stopped between steps 52 and 53"),
         ({"lifeless": 11.0}, "rank 1 does not run Python between steps 52 and 53 (a debugger"),
@@ -185,9 +195,11 @@ def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
         ),
     ],
 )
-def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(told: dict[str, Any], words: str):
+def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(
+    fields: dict[str, Any], words: str
+):
     first, second = (
-        conclude(waiting(0, still), rank(1, still=still, **told)) for still in (11.0, 21.0)
+        conclude(waiting(0, still), rank(1, still=still, **fields)) for still in (11.0, 21.0)
     )
     assert first is not None and second is not None
     assert words in first.words and words in second.words
@@ -221,11 +233,11 @@ def test_steps_are_those_of_the_training_and_what_a_rank_does_between_them_is_to
 
 
 def test_without_a_number_a_stall_is_30_seconds_or_ten_steps():
-    late = lambda still, typical: conclude(  # noqa: E731
+    verdict_after = lambda still, typical: conclude(  # noqa: E731
         waiting(0, still) | {"typical": typical}, rank(1, still=still), stall_s=None
     )
-    assert late(29.0, 0.01) is None and late(31.0, 0.01) is not None
-    assert late(59.0, 6.0) is None and late(61.0, 6.0) is not None
+    assert verdict_after(29.0, 0.01) is None and verdict_after(31.0, 0.01) is not None
+    assert verdict_after(59.0, 6.0) is None and verdict_after(61.0, 6.0) is not None
 
 
 def test_a_message_in_which_all_ranks_wait_is_told():
@@ -294,18 +306,18 @@ def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step(
         )
         stopped = conclude(over, rank(1, stopped=True, lifeless=so_far, **work))
         assert stopped == Verdict(f"rank 1 is stopped {place}{waits}", end)
-        held = conclude(
+        verdict = conclude(
             over, rank(1, lifeless=so_far, **work)
         )  # XLA may hold the interpreter for long
-        assert held is not None and not held.end
+        assert verdict is not None and not verdict.end
 
 
 def test_who_has_finished_waits_from_then_on_for_a_rank_long_unheard():
-    own = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
-    late = lambda still: judge_alone(own(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
-    assert late(1.0) is None and late(9.0) is None
-    first = late(11.0)
-    second = late(21.0)
+    report_after = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
+    verdict_after = lambda still: judge_alone(report_after(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
+    assert verdict_after(1.0) is None and verdict_after(9.0) is None
+    first = verdict_after(11.0)
+    second = verdict_after(21.0)
     assert first is not None and second is not None
     assert (
         "rank 0 has not been heard of" in first.words
@@ -331,7 +343,7 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
 
 
 def told_of(*ranks: dict[str, Any]) -> list[str]:
-    return list(remarks({one["rank"]: one for one in ranks}).values())
+    return list(remarks({record["rank"]: record for record in ranks}).values())
 
 
 def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
@@ -347,11 +359,11 @@ def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
 
 
 def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
-    one = {"computing": 0.0, "typical": 0.06}
+    times = {"computing": 0.0, "typical": 0.06}
     ranks = [
-        rank(0, inside=0.055, **one),
-        rank(1, inside=0.055, **one),
-        rank(2, inside=0.01, between=0.05, **one),
+        rank(0, inside=0.055, **times),
+        rank(1, inside=0.055, **times),
+        rank(2, inside=0.01, between=0.05, **times),
     ]
     (words,) = told_of(*ranks)
     assert words.startswith(
@@ -362,7 +374,7 @@ def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
 
 
 @pytest.mark.parametrize(
-    "told",
+    "fields",
     [
         {"computing": 0.017},  # less than three times
         {"computing": 0.034, "typical": 0.2},  # nobody waits for it
@@ -370,8 +382,8 @@ def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
         {"computing": 0.034, "typical": 0.04, "gone": 99.0},
     ],
 )
-def test_no_other_rank_is_called_slow(told: dict[str, Any]):
-    assert told_of(rank(0), rank(1), rank(2, **told)) == []
+def test_no_other_rank_is_called_slow(fields: dict[str, Any]):
+    assert told_of(rank(0), rank(1), rank(2, **fields)) == []
 
 
 def test_a_few_milliseconds_that_the_operating_system_took_make_no_rank_slow():
@@ -418,15 +430,15 @@ def files(most: int) -> Iterator[None]:
 
 
 def test_a_watcher_of_more_than_1024_ranks_hears_the_last():
-    ours, theirs = socket.socketpair()
+    watcher_end, rank_end = socket.socketpair()
     with (
-        ours,
-        theirs,
+        watcher_end,
+        rank_end,
         files(2048),
-        socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 2000)) as last,
+        socket.socket(fileno=fcntl.fcntl(watcher_end, fcntl.F_DUPFD, 2000)) as last,
     ):
         assert wait_readable([last], 0.0) == set()
-        theirs.sendall(b"{}\n")
+        rank_end.sendall(b"{}\n")
         assert wait_readable([last], 10.0) == {last}
 
 
@@ -447,13 +459,13 @@ def test_a_watcher_that_may_open_no_more_files_goes_on_and_lets_others_in_later(
     links: Links = {}
     with (
         socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as other,
+        socket.create_connection(door.getsockname()) as connection,
     ):
         with files(3):
             welcome(door, newcomers)
         assert not newcomers
         welcome(door, newcomers)
-        proves(other, "token")
+        proves(connection, "token")
         let_in(door, newcomers, links)
         (link,) = links
         link.close()
@@ -465,12 +477,12 @@ def test_a_report_that_arrives_with_the_proof_is_read():
     links: Links = {}
     with (
         socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as other,
+        socket.create_connection(door.getsockname()) as connection,
     ):
         let_in(door, newcomers, links)
-        challenge = other.recv(32)
+        challenge = connection.recv(32)
         answer = hmac.new(b"token", challenge, hashlib.sha256).digest()
-        other.sendall(answer + b'{"rank": 1}\n')
+        connection.sendall(answer + b'{"rank": 1}\n')
         let_in(door, newcomers, links)
         (link,) = links
         assert wait_readable([link], 10.0) == {link}
@@ -495,9 +507,9 @@ def test_strangers_that_are_slow_or_silent_or_wrong_keep_no_watcher_waiting():
                 proves(stranger, "another token")
             elif number % 4 == 3:
                 stranger.sendall(b"token\n" * 100)
-        other = stack.enter_context(socket.create_connection(door.getsockname()))
+        connection = stack.enter_context(socket.create_connection(door.getsockname()))
         let_in(door, newcomers, links)
-        proves(other, "token")
+        proves(connection, "token")
         let_in(door, newcomers, links)
         assert len(links) == 1 and len(newcomers) == 5  # the silent ones still have time
         assert time.monotonic() - began < 1.0
@@ -527,10 +539,11 @@ def on_ranks(
     slow: Sequence[tuple[Any, ...]] = (),
 ) -> pytest.MarkDecorator:
     """Some faults by default; the others, and each on the other backend, in the tier `slow`."""
-    others = [(GLOO if job == MPI else MPI, *rest) for job, *rest in (*quick, *slow)]
-    rest = [fault for fault in dict.fromkeys((*slow, *others)) if fault not in quick]
+    other_backend = [(GLOO if job == MPI else MPI, *fault) for job, *fault in (*quick, *slow)]
+    slow_faults = [fault for fault in dict.fromkeys((*slow, *other_backend)) if fault not in quick]
     return pytest.mark.parametrize(
-        names, [*(case(*fault) for fault in quick), *(case(*fault, slow=True) for fault in rest)]
+        names,
+        [*(case(*fault) for fault in quick), *(case(*fault, slow=True) for fault in slow_faults)],
     )
 
 
@@ -561,7 +574,7 @@ def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(
     text, lines = broken(tmp_path, backend, size, how)
     last = size - 1
     assert f"rank 0 of {size}: rank {last} died between steps 20 and 21." in lines
-    assert not any(f"rank {other} died" in line for line in lines for other in range(last))
+    assert not any(f"rank {rank} died" in line for line in lines for rank in range(last))
     assert "Traceback" not in text
 
 
@@ -578,18 +591,18 @@ def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(t
 
 
 def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
-    mpiexec, held = socket.socketpair()
+    mpiexec, link_end = socket.socketpair()
     link, first = socket.socketpair()
-    with mpiexec, held, link, first:
+    with mpiexec, link_end, link, first:
         holds = Thread(
             target=leave_last,
-            args=(held.fileno(), {link: bytearray()}, 60.0),
+            args=(link_end.fileno(), {link: bytearray()}, 60.0),
             kwargs={"abort": False},
         )
         holds.start()
         assert first.recv(1) == b""  # rank 0's watcher does not wait for this one
         assert holds.is_alive()
-        leave_last(held.fileno(), {}, 60.0, abort=True)
+        leave_last(link_end.fileno(), {}, 60.0, abort=True)
         assert mpiexec.recv(100) == b"cmd=abort exitcode=1\n"
         mpiexec.close()
         holds.join(60.0)
@@ -614,13 +627,13 @@ def test_a_rank_that_is_stuck_is_named_and_ended(
     }
     (tmp_path / "flight" / "rank_7.json").write_text(json.dumps(earlier))
     text, lines = broken(tmp_path, backend, size, how)
-    told = (
+    pattern = (
         rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 "
         rf"and 21"
     )
-    told += r".*wait.* in step 21 for bucket 0 \(b\)"
-    assert any(re.match(told, line) for line in lines)
-    assert any(re.match(told.replace("for 2 s", "for 4 s"), line) for line in lines)
+    pattern += r".*wait.* in step 21 for bucket 0 \(b\)"
+    assert any(re.match(pattern, line) for line in lines)
+    assert any(re.match(pattern.replace("for 2 s", "for 4 s"), line) for line in lines)
     assert (
         f"first difference, in message 40: rank 0 bucket 0 (b), 24 bytes; rank {size - 1} not sent"
         in flight(read_flights([tmp_path / "flight"])).replace(
@@ -737,10 +750,10 @@ def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
     assert outcome.succeeded
     lines = "\n".join(written(tmp_path, size)).splitlines()
     for number in range(size):
-        mine = [line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")]
-        (slow,) = [line for line in mine if f"rank {size - 1} is slow" in line]
+        own_lines = [line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")]
+        (slow,) = [line for line in own_lines if f"rank {size - 1} is slow" in line]
         assert "between steps (its input, say)" in slow
-        (more,) = [line for line in mine if "no_sync" in line]
+        (more,) = [line for line in own_lines if "no_sync" in line]
         assert f"rank {size - 1} has called no_sync 1 times by step" in more
         assert more.endswith("they will not have equally many steps.")
     # What was said last stands in the step's own numbers.
@@ -754,18 +767,24 @@ def test_a_rank_that_is_preempted_stops_all_after_the_same_step(
 ):
     outcome = launch(backend, size, "faults.py", "preempt", "staged", folder=tmp_path)
     assert outcome.succeeded
-    first, *others = outcome.outputs
+    first, *other_outputs = outcome.outputs
     assert re.fullmatch(r"saved \d+\n", first) and int(first.split()[1]) > 20
-    assert set(others) == {first}
+    assert set(other_outputs) == {first}
 
 
 ### Where all stop
 
 
 def going(
-    asks: int, agreed: int = 0, *, told: bool = False, between_s: float = 0.1
+    asks: int, agreed: int = 0, *, announced: bool = False, between_s: float = 0.1
 ) -> dict[str, Any]:
-    return {"asks": asks, "agreed": agreed, "told": told, "between_s": between_s, "done": False}
+    return {
+        "asks": asks,
+        "agreed": agreed,
+        "told": announced,
+        "between_s": between_s,
+        "done": False,
+    }
 
 
 def test_nobody_stops_unless_a_rank_was_told_to():
@@ -784,6 +803,6 @@ def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_ag
 
 
 def test_who_has_passed_a_question_gets_another():
-    late = {0: going(30, -22), 1: going(22, 22, told=True)}
-    again = stop_of(late, Stop(22, False))
-    assert again.step > 30 and not again.settled
+    asked_late = {0: going(30, -22), 1: going(22, 22, told=True)}
+    second_stop = stop_of(asked_late, Stop(22, False))
+    assert second_stop.step > 30 and not second_stop.settled

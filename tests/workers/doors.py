@@ -51,7 +51,7 @@ def join(how: str, word: str) -> fddp.Group:
 
 def leave(group: fddp.Group, mean: jax.Array) -> None:
     numbers = [int(number) for number in group.all_gather(os.getpid())]
-    others = [os.pidfd_open(number) for number in numbers if number != os.getpid()]
+    processes = [os.pidfd_open(number) for number in numbers if number != os.getpid()]
     fddp.preempted()  # from now on a SIGTERM only asks the training to stop
     time.sleep(0.5 * group.rank)
     fddp.shutdown()
@@ -61,11 +61,11 @@ def leave(group: fddp.Group, mean: jax.Array) -> None:
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-    for process in others:
+    for process in processes:
         select.select([process], [], [])  # ready when the process has ended
     time.sleep(WATCHERS_S)
-    alone = fddp.init("local")
-    print(f"{alone.processes} process, {mean + jnp.ones(())}")
+    single = fddp.init("local")
+    print(f"{single.processes} process, {mean + jnp.ones(())}")
 
 
 if __name__ == "__main__":

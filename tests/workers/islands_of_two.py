@@ -45,8 +45,8 @@ def first_params() -> dict[str, np.ndarray]:
 
 def main(folder: Path, *names: str) -> None:
     group = fddp.init()
-    told = {name: trained(group, folder / name, name, *CASES[name]) for name in names}
-    print(json.dumps(told))
+    results = {name: trained(group, folder / name, name, *CASES[name]) for name in names}
+    print(json.dumps(results))
 
 
 def trained(
@@ -76,11 +76,11 @@ def trained(
     each = group.processes // 2  # ranks of an island
     island, place = divmod(group.rank, each)
     start = chosen.get("start", 0)
-    mine = iter(
+    batches_of_island = iter(
         [np.split(rows, each)[place] for rows in draws(island, start + 2 * ORDER.count(island))]
     )
     for _ in range(start):
-        state, _ = step(state, next(mine))
+        state, _ = step(state, next(batches_of_island))
     for number, turn in enumerate(ORDER):
         if name == "restored" and number == MET:
             state = fddp.meet(step, state)
@@ -90,9 +90,11 @@ def trained(
             with fddp.Checkpoints(folder / "saved", step) as checkpoints:
                 state, _ = checkpoints.restore(step.init(first_params()))
         if turn == island:
-            state, _ = step(state, next(mine))  # the first one of all islands is settled together
+            state, _ = step(
+                state, next(batches_of_island)
+            )  # the first one of all islands is settled together
             wait(folder / f"{number - 1}")
-            state, _ = step(state, next(mine))
+            state, _ = step(state, next(batches_of_island))
             (folder / f"{number}").touch()
     state = fddp.meet(step, state)
     log = [line.islands for line in read_log(folder / "log") if isinstance(line, Merged)]

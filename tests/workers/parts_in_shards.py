@@ -52,11 +52,11 @@ def main() -> None:
             state, _ = step(state, ROWS[4 * group.rank : 4 * group.rank + 4].astype(np.float32))
         checkpoints.save(state, now=True)
         like = step.init({name: placed(name, 0 * x) for name, x in START.items()})
-        again, _ = checkpoints.restore(like)
+        restored_state, _ = checkpoints.restore(like)
     copied = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
     ends, restored = (
         jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(x))
-        for x in (state, again)
+        for x in (state, restored_state)
     )
     print(json.dumps(ends.params))
     print(
