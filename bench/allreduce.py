@@ -85,7 +85,7 @@ def send(backend: str, path: str, rounds: int) -> None:
     each = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
     totals = {n: seconds * NUMBERS / n for n, seconds in each.items()}
     if group.rank == 0:
-        said = {
+        report = {
             "link": fit_link(
                 [4 * n for n in SIZES], [float(np.median(each[n])) for n in SIZES]
             )._asdict(),
@@ -101,7 +101,7 @@ def send(backend: str, path: str, rounds: int) -> None:
                 for n in SIZES
             ],
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def table(results: dict[str, Any]) -> Table:

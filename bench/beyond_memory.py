@@ -41,12 +41,12 @@ def main() -> None:
     )
     args = parser.parse_args()
     size = "small" if args.quick else "large"
-    found = asked(args.backend, args.ranks, size, args.limit)
-    print(json.dumps(found, indent=1))
+    results = asked(args.backend, args.ranks, size, args.limit)
+    print(json.dumps(results, indent=1))
     if not args.quick:
         from bench.record import save
 
-        print(save(f"beyond_memory_{args.backend}_{args.ranks}", found))
+        print(save(f"beyond_memory_{args.backend}_{args.ranks}", results))
 
 
 def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[str, Any]:
@@ -107,9 +107,9 @@ def job(
     with ending(
         start(backend, ranks, command, env, stdout=subprocess.PIPE, stderr=errors, text=True)
     ) as jobs:
-        texts = [one.communicate(timeout=480)[0] for one in jobs]
-    told = [line for text in texts for line in text.splitlines() if line.startswith("{")]
-    return None if any(one.returncode for one in jobs) else json.loads(told[0])
+        texts = [process.communicate(timeout=480)[0] for process in jobs]
+    printed = [line for text in texts for line in text.splitlines() if line.startswith("{")]
+    return None if any(process.returncode for process in jobs) else json.loads(printed[0])
 
 
 def rank(size: str, most: str, folder: str, act: str) -> None:
@@ -173,13 +173,15 @@ def rank(size: str, most: str, folder: str, act: str) -> None:
     group.print(
         json.dumps(
             {
-                "held_by": sorted({one[0] for one in every}),
+                "held_by": sorted({rank_report[0] for rank_report in every}),
                 "parameters": numbers,
                 "state_mib": round(12 * numbers / 2**20, 1),
-                "before_mib": [one[1] for one in every],
-                "peak_mib": [one[2] for one in every],
+                "before_mib": [rank_report[1] for rank_report in every],
+                "peak_mib": [rank_report[2] for rank_report in every],
                 "losses": losses,
-                "bits": sha256("".join(one[3] for one in every).encode()).hexdigest(),
+                "bits": sha256(
+                    "".join(rank_report[3] for rank_report in every).encode()
+                ).hexdigest(),
             }
         )
     )

@@ -67,7 +67,7 @@ def main() -> None:
     steps = 5 if args.quick else args.steps
     results = dict[str, Any]()
     for name in args.problems:
-        found = {}
+        digest_of = {}
         for virtual in (VIRTUAL, 0):
             runs = (
                 RUNS
@@ -88,10 +88,10 @@ def main() -> None:
                     str(cap),
                 ]
                 title = f"{backend} {size}, {schedule}, {cap} MiB" + ", ordinary" * (not virtual)
-                found[title] = said = ask(backend, size, words)
-                print(f"{name:7} {title:36} {said}", flush=True)
-        digests = {said for title, said in found.items() if "ordinary" not in title}
-        results[name] = {"equal": len(digests) == 1, "digests": found}
+                digest_of[title] = digest = ask(backend, size, words)
+                print(f"{name:7} {title:36} {digest}", flush=True)
+        digests = {digest for title, digest in digest_of.items() if "ordinary" not in title}
+        results[name] = {"equal": len(digests) == 1, "digests": digest_of}
         print(f"{name:7} {'equal' if len(digests) == 1 else 'DIFFERENT'}", flush=True)
     if not args.quick:
         print(save("bits", {"steps": steps, "virtual_replicas": VIRTUAL} | results))
@@ -103,13 +103,13 @@ def ask(backend: str, size: int, words: list[str]) -> str:
     env, ranks = ({"JAX_NUM_CPU_DEVICES": str(size)}, 1) if backend == "local" else ({}, size)
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     if backend == "local":
-        told = subprocess.run(
+        output = subprocess.run(
             words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
     else:
         with ending(start(backend, ranks, words, env, stdout=subprocess.PIPE, text=True)) as jobs:
-            told = jobs[0].communicate()[0]
-    return next(line for line in told.splitlines() if line.startswith("digest "))
+            output = jobs[0].communicate()[0]
+    return next(line for line in output.splitlines() if line.startswith("digest "))
 
 
 def one_rank(
@@ -145,14 +145,15 @@ def one_rank(
         size=group.processes,
         virtual_replicas=int(virtual) or None,
     )
-    for mine in islice(rows, int(steps)):
-        state, info = step(state, [x[mine] for x in data])
+    for chosen in islice(rows, int(steps)):
+        state, info = step(state, [x[chosen] for x in data])
         losses.append(np.asarray(info.loss))
     if group.rank == 0:
         state = state._replace(rng=None)
-        told = b"".join(np.asarray(x).tobytes() for x in (*losses, *jax.tree.leaves(state)))
+        final_bytes = b"".join(np.asarray(x).tobytes() for x in (*losses, *jax.tree.leaves(state)))
         print(
-            f"digest {hashlib.sha256(told).hexdigest()[:16]} last loss {losses[-1]:.6f}", flush=True
+            f"digest {hashlib.sha256(final_bytes).hexdigest()[:16]} last loss {losses[-1]:.6f}",
+            flush=True,
         )
 
 
@@ -178,8 +179,10 @@ def digits() -> tuple[Any, Any, list[np.ndarray]]:
     loss = resnet.loss_fn(model)
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any, rng: Any) -> Any:
-        seen = nn.Dropout(0.2, deterministic=False).apply({}, batch[0], rngs={"dropout": rng})
-        return loss(params, {"image": seen, "label": batch[1]}, model_state=model_state)
+        dropped_out = nn.Dropout(0.2, deterministic=False).apply(
+            {}, batch[0], rngs={"dropout": rng}
+        )
+        return loss(params, {"image": dropped_out, "label": batch[1]}, model_state=model_state)
 
     return loss_fn, resnet.init(model, jax.random.key(0), first), data
 

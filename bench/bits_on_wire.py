@@ -112,14 +112,14 @@ def measure(
         with ending(jobs):
             seconds, spans = in_turns(accept(lines), rounds, steps=TURN, warm_up=warm_up)
     result = dict[str, Any]()
-    for way, taken in seconds.items():
+    for way, durations in seconds.items():
         shares = [
             max(line.exposed / line.seconds for line in ranks)
             for ranks in spans[way]
             if ranks[0].spans
         ]
         result[way] = {
-            "step_ms": [round(1e3 * q, 1) for q in np.percentile(taken, (25, 50, 75))],
+            "step_ms": [round(1e3 * q, 1) for q in np.percentile(durations, (25, 50, 75))],
             "exposed": round(float(np.median(shares)), 4) if shares else None,
         }
     return result
@@ -131,9 +131,9 @@ def warm_up(way: str) -> int:
 
 def table(result: dict[str, Any]) -> str:
     rows = list[str]()
-    for way, told in result.items():
-        low, middle, high = told["step_ms"]
-        exposed = "" if told["exposed"] is None else f"   exposed {told['exposed']:6.1%}"
+    for way, entry in result.items():
+        low, middle, high = entry["step_ms"]
+        exposed = "" if entry["exposed"] is None else f"   exposed {entry['exposed']:6.1%}"
         rows.append(f"{way:40} {low:8.1f} {middle:8.1f} {high:8.1f} ms{exposed}")
     return "\n".join(rows)
 
@@ -175,9 +175,9 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
     def run() -> Any:
         nonlocal step, state, number
         if number == FIT:
-            found = fddp.fit_bits(step, state, task.batch)
-            step = step.with_options(hook=hooks.adaptive(found.bits))
-            group.print(found)
+            fitted = fddp.fit_bits(step, state, task.batch)
+            step = step.with_options(hook=hooks.adaptive(fitted.bits))
+            group.print(fitted)
         if number in REFITS:
             step = fddp.refit_bits(step)
             group.print(f"after {number} steps: {step.options.hook}")
@@ -197,12 +197,12 @@ def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep:
     results = saved("bits_told").get("bytes_told_and_sent", {})
     for name in problems:
         for backend in backends:
-            found = ask(backend, "1gbit", __file__, "bytes", "--rank", backend, name, steps)
-            results[f"{name}, {backend}"] = found
-            for hook, (told, sent) in found.items():
+            counts = ask(backend, "1gbit", __file__, "bytes", "--rank", backend, name, steps)
+            results[f"{name}, {backend}"] = counts
+            for hook, (reported, on_wire) in counts.items():
                 print(
-                    f"{name:7} {backend:5} {hook:17} {told:>13,} told {sent:>13,} sent: "
-                    f"{sent / told:.4f}",
+                    f"{name:7} {backend:5} {hook:17} {reported:>13,} told {on_wire:>13,} sent: "
+                    f"{on_wire / reported:.4f}",
                     flush=True,
                 )
             if keep:
@@ -213,7 +213,7 @@ def count(backend: str, name: str, steps: str, path: str) -> None:
     """One host's part: for each hook the bytes that rank 0 was told, and those that it sent."""
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
-    found = dict[str, tuple[int, int]]()
+    counts = dict[str, tuple[int, int]]()
     for title, hook in HOOKS.items():
         step = fddp.train_step(
             task.loss_fn,
@@ -228,14 +228,14 @@ def count(backend: str, name: str, steps: str, path: str) -> None:
         state, info = step(state, task.batch)
         group.barrier()
         before = int(SENT.read_text())
-        told = 0
+        reported = 0
         for _ in range(int(steps)):
             state, info = jax.block_until_ready(step(state, task.batch))
-            told += int(np.sum(np.asarray(info.sent), dtype=np.int64))
+            reported += int(np.sum(np.asarray(info.sent), dtype=np.int64))
         group.barrier()
-        found[title] = (told, int(SENT.read_text()) - before)
+        counts[title] = (reported, int(SENT.read_text()) - before)
     if group.rank == 0:
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":

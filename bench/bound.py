@@ -60,17 +60,17 @@ def main() -> None:
     for name in args.problems:
         for backend in BACKENDS:
             turns = 2 if args.quick else args.turns
-            found = ask(backend, RATE, __file__, "--rank", backend, name, turns)
-            against = found["step_ms"]["bound"]
+            results = ask(backend, RATE, __file__, "--rank", backend, name, turns)
+            against = results["step_ms"]["bound"]
             words = ", ".join(
-                f"{key} {ms:.0f} ({ms / against:.2f})" for key, ms in found["step_ms"].items()
+                f"{key} {ms:.0f} ({ms / against:.2f})" for key, ms in results["step_ms"].items()
             )
-            share = found["core_for_traffic"]
+            share = results["core_for_traffic"]
             print(
                 f"{name:7} {backend:5} {words}; traffic takes {share:.0%} of the core", flush=True
             )
             if not args.quick:
-                print(save("bound", saved("bound") | {f"{name}, {backend}": found}))
+                print(save("bound", saved("bound") | {f"{name}, {backend}": results}))
 
 
 def rank(backend: str, name: str, turns: int, path: Path) -> None:
@@ -143,12 +143,12 @@ class Way:
         return [bucket.nbytes for bucket in self._step.plan.buckets]
 
 
-def evaluate(alone: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def evaluate(local: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
     """Milliseconds of a step: those that were measured, and those of the simulations."""
     (lone, lone_busy), (measured, busy) = (seconds[key].tolist() for key in ("alone", "eager"))
-    sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(alone.nbytes)}
+    sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(local.nbytes)}
     traffic = sum(sends.values())
-    took = alone.seconds | sends
+    took = local.seconds | sends
     computed = sum(
         took.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate)
     )
@@ -158,7 +158,7 @@ def evaluate(alone: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) ->
     share = min(0.95, max(0.0, (busy - lone_busy) / traffic))
     core = Pace(1 - share, 1.0)
     in_four = took | {f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)}
-    found = {
+    bounds = {
         "computing": lone,
         "traffic": traffic,
         "bound": max(lone, traffic),
@@ -169,7 +169,7 @@ def evaluate(alone: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) ->
         "measured": measured,
     }
     return {
-        "step_ms": {key: round(1e3 * s, 1) for key, s in found.items()},
+        "step_ms": {key: round(1e3 * s, 1) for key, s in bounds.items()},
         "core_for_traffic": round(share, 3),
         "busy_ms": [round(1e3 * lone_busy, 1), round(1e3 * busy, 1)],
     }
@@ -181,12 +181,12 @@ def best(listed: TaskList, seconds: Mapping[str, float], pace: Pace) -> float:
     order = list(listed.messages)
     least = period(listed, order, seconds, pace)
     for _ in range(TRIALS):
-        other = list(order)
-        other.insert(draw.randrange(len(order)), other.pop(draw.randrange(len(order))))
-        took = period(listed, other, seconds, pace)
+        candidate = list(order)
+        candidate.insert(draw.randrange(len(order)), candidate.pop(draw.randrange(len(order))))
+        took = period(listed, candidate, seconds, pace)
         if took <= least:
             least = took
-            order = other
+            order = candidate
     return least
 
 
@@ -196,11 +196,13 @@ def period(
     """Seconds of a step, if many follow each other and each starts what it can while the last one's
     sums come."""
     tasks = list[Task]()
-    came = dict[Value, Value]()
+    carried = dict[Value, Value]()
     for number in range(SIMULATED):
-        here = partial(_at, number)
-        once = [_renamed(task, number, came, here) for task in leaving_in(listed, order).tasks]
-        came = {value.replaces: here(value) for value in listed.results if value.replaces}
+        numbered = partial(_at, number)
+        once = [
+            _renamed(task, number, carried, numbered) for task in leaving_in(listed, order).tasks
+        ]
+        carried = {value.replaces: numbered(value) for value in listed.results if value.replaces}
         tasks += once
     took = {f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()}
     line = simulate(tasks, took, pace, queue=lambda task: task.kind)
@@ -234,15 +236,15 @@ def in_pieces(listed: TaskList, pieces: int) -> TaskList:
     def of(value: Value) -> list[Value]:
         return [Value(value.kind, value.number, str(p)) for p in range(pieces)]
 
-    return listed._replace(tasks=tuple(one for task in listed.tasks for one in cut(task)))
+    return listed._replace(tasks=tuple(piece for task in listed.tasks for piece in cut(task)))
 
 
 def _renamed(
-    task: Task, number: int, came: Mapping[Value, Value], here: Callable[[Value], Value]
+    task: Task, number: int, carried: Mapping[Value, Value], numbered: Callable[[Value], Value]
 ) -> Task:
-    reads = (came[value] if value in came else here(value) for value in task.reads)
+    reads = (carried[value] if value in carried else numbered(value) for value in task.reads)
     return task._replace(
-        name=f"{number} {task.name}", reads=tuple(reads), writes=tuple(map(here, task.writes))
+        name=f"{number} {task.name}", reads=tuple(reads), writes=tuple(map(numbered, task.writes))
     )
 
 

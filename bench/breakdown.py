@@ -95,8 +95,8 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
         forward = seconds.pop("forward")
         del measured["forward"]
         ahead = float(np.median(forward))
-        whole = float(np.median([step.seconds for step in measured["after"].steps]))
-        said = {
+        total_s = float(np.median([step.seconds for step in measured["after"].steps]))
+        report = {
             "cap_mb": CAP_MB,
             "all_reduces": len(ways["staged"].all_reduces),
             "step": {schedule: summary(values) for schedule, values in seconds.items()},
@@ -104,11 +104,13 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
             "staged / after": ratio(seconds["staged"], seconds["after"]),
             "overlap_percent": measured["staged"].overlap_percent,
             "parts": {
-                schedule: {part: value / whole for part, value in parts(found.steps, ahead).items()}
-                for schedule, found in measured.items()
+                schedule: {
+                    part: value / total_s for part, value in parts(measurement.steps, ahead).items()
+                }
+                for schedule, measurement in measured.items()
             },
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def forward_only(task: Problem) -> Way:
@@ -161,7 +163,7 @@ def table(results: dict[str, Any]) -> Table:
         for schedule, shares in result["parts"].items():
             step = result["step"][schedule]
             gain = result["staged / after"]
-            told = (
+            remarks = (
                 [f"{gain['median']:.3f}", f"{result['overlap_percent']:.0f} %"]
                 if schedule == "staged"
                 else ["", ""]
@@ -173,7 +175,7 @@ def table(results: dict[str, Any]) -> Table:
                 f"({step['quartile_1_ms']:.0f}–{step['quartile_3_ms']:.0f})",
                 *(f"{100 * shares[part]:.1f}" for part in PARTS),
                 f"{100 * sum(shares.values()):.1f}",
-                *told,
+                *remarks,
             )
     return sheet
 
@@ -186,11 +188,11 @@ def picture(results: dict[str, Any]) -> Path:
         for name, result in results.items()
         for kind, shares in result["parts"].items()
     }
-    left = np.zeros(len(bars))
+    offsets = np.zeros(len(bars))
     for part, colour in PARTS.items():
         widths = np.array([shares[part] for shares in bars.values()])
-        axis.barh(list(bars), widths, left=left, color=colour, label=part)
-        left += widths
+        axis.barh(list(bars), widths, left=offsets, color=colour, label=part)
+        offsets += widths
     axis.invert_yaxis()
     axis.set_title("a step, as a share of the one without overlap", loc="left")
     axis.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.45, -0.05))

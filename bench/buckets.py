@@ -41,17 +41,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="2 rounds, nothing is saved")
     args = parser.parse_args()
-    found: dict[str, dict[str, np.ndarray]] = {}
+    times: dict[str, dict[str, np.ndarray]] = {}
     for name in args.problems:
         for backend in args.backends:
             title = f"{name}, {backend}"
-            found[title] = take_turns(
+            times[title] = take_turns(
                 __file__, backend, name, rounds=2 if args.quick else args.rounds
             )
-            Console(width=100).print(table(title, found[title]))
+            Console(width=100).print(table(title, times[title]))
     if not args.quick:
-        print(save("buckets", {title: results(seconds) for title, seconds in found.items()}))
-        print(picture(found))
+        print(save("buckets", {title: results(seconds) for title, seconds in times.items()}))
+        print(picture(times))
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
@@ -85,10 +85,10 @@ def table(title: str, seconds: Mapping[str, np.ndarray]) -> Table:
     return sheet
 
 
-def picture(found: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
+def picture(times: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
     """Draws a box (quartiles) and whiskers (all rounds) for every cap."""
-    sheet, axes = figure(len(found))
-    for axis, (title, seconds) in zip(axes, found.items()):
+    sheet, axes = figure(len(times))
+    for axis, (title, seconds) in zip(axes, times.items()):
         boxes = [1e3 * took for took in seconds.values()]
         axis.boxplot(
             boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"}

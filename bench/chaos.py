@@ -91,7 +91,7 @@ def main() -> None:
 
 
 def told(backend: str, result: dict[str, Any]) -> str:
-    back = [fault["back_s"] for fault in result["faults"] if fault["back_s"] is not None]
+    recoveries = [fault["back_s"] for fault in result["faults"] if fault["back_s"] is not None]
     kinds = ", ".join(
         f"{n} {kind}" for kind, n in Counter(fault["signal"] for fault in result["faults"]).items()
     )
@@ -103,8 +103,8 @@ def told(backend: str, result: dict[str, Any]) -> str:
     return (
         f"{backend}: {result['steps']} steps with {len(result['faults'])} faults ({kinds}) end "
         f"with {end}; from a "
-        f"fault to the next step {np.median(back or np.nan):.1f} s, at most "
-        f"{max(back, default=np.nan):.1f}"
+        f"fault to the next step {np.median(recoveries or np.nan):.1f} s, at most "
+        f"{max(recoveries, default=np.nan):.1f}"
     )
 
 
@@ -147,16 +147,16 @@ def strike(
     until = time.monotonic() + LIMIT_S
     while job.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
-        now = time.monotonic()
+        time_now = time.monotonic()
         (step, at) = last_step(folder)
         if faults and faults[-1].back_s is None:
             if at > struck:
                 faults[-1].back_s = round(at - struck, 2)
         elif every and step and due is None:
-            due = now + every * draw.uniform(0.5, 1.5)
-        elif due and now > due:
+            due = time_now + every * draw.uniform(0.5, 1.5)
+        elif due and time_now > due:
             fault = Fault(draw.choice(SIGNALS), draw.randrange(RANKS), step)
-            struck = now
+            struck = time_now
             due = None
             with suppress(ProcessLookupError):  # the training has just ended
                 os.kill(
@@ -212,9 +212,9 @@ def train(folder: Path, steps: int) -> None:
         rows = fddp.samples(
             len(data), 48, rank=group.rank, size=group.processes, start_step=int(state.step)
         )
-        for number, mine in zip(range(int(state.step), steps), rows):
+        for number, chosen in zip(range(int(state.step), steps), rows):
             time.sleep(INPUT_S)
-            state, info = step(state, data[mine])
+            state, info = step(state, data[chosen])
             losses.append(float(info.loss))
             if group.rank == 0:
                 temporary = folder / "step.new"

@@ -76,11 +76,11 @@ def apart(model: str, way: str, ranks: int, shared: bool) -> float:
             }
         command = [sys.executable, __file__, "--alone", model, way]
         command = [MPIEXEC, "-n", str(ranks), *command] if ranks > 1 else command
-        told = subprocess.run(
+        process = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=True, env=env, timeout=PATIENCE_S
         )
     return max(
-        json.loads(line)["seconds"] for line in told.stdout.splitlines() if line.startswith("{")
+        json.loads(line)["seconds"] for line in process.stdout.splitlines() if line.startswith("{")
     )
 
 
@@ -100,10 +100,10 @@ def first_step(model: str, way: Any) -> float:
     seconds = list[float]()
     for _ in range(2):
         group.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         state, info = step(state, batch)
         jax.block_until_ready((state, info))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return seconds[0] - seconds[1]
 
 

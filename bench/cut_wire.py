@@ -71,20 +71,22 @@ def main() -> None:
         return
     results = []
     for backend, way, cut in product(BACKENDS, ("bare", "run"), CUTS):
-        some = [tried(backend, way, cut) for _ in range(1 if args.quick else args.count)]
-        results += some
-        gone = [found.gone_s for found in some if found.gone_s is not None]
-        good = sum(found.right for found in some)
-        late = f"{np.median(gone or np.nan):.1f} s, at most {max(gone, default=np.nan):.1f}"
+        trials = [tried(backend, way, cut) for _ in range(1 if args.quick else args.count)]
+        results += trials
+        end_times = [trial.gone_s for trial in trials if trial.gone_s is not None]
+        good = sum(trial.right for trial in trials)
+        after = (
+            f"{np.median(end_times or np.nan):.1f} s, at most {max(end_times, default=np.nan):.1f}"
+        )
         print(
-            f"{backend:<5} {way:<5} {cut:<7} {good} of {len(some)} right; all gone after {late}",
+            f"{backend:<5} {way:<5} {cut:<7} {good} of {len(trials)} right; all gone after {after}",
             flush=True,
         )
-        for found in some:
-            if not found.right:
-                print(found)
+        for trial in trials:
+            if not trial.right:
+                print(trial)
     if not args.quick:
-        print(save("cut_wire", {"stall_s": STALL_S, "jobs": [asdict(found) for found in results]}))
+        print(save("cut_wire", {"stall_s": STALL_S, "jobs": [asdict(trial) for trial in results]}))
 
 
 def tried(backend: str, way: str, cut: str) -> Found:
@@ -109,13 +111,18 @@ def tried(backend: str, way: str, cut: str) -> Found:
             lambda: all(job.poll() is not None for job in jobs) and not processes_of(folder),
             LIMIT_S,
         )
-        gone = time.monotonic() - at
+        gone_s = time.monotonic() - at
         for process in processes_of(folder):
             os.kill(process, signal.SIGKILL)
         codes = [job.wait() for job in jobs]
         flights = read_flights([f"{folder}/flight"])
     return Found(
-        backend, way, cut, round(gone, 2) if over else None, codes, [one["why"] for one in flights]
+        backend,
+        way,
+        cut,
+        round(gone_s, 2) if over else None,
+        codes,
+        [record["why"] for record in flights],
     )
 
 

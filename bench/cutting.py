@@ -118,9 +118,9 @@ def alone(name: str, schedule: str) -> dict[str, float]:
     """First step and peak memory of this process."""
     start = time.perf_counter()
     run, _ = _run(name, schedule)
-    made = time.perf_counter()
+    built = time.perf_counter()
     jax.block_until_ready(run())
-    first = time.perf_counter() - made
+    first = time.perf_counter() - built
     jax.block_until_ready(run())
     # What compiling used goes back to the system, and its peak is forgotten.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -130,7 +130,7 @@ def alone(name: str, schedule: str) -> dict[str, float]:
         jax.block_until_ready(run())
     return {
         "first_step_s": first,
-        "start_s": made - start,
+        "start_s": built - start,
         "idle_mb": idle,
         "peak_mb": _resident("VmHWM"),
     }
@@ -147,8 +147,8 @@ def _fresh(name: str, schedule: str) -> dict[str, float]:
     # Freed memory goes back to the system at once, so that what is measured is what is held.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
     command = [sys.executable, __file__, "--alone", name, schedule]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    return json.loads(told.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _run(name: str, schedule: Any) -> tuple[Any, fddp.TrainStep]:

@@ -317,15 +317,15 @@ def calls_of(
     calls = list[Call]()
     for number, kind in enumerate(kinds):
         count = pick.randint(1, 3) if uneven and number else base
-        parts = dealt * micro_batches
+        part_count = dealt * micro_batches
         batches: list[dict[str, Any]]
         if rows == "stacked":
             batches = [
                 _batch(numbers, dtype, count) | {"scale": dtype(numbers.uniform(1, 2))}
-                for _ in range(parts)
+                for _ in range(part_count)
             ]
         else:
-            batches = [_batch(numbers, dtype, parts * count)]
+            batches = [_batch(numbers, dtype, part_count * count)]
         if infinite and number == bad:
             x = pick.choice(batches)["x"]
             x[pick.randrange(len(x))] = np.inf
@@ -370,9 +370,10 @@ def buffers(drawn: Drawn) -> Any:
 
 def keys(drawn: Drawn) -> Any:
     """The random keys, or None."""
-    found = {"own": jax.random.key(1)} if "rng" in drawn.form else {}
+    drawn_keys = {"own": jax.random.key(1)} if "rng" in drawn.form else {}
     return (
-        found | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {})
+        drawn_keys
+        | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {})
         or None
     )
 
@@ -382,10 +383,10 @@ def optimizer_of(drawn: Drawn) -> Any:
     return (OPTIMIZERS | PARTS)[drawn.optimizer]()
 
 
-def by_name(params: Any, some: Any, others: Any) -> Any:
+def by_name(params: Any, selected: Any, remaining: Any) -> Any:
     """Divides leaves into two kinds, by the last letters of their names."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: some if path[0].key[-1] in "aceg" else others, params
+        lambda path, _: selected if path[0].key[-1] in "aceg" else remaining, params
     )
 
 

@@ -68,7 +68,7 @@ def main() -> None:
     results = {} if args.quick else saved("few_bits").get("problems", {})
     for name in args.problems:
         steps = QUICK_STEPS if args.quick else STEPS[name]
-        found = results.setdefault(name, {"steps": steps, "methods": {}})["methods"]
+        methods = results.setdefault(name, {"steps": steps, "methods": {}})["methods"]
         for seed in range(args.first, args.first + (1 if args.quick else args.seeds)):
             for method in args.methods:
                 begin = time.perf_counter()
@@ -78,10 +78,10 @@ def main() -> None:
                     f"{time.perf_counter() - begin:.0f} s",
                     flush=True,
                 )
-                told = found.setdefault(
+                entry = methods.setdefault(
                     method, {"test_loss": {}, "bytes_a_step": round(mib * 2**20 / steps)}
                 )
-                told["test_loss"][str(seed)] = round(test_loss, 5)
+                entry["test_loss"][str(seed)] = round(test_loss, 5)
                 if not args.quick:
                     save("few_bits", {"replicas": REPLICAS, "problems": results})
     Console(width=120).print(*map(shown, results.items()))
@@ -177,18 +177,18 @@ METHODS: dict[str, Callable[..., tuple[Problem, dict[str, Any]]]] = {
 }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """For each method: test loss with its range, of plain with its range over seeds, and bytes a
     step."""
-    plain = found["methods"]["plain"]["test_loss"]
-    told = list[tuple[str, ...]]()
-    for method in [method for method in METHODS if method in found["methods"]]:
-        run = found["methods"][method]
+    plain = result["methods"]["plain"]["test_loss"]
+    table_rows = list[tuple[str, ...]]()
+    for method in [method for method in METHODS if method in result["methods"]]:
+        run = result["methods"][method]
         losses = np.array([run["test_loss"][seed] for seed in run["test_loss"]])
         of_plain = np.array(
             [run["test_loss"][seed] / plain[seed] for seed in run["test_loss"] if seed in plain]
         )
-        told.append(
+        table_rows.append(
             (
                 method,
                 str(len(losses)),
@@ -198,16 +198,16 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
                 f"{run['bytes_a_step']:,}",
             )
         )
-    return told
+    return table_rows
 
 
 HEAD = ("hook", "seeds", "test loss (range)", "of plain's", "seed by seed", "bytes a step")
 
 
 def shown(item: tuple[str, dict[str, Any]]) -> Table:
-    name, found = item
-    table = Table(*HEAD, title=f"{name}, {found['steps']} steps")
-    for row in rows(found):
+    name, result = item
+    table = Table(*HEAD, title=f"{name}, {result['steps']} steps")
+    for row in rows(result):
         table.add_row(*row)
     return table
 
@@ -215,12 +215,12 @@ def shown(item: tuple[str, dict[str, Any]]) -> Table:
 def page(results: dict[str, Any]) -> str:
     """The tables in Markdown."""
     lines = list[str]()
-    for name, found in results.items():
+    for name, result in results.items():
         lines += [
-            f"| {name}, {found['steps']} steps | {' | '.join(HEAD[1:])} |",
+            f"| {name}, {result['steps']} steps | {' | '.join(HEAD[1:])} |",
             "|---" * len(HEAD) + "|",
         ]
-        lines += [f"| {' | '.join(row)} |" for row in rows(found)]
+        lines += [f"| {' | '.join(row)} |" for row in rows(result)]
         lines.append("")
     return "\n".join(lines).strip()
 

@@ -110,17 +110,17 @@ def main() -> None:
         machine = find(args.quick, env, Path(folder))
         print(head(machine), flush=True)
         for number, name in enumerate(args.parts):
-            weights = [PARTS[one].weight for one in args.parts[number:]]
+            weights = [PARTS[part_name].weight for part_name in args.parts[number:]]
             seconds = (end - time.monotonic()) * weights[0] / sum(weights)
             results[name] = run(name, machine, env, Path(folder) / f"{name}.jsonl", seconds)
             print("\n".join(table(rows(name, results[name], PARTS[name].tell))), flush=True)
     print(sentence(machine, results))
-    said = {"machine": machine._asdict(), **results}
+    report = {"machine": machine._asdict(), **results}
     if args.out:
-        Path(args.out).write_text(json.dumps(said, indent=1) + "\n")
+        Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     if machine.on_gpu and not machine.quick and args.parts == list(PARTS):
         os.environ |= env  # the record asks JAX for its devices
-        print(save("gpu", said))
+        print(save("gpu", report))
     sys.exit(1 if unsound(results) else 0)
 
 
@@ -140,10 +140,10 @@ def head(machine: Machine) -> str:
 
 def find(quick: bool, env: Mapping[str, str], folder: Path) -> Machine:
     """Looks for GPUs in a process of its own, for this one must not hold their memory."""
-    found = _ended("look", json.dumps(quick), env, folder / "look.jsonl", LOOK_S)
-    if "failed" in found:
-        raise SystemExit(f"JAX does not start here: {found['failed']}")
-    return Machine(**found["figures"]["machine"])
+    outcome = _ended("look", json.dumps(quick), env, folder / "look.jsonl", LOOK_S)
+    if "failed" in outcome:
+        raise SystemExit(f"JAX does not start here: {outcome['failed']}")
+    return Machine(**outcome["figures"]["machine"])
 
 
 def run(
@@ -163,23 +163,23 @@ def run(
       did.
     """
     part = PARTS[name]
-    seen = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.alone else {}
-    env = {**env, **seen, **part.env}
+    gpu_variables = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.alone else {}
+    env = {**env, **gpu_variables, **part.env}
     begin = time.monotonic()
-    ended = _ended(name, json.dumps(machine), env, path, seconds)
-    return ended | {"seconds": round(time.monotonic() - begin, 1)}
+    outcome = _ended(name, json.dumps(machine), env, path, seconds)
+    return outcome | {"seconds": round(time.monotonic() - begin, 1)}
 
 
-def answer(name: str, given: Any, path: Path) -> None:
+def answer(name: str, machine_values: Any, path: Path) -> None:
     """Measures all that a part asks, in this process, and writes each answer down as soon as it is
     there."""
-    asked = (
-        {"machine": lambda: look(given)._asdict()}
+    measures = (
+        {"machine": lambda: look(machine_values)._asdict()}
         if name == "look"
-        else PARTS[name].asked(Machine(*given))
+        else PARTS[name].asked(Machine(*machine_values))
     )
     with path.open("a") as file:
-        for what, measure in asked.items():
+        for what, measure in measures.items():
             try:
                 figures = measure()
             except (
@@ -191,10 +191,10 @@ def answer(name: str, given: Any, path: Path) -> None:
 
 
 def _ended(
-    name: str, given: str, env: Mapping[str, str], path: Path, seconds: float
+    name: str, machine_json: str, env: Mapping[str, str], path: Path, seconds: float
 ) -> dict[str, Any]:
     """Runs a part to its end, or ends it."""
-    command = [sys.executable, __file__, "--part", name, given, str(path)]
+    command = [sys.executable, __file__, "--part", name, machine_json, str(path)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
@@ -216,7 +216,7 @@ def _ended(
         log.seek(0)
         text = log.read().decode(errors="replace")[-1500:]
     lines = path.read_text().splitlines() if path.exists() else []
-    figures = {what: found for line in lines for what, found in json.loads(line).items()}
+    figures = {what: figures_of for line in lines for what, figures_of in json.loads(line).items()}
     return {"figures": figures, **({"failed": f"{failed}: {text}"} if failed else {})}
 
 

@@ -65,29 +65,34 @@ def main() -> None:
                 ) as jobs:
                     for job in jobs:
                         job.wait(timeout=600)
-                found = results[f"{backend} {schedule}"] = json.loads(
+                result = results[f"{backend} {schedule}"] = json.loads(
                     Path(folder, "found.json").read_text()
                 )
-            print(told(f"{backend} {schedule}", found), flush=True)
+            print(told(f"{backend} {schedule}", result), flush=True)
     if not args.quick:
         print(save("guarding", results))
 
 
-def told(name: str, found: dict[str, Any]) -> str:
-    lines = [f"{name}: a step of {found['unwatched']['median_ms']:.1f} ms"]
-    step = found["unwatched"]["median_ms"]
+def told(name: str, result: dict[str, Any]) -> str:
+    lines = [f"{name}: a step of {result['unwatched']['median_ms']:.1f} ms"]
+    step = result["unwatched"]["median_ms"]
     for way in ("watched", "skipping"):
-        of = found[f"{way} / unwatched"]
+        quartiles = result[f"{way} / unwatched"]
         # Of a median of so many the error is 1.25 standard deviations over the root of their
         # number.
-        error = 1.25 * (of["quartile_3"] - of["quartile_1"]) / 1.35 / np.sqrt(found["rounds"][way])
-        lines.append(
-            f"  {way}: {of['median']:.4f} ± {error:.4f} ({of['quartile_1']:.4f} … "
-            f"{of['quartile_3']:.4f})"
+        error = (
+            1.25
+            * (quartiles["quartile_3"] - quartiles["quartile_1"])
+            / 1.35
+            / np.sqrt(result["rounds"][way])
         )
-    more = found["compared / watched"]["median"] - 1
+        lines.append(
+            f"  {way}: {quartiles['median']:.4f} ± {error:.4f} ({quartiles['quartile_1']:.4f} … "
+            f"{quartiles['quartile_3']:.4f})"
+        )
+    more = result["compared / watched"]["median"] - 1
     lines.append(f"  replicas compared: {more * step:.2f} ms each time, {more:.3f} % at every 100")
-    lines.append(f"  a watcher: {found['watcher_share_of_a_core']:.2%} of a core")
+    lines.append(f"  a watcher: {result['watcher_share_of_a_core']:.2%} of a core")
     return "\n".join(lines)
 
 
@@ -153,30 +158,32 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
     if group.rank == 0:
         times = {name: np.array(values) for name, values in seconds.items()}
         seldom = {name: times[name][::SELDOM] for name in ("watched", "unwatched")}
-        found: dict[str, Any] = {name: summary(values[WARM_UP:]) for name, values in times.items()}
-        found["watched / unwatched"] = ratio(
+        summaries: dict[str, Any] = {
+            name: summary(values[WARM_UP:]) for name, values in times.items()
+        }
+        summaries["watched / unwatched"] = ratio(
             times["watched"][WARM_UP:], times["unwatched"][WARM_UP:]
         )
-        found["skipping / unwatched"] = ratio(
+        summaries["skipping / unwatched"] = ratio(
             times["skipping"][WARM_UP:], seldom["unwatched"][WARM_UP:]
         )
-        found["compared / watched"] = ratio(
+        summaries["compared / watched"] = ratio(
             times["compared"][WARM_UP:], seldom["watched"][WARM_UP:]
         )
         share = (_used_s(watcher) - before) / (time.monotonic() - began)
-        told = {
+        details = {
             "rounds": {name: len(values) - WARM_UP for name, values in times.items()},
             "watcher_share_of_a_core": share,
         }
-        Path(folder, "found.json").write_text(json.dumps(found | told))
+        Path(folder, "found.json").write_text(json.dumps(summaries | details))
 
 
 def _watcher() -> int:
     """The process that watches this one."""
-    told = subprocess.run(
+    output = subprocess.run(
         ["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True
     ).stdout
-    (line,) = [line for line in told.splitlines() if "watcher.main" in line]
+    (line,) = [line for line in output.splitlines() if "watcher.main" in line]
     return int(line.split()[0])
 
 

@@ -74,8 +74,10 @@ def main() -> None:
         results[backend] = ask(backend, args.rate, __file__, *words, each=LOCAL)
         for what, row in results[backend].items():
             times = [f"{row[way]['median_ms']:.1f}" for way in (AT_ONCE, IN_LEVELS)]
-            of = row["ratio"]
-            share = f"{of['median']:.3f} ({of['quartile_1']:.3f}–{of['quartile_3']:.3f})"
+            spread = row["ratio"]
+            share = (
+                f"{spread['median']:.3f} ({spread['quartile_1']:.3f}–{spread['quartile_3']:.3f})"
+            )
             sheet.add_row(
                 backend,
                 what,
@@ -99,12 +101,14 @@ def one_rank(backend: str, path: str, problems: list[str], rounds: int) -> None:
         for where, inside in (("between programs", False), ("in a program", True))
     }
     questions |= {f"a step of {name}": _training(name, group.rank) for name in problems}
-    said = {
-        what: compared(group, {way: make(one) for way, one in groups.items()}, rounds)
+    report = {
+        what: compared(
+            group, {way: make(group_of_way) for way, group_of_way in groups.items()}, rounds
+        )
         for what, make in questions.items()
     }
     if group.rank == 0:
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def compared(group: fddp.Group, runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
@@ -132,9 +136,9 @@ def _summing(mb: int, inside: bool) -> Callable[[fddp.Group], Callable[[], Any]]
     """A sum of so many MiB, as a staged step sends it or as a fused one."""
 
     def make(group: fddp.Group) -> Callable[[], Any]:
-        own = group.placement.per_replica
-        x = group.placement.place(np.ones(mb * 2**18, np.float32), own)
-        program = group.placement.program(group.communicator.all_reduce, (own,), REPLICATED)
+        per_replica = group.placement.per_replica
+        x = group.placement.place(np.ones(mb * 2**18, np.float32), per_replica)
+        program = group.placement.program(group.communicator.all_reduce, (per_replica,), REPLICATED)
         return lambda: program(x) if inside else group.transport.all_reduce(x)
 
     return make

@@ -47,10 +47,10 @@ def grown(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     begin = time.perf_counter()
-    made = jax.block_until_ready(run())
+    state = jax.block_until_ready(run())
     seconds = time.perf_counter() - begin
     mib = {"peak_mib": resident("VmHWM") - before, "held_mib": resident("VmRSS") - before}
-    return made, {
+    return state, {
         **{name: round(x / MIB, 1) for name, x in mib.items()},
         "seconds": round(seconds, 2),
     }
@@ -68,14 +68,14 @@ def rank(how: str) -> None:
     """What one rank does; rank 0 prints what all have found."""
     group = fddp.init()
     step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
-    _, found = grown(lambda: step.init(make if how == "function" else jax.jit(make)()))
-    every = group.all_gather_object(found)
+    _, memory = grown(lambda: step.init(make if how == "function" else jax.jit(make)()))
+    every = group.all_gather_object(memory)
     group.print(json.dumps(every))
 
 
 def main(backend: str = "mpi", ranks: str = "4") -> None:
     """Measures both ways, and writes down what was found."""
-    found = {}
+    results = {}
     for how in ("function", "arrays"):
         command = [sys.executable, "-m", "bench.holding", "rank", how]
         with ending(
@@ -83,9 +83,9 @@ def main(backend: str = "mpi", ranks: str = "4") -> None:
         ) as jobs:
             texts = [job.communicate()[0] for job in jobs]
         (line,) = [line for text in texts for line in text.splitlines() if line.startswith("[{")]
-        found[how] = json.loads(line)
-        print(how, *found[how], sep="\n  ", flush=True)
-    save(f"holding_{backend}_{ranks}", found)
+        results[how] = json.loads(line)
+        print(how, *results[how], sep="\n  ", flush=True)
+    save(f"holding_{backend}_{ranks}", results)
 
 
 if __name__ == "__main__":

@@ -51,12 +51,12 @@ def main() -> None:
     for name, hook in HOOKS.items():
         runs = [train(hook, steps, seed) for seed in range(seeds)]
         accuracy = np.array([run[0] for run in runs])
-        sent = runs[0][1]
-        results[name] = {"accuracy_percent": accuracy.round(3).tolist(), "bytes_a_step": sent}
-        behind = accuracy.mean() - np.mean(results["plain"]["accuracy_percent"])
-        share = sent / results["plain"]["bytes_a_step"]
+        nbytes = runs[0][1]
+        results[name] = {"accuracy_percent": accuracy.round(3).tolist(), "bytes_a_step": nbytes}
+        difference = accuracy.mean() - np.mean(results["plain"]["accuracy_percent"])
+        share = nbytes / results["plain"]["bytes_a_step"]
         spread = f"{accuracy.mean():.2f} ({accuracy.min():.2f}–{accuracy.max():.2f})"
-        table.add_row(name, spread, f"{behind:+.2f}", f"{sent:,}", f"{share:.3f}")
+        table.add_row(name, spread, f"{difference:+.2f}", f"{nbytes:,}", f"{share:.3f}")
     Console(width=100).print(table)
     if not quick:
         print(
@@ -85,12 +85,12 @@ def train(hook: fddp.Hook | None, steps: int, seed: int) -> tuple[float, int]:
     step = fddp.train_step(resnet.loss_fn(model), optimizer, has_aux=True, hook=hook)
     params, buffers = resnet.init(model, jax.random.key(seed), rows([0]))
     state = step.init(params, model_state=buffers)
-    sent = 0
+    nbytes = 0
     for chosen in islice(fddp.samples(len(images), BATCH, seed=seed, drop_last=True), steps):
         state, info = step(state, rows(chosen))
-        sent = info.sent
+        nbytes = info.sent
     tests = {"image": test_images, "label": test_labels.astype(np.int32)}
-    return 100 * fddp.evaluate(accuracy, state, [tests]), int(np.sum(sent))
+    return 100 * fddp.evaluate(accuracy, state, [tests]), int(np.sum(nbytes))
 
 
 if __name__ == "__main__":

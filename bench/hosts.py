@@ -82,9 +82,9 @@ def main() -> None:
     if args.project:
         keep(
             {
-                title: {**of, **told(title, of)}
-                for told in [projections()]
-                for title, of in saved("hosts").items()
+                title: {**result, **projection(title, result)}
+                for projection in [projections()]
+                for title, result in saved("hosts").items()
             }
         )
         return
@@ -125,15 +125,15 @@ def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
         with ending(start_gloo(command, {"PYTHONPATH": str(ROOT)}, hosts=hosts)) as jobs:
             if any(job.wait(300) for job in jobs):
                 raise RuntimeError("two hosts could not be tuned; the error is above.")
-        found = json.loads(path.read_text())
-    hop = hop_of(Link(**found["link"]), 2)
+        measurement = json.loads(path.read_text())
+    hop = hop_of(Link(**measurement["link"]), 2)
 
     def told(title: str, result: Mapping[str, Any]) -> dict[str, float]:
         backends, each, mbit, count = _place((title, result))
         if (backends, each, mbit) != ("gloo", 1, MBIT):
             return {}
-        (one,) = projected(found, hop, found, (count,), ring)
-        step_ms = 1e3 * one.step_s
+        (projected_step,) = projected(measurement, hop, measurement, (count,), ring)
+        step_ms = 1e3 * projected_step.step_s
         print(
             f"{title}: projected {step_ms:.0f} ms, "
             f"{step_ms / result['step_ms']['fddp staged (Gloo)'][1] - 1:+.1%}"
@@ -185,14 +185,14 @@ def switched(count: int, mbit: int) -> Iterator[Hosts]:
 
 def starts(hosts: Hosts, each: int, backends: Sequence[str], torch: str | None) -> dict[str, Start]:
     """What starts each job on emulated hosts, by the command of its ranks."""
-    found: dict[str, Start] = {}
+    starters: dict[str, Start] = {}
     for backend in backends:
-        found[backend] = partial(
+        starters[backend] = partial(
             start_mpi if backend == "mpi" else start_gloo, each=each, hosts=hosts
         )
     if torch:
-        found[torch] = partial(start_gloo, each=each, hosts=hosts)
-    return found
+        starters[torch] = partial(start_gloo, each=each, hosts=hosts)
+    return starters
 
 
 def measure(
@@ -256,7 +256,7 @@ def evaluate(
     """
     nbytes = 4 * ELEMENTS * mbit // MBIT * LAYERS * 2 * (count - 1) / count
     traffic_s = nbytes / (mbit * 1e6 / 8 * FRAME)
-    alone = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
+    local_ms = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
     result: dict[str, Any] = {
         "step_ms": {
             way: [round(1e3 * q, 1) for q in np.percentile(took, (25, 50, 75))]
@@ -265,20 +265,20 @@ def evaluate(
         "traffic_ms": round(1e3 * traffic_s, 1),
         "busy": round(float(busy), 3),
     }
-    if alone:
+    if local_ms:
         result |= {
-            "alone_ms": round(1e3 * min(alone), 1),
-            "bound_ms": round(1e3 * max(min(alone), traffic_s), 1),
+            "alone_ms": round(1e3 * min(local_ms), 1),
+            "bound_ms": round(1e3 * max(min(local_ms), traffic_s), 1),
         }
     return result
 
 
 def table(result: Mapping[str, Any]) -> str:
-    alone = result.get("alone_ms", np.nan)
+    local_ms = result.get("alone_ms", np.nan)
     bound = result.get("bound_ms", np.nan)
     rows = [
         f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms   {middle / bound:5.2f} × bound   "
-        f"efficiency {alone / middle:.0%}"
+        f"efficiency {local_ms / middle:.0%}"
         for way, (low, middle, high) in result["step_ms"].items()
     ]
     return "\n".join([*rows, f"traffic {result['traffic_ms']} ms, cores busy {result['busy']:.0%}"])

@@ -84,18 +84,18 @@ def main() -> None:
         {"slow": rank_of_slow, "stopped": rank_of_stopped}[args.rank](args)
         return
     with tempfile.TemporaryDirectory() as folder:
-        parts: dict[str, Callable[[], Any]] = {
+        measures: dict[str, Callable[[], Any]] = {
             "slow_island": lambda: ranks("slow", ISLANDS, Path(folder), args),
             "stopped_island": lambda: {
                 how: one_is_stopped(how, Path(folder) / how, args) for how in ("waits", "quorum")
             },
             "equal_rows": lambda: equal_rows(args.seeds, 60 if args.quick else 600),
         }
-        results = {name: parts[name]() for name in args.only}
+        results = {name: measures[name]() for name in args.only}
     print(json.dumps(results, indent=1))
     if not args.quick:
-        told = {"islands": ISLANDS, "step_s": STEP_S, "seconds": args.seconds}
-        print(save("islands", saved("islands") | told | results))
+        settings = {"islands": ISLANDS, "step_s": STEP_S, "seconds": args.seconds}
+        print(save("islands", saved("islands") | settings | results))
 
 
 def ranks(kind: str, count: int, folder: Path, args: argparse.Namespace) -> Any:
@@ -108,7 +108,7 @@ def ranks(kind: str, count: int, folder: Path, args: argparse.Namespace) -> Any:
 
 def start(kind: str, count: int, folder: Path, args: argparse.Namespace) -> list[Any]:
     folder.mkdir(exist_ok=True)
-    own = [
+    arguments = [
         "--rank",
         kind,
         "--folder",
@@ -118,7 +118,9 @@ def start(kind: str, count: int, folder: Path, args: argparse.Namespace) -> list
         "--seconds",
         str(args.seconds),
     ]
-    return jobs.start("gloo", count, [sys.executable, __file__, *own], {"JAX_PLATFORMS": "cpu"})
+    return jobs.start(
+        "gloo", count, [sys.executable, __file__, *arguments], {"JAX_PLATFORMS": "cpu"}
+    )
 
 
 def one_is_stopped(how: str, folder: Path, args: argparse.Namespace) -> dict[str, int]:
@@ -211,15 +213,16 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
     ends = [k * most // POINTS for k in range(1, POINTS + 1)]
     counts = [[end // slow if island == SLOW else end for island in range(ISLANDS)] for end in ends]
     # Synchronous steps have the rows of all islands.
-    rows = [sum(some) // ISLANDS * ISLANDS * ROWS for some in counts]
+    rows = [sum(counts_of_islands) // ISLANDS * ISLANDS * ROWS for counts_of_islands in counts]
 
-    def asynchronous(seed: int, some: list[int], **options: Any) -> float:
+    def asynchronous(seed: int, batch_counts: list[int], **options: Any) -> float:
         problem = digits(seed, 1)
         optimizer = fddp.local_steps(
             optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1, **options
         )
         batches = [
-            list(islice(own_batches(island, seed), count)) for island, count in enumerate(some)
+            list(islice(own_batches(island, seed), count))
+            for island, count in enumerate(batch_counts)
         ]
         done = fddp.simulate_islands(
             problem.loss_fn,
@@ -235,22 +238,24 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
         problem = digits(seed, 1)
         step = fddp.train_step(problem.loss_fn, optax.sgd(0.1), group=fddp.init("local"))
         state = step.init(problem.params)
-        found = list[float]()
+        losses = list[float]()
         for number, each in enumerate(
             zip(*(own_batches(island, seed) for island in range(ISLANDS))), 1
         ):
             state, _ = step(state, jax.tree.map(lambda *x: np.concatenate(x), *each))
-            if number * ISLANDS * ROWS == rows[len(found)]:
-                found.append(held_out(problem, state.params))
-            if len(found) == POINTS:
+            if number * ISLANDS * ROWS == rows[len(losses)]:
+                losses.append(held_out(problem, state.params))
+            if len(losses) == POINTS:
                 break
-        return found
+        return losses
 
     methods = {
         "synchronous SGD": synchronous,
-        "asynchronous SGD": lambda seed: [asynchronous(seed, some) for some in counts],
+        "asynchronous SGD": lambda seed: [
+            asynchronous(seed, batch_counts) for batch_counts in counts
+        ],
         "asynchronous SGD, staleness 4": lambda seed: [
-            asynchronous(seed, some, max_staleness=4) for some in counts
+            asynchronous(seed, batch_counts, max_staleness=4) for batch_counts in counts
         ],
     }
     curves = {name: [method(seed) for seed in range(seeds)] for name, method in methods.items()}

@@ -62,15 +62,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            found = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
-            results[f"{name}, {backend}"] = found
-            for way, said in found.items():
+            result = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
+            results[f"{name}, {backend}"] = result
+            for way, row in result.items():
                 times = (
-                    f"{said['sends']['median_ms']:7.1f} ms, {said['alone']['median_ms']:7.1f} ms "
+                    f"{row['sends']['median_ms']:7.1f} ms, {row['alone']['median_ms']:7.1f} ms "
                     f"without"
                 )
                 print(
-                    f"{name}, {backend}, {way:20} {times}: {said['ratio']:.3f}; {said['mib']:.1f} "
+                    f"{name}, {backend}, {way:20} {times}: {row['ratio']:.3f}; {row['mib']:.1f} "
                     f"MiB a fragment"
                 )
     if not args.quick:
@@ -83,28 +83,28 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
     ways = {way: training(task, group, *options) for way, options in WAYS.items()}
-    taken: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    turns_of_way: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
     for turn in range(-2, rounds):  # with a delay the first fragment leaves in the second
         for way, run in ways.items():
             for _ in range(EVERY):
                 group.barrier()
                 took = run()
-                taken[way] += [took] if turn >= 0 else []
-    said = {}
-    for way, some in taken.items():
-        seconds = np.array([one[0] for one in some])
-        sent = np.array([one[1] for one in some])
+                turns_of_way[way] += [took] if turn >= 0 else []
+    report = {}
+    for way, turns in turns_of_way.items():
+        seconds = np.array([seconds_and_bytes[0] for seconds_and_bytes in turns])
+        nbytes = np.array([seconds_and_bytes[1] for seconds_and_bytes in turns])
         slower = group.all_reduce(seconds, op="max")
-        sends = slower[sent > 0]
-        alone = slower[sent == 0]
-        said[way] = {
+        sends = slower[nbytes > 0]
+        silent = slower[nbytes == 0]
+        report[way] = {
             "sends": summary(sends),
-            "alone": summary(alone),
-            "ratio": round(float(np.median(sends) / np.median(alone)), 4),
-            "mib": round(sent.max() / 2**20, 2),
+            "alone": summary(silent),
+            "ratio": round(float(np.median(sends) / np.median(silent)), 4),
+            "mib": round(nbytes.max() / 2**20, 2),
         }
     if group.rank == 0:
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def training(task: Problem, group: fddp.Group, fragments: int, delay: int) -> Any:

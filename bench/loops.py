@@ -46,10 +46,13 @@ def main() -> None:
         results = dict[str, Any]()
         for name in args.problems:
             seconds = take_turns(__file__, backend, name, rounds=3 if args.quick else args.rounds)
-            results[name] = told = compared(seconds, BASES[name])
-            for way, row in told.items():
-                beside = f", {row['ratio']['median']:.3f}" if "ratio" in row else ""
-                print(f"{name}, {backend}, {way:32} {row['median_ms']:7.1f} ms{beside}", flush=True)
+            results[name] = comparison = compared(seconds, BASES[name])
+            for way, row in comparison.items():
+                ratio_text = f", {row['ratio']['median']:.3f}" if "ratio" in row else ""
+                print(
+                    f"{name}, {backend}, {way:32} {row['median_ms']:7.1f} ms{ratio_text}",
+                    flush=True,
+                )
         if not args.quick:
             print(save(f"loops_{backend.lower()}", results))
 
@@ -67,9 +70,9 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
         params = scanned.stacked(task.params)
         looped = task._replace(loss_fn=scanned.loss_fn(scanned.scanned(GPT_12)), params=params)
         return {
-            f"{schedule}, {how}": staged(one, group, CAP_MB, schedule=schedule)
+            f"{schedule}, {how}": staged(problem, group, CAP_MB, schedule=schedule)
             for schedule in ("staged", "eager")
-            for how, one in (("written out", task), ("scanned", looped))
+            for how, problem in (("written out", task), ("scanned", looped))
         }
     over_all = resnet.loss_fn(resnet.PRESETS["18"].clone(axis_name=group.axis_name))
     return {

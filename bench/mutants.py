@@ -194,10 +194,10 @@ def applies(patch: Path, folder: Path, *, check: bool = False) -> bool:
 
 def with_verdict(results: Any, every: Sequence[Mutant], mutant: Mutant, verdict: Verdict) -> Any:
     """Saved results with the verdict on one mutant; mutants that are gone are left out."""
-    known = {entry["name"]: entry for entry in results.get("mutants", ())}
+    entry_of = {entry["name"]: entry for entry in results.get("mutants", ())}
     shown = {name: x for name, x in mutant._asdict().items() if name != "patch"}
-    known[mutant.name] = shown | verdict._asdict()
-    entries = [known[x.name] for x in every if x.name in known]
+    entry_of[mutant.name] = shown | verdict._asdict()
+    entries = [entry_of[x.name] for x in every if x.name in entry_of]
     caught = sum(entry["outcome"].startswith("caught") for entry in entries)
     return {"caught": caught, "of": len(entries), "mutants": entries}
 
@@ -208,9 +208,9 @@ def line(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def summary(mutants: Sequence[Mutant], verdicts: Verdicts, broken: Sequence[str]) -> str:
-    left = [x for x in mutants if not verdicts[x.name].caught]
-    caught = f"{len(mutants) - len(left)} of {len(mutants)} caught"
-    rows = [f"  {verdicts[x.name].outcome}: {x.name}: {x.fault}" for x in left]
+    survivors = [x for x in mutants if not verdicts[x.name].caught]
+    caught = f"{len(mutants) - len(survivors)} of {len(mutants)} caught"
+    rows = [f"  {verdicts[x.name].outcome}: {x.name}: {x.fault}" for x in survivors]
     fails = [f"  fails without a mutant, and does not count: {test}" for test in broken]
     return "\n".join([caught, *rows, *fails])
 

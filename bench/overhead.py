@@ -54,21 +54,21 @@ def measure(workload: Workload, *, rounds: int) -> dict[str, Any]:
     optimizer = optax.adamw(1e-3)
 
     by_hand = jax.jit(hand_written(loss_fn, optimizer), donate_argnums=0)
-    mine = jax.tree.map(jnp.copy, (params, optimizer.init(params), model_state))
+    hand_state = jax.tree.map(jnp.copy, (params, optimizer.init(params), model_state))
     step = fddp.train_step(loss_fn, optimizer, has_aux=True)
     state = step.init(params, model_state=model_state)
 
-    extra = needed(step.lower(state, batch)) - needed(by_hand.lower(mine, batch))
+    extra = needed(step.lower(state, batch)) - needed(by_hand.lower(hand_state, batch))
 
     def run_by_hand() -> Any:
-        nonlocal mine
-        mine, told = by_hand(mine, batch)
-        return mine, told
+        nonlocal hand_state
+        hand_state, info = by_hand(hand_state, batch)
+        return hand_state, info
 
     def run_fddp() -> Any:
         nonlocal state
-        state, told = step(state, batch)
-        return state, told
+        state, info = step(state, batch)
+        return state, info
 
     seconds = interleave({"by hand": run_by_hand, "fddp": run_fddp}, rounds=rounds)
     return {
@@ -89,8 +89,8 @@ def hand_written(
 ) -> Callable[..., Any]:
     """The step of a local script."""
 
-    def step(mine: Any, batch: Any) -> Any:
-        params, opt_state, model_state = mine
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, model_state = state
         buffers = {} if model_state is None else {"model_state": model_state}
         (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, **buffers)
         if model_state is not None:

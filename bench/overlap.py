@@ -131,13 +131,17 @@ def in_turns(
                 for talk in ranks[job]:
                     talk.write(json.dumps([way, steps if turn >= 0 else warm_up(way)]) + "\n")
                     talk.flush()
-                told = [json.loads(talk.readline()) for talk in ranks[job]]
+                reports = [json.loads(talk.readline()) for talk in ranks[job]]
                 if turn >= 0:
                     seconds[way] += [
-                        max(all_of) for all_of in zip(*(one["seconds"][1:] for one in told))
+                        max(of_ranks)
+                        for of_ranks in zip(*(report["seconds"][1:] for report in reports))
                     ]
                     spans[way] += zip(
-                        *([_timeline(line) for line in one["timelines"][1:]] for one in told)
+                        *(
+                            [_timeline(line) for line in report["timelines"][1:]]
+                            for report in reports
+                        )
                     )
     for end in (*talks, *lines):
         end.close()
@@ -165,17 +169,17 @@ def evaluate(
     for wire in ("Gloo", "MPI"):
         staged = f"fddp staged ({wire})"
         after = f"fddp after ({wire})"
-        alone = f"alone, staged ({wire})"
-        stages = _medians(spans[alone], "compute")
-        updates = _medians(spans[alone], "update")
+        local_way = f"alone, staged ({wire})"
+        stages = _medians(spans[local_way], "compute")
+        updates = _medians(spans[local_way], "update")
         sends = _medians(spans[after], "communication")
         # What is neither, Python, comes at the end, as it does in every way.
-        updates[-1] += max(0.0, times[alone] - sum(stages) - sum(updates))
+        updates[-1] += max(0.0, times[local_way] - sum(stages) - sum(updates))
         bound = simulate(*outline(stages, sends, updates)).seconds
         saved = times[after] - times[staged]
         lost = float(np.median([_waited(ranks) for ranks in spans[staged]]))
         result[wire] = {
-            "alone_ms": 1e3 * times[alone],
+            "alone_ms": 1e3 * times[local_way],
             "traffic_ms": 1e3 * sum(sends),
             "bound_ms": 1e3 * bound,
             "efficiency": saved / (times[after] - bound),

@@ -48,11 +48,11 @@ def obey(
     """
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
-        said = line.makefile("rw")
-        _say(said, {"job": job, "rank": group.rank, "ways": list(ways)})
-        for order in said:
+        stream = line.makefile("rw")
+        _say(stream, {"job": job, "rank": group.rank, "ways": list(ways)})
+        for order in stream:
             way, steps = json.loads(order)
-            step, timeline, rest = ways[way]
+            step, timeline, finish = ways[way]
             seconds = []
             lines = []
             for _ in range(steps):
@@ -62,14 +62,14 @@ def obey(
                 seconds.append(time.perf_counter() - start)
                 lines.append([vars(span) for span in timeline().spans] if timeline else [])
             jax.block_until_ready(
-                rest()
+                finish()
             )  # what the last step has left under way belongs to no other way
-            _say(said, {"seconds": seconds, "timelines": lines})
+            _say(stream, {"seconds": seconds, "timelines": lines})
 
 
-def _say(said: Any, words: Any) -> None:
-    said.write(json.dumps(words) + "\n")
-    said.flush()
+def _say(stream: Any, words: Any) -> None:
+    stream.write(json.dumps(words) + "\n")
+    stream.flush()
 
 
 def by_itself(backend: str) -> fddp.Group:
@@ -87,14 +87,14 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
     import mpi4jax
     from mpi4py import MPI
 
-    alone = by_itself("mpi")
+    local = by_itself("mpi")
 
     return {
         "fddp staged (MPI)": with_fddp(task, group, "staged", cap_mb),
         "fddp after (MPI)": with_fddp(task, group, "after", cap_mb),
         "fddp eager (MPI)": with_fddp(task, group, "eager", cap_mb),
         "fddp eager, shards (MPI)": with_fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (MPI)": with_fddp(task, alone, "staged", cap_mb),
+        "alone, staged (MPI)": with_fddp(task, local, "staged", cap_mb),
         "mpi4jax per leaf": _by_hand(
             task,
             group.size,
@@ -107,7 +107,7 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
 def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
     """fddp over Gloo, and the ways of JAX's own documentation."""
     mesh = Mesh(jax.devices(), ("batch",), axis_types=(AxisType.Auto,))
-    alone = by_itself("gloo")
+    local = by_itself("gloo")
     spread = partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False
     )
@@ -116,8 +116,8 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
         "fddp after (Gloo)": with_fddp(task, group, "after", cap_mb),
         "fddp eager (Gloo)": with_fddp(task, group, "eager", cap_mb),
         "fddp eager, shards (Gloo)": with_fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (Gloo)": with_fddp(task, alone, "staged", cap_mb),
-        "alone, one program": with_fddp(task, alone, "fused", cap_mb),
+        "alone, staged (Gloo)": with_fddp(task, local, "staged", cap_mb),
+        "alone, one program": with_fddp(task, local, "fused", cap_mb),
         "shard_map, psum per leaf": _by_hand(
             task,
             group.size,
@@ -131,7 +131,7 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
             lambda f: jax.jit(spread(f), donate_argnums=0),
             partial(_flat_psum, axis="batch"),
             mesh,
-            whole=True,
+            at_once=True,
         ),
         "jit, NamedSharding": _by_hand(
             task, 1, lambda f: jax.jit(f, donate_argnums=0), lambda g: g, mesh
@@ -172,37 +172,40 @@ def _by_hand(
     total: Any,
     mesh: Mesh | None = None,
     *,
-    whole: bool = False,
+    at_once: bool = False,
 ) -> tuple[Step, Any, Step]:
     """A step as people write it: gradients, a sum over replicas, the optimizer."""
 
-    def step(mine: Any, batch: Any) -> Any:
-        params, opt_state, model_state = mine
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, model_state = state
         buffers = {} if model_state is None else {"model_state": model_state}
         (loss, aux), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(
             params, batch, **buffers
         )
         if model_state is not None:
             model_state, aux = aux
-        grads = total(grads) if whole else jax.tree.map(total, grads)
+        grads = total(grads) if at_once else jax.tree.map(total, grads)
         grads = jax.tree.map(lambda g: g / size, grads)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, model_state), loss
 
     run_step = program(step)
-    mine = jax.tree.map(jnp.copy, (task.params, OPTIMIZER.init(task.params), task.model_state))
+    hand_state = jax.tree.map(
+        jnp.copy, (task.params, OPTIMIZER.init(task.params), task.model_state)
+    )
     batch = task.batch
     if mesh is not None:
         rows = NamedSharding(mesh, P("batch"))
-        mine = jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x), mine
+        hand_state = jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x),
+            hand_state,
         )
         batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)
 
     def run() -> Any:
-        nonlocal mine
-        mine, loss = run_step(mine, batch)
-        return mine[0], loss
+        nonlocal hand_state
+        hand_state, loss = run_step(hand_state, batch)
+        return hand_state[0], loss
 
     return run, None, lambda: ()
 

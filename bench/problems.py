@@ -128,9 +128,9 @@ def _layer(forward_s: float, backward_s: float) -> Callable[[jax.Array, jax.Arra
     def forward(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
         return _after(forward_s, rows + jnp.mean(weights)), weights.shape
 
-    def backward(shape: tuple[int, ...], back: jax.Array) -> tuple[jax.Array, jax.Array]:
-        back = _after(backward_s, back)
-        return back, jnp.full(shape, jnp.sum(back) / prod(shape))
+    def backward(shape: tuple[int, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cotangent = _after(backward_s, cotangent)
+        return cotangent, jnp.full(shape, jnp.sum(cotangent) / prod(shape))
 
     layer = jax.custom_vjp(lambda rows, weights: forward(rows, weights)[0])
     layer.defvjp(forward, backward)

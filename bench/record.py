@@ -137,9 +137,9 @@ def provenance() -> dict[str, Any]:
     root = Path(__file__).parent
     commit = ""
     with suppress(OSError):  # no git
-        asked = ["git", "rev-parse", "--short", "HEAD"]
+        command = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(
-            asked, cwd=root, capture_output=True, text=True, check=False
+            command, cwd=root, capture_output=True, text=True, check=False
         ).stdout.strip()
     model = [
         line.split(":")[1].strip()
@@ -149,7 +149,7 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {name: found for name in PACKAGES if (found := installed(name))},
+        "versions": {name: version for name in PACKAGES if (version := installed(name))},
         "python": platform.python_version(),
         "devices": sorted({device.device_kind for device in jax.local_devices()}),
         "processor": model[0] if model else platform.machine(),

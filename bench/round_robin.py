@@ -39,12 +39,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="2 rounds, nothing is saved")
     args = parser.parse_args()
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    results_of_groups: dict[str, dict[str, dict[str, Any]]] = {}
     sheet = Table("problem", "backend", "groups", "lanes", "ms a step", "quartiles", "of one group")
     for name in args.problems:
         for backend in args.backends:
             seconds = take_turns(__file__, backend, name, rounds=2 if args.quick else args.rounds)
-            found[f"{name}, {backend}"] = rows = results(seconds, LANES[backend])
+            results_of_groups[f"{name}, {backend}"] = rows = results(seconds, LANES[backend])
             for groups, row in rows.items():
                 low = row["quartile_1_ms"]
                 high = row["quartile_3_ms"]
@@ -57,8 +57,8 @@ def main() -> None:
                 sheet.add_row(name, backend, groups, str(row["lanes"]), *times, shares)
     Console(width=100).print(sheet)
     if not args.quick:
-        print(save("round_robin", {"bucket_cap_mb": CAP_MB, "groups": found}))
-        print(picture(found))
+        print(save("round_robin", {"bucket_cap_mb": CAP_MB, "groups": results_of_groups}))
+        print(picture(results_of_groups))
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
@@ -77,11 +77,11 @@ def results(
     }
 
 
-def picture(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
+def picture(results_of_groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
     """Draws bars with quartiles for every number of groups."""
     sheet, (axis,) = figure(1)
     for shift, count in enumerate(map(str, GROUPS)):
-        rows = [result[count] for result in found.values()]
+        rows = [result[count] for result in results_of_groups.values()]
         middle = np.array([row["median_ms"] for row in rows])
         reach = [
             middle - [row["quartile_1_ms"] for row in rows],
@@ -96,7 +96,7 @@ def picture(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
             capsize=3,
             label=f"{count} group{'s' * (count != '1')}",
         )
-    axis.set_xticks(range(len(found)), list(found))
+    axis.set_xticks(range(len(results_of_groups)), list(results_of_groups))
     axis.set_title("ms a step", loc="left")
     axis.legend(frameon=False)
     return save_picture("round_robin", sheet, dpi=80)

@@ -38,13 +38,13 @@ def main() -> None:
     for backend in args.backends:
         seconds = take_turns(__file__, backend, "words", rounds=2 if args.quick else args.rounds)
         results[backend] = {way: summary(took) for way, took in seconds.items()}
-        results[backend]["ratio"] = of = ratio(seconds[ROWS], seconds[WHOLE])
+        results[backend]["ratio"] = quartiles = ratio(seconds[ROWS], seconds[WHOLE])
         times = ", ".join(
             f"{way} {results[backend][way]['median_ms']:.1f} ms" for way in (ROWS, WHOLE)
         )
         print(
-            f"{backend}: {times}: {of['median']:.3f} ({of['quartile_1']:.3f} to "
-            f"{of['quartile_3']:.3f})"
+            f"{backend}: {times}: {quartiles['median']:.3f} ({quartiles['quartile_1']:.3f} to "
+            f"{quartiles['quartile_3']:.3f})"
         )
     if not args.quick:
         print(save("rows", results))

@@ -117,11 +117,11 @@ def saves(
             step.steps += 1  # as if one had been trained: the next save is another checkpoint
     newest = max(folder.iterdir(), key=lambda path: int(path.name))
     files = [file for file in newest.rglob("*") if file.is_file()]
-    mine = [file for file in files if file.relative_to(newest).parts[0] == str(group.rank)]
+    local_files = [file for file in files if file.relative_to(newest).parts[0] == str(group.rank)]
     lists = [file for file in files if not file.relative_to(newest).parts[0].isdecimal()]
     watched.found |= {
-        "mib_written": mib(mine),
-        "files_written": len(mine),
+        "mib_written": mib(local_files),
+        "files_written": len(local_files),
         "mib_of_lists": mib(lists),
     }
 
@@ -145,7 +145,7 @@ def trains(
     rows = np.ones((1, WIDTH), np.float32)
     without = list[float]()
     within = list[float]()
-    kept = list[float]()
+    save_seconds = list[float]()
     with fddp.Checkpoints(folder, step, keep=1) as checkpoints:
         state, _ = step(state, rows)
         for turn in range(2 * ROUNDS):
@@ -153,7 +153,7 @@ def trains(
             clock = time.perf_counter()
             if turn % 2:
                 checkpoints.save(state, now=True)
-                kept.append(time.perf_counter() - clock)
+                save_seconds.append(time.perf_counter() - clock)
             for _ in range(STEPS):
                 state, _ = step(state, rows)
             jax.block_until_ready(state)
@@ -164,7 +164,7 @@ def trains(
     longer = [(slow - fast) / (100 * fast / STEPS) for slow, fast in zip(within, without)]
     watched.found |= {
         "step_s": round(float(np.median(without)) / STEPS, 3),
-        "save_kept_s": round(float(np.median(kept)), 3),
+        "save_kept_s": round(float(np.median(save_seconds)), 3),
         "share_of_100_steps": round(float(np.median(longer)), 4),
         "of_rounds": [round(x, 4) for x in sorted(longer)],
     }
@@ -177,7 +177,7 @@ def mib(files: Sequence[Path]) -> float:
 def main(backend: str = "mpi", ranks: str = "4") -> None:
     """Measures, and writes down what was found."""
     folder = tempfile.mkdtemp()
-    found = {}
+    results = {}
     try:
         for act in ("save", "restore", "train"):
             command = [sys.executable, "-m", "bench.saving", "rank", folder, act]
@@ -188,11 +188,11 @@ def main(backend: str = "mpi", ranks: str = "4") -> None:
             (line,) = [
                 line for text in texts for line in text.splitlines() if line.startswith("[{")
             ]
-            found[act] = json.loads(line)
-            print(act, *found[act], sep="\n  ", flush=True)
+            results[act] = json.loads(line)
+            print(act, *results[act], sep="\n  ", flush=True)
     finally:
         shutil.rmtree(folder)
-    save(f"saving_{backend}_{ranks}", found)
+    save(f"saving_{backend}_{ranks}", results)
 
 
 if __name__ == "__main__":

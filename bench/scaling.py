@@ -88,11 +88,15 @@ def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
 
 def projections(two: dict[str, Any], algorithm: Algorithm) -> list[dict[str, float]]:
     hop = hop_of(Link(**two["link"]), 2, algorithm)
-    return [vars(one) for one in projected(two, hop, two, REPLICAS, algorithm)]
+    return [vars(step) for step in projected(two, hop, two, REPLICAS, algorithm)]
 
 
 def projected(
-    found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm
+    measurement: dict[str, Any],
+    hop: Link,
+    paced: dict[str, Any],
+    replicas: Any,
+    algorithm: Algorithm,
 ) -> Any:
     """Projects what bench/tuning_worker.py found with a single cap.
 
@@ -106,13 +110,13 @@ def projected(
     Returns:
       A projection for each number of replicas.
     """
-    (cap,) = found["caps"]
+    (cap,) = measurement["caps"]
     *updates, last = cap["updates_ms"]
     return project(
         [stage / 1e3 for stage in cap["stages_ms"]],
         cap["nbytes"],
         hop,
-        updates=[*(update / 1e3 for update in updates), (last + found["idle_ms"]) / 1e3],
+        updates=[*(update / 1e3 for update in updates), (last + measurement["idle_ms"]) / 1e3],
         pace=Pace(**paced["pace"]),
         replicas=replicas,
         algorithm=algorithm,
@@ -126,7 +130,7 @@ def table(results: dict[str, Any]) -> str:
         f"{b['efficiency']:10.0%}"
         for a, b in zip(results["projections"]["ring"], results["projections"]["tree"])
     ]
-    told = [
+    remarks = [
         f"{name.replace('_', ' ')}: projected {off:+.1%} of measured"
         for name, off in results["checks"].items()
     ]
@@ -136,7 +140,7 @@ def table(results: dict[str, Any]) -> str:
             "replicas    ring ms  efficiency    tree ms  efficiency",
             *rows,
             "on four:",
-            *told,
+            *remarks,
         ]
     )
 

@@ -82,8 +82,8 @@ def main() -> None:
                 backend,
                 name,
             ]
-            results[f"{name}, {backend}"] = found = ask(backend, args.rate, __file__, *words)
-            for way, told in found.items():
+            results[f"{name}, {backend}"] = result = ask(backend, args.rate, __file__, *words)
+            for way, told in result.items():
                 times = (
                     f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of "
                     f"whole"
@@ -121,9 +121,11 @@ def one_host(
         for way in ways
         if way.endswith("eager")
     }
-    slower = {way: group.all_reduce(np.array(some), op="max") for way, some in seconds.items()}
+    slower = {
+        way: group.all_reduce(np.array(durations), op="max") for way, durations in seconds.items()
+    }
     if group.rank == 0:
-        said = {
+        report = {
             way: {
                 "step": summary(slower[way]),
                 "to_whole": ratio(
@@ -146,7 +148,7 @@ def one_host(
             }
             for way, training in ways.items()
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 class Training:

@@ -81,8 +81,8 @@ def main() -> None:
         f"{n}, {PANELS[n]}": {f"{k}": ends(x) for k, x in lines.items()}
         for n, lines in losses.items()
     }
-    for title, ended in last.items():
-        sheet.add_row(title, *(f"{value:.4f}" for value in ended.values()))
+    for title, final in last.items():
+        sheet.add_row(title, *(f"{value:.4f}" for value in final.values()))
     Console(width=100).print(sheet)
     if not args.quick:
         print(save("skipping", {"speed": speed, "batches": count, "last_loss": last}))
@@ -91,7 +91,9 @@ def main() -> None:
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """A turn with a synchronization every k batches."""
-    return {f"{k}": staged(task, group, CAP_MB, held=k - 1, cycles=BATCHES // k) for k in EVERY}
+    return {
+        f"{k}": staged(task, group, CAP_MB, pending_calls=k - 1, cycles=BATCHES // k) for k in EVERY
+    }
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ STEPS = 4  # that are simulated: the last one takes as long as all that would fo
 def steady_seconds(
     tasks: Sequence[Task],
     seconds: Mapping[str, float],
-    late: Callable[[Value], Any] = lambda value: False,
+    is_late: Callable[[Value], Any] = lambda value: False,
 ) -> float:
     """Simulates several steps in a row, and returns how long one takes after many like it: see
     `simulate`.
@@ -30,7 +30,7 @@ def steady_seconds(
     results = [name for name in written if name.kind in (NEW, RESULT)]
     # The name by which a step reads a value → the name by which the step before it has written that
     # value.
-    before = {name.replaces: name for name in results if late(name)}
+    before = {name.replaces: name for name in results if is_late(name)}
     several = list[Task]()
     took = dict[str, float]()
     ends = list[Value]()
@@ -42,7 +42,7 @@ def steady_seconds(
             ]
             # A step begins when the one before it has returned, with all results that are not late.
             reads += (
-                [_at(step - 1, name) for name in results if not late(name)]
+                [_at(step - 1, name) for name in results if not is_late(name)]
                 if place == 0 and step
                 else []
             )
@@ -54,8 +54,8 @@ def steady_seconds(
         ends.append(
             _at(step, [task.name for task in tasks if not set(results).isdisjoint(task.writes)][-1])
         )
-    ended = {span.name: span.end for span in simulate(several, took, queue=by_kind).spans}
-    return ended[ends[-1]] - ended[ends[-2]]
+    end_of = {span.name: span.end for span in simulate(several, took, queue=by_kind).spans}
+    return end_of[ends[-1]] - end_of[ends[-2]]
 
 
 def _at(step: int, name: str) -> Value:

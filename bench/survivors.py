@@ -66,10 +66,10 @@ def death() -> list[float]:
             stdout=subprocess.DEVNULL,
         ):
             job.wait(timeout=120)
-        said = [
+        times_of_ranks = [
             np.array(Path(folder, str(rank)).read_text().split(), float) for rank in range(RANKS)
         ]
-    return np.round(np.max(said[:-1], axis=0) - said[-1], 2).tolist()
+    return np.round(np.max(times_of_ranks[:-1], axis=0) - times_of_ranks[-1], 2).tolist()
 
 
 def survive(rank: int, folder: Path, port: int) -> None:

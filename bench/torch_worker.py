@@ -42,9 +42,9 @@ def main(control: str, name: str, bits: str = "") -> None:
     ways["PyTorch, alone"] = _step(name, rank, None)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
-        said = line.makefile("rw")
-        _say(said, {"job": "torch", "rank": rank, "ways": list(ways)})
-        for order in said:
+        stream = line.makefile("rw")
+        _say(stream, {"job": "torch", "rank": rank, "ways": list(ways)})
+        for order in stream:
             way, steps = json.loads(order)
             seconds = []
             for _ in range(steps):
@@ -52,12 +52,12 @@ def main(control: str, name: str, bits: str = "") -> None:
                 start = time.perf_counter()
                 ways[way]()
                 seconds.append(time.perf_counter() - start)
-            _say(said, {"seconds": seconds, "timelines": [[]] * steps})
+            _say(stream, {"seconds": seconds, "timelines": [[]] * steps})
 
 
-def _say(said: Any, words: Any) -> None:
-    said.write(json.dumps(words) + "\n")
-    said.flush()
+def _say(stream: Any, words: Any) -> None:
+    stream.write(json.dumps(words) + "\n")
+    stream.flush()
 
 
 def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
@@ -219,9 +219,14 @@ class _Wait(torch.autograd.Function):
         return rows + weights.mean()
 
     @staticmethod
-    def backward(ctx: Any, *back: Any) -> Any:
+    def backward(ctx: Any, *cotangents: Any) -> Any:
         time.sleep(ctx.seconds)
-        return back[0], torch.full(ctx.shape, float(back[0].sum()) / ctx.shape.numel()), None, None
+        return (
+            cotangents[0],
+            torch.full(ctx.shape, float(cotangents[0].sum()) / ctx.shape.numel()),
+            None,
+            None,
+        )
 
 
 class _Waiting(nn.Module):

@@ -63,7 +63,13 @@ def take_turns(
 
 
 def staged(
-    task: Problem, group: fddp.Group, cap_mb: float, *, held: int = 0, cycles: int = 1, **more: Any
+    task: Problem,
+    group: fddp.Group,
+    cap_mb: float,
+    *,
+    pending_calls: int = 0,
+    cycles: int = 1,
+    **more: Any,
 ) -> Callable[[], Any]:
     """A staged training of some steps, its small first and last buckets no larger than the cap.
 
@@ -71,7 +77,7 @@ def staged(
       task: what is trained.
       group: the replicas.
       cap_mb: of a bucket, MiB.
-      held: batches that each step only adds up before the one whose gradients travel.
+      pending_calls: batches that each step only adds up before the one whose gradients travel.
       cycles: steps of a run.
       **more: options of `fddp.train_step`.
 
@@ -85,7 +91,7 @@ def staged(
     def run() -> Any:
         nonlocal state
         for _ in range(cycles):
-            for _ in range(held):
+            for _ in range(pending_calls):
                 state, _ = step.no_sync(state, task.batch)
             state, _ = step(state, task.batch)
         return jax.block_until_ready(state.params)

@@ -321,9 +321,9 @@ def _remove(names: Sequence[str]) -> None:
     listed = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, check=True
     ).stdout
-    there = {line.split()[0] for line in listed.splitlines() if line}
+    existing = {line.split()[0] for line in listed.splitlines() if line}
     for name in names:
-        if name in there:
+        if name in existing:
             ip("netns", "del", name)
         shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 

@@ -73,7 +73,9 @@ def watch(
             watched = timed(run, [batch], timeline).steps
             steps[name] += watched if turn >= 0 else ()
     seconds = {
-        name: group.all_reduce(np.array([s.seconds for s in some]), op="max")
-        for name, some in steps.items()
+        name: group.all_reduce(np.array([s.seconds for s in measured_steps]), op="max")
+        for name, measured_steps in steps.items()
     }
-    return {name: Measurement(tuple(some)) for name, some in steps.items()}, seconds
+    return {
+        name: Measurement(tuple(measured_steps)) for name, measured_steps in steps.items()
+    }, seconds

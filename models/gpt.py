@@ -144,12 +144,16 @@ class GPT(nn.Module):
         drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
         embed, norm = ends(self)
         x = drop(embed(tokens))
-        kept = self.kept_layers()
+        mask = self.kept_layers()
         # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py`
         # has them in a scan.
         for i in range(self.layers):
-            one = layer(self, f"layer_{i}")
-            x = one(x) if kept is None else nn.cond(kept[i], Layer.__call__, lambda _, x: x, one, x)
+            block = layer(self, f"layer_{i}")
+            x = (
+                block(x)
+                if mask is None
+                else nn.cond(mask[i], Layer.__call__, lambda _, x: x, block, x)
+            )
         return head(embed, norm, x)
 
     def kept_layers(self) -> Bool[Array, " layers"] | None:

@@ -90,11 +90,11 @@ def main(
         tokens = rows[random.integers(len(rows), size=16 * group.size)].astype(np.int32)
         state, info = step(state, {"tokens": tokens})
         losses.append(float(info.loss))
-    whole, held = size_mib(state.params)
+    total_mib, local_mib = size_mib(state.params)
     print(f"{group.size} replicas × {stages} stages, {micro_batches} micro-batches")
     print(f"bubble {bubble(stages, micro_batches):.0%} of the ticks")
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {steps} steps")
-    print(f"parameters {whole:.3f} MiB, of which each device holds {held:.3f} MiB")
+    print(f"parameters {total_mib:.3f} MiB, of which each device holds {local_mib:.3f} MiB")
     print(step.plan)
 
 
@@ -152,23 +152,25 @@ def pipeline(
     # the others. What a stage makes of zeros, in the bubble, nobody reads.
     outside = jnp.pad(entering[:, None], [(0, stages - 1), (0, stages - 1), *inside])
 
-    def tick(made: Array, outside: Array) -> tuple[Array, Array]:
-        handed_on = jnp.pad(made[:-1], [(1, 0), *inside])
-        made = jax.vmap(jax.checkpoint(stage, prevent_cse=False))(params, handed_on + outside)
-        return made, made
+    def tick(activations: Array, outside: Array) -> tuple[Array, Array]:
+        handed_on = jnp.pad(activations[:-1], [(1, 0), *inside])
+        activations = jax.vmap(jax.checkpoint(stage, prevent_cse=False))(
+            params, handed_on + outside
+        )
+        return activations, activations
 
-    _, made = jax.lax.scan(tick, jnp.zeros_like(outside[0]), outside)
+    _, outputs = jax.lax.scan(tick, jnp.zeros_like(outside[0]), outside)
     # `[:, -1]` would go from the last device to the first, and from there to all; of `take` XLA
     # makes one sum.
-    return jnp.take(made[stages - 1 :], stages - 1, axis=1)
+    return jnp.take(outputs[stages - 1 :], stages - 1, axis=1)
 
 
 def stage(model: gpt.GPT, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Some layers, one after the other; they lie along dim 0 of each leaf."""
     layer = gpt.layer(model, "layer")
 
-    def through(x: Array, own: Any) -> tuple[Array, None]:
-        return jnp.asarray(layer.apply({"params": own}, x)), None
+    def through(x: Array, layer_params: Any) -> tuple[Array, None]:
+        return jnp.asarray(layer.apply({"params": layer_params}, x)), None
 
     return jax.lax.scan(through, x, params)[0]
 

@@ -66,8 +66,8 @@ def main(
         rows = fddp.samples(
             len(text), batch, rank=group.rank, size=group.processes, seed=seed, start_step=start
         )
-        for number, mine in zip(range(start + 1, steps + 1), rows):
-            state, info = step(state, {"tokens": text[mine].astype(np.int32)})
+        for number, chosen in zip(range(start + 1, steps + 1), rows):
+            state, info = step(state, {"tokens": text[chosen].astype(np.int32)})
             ends = fddp.preempted()
             checkpoints.save(state, now=ends or number == steps)
             if number % max(1, steps // 10) == 0:

@@ -67,10 +67,10 @@ def main(
         tokens = rows[random.integers(len(rows), size=16 * group.size)].astype(np.int32)
         state, info = step(state, {"tokens": tokens})
         losses.append(float(info.loss))
-    whole, held = size_mib(state.params)
+    total_mib, local_mib = size_mib(state.params)
     print(f"{group.size} replicas × {parts} devices")
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {steps} steps")
-    print(f"parameters {whole:.3f} MiB, of which each device holds {held:.3f} MiB")
+    print(f"parameters {total_mib:.3f} MiB, of which each device holds {local_mib:.3f} MiB")
     print(step.plan)
 
 
@@ -96,9 +96,9 @@ def placed(params: Any, mesh: Mesh) -> Any:
 def size_mib(params: Any) -> tuple[float, float]:
     """How large the parameters are, and one device's parts of them."""
     leaves = jax.tree.leaves(params)
-    whole = sum(x.nbytes for x in leaves)
-    held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
-    return whole / 2**20, held / 2**20
+    total_bytes = sum(x.nbytes for x in leaves)
+    local_bytes = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    return total_bytes / 2**20, local_bytes / 2**20
 
 
 if __name__ == "__main__":

@@ -316,10 +316,10 @@ def resnet_task(config: Config) -> Task:
 
     def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
         count = len(test_images)
-        mine = np.array_split(
+        local_rows = np.array_split(
             np.arange(count)[group.rank :: group.processes], math.ceil(count / 500)
         )
-        batches = ({"image": test_images[rows], "label": test_labels[rows]} for rows in mine)
+        batches = ({"image": test_images[rows], "label": test_labels[rows]} for rows in local_rows)
         share = fddp.evaluate(right, state, batches, group=group)
         return {"test accuracy": f"{share:.2%}: {round(share * count):,} of {count:,} images"}
 

@@ -105,8 +105,8 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     state = step.init(params, model_state=buffers, rng=jax.random.key(seed))
 
     rows = fddp.samples(len(images), batch, rank=group.rank, size=group.processes, seed=seed)
-    for number, mine in zip(range(1, steps + 1), rows):
-        state, info = step(state, rows_of(images[mine], labels[mine]))
+    for number, chosen in zip(range(1, steps + 1), rows):
+        state, info = step(state, rows_of(images[chosen], labels[chosen]))
         if number == 1 or number % max(1, steps // 4) == 0:
             group.print(f"step {number}, loss {info.loss:.3f}")
 

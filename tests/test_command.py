@@ -285,16 +285,16 @@ def test_jax_used_before_init_starts_quietly():
 
 
 def test_doctor_names_an_mpiexec_that_is_not_mpi4pys(tmp_path, monkeypatch, capsys):
-    plain_mpiexec = tmp_path / "mpiexec"
-    plain_mpiexec.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
-    plain_mpiexec.chmod(0o755)
+    plain = tmp_path / "mpiexec"
+    plain.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+    plain.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    own_mpiexec = Path(sys.executable).with_name("mpiexec")
+    local = Path(sys.executable).with_name("mpiexec")
     hint = (
-        f"{'launcher':<22}  {own_mpiexec}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {plain_mpiexec}, of Open "
-        f"MPI\n"
+        f"{'launcher':<22}  {local}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {plain}, "
+        f"of Open MPI\n"
     )
     assert hint in printed
     assert f"{'backend mpi':<22}  ready: MPICH\n" in printed

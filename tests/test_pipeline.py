@@ -104,8 +104,8 @@ def test_each_device_holds_the_layers_of_its_stage_and_their_moments(x64):
             stage_of = {part.device.id: part.index[0] for part in x.addressable_shards}
             assert stage_of == {0: slice(0, 1), 1: slice(1, 2), 2: slice(0, 1), 3: slice(1, 2)}
             assert {part.data.shape for part in x.addressable_shards} == {(1, 2, *x.shape[2:])}
-    whole, tree = size_mib(state.params)
-    assert tree < 0.51 * whole
+    total_mib, local_mib = size_mib(state.params)
+    assert local_mib < 0.51 * total_mib
 
 
 def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_else(x64):

@@ -66,7 +66,7 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
     seconds = interleave(runs, rounds=2 * machine.rounds)
     nbytes = sum(bucket.nbytes for bucket in plan.buckets)
     rate = 2 * nbytes / float(np.median(seconds["copy"]))
-    whole = all(map(np.array_equal, jax.tree.leaves(opened(buckets)), jax.tree.leaves(params)))
+    equal = all(map(np.array_equal, jax.tree.leaves(opened(buckets)), jax.tree.leaves(params)))
     return {
         "MiB": nbytes / 2**20,
         "buckets": len(plan.buckets),
@@ -76,7 +76,7 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
         else None,
         **{f"{way}_us": 1e6 * float(np.median(values)) for way, values in seconds.items()},
         **{f"{way} / copy": ratio(seconds[way], seconds["copy"]) for way in ("pack", "unpack")},
-        **({} if whole else {"wrong": "what was unpacked is not what was packed"}),
+        **({} if equal else {"wrong": "what was unpacked is not what was packed"}),
     }
 
 

@@ -45,9 +45,9 @@ def beside(name: str, machine: Machine) -> dict[str, Any]:
     module = parse(step.lower(state, workload.batch).compile().as_text() or "")
     line = estimate(module, find_collectives(module), read_target(f"{machine.chip}:1"))
     flops = sum(
-        one.flops
+        operation.flops
         for at, inside in next(module.schedules()).lines
-        for one in work(module, at, inside)
+        for operation in work(module, at, inside)
     )
     return measured | {
         "estimated_ms": 1e3 * line.seconds,

@@ -47,9 +47,9 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     else:
         ways["Open MPI's variables"] = partial(_by_hand, machine, _open_mpi, _all)
     if (srun := _installed("srun")) and _slurm_answers():
-        own = ("--gpus-per-task=1",) if machine.gpus > 1 else ()
+        gpu_option = ("--gpus-per-task=1",) if machine.gpus > 1 else ()
         ways["srun"] = partial(
-            _started, machine, (srun, "--immediate=10", "-N1", "-n", size, *own, *SCRIPT)
+            _started, machine, (srun, "--immediate=10", "-N1", "-n", size, *gpu_option, *SCRIPT)
         )
     ways["srun's variables, one GPU a task"] = partial(_by_hand, machine, _srun, _one)
     if machine.gpus > 1:
@@ -59,23 +59,27 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
 
 def tell(figures: dict[str, Any]) -> str:
     """The figures in words."""
-    backends = sorted({one["backend"] for one in figures["ranks"]})
+    backends = sorted({rank_report["backend"] for rank_report in figures["ranks"]})
     got = ", ".join(
-        f"rank {one['rank']} → {' and '.join(one['gpus']) or 'the CPU'}" for one in figures["ranks"]
+        f"rank {rank_report['rank']} → {' and '.join(rank_report['gpus']) or 'the CPU'}"
+        for rank_report in figures["ranks"]
     )
     return f"{got}; over {' and '.join(backends)}"
 
 
 def _judged(machine: Machine, way: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
-    ranks = sorted(way(), key=lambda one: one["rank"])
+    ranks = sorted(way(), key=lambda rank_report: rank_report["rank"])
     size = machine.ranks
-    gpus = [gpu for one in ranks for gpu in one["gpus"]]
+    gpus = [gpu for rank_report in ranks for gpu in rank_report["gpus"]]
     wrong = ""
-    if [one["rank"] for one in ranks] != list(range(size)) or any(
-        one["mean"] != (size - 1) / 2 for one in ranks
+    if [rank_report["rank"] for rank_report in ranks] != list(range(size)) or any(
+        rank_report["mean"] != (size - 1) / 2 for rank_report in ranks
     ):
         wrong = " ".join(
-            (f"not all of {size} ranks have trained together", *(one["said"] for one in ranks))
+            (
+                f"not all of {size} ranks have trained together",
+                *(rank_report["said"] for rank_report in ranks),
+            )
         )
     elif machine.gpus > 1 and len(set(gpus)) != size:
         wrong = "ranks share GPUs though there is one for each"
@@ -123,10 +127,10 @@ def _said(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[d
     ) as jobs:
         texts = [job.communicate(timeout=PATIENCE_S)[0] for job in jobs]
     lines = [line.partition(which_gpu.MARK)[2] for text in texts for line in text.splitlines()]
-    found = [json.loads(line) for line in lines if line]
-    if not found or any(job.returncode for job in jobs):
+    reports = [json.loads(line) for line in lines if line]
+    if not reports or any(job.returncode for job in jobs):
         raise RuntimeError("\n".join(text[-700:] for text in texts))
-    return found
+    return reports
 
 
 ### Variables

@@ -128,8 +128,10 @@ def variables(env: Mapping[str, str], cache: str) -> dict[str, str]:
     """
     paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
     # JAX refuses the old name of this variable beside the new one.
-    kept = {name: value for name, value in env.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-    return kept | {
+    inherited = {
+        name: value for name, value in env.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    }
+    return inherited | {
         "PYTHONPATH": os.pathsep.join(paths),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_CLIENT_MEM_FRACTION": "0.9",
@@ -156,12 +158,12 @@ def shared(machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
     """
     # Two threads of XLA:CPU. And no folder of programs: ranks of a GPU share the work of compiling,
     # and one that finds its program there would leave the others waiting.
-    ours = {"NPROC": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    nccl_variables = {"NPROC": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if not machine.on_gpu or machine.gpus > 1:
-        return ours
+        return nccl_variables
     fraction = f"{0.8 / machine.ranks:.2f}"
     return {
-        **ours,
+        **nccl_variables,
         **one_gpu(env),
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "XLA_CLIENT_MEM_FRACTION": fraction,

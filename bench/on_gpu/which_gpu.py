@@ -27,13 +27,13 @@ def which() -> dict[str, Any]:
     group = fddp.init()
     devices = jax.local_devices()
     mean = None
-    said = ""
+    message = ""
     try:
         step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.5), group=group)
         state, _ = step(step.init(jnp.zeros(())), np.full(len(devices), group.rank, np.float32))
         mean = float(state.params)
     except Exception as error:  # of NCCL: which GPU it is can be told all the same
-        said = str(error)[-300:]
+        message = str(error)[-300:]
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     numbers = [device.local_hardware_id or 0 for device in devices]
     names = shown.split(",")
@@ -47,7 +47,7 @@ def which() -> dict[str, Any]:
         if on_gpu
         else [],
         "mean": mean,
-        "said": said,
+        "said": message,
     }
 
 

@@ -57,10 +57,12 @@ def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str
         gradient(dtype, numbers, k)
         for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))
     ]
-    taken = [take_table_rows(bucket, flat) for flat in gradients]
-    words = jnp.concatenate([rows for rows, _ in taken])
+    rows_and_remainders = [take_table_rows(bucket, flat) for flat in gradients]
+    words = jnp.concatenate([rows for rows, _ in rows_and_remainders])
     assert [bool(words[place]) for place in flags(bucket, 3)] == [False, False, True]
-    total = add_table_rows(bucket, words, jnp.asarray(sum(remainder for _, remainder in taken)))
+    total = add_table_rows(
+        bucket, words, jnp.asarray(sum(remainder for _, remainder in rows_and_remainders))
+    )
     assert np.array_equal(
         np.asarray(total), np.asarray(sum(gradients))
     )  # small whole numbers: exact in every dtype

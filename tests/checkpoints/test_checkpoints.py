@@ -86,7 +86,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def ended(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 2, 4 and 6 of a training that ended after its
     seventh."""
     folder = tmp_path_factory.mktemp("ended")
@@ -99,9 +99,9 @@ def ended(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trained(ended: Path, tmp_path: Path) -> Path:
+def trained(ended_run: Path, tmp_path: Path) -> Path:
     """A copy of it, to be damaged."""
-    return Path(shutil.copytree(ended, tmp_path / "saved"))
+    return Path(shutil.copytree(ended_run, tmp_path / "saved"))
 
 
 @pytest.mark.quick("shards")

@@ -46,7 +46,7 @@ jax.local_devices = refuse
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An environment without anything of MPI, and nothing else on the PATH."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -60,20 +60,20 @@ def program(folder: Path, name: str, says: str) -> str:
     return str(path)
 
 
-def test_launchers_of_a_vendor_come_first(here):
-    plain = program(here, "mpiexec", SAY["mpiexec.openmpi"])
-    hydra = program(here, "mpiexec.hydra", SAY["mpiexec.hydra"])
+def test_launchers_of_a_vendor_come_first(folder):
+    plain = program(folder, "mpiexec", SAY["mpiexec.openmpi"])
+    hydra = program(folder, "mpiexec.hydra", SAY["mpiexec.hydra"])
     assert list(mpi_vendors.launchers("MPICH")) == [(hydra, "MPICH"), (plain, "Open MPI")]
     assert list(mpi_vendors.launchers("Open MPI")) == [(plain, "Open MPI"), (hydra, "MPICH")]
 
 
-def test_a_program_that_says_nothing_known_is_nobodys(here):
-    assert mpi_vendors.vendor_of(program(here, "mpiexec", "1.0"), "--version") is None
+def test_a_program_that_says_nothing_known_is_nobodys(folder):
+    assert mpi_vendors.vendor_of(program(folder, "mpiexec", "1.0"), "--version") is None
 
 
-def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
-    program(here, "mpicc", SAY["mpicc.openmpi"])
-    compiler = program(here, "mpicc.mpich", SAY["mpicc.mpich"])
+def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(folder):
+    program(folder, "mpicc", SAY["mpicc.openmpi"])
+    compiler = program(folder, "mpicc.mpich", SAY["mpicc.mpich"])
     first, command = mpi_vendors.rebuild("MPICH").split("; ")
     assert first == f"echo jaxlib=={version('jaxlib')} >jaxlib.txt"
     assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={compiler} " in command
@@ -82,15 +82,15 @@ def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
     )
 
 
-def test_an_nvcc_without_headers_needs_a_cuda_path(here):
+def test_an_nvcc_without_headers_needs_a_cuda_path(folder):
     assert mpi_vendors.without_cuda() == []
-    (here / "bin").mkdir()
-    program(here / "bin", "nvcc", "nvcc")
+    (folder / "bin").mkdir()
+    program(folder / "bin", "nvcc", "nvcc")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(here / "bin"))
+        patch.setenv("PATH", str(folder / "bin"))
         assert mpi_vendors.without_cuda() == ["CUDA_PATH=/usr/local/cuda"]
-        (here / "include").mkdir()
-        (here / "include" / "cuda_runtime.h").touch()
+        (folder / "include").mkdir()
+        (folder / "include" / "cuda_runtime.h").touch()
         assert mpi_vendors.without_cuda() == []
 
 

@@ -176,8 +176,8 @@ def test_a_step_with_other_options_gathers_as_they_say(group: Groups, x64: None)
         _, info = step(step.init(weights()), FEW)
         return int(info.sent.sum())
 
-    def made(again: bool) -> fddp.TrainStep:
-        return shared(group(2), ALONE["plainly"], optax.sgd(0.05), reshard_after_forward=again)
+    def made(reshard: bool) -> fddp.TrainStep:
+        return shared(group(2), ALONE["plainly"], optax.sgd(0.05), reshard_after_forward=reshard)
 
     once = sent(made(False))
     twice = sent(made(True))
