@@ -1,12 +1,12 @@
-"""What do small messages cost? 32 MiB of gradients, all-reduced in calls of 1,000 to 8 million
+"""The cost of small messages: 32 MiB of gradients, all-reduced in calls of 1,000 to 8 million
 numbers.
 
     sudo .venv/bin/python bench/allreduce.py [--backends gloo mpi] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. One call after another, as the
-staged schedule's thread sends them, and nothing is computed meanwhile. All sizes take turns. Of the
-smallest messages 400 calls a turn are made, and the total is that of the 8 million numbers at their
-pace.
+staged schedule's thread sends them, and nothing is computed meanwhile. All sizes take turns. A turn
+has at most 400 calls of the smallest messages; their total is extrapolated to the 8 million
+numbers.
 
 Source: Li et al. (VLDB 2020), Fig. 2, which sends 60 million.
 """

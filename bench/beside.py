@@ -4,9 +4,9 @@
     [--quick]
 
 Each step is compiled ahead of time for each target, under each schedule and cap that `fddp.tune`
-tries, and plain JAX of the same loss and optimizer beside it; the milliseconds are those of
-`fddp.audit`. What is compiled is saved at once. It writes the table of docs/performance.md of all
-that is saved, with one line for each model and target.
+tries, next to plain JAX of the same loss and optimizer; the milliseconds are those of `fddp.audit`.
+Every result is saved at once. The script writes the table of docs/performance.md from all saved
+results, with a line for each model and target.
 
   model   module:preset:rows of a replica, of models/
 """
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def fill(model: str, target: str, *, repeat: bool, first: bool) -> None:
-    """Compiles what is not saved of one model on one target, and saves it."""
+    """Compiles the missing programs of a model on a target, and saves their estimates."""
     name = f"{jax.__version__} {model} {target}"
     done = {} if repeat else saved("beside").get(name, {"ways": {}})["ways"]
     for way, compile in ways(model, target, first=first):
@@ -81,7 +81,7 @@ def fill(model: str, target: str, *, repeat: bool, first: bool) -> None:
 def ways(
     model: str, where: str, *, first: bool = False
 ) -> Iterator[tuple[str, Callable[[], Timeline]]]:
-    """Yields what can be compiled of a model for a target: the default, plain JAX, then other
+    """Yields the compiled programs of a model for a target: the default, plain JAX, then other
     schedules and caps."""
     name, preset, rows = model.split(":")
     target = read_target(where)

@@ -1,14 +1,14 @@
-"""Does a model train whose state is larger than the memory of each rank, and go on where it was
-saved?
+"""Does a model train with a state larger than the memory of each rank, and resume from a
+checkpoint?
 
     python -m bench.beyond_memory [mpi|gloo] [--ranks 4] [--limit 2600] [--quick]
 
 A GPT of 252 million parameters, with Adam's moments 2.8 GiB, in shards that are gathered twice a
 step. The kernel holds each rank to a limit below that (`limits.py`). The first job makes the state
-by a function, trains, saves, and trains on. The second one, of new processes, restores what was
-saved into a form and takes the same steps: their losses and the bits of the last parameters have to
-be the same. A third job asks for a whole state, and has to be killed by the limit. Told is the most
-that a rank's resident memory was in each job, that of Python, JAX and its compiler included.
+by a function, trains, saves, and trains on. The second one, of new processes, restores the
+checkpoint into a form and takes the same steps: their losses and the bits of the last parameters
+have to be the same. A third job requests a whole state, and has to be killed by the limit. The
+results are the peaks of the ranks' resident memory in each job, with Python, JAX and its compiler.
 """
 
 import argparse
@@ -50,21 +50,7 @@ def main() -> None:
 
 
 def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[str, Any]:
-    """Runs the jobs.
-
-    Args:
-      backend: "mpi" or "gloo".
-      ranks: their number.
-      size: of the model, "large" or "small".
-      most: MiB of each rank's limit; 0: none.
-
-    Returns:
-      What was found.
-
-    Raises:
-      RuntimeError: a job that should train failed, or one that should not trained; or the training
-        did not go on where it was saved.
-    """
+    """Runs the jobs; raises RuntimeError unless they train, resume and fail as they should."""
     folder = tempfile.mkdtemp()
     most = SIZES[size][-1] if most is None else most
     try:
@@ -94,7 +80,7 @@ def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[
 def job(
     backend: str, ranks: int, size: str, most: int, folder: str, act: str
 ) -> dict[str, Any] | None:
-    """Runs one job; returns what its rank 0 tells, None if it fails."""
+    """Runs one job; returns the results that its rank 0 prints, or None if it fails."""
     from bench.jobs import ending, start
 
     command = [sys.executable, "-m", "bench.beyond_memory", "rank", size, str(most), folder, act]
@@ -113,7 +99,7 @@ def job(
 
 
 def rank(size: str, most: str, folder: str, act: str) -> None:
-    """Does one rank's part; rank 0 prints what all have found."""
+    """Does one rank's part; rank 0 prints the results of all."""
     held_by = limit(int(most)) if int(most) else "no limit"  # before JAX is there
 
     import jax

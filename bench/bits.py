@@ -1,13 +1,13 @@
-"""Are the bits of a training with virtual replicas the same on all numbers of replicas, backends
-and schedules?
+"""Do the bits of a training with virtual replicas depend on the number of replicas, the backend or
+the schedule?
 
     .venv/bin/python bench/bits.py [--problems mlp digits gpt] [--quick]
 
 Each problem is trained on 1, 2, 4 and 8 devices of a process, on 1, 2 and 4 processes over Gloo,
 and on 1 to 4 over MPI, with other schedules and bucket caps, always of 24 virtual replicas: AdamW
-with clipping and a dynamic loss scale. What is compared is a digest of the whole state and of all
-losses. "ordinary" is a training without virtual replicas, whose bits differ: the comparison is not
-blind.
+with clipping and a dynamic loss scale. The digests of the whole state and of all losses are
+compared. "ordinary" is a training without virtual replicas, whose bits differ: the comparison is
+not blind.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def main() -> None:
 
 
 def ask(backend: str, size: int, words: list[str]) -> str:
-    """Trains in processes of their own; what rank 0 printed last."""
+    """Trains in processes of their own, and returns the last line of rank 0."""
     env, ranks = ({"JAX_NUM_CPU_DEVICES": str(size)}, 1) if backend == "local" else ({}, size)
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     if backend == "local":

@@ -1,5 +1,5 @@
-r"""What do fewer bits save on a wire, and does each byte that is told cross it? fddp's hooks and
-PyTorch DDP's.
+r"""Time that fewer bits save on a wire, and whether each reported byte crosses it: fddp and PyTorch
+DDP.
 
     sudo .venv/bin/python bench/bits_on_wire.py times [--problems mlp640 gpt] \
         [--rates 1gbit 100mbit] [--torch PYTHON]
@@ -192,8 +192,7 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
 
 
 def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep: bool) -> None:
-    """Prints bytes that steps tell beside those that cross the wire; the file keeps the other
-    problems."""
+    """Prints reported bytes next to those on the wire; the file keeps the other problems."""
     results = saved("bits_told").get("bytes_told_and_sent", {})
     for name in problems:
         for backend in backends:
@@ -210,7 +209,7 @@ def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep:
 
 
 def count(backend: str, name: str, steps: str, path: str) -> None:
-    """One host's part: for each hook the bytes that rank 0 was told, and those that it sent."""
+    """One host's part: reported and sent bytes of rank 0 for each hook."""
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
     counts = dict[str, tuple[int, int]]()

@@ -1,18 +1,19 @@
-"""Where does an eager step's time go, beyond the larger of its computing and its traffic?
+"""The time of an eager step beyond the larger of its computing and its traffic.
 
     sudo .venv/bin/python bench/bound.py [--problems mlp mlp640 gpt] [--turns 6] [--quick]
 
 On two hosts, one core each, the stages of a step are timed without traffic, and eager steps with
-it; the kernel tells how long each core was busy. Steps are then simulated with these times, one
+it; the kernel counts the busy time of each core. Steps are then simulated with these times, one
 behind the other, with the messages in the best order that a search finds:
 
-  bound     the larger of computing alone and of the bytes over the rate
-  order     no launcher beats it: a layer's next forward pass waits for its sum, and the sum for its
-            backward pass
-  cut       the same with each message in four, in any order
-  core      the order's, on a core that also sends: while traffic is under way it computes only in
-            the time left over own order the same in the order that fddp has chosen
-  measured  eager
+  bound      the larger of computing alone and of the bytes over the rate
+  order      no launcher beats it: a layer's next forward pass waits for its sum, and the sum for
+             its backward pass
+  cut        the same with each message in four, in any order
+  core       the order's, on a core that also sends: while traffic is under way it computes only in
+             the time left over
+  own order  the same in the order that fddp has chosen
+  measured   eager
 """
 
 import argparse
@@ -134,12 +135,12 @@ class Way:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each task, the median."""
+        """The median of each task."""
         return {name: float(np.median(values)) for name, values in self._spans.items()}
 
     @property
     def nbytes(self) -> list[int]:
-        """Of each message."""
+        """The bytes of each message."""
         return [bucket.nbytes for bucket in self._step.plan.buckets]
 
 
@@ -193,8 +194,8 @@ def best(listed: TaskList, seconds: Mapping[str, float], pace: Pace) -> float:
 def period(
     listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str, float], pace: Pace
 ) -> float:
-    """Seconds of a step, if many follow each other and each starts what it can while the last one's
-    sums come."""
+    """Seconds of a step amid many others, if each starts its ready work while the last one's sums
+    arrive."""
     tasks = list[Task]()
     carried = dict[Value, Value]()
     for number in range(SIMULATED):
@@ -217,7 +218,7 @@ def period(
 
 
 def in_pieces(listed: TaskList, pieces: int) -> TaskList:
-    """A list whose messages travel in pieces; what reads a sum reads all of them."""
+    """A list with its messages in pieces; readers of a sum read all of them."""
 
     def cut(task: Task) -> list[Task]:
         if not isinstance(task, Communicate):

@@ -1,4 +1,4 @@
-r"""Where does the time of a step go, and what does overlap buy?
+r"""The shares of a step's time, and the gain of overlap.
 
     sudo .venv/bin/python bench/breakdown.py [--problems mlp resnet18 gpt] \
         [--backends gloo mpi] [--quick]
@@ -8,10 +8,10 @@ the backward pass ("after") and the one that overlaps ("staged") have the same b
 turns with a program of the forward pass alone. Shares are those of rank 0, medians over rounds, of
 the non-overlapped step.
 
-  forward        the forward pass alone, which "staged" is taken to need as well
-  backward       the rest of what is computed before the update; longer with overlap: traffic needs
+  forward        the forward pass alone, assumed for "staged" as well
+  backward       all other computation before the update; longer with overlap: traffic needs
                  the core too
-  communication  all of it in "after"; in "staged" only what is exposed, when nothing is computed
+  communication  all of it in "after"; in "staged" only the exposed part, when nothing is computed
   optimizer      the update
   idle           nothing computed or sent: Python, placing rows
 
@@ -130,7 +130,7 @@ def forward_only(task: Problem) -> Way:
 
 
 def parts(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
-    """Seconds of a step by what they were spent on, medians over steps."""
+    """Seconds of each part of a step, medians over steps."""
 
     def update(step: MeasuredStep) -> float:
         return sum(span.seconds for span in step.timeline.updates)

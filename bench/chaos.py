@@ -1,13 +1,12 @@
-"""Does a training survive the night? Ranks are killed again and again, and it must end where the
-calm run ends.
+"""Does a training survive the night? Ranks are killed repeatedly, and it must end as the calm run
+does.
 
     python bench/chaos.py [--steps 2000] [--every 20] [--seed 0] [--quick]
 
 Trains a small network with dropout, buffers, Adam, a dynamic loss scale and a hook with memory
 under `python -m fddp run`, on MPI and on Gloo: once in peace, once with a signal (SIGKILL, SIGSTOP,
 SIGSEGV or SIGABRT) to a rank that is drawn, about every so many seconds. Compares the digests of
-the whole states and all losses at the end, and tells how long it took from each signal to the next
-step.
+the whole states and all losses at the end, and measures the time from each signal to the next step.
 """
 
 import argparse
@@ -111,7 +110,7 @@ def told(backend: str, result: dict[str, Any]) -> str:
 def run(
     backend: str, steps: int, every: float | None, draw: random.Random
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """A training under `python -m fddp run`; what rank 0 has at its end, and the faults it had."""
+    """A training under `python -m fddp run`; the results of rank 0 at its end, and its faults."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         env = os.environ | {

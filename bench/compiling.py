@@ -1,5 +1,5 @@
-"""How long does a first step compile: by jit, staged, by two ranks of one host, and with more
-layers under `lax.scan`?
+"""Time that a first step compiles: by jit, staged, by two ranks of a host, with layers under
+`lax.scan`.
 
     python bench/compiling.py [--quick] [--only WORD]
 

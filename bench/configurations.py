@@ -51,7 +51,7 @@ FORGET_EVERY = 40
 
 
 class Outcome(NamedTuple):
-    """How a configuration ended."""
+    """The outcome of a configuration."""
 
     kind: str
     """trained, refused or wrong."""
@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
 
 
 class Wrong(Exception):
-    """A training is not what it has to be."""
+    """A training differs from the reference."""
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def prepare() -> None:
 
 
 def table(outcomes: dict[int, Outcome]) -> str:
-    """What became of how many, and why."""
+    """The numbers of outcomes, with reasons."""
     kinds = Counter(outcome.kind for outcome in outcomes.values())
     reasons = Counter(
         outcome.words[:60] for outcome in outcomes.values() if outcome.kind == "refused"
@@ -146,7 +146,7 @@ def table(outcomes: dict[int, Outcome]) -> str:
 
 
 def results(outcomes: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, Any]:
-    """What is saved: counts, those of earlier seeds with them."""
+    """The results to save: counts, including those of earlier seeds."""
     kinds = Counter(outcome.kind for outcome in outcomes.values())
     reasons = Counter(earlier.get("refused", {}))
     reasons.update(outcome.words[:60] for outcome in outcomes.values() if outcome.kind == "refused")
@@ -260,7 +260,7 @@ def made(drawn: Drawn) -> fddp.TrainStep:
 
 
 def own_words(error: Exception) -> str:
-    """What fddp says; where others say it, that is wrong."""
+    """The message of an error of fddp; an error from elsewhere is wrong."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if not Path(frame.filename).is_relative_to(ROOT / "fddp"):
         raise Wrong(
@@ -270,8 +270,8 @@ def own_words(error: Exception) -> str:
 
 
 def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
-    """The leaves that `local_steps` sends together: buckets in turn, each fragment from where its
-    share of bytes is."""
+    """The leaves that `local_steps` sends together: buckets in turn, each fragment from its share
+    of the bytes on."""
     fragment_count = drawn.local.get("fragments", 1)
     plan = step.plan
     ends = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
@@ -286,7 +286,7 @@ def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
 def compare(
     drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, reference: plain.Told, number: int
 ) -> None:
-    """Holds a state and what a step told against the truth."""
+    """Compares a state and a step's report with the reference."""
     equal_on_all(drawn, state)
     if int(state.step) != number:
         raise Wrong(f"step {number} left the number {int(state.step)}")
@@ -346,7 +346,7 @@ def check_buffers(
 
 
 def equal_on_all(drawn: Drawn, state: Any) -> None:
-    """Replicas have the same bits of what they have in common."""
+    """Checks that replicas have the same bits of their common arrays."""
     common = {"params": state.params, "opt_state": state.opt_state}
     if drawn.options.get("broadcast_buffers", True) is not False:
         common["model_state"] = state.model_state
@@ -358,8 +358,7 @@ def equal_on_all(drawn: Drawn, state: Any) -> None:
 
 
 class Tolerance:
-    """How far from the truth a number may be after so many steps, by the narrowest dtype that the
-    training has."""
+    """The tolerance of numbers after so many steps, by the narrowest dtype of the training."""
 
     def __init__(self, drawn: Drawn, steps: int) -> None:
         dtypes = [jnp.dtype(drawn.dtypes[name]) for name in drawn.trained]

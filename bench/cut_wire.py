@@ -3,9 +3,8 @@
     python bench/cut_wire.py [--count 5] [--quick]
 
 Two ranks on two hosts (`two_hosts.py`) train a tiny network with a stall of two seconds, over Gloo
-and MPI, bare and under `python -m fddp run`. The wire is pulled, or swallows all packets. What is
-noted: when the last process was gone, the exit codes, and what each watcher wrote down as the
-reason.
+and MPI, bare and under `python -m fddp run`. The wire is pulled, or swallows all packets. The
+results are the end of the last process, the exit codes, and the reason in each watcher's record.
 """
 
 import argparse
@@ -39,7 +38,7 @@ SAYS = ("rank 1 has not been heard of", "rank 0 has not been heard of")  # on ra
 
 @dataclass(frozen=True)
 class Found:
-    """What became of a job whose wire was cut."""
+    """The outcome of a job after its wire was cut."""
 
     backend: str
     way: str
@@ -48,7 +47,7 @@ class Found:
     """Seconds from the cut until its last process was gone; None: some were there at the limit."""
     codes: list[int]
     why: list[str]
-    """What the watchers of both ranks wrote down."""
+    """The reasons in the records of both ranks' watchers."""
 
     @property
     def right(self) -> bool:

@@ -1,4 +1,4 @@
-"""What does cutting the backward into stages cost, when there is no traffic to hide?
+"""The cost of cutting the backward pass into stages, without traffic to hide.
 
     python bench/cutting.py [--cores 1 --name cutting_one_core] [--quick]
 

@@ -90,7 +90,7 @@ class Call:
     batches: list[dict[str, Any]]
     """One batch of rows; or several, which are taken as they are."""
     active: tuple[bool, ...]
-    """Which replicas still have data; all of them without `fddp.join`."""
+    """True for each replica that still has data; all do without `fddp.join`."""
     divisor_of_all: bool = True
     """Whether those without data are counted."""
 
@@ -104,9 +104,10 @@ class Drawn:
     replicas: int
     dtypes: dict[str, str]
     order: tuple[str, ...]
-    """In which the loss uses the leaves; a tied one twice, one that nobody uses never."""
+    """The order in which the loss uses the leaves; a tied leaf is in it twice, an unused leaf
+    never."""
     form: frozenset[str]
-    """Of the loss: weighted, aux, model_state, rng, shared rng, branch, statistics (of all
+    """Features of the loss: weighted, aux, model_state, rng, shared rng, branch, statistics (of all
     replicas' rows)."""
     rows: str
     """"rows", "stacked" or "joined"."""
@@ -133,7 +134,7 @@ class Drawn:
 
     @property
     def micro_batches(self) -> int:
-        """Of a replica, in a call."""
+        """The number for a replica in a call."""
         return self.options.get("accumulation_steps", 1)
 
     @property
@@ -391,8 +392,7 @@ def by_name(params: Any, selected: Any, remaining: Any) -> Any:
 
 
 def loss_of(drawn: Drawn) -> Callable[..., Any]:
-    """The loss of a configuration: a chain of its leaves, whose order is in no way that of the
-    alphabet."""
+    """The loss of a configuration: a chain of its leaves, in an order unrelated to the alphabet."""
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         x = batch["x"]
@@ -438,7 +438,7 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
 
 
 def _term(leaf: Any, name: str, place: int, x: Any, word: Any) -> Any:
-    """What one leaf adds for each row."""
+    """The term of a leaf for each row."""
     leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.real(leaf) * (1 + jnp.imag(leaf))

@@ -1,8 +1,8 @@
-"""Random configurations of states in shards, for which more is drawn than for others: all of it
-from one seed.
+"""Random configurations of states in shards, with more choices than others: all of it from one
+seed.
 
-Beside what `drawn.py` has there are sums over hosts first, losses with statistics of all rows,
-losses that compute in 16 bits, and optimizers of parts of a tree.
+They add to `drawn.py` sums over hosts first, losses with statistics of all rows, losses that
+compute in 16 bits, and optimizers of parts of a tree.
 """
 
 import random

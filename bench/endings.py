@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def training(seed: int, backend: str, schedule: str) -> str:
-    """Runs one training; what was wrong with its end, or ""."""
+    """Runs one training; returns the fault of its end, or ""."""
     env = {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path(__file__).parents[1])),

@@ -2,9 +2,9 @@
 
     python bench/faults.py [--count 200] [--clean 2000] [--seed 0] [--quick]
 
-Draws faults at random (what, which rank, where, backend, schedule), breaks one rank of three that
-train a tiny network with a stall of one second, and notes what the ranks say and when all are gone.
-Then trains without a fault, with random pauses that are shorter than a stall, and counts the
+Draws faults at random (kind, rank, place, backend, schedule), breaks one rank of three that train a
+tiny network with a stall of one second, and records the ranks' output and the time until all are
+gone. Then trains without a fault, with random pauses that are shorter than a stall, and counts the
 warnings.
 """
 
@@ -82,19 +82,19 @@ class Case:
 
 @dataclass
 class Found:
-    """What became of it; seconds from the fault on."""
+    """The outcome of a case; seconds from the fault on."""
 
     told_s: float | None
     """Until a rank was named."""
     named: list[int]
-    """Who was named, in any line."""
+    """The ranks named in any line."""
     gone_s: float | None
     """Until the last process was gone; None: some were still there at the limit."""
     codes: list[int]
     foreign: int
-    """Lines that are neither ours nor the traceback of who raised."""
+    """Lines other than fddp's and the traceback of the failing rank."""
     left: list[str]
-    """What lies in /dev/shm that was not there before."""
+    """New files in /dev/shm."""
     text: str = ""
 
 
@@ -161,7 +161,7 @@ def drawn(draw: random.Random) -> Case:
 
 
 def right(case: Case, result: Found) -> bool:
-    """Whether nobody but the broken rank was named, somebody was, and all have ended."""
+    """True if only the broken rank was named, in some line, and all have ended."""
     # Of those that mpiexec started it tells one code; who breaks by os._exit(0) has that one.
     other_codes = [
         code
@@ -297,7 +297,7 @@ def processes_of(folder: str) -> list[int]:
 
 
 def calm(backend: str, steps: int) -> int:
-    """How many warnings a job has that nothing happens to."""
+    """The number of warnings in a job without a fault."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["nothing", "0", "between", backend, "staged", str(steps)]
         env = {"JAX_PLATFORMS": "cpu", "BENCH": folder}

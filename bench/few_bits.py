@@ -1,5 +1,5 @@
-r"""What do few bits cost in test loss? Digits and a GPT of bytes, several seeds, plain sums beside
-each hook.
+r"""The cost of few bits in test loss: digits and a GPT of bytes, several seeds, plain sums and each
+hook.
 
     python bench/few_bits.py [--problems digits gpt] [--methods plain bf16 ...] [--seeds 5] \
         [--first 0] [--quick]
@@ -7,7 +7,7 @@ each hook.
 The problems, their optimizers and four replicas are those of `bench/local_steps.py`. No clock
 decides anything here: the bits of adaptive are those that `fddp.fit_bits` would choose if stages
 took as long as they have gradients to make, and a link carried plain sums in twice, or in 16 times,
-the time of all of them. Each call adds to what is in the file.
+the time of all of them. Each call adds to the results in the file.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def one_bit(group: fddp.Group, name: str, problem: Problem) -> tuple[Problem, di
 
 
 def from_momentum(rate: Any, start: int, *, variance: bool) -> optax.GradientTransformation:
-    """Descends along the mean of gradients, divided by the root of their variance if asked; see
+    """Descends along the mean of gradients, optionally divided by the root of their variance; see
     docs/hooks.md."""
 
     def init(params: Any) -> Momentum:
@@ -143,7 +143,7 @@ def from_momentum(rate: Any, start: int, *, variance: bool) -> optax.GradientTra
 
 
 def adaptive(times: float) -> Callable[..., tuple[Problem, dict[str, Any]]]:
-    """Bits that fit a link on which plain sums take so many times as long as the stages."""
+    """Bits for a link on which plain sums take so many times as long as the stages."""
 
     def method(group: fddp.Group, name: str, problem: Problem) -> tuple[Problem, dict[str, Any]]:
         step = fddp.train_step(
@@ -178,8 +178,8 @@ METHODS: dict[str, Callable[..., tuple[Problem, dict[str, Any]]]] = {
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """For each method: test loss with its range, of plain with its range over seeds, and bytes a
-    step."""
+    """A row for each method: test loss with its range, relative to plain with its range over seeds,
+    and bytes a step."""
     plain = result["methods"]["plain"]["test_loss"]
     table_rows = list[tuple[str, ...]]()
     for method in [method for method in METHODS if method in result["methods"]]:

@@ -1,21 +1,21 @@
-"""Does fddp do on a GPU what it says: train as plain JAX does, at no cost, over NCCL, from every
-launcher?
+"""Does fddp keep its promises on a GPU: the training of plain JAX, at no cost, over NCCL, from
+every launcher?
 
     python bench/gpu.py [--quick] [--parts same cost …]
 
 One command for a machine with one GPU or several, within eight minutes. Each part runs in a process
-of its own and has a share of the time that is left, so that none hides another: one that fails or
-is late is told as that. Where there is no GPU the same command rehearses all parts on CPUs, over
-Gloo and with tiny models, and saves nothing.
+of its own and has a share of the time that is left, so that none hides another: a failed or late
+part is reported as such. Without a GPU the same command rehearses all parts on CPUs, over Gloo and
+with tiny models, and saves nothing.
 
   same       a fused step against plain JAX: losses and parameters after some steps, and whether
              bits are equal
-  ranks      losses over NCCL beside one replica's on the joined rows; two ranks share the GPU where
+  ranks      losses over NCCL and one replica's on the joined rows; two ranks share the GPU where
              there is one
   cost       a fused step's time against a step by hand
   packing    packing and unpacking all gradients against a copy of as many bytes
   estimate   a step's time against the estimate of `fddp.audit`, at this chip's peak rates
-  memory     what shard=None, "optimizer" and "state" need on each rank
+  memory     memory of each rank with shard=None, "optimizer" and "state"
   launchers  the GPU of each rank under fddp.launch, `python -m fddp run`, torchrun, mpirun, srun
   scanned    a step over scanned layers with XLA's pipelined all-reduce, and without
   ahead      the program of `ranks`, and the memory of eight replicas, compiled ahead of time
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     """One question."""
 
     asked: Callable[[Machine], Mapping[str, Callable[[], dict[str, Any]]]]
-    """Makes functions that measure, by the name of what each measures."""
+    """Makes the measuring functions, by the names of their quantities."""
     tell: Callable[[dict[str, Any]], str]
     """Says figures in words."""
     alone: bool
@@ -149,19 +149,8 @@ def find(quick: bool, env: Mapping[str, str], folder: Path) -> Machine:
 def run(
     name: str, machine: Machine, env: Mapping[str, str], path: Path, seconds: float
 ) -> dict[str, Any]:
-    """Asks one part.
-
-    Args:
-      name: of the part.
-      machine: the GPUs.
-      env: variables.
-      path: of a file for its answers.
-      seconds: that it may take.
-
-    Returns:
-      Its figures by the name of what they are of, and under "failed" what ended it, if something
-      did.
-    """
+    """Runs one part in a process; returns its figures by name, and its failure, if any, under
+    "failed"."""
     part = PARTS[name]
     gpu_variables = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.alone else {}
     env = {**env, **gpu_variables, **part.env}
@@ -171,8 +160,7 @@ def run(
 
 
 def answer(name: str, machine_values: Any, path: Path) -> None:
-    """Measures all that a part asks, in this process, and writes each answer down as soon as it is
-    there."""
+    """Measures all quantities of a part in this process, and writes each result down at once."""
     measures = (
         {"machine": lambda: look(machine_values)._asdict()}
         if name == "look"

@@ -1,11 +1,11 @@
-"""What does it cost that a rank is watched, and that replicas are compared?
+"""The cost of watching a rank, and of comparing replicas.
 
     python bench/guarding.py [--quick]
 
-Two ranks train a small GPT, a step each in turn: watched; watched by nobody (the watchers stopped,
-nothing written down); with replicas compared after each step, of which a hundredth is what
-`check_replicas_every=100` adds; and with what is not finite skipped. A watcher does in a pause what
-it put off while it was stopped, so the share of a core that it takes is told by itself, too.
+Two ranks train a small GPT, a step each in turn: watched; unwatched (the watchers stopped, nothing
+written down); with replicas compared after each step, a hundred times as often as with
+`check_replicas_every=100`; and with skipping of non-finite gradients. A watcher catches up in a
+pause after it was stopped, so its share of a core is also measured by itself.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def told(name: str, result: dict[str, Any]) -> str:
 
 
 def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
-    """Times blocks of steps in turn; rank 0 writes what it found."""
+    """Times blocks of steps in turn; rank 0 writes the results."""
     import jax
     import optax
 

@@ -1,4 +1,4 @@
-r"""What does a sum over each host first, and then between the hosts, bring against a sum at once?
+r"""The gain of a sum over each host first, and then between the hosts, against a sum at once.
 
     sudo .venv/bin/python bench/hierarchical.py [--problems mlp640 gpt] [--backends gloo mpi] \
         [--quick]
@@ -6,7 +6,7 @@ r"""What does a sum over each host first, and then between the hosts, bring agai
 `group.hierarchical(local=2)` on two hosts joined by 1 Gbit/s (bench/two_hosts.py), two ranks on the
 one core of each: all-reduces between programs, inside a program, and staged steps with buckets of 4
 MiB. Both ways are alive at once and take turns; a round counts as long as its slowest rank took.
-What crosses the wire is read off its counters.
+The bytes on the wire are read off its counters.
 
 Source: hierarchical all-reduce in Horovod.
 """
@@ -112,7 +112,7 @@ def one_rank(backend: str, path: str, problems: list[str], rounds: int) -> None:
 
 
 def compared(group: fddp.Group, runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """How long both ways take, and what they send over the wire in both directions."""
+    """Seconds of both ways, and their bytes on the wire in both directions."""
     seconds = interleave(runs, rounds=rounds, warm_up=1, pause=group.barrier)
     slowest = {way: group.all_reduce(took, op="max") for way, took in seconds.items()}
     rows = {

@@ -1,10 +1,10 @@
-"""The memory that a rank needs to make a state that it could not hold alone.
+"""The memory of a rank that makes a state too large for it alone.
 
     python -m bench.holding [mpi|gloo] [ranks]
 
 64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of
-this machine. Told are the most that a rank's resident memory grows while the state is made, by a
-function and of arrays, what of it the rank then holds, and the seconds.
+this machine. The results are the largest growth of a rank's resident memory while the state is
+made, by a function and from arrays, the growth that lasts, and the seconds.
 """
 
 import json
@@ -42,8 +42,8 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def grown(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Runs something; tells by how much this process's resident memory grew, at most and for good,
-    and the seconds."""
+    """Runs a function; also returns the growth of this process's resident memory, at most and
+    lasting, and the seconds."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = resident("VmRSS")
     begin = time.perf_counter()
@@ -65,7 +65,7 @@ def resident(name: str) -> int:
 
 
 def rank(how: str) -> None:
-    """What one rank does; rank 0 prints what all have found."""
+    """The part of one rank; rank 0 prints the results of all."""
     group = fddp.init()
     step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
     _, memory = grown(lambda: step.init(make if how == "function" else jax.jit(make)()))
@@ -74,7 +74,7 @@ def rank(how: str) -> None:
 
 
 def main(backend: str = "mpi", ranks: str = "4") -> None:
-    """Measures both ways, and writes down what was found."""
+    """Measures both ways, and saves the results."""
     results = {}
     for how in ("function", "arrays"):
         command = [sys.executable, "-m", "bench.holding", "rank", how]

@@ -1,6 +1,5 @@
-r"""How does a step grow with the number of hosts? 2, 4, 8 and 16 of them, whose computing is a
-wait;
-PyTorch DDP beside.
+r"""Growth of a step with the number of hosts: 2, 4, 8 and 16 of them, with waits for computing, and
+PyTorch DDP.
 
     sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--mbit 25] \
         [--torch PYTHON] [--quick]
@@ -10,13 +9,13 @@ layers of 0.25 MiB; at another rate layers are larger in proportion, and two cor
 hosts. A layer sleeps as long as it would compute (`waiting` in bench/problems.py), so that two
 cores carry sixteen hosts; launchers, messages, their sums and updates are real. All ways are alive
 at once and take turns, four steps each. With `--each 2` there are two ranks on a host, and sums
-over each host first take turns with sums at once. What was measured before of other numbers of
-hosts, at other rates, or over other backends, stays in the file.
+over each host first take turns with sums at once. Earlier results for other numbers of hosts, other
+rates or other backends stay in the file.
 
-With `--project` steps are tuned on two hosts, and what `Tuning.at_scale` makes of that for all that
-were measured stays in the file too.
+With `--project` steps are tuned on two hosts, and the file gets the projections of
+`Tuning.at_scale` for all measured numbers of hosts.
 
-  bound       what no schedule can beat: the larger of a step without traffic and of the bytes over
+  bound       a limit for every schedule: the larger of a step without traffic and of the bytes over
               the rate
   efficiency  a step without traffic over a step: weak scaling
   busy        the share of this machine's cores that worked while the ways took turns
@@ -99,18 +98,14 @@ def main() -> None:
 
 
 def keep(results: Mapping[str, Any]) -> None:
-    """Writes results beside those that are there, and the table of all."""
+    """Adds results to those of the file, and writes the table of all."""
     print(save("hosts", saved("hosts") | dict(results)))
     PAGE.write_text(with_table(PAGE.read_text(), as_markdown(saved("hosts")), "bench/hosts.py"))
 
 
 def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
-    """Tunes on two hosts.
-
-    Returns:
-      (title, what is saved of it) → the staged step that `Tuning.at_scale` projects, for one rank a
-      host over Gloo.
-    """
+    """Tunes on two hosts; returns (title, result) → the projected staged step, for a rank a host
+    over Gloo."""
     with switched(2, MBIT) as hosts, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [
@@ -184,7 +179,7 @@ def switched(count: int, mbit: int) -> Iterator[Hosts]:
 
 
 def starts(hosts: Hosts, each: int, backends: Sequence[str], torch: str | None) -> dict[str, Start]:
-    """What starts each job on emulated hosts, by the command of its ranks."""
+    """The starters of jobs on emulated hosts, by the command of their ranks."""
     starters: dict[str, Start] = {}
     for backend in backends:
         starters[backend] = partial(
@@ -203,19 +198,15 @@ def measure(
     rounds: int,
     warm_up: Callable[[str], int] = lambda way: 2,
 ) -> dict[str, Any]:
-    """Starts all jobs, lets their ways take turns, and evaluates.
+    """Starts all jobs, lets their ways take turns, and evaluates them.
 
     Args:
-      jobs: what starts each; by the backend of fddp, or by the python of an environment with
-        PyTorch.
-      count: of the hosts.
+      jobs: starters, by the backend of fddp, or by the python of an environment with PyTorch.
+      count: number of hosts.
       each: ranks on a host.
-      mbit: a second, of each host's wire.
+      mbit: rate of each host's wire, Mbit/s.
       rounds: turns of each way that count.
       warm_up: (way) → its steps before those.
-
-    Returns:
-      Quartiles of each way's step, the bound, and what the emulation took of the cores.
     """
     with listening() as (control, accept):
         processes: list[Popen] = []
@@ -243,17 +234,8 @@ def measure(
 def evaluate(
     seconds: Mapping[str, np.ndarray], count: int, mbit: int, busy: float
 ) -> dict[str, Any]:
-    """Quartiles, and the bound.
-
-    Args:
-      seconds: of each step, by way.
-      count: of the hosts.
-      mbit: a second, of each one's wire.
-      busy: the share of the cores that worked.
-
-    Returns:
-      What is saved.
-    """
+    """Quartiles of each way's steps, and the bound, at `mbit` Mbit/s for each host; `busy` is a
+    share."""
     nbytes = 4 * ELEMENTS * mbit // MBIT * LAYERS * 2 * (count - 1) / count
     traffic_s = nbytes / (mbit * 1e6 / 8 * FRAME)
     local_ms = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
@@ -285,7 +267,8 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """What is saved, as a table: medians with quartiles, of PyTorch DDP those of its best cap."""
+    """The saved results as a table: medians with quartiles; of PyTorch DDP those of its best
+    cap."""
     head = ["hosts of ranks", "way", "ms a step (quartiles)", "× bound", "efficiency", "cores busy"]
     rows = [head, ["---"] * len(head)]
     for title, result in sorted(results.items(), key=_place):

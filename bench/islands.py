@@ -1,5 +1,4 @@
-"""What does a slow island cost, and one that is stopped, if islands wait for each other and if they
-do not?
+"""The cost of a slow and of a stopped island, with and without waiting for each other.
 
     python bench/islands.py [--only slow_island] [--seeds 3] [--seconds 8] [--quick]
 
@@ -7,9 +6,9 @@ Three processes over Gloo train a small network on handwritten digits, 16 rows a
 made 20 ms longer by sleeping, on the slow island 60 ms. Every method gets equally many seconds:
 rows per second of all islands, and the loss on rows that none has trained on. Then two islands
 train with an exchange after every eighth step, and one of them is stopped (SIGSTOP) for 10 s: the
-steps that the other makes meanwhile, and in the 10 s before. At last asynchronous SGD stands beside
-synchronous SGD at equal rows, without a clock: one island is three times slower, so that fast ones
-bring more rows, and the loss is told after equally many rows of all.
+steps that the other makes meanwhile, and in the 10 s before. At last asynchronous SGD is compared
+with synchronous SGD at equal rows, without a clock: one island is three times slower, so that fast
+ones bring more rows, and the loss is computed after equally many rows of all.
 
 Source: Figure 1 of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
 Parameter Server" (2013).

@@ -1,4 +1,4 @@
-"""What does each idea of DDP add to the last? From one all-reduce per leaf after the backward pass
+"""The gain of each idea of DDP over the last, from an all-reduce per leaf after the backward pass
 to staged buckets.
 
     sudo .venv/bin/python bench/ladder.py [--problem mlp] [--backends gloo mpi] [--quick]

@@ -1,14 +1,13 @@
-r"""What does it cost in test loss that replicas train alone between synchronizations? Loss over
-bytes, several seeds.
+r"""The cost in test loss of replicas that train alone between synchronizations: loss over bytes.
 
     python bench/local_steps.py [--problems digits gpt] [--methods "local SGD" quorum] \
         [--seeds 5] [--first 0] [--quick]
 
 Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small
 network and plain momentum, and a GPT of bytes (1.6 million parameters, Python's own sources) with
-AdamW. Bytes are what each replica sends in the whole training. Islands with a quorum are four, too,
+AdamW. Bytes are those of each replica in the whole training. Islands with a quorum are four, too,
 one replica each, and are simulated: their steps take 0.5 to 1.5 s at random, in place of a clock.
-What bench/islands.py has found at equal rows is drawn beside.
+The results of bench/islands.py at equal rows are in the same picture.
 
 With --methods (the beginnings of names) and --first it can be run in parts: the file keeps the
 rest.
@@ -49,7 +48,7 @@ NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 class Problem(NamedTuple):
-    """What is trained."""
+    """A model, its data and its optimizer."""
 
     loss_fn: Callable[..., Any]
     params: Any
@@ -99,8 +98,8 @@ def main() -> None:
 
 
 def together(results: dict[str, Any], first: int) -> dict[str, Any]:
-    """The results, behind those of earlier seeds and beside those of other problems, as the file
-    has them."""
+    """The results, appended to those of earlier seeds and merged with those of other problems in
+    the file."""
     before = saved("local_steps").get("problems", {})
     for name, entry in results.items():
         earlier = before.get(name, {}).get("methods", {})

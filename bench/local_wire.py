@@ -1,11 +1,10 @@
-r"""How much longer does a step take that sends a fragment, under `fddp.local_steps`, than one that
-sends nothing?
+r"""Extra time of a step with a fragment to send, under `fddp.local_steps`, over one without.
 
     sudo .venv/bin/python bench/local_wire.py [--problems mlp640 gpt] [--backends gloo mpi] \
         [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, 16 steps between two
-synchronizations: all parameters at once behind the step that makes them (delay 0) or beside the
+synchronizations: all parameters at once behind the step that makes them (delay 0) or during the
 next one (delay 1), or a quarter or an eighth of them so. A step counts as long as the slower host
 takes.
 
@@ -108,7 +107,7 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
 
 
 def training(task: Problem, group: fddp.Group, fragments: int, delay: int) -> Any:
-    """A function that takes a step: its seconds, and the bytes that it sent."""
+    """A function that takes a step, and returns its seconds and the bytes sent."""
     optimizer = fddp.local_steps(optax.sgd(0.01), every=EVERY, fragments=fragments, delay=delay)
     step = fddp.train_step(
         task.loss_fn,

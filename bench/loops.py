@@ -1,5 +1,4 @@
-"""What does it cost between two hosts that layers stand under `lax.scan`, or that BatchNorm speaks
-with all replicas?
+"""The cost between two hosts of layers under `lax.scan`, and of BatchNorm over all replicas.
 
     sudo .venv/bin/python bench/loops.py [--problems gpt12 resnet18] [--backends Gloo MPI] [--quick]
 

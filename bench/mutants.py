@@ -1,12 +1,12 @@
-"""How many faults of one line in fddp/ does the test suite notice?
+"""The number of one-line faults in fddp/ that the test suite notices.
 
     python bench/mutants.py [--only NAME ...] [--workers 0] [--timeout 600] [--baseline] [--whole]
 
 Each patch in tests/mutants/ makes one fault. It is applied to a fresh copy of the tracked files,
 where the tests of its package run, and then those of the nearest packages, until a test fails. A
 test counts only if it passes on a copy without the fault, and a timeout only if the same tests end
-in time there. The command fails if a patch no longer applies, or if less than 95 % are caught.
-With `--quick` it tries six mutants of small packages, and saves nothing.
+in time there. The command fails if a patch no longer applies, or if less than 95 % are caught. With
+`--quick` it tries six mutants of small packages, and saves nothing.
 """
 
 import argparse
@@ -343,7 +343,7 @@ class Suite:
 
 
 def ended(run: Run) -> bool:
-    """Whether pytest came to an end by itself, with tests that pass or fail."""
+    """True if pytest reached an end by itself, with tests that pass or fail."""
     return run.passed or run.code == ExitCode.TESTS_FAILED
 
 

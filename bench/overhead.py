@@ -1,7 +1,8 @@
-"""What does fddp cost on one replica? A step against the same step written by hand, in one run.
+"""The cost of fddp on one replica: a step against the same step written by hand, in one run.
 
 python bench/overhead.py [--quick]
-On a GPU bench/gpu.py asks it.
+
+On a GPU bench/gpu.py measures it.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def main() -> None:
 
 
 def measure(workload: Workload, *, rounds: int) -> dict[str, Any]:
-    """Times both steps in turn, and compares what XLA says of their memory."""
+    """Times both steps in turn, and compares XLA's figures of their memory."""
     loss_fn, params, model_state, batch = workload
     optimizer = optax.adamw(1e-3)
 

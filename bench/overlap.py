@@ -1,4 +1,4 @@
-"""How much of the traffic hides behind the backward pass, on a real wire? fddp, the ways of JAX,
+"""The share of the traffic hidden behind the backward pass, on a real wire: fddp, the ways of JAX,
 and PyTorch DDP.
 
     sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
@@ -11,8 +11,8 @@ lives in an environment of its own: give the path of its python.
              measured alone, all-reduces in "after", on the rank that waits the least for the other;
              so a step may beat it by the noise of these
   E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
-  E_beside   the same, where T_bound has stages, all-reduces and updates as they were beside each
-             other: what is lost by waiting alone, and not by sharing a core
+  E_beside   the same, where T_bound has stages, all-reduces and updates as they were next to each
+             other: the loss by waiting alone, and not by sharing a core
   exposed    (T - T_alone) / T_traffic: T_alone the fastest step without traffic, fddp's or
              PyTorch's, T_traffic the sum of the all-reduces when nothing else runs
 """
@@ -88,10 +88,9 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
 
 @contextmanager
 def listening() -> Iterator[tuple[str, Callable[[int], list[socket.socket]]]]:
-    """Opens a socket at which the ranks of several jobs report.
+    """Opens a socket for the reports of several jobs.
 
-    Yields:
-      Its path, and what waits for so many ranks and returns a line to each.
+    Yields its path, and a function that waits for so many ranks and returns a line to each.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
         path = str(Path(folder) / "control")
@@ -198,7 +197,7 @@ def _timeline(spans: Sequence[dict[str, Any]]) -> Timeline:
 
 
 def _waited(ranks: Sequence[Timeline]) -> float:
-    """What a step took beyond the bound that its own stages, all-reduces and updates set."""
+    """The seconds of a step beyond the bound by its own stages, all-reduces and updates."""
     sends = np.min(
         [[span.seconds for span in line.communication] for line in ranks], axis=0
     ).tolist()
@@ -210,7 +209,8 @@ def _waited(ranks: Sequence[Timeline]) -> float:
 
 
 def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:
-    """Of each span over steps; of the two ranks the one that waits less for the other."""
+    """The median of each span over steps; of the two ranks, that with the shorter wait for the
+    other."""
     rows = [
         [[span.seconds for span in line.spans if span.kind == kind] for line in ranks]
         for ranks in steps

@@ -1,5 +1,4 @@
-"""One rank of bench/overlap.py: runs a way of training when it is told to, and reports how long it
-took."""
+"""One rank of bench/overlap.py: runs ways of training on command, and reports their seconds."""
 
 import json
 import os
@@ -37,14 +36,13 @@ def main(backend: str, control: str, name: str, cap_mb: float) -> None:
 def obey(
     control: str, job: str, group: fddp.Group, ways: Mapping[str, tuple[Step, Any, Step]]
 ) -> None:
-    """Runs steps of a way when it is told to, and says how long each took.
+    """Runs steps of a way on command, and reports their seconds.
 
     Args:
-      control: the socket of the one who tells.
+      control: the socket of the commands.
       job: the name of these ranks.
       group: the replicas.
-      ways: by name; a step, its timeline or None, and what waits for all that it has left under
-        way.
+      ways: by name, a step, its timeline or None, and a function that waits for its pending work.
     """
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -142,8 +140,8 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
 def with_fddp(
     task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any
 ) -> tuple[Step, Any, Step]:
-    """A step of fddp that waits for its loss, its timeline, and what waits for all that it has left
-    under way."""
+    """A step of fddp that waits for its loss, its timeline, and a function that waits for pending
+    work."""
     step = fddp.train_step(
         task.loss_fn,
         OPTIMIZER,

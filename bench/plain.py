@@ -1,9 +1,8 @@
-"""What plain JAX makes of a drawn configuration, in float64: loops, `jax.grad`, optax, and nothing
-of a step's.
+"""The training of a drawn configuration by plain JAX, in float64: loops, `jax.grad` and optax only.
 
-Where the loss of a row depends on that row alone, there is one batch of all rows. Else (buffers,
-random keys, branches, batches taken as they are, ranks without data) each replica's micro-batches
-are gone through one by one.
+If the loss of a row depends on that row alone, there is one batch of all rows. Else (buffers,
+random keys, branches, batches taken unchanged, ranks without data) each replica's micro-batches are
+gone through one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ class Contribution(NamedTuple):
 
 
 class Own(NamedTuple):
-    """What a replica has: of those that train together the first one's is everybody's, but for the
+    """The state of a replica; replicas that train together share the first one's, except for
     buffers."""
 
     params: Any
@@ -46,17 +45,17 @@ class Own(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What is to be seen after a step."""
+    """The visible results of a step."""
 
     params: Any
     opt_state: Any
     buffers: list[Any]
-    """Of each replica."""
+    """The buffers of each replica."""
     loss: Any
     aux: Any
     scale: float
     shared: Any = None
-    """Under `local_steps` the parameters of the last synchronization; `params` are then the
+    """The parameters of the last synchronization under `local_steps`; `params` are then the
     mean."""
     used: dict[str, int] | None = None
 
@@ -73,14 +72,9 @@ def wide(tree: Any) -> Any:
 
 
 def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Told]:
-    """Trains as a configuration says.
+    """Trains a configuration; returns the visible results of each step, without calls of `no_sync`.
 
-    Args:
-      drawn: the configuration.
-      fragments: names of the leaves that `local_steps` synchronizes together.
-
-    Returns:
-      What is to be seen after each step, calls of `no_sync` left out.
+    The leaves of a fragment in `fragments` are synchronized together.
     """
     with jax.enable_x64(True):
         return _Plain(drawn, fragments).run()
@@ -287,8 +281,7 @@ class _Plain:
         return Contribution(grads, loss, aux, 1, 1, self._used(batch))
 
     def _among_all(self, pending: list[Call]) -> Iterator[Contribution]:
-        """What each micro-batch contributes, of all replicas together: they have statistics in
-        common."""
+        """The contribution of each micro-batch of all replicas, whose statistics are common."""
         for call in pending:
             for k in range(self.drawn.micro_batches):
                 shards = [
@@ -304,7 +297,7 @@ class _Plain:
                 yield Contribution(grads, loss, aux, weight, weight, self._used(shards[0]))
 
     def _of_one(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
-        """What one replica's micro-batches contribute, and its buffers after them."""
+        """The contributions of one replica's micro-batches, and its buffers after them."""
         drawn = self.drawn
         replica_state = self.own[replica]
         live = self.own[replica].buffers
@@ -419,8 +412,8 @@ def _finite(grads: Any) -> bool:
 
 
 def _put_back(new: Any, old: Any, moves: dict[str, bool]) -> Any:
-    """An optimizer's state in which only what belongs to some leaves has moved: what lies under a
-    leaf's name."""
+    """An optimizer's state with the moved leaves from `new`, by their names, and all others from
+    `old`."""
 
     def chosen(path: Sequence[Any], x: Any, y: Any) -> Any:
         return x if all(moves.get(getattr(key, "key", ""), True) for key in path) else y

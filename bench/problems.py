@@ -1,5 +1,4 @@
-"""What is trained when traffic is measured: networks whose gradients take about as long to send as
-to compute."""
+"""Trainings for measuring traffic: their gradients take about as long to send as to compute."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What do several communicators bring, when the buckets take them in turn? (Paper, figure 12.)
+"""The gain of several communicators that take the buckets in turn (paper, figure 12).
 
     sudo .venv/bin/python bench/round_robin.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 

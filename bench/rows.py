@@ -1,4 +1,4 @@
-"""What does it save that of a table of words only the rows travel which a batch has looked up?
+"""The time saved if only the rows of a table of words travel that a batch has looked up.
 
     sudo .venv/bin/python bench/rows.py [--backends Gloo MPI] [--quick]
 

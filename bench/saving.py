@@ -1,14 +1,13 @@
-"""The memory and the bytes that checkpoints cost each rank, of a state that it could not hold
-alone.
+"""The memory and the bytes of checkpoints on each rank, for a state too large for a rank alone.
 
     python -m bench.saving [mpi|gloo] [ranks]
 
 64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of
-this machine. Told are for each rank the most that its resident memory grows, the rank's part of the
-state included: to a state that is saved twice; in another process to one that is restored into a
+this machine. The results are the largest growth of each rank's resident memory, including its part
+of the state: to a state that is saved twice; in another process to one that is restored into a
 form, and to one that is restored into another state. Then the bytes that it wrote. At last it
-trains: in turns some steps without a checkpoint, and as many in which one is saved and written.
-What the latter take longer is told as a share of a hundred steps.
+trains: in turns some steps without a checkpoint, and as many in which one is saved and written. The
+extra time of the latter is given as a share of a hundred steps.
 """
 
 import json
@@ -73,7 +72,7 @@ def resident(name: str) -> float:
 
 
 class Watched:
-    """What is found of this process, with the most that its memory has grown."""
+    """The results of a function in this process, with the largest growth of its memory."""
 
     def __init__(self) -> None:
         self.before = resident("VmRSS")
@@ -89,7 +88,7 @@ class Watched:
 
 
 def rank(folder: str, act: str) -> None:
-    """What one rank does; rank 0 prints what all have found."""
+    """The part of one rank; rank 0 prints the results of all."""
     group = fddp.init()
     step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
     forms = step.shapes(
@@ -175,7 +174,7 @@ def mib(files: Sequence[Path]) -> float:
 
 
 def main(backend: str = "mpi", ranks: str = "4") -> None:
-    """Measures, and writes down what was found."""
+    """Measures, and saves the results."""
     folder = tempfile.mkdtemp()
     results = {}
     try:

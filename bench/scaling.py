@@ -1,12 +1,11 @@
-"""How well does a step on two replicas tell what it takes on more? Projected to 4,096, checked on
-four.
+"""The accuracy of a projection from two replicas to more: up to 4,096, checked on four.
 
     python bench/scaling.py [--problem mlp] [--backend gloo] [--cap 4] [--quick]
 
 Two and four processes on this machine, over loopback. The hop of the ring comes from the
-all-reduces of the two. Four processes on fewer cores also compute more slowly, which is no matter
-of the link; so the projection to four is told twice: with the stages of the two, and with those
-that the four have when each runs alone.
+all-reduces of the two. Four processes on fewer cores also compute more slowly, which is not an
+effect of the link; so the projection to four is made twice: with the stages of the two, and with
+those of the four, each measured alone.
 """
 
 import argparse
@@ -98,17 +97,14 @@ def projected(
     replicas: Any,
     algorithm: Algorithm,
 ) -> Any:
-    """Projects what bench/tuning_worker.py found with a single cap.
+    """Projects the results of bench/tuning_worker.py for a single cap to other numbers of replicas.
 
     Args:
-      found: its stages.
+      measurement: its stages.
       hop: a message between neighbours.
-      paced: what it found where computing and traffic slowed each other down.
-      replicas: how many.
+      paced: a measurement in which computing and traffic slowed each other down.
+      replicas: their numbers.
       algorithm: of the all-reduces.
-
-    Returns:
-      A projection for each number of replicas.
     """
     (cap,) = measurement["caps"]
     *updates, last = cap["updates_ms"]

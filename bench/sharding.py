@@ -1,4 +1,4 @@
-"""What does sharing the optimizer's state cost in time, and save in memory?
+"""The cost in time of sharing the optimizer's state, and the memory that it saves.
 
     sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--ways …]
     [--quick]
@@ -152,7 +152,7 @@ def one_host(
 
 
 class Training:
-    """A training that takes a step when it is asked to."""
+    """A training that takes a step on demand."""
 
     def __init__(self, task: Problem, group: fddp.Group, cap_mb: float, **options: Any) -> None:
         caps = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"), cap_mb)
@@ -165,7 +165,7 @@ class Training:
         self.batch = task.batch
 
     def step_seconds(self) -> float:
-        """Takes a step and waits for what it tells, as a loop does that prints it."""
+        """Takes a step and waits for its report, as a loop that prints it."""
         begin = time.perf_counter()
         self.state, self.info = self.step(self.state, self.batch)
         jax.block_until_ready(self.info)
@@ -177,7 +177,7 @@ class Training:
         return took
 
     def on_paper(self) -> float:
-        """Seconds of an eager step on paper: stages as long as beside traffic, updates as alone.
+        """Seconds of an eager step on paper: stages as long as with traffic, updates as alone.
 
         Sums, some of which lie in two steps, take the median time per byte.
         """

@@ -1,5 +1,4 @@
-"""What does synchronizing only every k-th batch save, and what does it cost? (Paper, figures 10 and
-11.)
+"""The time saved by synchronizing only every k-th batch, and its cost (paper, figures 10 and 11).
 
     sudo .venv/bin/python bench/skipping.py [--backends Gloo MPI] [--quick]
 

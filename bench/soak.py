@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def job(backend: str, steps: int) -> list[dict[str, Any]]:
-    """Runs four ranks and collects what each read of itself."""
+    """Runs four ranks and collects the readings of each."""
     command = [sys.executable, __file__, "--steps", str(steps), "--rank", backend]
     pipes: Any = {"stdout": subprocess.PIPE, "text": True}
     with ending(start(backend, SIZE, command, {"JAX_PLATFORMS": "cpu"}, **pipes)) as jobs:
@@ -61,7 +61,7 @@ def job(backend: str, steps: int) -> list[dict[str, Any]]:
 
 
 def soak(backend: str, steps: int) -> None:
-    """One rank: trains, and prints what it read."""
+    """One rank: trains, and prints its readings."""
     import jax
     import optax
 

@@ -1,4 +1,4 @@
-"""Simulates steps that overlap: what one of them takes after many like it."""
+"""Simulates steps that overlap: the time of a step amid many others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,16 +15,12 @@ def steady_seconds(
     seconds: Mapping[str, float],
     is_late: Callable[[Value], Any] = lambda value: False,
 ) -> float:
-    """Simulates several steps in a row, and returns how long one takes after many like it: see
-    `simulate`.
+    """Simulates several steps in a row, and returns the seconds between two ends: see `simulate`.
 
     Args:
       tasks: of a step that overlaps the next one.
       seconds: of each task, by its name.
-      late: (name of a result) → whether the step returns before it is there.
-
-    Returns:
-      Seconds between the ends of the updates of two steps.
+      is_late: (name of a result) → True if the step returns before it is ready.
     """
     written = [name for task in tasks for name in task.writes]
     results = [name for name in written if name.kind in (NEW, RESULT)]

@@ -1,10 +1,11 @@
-"""How long until those whom a death leaves train on in the same process, in a new mesh?
+"""The time from the death of a rank until the survivors train on in the same process, in a new
+mesh.
 
     python bench/survivors.py [--quick]
 
 Over Gloo: MPICH ends them. One of three ranks kills itself; the others catch the error of the sum
 that broke off, join a world of two ranks, and go on there with a copy of the state before the step
-(`donate=False`). Nobody watches them.
+(`donate=False`). They have no watchers.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def death() -> list[float]:
-    """Seconds from a death to what the slower survivor does."""
+    """Seconds from a death to the events of the slower survivor."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         for job in start(

@@ -1,4 +1,4 @@
-"""What do islands save on a thin wire between two hosts, and what do they cost in test loss?
+"""The bytes that islands save on a thin wire between two hosts, and their cost in test loss.
 
     sudo .venv/bin/python bench/thin_wire.py [--steps 64] [--backends mpi] [--quick] # bytes
     python bench/thin_wire.py --losses [--seeds 5] [--first 0] [--steps 2000]        # losses
@@ -102,7 +102,7 @@ def test_loss(method: str, seed: int, steps: int) -> float:
 
 
 def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
-    """One of two ranks of a host: rank 0 reads what its host has sent and received."""
+    """One of two ranks of a host: rank 0 reads the counters of its host."""
     group = fddp.init(backend)
     if group.rank % 2 == 0:
         shape(TWO.names[group.rank // 2], "lo", INSIDE, "256kb")
@@ -145,7 +145,7 @@ def counters() -> int:
 
 
 def keep(kind: str, key: str, entries: dict[str, Any], *, quick: bool) -> None:
-    """Writes results beside those that are there."""
+    """Adds results to those of the file."""
     if quick:
         return
     results = saved("thin_wire")

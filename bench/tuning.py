@@ -1,11 +1,11 @@
-r"""Does `fddp.tune` find the best bucket cap, and how close is what it predicts? On a real wire,
-every cap run for real.
+r"""Does `fddp.tune` find the best bucket cap, and how close are its predictions? On a real wire,
+with every cap run for real.
 
     sudo .venv/bin/python bench/tuning.py [--problems mlp resnet18 gpt] [--backends gloo mpi] \
         [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. `tune` measures and predicts; then
-steps with every cap take turns, and the median over rounds of the slower rank is what counts.
+steps with every cap take turns, and the median over rounds of the slower rank counts.
 
   deviation   predicted / measured - 1, of each cap
   regret      the measured step with the cap that tune chose / the best measured step - 1

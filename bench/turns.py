@@ -1,5 +1,4 @@
-"""Ways of training that take turns on two hosts joined by a wire: what several questions of bench/
-share.
+"""Ways of training that take turns on two hosts joined by a wire: shared by several questions.
 
 A question is a module of bench/ with a function `ways(task, group)` that names its ways. Both ranks
 make the same ways and run them in turn; a round counts as long as the slower rank took.
@@ -44,17 +43,14 @@ def take_turns(
     """Runs the ways of a question on two hosts; the first round compiles and does not count.
 
     Args:
-      question: the file that asks, `__file__`.
+      question: the file of the question, `__file__`.
       backend: "Gloo" or "MPI".
       name: of the problem.
-      rounds: how often each way is timed.
+      rounds: number of timings of each way.
       rate: of the wire, as tc writes it.
 
     Returns:
       Seconds of each round, by way.
-
-    Raises:
-      RuntimeError: a rank failed.
     """
     seconds = ask(
         backend.lower(), rate, __file__, f"bench.{Path(question).stem}", backend, name, rounds
@@ -74,7 +70,7 @@ def staged(
     """A staged training of some steps, its small first and last buckets no larger than the cap.
 
     Args:
-      task: what is trained.
+      task: the problem.
       group: the replicas.
       cap_mb: of a bucket, MiB.
       pending_calls: batches that each step only adds up before the one whose gradients travel.

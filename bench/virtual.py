@@ -1,4 +1,4 @@
-"""What do virtual replicas cost in time?
+"""The cost of virtual replicas in time.
 
     sudo .venv/bin/python bench/virtual.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
 

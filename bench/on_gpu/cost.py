@@ -1,4 +1,4 @@
-"""What a fused step costs on one replica: against a step by hand, and packing against a copy of as
+"""The cost of a fused step on one replica: against a step by hand, and packing against a copy of as
 many bytes."""
 
 from collections.abc import Callable
@@ -41,15 +41,7 @@ def asked_of_packing(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]
 
 
 def packing(name: str, machine: Machine) -> dict[str, Any]:
-    """Times packing and unpacking a model's gradients, and a copy of the buckets, in turn.
-
-    Args:
-      name: module:preset:rows.
-      machine: what it runs on.
-
-    Returns:
-      Figures.
-    """
+    """Times packing and unpacking a model's gradients, and a copy of the buckets, in turn."""
     params = read(name).params
     plan = fddp.make_plan(params)
     packed = jax.jit(lambda tree: pack(plan, tree))

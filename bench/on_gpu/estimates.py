@@ -1,4 +1,4 @@
-"""How far is a step from the estimate of `fddp.audit`, by the program that runs here?"""
+"""The ratio of a step's time to the estimate of `fddp.audit`, for the program of this machine."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,15 +21,8 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def beside(name: str, machine: Machine) -> dict[str, Any]:
-    """Times a fused step, and estimates its program at the chip's peak rates.
-
-    Args:
-      name: module:preset:rows.
-      machine: what it runs on.
-
-    Returns:
-      Figures; without an estimate for a GPU whose rates fddp does not know.
-    """
+    """Times a fused step, and estimates its program at the chip's peak rates, if fddp knows
+    them."""
     workload = read(name)
     step, state = workload.step(optax.adamw(1e-3))
 

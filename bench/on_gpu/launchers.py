@@ -1,5 +1,5 @@
-"""Which GPU does each rank get, by each launcher that is here? Where one is missing, its variables
-are set by hand."""
+"""The GPU of each rank under each installed launcher; the variables of missing ones are set by
+hand."""
 
 import json
 import os
@@ -120,7 +120,7 @@ def _by_hand(
 
 
 def _said(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[dict[str, Any]]:
-    """Runs commands side by side, and reads what the ranks have printed."""
+    """Runs commands side by side, and reads the output of the ranks."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with ending(
         [subprocess.Popen(command, env=dict(env), **pipes) for command, env in commands]
@@ -183,7 +183,7 @@ def _one(machine: Machine, rank: int) -> str:
 
 
 def _installed(program: str) -> str | None:
-    """A program on the path, or beside this Python."""
+    """A program on the path, or next to this Python."""
     return shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
 
 

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, the models that fit them, and the variables under which a part runs."""
+"""The GPUs of this machine, the models for them, and the variables of a part."""
 
 import os
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ CAP_MB = 0.1
 
 
 class Machine(NamedTuple):
-    """What a part knows of the machine before it looks."""
+    """The description of a machine that a part starts with."""
 
     platform: str
     """"gpu", or "cpu" where the parts are rehearsed."""
@@ -88,19 +88,12 @@ class Machine(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """How often something is timed."""
+        """The number of times that something is timed."""
         return 3 if self.quick else 25
 
 
 def look(quick: bool) -> Machine:
-    """Asks JAX for the devices of this process; it holds them as long as it lives.
-
-    Args:
-      quick: whether the models are to be tiny.
-
-    Returns:
-      The machine.
-    """
+    """Reads the devices of this process from JAX; the process holds them as long as it lives."""
     devices = jax.local_devices()
     on_gpu = devices[0].platform in ("gpu", "cuda")
     stats = devices[0].memory_stats() or {}
@@ -141,21 +134,13 @@ def variables(env: Mapping[str, str], cache: str) -> dict[str, str]:
 
 
 def one_gpu(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that show a process the first GPU alone, of those that it would see."""
+    """Variables that show a process only the first of its visible GPUs."""
     return {"CUDA_VISIBLE_DEVICES": env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def shared(machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ranks: a GPU each, or one GPU for all, which NCCL allows from version 2.30
-    on if it is told.
-
-    Args:
-      machine: the GPUs.
-      env: this process's own.
-
-    Returns:
-      The variables that differ.
-    """
+    """The variables of ranks: a GPU each, or one GPU for all, which NCCL allows by a flag from 2.30
+    on."""
     # Two threads of XLA:CPU. And no folder of programs: ranks of a GPU share the work of compiling,
     # and one that finds its program there would leave the others waiting.
     nccl_variables = {"NPROC": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}

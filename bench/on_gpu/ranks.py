@@ -61,11 +61,7 @@ def asked_of_training(machine: Machine) -> dict[str, Callable[[], dict[str, Any]
 
 
 def train() -> dict[str, Any]:
-    """One rank's part.
-
-    Returns:
-      Figures, equal on all ranks but for what each has lost.
-    """
+    """Does one rank's part; returns figures that are equal on all ranks, except for the losses."""
     group = fddp.init()
     workload = read(RANKED, group.size)
     local_rows = _rows_of(workload.batch, group.rank, group.processes)

@@ -1,7 +1,7 @@
 """Does a fused step train as plain JAX does, on one replica?
 
 Products are taken in full float32: with TF32, the default on GPUs, two programs differ by more than
-fddp ever would. What rounding does is told by plain JAX itself. It is run once more, for not every
+fddp ever would. Plain JAX itself shows the effect of rounding. It is run once more, for not every
 program of XLA gives the same bits each time on a GPU; and with the rows in the reverse order, which
 adds the same numbers in another one.
 """
@@ -106,8 +106,8 @@ def _difference(
 
 @jax.jit
 def _apart(params: Any, expected: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How far two ends are from each other, how far one is from the start, and whether the two have
-    equal bits."""
+    """The distance of two results, the distance of the second from the start, and True if they are
+    equal."""
     norm = optax.tree.norm
     equal = jnp.array(
         [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected))]

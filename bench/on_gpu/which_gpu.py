@@ -1,4 +1,4 @@
-"""One rank that some launcher has started: which GPU is its own, and does it reach the others?"""
+"""One rank of a launcher prints its own GPU, and True if it reaches the others."""
 
 import json
 import os

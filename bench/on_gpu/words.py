@@ -12,16 +12,7 @@ from bench.on_gpu.machine import RANKED, Machine
 def rows(
     name: str, result: dict[str, Any], tell: Callable[[dict[str, Any]], str]
 ) -> list[tuple[str, ...]]:
-    """One part's rows of the table.
-
-    Args:
-      name: of the part.
-      result: its figures, and what ended it.
-      tell: says figures in words.
-
-    Returns:
-      Cells.
-    """
+    """The rows of one part in the table; `tell` puts figures into words."""
     table_rows = [
         (name, what, verdict(figures), _said(figures, tell))
         for what, figures in result["figures"].items()
@@ -39,15 +30,7 @@ def verdict(figures: dict[str, Any]) -> str:
 
 
 def sentence(machine: Machine, results: dict[str, Any]) -> str:
-    """What was measured, for the first page; nothing that was not.
-
-    Args:
-      machine: the GPUs.
-      results: of all parts.
-
-    Returns:
-      A sentence.
-    """
+    """A sentence for the first page about the measured quantities, and no others."""
     clauses = [
         words
         for words in (_same(results), _ranks(results), _cost(results), _estimate(results))
@@ -66,7 +49,7 @@ def sentence(machine: Machine, results: dict[str, Any]) -> str:
 
 
 def unsound(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Parts, and what of them has failed or is wrong."""
+    """The failed and wrong quantities, each with its part."""
     inside = [
         (name, what)
         for name, result in results.items()
