@@ -53,8 +53,8 @@ def main() -> None:
         "--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py"
     )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
-    told = "ways to hold a state; whole state under the same schedule is what they are held against"
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help=told)
+    ways_help = "ways to hold a state; each is compared with a whole state under its schedule"
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help=ways_help)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--cap", type=float, default=4.0, help="of all buckets, MiB")
     parser.add_argument("--rounds", type=int, default=6)
@@ -83,15 +83,17 @@ def main() -> None:
                 name,
             ]
             results[f"{name}, {backend}"] = result = ask(backend, args.rate, __file__, *words)
-            for way, told in result.items():
+            for way, entry in result.items():
                 times = (
-                    f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of "
+                    f"{entry['step']['median_ms']:7.1f} ms, {entry['to_whole']['median']:.3f} of "
                     f"whole"
                 )
-                paper = f", on paper {told['on_paper_ms']:.1f} ms" if "on_paper_ms" in told else ""
+                paper = (
+                    f", on paper {entry['on_paper_ms']:.1f} ms" if "on_paper_ms" in entry else ""
+                )
                 memory = (
-                    f"optimizer {told['optimizer_mib']:.1f} MiB, parameters "
-                    f"{told['parameters_mib']:.1f} MiB"
+                    f"optimizer {entry['optimizer_mib']:.1f} MiB, parameters "
+                    f"{entry['parameters_mib']:.1f} MiB"
                 )
                 print(f"{name}, {backend}, {way:17} {times}{paper}; {memory}")
     if not args.quick:

@@ -1,5 +1,5 @@
-"""What the models are trained on: handwritten digits, and text as bytes. Plain arrays, each split
-in two parts."""
+"""The data of the models: handwritten digits, and text as bytes. Plain arrays, each split in two
+parts."""
 
 import gzip
 import struct

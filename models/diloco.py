@@ -11,7 +11,7 @@ FDDP_RANK=0 FDDP_SIZE=2 FDDP_COORDINATOR=node1:4711 python models/diloco.py
 
 FDDP_RANK=1 FDDP_SIZE=2 FDDP_COORDINATOR=node1:4711 python models/diloco.py
 
-When they meet, what the replicas have taken off their parameters since is averaged, and is the
+When they meet, the changes of the replicas' parameters since the last meeting are averaged: the
 gradient of an outer optimizer. So each sends as much as DDP does in one step, once in `every`
 steps. The outer optimizer takes no more steps than that, here ten, after which DDP's loss is still
 the lower one.

@@ -167,7 +167,7 @@ class GPT(nn.Module):
 
 
 def ends(model: GPT) -> tuple[nn.Embed, nn.RMSNorm]:
-    """What lies before and behind the layers: the table of tokens, which serves both, and the last
+    """The parts before and after the layers: the table of tokens, which serves both, and the last
     norm."""
     dtypes: dict[str, Any] = {"dtype": model.dtype, "param_dtype": model.param_dtype}
     start = nn.initializers.normal(0.02)
@@ -185,7 +185,7 @@ def layer(model: GPT, name: str) -> Layer:
 
 
 def head(embed: nn.Embed, norm: nn.RMSNorm, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Which token comes next, from what leaves the last layer; in float32 at least."""
+    """Logits of the next token, from the output of the last layer; in float32 at least."""
     logits = embed.attend(norm(x))
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
@@ -208,7 +208,7 @@ def init(model: GPT, key: jax.Array, batch: dict[str, Any]) -> tuple[Any, None]:
 
 
 def loss_fn(model: GPT) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """Returns the mean cross entropy of the next token, with the accuracy beside it."""
+    """Returns the mean cross entropy of the next token, and the accuracy."""
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
         inputs = batch["tokens"][:, :-1]

@@ -7,14 +7,14 @@ python models/pipeline.py --replicas 2 --stages 2 --micro-batches 4    four devi
 
 Each device of a replica holds a stage: some of the layers, which follow each other. The rows of a
 replica are cut into micro-batches. In one tick every stage works, each on another micro-batch; then
-each hands what it made to the next one. So S stages need M + S - 1 ticks for M micro-batches, and
-in (S - 1) / (M + S - 1) of them a stage has nothing to do and computes with zeros: the bubble. As
-in GPipe all forward ticks come before all backward ones; a stage keeps what entered it and computes
-the rest again. PipeDream's order, one forward, one backward, keeps fewer micro-batches at once; it
-is not what JAX makes of a loss that it differentiates.
+each hands its output to the next one. So S stages need M + S - 1 ticks for M micro-batches, and in
+(S - 1) / (M + S - 1) of them a stage has nothing to do and computes with zeros: the bubble. As in
+GPipe all forward ticks come before all backward ones; a stage keeps its input and computes
+everything else again. PipeDream's order, one forward, one backward, keeps fewer micro-batches at
+once; JAX does not produce it by differentiating a loss.
 
-The pipeline is a loss in plain JAX, which runs on one device, too. What makes it one is where the
-parameters lie: XLA runs each stage where its layers are, and of the shift between two ticks it
+The pipeline is a loss in plain JAX, which runs on one device, too. The placement of the parameters
+makes it a pipeline: XLA runs each stage where its layers are, and of the shift between two ticks it
 makes a permutation of neighbours. Embedding and head lie outside, and their table is cut by tokens
 over the same devices. fddp sums gradients over the replicas, of which each device sends those of
 its stage. On a machine without accelerators the devices are virtual CPUs.
@@ -105,11 +105,10 @@ def loss_fn(
 
     Args:
       model: the GPT.
-      micro_batches: in how many parts the rows of a replica go through the stages.
+      micro_batches: number of parts in which the rows of a replica go through the stages.
 
     Returns:
-      `loss(params, batch)`, with the accuracy beside it; it raises ValueError where the rows make
-      no such parts.
+      `loss(params, batch)`, with the accuracy; it raises ValueError if the rows cannot be cut so.
     """
 
     def loss(params: Any, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -139,12 +138,12 @@ def pipeline(
     """Sends micro-batches through stages, all of which work at once, each on another micro-batch.
 
     Args:
-      stage: `stage(params, x)`, what one stage makes of a micro-batch, of the same shape and dtype.
+      stage: `stage(params, x)`, the output of one stage, of the shape and dtype of x.
       params: those of all stages, S of them along dim 0 of each leaf.
       entering: the M micro-batches that enter the first stage.
 
     Returns:
-      What leaves the last stage.
+      The outputs of the last stage.
     """
     stages = jax.tree.leaves(params)[0].shape[0]
     inside = [(0, 0)] * (entering.ndim - 1)  # the dims of a micro-batch

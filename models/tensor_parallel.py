@@ -82,8 +82,8 @@ def two_axes(replicas: int, parts: int, name: str = "part") -> Mesh:
 
 
 def placed(params: Any, mesh: Mesh) -> Any:
-    """Cuts the matrices of every layer, and the embedding's table by tokens; what is left lies
-    whole everywhere."""
+    """Cuts the matrices of every layer, and the embedding's table by tokens; all other leaves are
+    replicated."""
 
     def place(path: Any, x: jax.Array) -> jax.Array:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -94,7 +94,7 @@ def placed(params: Any, mesh: Mesh) -> Any:
 
 
 def size_mib(params: Any) -> tuple[float, float]:
-    """How large the parameters are, and one device's parts of them."""
+    """MiB of the parameters, and of one device's parts of them."""
     leaves = jax.tree.leaves(params)
     total_bytes = sum(x.nbytes for x in leaves)
     local_bytes = sum(x.addressable_shards[0].data.nbytes for x in leaves)

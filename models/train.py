@@ -48,7 +48,7 @@ from models import data, gpt, resnet
 @dataclass(frozen=True)
 class Config:
     model: Annotated[Literal["resnet", "gpt"], tyro.conf.Positional] = "resnet"
-    """What to train; `gpt --help` shows that model's defaults."""
+    """The model to train; `gpt --help` shows that model's defaults."""
     preset: str = "18-digits"
     """Its shape: a name in PRESETS of models/resnet.py or models/gpt.py."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -68,7 +68,7 @@ class Config:
     """Slices of the batch: training gives the same bits on any number of replicas that divides this
     one."""
     backend: Literal["nccl", "gloo", "mpi", "local"] | None = None
-    """What carries the gradients; None: what fddp.init finds best."""
+    """The transport of the gradients; None: the best one that fddp.init finds."""
     bucket_cap_mb: float = 25
     """MiB of gradients that travel together."""
     layer_drop: float = 0.0
@@ -77,11 +77,12 @@ class Config:
     """Folder for the loss curve."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for checkpoints: training saves there, and the same command goes on from the newest.
-    Where no step is left it tests that one."""
+    If no step is left, it tests that one."""
     save_every: int = 100
-    """With --resume: steps between two checkpoints; the last step is saved as well."""
+    """Steps between two checkpoints, with --resume; the last step is saved as well."""
     quick: bool = False
-    """Few steps of the smallest model, as the tests run it, where nothing else is said."""
+    """Few steps of the smallest model, as the tests run it, unless other arguments say
+    otherwise."""
 
 
 CONFIGS = {"resnet": Config(), "gpt": Config("gpt", preset="bytes", steps=300, batch=16)}
@@ -125,18 +126,17 @@ class Task(NamedTuple):
     batch: Callable[[Int[np.ndarray, " B"]], Any]
     """Rows, by their numbers."""
     test: Callable[[fddp.TrainState, fddp.Group], dict[str, str]]
-    """What a state can do on data that was held out, of which each process takes its part: lines
-    for the page."""
+    """Tests a state on held-out data, a part on each process; returns lines for the page."""
     rng: Any = None
     """A random key, if the loss draws numbers."""
 
 
 @dataclass
 class History:
-    """What a host saw of each step."""
+    """A host's record of each step."""
 
     start: int = 0
-    """The step after which it begins: 0, or that of the checkpoint."""
+    """The step before the first one: 0, or that of the checkpoint."""
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=lambda: [time.perf_counter()])
@@ -163,7 +163,7 @@ class History:
         return float(np.median(np.diff(self.times)))
 
     def now(self, rows: int) -> str:
-        """How things stand after a step of so many rows."""
+        """The state of the training after a step of so many rows."""
         return f"loss {self.losses[-1]:.3f} · {rows / self.step_seconds:,.0f} samples/s"
 
 
@@ -263,21 +263,21 @@ def loop(
 def saved(
     config: Config, step: fddp.TrainStep, state: fddp.TrainState
 ) -> Iterator[tuple[fddp.TrainState, Callable[[fddp.TrainState, bool], None]]]:
-    """Where to go on from, and what is to be called after each step: it saves now and then, or
-    before the job ends.
+    """The state to start from, and a function to call after each step.
 
-    It is called with whether to save in any case, as once more after the last step.
+    The function saves now and then, or before the job ends. Its argument is True to save in any
+    case, as after the last step.
     """
     if config.resume is None:
-        yield state, lambda state, now: None
+        yield state, lambda state, at_end: None
         return
     if fddp.preempted():  # asked for the first time it takes SIGTERM over, compiling included
         raise SystemExit(0)
     with fddp.Checkpoints(config.resume, step, every=config.save_every) as checkpoints:
 
-        def save(state: fddp.TrainState, now: bool) -> None:
+        def save(state: fddp.TrainState, at_end: bool) -> None:
             ends = fddp.preempted()
-            checkpoints.save(state, now=now or ends)
+            checkpoints.save(state, now=at_end or ends)
             if ends:
                 checkpoints.close()
                 raise SystemExit(0)
@@ -296,7 +296,7 @@ def chosen(presets: Mapping[str, Any], name: str) -> Any:
 
 
 def resnet_task(config: Config) -> Task:
-    """Tells handwritten digits apart."""
+    """The task of recognizing handwritten digits."""
     model = chosen(resnet.PRESETS, config.preset)
     images, labels, test_images, test_labels = (
         data.read_mnist(config.data) if config.data else data.split_digits()
@@ -384,15 +384,15 @@ TASKS = {"resnet": resnet_task, "gpt": gpt_task}
 
 
 def screen(group: fddp.Group) -> Console:
-    """What rank 0 writes on. Several ranks write lines, to a file perhaps: Open MPI gives one of
-    them a terminal."""
+    """The console of rank 0. With several ranks it writes lines, possibly to a file: Open MPI gives
+    one of them a terminal."""
     if group.processes > 1:
         return Console(width=100, force_terminal=False, quiet=not group.is_main)
     return Console(width=None if sys.stdout.isatty() else 100)
 
 
 def progress(console: Console) -> Progress:
-    """A bar that moves on a terminal. Where there is none the loop prints it now and then."""
+    """A bar that moves on a terminal; without a terminal the loop prints it now and then."""
     text = TextColumn("steps · {task.fields[now]} ·")
     columns = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
     return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
@@ -428,7 +428,7 @@ def page(
     results: dict[str, str],
     plan: Any,
 ) -> Panel:
-    """What was trained, on what, how well, how fast."""
+    """A page about the model, its data, its results and its speed."""
     devices = f"{group.size} × {jax.local_devices()[0].device_kind}"
     lines = {"replicas": f"{devices} · backend {group.backend} · processes: {group.processes}"}
     if history.start:

@@ -64,7 +64,7 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     Args:
       steps: updates of the parameters.
       batch: rows a step, over all replicas.
-      seed: decides the first parameters, the order of rows, and what is dropped.
+      seed: decides the first parameters, the order of rows, and the dropped units.
       quick: few steps, as the tests run it.
     """
     steps = 40 if quick else steps
