@@ -132,7 +132,7 @@ def lines(cells: dict[str, Any]) -> list[str]:
     rows = [
         line(name, cell["ways"])
         for name, cell in sorted(cells.items(), key=place)
-        if whole(cell["ways"])
+        if complete(cell["ways"])
     ]
     return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
 
@@ -160,7 +160,7 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
     ]
 
 
-def whole(ways: dict[str, list[float]]) -> bool:
+def complete(ways: dict[str, list[float]]) -> bool:
     """Whether a cell has the default and both ways of plain JAX."""
     return DEFAULT in ways and all(any(way.startswith(start) for way in ways) for start in PLAIN)
 

@@ -41,7 +41,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     size = "small" if args.quick else "large"
-    results = asked(args.backend, args.ranks, size, args.limit)
+    results = run_jobs(args.backend, args.ranks, size, args.limit)
     print(json.dumps(results, indent=1))
     if not args.quick:
         from bench.record import save
@@ -49,7 +49,7 @@ def main() -> None:
         print(save(f"beyond_memory_{args.backend}_{args.ranks}", results))
 
 
-def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[str, Any]:
+def run_jobs(backend: str, ranks: int, size: str, most: int | None = None) -> dict[str, Any]:
     """Runs the jobs; raises RuntimeError unless they train, resume and fail as they should."""
     folder = tempfile.mkdtemp()
     most = SIZES[size][-1] if most is None else most

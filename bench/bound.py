@@ -225,16 +225,16 @@ def in_pieces(listed: TaskList, pieces: int) -> TaskList:
             reads = [
                 piece
                 for value in task.reads
-                for piece in (of(value) if value.kind == "sum" else [value])
+                for piece in (pieces_of(value) if value.kind == "sum" else [value])
             ]
             return [task._replace(reads=tuple(reads))]
         (sum_, *_) = task.writes
         return [
             task._replace(name=f"{task.name} {p}", writes=(piece,))
-            for p, piece in enumerate(of(sum_))
+            for p, piece in enumerate(pieces_of(sum_))
         ]
 
-    def of(value: Value) -> list[Value]:
+    def pieces_of(value: Value) -> list[Value]:
         return [Value(value.kind, value.number, str(p)) for p in range(pieces)]
 
     return listed._replace(tasks=tuple(piece for task in listed.tasks for piece in cut(task)))

@@ -105,7 +105,8 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
             "overlap_percent": measured["staged"].overlap_percent,
             "parts": {
                 schedule: {
-                    part: value / total_s for part, value in parts(measurement.steps, ahead).items()
+                    part: value / total_s
+                    for part, value in shares(measurement.steps, ahead).items()
                 }
                 for schedule, measurement in measured.items()
             },
@@ -129,7 +130,7 @@ def forward_only(task: Problem) -> Way:
     return Way(run, task.batch, lambda: Timeline((span,)), ())
 
 
-def parts(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
+def shares(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
     """Seconds of each part of a step, medians over steps."""
 
     def update(step: MeasuredStep) -> float:

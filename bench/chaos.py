@@ -80,7 +80,7 @@ def main() -> None:
             "digest": wild["digest"],
             "faults": [asdict(fault) for fault in faults],
         }
-        print(told(backend, results[backend]), flush=True)
+        print(summary(backend, results[backend]), flush=True)
     if not args.quick:
         print(
             save("chaos", {"ranks": RANKS, "stall_s": STALL_S, "save_every": SAVE_EVERY, **results})
@@ -89,7 +89,7 @@ def main() -> None:
         sys.exit(1)
 
 
-def told(backend: str, result: dict[str, Any]) -> str:
+def summary(backend: str, result: dict[str, Any]) -> str:
     recoveries = [fault["back_s"] for fault in result["faults"] if fault["back_s"] is not None]
     kinds = ", ".join(
         f"{n} {kind}" for kind, n in Counter(fault["signal"] for fault in result["faults"]).items()

@@ -59,13 +59,13 @@ def main() -> None:
     results = dict[str, float]()
     for name, case in cases.items():
         if args.only in name:
-            results[name] = apart(*case)
+            results[name] = in_processes(*case)
             print(f"{results[name]:8.1f} s  {name}", flush=True)
     if not args.quick and not args.only:
         print(save("compiling", results))
 
 
-def apart(model: str, way: str, ranks: int, shared: bool) -> float:
+def in_processes(model: str, way: str, ranks: int, shared: bool) -> float:
     """Runs a case in processes of its own; the slowest rank counts."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}

@@ -35,9 +35,9 @@ from bench.drawn import (
     RATE,
     ROUNDED,
     Drawn,
+    batch_of,
     buffers,
     draw,
-    given,
     keys,
     loss_of,
     optimizer_of,
@@ -190,7 +190,7 @@ def judged(drawn: Drawn) -> Outcome:
 def trained(drawn: Drawn) -> str:
     """Trains and compares; says why, where fddp refuses."""
     try:
-        step = made(drawn)
+        step = step_of(drawn)
         state = step.init(drawn.params, model_state=buffers(drawn), rng=keys(drawn))
     except (ValueError, TypeError) as error:
         return own_words(error)
@@ -206,7 +206,7 @@ def trained(drawn: Drawn) -> str:
             else None
         )
         try:
-            state_after, info = run(state, given(drawn, call))
+            state_after, info = run(state, batch_of(drawn, call))
         except (ValueError, TypeError) as error:
             words = own_words(error)
             if (call.kind, len(call.batches[0]["y"])) in seen_calls:
@@ -236,7 +236,7 @@ def trained(drawn: Drawn) -> str:
     return ""
 
 
-def made(drawn: Drawn) -> fddp.TrainStep:
+def step_of(drawn: Drawn) -> fddp.TrainStep:
     """The step of a configuration."""
     optimizer: Any = optimizer_of(drawn)
     if drawn.scale:
@@ -284,7 +284,7 @@ def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
 
 
 def compare(
-    drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, reference: plain.Told, number: int
+    drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, reference: plain.Report, number: int
 ) -> None:
     """Compares a state and a step's report with the reference."""
     equal_on_all(drawn, state)
@@ -330,7 +330,7 @@ def compare(
 
 
 def check_buffers(
-    drawn: Drawn, close: "Tolerance", state: Any, gathered: Any, reference: plain.Told
+    drawn: Drawn, close: "Tolerance", state: Any, gathered: Any, reference: plain.Report
 ) -> None:
     """Buffers of each replica; under `local_steps` their mean."""
     if drawn.local:

@@ -37,7 +37,7 @@ SAYS = ("rank 1 has not been heard of", "rank 0 has not been heard of")  # on ra
 
 
 @dataclass(frozen=True)
-class Found:
+class Trial:
     """The outcome of a job after its wire was cut."""
 
     backend: str
@@ -88,7 +88,7 @@ def main() -> None:
         print(save("cut_wire", {"stall_s": STALL_S, "jobs": [asdict(trial) for trial in results]}))
 
 
-def tried(backend: str, way: str, cut: str) -> Found:
+def tried(backend: str, way: str, cut: str) -> Trial:
     """Cuts the wire of a job, and looks on."""
     start: Callable[..., list[subprocess.Popen]] = start_run
     if way == "bare":
@@ -115,7 +115,7 @@ def tried(backend: str, way: str, cut: str) -> Found:
             os.kill(process, signal.SIGKILL)
         codes = [job.wait() for job in jobs]
         flights = read_flights([f"{folder}/flight"])
-    return Found(
+    return Trial(
         backend,
         way,
         cut,

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--alone", nargs=2, metavar=("PROBLEM", "SCHEDULE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
-        print(json.dumps(alone(*args.alone)))
+        print(json.dumps(first_step(*args.alone)))
         return
     cores = sorted(os.sched_getaffinity(0))[: args.cores]
     os.sched_setaffinity(0, cores)
@@ -114,7 +114,7 @@ def per_bucket(rounds: int) -> dict[int, dict[str, float]]:
     }
 
 
-def alone(name: str, schedule: str) -> dict[str, float]:
+def first_step(name: str, schedule: str) -> dict[str, float]:
     """First step and peak memory of this process."""
     start = time.perf_counter()
     run, _ = _run(name, schedule)

@@ -347,7 +347,7 @@ def _batch(numbers: np.random.Generator, dtype: Any, rows: int) -> dict[str, Any
     }
 
 
-def given(drawn: Drawn, call: Call) -> Any:
+def batch_of(drawn: Drawn, call: Call) -> Any:
     """A call's batch as a user gives it."""
     if drawn.rows == "stacked":
         return fddp.Stacked(call.batches)

@@ -81,7 +81,7 @@ class Case:
 
 
 @dataclass
-class Found:
+class Result:
     """The outcome of a case; seconds from the fault on."""
 
     told_s: float | None
@@ -160,7 +160,7 @@ def drawn(draw: random.Random) -> Case:
     )
 
 
-def right(case: Case, result: Found) -> bool:
+def right(case: Case, result: Result) -> bool:
     """True if only the broken rank was named, in some line, and all have ended."""
     # Of those that mpiexec started it tells one code; who breaks by os._exit(0) has that one.
     other_codes = [
@@ -171,7 +171,7 @@ def right(case: Case, result: Found) -> bool:
     return result.named == [case.rank] and result.gone_s is not None and 0 not in other_codes
 
 
-def line(case: Case, result: Found) -> str:
+def line(case: Case, result: Result) -> str:
     times = " ".join(
         f"{x:6.1f}" if x is not None else "  none" for x in (result.told_s, result.gone_s)
     )
@@ -180,7 +180,7 @@ def line(case: Case, result: Found) -> str:
     return f"{what} told, gone {times} s; {counts}"
 
 
-def summed_up(results: list[tuple[Case, Found]]) -> str:
+def summed_up(results: list[tuple[Case, Result]]) -> str:
     good = sum(right(case, result) for case, result in results)
     hangs = sum(result.gone_s is None for _, result in results)
     lines = [f"{good} of {len(results)} named the right rank, and only that; {hangs} hangs"]
@@ -208,7 +208,7 @@ def summed_up(results: list[tuple[Case, Found]]) -> str:
 ### One fault
 
 
-def tried(case: Case) -> Found:
+def tried(case: Case) -> Result:
     """Breaks one rank of a job, and looks on."""
     shared = set(map(str, Path("/dev/shm").iterdir()))
     with tempfile.TemporaryDirectory() as folder:
@@ -263,7 +263,7 @@ def tried(case: Case) -> Found:
         for _, text in timed_lines
         if "fddp: " not in text and "[Gloo]" not in text and text.strip()
     ]
-    return Found(
+    return Result(
         told_s=round(min(when for when, _ in named) - at, 2) if named else None,
         named=sorted({rank for _, rank in named}),
         gone_s=None if going else round(all_ended - at, 2),

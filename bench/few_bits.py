@@ -72,7 +72,7 @@ def main() -> None:
         for seed in range(args.first, args.first + (1 if args.quick else args.seeds)):
             for method in args.methods:
                 begin = time.perf_counter()
-                test_loss, mib = one(group, name, method, seed, steps)
+                test_loss, mib = loss_and_mib(group, name, method, seed, steps)
                 print(
                     f"{name:7} {method:26} seed {seed}: {test_loss:.5f}, "
                     f"{time.perf_counter() - begin:.0f} s",
@@ -89,7 +89,9 @@ def main() -> None:
         README.write_text(with_table(README.read_text(), page(results), "few_bits.py"))
 
 
-def one(group: fddp.Group, name: str, method: str, seed: int, steps: int) -> tuple[float, float]:
+def loss_and_mib(
+    group: fddp.Group, name: str, method: str, seed: int, steps: int
+) -> tuple[float, float]:
     """Test loss, and MiB that each replica sent."""
     problem, options = METHODS[method](group, name, PROBLEMS[name](seed, steps))
     loss, mib, _ = train(group, problem, seed, bucket_cap_mb=CAPS[name], **options)

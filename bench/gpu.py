@@ -52,11 +52,11 @@ LOOK_S = 90
 class Part(NamedTuple):
     """One question."""
 
-    asked: Callable[[Machine], Mapping[str, Callable[[], dict[str, Any]]]]
+    measures: Callable[[Machine], Mapping[str, Callable[[], dict[str, Any]]]]
     """Makes the measuring functions, by the names of their quantities."""
     tell: Callable[[dict[str, Any]], str]
     """Says figures in words."""
-    alone: bool
+    isolated: bool
     """Whether it is one process, which then sees one GPU."""
     weight: float
     """Its share of the time."""
@@ -64,16 +64,16 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "same": Part(same.asked, same.tell, True, 4),
-    "ranks": Part(ranks.asked_of_training, ranks.tell_training, False, 1.5),
-    "cost": Part(cost.asked_of_steps, cost.tell_steps, True, 3),
-    "packing": Part(cost.asked_of_packing, cost.tell_packing, True, 0.5),
-    "estimate": Part(estimates.asked, estimates.tell, True, 2),
-    "memory": Part(ranks.asked_of_memory, ranks.tell_memory, False, 1.5),
-    "launchers": Part(launchers.asked, launchers.tell, False, 2),
-    "scanned": Part(ranks.asked_of_scanned, ranks.tell_scanned, False, 1),
+    "same": Part(same.measures, same.tell, True, 4),
+    "ranks": Part(ranks.measures_of_training, ranks.tell_training, False, 1.5),
+    "cost": Part(cost.measures_of_steps, cost.tell_steps, True, 3),
+    "packing": Part(cost.measures_of_packing, cost.tell_packing, True, 0.5),
+    "estimate": Part(estimates.measures, estimates.tell, True, 2),
+    "memory": Part(ranks.measures_of_memory, ranks.tell_memory, False, 1.5),
+    "launchers": Part(launchers.measures, launchers.tell, False, 2),
+    "scanned": Part(ranks.measures_of_scanned, ranks.tell_scanned, False, 1),
     "ahead": Part(
-        ahead.asked,
+        ahead.measures,
         ahead.tell,
         True,
         1,
@@ -140,7 +140,7 @@ def head(machine: Machine) -> str:
 
 def find(quick: bool, env: Mapping[str, str], folder: Path) -> Machine:
     """Looks for GPUs in a process of its own, for this one must not hold their memory."""
-    outcome = _ended("look", json.dumps(quick), env, folder / "look.jsonl", LOOK_S)
+    outcome = _run_process("look", json.dumps(quick), env, folder / "look.jsonl", LOOK_S)
     if "failed" in outcome:
         raise SystemExit(f"JAX does not start here: {outcome['failed']}")
     return Machine(**outcome["figures"]["machine"])
@@ -152,10 +152,10 @@ def run(
     """Runs one part in a process; returns its figures by name, and its failure, if any, under
     "failed"."""
     part = PARTS[name]
-    gpu_variables = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.alone else {}
+    gpu_variables = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.isolated else {}
     env = {**env, **gpu_variables, **part.env}
     begin = time.monotonic()
-    outcome = _ended(name, json.dumps(machine), env, path, seconds)
+    outcome = _run_process(name, json.dumps(machine), env, path, seconds)
     return outcome | {"seconds": round(time.monotonic() - begin, 1)}
 
 
@@ -164,7 +164,7 @@ def answer(name: str, machine_values: Any, path: Path) -> None:
     measures = (
         {"machine": lambda: look(machine_values)._asdict()}
         if name == "look"
-        else PARTS[name].asked(Machine(*machine_values))
+        else PARTS[name].measures(Machine(*machine_values))
     )
     with path.open("a") as file:
         for what, measure in measures.items():
@@ -178,7 +178,7 @@ def answer(name: str, machine_values: Any, path: Path) -> None:
             file.flush()
 
 
-def _ended(
+def _run_process(
     name: str, machine_json: str, env: Mapping[str, str], path: Path, seconds: float
 ) -> dict[str, Any]:
     """Runs a part to its end, or ends it."""

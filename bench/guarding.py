@@ -68,12 +68,12 @@ def main() -> None:
                 result = results[f"{backend} {schedule}"] = json.loads(
                     Path(folder, "found.json").read_text()
                 )
-            print(told(f"{backend} {schedule}", result), flush=True)
+            print(summary_of(f"{backend} {schedule}", result), flush=True)
     if not args.quick:
         print(save("guarding", results))
 
 
-def told(name: str, result: dict[str, Any]) -> str:
+def summary_of(name: str, result: dict[str, Any]) -> str:
     lines = [f"{name}: a step of {result['unwatched']['median_ms']:.1f} ms"]
     step = result["unwatched"]["median_ms"]
     for way in ("watched", "skipping"):

@@ -123,7 +123,7 @@ def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
         measurement = json.loads(path.read_text())
     hop = hop_of(Link(**measurement["link"]), 2)
 
-    def told(title: str, result: Mapping[str, Any]) -> dict[str, float]:
+    def project(title: str, result: Mapping[str, Any]) -> dict[str, float]:
         backends, each, mbit, count = _place((title, result))
         if (backends, each, mbit) != ("gloo", 1, MBIT):
             return {}
@@ -135,7 +135,7 @@ def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
         )
         return {"at_scale_ms": round(step_ms, 1)}
 
-    return told
+    return project
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def main() -> None:
             for method, options in methods(steps).items()
             if method.startswith(tuple(args.methods))
         }
-        results[name] = told(name, runs, steps)
+        results[name] = summarize(name, runs, steps)
     if not args.quick:
         results = together(results, args.first)
         print(save("local_steps", {"replicas": REPLICAS, "problems": results}))
@@ -258,7 +258,7 @@ def byte_gpt(seed: int, steps: int) -> Problem:
 PROBLEMS = {"digits": digits, "gpt": byte_gpt}
 
 
-def told(
+def summarize(
     name: str, runs_of_method: dict[str, list[tuple[float, float, float]]], steps: int
 ) -> dict[str, Any]:
     """A table on the screen, and the same as data."""

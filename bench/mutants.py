@@ -250,7 +250,7 @@ class Suite:
     folder: Path
     workers: int
     timeout_s: float
-    whole: bool
+    whole_tier: bool
     """Whether the whole default tier runs where no near test fails."""
     broken: list[str] = field(default_factory=list)
     """Tests that fail without a mutant."""
@@ -281,7 +281,7 @@ class Suite:
             size = 1 if of_ranks else max(1, self.workers)
             for at in range(0, len(files), size):
                 yield claims_of(files[at]) if of_ranks else tuple(files[at : at + size])
-        if self.whole:
+        if self.whole_tier:
             yield tuple(f"--ignore={path}" for path in OF_FILES)
 
     def judged(self, run: Run, tests: Tests) -> Verdict | None:
@@ -293,7 +293,7 @@ class Suite:
         if run.failed:
             return None
         if tests not in self.sound:
-            self.sound[tests] = ended(self.run(self.plain, tests))
+            self.sound[tests] = finished(self.run(self.plain, tests))
         how = "caught by timeout" if run.code is None else "caught"
         return Verdict(how, f"pytest {' '.join(tests)}") if self.sound[tests] else None
 
@@ -304,7 +304,7 @@ class Suite:
                 if tests not in self.sound:
                     run = self.run(self.plain, tests)
                     self.broken += [test for test in run.failed if test not in self.broken]
-                    self.sound[tests] = ended(run)
+                    self.sound[tests] = finished(run)
                     print(f"without a mutant: {' '.join(tests)}: {run.words}", flush=True)
 
     @property
@@ -342,7 +342,7 @@ class Suite:
         return Run(code, () if code is None else tuple(dict.fromkeys(failed)), last)
 
 
-def ended(run: Run) -> bool:
+def finished(run: Run) -> bool:
     """True if pytest reached an end by itself, with tests that pass or fail."""
     return run.passed or run.code == ExitCode.TESTS_FAILED
 

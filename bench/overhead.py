@@ -59,7 +59,9 @@ def measure(workload: Workload, *, rounds: int) -> dict[str, Any]:
     step = fddp.train_step(loss_fn, optimizer, has_aux=True)
     state = step.init(params, model_state=model_state)
 
-    extra = needed(step.lower(state, batch)) - needed(by_hand.lower(hand_state, batch))
+    extra = allocated_bytes(step.lower(state, batch)) - allocated_bytes(
+        by_hand.lower(hand_state, batch)
+    )
 
     def run_by_hand() -> Any:
         nonlocal hand_state
@@ -79,7 +81,7 @@ def measure(workload: Workload, *, rounds: int) -> dict[str, Any]:
     }
 
 
-def needed(lowered: jax.stages.Lowered) -> int:
+def allocated_bytes(lowered: jax.stages.Lowered) -> int:
     """Bytes that a program allocates."""
     memory: Any = lowered.compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -47,7 +47,7 @@ def obey(
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
         stream = line.makefile("rw")
-        _say(stream, {"job": job, "rank": group.rank, "ways": list(ways)})
+        _write(stream, {"job": job, "rank": group.rank, "ways": list(ways)})
         for order in stream:
             way, steps = json.loads(order)
             step, timeline, finish = ways[way]
@@ -62,10 +62,10 @@ def obey(
             jax.block_until_ready(
                 finish()
             )  # what the last step has left under way belongs to no other way
-            _say(stream, {"seconds": seconds, "timelines": lines})
+            _write(stream, {"seconds": seconds, "timelines": lines})
 
 
-def _say(stream: Any, words: Any) -> None:
+def _write(stream: Any, words: Any) -> None:
     stream.write(json.dumps(words) + "\n")
     stream.flush()
 

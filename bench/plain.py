@@ -32,7 +32,7 @@ class Contribution(NamedTuple):
     used: frozenset[str]
 
 
-class Own(NamedTuple):
+class Replica(NamedTuple):
     """The state of a replica; replicas that train together share the first one's, except for
     buffers."""
 
@@ -44,7 +44,7 @@ class Own(NamedTuple):
     good: int = 0
 
 
-class Told(NamedTuple):
+class Report(NamedTuple):
     """The visible results of a step."""
 
     params: Any
@@ -71,7 +71,7 @@ def wide(tree: Any) -> Any:
     return jax.tree.map(widened, tree)
 
 
-def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Told]:
+def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Report]:
     """Trains a configuration; returns the visible results of each step, without calls of `no_sync`.
 
     The leaves of a fragment in `fragments` are synchronized together.
@@ -94,7 +94,9 @@ class _Plain:
             if "model_state" in drawn.form
             else None
         )
-        self.own = [Own(trained, jax.device_get(self.inner.init(trained)), buffers)] * drawn.dealt
+        self.replicas = [
+            Replica(trained, jax.device_get(self.inner.init(trained)), buffers)
+        ] * drawn.dealt
         self.shared = trained
         self.outer_state = jax.device_get(self.outer.init(trained))
         self.weights = np.zeros((drawn.dealt, max(1, len(fragments))))
@@ -132,7 +134,7 @@ class _Plain:
         self.gradient = lambda *args: jax.device_get(gradient(*args))
         self.update = {optimizer: _moved(optimizer) for optimizer in (self.inner, self.outer)}
 
-    def run(self) -> list[Told]:
+    def run(self) -> list[Report]:
         reports = []
         pending = []
         for call in self.drawn.calls:
@@ -141,37 +143,39 @@ class _Plain:
                 continue
             self.step += 1
             local = self.drawn.local and self.step > self.drawn.local["start"]
-            reports.append(self._alone(pending) if local else self._together(pending))
+            reports.append(self._local_step(pending) if local else self._together(pending))
             pending = []
         return reports
 
     # Steps that average gradients
 
-    def _together(self, pending: list[Call]) -> Told:
+    def _together(self, pending: list[Call]) -> Report:
         drawn = self.drawn
         if self.joined or "statistics" in drawn.form:
             of_all = [self._of_all(pending)] if self.joined else [*self._among_all(pending)]
             live = [None] * drawn.dealt
         else:
-            of_all, live = map(list, zip(*(self._of_one(r, pending) for r in range(drawn.dealt))))
+            of_all, live = map(
+                list, zip(*(self._contribution_of(r, pending) for r in range(drawn.dealt)))
+            )
         mean = _mean(of_all)
         used = {
             name: sum(name in contribution.used for contribution in of_all)
             for name in drawn.trained
         }
         updated, skipped = self._updated(
-            self.own[0], mean[0], {name for name in used if used[name]}
+            self.replicas[0], mean[0], {name for name in used if used[name]}
         )
         buffers = (
-            [replica.buffers for replica in self.own]
+            [replica.buffers for replica in self.replicas]
             if skipped
             else self._landed(live, pending[-1].active)
         )
-        self.own = [updated._replace(buffers=x) for x in buffers]
+        self.replicas = [updated._replace(buffers=x) for x in buffers]
         self.shared = updated.params
         loss, aux = mean[1:]
         used_counts = None if self.joined or "statistics" in drawn.form else used
-        return Told(
+        return Report(
             updated.params,
             updated.opt_state,
             buffers,
@@ -197,20 +201,20 @@ class _Plain:
 
     # Steps of replicas that train alone
 
-    def _alone(self, pending: list[Call]) -> Told:
+    def _local_step(self, pending: list[Call]) -> Report:
         drawn = self.drawn
         local = self.drawn.local
-        before = list(self.own)
+        before = list(self.replicas)
         weights = self.weights.copy()
         losses = []
         trained_on = np.zeros(drawn.dealt)
         for r in range(drawn.dealt):
-            contribution, live = self._of_one(r, pending)
+            contribution, live = self._contribution_of(r, pending)
             grads, loss, aux = _mean([contribution._replace(divisor=contribution.weight)])
             losses.append((loss, aux))
             if contribution.weight > 0 or drawn.rows != "joined":
-                updated, skipped = self._updated(self.own[r], grads, contribution.used)
-                self.own[r] = updated if skipped else updated._replace(buffers=live)
+                updated, skipped = self._updated(self.replicas[r], grads, contribution.used)
+                self.replicas[r] = updated if skipped else updated._replace(buffers=live)
                 skips = skipped or drawn.scale or drawn.optimizer == "apply_if_finite"
                 trained_on[r] = 0 if skips and not _finite(grads) else contribution.weight
         self.weights += trained_on[:, None]
@@ -221,17 +225,19 @@ class _Plain:
             f for f in range(count) if local_count > 0 and local_count % every == f * every // count
         ]
         if due:
-            snapshot, weights = (before, weights) if local["delay"] else (self.own, self.weights)
+            snapshot, weights = (
+                (before, weights) if local["delay"] else (self.replicas, self.weights)
+            )
             self._synchronize(due[0], snapshot, weights, pending[-1])
             self.weights[:, due[0]] = trained_on if local["delay"] else 0
         mean = lambda *x: sum(x) / len(x)  # noqa: E731
-        params = jax.tree.map(mean, *(replica.params for replica in self.own))
-        buffers = [replica.buffers for replica in self.own]
+        params = jax.tree.map(mean, *(replica.params for replica in self.replicas))
+        buffers = [replica.buffers for replica in self.replicas]
         loss, aux = losses[0]
-        return Told(params, None, buffers, loss, aux, self.own[0].scale, self.shared)
+        return Report(params, None, buffers, loss, aux, self.replicas[0].scale, self.shared)
 
     def _synchronize(
-        self, fragment: int, snapshot: list[Own], weights: np.ndarray, call: Call
+        self, fragment: int, snapshot: list[Replica], weights: np.ndarray, call: Call
     ) -> None:
         fragment_weights = weights[:, fragment]
         names = self.fragments[fragment]
@@ -250,7 +256,7 @@ class _Plain:
         travels = lambda tree: {name: name in names for name in tree}  # noqa: E731
         self.shared = {name: moved[name] if name in names else x for name, x in self.shared.items()}
         self.outer_state = _put_back(after, self.outer_state, travels(self.shared))
-        self.own = [
+        self.replicas = [
             replica._replace(
                 params=replica.params
                 | {
@@ -258,7 +264,7 @@ class _Plain:
                     for name in names
                 }
             )
-            for replica in self.own
+            for replica in self.replicas
         ]
         if fragment == 0 and snapshot[0].buffers is not None:
             first = snapshot[int(np.argmax(call.active))].buffers
@@ -266,7 +272,7 @@ class _Plain:
                 replica.buffers["mean"] for replica, active in zip(snapshot, call.active) if active
             ]
             landed = first | {"mean": sum(active_means) / len(active_means)}
-            self.own = [replica._replace(buffers=landed) for replica in self.own]
+            self.replicas = [replica._replace(buffers=landed) for replica in self.replicas]
 
     # What batches contribute
 
@@ -276,7 +282,7 @@ class _Plain:
             for name in pending[0].batches[0]
         }
         (loss, (_, aux, _)), grads = self.gradient(
-            self.own[0].params, self.fixed, wide(batch), None, None
+            self.replicas[0].params, self.fixed, wide(batch), None, None
         )
         return Contribution(grads, loss, aux, 1, 1, self._used(batch))
 
@@ -292,15 +298,15 @@ class _Plain:
                     {name: np.stack([part[name] for part in shards]) for name in shards[0]}
                 )
                 (_, (loss, aux, weight)), grads = self.gradient_among_all(
-                    self.own[0].params, self.fixed, batches
+                    self.replicas[0].params, self.fixed, batches
                 )
                 yield Contribution(grads, loss, aux, weight, weight, self._used(shards[0]))
 
-    def _of_one(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
+    def _contribution_of(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
         """The contributions of one replica's micro-batches, and its buffers after them."""
         drawn = self.drawn
-        replica_state = self.own[replica]
-        live = self.own[replica].buffers
+        replica_state = self.replicas[replica]
+        live = self.replicas[replica].buffers
         number = 0
         total: Any = None
         for call in pending:
@@ -347,8 +353,8 @@ class _Plain:
     # Updates
 
     def _updated(
-        self, replica_state: Own, grads: Any, used: set[str] | frozenset[str]
-    ) -> tuple[Own, bool]:
+        self, replica_state: Replica, grads: Any, used: set[str] | frozenset[str]
+    ) -> tuple[Replica, bool]:
         """An update, and whether `skip_nonfinite` left it out."""
         drawn = self.drawn
         finite = _finite(grads)

@@ -53,10 +53,13 @@ def main() -> None:
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """The table as rows, and whole."""
 
-    def alone(name: str) -> str | None:
+    def table_group(name: str) -> str | None:
         return name if name == "table" else None
 
-    return {ROWS: staged(task, group, CAP_MB), WHOLE: staged(task, group, CAP_MB, groups=alone)}
+    return {
+        ROWS: staged(task, group, CAP_MB),
+        WHOLE: staged(task, group, CAP_MB, groups=table_group),
+    }
 
 
 if __name__ == "__main__":

@@ -76,15 +76,15 @@ class Watched:
 
     def __init__(self) -> None:
         self.before = resident("VmRSS")
-        self.found = dict[str, Any]()
+        self.results = dict[str, Any]()
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         clock = time.perf_counter()
         yield
-        self.found[f"{what}_s"] = round(time.perf_counter() - clock, 3)
-        self.found[f"{what}_peak_mib"] = round(resident("VmHWM") - self.before, 1)
+        self.results[f"{what}_s"] = round(time.perf_counter() - clock, 3)
+        self.results[f"{what}_peak_mib"] = round(resident("VmHWM") - self.before, 1)
 
 
 def rank(folder: str, act: str) -> None:
@@ -99,7 +99,7 @@ def rank(folder: str, act: str) -> None:
     {"save": saves, "restore": restores, "train": trains}[act](
         group, step, forms, Path(folder), watched
     )
-    every = group.all_gather_object(watched.found)
+    every = group.all_gather_object(watched.results)
     group.print(json.dumps(every))
 
 
@@ -112,13 +112,13 @@ def saves(
         for number in range(2):
             clock = time.perf_counter()
             checkpoints.save(state, now=True)
-            watched.found[f"save_{number}_kept_s"] = round(time.perf_counter() - clock, 3)
+            watched.results[f"save_{number}_kept_s"] = round(time.perf_counter() - clock, 3)
             step.steps += 1  # as if one had been trained: the next save is another checkpoint
     newest = max(folder.iterdir(), key=lambda path: int(path.name))
     files = [file for file in newest.rglob("*") if file.is_file()]
     local_files = [file for file in files if file.relative_to(newest).parts[0] == str(group.rank)]
     lists = [file for file in files if not file.relative_to(newest).parts[0].isdecimal()]
-    watched.found |= {
+    watched.results |= {
         "mib_written": mib(local_files),
         "files_written": len(local_files),
         "mib_of_lists": mib(lists),
@@ -161,7 +161,7 @@ def trains(
             group.barrier()
             (within if turn % 2 else without).append(time.perf_counter() - clock)
     longer = [(slow - fast) / (100 * fast / STEPS) for slow, fast in zip(within, without)]
-    watched.found |= {
+    watched.results |= {
         "step_s": round(float(np.median(without)) / STEPS, 3),
         "save_kept_s": round(float(np.median(save_seconds)), 3),
         "share_of_100_steps": round(float(np.median(longer)), 4),

@@ -139,8 +139,8 @@ def one_host(
                     if way.startswith("resharded")
                     else {}
                 ),
-                "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
-                "parameters_mib": round(held(training.state.params) / MiB, 2),
+                "optimizer_mib": round(local_bytes(training.state.opt_state) / MiB, 2),
+                "parameters_mib": round(local_bytes(training.state.params) / MiB, 2),
                 "sent_mib": round(
                     int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2
                 ),
@@ -203,7 +203,7 @@ class Training:
         return steady_seconds(listed.tasks, took, attrgetter("replaces"))
 
 
-def held(tree: Any) -> int:
+def local_bytes(tree: Any) -> int:
     """Bytes of the arrays of this process."""
     return sum(shard.data.nbytes for x in jax.tree.leaves(tree) for shard in x.addressable_shards)
 

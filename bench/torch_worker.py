@@ -43,7 +43,7 @@ def main(control: str, name: str, bits: str = "") -> None:
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
         stream = line.makefile("rw")
-        _say(stream, {"job": "torch", "rank": rank, "ways": list(ways)})
+        _write(stream, {"job": "torch", "rank": rank, "ways": list(ways)})
         for order in stream:
             way, steps = json.loads(order)
             seconds = []
@@ -52,10 +52,10 @@ def main(control: str, name: str, bits: str = "") -> None:
                 start = time.perf_counter()
                 ways[way]()
                 seconds.append(time.perf_counter() - start)
-            _say(stream, {"seconds": seconds, "timelines": [[]] * steps})
+            _write(stream, {"seconds": seconds, "timelines": [[]] * steps})
 
 
-def _say(stream: Any, words: Any) -> None:
+def _write(stream: Any, words: Any) -> None:
     stream.write(json.dumps(words) + "\n")
     stream.flush()
 

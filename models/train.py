@@ -162,7 +162,7 @@ class History:
         """The median step: the first ones, which compile, do not count."""
         return float(np.median(np.diff(self.times)))
 
-    def now(self, rows: int) -> str:
+    def summary(self, rows: int) -> str:
         """The state of the training after a step of so many rows."""
         return f"loss {self.losses[-1]:.3f} · {rows / self.step_seconds:,.0f} samples/s"
 
@@ -248,11 +248,11 @@ def loop(
                 len(flying) == 2
             ):  # the host looks at a step once the next is on its way: neither waits for the other
                 history.note(flying[0])
-                bar.update(job, advance=1, now=history.now(config.batch))
+                bar.update(job, advance=1, now=history.summary(config.batch))
                 if bar.disable and history.step * 10 % config.steps < 10:
                     console.print(bar)
         history.note(flying[-1])
-        bar.update(job, advance=1, now=history.now(config.batch))
+        bar.update(job, advance=1, now=history.summary(config.batch))
     save(state, True)
     if bar.disable:
         console.print(bar)

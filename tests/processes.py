@@ -184,7 +184,7 @@ def launch_with(
     return _outcome("gloo", len(worlds), processes, folder, timeout_s)
 
 
-def ended(
+def failed_outputs(
     folder: Path, backend: str, how: str, script: str = "ends.py", size: int = 2, grace_s: str = "1"
 ) -> tuple[str, ...]:
     """The outputs of the ranks of a script that fails; no process may go on or end with success."""

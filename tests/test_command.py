@@ -38,7 +38,7 @@ def mpi_is_loaded_once(monkeypatch):
     monkeypatch.setattr(mpi_vendors, "loaded", loaded)
 
 
-def alone() -> dict[str, str]:
+def one_device() -> dict[str, str]:
     """The environment of a shell: one device."""
     return {
         name: value
@@ -100,7 +100,9 @@ def test_measure_prints_a_table_and_writes_a_trace(capsys, tmp_path):
 
 def test_tune_prints_a_prediction_for_each_cap_and_what_the_best_took():
     words = [sys.executable, "-m", "fddp", "tune", "models.mlp:tiny"]
-    run = subprocess.run(words, cwd=ROOT, env=alone(), capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        words, cwd=ROOT, env=one_device(), capture_output=True, text=True, check=True
+    )
     assert "an all-reduce takes" in run.stdout and run.stdout.count("best") == 1
     assert re.search(r"bucket_cap_mb=[\d.]+: measured [\d.]+ ms, predicted", run.stdout)
 
@@ -259,7 +261,7 @@ def test_the_command_says_its_version_and_the_caps_that_it_takes(capsys):
 
 
 def test_the_command_starts_quietly_and_explains_itself(capsys):
-    env = {name: value for name, value in alone().items() if name != "JAX_PLATFORMS"}
+    env = {name: value for name, value in one_device().items() if name != "JAX_PLATFORMS"}
     words = [sys.executable, "-m", "fddp", "doctor"]
     run = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert run.stderr == "" and run.stdout.startswith("Python")
@@ -270,7 +272,7 @@ def test_the_command_starts_quietly_and_explains_itself(capsys):
 
 
 def test_jax_used_before_init_starts_quietly():
-    env = {name: value for name, value in alone().items() if name != "JAX_PLATFORMS"}
+    env = {name: value for name, value in one_device().items() if name != "JAX_PLATFORMS"}
     for words in ("import fddp, jax", "import jax, fddp"):
         script = f"{words}; jax.numpy.ones(2); fddp.init(); print(jax.default_backend())"
         run = subprocess.run(

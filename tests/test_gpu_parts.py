@@ -51,7 +51,7 @@ def rehearse(folder, *halves):
 def rehearsed(tmp_path_factory):
     """All parts: those of one process in one run, and those of ranks in another."""
     halves = [
-        [name for name, part in gpu.PARTS.items() if part.alone is separate]
+        [name for name, part in gpu.PARTS.items() if part.isolated is separate]
         for separate in (True, False)
     ]
     return rehearse(tmp_path_factory.mktemp("gpu"), *halves)
@@ -200,10 +200,10 @@ def test_an_error_of_one_model_hides_none_of_the_others(tmp_path, monkeypatch):
     def out_of_memory():
         raise RuntimeError("RESOURCE_EXHAUSTED: \n 80 GiB")
 
-    def asked(machine):
+    def measures(machine):
         return {"first": out_of_memory, "second": lambda: {"ms": 1.0}}
 
-    part = gpu.Part(asked, lambda figures: f"{figures['ms']} ms", True, 1)
+    part = gpu.Part(measures, lambda figures: f"{figures['ms']} ms", True, 1)
     monkeypatch.setitem(gpu.PARTS, "same", part)
     gpu.answer("same", ONE, tmp_path / "said.jsonl")
     lines = (tmp_path / "said.jsonl").read_text().splitlines()

@@ -295,11 +295,11 @@ def test_an_equation_is_named_as_another_one_behind_the_name_here():
 
     (eqn,) = jax.make_jaxpr(scoped)(1.0).jaxpr.eqns
 
-    def again(x: Any) -> Any:
+    def named(x: Any) -> Any:
         with jax.named_scope("outer"), internals.named_as(eqn):
             return jnp.cos(x)
 
-    (repeated,) = jax.make_jaxpr(again)(1.0).jaxpr.eqns
+    (repeated,) = jax.make_jaxpr(named)(1.0).jaxpr.eqns
     assert str(repeated.source_info.name_stack) == "outer/one"
 
 
@@ -399,11 +399,11 @@ def test_a_scan_is_made_again_from_its_body_and_its_options():
     body, options = internals.scan_body(eqn)
     assert options == {"length": 5, "reverse": True, "unroll": 2}
 
-    def again(state: Any, row: Any) -> Any:
+    def round_of_body(state: Any, row: Any) -> Any:
         outputs = jaxpr_as_fun(body)(*consts, *state, *row)
         return outputs[: len(carry)], outputs[len(carry) :]
 
-    ends, outputs = jax.lax.scan(again, carry, rows, **options)
+    ends, outputs = jax.lax.scan(round_of_body, carry, rows, **options)
     for got, want in zip([*ends, *outputs], jax.tree.leaves(scanned(2.0, ROWS)), strict=True):
         np.testing.assert_array_equal(got, want)
 

@@ -61,7 +61,7 @@ def trained(replicas: int, stages: int, micro_batches: int) -> tuple[Any, Any, A
 
 
 @cache
-def alone() -> Result:
+def by_one_device() -> Result:
     """The result of plain JAX, on one device and without stages."""
     loss = gpt.loss_fn(MODEL)
     result = by_plain_jax(lambda params, batch: loss(params, batch)[0], OPTIMIZER, start(), BATCHES)
@@ -83,7 +83,7 @@ def by_layers(params: Any) -> Any:
 )
 def test_replicas_in_stages_end_where_one_device_does(x64, replicas, stages, micro_batches):
     _, state, losses = trained(replicas, stages, micro_batches)
-    assert relative_error(Result(by_layers(state.params), None, losses), alone()) <= 1e-9
+    assert relative_error(Result(by_layers(state.params), None, losses), by_one_device()) <= 1e-9
 
 
 ### The program

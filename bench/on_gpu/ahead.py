@@ -17,7 +17,7 @@ SHARDS = (None, "optimizer", "state")
 REPLICAS = 8
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Audits the step of the part `ranks`, and reads the memory of a state in shards on eight
     replicas."""
     if machine.chip is None:
@@ -34,7 +34,7 @@ def audited(name: str, where: str) -> dict[str, Any]:
     """Audits the step of the ranks, for a model as module:preset:rows."""
     workload, target = _read(name, where)
     step, state = workload.step(target.group(), schedule="fused", bucket_cap_mb=CAP_MB)
-    return {"target": where, **told(fddp.audit(step, state, workload.batch, where))}
+    return {"target": where, **audit_figures(fddp.audit(step, state, workload.batch, where))}
 
 
 def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def allocated(lowered: Any) -> dict[str, float]:
     return {"arguments_MiB": memory.given / MiB, "more_MiB": memory.more / MiB}
 
 
-def told(audit: Audit) -> dict[str, Any]:
+def audit_figures(audit: Audit) -> dict[str, Any]:
     """An audit, as JSON can hold it."""
     return {
         "buckets": len(audit.plan.buckets),

@@ -17,7 +17,7 @@ from fddp.analysis.auditing.gpus import CHIPS
 from fddp.buckets.packing import pack, unpack
 
 
-def asked_of_steps(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_steps(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times a step of each model, and the same by hand."""
     return {
         name: lambda name=name: measure(read(name), rounds=machine.rounds) for name in machine.timed
@@ -35,7 +35,7 @@ def tell_steps(figures: dict[str, Any]) -> str:
     )
 
 
-def asked_of_packing(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_packing(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times packing for each model."""
     return {name: partial(packing, name, machine) for name in machine.timed}
 

@@ -15,12 +15,12 @@ from fddp.analysis.auditing.targets import read_target
 from fddp.hlo import find_collectives, parse, work
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times each model and estimates the program that ran."""
-    return {name: partial(beside, name, machine) for name in machine.timed}
+    return {name: partial(compare, name, machine) for name in machine.timed}
 
 
-def beside(name: str, machine: Machine) -> dict[str, Any]:
+def compare(name: str, machine: Machine) -> dict[str, Any]:
     """Times a fused step, and estimates its program at the chip's peak rates, if fddp knows
     them."""
     workload = read(name)

@@ -28,7 +28,7 @@ OPEN_MPI = {
 }
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Starts ranks by fddp itself, and by torchrun, mpirun and srun or their variables."""
     size = str(machine.ranks)
     run = (sys.executable, "-m", "fddp", "run", "-n", size, "--by", "processes", SCRIPT[1])
@@ -41,19 +41,19 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
             _started, machine, (torchrun, "--nproc-per-node", size, "--no-python", *SCRIPT)
         )
     else:
-        ways["torchrun's variables"] = partial(_by_hand, machine, _torchrun, _all)
+        ways["torchrun's variables"] = partial(_by_hand, machine, _torchrun, _all_gpus)
     if mpirun := _installed("mpirun"):
         ways["mpirun"] = partial(_started, machine, (mpirun, "-n", size, *SCRIPT))
     else:
-        ways["Open MPI's variables"] = partial(_by_hand, machine, _open_mpi, _all)
+        ways["Open MPI's variables"] = partial(_by_hand, machine, _open_mpi, _all_gpus)
     if (srun := _installed("srun")) and _slurm_answers():
         gpu_option = ("--gpus-per-task=1",) if machine.gpus > 1 else ()
         ways["srun"] = partial(
             _started, machine, (srun, "--immediate=10", "-N1", "-n", size, *gpu_option, *SCRIPT)
         )
-    ways["srun's variables, one GPU a task"] = partial(_by_hand, machine, _srun, _one)
+    ways["srun's variables, one GPU a task"] = partial(_by_hand, machine, _srun, _gpu_of_rank)
     if machine.gpus > 1:
-        ways["srun's variables, all GPUs a task"] = partial(_by_hand, machine, _srun, _all)
+        ways["srun's variables, all GPUs a task"] = partial(_by_hand, machine, _srun, _all_gpus)
     return {name: partial(_judged, machine, way) for name, way in ways.items()}
 
 
@@ -100,7 +100,9 @@ def _started(machine: Machine, command: Sequence[str]) -> list[dict[str, Any]]:
     """Starts one command that starts the ranks."""
     # mpirun says nowhere where to meet; the other launchers' words are as good.
     coordinator = {"FDDP_COORDINATOR": _free()} if Path(command[0]).name == "mpirun" else {}
-    return _said([(command, os.environ | shared(machine, os.environ) | OPEN_MPI | coordinator)])
+    return _reports_of(
+        [(command, os.environ | shared(machine, os.environ) | OPEN_MPI | coordinator)]
+    )
 
 
 def _by_hand(
@@ -116,10 +118,14 @@ def _by_hand(
         {"CUDA_VISIBLE_DEVICES": shown(machine, rank)} if machine.gpus > 1 else {}
         for rank in range(size)
     ]
-    return _said([(SCRIPT, {**env, **variables(rank, size), **gpus[rank]}) for rank in range(size)])
+    return _reports_of(
+        [(SCRIPT, {**env, **variables(rank, size), **gpus[rank]}) for rank in range(size)]
+    )
 
 
-def _said(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[dict[str, Any]]:
+def _reports_of(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+) -> list[dict[str, Any]]:
     """Runs commands side by side, and reads the output of the ranks."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with ending(
@@ -168,15 +174,15 @@ def _srun(rank: int, size: int) -> Mapping[str, str]:
     }
 
 
-def _all(machine: Machine, rank: int) -> str:
+def _all_gpus(machine: Machine, rank: int) -> str:
     """All GPUs that this process sees."""
     del rank
     return os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(machine.gpus)))
 
 
-def _one(machine: Machine, rank: int) -> str:
+def _gpu_of_rank(machine: Machine, rank: int) -> str:
     """The GPU of one rank alone."""
-    return _all(machine, rank).split(",")[rank]
+    return _all_gpus(machine, rank).split(",")[rank]
 
 
 ### What is here

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import fddp
-from bench.on_gpu.ahead import SHARDS, allocated, program_words, told
+from bench.on_gpu.ahead import SHARDS, allocated, audit_figures, program_words
 from bench.on_gpu.machine import CAP_MB, RANKED, Machine, shared
 from bench.record import interleave, ratio, summary
 from bench.workload import Workload, read
@@ -55,7 +55,7 @@ def on_ranks(machine: Machine, fn: Callable[..., Any], *args: Any) -> list[Any]:
 ### The losses of one replica, and the program
 
 
-def asked_of_training(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_training(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Trains on all ranks and on one of them alone, on the rows of all."""
     return {RANKED: lambda: on_ranks(machine, train)[0]}
 
@@ -80,7 +80,7 @@ def train() -> dict[str, Any]:
         together = losses(group=group, bucket_cap_mb=CAP_MB)
         single = losses(group=group.subgroup([group.rank]))
     step, state = workload.step(optimizer, group=group, bucket_cap_mb=CAP_MB)
-    program = told(fddp.audit(step, state, local_rows))
+    program = audit_figures(fddp.audit(step, state, local_rows))
     distance = float(np.max(np.abs(np.subtract(together, single)) / np.abs(single)))
     return {
         "ranks": group.size,
@@ -109,7 +109,7 @@ def tell_training(figures: dict[str, Any]) -> str:
 ### The memory of a shared state
 
 
-def asked_of_memory(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_memory(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Trains with each kind of `shard`, in fresh processes: nothing sets a device's peak back."""
     name = machine.held
     return {
@@ -164,7 +164,7 @@ def tell_memory(figures: dict[str, Any]) -> str:
 ### Scanned layers
 
 
-def asked_of_scanned(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_scanned(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times a step over scanned layers, with an option of XLA as fddp gives it, on, and off."""
     return {machine.scanned: lambda: on_ranks(machine, scanned, machine.scanned, machine.rounds)[0]}
 
@@ -189,7 +189,7 @@ def scanned(name: str, rounds: int) -> dict[str, Any]:
             optax.sgd(1e-3), group=_group_with(options) if options else group, donate=False
         )
         runs[way] = partial(step, state, local_rows)
-        programs[way] = told(fddp.audit(step, state, local_rows))
+        programs[way] = audit_figures(fddp.audit(step, state, local_rows))
     seconds = interleave(runs, rounds=rounds, pause=group.barrier)
     return {
         "ranks": group.size,

@@ -26,7 +26,7 @@ WAY = 1e-3
 TIMES = 10
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Compares each model."""
     return {name: partial(compare, name) for name in machine.models}
 
@@ -96,7 +96,7 @@ def tell(figures: dict[str, Any]) -> str:
 def _difference(
     result: tuple[list[float], Any], expected: tuple[list[float], Any], start: Any
 ) -> dict[str, Any]:
-    distance, path_length, equal = _apart(result[1], expected[1], start)
+    distance, path_length, equal = _distances(result[1], expected[1], start)
     return {
         "loss": max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(result[0], expected[0])),
         "way": float(distance / path_length),
@@ -105,7 +105,7 @@ def _difference(
 
 
 @jax.jit
-def _apart(params: Any, expected: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _distances(params: Any, expected: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The distance of two results, the distance of the second from the start, and True if they are
     equal."""
     norm = optax.tree.norm

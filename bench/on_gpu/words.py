@@ -14,7 +14,7 @@ def rows(
 ) -> list[tuple[str, ...]]:
     """The rows of one part in the table; `tell` puts figures into words."""
     table_rows = [
-        (name, what, verdict(figures), _said(figures, tell))
+        (name, what, verdict(figures), _in_words(figures, tell))
         for what, figures in result["figures"].items()
     ]
     if "failed" in result:
@@ -109,7 +109,7 @@ def _sound(results: dict[str, Any], name: str) -> dict[str, Any]:
     return {what: entry for what, entry in figures.items() if verdict(entry) == "ok"}
 
 
-def _said(figures: dict[str, Any], tell: Callable[[dict[str, Any]], str]) -> str:
+def _in_words(figures: dict[str, Any], tell: Callable[[dict[str, Any]], str]) -> str:
     if "failed" in figures:
         return _end_of(figures["failed"])
     wrong = f"{figures['wrong']}: " if "wrong" in figures else ""

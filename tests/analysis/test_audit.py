@@ -442,7 +442,7 @@ def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(gr
     params = {name: np.ones((64, 64), np.float32) for name in "ab"}
     options = {"group": replicas, "schedule": "fused", "bucket_cap_mb": 0, "hook": hook}
 
-    def sent(uses):
+    def collectives_of(uses):
         step = fddp.train_step(lambda p, x: jnp.mean(uses(p, x) ** 2), optax.sgd(0.1), **options)
         return [
             str(collective)
@@ -451,11 +451,11 @@ def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(gr
             ).collectives
         ]
 
-    both = sent(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
+    both = collectives_of(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
     assert len(both) >= 2
-    assert both == sent(lambda p, x: x @ p["a"])
-    assert both == sent(lambda p, x: x @ p["b"])
-    assert both == sent(lambda p, x: x)
+    assert both == collectives_of(lambda p, x: x @ p["a"])
+    assert both == collectives_of(lambda p, x: x @ p["b"])
+    assert both == collectives_of(lambda p, x: x)
 
 
 def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):

@@ -35,7 +35,7 @@ def joined(active: list[int], divide_by_all: bool) -> fddp.Joined:
     return fddp.Joined(BATCH, share, np.ones_like(share) if divide_by_all else share)
 
 
-def parts(active: list[int]) -> list[np.ndarray]:
+def rows_of_ranks(active: list[int]) -> list[np.ndarray]:
     return [BATCH.reshape(REPLICAS, ROWS, 3)[k] for k in active]
 
 
@@ -49,7 +49,7 @@ def test_gradients_are_those_of_active_ranks_over_all_ranks_or_over_the_active_o
     f = fddp.value_and_grad(
         loss, group=group(REPLICAS), schedule=schedule, accumulation_steps=steps
     )
-    values = [jax.value_and_grad(loss)(W, part) for part in parts(active)]
+    values = [jax.value_and_grad(loss)(W, part) for part in rows_of_ranks(active)]
     for divide_by_all, divisor in ((True, REPLICAS), (False, max(len(active), 1))):
         got = f(W, joined(active, divide_by_all))
         for x, expected in zip(got, [sum(v[k] for v in values) / divisor for k in (0, 1)]):
@@ -61,7 +61,7 @@ def test_no_sync_goes_on_while_some_ranks_are_done(group, x64, schedule):
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(REPLICAS), schedule=schedule)
     state, _ = step.no_sync(step.init(W), joined([0, 1, 2, 3], False))
     state, _ = step(state, joined([3], False))
-    grads = [jax.grad(loss)(W, part) for part in parts([0, 1, 2, 3, 3])]
+    grads = [jax.grad(loss)(W, part) for part in rows_of_ranks([0, 1, 2, 3, 3])]
     np.testing.assert_allclose(state.params, W - sum(grads) / 5, rtol=1e-9)
 
 
@@ -69,7 +69,9 @@ def test_no_sync_goes_on_while_some_ranks_are_done(group, x64, schedule):
 def test_a_hook_and_join_go_together(group, schedule):
     f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, hook=fddp.hooks.bf16())
     _, grads = f(np.float32(W), joined([1, 3], False)._replace(rows=np.float32(BATCH)))
-    expected = sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in parts([1, 3])) / 2
+    expected = (
+        sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in rows_of_ranks([1, 3])) / 2
+    )
     np.testing.assert_allclose(
         grads, expected, rtol=2**-6, atol=2**-8 * float(np.abs(expected).max())
     )

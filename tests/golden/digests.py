@@ -186,7 +186,7 @@ def digest(case: str) -> str:
     return hashlib.sha256("\n\n".join((str(step.plan), listed, program)).encode()).hexdigest()[:16]
 
 
-def known() -> dict[str, str]:
+def recorded_digests() -> dict[str, str]:
     """The digests of the installed JAX; none, if it has no file here."""
     file = FOLDER / f"jax-{jax.__version__}.json"
     return json.loads(file.read_text()) if file.exists() else {}

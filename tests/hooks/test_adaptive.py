@@ -26,7 +26,7 @@ def loss_fn(p: Any, x: Any) -> Any:
     return jnp.mean(x @ p["a"]) - 2 * jnp.mean(x @ p["b"])
 
 
-def made(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
+def adaptive_step(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
     hook = hooks.adaptive(bits)
     return fddp.train_step(
         loss_fn, optax.sgd(1.0), group=group, bucket_cap_mb=0, hook=hook, **options
@@ -40,7 +40,7 @@ def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_fol
         (1,): [2 * 36, 2 * 36],
         (16, 8, 4): [1024, 2 * 260],
     }.items():
-        step = made(group(2), *bits)
+        step = adaptive_step(group(2), *bits)
         _, info = step(step.init(PARAMS), ROWS[0])
         assert info.sent.tolist()[:2] == expected
         assert step.stats().hook == f"adaptive({', '.join(map(str, bits))})"
@@ -50,9 +50,9 @@ def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_fol
 @pytest.mark.parametrize("options", [{}, {"shard": "state"}], ids=["whole", "in shards"])
 def test_a_step_with_other_bits_goes_on_with_what_was_lost_before(group: Any, options: Any):
     """All is sent in the end, in 32 bits, and nothing is missing."""
-    state = made(group(2), 1, **options).init(PARAMS)
+    state = adaptive_step(group(2), 1, **options).init(PARAMS)
     for rows, bits in zip(ROWS, ((1, 4), (4, 1), (8, 16), (32,))):
-        state, _ = made(group(2), *bits, **options)(state, rows)
+        state, _ = adaptive_step(group(2), *bits, **options)(state, rows)
     assert not any(np.any(x) for x in jax.tree.leaves(state.hook_state))
     params = fddp.whole(state.params)
     np.testing.assert_allclose(params["a"], -ROWS.mean(1).sum(0), rtol=1e-4, atol=1e-4)
@@ -131,7 +131,7 @@ def test_latency_alone_is_no_reason_for_fewer_bits():
 
 
 def test_a_link_without_cost_leaves_all_bits_and_is_printed(group: Any):
-    step = made(group(1), 8, schedule="staged")
+    step = adaptive_step(group(1), 8, schedule="staged")
     fitted = fddp.fit_bits(step, step.init(PARAMS), ROWS[0])
     assert fitted.bits == (32, 32) and [message.nbytes for message in fitted.messages] == [
         2048,
@@ -161,7 +161,7 @@ def test_a_bucket_of_an_eager_step_is_due_when_the_next_forward_pass_reads_it(gr
 
 
 def test_one_program_has_no_stages_to_measure(group: Any):
-    step = made(group(1), 8, schedule="fused")
+    step = adaptive_step(group(1), 8, schedule="fused")
     state, _ = step(step.init(PARAMS), ROWS[0])
     with pytest.raises(ValueError, match="make it with schedule='staged'"):
         fddp.fit_bits(step, state, ROWS[0])
@@ -181,7 +181,7 @@ def noted(step: fddp.TrainStep, stages: Sequence[float], sums: Sequence[float]) 
 
 
 def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
-    step = made(group(2), 8, schedule="staged")
+    step = adaptive_step(group(2), 8, schedule="staged")
     state = step.init(PARAMS)
     with pytest.raises(ValueError, match="the first one, which compiles, does not count"):
         state, _ = step(state, ROWS[0])
@@ -225,7 +225,7 @@ def test_bits_of_another_hook_are_not_chosen(group: Any):
 
 
 def test_a_step_with_some_options_new_keeps_how_its_state_is_held(group: Any):
-    step = made(group(2), 8)
+    step = adaptive_step(group(2), 8)
     changed = step.with_options(bucket_cap_mb=25.0, hook=None)
     assert (changed.options.bucket_cap_mb, changed.options.hook, changed.group) == (
         25.0,

@@ -77,13 +77,13 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
     form = jax.ShapeDtypeStruct((size,), np.float32)
     per_replica = replicas.placement.per_replica
 
-    def one(row: Any, memory: Any) -> Any:
+    def on_replica(row: Any, memory: Any) -> Any:
         memory = jax.tree.map(lambda x: x[0], memory)
         total, (memory,) = hook.apply(replicas.communicator, GradBucket(row[0], (form,)), (memory,))
         return total, jax.tree.map(lambda x: x[None], memory)
 
     program = replicas.placement.program(
-        one, (per_replica, per_replica), (jax.sharding.PartitionSpec(), per_replica)
+        on_replica, (per_replica, per_replica), (jax.sharding.PartitionSpec(), per_replica)
     )
     memory = jax.tree.map(lambda x: jnp.stack([x] * 3), hook.init(form))
     length = -(-size // (3 * block)) * block

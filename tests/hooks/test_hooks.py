@@ -57,7 +57,7 @@ def reduced(
     replicas = group(REPLICAS)
     form = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
-    def one(row: Any, memory: Any) -> tuple[Any, Any]:
+    def on_replica(row: Any, memory: Any) -> tuple[Any, Any]:
         memory = jax.tree.map(lambda x: x[0], memory)
         total, memory = hook.apply(
             replicas.communicator, fddp.GradBucket(row.reshape(-1), (form,)), (memory,)
@@ -66,7 +66,7 @@ def reduced(
 
     per_replica = replicas.placement.per_replica
     program = replicas.placement.program(
-        one, (per_replica, per_replica), (PartitionSpec(), per_replica)
+        on_replica, (per_replica, per_replica), (PartitionSpec(), per_replica)
     )
     memory = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), hook.init(form))
     totals = []

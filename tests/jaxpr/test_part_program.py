@@ -227,11 +227,11 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
         calls[1] += 1
         return at_home(comm, {0: 2, 1: 1}, lambda leaf, size: 1, visits)
 
-    def there(leaf: int, size: int) -> Any:
+    def is_element(leaf: int, size: int) -> Any:
         del leaf
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
-    run = on_parts(closed, [A, B], Ranks(there, put_together, visit))
+    run = on_parts(closed, [A, B], Ranks(is_element, put_together, visit))
     padded = [
         jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays
     ]

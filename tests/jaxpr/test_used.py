@@ -359,15 +359,15 @@ def test_while_keeps_its_forward_derivative(t):
 
 
 @jax.custom_vjp
-def told(x: Any, scale: Any) -> Any:
+def with_custom_gradient(x: Any, scale: Any) -> Any:
     return x
 
 
-told.defvjp(lambda x, scale: (x, None), lambda _, g: (g, jnp.ones((3, 3))))
+with_custom_gradient.defvjp(lambda x, scale: (x, None), lambda _, g: (g, jnp.ones((3, 3))))
 
 
 def test_what_only_the_rule_reads_is_used():
-    f = with_aux(lambda p, t: jnp.sum(told(layer(p[0], X), p[1])), 1)
+    f = with_aux(lambda p, t: jnp.sum(with_custom_gradient(layer(p[0], X), p[1])), 1)
     (_, (_, used)), grads = jax.value_and_grad(tracked(f), has_aux=True)(LEAVES)
     assert used.tolist() == [True, True, False, False] and np.all(grads[1] == 1)
 

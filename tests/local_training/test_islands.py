@@ -307,18 +307,18 @@ def test_an_island_of_two_counts_as_one_replica_with_its_rows(x64: None):
 
 
 def test_what_one_device_cannot_make_again_is_refused():
-    def again(rng: Any = None, **options: Any) -> Any:
+    def replay_quorum(rng: Any = None, **options: Any) -> Any:
         optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1, **options)
         return fddp.replay_islands([], layer, optimizer, PARAMS, [rows(0, 1), rows(1, 1)], rng=rng)
 
     with pytest.raises(ValueError, match="one device has no nodes"):
-        again(island="node")
+        replay_quorum(island="node")
     with pytest.raises(ValueError, match="the first 3 steps are of all islands together"):
-        again(start=3)
+        replay_quorum(start=3)
     with pytest.raises(
         ValueError, match="each replica of an island draws random numbers of its own"
     ):
-        again(jax.random.key(0), island=2)
+        replay_quorum(jax.random.key(0), island=2)
 
 
 @pytest.mark.steps

@@ -250,23 +250,23 @@ def test_a_wire_of_16_bits_carries_gradients_inside_and_changes_between(group: G
 
 
 def test_what_islands_cannot_be_is_refused(group: Groups):
-    def made(on: fddp.Group, island: Any, **options: Any) -> Any:
+    def island_step(on: fddp.Group, island: Any, **options: Any) -> Any:
         return fddp.train_step(
             loss_fn, fddp.local_steps(optax.sgd(0.1), island=island), group=on, **options
         )
 
     with pytest.raises(ValueError, match="a divisor of the 4 of this group; got 3"):
-        made(group(4), 3)
+        island_step(group(4), 3)
     with pytest.raises(ValueError, match="island='node' needs a group with nodes"):
-        made(group(4), "node")
+        island_step(group(4), "node")
     with pytest.raises(ValueError, match="island=4, and the nodes of this group have 2 replicas"):
-        made(group(4).hierarchical(2), 4)
+        island_step(group(4).hierarchical(2), 4)
     with pytest.raises(ValueError, match=r"fddp\.local_steps without island cannot go with shard"):
-        made(group(4), 1, shard="state")
+        island_step(group(4), 1, shard="state")
     with pytest.raises(
         ValueError, match=r"fddp\.local_steps with island cannot go with schedule='eager'"
     ):
-        made(group(4), 2, schedule="eager")
+        island_step(group(4), 2, schedule="eager")
     delayed = fddp.local_steps(optax.sgd(0.1), island=2, start=1)
     with pytest.raises(ValueError, match="start=1 cannot go with shard='state'"):
         fddp.train_step(loss_fn, delayed, group=group(4), shard="state").init(PARAMS)

@@ -12,7 +12,7 @@ import optax
 import pytest
 import trees
 from every_schedule import SCHEDULES
-from problems import layer, of_fast
+from problems import layer, of_fast_params
 from truth import by_plain_jax
 
 import fddp
@@ -85,7 +85,7 @@ def train(step: fddp.TrainStep, steps: int) -> tuple[fddp.TrainState, list[int]]
 NESTEROV = {"rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def each(tree: Any) -> Any:
+def values_of_replicas(tree: Any) -> Any:
     """The values of each replica, along a first dim."""
     return jax.tree.map(
         lambda x: x.parts.reshape(-1, *x.shape), tree, is_leaf=lambda x: hasattr(x, "copies")
@@ -121,7 +121,7 @@ def test_what_replicas_and_their_outer_optimizer_do_is_what_a_loop_over_them_doe
     state, _ = train(step, 9)
     shared, local = oracle(3, 9, inner, **METHODS[method])
     close(state.opt_state.shared, shared)
-    close(each(state.params), jax.tree.map(lambda *x: np.stack(x), *local))
+    close(values_of_replicas(state.params), jax.tree.map(lambda *x: np.stack(x), *local))
     close(
         fddp.whole(state.params, group=group(3)),
         jax.tree.map(lambda *x: np.mean(x, axis=0), *local),
@@ -172,7 +172,7 @@ def test_before_it_starts_it_is_data_parallel_training_bit_for_bit(group: Groups
     jax.tree.map(np.testing.assert_array_equal, tuple(reports), plain[1:])
     jax.tree.map(
         lambda copies, all: np.testing.assert_array_equal(copies, np.stack([all] * 3)),
-        each(params),
+        values_of_replicas(params),
         plain[0],
     )
     jax.tree.map(np.testing.assert_array_equal, state.opt_state.shared, plain[0])
@@ -191,7 +191,7 @@ def test_one_replica_is_lookahead(group: Groups, x64: None):
     lookahead = optax.lookahead(inner, sync_period=3, slow_step_size=0.5)
     start = optax.LookaheadParams.init_synced(PARAMS)
     ahead = lambda params, x: layer(params.fast, x)  # noqa: E731
-    both = by_plain_jax(ahead, of_fast(lookahead), start, rows[:9]).params
+    both = by_plain_jax(ahead, of_fast_params(lookahead), start, rows[:9]).params
     close(state.opt_state.shared, both.slow)
     close(fddp.whole(state.params, group=group(1)), both.fast)
 
@@ -214,7 +214,10 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(
     state = step.init({"kernel": np.array([[2.0], [1]]), "bias": np.ones(1)})
     losses = []
     for _ in range(4):
-        local = [jax.tree.map(lambda x, r=r: x[island * r], each(state.params)) for r in range(2)]
+        local = [
+            jax.tree.map(lambda x, r=r: x[island * r], values_of_replicas(state.params))
+            for r in range(2)
+        ]
         losses.append([float(line(local[r], {"x": inputs[r], "y": labels[r]})) for r in range(2)])
         state, _ = step(state, {"x": np.concatenate(inputs), "y": np.concatenate(labels)})
     # The last one is made there of parameters that were rounded to four digits.
@@ -286,10 +289,10 @@ def test_buffers_are_each_replicas_own_and_their_mean_when_it_synchronizes(group
     step = fddp.train_step(loss, fddp.local_steps(optax.sgd(0.1), every=2), group=group(2))
     state = step.init(np.float32(0), model_state={"seen": np.float32(0)})
     state, _ = step(state, np.array([1, 3], np.float32))
-    assert each(state.model_state)["seen"].tolist() == [1, 3]
+    assert values_of_replicas(state.model_state)["seen"].tolist() == [1, 3]
     assert float(fddp.whole(state, group=group(2)).model_state["seen"]) == 2
     state, _ = step(state, np.array([1, 3], np.float32))
-    assert each(state.model_state)["seen"].tolist() == [4, 4]
+    assert values_of_replicas(state.model_state)["seen"].tolist() == [4, 4]
 
 
 def test_accumulation_and_no_sync_come_before_a_replicas_own_step(group: Groups, x64: None):
@@ -306,7 +309,7 @@ def test_accumulation_and_no_sync_come_before_a_replicas_own_step(group: Groups,
             else:
                 state, _ = step.no_sync(state, ROWS[k])
                 state, _ = step(state, ROWS[k + 1])
-        ends.append((each(state.params), state.opt_state.shared))
+        ends.append((values_of_replicas(state.params), state.opt_state.shared))
     close(ends[0], ends[1])
 
 
@@ -318,7 +321,7 @@ def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
         loss, fddp.local_steps(fddp.dynamic_scale(optax.sgd(1.0)), every=2), group=group(2)
     )
     state, _ = step(step.init(np.float32(0)), np.array([1, np.inf], np.float32))
-    scale = each(state.opt_state.inner.scale)
+    scale = values_of_replicas(state.opt_state.inner.scale)
     assert scale[1] == scale[0] / 2
     state, _ = step(state, np.array([1, 1], np.float32))
     # -2 after two steps of one replica, -1 after one of the other, which skipped the first.
@@ -351,14 +354,14 @@ def test_who_has_no_more_data_stays_as_he_was(group: Groups, x64: None):
     rows = ROWS[0][:4]
     state, _ = step(state, fddp.Joined(rows, np.ones(4), np.ones(4)))
     active = np.array([1.0, 1, 0, 0])
-    before = each(state.params)
+    before = values_of_replicas(state.params)
     for divisor in (
         active,
         np.ones(4),
     ):  # whether the others divide by all replicas, or by those that are left
         after, _ = step(jax.tree.map(jnp.copy, state), fddp.Joined(rows, active, divisor))
-        assert each(after.opt_state.weight).tolist() == [[2], [1]]
-        after = each(after.params)
+        assert values_of_replicas(after.opt_state.weight).tolist() == [[2], [1]]
+        after = values_of_replicas(after.params)
         np.testing.assert_array_equal(after["w"][1], before["w"][1])
         assert np.all(after["w"][0] != before["w"][0])
 

@@ -28,14 +28,14 @@ class Sparse:
     """Sends a replica's largest numbers, and remembers the others."""
 
     def __init__(self) -> None:
-        self.left: Any = 0.0
+        self.residual: Any = 0.0
 
-    def sent(self, x: np.ndarray) -> np.ndarray:
-        x = x + self.left
+    def compress(self, x: np.ndarray) -> np.ndarray:
+        x = x + self.residual
         chosen = np.argsort(-np.abs(x))[: math.ceil(SHARE * x.size)]
         message = np.zeros_like(x)
         message[chosen] = x[chosen]
-        self.left = x - message
+        self.residual = x - message
         return message
 
 
@@ -61,7 +61,7 @@ def oracle(
             sends = together or each > 1
             messages = [np.ravel(g[name]) for g in grads]
             messages = (
-                [hook.sent(g) for hook, g in zip(of_gradients[name], messages)]
+                [hook.compress(g) for hook, g in zip(of_gradients[name], messages)]
                 if sends
                 else messages
             )
@@ -79,7 +79,7 @@ def oracle(
                 for r in range(n):
                     change = np.ravel(shared[name] - local[r // each][name])
                     pieces = np.pad(weights[name] * change, (0, -x.size % each)).reshape(each, -1)
-                    received[r % each] += of_changes[name][r].sent(pieces[r % each]) / (
+                    received[r % each] += of_changes[name][r].compress(pieces[r % each]) / (
                         islands * weights[name]
                     )
                 shared[name] = shared[name] - received.reshape(-1)[: x.size].reshape(x.shape)
@@ -113,12 +113,12 @@ def test_what_is_lost_of_a_fragment_comes_when_it_is_sent_again(
         memory = state.hook_state[name]
         close(
             np.asarray(memory["pseudo-gradient"]),
-            np.stack([x.left for x in of_changes[name]]),
+            np.stack([x.residual for x in of_changes[name]]),
             atol=1e-12,
         )
         if start or each > 1:
             residual = np.asarray(memory["gradient"]).reshape(islands * each, -1)
-            close(residual, np.stack([x.left for x in of_gradients[name]]), atol=1e-12)
+            close(residual, np.stack([x.residual for x in of_gradients[name]]), atol=1e-12)
         else:
             assert memory["gradient"] == ()
 

@@ -89,7 +89,7 @@ def train(
     return state
 
 
-def own(state: fddp.TrainState) -> list[bytes]:
+def local_bits(state: fddp.TrainState) -> list[bytes]:
     """The bits of all that this process has of a state."""
     words = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
     leaves: list[Any] = [words(x) for x in jax.tree.leaves(state)]
@@ -114,7 +114,7 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
             assert ("training goes on from step 5" in printed.getvalue()) == (group.rank == 0)
             assert data == {"shard": 3}
             assert int(state.step) == 5
-            assert own(train(group, step, state, 9)) == own(calm)
+            assert local_bits(train(group, step, state, 9)) == local_bits(calm)
 
 
 @claim(quick=("gloo",))
@@ -138,7 +138,7 @@ def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: f
             with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()):
                 checkpoints.save(state, now=True)
                 restored_state, _ = checkpoints.restore(like)
-            assert own(restored_state) == own(state) != own(like)
+            assert local_bits(restored_state) == local_bits(state) != local_bits(like)
             if make is local:
                 noise, _ = fddp.whole(restored_state.opt_state.inner)
                 assert same_on_all_ranks(group, jax.random.key_data(noise.rng_key))
@@ -194,7 +194,7 @@ def a_folder_that_rank_0_cannot_write_is_restored_from_and_save_is_an_error_on_e
                 restored_state, _ = checkpoints.restore(like)
                 message = error_of(partial(checkpoints.save, restored_state, now=True), OSError)
                 checkpoints.close()
-            assert own(restored_state) == own(state)
+            assert local_bits(restored_state) == local_bits(state)
             assert f"nothing can be saved in {path}: Read-only file system" in message, message
 
 
@@ -269,7 +269,7 @@ def ranks_of_a_subgroup_save_and_restore_by_themselves(group: fddp.Group):
         step, like = in_shards(subgroup, "state")
         with fddp.Checkpoints(path, step) as checkpoints:
             restored_state, _ = checkpoints.restore(like)
-    assert own(restored_state) == own(state)
+    assert local_bits(restored_state) == local_bits(state)
 
 
 ### What happens to ranks and their files
@@ -299,10 +299,10 @@ def two_checkpoints(group: fddp.Group) -> Iterator[tuple[Path, list[bytes], list
         with fddp.Checkpoints(path, step, every=1) as checkpoints:
             state = train(group, step, state, 1)
             checkpoints.save(state)
-            first = own(state)
+            first = local_bits(state)
             state = train(group, step, state, 2)
             checkpoints.save(state)
-            second = own(state)
+            second = local_bits(state)
         yield path, first, second
 
 
@@ -319,7 +319,7 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
     group: fddp.Group,
 ):
     with two_checkpoints(group) as (path, first, second):
-        assert own(restored(group, path)[0]) == second
+        assert local_bits(restored(group, path)[0]) == second
         for rank in [*range(group.processes), "d", "manifest.ocdbt"]:
             place = path / "2" / str(rank)
             file = max(
@@ -333,7 +333,7 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
                 file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
             group.barrier()
             state, printed = restored(group, path)
-            assert own(state) == first
+            assert local_bits(state) == first
             assert (
                 printed.count(f"not whole: step 2 ({file.relative_to(path / '2')} is damaged)") == 1
             ), printed
@@ -345,7 +345,7 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
             shutil.rmtree(path / "2" / "1")
         group.barrier()
         state, printed = restored(group, path)
-        assert own(state) == first and "is missing" in printed
+        assert local_bits(state) == first and "is missing" in printed
 
 
 @claim()
@@ -371,7 +371,7 @@ def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(g
             words = "".join(group.all_gather_object(printed.getvalue()))
             assert "the checkpoint of step 3 could not be written" in words
             assert (f"rank {rank} could not write its part" in words) == (rank != 0), words
-            assert own(restored(group, path)[0]) == own(state)
+            assert local_bits(restored(group, path)[0]) == local_bits(state)
             step, like = in_shards(group, "state")
             with redirect_stderr(io.StringIO()):
                 checkpoints = fddp.Checkpoints(path, step, every=1)
@@ -403,7 +403,7 @@ def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Grou
         assert f"rank {last} has not written its part" in message, message
         assert ("could not be written: TimeoutError" in printed.getvalue()) == (group.rank == 0)
         state, _ = restored(group, path)
-        assert own(state) == second and numbers(path) == ["1", "2"]
+        assert local_bits(state) == second and numbers(path) == ["1", "2"]
 
 
 def silent(folder: Path, rank: int) -> None:

@@ -13,7 +13,7 @@ import fddp
 ### Rows of all ranks
 
 
-def mine(group: fddp.Group, counts: list[int]) -> dict[str, np.ndarray]:
+def local_rows(group: fddp.Group, counts: list[int]) -> dict[str, np.ndarray]:
     """This rank's share of rows that are numbered through over all ranks."""
     first = sum(counts[: group.rank])
     number = np.arange(first, first + counts[group.rank])
@@ -28,7 +28,7 @@ def the_rows_of_all_ranks_come_in_order_of_rank_however_many_each_has(group: fdd
         list(range(group.size, 0, -1)),
         [0] * group.size,
     ):
-        got = fddp.gather_rows(mine(group, counts), group=group)
+        got = fddp.gather_rows(local_rows(group, counts), group=group)
         number = np.arange(sum(counts))
         assert got["number"].tolist() == number.tolist()
         assert got["pair"].dtype == jnp.bfloat16 and got["pair"].shape == (len(number), 2)

@@ -127,17 +127,17 @@ def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.
         assert part.dtype == gathered.dtype == local.dtype
         (local_part,) = [np.asarray(shard.data) for shard in part.addressable_shards]
         np.testing.assert_array_equal(local_part, total.astype(dtype)[5 * group.rank :][:5])
-        np.testing.assert_array_equal(_mine(gathered), total.astype(dtype))
+        np.testing.assert_array_equal(_first_shard(gathered), total.astype(dtype))
         # Those of a program of its own, which leave the core to others while they wait, do the
         # same.
         for comm in (group.communicator, group.transport.inside):
             for received in group.placement.program(
                 partial(inside, comm), (per_replica,), REPLICATED
             )(x):
-                np.testing.assert_array_equal(_mine(received), total.astype(dtype))
+                np.testing.assert_array_equal(_first_shard(received), total.astype(dtype))
 
 
-def _mine(x: jax.Array) -> np.ndarray:
+def _first_shard(x: jax.Array) -> np.ndarray:
     return np.asarray(x.addressable_shards[0].data)
 
 
@@ -156,7 +156,7 @@ def broadcast_gives_the_roots_bits(group: fddp.Group):
             "number": 3,
             "uint8": np.arange(5, dtype=np.uint8),
         }
-        local = root_tree if group.rank == root else jax.tree.map(_other, root_tree)
+        local = root_tree if group.rank == root else jax.tree.map(_changed, root_tree)
         got = group.broadcast(local, root)
         assert jax.tree.structure(got) == jax.tree.structure(root_tree)
         assert jnp.array_equal(
@@ -167,7 +167,7 @@ def broadcast_gives_the_roots_bits(group: fddp.Group):
             assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes(), name
 
 
-def _other(x):
+def _changed(x):
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key(8)
     return np.zeros_like(np.asarray(x))

@@ -16,7 +16,7 @@ from fddp.schedules import Span, Timeline
 WIDTH = 24
 
 
-def parts(group: fddp.Group) -> np.ndarray:
+def rows_of_ranks(group: fddp.Group) -> np.ndarray:
     """Each rank's gradient of w under mean of w·x, when its row x is this."""
     return np.random.default_rng(5).normal(size=(group.size, WIDTH)).astype(np.float32)
 
@@ -30,7 +30,7 @@ def pulled(
     state = step.init(np.zeros(WIDTH, np.float32))
     info = None
     for _ in range(steps):
-        state, info = step(state, parts(group)[group.rank][None])
+        state, info = step(state, rows_of_ranks(group)[group.rank][None])
     return state, info
 
 
@@ -40,7 +40,7 @@ def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group
         (hooks.bf16(), jnp.bfloat16, 1),
         (hooks.fp16(), jnp.float16, group.size),
     ):
-        rounded = (parts(group) / by).astype(dtype).astype(np.float32).sum(0)
+        rounded = (rows_of_ranks(group) / by).astype(dtype).astype(np.float32).sum(0)
         mean = by * rounded.astype(dtype).astype(np.float32) / group.size
         for schedule in schedules(group):
             state, info = pulled(group, hook, schedule=schedule)
@@ -54,7 +54,7 @@ def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group
 
 @claim(quick=("gloo",))
 def eight_bits_travel_and_what_they_lose_comes_later(group: fddp.Group):
-    mean = parts(group).mean(0)
+    mean = rows_of_ranks(group).mean(0)
     for schedule in schedules(group):
         state, info = pulled(group, hooks.quantize(block=8), steps=8, schedule=schedule)
         np.testing.assert_allclose(state.params, -8 * mean, atol=0.05 * np.abs(mean).max() * 8)
@@ -65,7 +65,7 @@ def eight_bits_travel_and_what_they_lose_comes_later(group: fddp.Group):
 
 @claim()
 def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
-    rows = parts(group)
+    rows = rows_of_ranks(group)
     largest = np.argsort(-np.abs(rows), axis=1)[:, :3]
     sparse = np.zeros_like(rows)
     np.put_along_axis(sparse, largest, np.take_along_axis(rows, largest, 1), 1)
@@ -130,7 +130,7 @@ def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.G
         )
         state = step.init(dict.fromkeys(names, np.zeros(WIDTH, np.float32)))
         for k in range(6):
-            rows = parts(group)[group.rank][None] * (1 + k)
+            rows = rows_of_ranks(group)[group.rank][None] * (1 + k)
             state, _ = step(state, rows)
             ways.append([message.name for message in step.tasks(state, rows).messages])
         residual = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
@@ -163,12 +163,12 @@ def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fdd
 def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(group: fddp.Group):
     loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(p["b"])) / len(x)  # noqa: E731
     params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
-    good = parts(group)[group.rank][None]
+    good = rows_of_ranks(group)[group.rank][None]
     bad = np.where(
         (np.arange(WIDTH) == 5) & (group.rank == group.size - 1), np.float32(np.nan), good
     )
 
-    def own(state: Any) -> list[np.ndarray]:
+    def local_memory(state: Any) -> list[np.ndarray]:
         return [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state)]
 
     for hook, schedule in (
@@ -182,9 +182,9 @@ def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(gr
         before, _ = step(step.init(params), good)
         after, _ = step(before, bad)
         assert float(after.opt_state.scale) == 2
-        np.testing.assert_array_equal(own(after), own(before))
+        np.testing.assert_array_equal(local_memory(after), local_memory(before))
         on, _ = step(after, good)
-        assert all(np.all(np.isfinite(x)) for x in (*jax.tree.leaves(on.params), *own(on)))
+        assert all(np.all(np.isfinite(x)) for x in (*jax.tree.leaves(on.params), *local_memory(on)))
         assert np.any(on.params["a"] != before.params["a"])
         assert same_on_all_ranks(group, on.params)
 
@@ -204,8 +204,8 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
         )
         state = step.init(params)
         for _ in range(2):
-            state, _ = step(state, parts(group)[group.rank][None])
-        np.testing.assert_allclose(state.params["w"], -2 * parts(group).mean(0), atol=0.1)
+            state, _ = step(state, rows_of_ranks(group)[group.rank][None])
+        np.testing.assert_allclose(state.params["w"], -2 * rows_of_ranks(group).mean(0), atol=0.1)
         assert state.params["empty"].shape == (0, 3)
         assert same_on_all_ranks(group, state.params["w"])
 
@@ -214,7 +214,7 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
 def all_ranks_choose_the_same_bits_though_they_have_seen_other_times(group: fddp.Group):
     params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
     loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(jnp.tanh(p["b"] * x))) / len(x)  # noqa: E731
-    local_rows = parts(group)[group.rank][None]
+    local_rows = rows_of_ranks(group)[group.rank][None]
     for schedule in sampled(group, ("staged", "eager")):
         options = {"schedule": schedule, "bucket_cap_mb": 0, "hook": hooks.adaptive((8,))}
         step = fddp.train_step(loss, optax.sgd(0.1), group=group, **options)

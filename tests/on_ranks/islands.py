@@ -24,7 +24,7 @@ def batches_of(rank: int, count: int) -> np.ndarray:
     return np.sin(np.arange(4 * count, dtype=np.float32) + 100 * rank).reshape(count, 4)
 
 
-def mine(copies: Any) -> np.ndarray:
+def local_copy(copies: Any) -> np.ndarray:
     """This island's own array."""
     return np.asarray(copies.parts.addressable_shards[0].data).reshape(copies.shape)
 
@@ -54,11 +54,13 @@ def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(grou
                 nbytes.append(int(info.sent.sum()))
             assert nbytes[:4] == [0, 4, 0, 4]
             state = fddp.meet(step, state)
-            assert same_on_all_ranks(group, (mine(state.opt_state.shared), mine(state.params)))
+            assert same_on_all_ranks(
+                group, (local_copy(state.opt_state.shared), local_copy(state.params))
+            )
             arguments: Any = (square, optimizer, jnp.zeros(()), batches)
             replayed = fddp.replay_islands(folder / "merges.jsonl", *arguments, schedule=schedule)
-            same_bits(mine(state.opt_state.shared), replayed.params)
-            same_bits(mine(state.params), mine(replayed.states[group.rank].params))
+            same_bits(local_copy(state.opt_state.shared), replayed.params)
+            same_bits(local_copy(state.params), local_copy(replayed.states[group.rank].params))
 
 
 @claim(quick=("gloo",))
@@ -103,13 +105,15 @@ def islands_of_two_are_made_again_from_their_log(group: fddp.Group):
         for x in batches[group.rank]:
             state, _ = step(state, x)
         state = fddp.meet(step, state)
-        assert same_on_all_ranks(group, (mine(state.params), mine(state.opt_state.outer[0].trace)))
+        assert same_on_all_ranks(
+            group, (local_copy(state.params), local_copy(state.opt_state.outer[0].trace))
+        )
         rows = [np.concatenate(batches[k : k + 2], axis=1) for k in (0, 2)]
         replayed = fddp.replay_islands(
             folder / "merges.jsonl", square, optimizer, jnp.zeros(()), rows
         )
         np.testing.assert_allclose(
-            mine(state.opt_state.shared), replayed.params, rtol=1e-5, atol=1e-6
+            local_copy(state.opt_state.shared), replayed.params, rtol=1e-5, atol=1e-6
         )
 
 
@@ -159,30 +163,32 @@ def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
 
 @claim(quick=("gloo",))
 def islands_go_on_from_a_checkpoint_with_the_newest_parameters(group: fddp.Group):
-    def made() -> fddp.TrainStep:
+    def quorum_step() -> fddp.TrainStep:
         return fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
 
     with shared_folder(group) as folder:
-        step = made()
+        step = quorum_step()
         state = step.init(jnp.zeros(()))
         for x in batches_of(group.rank, 3):
             state, _ = step(state, x)
         met = fddp.meet(step, state)
         with fddp.Checkpoints(folder, step) as checkpoints:
             checkpoints.save(met, now=True)
-        step = made()
+        step = quorum_step()
         with redirect_stderr(io.StringIO()), fddp.Checkpoints(folder, step) as checkpoints:
             state, _ = checkpoints.restore(step.init(jnp.zeros(())))
-        same_bits(mine(state.params), mine(met.params))
+        same_bits(local_copy(state.params), local_copy(met.params))
         state, _ = step(state, batches_of(group.rank, 1)[0])
-        assert mine(fddp.meet(step, state).opt_state.version) > mine(met.opt_state.version)
+        assert local_copy(fddp.meet(step, state).opt_state.version) > local_copy(
+            met.opt_state.version
+        )
 
 
 @claim(quick=("gloo",))
 def a_state_that_is_not_the_last_is_no_islands(group: fddp.Group):
     step = fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
-    version = int(mine(fddp.meet(step, state).opt_state.version))
+    version = int(local_copy(fddp.meet(step, state).opt_state.version))
     state = step.init(jnp.zeros(()))
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), ValueError)
     assert (

@@ -134,7 +134,7 @@ def after_an_error_on_one_of_several_lanes_the_next_attempt_trains(group: fddp.G
 def a_rank_whose_first_run_fails_alone_does_not_compare_its_program_again(group: fddp.Group):
     runs: list[int] = []
 
-    def late(*args: Any) -> Any:
+    def fails_once(*args: Any) -> Any:
         runner = fused(*args)
 
         def run(*args: Any) -> Any:
@@ -146,7 +146,11 @@ def a_rank_whose_first_run_fails_alone_does_not_compare_its_program_again(group:
         return runner._replace(run=run)
 
     step = fddp.train_step(
-        lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.5), group=group, schedule=late, donate=False
+        lambda w, x: jnp.sum((w - x) ** 2),
+        optax.sgd(0.5),
+        group=group,
+        schedule=fails_once,
+        donate=False,
     )
     state = step.init(jnp.zeros(10))
     if group.rank == group.size - 1:

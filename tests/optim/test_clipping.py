@@ -44,14 +44,14 @@ def norm(tree: Any) -> float:
     return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
 
 
-def alone(optimizer: optax.GradientTransformation) -> list[Any]:
+def by_one_replica(optimizer: optax.GradientTransformation) -> list[Any]:
     """Parameters after each step of one replica on the joined batches."""
     return by_plain_jax(first_column, optimizer, PARAMS, ROWS).history
 
 
 @cache
 def clipped(rule: str) -> list[Any]:
-    return alone(optax.chain(RULES[rule], ADAM))
+    return by_one_replica(optax.chain(RULES[rule], ADAM))
 
 
 @pytest.mark.steps
@@ -97,7 +97,7 @@ def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_clipping_acts_in_the_reference(x64, rule):
-    free = alone(ADAM)[-1]
+    free = by_one_replica(ADAM)[-1]
     difference = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), clipped(rule)[-1], free)
     assert max(jax.tree.leaves(difference)) > 1e-4
 

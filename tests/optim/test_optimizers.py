@@ -15,7 +15,7 @@ import optax
 import pytest
 import trees
 from optax._src import alias
-from problems import of_fast
+from problems import of_fast_params
 from truth import by_plain_jax
 
 import fddp
@@ -91,7 +91,7 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - 0.3) ** 2)
 
 
-def made(name: str) -> Any:
+def optimizer_by_name(name: str) -> Any:
     make = MAKERS[name]
     rate = {"learning_rate": 0.1} if "learning_rate" in inspect.signature(make).parameters else {}
     return ARGUMENTS[name](make) if name in ARGUMENTS else make(**rate)
@@ -100,7 +100,11 @@ def made(name: str) -> Any:
 @cache
 def expected(name: str) -> Any:
     """The parameters after training with an optimizer of optax in plain JAX."""
-    optimizer = made(name) if name in WITH_VALUE else optax.GradientTransformation(*made(name))
+    optimizer = (
+        optimizer_by_name(name)
+        if name in WITH_VALUE
+        else optax.GradientTransformation(*optimizer_by_name(name))
+    )
     return by_plain_jax(loss_fn, optimizer, PARAMS, BATCHES).params
 
 
@@ -130,23 +134,23 @@ def over_replicas(
 )
 def test_an_optimizer_of_optax_trains_as_in_plain_jax(group, name):
     assert not all(np.array_equal(x, PARAMS[leaf]) for leaf, x in expected(name).items())
-    close(over_replicas(group, made(name), PARAMS).params, expected(name))
+    close(over_replicas(group, optimizer_by_name(name), PARAMS).params, expected(name))
 
 
 @pytest.mark.parametrize("schedule", ["staged", "after"])
 @pytest.mark.parametrize("name", ["reduce_on_plateau", "momo_adam", "schedule_free_adamw", "sam"])
 def test_it_does_so_on_other_schedules(group, name, schedule):
     options = {"schedule": schedule, "bucket_cap_mb": 0, "donate": False}
-    close(over_replicas(group, made(name), PARAMS, **options).params, expected(name))
+    close(over_replicas(group, optimizer_by_name(name), PARAMS, **options).params, expected(name))
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(group, name):
     for optimizer in (
-        made(name),
-        optax.chain(optax.clip(1.0), made(name)),
-        fddp.dynamic_scale(made(name)),
+        optimizer_by_name(name),
+        optax.chain(optax.clip(1.0), optimizer_by_name(name)),
+        fddp.dynamic_scale(optimizer_by_name(name)),
     ):
         with pytest.raises(
             TypeError,
@@ -231,7 +235,7 @@ def test_lookahead_trains_as_in_plain_jax(group, options):
     start = optax.LookaheadParams.init_synced(PARAMS)
     scale = fddp.dynamic_scale(optimizer)
     ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
-    expected = by_plain_jax(ahead, of_fast(optimizer), start, BATCHES).params
+    expected = by_plain_jax(ahead, of_fast_params(optimizer), start, BATCHES).params
     for optimizer_or_scale in (optimizer, scale) if options == {} else (optimizer,):
         close(over_replicas(group, optimizer_or_scale, start, ahead, **options).params, expected)
 

@@ -200,20 +200,22 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def there(leaf: int, size: int) -> Any:
+    def is_element(leaf: int, size: int) -> Any:
         del leaf
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
-    def parts(x: Any, kind: Any) -> Any:
+    def in_parts(x: Any, kind: Any) -> Any:
         if not isinstance(kind, Follows):
             return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
         return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
-    ranks = Ranks(there, put_together, partial(at_home, comm, {0: 3, 1: 1}, lambda leaf, size: 1))
+    ranks = Ranks(
+        is_element, put_together, partial(at_home, comm, {0: 3, 1: 1}, lambda leaf, size: 1)
+    )
     run = jax.vmap(on_parts(division.program, division.inputs, ranks), axis_name="ranks")
-    local_state = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
+    local_state = [in_parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):
-        local_grads = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), division.inputs)]
+        local_grads = [in_parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), division.inputs)]
         outputs = run(*local_grads, *local_state, jnp.full(RANKS, k + 1.0))
         outputs = [
             jnp.broadcast_to(jnp.ravel(x)[0], old.shape) if x.shape != old.shape else x

@@ -34,20 +34,20 @@ def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: floa
         return list(threads.map(outcome, ranks))
 
 
-def here() -> str:
+def free_address() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_ranks_that_all_come_go_on_and_leave_the_port_to_others(size):
-    coordinator = here()
+    coordinator = free_address()
     for _ in range(2):  # the second time as JAX's service, which takes the port over
         assert outcomes([(rank, size) for rank in range(size)], coordinator, 60) == [""] * size
 
 
 @pytest.mark.steps
 def test_who_has_not_come_is_the_same_error_on_all_who_have():
-    coordinator = here()
+    coordinator = free_address()
     messages = outcomes([(0, 4), (2, 4)], coordinator, 2)
     assert (
         messages
@@ -61,7 +61,7 @@ def test_who_has_not_come_is_the_same_error_on_all_who_have():
 
 @pytest.mark.parametrize("failing_rank", [0, 1, 2])
 def test_a_rank_that_cannot_join_tells_all_others_why_at_once(failing_rank):
-    coordinator = here()
+    coordinator = free_address()
     errors = dict[int, str]()
 
     def come(rank: int) -> None:
@@ -81,7 +81,7 @@ def test_a_rank_that_cannot_join_tells_all_others_why_at_once(failing_rank):
 def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
     monkeypatch.setattr(rendezvous, "TELL_S", 0.5)
     with pytest.raises(RuntimeError, match=f"rank {rank}: it came too late"):
-        meet_ranks(rank, 2, here(), 1e6, "it came too late")
+        meet_ranks(rank, 2, free_address(), 1e6, "it came too late")
 
 
 @pytest.mark.steps
@@ -100,7 +100,7 @@ def test_a_rank_that_cannot_reach_rank_0_says_why(host, why):
 @pytest.mark.steps
 def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
-    coordinator = here()
+    coordinator = free_address()
     before = threading.active_count()
     outcomes([(0, 3), (1, 3)], coordinator, 3)
     outcomes([(1, 2)], coordinator, 3)
@@ -122,7 +122,7 @@ def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monk
     ],
 )
 def test_processes_that_do_not_belong_together_are_told_apart(ranks, problem):
-    messages = outcomes(ranks, here(), 60)
+    messages = outcomes(ranks, free_address(), 60)
     assert messages[0].endswith(f": {problem}.")
     assert messages[1] == messages[0]
 
@@ -148,7 +148,7 @@ def test_strangers_and_ranks_that_leave_again_do_not_count():
 
 
 def test_ranks_of_another_job_do_not_count_and_hear_that_it_is_another():
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(meet_ranks, 0, 2, coordinator, 60, job="777.0 of a cluster")
         for job in ("", "777.1"):
@@ -190,7 +190,7 @@ def calls_through(caller: socket.socket, words: str, secret: str = "") -> str:
 
 @pytest.mark.parametrize("rank", ["7", "0", "2", "9" * 900, "-1"])
 def test_a_rank_out_of_range_does_not_count(rank):
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(meet_ranks, 0, 2, coordinator, 60)
         assert calls(coordinator, f"rank {rank} of 2 on here") == ""
@@ -200,7 +200,7 @@ def test_a_rank_out_of_range_does_not_count(rank):
 
 def test_who_does_not_know_the_secret_is_no_rank(monkeypatch):
     monkeypatch.setenv("FDDP_SECRET", "swordfish")
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(meet_ranks, 0, 2, coordinator, 60)
         for secret in ("", "guessed"):
@@ -250,7 +250,7 @@ def test_a_service_that_is_not_rank_0_holds_no_rank_longer_than_it_waits(lines, 
 
 def test_silent_strangers_are_dropped_before_files_run_out(monkeypatch):
     monkeypatch.setattr(reception, "allow_files", lambda count: None)
-    coordinator = here()
+    coordinator = free_address()
     host, port = coordinator.rsplit(":", 1)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
@@ -283,7 +283,7 @@ def test_rank_0_raises_the_number_of_files_that_it_may_open():
 
 @pytest.mark.steps
 def test_a_size_beyond_all_measure_is_counted_and_not_listed():
-    (message,) = outcomes([(0, 10**30)], here(), 1)
+    (message,) = outcomes([(0, 10**30)], free_address(), 1)
     assert message.endswith(
         f": ranks 1, 2, 3, 4, 5, 6, 7, 8 and {10**30 - 9} more of {10**30} have not come in time."
     )
@@ -295,7 +295,7 @@ def test_a_name_that_is_too_long_to_be_one_does_not_resolve():
 
 
 def test_what_a_rank_says_changes_no_terminal():
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(outcomes, [(0, 2)], coordinator, 10)
         calls(coordinator, "rank 1 of 2 on here: \x1b[2Jgone")

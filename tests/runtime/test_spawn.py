@@ -82,7 +82,7 @@ def a_lock(_: object) -> object:
     return threading.Lock()
 
 
-def ended(folder: Path) -> bool:
+def all_gone(folder: Path) -> bool:
     """Whether all ranks that have written their numbers down are gone, soon."""
     numbers = [int(path.read_text()) for path in folder.glob("rank*")]
     until = time.monotonic() + END_S
@@ -130,7 +130,7 @@ def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(
 ):
     with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: {message}"):
         fddp.launch(noted, 2, str(tmp_path), how, timeout_s=END_S)
-    assert len(list(tmp_path.iterdir())) == 2 and ended(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 and all_gone(tmp_path)
 
 
 @pytest.mark.ranks
@@ -172,7 +172,7 @@ def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_e
     monkeypatch.setattr(spawn, "time", SimpleNamespace(monotonic=elapsed, sleep=time.sleep))
     with pytest.raises(TimeoutError, match="ranks 0 of 1 have not ended in time"):
         fddp.launch(shut, 1, str(tmp_path), timeout_s=END_S)
-    assert ended(tmp_path)
+    assert all_gone(tmp_path)
 
 
 # For the ranks SIGTERM, which no handler of their caller takes, is the same as SIGKILL.
@@ -200,7 +200,7 @@ def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(
             time.sleep(0.05)
         assert len(list(tmp_path.glob("rank*"))) == 2
         os.kill(caller.pid, number)
-        assert ended(tmp_path)
+        assert all_gone(tmp_path)
         caller.wait(END_S)
     finally:
         caller.kill()

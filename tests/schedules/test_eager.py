@@ -170,24 +170,24 @@ class Wire:
         self.sent = 0
         self.seconds = 0.0
         self.broken = False
-        self._now = 0
-        self._own = replicas.transport
+        self._under_way = 0
+        self._transport = replicas.transport
         self._changed = threading.Condition()
-        lanes = self._own, self._own._replace(all_reduce=self.all_reduce)
+        lanes = self._transport, self._transport._replace(all_reduce=self.all_reduce)
         self.group = replace(replicas, clone=lambda count: lanes, journal=Journal(), lane=Lane())
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
-        self._now += 1
-        self.most = max(self.most, self._now)
+        self._under_way += 1
+        self.most = max(self.most, self._under_way)
         with self._changed:
             assert self._changed.wait_for(lambda: self.let > 0, 60)
             self.let -= 1
         time.sleep(self.seconds)
-        self._now = self._now - 1
+        self._under_way = self._under_way - 1
         self.sent = self.sent + 1
         if self.broken:
             raise ArithmeticError("the wire is broken")
-        return self._own.all_reduce(x)
+        return self._transport.all_reduce(x)
 
     @contextmanager
     def letting(self, messages: int) -> Iterator[None]:
@@ -201,7 +201,7 @@ class Wire:
                 self._changed.notify_all()
 
 
-def begun(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+def compiled_step(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
     """A compiled step, and a state that is ready on the device."""
     step = trainer(wire.group, **options)
     state, _ = step(step.init(PARAMS), batch(0))
@@ -229,7 +229,7 @@ LOOKS: dict[str, Callable[[fddp.TrainState], Any]] = {
 @pytest.mark.steps
 def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: Groups, x64: None):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     looked = list[str]()
     with wire.letting(1):
         state, info = step(state, batch(1))
@@ -258,7 +258,7 @@ def test_the_next_forward_pass_begins_before_the_last_sum_is_back(
     group: Groups, x64: None, monkeypatch
 ):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     jax.block_until_ready(state)
     journal_words = list[str]()
     messages = len(step.plan.buckets)
@@ -291,7 +291,7 @@ def test_replicas_of_one_process_are_trained_as_one_is(group: Groups, x64: None,
 def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Groups, x64: None):
     wire = Wire(group(1))
     wire.seconds = 0.02
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     returned = list[bool]()
     for k in range(1, 6):
         state, _ = step(state, batch(k))
@@ -323,7 +323,7 @@ def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: 
 @pytest.mark.steps
 def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, schedule: Any):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     with wire.letting(1):
         state, _ = step(state, batch(1))
     other_step = fddp.train_step(tied_net, optax.adam(0.05), group=group(1), schedule=schedule)
@@ -335,7 +335,7 @@ def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, sc
 @pytest.mark.steps
 def test_a_state_that_a_step_will_write_to_is_used_up_at_once(group: Groups):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     for _ in range(2):  # of arrays at first, and of promises then
         with wire.letting(1):
             later, _ = step(state, batch(1))
@@ -353,7 +353,7 @@ def test_a_state_that_a_step_will_write_to_is_used_up_at_once(group: Groups):
 @pytest.mark.steps
 def test_an_error_between_two_steps_loses_no_update(group: Groups, x64: None):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     with pytest.raises(ArithmeticError, match="the user's own"), wire.letting(1):
         state, _ = step(state, batch(1))
         raise ArithmeticError("the user's own")
@@ -367,7 +367,7 @@ def test_an_error_between_two_steps_loses_no_update(group: Groups, x64: None):
 @pytest.mark.steps
 def test_a_sum_that_fails_is_an_error_for_whoever_looks_and_for_the_next_step(group: Groups):
     wire = Wire(group(1))
-    step, state = begun(wire, donate=False)
+    step, state = compiled_step(wire, donate=False)
     with wire.letting(1):
         late_state, _ = step(state, batch(1))
         wire.broken = True
@@ -404,19 +404,19 @@ def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
 def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Groups, monkeypatch):
     wire = Wire(group(1))
     doings = list[str]()
-    step, state = begun(wire, donate=False)
+    step, state = compiled_step(wire, donate=False)
     last = max(
         int(task.name.split()[1])
         for task in step.tasks(state, TOKENS).tasks
         if task.kind == "compute"
     )
 
-    def say(doing: str) -> None:
+    def fail_at_last_stage(doing: str) -> None:
         doings.append(doing)
         if doing == f"stage {last}" and doings.count(doing) == 1:
             raise ArithmeticError("on purpose")
 
-    monkeypatch.setattr(wire.group.journal, "say", say)
+    monkeypatch.setattr(wire.group.journal, "say", fail_at_last_stage)
     (error,) = waits_for_all(wire, lambda: step(state, TOKENS))
     assert isinstance(error, ArithmeticError) and str(error) == "on purpose"
     jax.block_until_ready(step(state, TOKENS))

@@ -191,7 +191,7 @@ def test_messages_in_xlas_order_give_the_bits_of_messages_in_their_own(group, n)
 ### Compiled stages
 
 
-def made(
+def list_of_program(
     group: Callable[[int], fddp.Group],
     f: Any,
     args: Sequence[Any],
@@ -225,7 +225,9 @@ WEIGHTS = [np.random.default_rng(k).normal(size=(3, 3)) for k in range(4)]
 
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2], [0, 3], [1]]])
 def test_outputs_are_those_of_the_program_in_any_order(group, groups):
-    outputs, _, _ = made(group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], groups)
+    outputs, _, _ = list_of_program(
+        group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], groups
+    )
     for got, want in zip(
         outputs, chain(jnp.ones((2, 3)), *(jnp.asarray(w, jnp.float32) for w in WEIGHTS))
     ):
@@ -234,7 +236,7 @@ def test_outputs_are_those_of_the_program_in_any_order(group, groups):
 
 def test_equal_stages_are_compiled_once(group):
     """Layers of equal shape: a network ten times as deep compiles no longer."""
-    _, programs, _ = made(
+    _, programs, _ = list_of_program(
         group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], [[0], [1], [2], [3]]
     )
     first, *middle, last = programs.values()
@@ -247,12 +249,12 @@ def test_stages_that_differ_in_a_constant_are_different_programs(group):
     def f(x):
         return [jnp.sin(x) + np.arange(3.0), jnp.sin(x) + np.array([0.0, 1.0, 5.0])]
 
-    (a, b), _, _ = made(group, f, [np.zeros(3)], [[0], [1]])
+    (a, b), _, _ = list_of_program(group, f, [np.zeros(3)], [[0], [1]])
     assert (a.tolist(), b.tolist()) == ([0, 1, 2], [0, 1, 5])
 
 
 def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
-    outputs, _, (a, b) = made(
+    outputs, _, (a, b) = list_of_program(
         group,
         lambda a, b: [jnp.sin(a), jnp.sin(a * b)],
         [np.ones(3), np.ones(3)],
@@ -266,14 +268,16 @@ def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
 def test_an_input_is_donated_only_where_an_output_can_have_its_memory(group):
     """A warning of JAX's ends a test: nothing here may be donated in vain."""
     f = lambda n, x: [n + 1, x * n]  # noqa: E731
-    _, _, (n, x) = made(group, f, [np.zeros(()), np.ones(3)], [[0], [1]], donate=True)
+    _, _, (n, x) = list_of_program(group, f, [np.zeros(()), np.ones(3)], [[0], [1]], donate=True)
     assert x.is_deleted() and not n.is_deleted()
-    _, _, (a, b) = made(group, lambda a, b: [a + b], [np.ones(3), np.ones(3)], [[0]], donate=True)
+    _, _, (a, b) = list_of_program(
+        group, lambda a, b: [a + b], [np.ones(3), np.ones(3)], [[0]], donate=True
+    )
     assert [a.is_deleted(), b.is_deleted()] == [True, False]
 
 
 def test_a_stage_for_which_there_is_nothing_to_do_does_nothing(group):
-    outputs, programs, _ = made(group, lambda a: [a + 1], [np.ones(3)], [[], [0], []])
+    outputs, programs, _ = list_of_program(group, lambda a: [a + 1], [np.ones(3)], [[], [0], []])
     assert outputs[0].tolist() == [2, 2, 2]
     assert programs["stage 0"]() == programs["stage 2"]() == ()
 
@@ -284,5 +288,7 @@ def test_stages_that_call_different_functions_of_the_host_are_different_programs
     def on_host(number):
         return lambda x: jax.pure_callback(lambda x: np.asarray(x + np.float32(number)), form, x)
 
-    (a, b), _, _ = made(group, lambda x: [on_host(1)(x), on_host(2)(x)], [np.zeros(3)], [[0], [1]])
+    (a, b), _, _ = list_of_program(
+        group, lambda x: [on_host(1)(x), on_host(2)(x)], [np.zeros(3)], [[0], [1]]
+    )
     assert (a.tolist(), b.tolist()) == ([1] * 3, [2] * 3)

@@ -34,12 +34,12 @@ STACK = LAYERS * WIDTH * WIDTH
 
 
 def with_rng(x: Any, p: Any) -> Any:
-    def one(carried: Any, w: Any) -> tuple[Any, None]:
+    def round_of_layer(carried: Any, w: Any) -> tuple[Any, None]:
         x, key = carried
         key, layer_key = jax.random.split(key)
         return (layer(x, w)[0] * jax.random.bernoulli(layer_key, 0.5, (WIDTH,)), key), None
 
-    return jax.lax.scan(one, (x, jax.random.key(3)), p["layers"])[0][0]
+    return jax.lax.scan(round_of_layer, (x, jax.random.key(3)), p["layers"])[0][0]
 
 
 def by_copies(x: Any, p: Any) -> Any:
@@ -172,18 +172,18 @@ def test_a_stack_that_more_reads_than_a_loop_over_its_layers_comes_whole(
 
 
 def test_a_step_with_other_options_gathers_as_they_say(group: Groups, x64: None):
-    def sent(step: fddp.TrainStep) -> int:
+    def bytes_sent(step: fddp.TrainStep) -> int:
         _, info = step(step.init(weights()), FEW)
         return int(info.sent.sum())
 
-    def made(reshard: bool) -> fddp.TrainStep:
+    def resharded(reshard: bool) -> fddp.TrainStep:
         return shared(group(2), ALONE["plainly"], optax.sgd(0.05), reshard_after_forward=reshard)
 
-    once = sent(made(False))
-    twice = sent(made(True))
+    once = bytes_sent(resharded(False))
+    twice = bytes_sent(resharded(True))
     assert once < twice
-    assert sent(made(True).with_options(reshard_after_forward=False)) == once
-    assert sent(made(False).with_options(reshard_after_forward=True)) == twice
+    assert bytes_sent(resharded(True).with_options(reshard_after_forward=False)) == once
+    assert bytes_sent(resharded(False).with_options(reshard_after_forward=True)) == twice
 
 
 MORE = [

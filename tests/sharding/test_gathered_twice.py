@@ -71,7 +71,7 @@ def branching(p: Any, x: Any) -> jax.Array:
 LOSSES = [deep, of_scaled_weights, penalised, rematerialised, looped, branching]
 
 
-def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
+def resharded_step(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
     settings = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0} | options
     return fddp.train_step(loss, ADAM, group=group, **settings)
 
@@ -84,7 +84,7 @@ def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
 def test_a_net_with_tied_and_skipped_layers_is_trained(
     group: Groups, x64: None, n: int, schedule: str
 ):
-    step = again(tied_net, group(n), schedule=schedule)
+    step = resharded_step(tied_net, group(n), schedule=schedule)
     state = step.init(tied_params(LAYERS))
     for k in range(3):
         state, _ = step(state, np.roll(TOKENS, k, axis=0))
@@ -95,7 +95,7 @@ def test_a_net_with_tied_and_skipped_layers_is_trained(
 @SCHEDULES
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_losses_of_all_kinds_are_trained(group: Groups, x64: None, loss: Any, schedule: str):
-    step = again(loss, group(2), schedule=schedule)
+    step = resharded_step(loss, group(2), schedule=schedule)
     state = step.init(weights())
     for k in range(2):
         state, _ = step(state, ROWS + k)
@@ -106,7 +106,7 @@ def test_losses_of_all_kinds_are_trained(group: Groups, x64: None, loss: Any, sc
 
 @SCHEDULES
 def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, schedule: str):
-    step = again(centred, group(2), schedule=schedule)
+    step = resharded_step(centred, group(2), schedule=schedule)
     state, _ = step(step.init(weights()), ROWS)
     reference = fddp.train_step(centred, ADAM, group=group(1))
     close(fddp.whole(state.params), reference(reference.init(weights()), ROWS)[0].params)
@@ -130,7 +130,9 @@ def test_options_do_what_they_do_without(
 ):
     ends = []
     for reshard in (True, False):
-        step = again(deep, group(2), schedule=schedule, reshard_after_forward=reshard, **options)
+        step = resharded_step(
+            deep, group(2), schedule=schedule, reshard_after_forward=reshard, **options
+        )
         state = step.init(weights())
         state, _ = step(state, ROWS)
         state, info = step(state, ROWS + 1)
@@ -139,7 +141,7 @@ def test_options_do_what_they_do_without(
 
 
 def test_what_is_pending_after_no_sync_is_added(group: Groups, x64: None):
-    step = again(deep, group(2))
+    step = resharded_step(deep, group(2))
     state, _ = step.no_sync(step.init(weights()), ROWS[:12])
     state, _ = step(state, ROWS[12:])
     close(fddp.whole(state.params), by_plain_jax(deep, ADAM, weights(), [ROWS]).params)
@@ -155,7 +157,9 @@ def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):
 
     ends = []
     for reshard in (True, False):
-        step = again(loss, group(2), reshard_after_forward=reshard, broadcast_buffers="mean")
+        step = resharded_step(
+            loss, group(2), reshard_after_forward=reshard, broadcast_buffers="mean"
+        )
         state = step.init(
             {name: weights()[name] for name in ("w0", "w1")}, model_state=np.zeros(WIDTH)
         )
@@ -169,7 +173,7 @@ def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):
 def test_each_bucket_is_gathered_for_each_pass_but_one_that_both_read_together(
     group: Groups, schedule: str
 ):
-    step = again(deep, group(4), schedule=schedule)
+    step = resharded_step(deep, group(4), schedule=schedule)
     params = {name: np.asarray(w, np.float32) for name, w in weights().items()}
     _, info = step(step.init(params), np.asarray(ROWS, np.float32))
     nbytes = dict(
@@ -183,7 +187,7 @@ def test_each_bucket_is_gathered_for_each_pass_but_one_that_both_read_together(
 def test_no_more_than_two_buckets_are_whole_at_once(group: Groups):
     counts = []
     for reshard in (True, False):
-        step = again(deep, group(2), schedule="staged", reshard_after_forward=reshard)
+        step = resharded_step(deep, group(2), schedule="staged", reshard_after_forward=reshard)
         state = step.init({name: np.asarray(w, np.float32) for name, w in weights().items()})
         rows = np.asarray(ROWS, np.float32)
         counts.append(most_whole(step, state, rows))
@@ -225,6 +229,6 @@ def test_it_is_for_parameters_that_rest_in_shards(group: Groups):
         with pytest.raises(
             ValueError, match=r"drops parameters that rest in shards.*give shard='state'"
         ):
-            again(deep, group(2), shard=shard)
+            resharded_step(deep, group(2), shard=shard)
     with pytest.raises(ValueError, match="reshard_after_forward must be True or False, got 1"):
-        again(deep, group(2), reshard_after_forward=1)
+        resharded_step(deep, group(2), reshard_after_forward=1)

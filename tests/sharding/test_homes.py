@@ -75,7 +75,7 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
         2: lambda xs: [~xs[0], xs[1].T, jnp.sort(-xs[2])[:6]],
     }
 
-    def parts(x: np.ndarray) -> np.ndarray:
+    def in_parts(x: np.ndarray) -> np.ndarray:
         return np.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
 
     def run(inputs_of_rank: dict[int, list[Any]]) -> Any:
@@ -91,11 +91,11 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
         ]
         return at_home(comm, {7: 2, 2: 0}, lambda leaf, size: 1, visits)
 
-    outputs = jax.vmap(run, axis_name="ranks")(jax.tree.map(parts, inputs))
+    outputs = jax.vmap(run, axis_name="ranks")(jax.tree.map(in_parts, inputs))
     for (leaf, xs), got in zip(inputs.items(), outputs):
         for want, x in zip(makes[leaf]([jnp.asarray(x) for x in xs]), got):
             assert x.dtype == want.dtype
-            np.testing.assert_array_equal(x, parts(np.asarray(want)))
+            np.testing.assert_array_equal(x, in_parts(np.asarray(want)))
 
 
 @pytest.mark.quick("3")
@@ -212,11 +212,11 @@ def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
             lambda g: g / (1 + jnp.linalg.norm(g, axis=-1, keepdims=True)), updates
         ), state
 
-    def some(updates: Any, state: Any, params: Any = None) -> Any:
+    def norm_of_some(updates: Any, state: Any, params: Any = None) -> Any:
         norm = jnp.sqrt(sum(jnp.sum(updates[name] ** 2) for name in ("w0", "b")))
         return jax.tree.map(lambda g: g / (1 + norm), updates), state
 
-    for update, goes_home in ((rows, True), (some, False)):
+    for update, goes_home in ((rows, True), (norm_of_some, False)):
         mutant = optax.chain(
             optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update)
         )

@@ -29,7 +29,7 @@ def loss_fn(p: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"] - 1) ** 2)
 
 
-def apart(p: Any, x: Any) -> Any:
+def half_in_16_bits(p: Any, x: Any) -> Any:
     """Half of the parameters compute in 16 bits, the other half in 32."""
     return jnp.mean(
         (jnp.tanh(x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)) @ p["b"] - 1) ** 2
@@ -163,7 +163,7 @@ def test_in_nodes_scatters_take_fewer_bits_and_lose_nothing_of_small_integers(
 
 
 def test_a_parameter_that_is_read_whole_travels_whole(group: Groups):
-    _, _, half = trained(group(2), apart, shard="state")
+    _, _, half = trained(group(2), half_in_16_bits, shard="state")
     _, _, wide_bytes = trained(group(2), loss_fn, shard="state")
     assert wide_bytes - half == GATHERED // 4 * (4 - 2)
 

@@ -524,7 +524,7 @@ MATRIX = {"w": np.ones((8, 3), np.float32)}
 SMALL = {"b": np.ones(3, np.float32), "s": np.float32(1)}
 
 
-def begun(
+def warnings_and_savings(
     group: fddp.Group, shard: Any, optimizer: optax.GradientTransformation, params: Any, capfd: Any
 ) -> tuple[list[str], int]:
     """The warnings of `step.init`, and the number of bytes that it saves."""
@@ -559,11 +559,14 @@ def begun(
 def test_where_sharing_saves_nothing_the_first_rank_says_so_in_a_line(
     group: Groups, capfd: Any, n: int, shard: str, optimizer: Any, params: Any, why: str
 ):
-    lines, saved = begun(group(n), shard, optimizer, params, capfd)
+    lines, saved = warnings_and_savings(group(n), shard, optimizer, params, capfd)
     assert (
         saved == 0 and len(lines) == 1 and f"fddp: shard={shard!r} saves nothing: {why}" in lines[0]
     )
-    assert begun(replace(group(n), rank=1), shard, optimizer, params, capfd) == ([], 0)
+    assert warnings_and_savings(replace(group(n), rank=1), shard, optimizer, params, capfd) == (
+        [],
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -579,12 +582,12 @@ def test_where_sharing_saves_nothing_the_first_rank_says_so_in_a_line(
 def test_where_sharing_saves_something_nothing_is_said(
     group: Groups, capfd: Any, shard: str, optimizer: Any, params: Any
 ):
-    lines, saved = begun(group(4), shard, optimizer, params, capfd)
+    lines, saved = warnings_and_savings(group(4), shard, optimizer, params, capfd)
     assert lines == [] and saved > 0
 
 
 def test_where_no_sharing_was_asked_for_nothing_is_said(group: Groups, capfd: Any):
-    assert begun(group(1), None, optax.sgd(0.1), MATRIX, capfd) == ([], 0)
+    assert warnings_and_savings(group(1), None, optax.sgd(0.1), MATRIX, capfd) == ([], 0)
 
 
 def test_a_group_that_does_not_hold_the_shards_is_told_so(group: Groups):

@@ -68,7 +68,7 @@ def placed(group: fddp.Group, params: Any, where: Any) -> Any:
     }
 
 
-def begun(
+def first_step(
     shape: tuple[int, int], optimizer: Any = CLIPPED, where: Any = None, **options: Any
 ) -> Any:
     """A step over (replicas, devices of each), and its first state."""
@@ -83,7 +83,7 @@ def trained(state: Any, call: Callable[..., Any]) -> Any:
     return fddp.whole(state)
 
 
-def alone(optimizer: Any = CLIPPED) -> tuple[Any, Any]:
+def by_one_replica(optimizer: Any = CLIPPED) -> tuple[Any, Any]:
     params = {name: x for name, x in PARAMS.items() if name != "frozen"}
     return by_plain_jax(loss_fn, optimizer, params, [ROWS + k / 10 for k in range(3)])[:2]
 
@@ -115,7 +115,7 @@ SHAPES = [
 def test_replicas_of_several_devices_train_in_shards_as_plain_jax_does(
     x64: None, shape: tuple[int, int]
 ):
-    trains_alike(trained(*reversed(begun(shape, shard="state"))), alone())
+    trains_alike(trained(*reversed(first_step(shape, shard="state"))), by_one_replica())
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -134,7 +134,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.quick("accumulated", "optimizer")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_shards_of_parts_go_with_options(x64: None, options: dict[str, Any]):
-    trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
+    trains_alike(trained(*reversed(first_step((2, 2), **options))), by_one_replica())
 
 
 def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
@@ -144,7 +144,7 @@ def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
         "bucket_cap_mb": 0,
         "accumulation_steps": 2,
     }
-    trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
+    trains_alike(trained(*reversed(first_step((2, 2), **options))), by_one_replica())
 
 
 @pytest.mark.quick("(2, 2)")
@@ -153,21 +153,21 @@ def test_leaves_that_an_optimizer_needs_whole_are_gathered_by_each_replica(
     x64: None, shape: tuple[int, int]
 ):
     muon = optax.contrib.muon(0.02)
-    trains_alike(trained(*reversed(begun(shape, muon, shard="state"))), alone(muon))
+    trains_alike(trained(*reversed(first_step(shape, muon, shard="state"))), by_one_replica(muon))
 
 
 def test_gradients_that_wait_are_added_before_they_are_scattered(x64: None):
-    step, state = begun((2, 2), shard="state")
+    step, state = first_step((2, 2), shard="state")
 
     def call(state: Any, rows: Any) -> Any:
         state, _ = step.no_sync(state, rows[:8])
         return step(state, rows[8:])
 
-    trains_alike(trained(state, call), alone())
+    trains_alike(trained(state, call), by_one_replica())
 
 
 def test_each_device_holds_its_share_of_its_part_and_no_more():
-    step, first = begun((2, 2), shard="state", donate=False)
+    step, first = first_step((2, 2), shard="state", donate=False)
     for state in (first, step(first, ROWS)[0]):
         for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
             by_leaf = {
@@ -189,7 +189,7 @@ def test_each_device_holds_its_share_of_its_part_and_no_more():
 
 
 def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
-    step, state = begun((4, 2), shard="state", bucket_cap_mb=0)
+    step, state = first_step((4, 2), shard="state", bucket_cap_mb=0)
     collectives = find_collectives(parse(step.lower(state, ROWS).compile().as_text()))
     on_replicas = ((0, 2, 4, 6), (1, 3, 5, 7))
     for kind in ("all-gather", "all-to-all"):  # on CPUs an exchange, and then a sum
@@ -237,7 +237,7 @@ def test_a_last_batch_with_fewer_rows_counts_as_many(x64: None):
     batches = [ROWS, ROWS[:6]]
     ends = []
     for shard in (None, "state"):
-        step, state = begun((2, 2), shard=shard)
+        step, state = first_step((2, 2), shard=shard)
         for batch in fddp.join(batches, step.group):
             state, _ = step(state, batch)
         ends.append(jax.device_get(fddp.whole(state).params))
@@ -245,7 +245,7 @@ def test_a_last_batch_with_fewer_rows_counts_as_many(x64: None):
 
 
 def test_a_state_is_put_together_where_its_parts_lie():
-    _, state = begun((2, 2), shard="state")
+    _, state = first_step((2, 2), shard="state")
     gathered = fddp.whole(state.params)
     for name, spec in WHERE.items():
         if name != "frozen":
@@ -256,8 +256,8 @@ def test_a_state_is_put_together_where_its_parts_lie():
 
 
 def test_parameters_that_lie_in_another_way_need_a_step_of_their_own():
-    step, state = begun((2, 2), shard="state")
-    _, other_step = begun((2, 2), where=OTHER, shard="state")
+    step, state = first_step((2, 2), shard="state")
+    _, other_step = first_step((2, 2), where=OTHER, shard="state")
     step(state, ROWS)
     with pytest.raises(ValueError, match=r"Shard of float32\[8, 5\] of the state lies along P"):
         step(other_step, ROWS)
@@ -276,13 +276,13 @@ def test_a_checkpoint_is_restored_on_other_meshes_and_in_other_parts(tmp_path: P
     def bits(state: Any) -> list[bytes]:
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(fddp.whole(state))]
 
-    step, state = begun((2, 2), shard="state")
+    step, state = first_step((2, 2), shard="state")
     state, _ = step(state, ROWS)
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
         checkpoints.save(state, now=True)
     saved = bits(state)
     for shape, shard, where in ELSEWHERE:
-        other_step, like = begun(shape, shard=shard, where=where)
+        other_step, like = first_step(shape, shard=shard, where=where)
         with fddp.Checkpoints(tmp_path / f"{shape}{shard}", other_step) as checkpoints_again:
             with fddp.Checkpoints(tmp_path, other_step) as checkpoints:
                 restored, _ = checkpoints.restore(like)

@@ -37,7 +37,7 @@ def batch_of(rows: int, seed: int) -> Any:
     return {"ids": random.integers(ALL, size=rows), "y": random.normal(size=(rows, 2))}
 
 
-def alone(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> Any:
+def by_one_replica(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> Any:
     """Plain JAX on the joined batches."""
     return by_plain_jax(loss, OPTIMIZER, PARAMS, batches).params
 
@@ -61,7 +61,7 @@ def test_few_rows_travel_and_all_others_are_updated_too(
         state, info = step(state, batch)
         names = [bucket.names for bucket in step.plan.buckets]
         assert int(info.sent[names.index(("embed",))]) == nbytes(replicas, 8)
-    close(state.params, alone(batches))
+    close(state.params, by_one_replica(batches))
     assert f"embed (8 of {ALL} rows, with their numbers)" in str(step.plan)
 
 
@@ -79,7 +79,7 @@ def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: N
         nbytes_sent.append(int(info.sent[-1]))
     dense_bytes = 8 * ALL * WIDTH  # an all-reduce of two replicas
     assert nbytes_sent == [nbytes(2, 4), nbytes(2, 4) + dense_bytes, nbytes(2, 4)]
-    close(state.params, alone(batches))
+    close(state.params, by_one_replica(batches))
 
 
 def test_rows_of_micro_batches_and_of_calls_without_synchronization_come_together(
@@ -92,7 +92,7 @@ def test_rows_of_micro_batches_and_of_calls_without_synchronization_come_togethe
     state, _ = step.no_sync(state, batches[1])
     state, info = step(state, batches[2])
     joined = {name: np.concatenate([batch[name] for batch in batches[1:]]) for name in batches[0]}
-    close(state.params, alone([batches[0], joined]))
+    close(state.params, by_one_replica([batches[0], joined]))
 
 
 def tied(p: Any, batch: Any) -> Any:
@@ -108,7 +108,7 @@ def test_a_table_that_is_read_otherwise_too_travels_whole(group: Groups, x64: No
     for batch in batches:
         state, _ = step(state, batch)
     assert all(bucket.rows is None for bucket in step.plan.buckets)
-    close(state.params, alone(batches, tied))
+    close(state.params, by_one_replica(batches, tied))
 
 
 @pytest.mark.parametrize(

@@ -116,24 +116,24 @@ def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int
         ):
             call(step)(step.init(weights()), BATCHES[0])
 
-    def made(**options: Any) -> fddp.TrainStep:
+    def settled_step(**options: Any) -> fddp.TrainStep:
         step = fddp.train_step(loss, ADAM, group=group(2), donate=False, **options)
         step.tasks(step.init(weights()), BATCHES[0])
         return step
 
     refused(fddp.train_step(loss, ADAM, group=group(2)), jax.jit, "its first batch settles it")
-    refused(made(schedule="staged"), jax.jit, "schedule='fused'")
+    refused(settled_step(schedule="staged"), jax.jit, "schedule='fused'")
     refused(
-        made(),
+        settled_step(),
         lambda step: lambda state, x: jax.grad(lambda x: step(state, x)[1].loss)(x),
         "jax.lax.scan alone",
     )
     refused(
-        made(),
+        settled_step(),
         lambda step: lambda state, x: jax.vmap(lambda x: step(state, x)[1].loss)(x[None]),
         "all replicas",
     )
-    step = made()
+    step = settled_step()
     with pytest.raises(ValueError, match="15 rows cannot be divided into 2"):
         jax.jit(step)(step.init(weights()), BATCHES[0][:15])
     with pytest.raises(TypeError, match=r"state must be a fddp\.TrainState"):

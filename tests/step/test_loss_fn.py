@@ -290,7 +290,7 @@ def together(floats: Any, integers: Any) -> Any:
 
 
 @cache
-def alone(name: str) -> tuple[Any, list[Any]]:
+def by_one_replica(name: str) -> tuple[Any, list[Any]]:
     """Parameters after the last step, and the loss of each, of one replica on the joined
     batches."""
     loss, params, batches, optimizer = PROGRAMS[name]
@@ -324,7 +324,7 @@ def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):
     for batch in batches:
         state, info = step(state, batch)
         losses.append(info.loss)
-    close((state.params, losses), alone(name))
+    close((state.params, losses), by_one_replica(name))
     # Each leaf travels alone, or with the others of some layers in a loop.
     buckets = step.plan.buckets
     assert all(len(bucket.leaves) == 1 or bucket.slice for bucket in buckets)
@@ -335,7 +335,7 @@ def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):
 
 def test_the_references_move_what_is_not_frozen(x64):
     for name, (_, params, _, _) in PROGRAMS.items():
-        moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), alone(name)[0], params)
+        moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), by_one_replica(name)[0], params)
         still = [jax.tree_util.keystr(path, simple=True, separator="/") for path, x in
                  jax.tree_util.tree_leaves_with_path(moved) if not x]  # fmt: skip
         expected = {

@@ -61,7 +61,7 @@ def test_four_replicas_of_two_devices_end_where_one_device_does(run: Run):
     with trainings.precision(run.rule):
         params = tensor_parallel.placed(trainings.start(run.model, run.rule)[0], mesh())
         result = train(fddp.mesh_group(mesh()), run, (params, None))
-        expected = trainings.alone(run.model, run.rule)
+        expected = trainings.on_one_device(run.model, run.rule)
         assert (
             trainings.relative_error(jax.device_get(result), expected)
             <= trainings.RULES[run.rule].tolerance

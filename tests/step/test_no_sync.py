@@ -53,7 +53,7 @@ def shards(x: jax.Array) -> list[Any]:
 
 
 @cache
-def alone() -> list[tuple[Any, Any]]:
+def by_one_replica() -> list[tuple[Any, Any]]:
     """Parameters and loss after each step of one replica on all rows since the last."""
     rows = batches(CALLS)
     joined = [np.concatenate([next(rows) for _ in range(calls + 1)]) for calls in HELD]
@@ -69,7 +69,7 @@ def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x6
     step = fddp.train_step(first_column, ADAM, group=group(REPLICAS), **options)
     state = step.init(PARAMS)
     rows = batches(CALLS)
-    for number, (calls, expected) in enumerate(zip(HELD, alone())):
+    for number, (calls, expected) in enumerate(zip(HELD, by_one_replica())):
         before = bits((state.params, state.opt_state))
         turn = [next(rows) for _ in range(calls + 1)]
         for part in turn[:-1]:

@@ -100,7 +100,7 @@ class Loop(NamedTuple):
 class Drawn(NamedTuple):
     """A loss, and how it is trained."""
 
-    parts: tuple[Loop | Word, ...]
+    layers: tuple[Loop | Word, ...]
     replicas: int
     options: dict[str, Any]
 
@@ -140,13 +140,13 @@ def programs(draw: Any) -> Drawn:
 
 
 def params_of(drawn: Drawn) -> dict[str, Any]:
-    make = np.random.default_rng(len(drawn.parts)).normal
+    make = np.random.default_rng(len(drawn.layers)).normal
     stacks = {
         f"layers {at}": {
             "kernel": make(size=(part.length, WIDTH, WIDTH)) / 3,
             "bias": make(size=(part.length, WIDTH)) / 9,
         }
-        for at, part in enumerate(drawn.parts)
+        for at, part in enumerate(drawn.layers)
         if isinstance(part, Loop)
     }
     return {"first": make(size=(WIDTH, WIDTH)) / 2, "last": make(size=WIDTH)} | stacks
@@ -154,7 +154,7 @@ def params_of(drawn: Drawn) -> dict[str, Any]:
 
 def loss(drawn: Drawn, axis: str | None, params: Any, rows: Any) -> jax.Array:
     x = rows @ params["first"]
-    for at, part in enumerate(drawn.parts):
+    for at, part in enumerate(drawn.layers):
         x = (
             looped(part, params[f"layers {at}"], x, axis)
             if isinstance(part, Loop)

@@ -53,20 +53,20 @@ def tied(x: Any, p: Any) -> Any:
 
 
 def with_results(x: Any, p: Any) -> Any:
-    def one(x: Any, w: Any) -> tuple[Any, Any]:
+    def round_of_layer(x: Any, w: Any) -> tuple[Any, Any]:
         return (y := layer(x, w)[0]), y
 
-    x, each = jax.lax.scan(one, x, p["layers"])
+    x, each = jax.lax.scan(round_of_layer, x, p["layers"])
     return x + jnp.mean(each**2, 0)
 
 
 def with_rng(x: Any, p: Any) -> Any:
-    def one(carried: Any, w: Any) -> tuple[Any, None]:
+    def round_of_layer(carried: Any, w: Any) -> tuple[Any, None]:
         x, key = carried
         key, layer_key = jax.random.split(key)
         return (layer(x, w)[0] * jax.random.bernoulli(layer_key, 0.5, (WIDTH,)), key), None
 
-    return jax.lax.scan(one, (x, jax.random.key(3)), p["layers"])[0][0]
+    return jax.lax.scan(round_of_layer, (x, jax.random.key(3)), p["layers"])[0][0]
 
 
 SLICED = {
@@ -167,17 +167,21 @@ def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices
 
 @pytest.mark.steps
 def test_a_stack_of_no_layers_is_trained_beside_others(group, x64):
-    def beside(x: Any, p: Any) -> Any:
+    def with_empty_stack(x: Any, p: Any) -> Any:
         return scanned(scanned(x, p["none"]), p["layers"])
 
     params = weights() | {"none": stack(0)}
     _, got = trained(
         fddp.train_step(
-            net(beside), optax.adamw(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP
+            net(with_empty_stack),
+            optax.adamw(0.1),
+            group=group(2),
+            schedule="staged",
+            bucket_cap_mb=CAP,
         ),
         params,
     )
-    compare(got, plain(net(beside), optax.adamw(0.1), params))
+    compare(got, plain(net(with_empty_stack), optax.adamw(0.1), params))
 
 
 @pytest.mark.steps

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.steps
 
 
 def assert_equivalent(result: trainings.Result, run: Run) -> None:
-    expected = trainings.alone(run.model, run.rule)
+    expected = trainings.on_one_device(run.model, run.rule)
     assert jax.tree.map(form, result) == jax.tree.map(form, expected)
     assert trainings.relative_error(result, expected) <= trainings.RULES[run.rule].tolerance
 
@@ -37,7 +37,7 @@ def form(x: Any) -> tuple[Any, ...]:
 ### Eight replicas in this process
 
 
-def here(run: Run) -> ParameterSet:
+def in_this_process(run: Run) -> ParameterSet:
     """Other schedules of the models, and SGD on the MLP, run on processes: in this process they are
     slow."""
     quick = run.schedule == "fused" and (run.rule == "adamw" or run.model == "mlp")
@@ -47,7 +47,7 @@ def here(run: Run) -> ParameterSet:
 @pytest.mark.quick(
     "resnet-bn-adamw-fused", "gpt-adamw-fused-2_micro_batches", "mlp-adamw-fused", "mlp-sgd-fused"
 )
-@pytest.mark.parametrize("run", [here(run) for run in RUNS], ids=str)
+@pytest.mark.parametrize("run", [in_this_process(run) for run in RUNS], ids=str)
 def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):
     with trainings.precision(run.rule):
         result = train(group(8), run, trainings.start(run.model, run.rule))
@@ -59,7 +59,7 @@ def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int
 
 
 def test_the_references_have_moved_from_their_start():
-    expected = trainings.alone("gpt", "sgd")
+    expected = trainings.on_one_device("gpt", "sgd")
     moved = jax.tree.map(
         lambda a, b: np.max(np.abs(a - b)), expected.params, trainings.start("gpt", "sgd")[0]
     )

@@ -17,11 +17,11 @@ class Frame:
     f_code = SimpleNamespace(co_filename=watchdog.NOT_THEIRS[0])
 
     def __init__(self, collecting: list[bool]):
-        self.seen = collecting
+        self.collecting = collecting
 
     @property
     def f_back(self) -> None:
-        self.seen.append(gc.isenabled())
+        self.collecting.append(gc.isenabled())
 
 
 @pytest.mark.parametrize("collects", [True, False])

@@ -342,18 +342,18 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
 ### What they tell of ranks that go on
 
 
-def told_of(*ranks: dict[str, Any]) -> list[str]:
+def remarks_on(*ranks: dict[str, Any]) -> list[str]:
     return list(remarks({record["rank"]: record for record in ranks}).values())
 
 
 def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
     slow = {"between": 0.001, "computing": 0.034, "typical": 0.04}
-    assert told_of(rank(0), rank(1), rank(2, **slow)) == [
+    assert remarks_on(rank(0), rank(1), rank(2, **slow)) == [
         "rank 2 is slow: its own part of a step takes 35.0 ms, 5.0 times as long as the others "
         "(7.0 ms), most of it "
         "computing"
     ]
-    (words,) = told_of(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
+    (words,) = remarks_on(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
     assert words.startswith("rank 0 is slow: its own part of a step takes 1.0 s, 147.7 times")
     assert words.endswith("most of it between steps (its input, say)")
 
@@ -365,12 +365,12 @@ def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
         rank(1, inside=0.055, **times),
         rank(2, inside=0.01, between=0.05, **times),
     ]
-    (words,) = told_of(*ranks)
+    (words,) = remarks_on(*ranks)
     assert words.startswith(
         "rank 2 is slow: its own part of a step takes 60.0 ms, 5.5 times as long as the others "
         "(11.0 ms)"
     )
-    assert told_of(*ranks[:2]) == []
+    assert remarks_on(*ranks[:2]) == []
 
 
 @pytest.mark.parametrize(
@@ -383,12 +383,12 @@ def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
     ],
 )
 def test_no_other_rank_is_called_slow(fields: dict[str, Any]):
-    assert told_of(rank(0), rank(1), rank(2, **fields)) == []
+    assert remarks_on(rank(0), rank(1), rank(2, **fields)) == []
 
 
 def test_a_few_milliseconds_that_the_operating_system_took_make_no_rank_slow():
     short = {"between": 0.0, "computing": 0.001, "inside": 0.004, "typical": 0.004}
-    assert told_of(rank(0, **short), rank(1, **short | {"computing": 0.0035})) == []
+    assert remarks_on(rank(0, **short), rank(1, **short | {"computing": 0.0035})) == []
 
 
 def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
@@ -397,13 +397,13 @@ def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
         "on each rank, or they "
         "will not have equally many steps"
     )
-    assert told_of(rank(0, added=9), rank(1, added=9)) == []
-    assert told_of(rank(0, added=6), rank(1, added=9)) == [words]
+    assert remarks_on(rank(0, added=9), rank(1, added=9)) == []
+    assert remarks_on(rank(0, added=6), rank(1, added=9)) == [words]
     waits = {"calls": 56, "steps": 52, "added": 12}  # in the next step
-    assert told_of(rank(0, added=9), rank(1, added_before=9, **waits)) == []
-    assert told_of(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
+    assert remarks_on(rank(0, added=9), rank(1, added_before=9, **waits)) == []
+    assert remarks_on(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
     assert (
-        told_of(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []
+        remarks_on(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []
     )  # a step that nobody remembers
 
 

@@ -66,12 +66,12 @@ def trained(
         **local,
     }
 
-    def made() -> fddp.TrainStep:
+    def island_step() -> fddp.TrainStep:
         return fddp.train_step(
             layer, fddp.local_steps(optax.sgd(RATE), **chosen), group=group, **options
         )
 
-    step = made()
+    step = island_step()
     state = step.init(first_params())
     each = group.processes // 2  # ranks of an island
     island, place = divmod(group.rank, each)
@@ -86,7 +86,7 @@ def trained(
             state = fddp.meet(step, state)
             with fddp.Checkpoints(folder / "saved", step) as checkpoints:
                 checkpoints.save(state, now=True)
-            step = made()
+            step = island_step()
             with fddp.Checkpoints(folder / "saved", step) as checkpoints:
                 state, _ = checkpoints.restore(step.init(first_params()))
         if turn == island:

@@ -69,14 +69,14 @@ SCHEDULES = {
 def runs(backend: str, size: int) -> list[Run]:
     """A job's share of the runs: every model by every rule."""
 
-    def mine(run: Run) -> bool:
+    def in_this_job(run: Run) -> bool:
         return (
             backend != "mpi"
             if run.needs_mesh
             else run.schedule == SCHEDULES[backend, size][run.rule]
         )
 
-    return [run for run in RUNS if mine(run)]
+    return [run for run in RUNS if in_this_job(run)]
 
 
 def train(group: fddp.Group, run: Run, start: Any) -> Result:

@@ -94,7 +94,7 @@ def start(model: str, rule: str) -> tuple[Any, Any]:
 
 
 @cache
-def alone(model: str, rule: str) -> Result:
+def on_one_device(model: str, rule: str) -> Result:
     """The training on one device that sees the joined batch."""
     with precision(rule):
         return _trained(loss_fn(model, rule), RULES[rule].optimizer, model, *start(model, rule))
