@@ -45,7 +45,7 @@ from fddp.schedules.tasks import Task, Value
 RATE = "1gbit"
 BYTES_PER_S = 1e9 / 8 * 1448 / 1514  # of an Ethernet frame's bytes so many are a message's
 STEPS = 8  # in a turn
-SIMULATED = 8  # steps, of which the last half counts
+SIMULATED = 8  # steps; the last half counts
 TRIALS = 600  # of a search
 BACKENDS = ("mpi", "gloo")
 
@@ -155,7 +155,7 @@ def evaluate(local: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) ->
     )
     took |= {
         name: s * lone / computed for name, s in took.items() if name not in sends
-    }  # what Python takes, spread
+    }  # Python's share, spread
     share = min(0.95, max(0.0, (busy - lone_busy) / traffic))
     core = Pace(1 - share, 1.0)
     in_four = took | {f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)}

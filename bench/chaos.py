@@ -34,7 +34,7 @@ from bench.record import save
 RANKS = 3
 STALL_S = 2.0
 SAVE_EVERY = 20
-INPUT_S = 0.05  # what a batch takes to load
+INPUT_S = 0.05  # the loading time of a batch
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGABRT")
 LIMIT_S = 1800
 BACKENDS = {"mpi": "mpiexec", "gloo": "processes"}
@@ -224,7 +224,7 @@ def train(folder: Path, steps: int) -> None:
     bits = b"".join(
         np.asarray(shard.data).tobytes() for x in leaves for shard in x.addressable_shards
     )
-    # Also what each replica remembers for itself.
+    # Also the local memory of each replica.
     digest = sha256(
         group.all_gather(np.frombuffer(sha256(bits).digest(), np.uint8)).tobytes()
     ).hexdigest()

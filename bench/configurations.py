@@ -115,7 +115,7 @@ def prepare() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update(
         "jax_traceback_filtering", "off"
-    )  # whose words an error has is told by where it was raised
+    )  # the place of the raise shows the author of an error's words
     if jax.__version_info__ < (
         0,
         11,
@@ -362,7 +362,7 @@ class Tolerance:
 
     def __init__(self, drawn: Drawn, steps: int) -> None:
         dtypes = [jnp.dtype(drawn.dtypes[name]) for name in drawn.trained]
-        # What is computed or sent in 16 bits has their precision, whatever the parameters have.
+        # Numbers computed or sent in 16 bits have their precision, whatever the parameters have.
         dtypes += [jnp.dtype(name) for hook, name in ROUNDED.items() if hook == drawn.hook]
         dtypes += [jnp.dtype("bfloat16")] * drawn.narrow
         eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)

@@ -122,7 +122,7 @@ def first_step(name: str, schedule: str) -> dict[str, float]:
     jax.block_until_ready(run())
     first = time.perf_counter() - built
     jax.block_until_ready(run())
-    # What compiling used goes back to the system, and its peak is forgotten.
+    # The memory of compiling goes back to the system, and its peak is reset.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     idle = _resident("VmRSS")
@@ -144,7 +144,7 @@ def _resident(name: str) -> float:
 
 
 def _fresh(name: str, schedule: str) -> dict[str, float]:
-    # Freed memory goes back to the system at once, so that what is measured is what is held.
+    # Freed memory goes back to the system at once, so that only live memory is measured.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
     command = [sys.executable, __file__, "--alone", name, schedule]
     process = subprocess.run(command, capture_output=True, text=True, check=True, env=env)

@@ -19,7 +19,7 @@ RATE = 0.05
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(RATE),
     "momentum": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
-    # With an epsilon that is no smaller than what rounding makes of a gradient.
+    # With an epsilon at least as large as the rounding error of a gradient.
     "adam": lambda: optax.adam(RATE, eps=1e-2),
     "adamw": lambda: optax.adamw(RATE, eps=1e-2, weight_decay=0.1),
     "clip, adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE, eps=1e-2)),

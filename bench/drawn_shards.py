@@ -27,9 +27,9 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"shard": "state"},
     {"shard": "state", "reshard_after_forward": True},
 )
-# They sum each element by itself, and remember nothing, so that plain JAX says what comes out.
+# They sum each element by itself, and remember nothing, so that plain JAX computes the result.
 BY_ELEMENT = ("allreduce", "bf16", "fp16", "quantize without memory")
-# What a loss with statistics of all rows goes without here: the rows of a replica are no longer a
+# Features excluded with statistics of all rows: the rows of a replica are no longer a
 # slice of all.
 OF_A_SLICE = {"model_state", "rng", "shared rng", "branch"}
 

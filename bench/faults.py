@@ -53,7 +53,7 @@ def _leave() -> None:
     raise SystemExit(3)
 
 
-# What breaks a rank, and the words in which it is named.
+# The causes of a broken rank, and the words that name it.
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "died"),
     "SIGSEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "died"),
@@ -162,7 +162,7 @@ def drawn(draw: random.Random) -> Case:
 
 def right(case: Case, result: Result) -> bool:
     """True if only the broken rank was named, in some line, and all have ended."""
-    # Of those that mpiexec started it tells one code; who breaks by os._exit(0) has that one.
+    # mpiexec reports a single code of its ranks, that of a rank that breaks by os._exit(0).
     other_codes = [
         code
         for rank, code in enumerate(result.codes)

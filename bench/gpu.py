@@ -119,7 +119,7 @@ def main() -> None:
     if args.out:
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     if machine.on_gpu and not machine.quick and args.parts == list(PARTS):
-        os.environ |= env  # the record asks JAX for its devices
+        os.environ |= env  # the record reads JAX's devices
         print(save("gpu", report))
     sys.exit(1 if unsound(results) else 0)
 
@@ -172,7 +172,7 @@ def answer(name: str, machine_values: Any, path: Path) -> None:
                 figures = measure()
             except (
                 Exception
-            ) as error:  # whatever XLA, NCCL or a launcher raises: the next one is still asked
+            ) as error:  # for any error of XLA, NCCL or a launcher: the next part still runs
                 figures = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
             file.write(json.dumps({what: figures}) + "\n")
             file.flush()

@@ -31,7 +31,7 @@ from bench.record import ratio, save, summary
 RANKS = 2
 ROWS = 10
 PAUSE_S = 0.005
-SELDOM = 4  # rounds, of which one has all ways
+SELDOM = 4  # rounds; each has all ways
 WARM_UP = 5  # rounds before the first that counts
 BACKENDS = ("mpi", "gloo")
 SCHEDULES = ("staged", "fused")
@@ -143,7 +143,7 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
     began = time.monotonic()
     draw = random.Random(0)  # the same on all ranks
     for turn in range(int(rounds)):
-        # What a step costs depends on what ran before it: so in any order, and after a pause.
+        # The cost of a step depends on the work before it: so in any order, and after a pause.
         order = list(ways) if turn % SELDOM == 0 else ["unwatched", "watched"]
         for name in draw.sample(order, len(order)):
             if name == "unwatched":

@@ -44,7 +44,7 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 def grown(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     """Runs a function; also returns the growth of this process's resident memory, at most and
     lasting, and the seconds."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     begin = time.perf_counter()
     state = jax.block_until_ready(run())

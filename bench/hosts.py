@@ -74,9 +74,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="1 round, nothing is saved")
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # whoever is asked to end takes the hosts down first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down before it ends
     rounds = 1 if args.quick else args.rounds
     if args.project:
         keep(

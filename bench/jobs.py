@@ -49,11 +49,11 @@ def ending(jobs: Sequence[subprocess.Popen]) -> Iterator[Sequence[subprocess.Pop
         _wait(jobs)
     finally:
         for job in jobs:
-            # mpiexec ends its ranks when asked to; killed at once it would leave them
+            # mpiexec ends its ranks on SIGTERM; killed at once it would leave them
             job.terminate()
         _wait(jobs)
         for job in jobs:
-            job.kill()  # asked to end, JAX speaks to the other ranks first, and these may be gone
+            job.kill()  # on SIGTERM JAX speaks to the other ranks first, and these may be gone
 
 
 def _wait(jobs: Sequence[subprocess.Popen]) -> None:

@@ -25,7 +25,7 @@ from bench.turns import BACKENDS, staged, take_turns
 from models import resnet, scanned
 
 CAP_MB = 2.0
-# What each problem's ways are compared with.
+# The reference of each problem's ways.
 BASES = {
     "gpt12": {"staged, scanned": "staged, written out", "eager, scanned": "eager, written out"},
     "resnet18": {"staged, statistics of all rows": "staged, own statistics"},

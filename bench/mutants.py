@@ -157,7 +157,7 @@ def main() -> None:
         chosen = [next(x for x in chosen if x.package == package) for package in QUICK]
     if not chosen:
         parser.error(f"no mutant begins with {' or '.join(args.only)}.")
-    # What is started is ended, and copies are removed, when this command is to end.
+    # Ends its processes, and removes copies, when this command is to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     verdicts = dict[str, Verdict]()
     with tempfile.TemporaryDirectory(prefix="fddp-mutants-") as folder:

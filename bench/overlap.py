@@ -38,7 +38,7 @@ from fddp.measuring.plots import draw, figure
 from fddp.schedules.timeline import Span, Timeline, outline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
-# Near what fddp.tune picks here, see bench/tuning.py.
+# Near the choice of fddp.tune on these hosts, see bench/tuning.py.
 CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}
 
 
@@ -172,7 +172,7 @@ def evaluate(
         stages = _medians(spans[local_way], "compute")
         updates = _medians(spans[local_way], "update")
         sends = _medians(spans[after], "communication")
-        # What is neither, Python, comes at the end, as it does in every way.
+        # All other time, Python's, comes at the end, as it does in every way.
         updates[-1] += max(0.0, times[local_way] - sum(stages) - sum(updates))
         bound = simulate(*outline(stages, sends, updates)).seconds
         saved = times[after] - times[staged]

@@ -59,9 +59,7 @@ def obey(
                 jax.block_until_ready(step())
                 seconds.append(time.perf_counter() - start)
                 lines.append([vars(span) for span in timeline().spans] if timeline else [])
-            jax.block_until_ready(
-                finish()
-            )  # what the last step has left under way belongs to no other way
+            jax.block_until_ready(finish())  # pending work of the last step belongs to no other way
             _write(stream, {"seconds": seconds, "timelines": lines})
 
 

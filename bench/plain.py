@@ -274,7 +274,7 @@ class _Plain:
             landed = first | {"mean": sum(active_means) / len(active_means)}
             self.replicas = [replica._replace(buffers=landed) for replica in self.replicas]
 
-    # What batches contribute
+    # Contributions of batches
 
     def _of_all(self, pending: list[Call]) -> Contribution:
         batch = {
@@ -426,7 +426,7 @@ def _put_back(new: Any, old: Any, moves: dict[str, bool]) -> Any:
 
     if isinstance(
         new, optax.transforms.PartitionState
-    ):  # a part of which no leaf moves counts no step
+    ):  # a part without moving leaves counts no step
         labels = by_name(moves, "adam", "sgd")
         turns = {
             label: any(moves[name] for name in moves if labels[name] == label)

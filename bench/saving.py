@@ -80,7 +80,7 @@ class Watched:
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         clock = time.perf_counter()
         yield
         self.results[f"{what}_s"] = round(time.perf_counter() - clock, 3)

@@ -114,9 +114,11 @@ def one_host(
             group.barrier()
             if turn == 0:
                 training.seconds.clear()
-            # What the first step finds under way is of another training.
+            # The first step meets pending traffic of another training.
             took = [training.step_seconds() for _ in range(STEPS)][1:]
-            jax.block_until_ready(training.state)  # nor shall the next one find this one's
+            jax.block_until_ready(
+                training.state
+            )  # nor shall the next training meet that of this one
             seconds[way] += took if turn >= 0 else []
     on_paper = {
         way: group.all_reduce(np.array(ways[way].on_paper()), op="max")

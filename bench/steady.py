@@ -7,7 +7,7 @@ from fddp.schedules import simulate
 from fddp.schedules.queues import by_kind
 from fddp.schedules.tasks import NEW, RESULT, Task, Value
 
-STEPS = 4  # that are simulated: the last one takes as long as all that would follow
+STEPS = 4  # simulated: the last step takes as long as all that would follow
 
 
 def steady_seconds(

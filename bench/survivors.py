@@ -76,7 +76,7 @@ def death() -> list[float]:
 def survive(rank: int, folder: Path, port: int) -> None:
     """One rank: trains until the last one dies, and a step more."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_recoverability", True)  # else JAX ends all when one is gone
+    jax.config.update("jax_enable_recoverability", True)  # else JAX ends all ranks when one is gone
     params = np.zeros((256, 256), np.float32)
     times = list[float]()
     for size in (RANKS, RANKS - 1):
@@ -98,7 +98,9 @@ def survive(rank: int, folder: Path, port: int) -> None:
             times = [time.monotonic()]
             params = np.array(state.params.addressable_data(0))
         while rank == 0 and not (folder / f"left {size}").exists():
-            time.sleep(0.01)  # JAX ends who still speaks to rank 0's service when that is gone
+            time.sleep(
+                0.01
+            )  # JAX ends ranks that still speak to rank 0's service when that is gone
         jax.distributed.shutdown()
         (folder / f"left {size}").touch()
         jax.extend.backend.clear_backends()

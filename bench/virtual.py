@@ -24,7 +24,7 @@ from bench.record import interleave, ratio, save, summary
 from bench.two_hosts import BACKENDS, ask
 
 EIGHT = 8
-# Each way, and the one that it is compared with.
+# Each way, and its reference.
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "ordinary": ({}, "ordinary"),
     "virtual": ({"virtual_replicas": 2}, "ordinary"),

@@ -147,8 +147,8 @@ def pipeline(
     """
     stages = jax.tree.leaves(params)[0].shape[0]
     inside = [(0, 0)] * (entering.ndim - 1)  # the dims of a micro-batch
-    # What comes from outside, for each tick and stage: micro-batches for the first stage, zeros for
-    # the others. What a stage makes of zeros, in the bubble, nobody reads.
+    # The inputs from outside, for each tick and stage: micro-batches for the first stage, zeros for
+    # all others. Outputs from zeros, in the bubble, are never read.
     outside = jnp.pad(entering[:, None], [(0, stages - 1), (0, stages - 1), *inside])
 
     def tick(activations: Array, outside: Array) -> tuple[Array, Array]:

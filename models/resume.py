@@ -56,7 +56,7 @@ def main(
     text, _ = data.read_text(None, model.context)
     if (
         fddp.preempted()
-    ):  # asked for the first time it takes SIGTERM over, which then waits for the end of a step
+    ):  # its first call takes SIGTERM over, which then waits for the end of a step
         return
     with fddp.Checkpoints(folder, step, every=every) as checkpoints:
         state, _ = checkpoints.restore(state)

@@ -195,7 +195,7 @@ def train(
         "find_unused_parameters": config.layer_drop > 0,
     }
     options["virtual_replicas"] = config.virtual_replicas
-    options["skip_nonfinite"] = True  # so no checkpoint holds what is no number
+    options["skip_nonfinite"] = True  # so no checkpoint holds a NaN
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state, rng=task.rng)
     with saved(config, step, state) as (state, save):
@@ -271,7 +271,7 @@ def saved(
     if config.resume is None:
         yield state, lambda state, at_end: None
         return
-    if fddp.preempted():  # asked for the first time it takes SIGTERM over, compiling included
+    if fddp.preempted():  # its first call takes SIGTERM over, compiling included
         raise SystemExit(0)
     with fddp.Checkpoints(config.resume, step, every=config.save_every) as checkpoints:
 
@@ -380,7 +380,7 @@ def write(model: gpt.GPT, params: Any, prompt: bytes, length: int) -> str:
 TASKS = {"resnet": resnet_task, "gpt": gpt_task}
 
 
-### What a person sees
+### Output
 
 
 def screen(group: fddp.Group) -> Console:

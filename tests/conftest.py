@@ -28,10 +28,10 @@ collect_ignore = [
     "step/typed_calls.py",
 ]  # scripts, whose examples pytest would look for
 
-# Before any test asks for a device: JAX's backends start once and then keep what they were told.
+# Before any test uses a device: JAX's backends start once and keep their settings.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-os.environ |= UNOPTIMIZED  # also of what a test starts
+os.environ |= UNOPTIMIZED  # also for the processes of a test
 jax.config.update("jax_disable_most_optimizations", True)
 
 # Tracing makes many objects and few cycles: with Python's own thresholds the collector takes 7 % of

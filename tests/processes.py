@@ -31,13 +31,13 @@ WORKERS = TESTS / "workers"
 HOLD = TESTS / "on_ranks" / "hold.py"  # the script whose ranks hold claims
 # conftest.py sets them.
 COMPILATION_CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-# Of this process's environment only what finds programs and files: neither its devices nor its
+# The variables of this process that locate programs and files: neither its devices nor its
 # launcher.
 INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", *COMPILATION_CACHE)
 END_S = 5.0
-# A last resort, ten times what the longest of these jobs takes on a quiet machine.
+# A last resort, ten times the seconds of the longest of these jobs on a quiet machine.
 JOB_S = 300.0
-# FDDP_GRACE_S where all ranks fail: nobody waits this long, however busy the machine is.
+# FDDP_GRACE_S if all ranks fail: no rank waits this long, however busy the machine is.
 PATIENT_S = "10"
 # A test's programs run a few times: most of their time goes to compiling. JAX's own switch leaves
 # optimizations out; before JAX 0.11 XLA:CPU also has kernels that take longer to make than all the
@@ -59,7 +59,7 @@ WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
 # Warnings are errors, but for a program that another process is writing into the cache: JAX then
 # compiles it.
 STRICT = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
-# What Python and JAX read when they are imported: a rank that needs another value is not forked.
+# Variables read when Python and JAX are imported: a rank with another value is not forked.
 READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 # (backend, processes) of every kind of job that is tested. Three processes show what powers of two

@@ -86,7 +86,7 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"step \d+, loss ([\d.]+)", output)]
 
 
-### What each says
+### Output of each script
 
 
 @pytest.mark.slow  # test_train.py trains with it, too
@@ -122,7 +122,7 @@ def test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes(home
     nbytes, of_ddp, steps = numbers(
         r"each replica sent ([\d,]+) bytes, DDP sends ([\d,]+) in (\d+) steps", output
     )
-    # Of two replicas each sends what is summed once: the parameters, and beside them a few scalars.
+    # Each of two replicas sends its summands once: the parameters, and a few scalars.
     assert 4 * 4 * PARAMETERS <= nbytes <= 4 * (4 * PARAMETERS + 64)
     assert steps == 32 and steps * 4 * PARAMETERS <= of_ddp <= steps * (4 * PARAMETERS + 64)
     assert losses(output)[-1] < losses(output)[0]

@@ -90,7 +90,7 @@ def test_a_fused_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(
         first, last = entry["first_and_last_loss"]
         assert last < first  # it has trained, and parameters have gone a way
         assert entry["fddp"]["loss"] <= 1e-6 and entry["fddp"]["way"] <= 1e-5
-        # The measure sees what rounding does.
+        # The measure sees the effect of rounding.
         assert (
             entry["plain_again"]["bits_equal"]
             and 0 < entry["plain_with_rows_reversed"]["way"] <= 1e-3
@@ -180,7 +180,7 @@ def test_a_rehearsal_says_that_it_is_none_of_a_gpu(packing):
     assert "CPUs, in a rehearsal" in printed.splitlines()[-1]
 
 
-### What fails
+### Failing parts
 
 
 @pytest.mark.ranks

@@ -207,9 +207,7 @@ def undocumented(name: str, function: Callable[..., object]) -> list[str]:
     missing = [section for section in sections if section not in text]
     listed = text.partition("Args:")[2]
     missing += [p for p in args if not re.search(rf"^ *\**{p}:|\b{p}:", listed, re.MULTILINE)]
-    excepted = {
-        ("all_reduce", "axis_name")
-    }  # described with `group`, of which it is the alternative
+    excepted = {("all_reduce", "axis_name")}  # described with `group`, its alternative
     return [f"{name}: {part}" for part in missing if (name, part) not in excepted]
 
 

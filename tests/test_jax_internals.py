@@ -387,7 +387,7 @@ def test_a_scan_that_jax_has_changed_still_tells_what_its_inputs_are(change):
         consts, carry, rows = internals.loop_parts(eqn, shapes(eqn.invars))
         body, options = internals.scan_body(eqn)
         inputs, outputs = map(shapes, (body.jaxpr.invars, body.jaxpr.outvars))
-        # A body gets a row of the rows, and gives back the carry that it was given.
+        # A body receives a row of the rows, and returns its carry unchanged.
         assert [*consts, *carry, *(shape[1:] for shape in rows)] == inputs
         assert {shape[0] for shape in rows} <= {options["length"]}
         assert carry == outputs[: len(carry)]
@@ -459,7 +459,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:2]), ("some",), axis_types=(AxisType.Explicit,))
 
 
-# A context as a user enters it, and what another thread can tell of it.
+# A context as a user enters it, and its visible effect in another thread.
 CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
     "enable_x64": (lambda: jax.enable_x64(True), lambda: jnp.zeros(()).dtype),
     "default_device": (

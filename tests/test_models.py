@@ -106,7 +106,7 @@ def test_synthetic_batches_follow_the_seed_and_the_size():
     assert not np.array_equal(batch["image"], resnet.batch("50", 2, seed=1)["image"])
 
 
-### What holds for every model
+### Claims about every model
 
 
 @pytest.mark.quick("gpt", "resnet", "mlp")

@@ -19,7 +19,7 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 (FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
 (THE_DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-# A script, and what it prints where the page says so. What stands beside one is titled PyTorch, and
+# A script, and its output if the page shows it. A block next to a script is titled PyTorch, and
 # PyTorch's.
 SCRIPTS = [
     pytest.param(script, printed, id=f"{name}-{number}")

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 API = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
-# What docs/site.css leaves room for in a block of code, and in one of two beside each other.
+# The columns of docs/site.css for a block of code, and for one of two blocks side by side.
 COLUMNS = 101
 COLUMNS_BESIDE = 48
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md", ROOT / "CONTRIBUTING.md"]

@@ -20,7 +20,7 @@ UV = shutil.which("uv") or "uv"
 CLEAN = {
     name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
 }
-# What a user's machine does first, and what needs no more than the wheel: plans, steps on a mesh,
+# The first uses on a user's machine, and those that need only the wheel: plans, steps on a mesh,
 # two real processes.
 SUBSET = ("tests/buckets", "tests/step/test_step.py", "tests/runtime/test_rendezvous.py")
 
@@ -56,7 +56,7 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
-### What is said of a version
+### Versions
 
 
 def test_the_changelog_begins_with_what_is_unreleased_and_then_has_this_version():
@@ -78,7 +78,7 @@ def test_the_page_says_which_jax_and_python_are_supported():
     assert f"| JAX | `{jax}` |" in page and f"| Python | {', '.join(pythons)} |" in page
 
 
-### What the archives hold
+### Contents of the archives
 
 
 @pytest.mark.steps
@@ -105,7 +105,7 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
     assert not {".venv", ".git", "runs", "site"} & top
 
 
-### What the wheel is
+### The wheel
 
 
 @built_with_uv

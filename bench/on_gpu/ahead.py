@@ -49,7 +49,7 @@ def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
 def allocated(lowered: Any) -> dict[str, float]:
     """XLA's figures of a program's memory in MiB: arguments, and its other allocations."""
     memory = device_memory.memory_of(of_one_program(lowered.compile()))
-    assert memory is not None  # of GPUs XLA tells it
+    assert memory is not None  # XLA reports it for GPUs
     return {"arguments_MiB": memory.given / MiB, "more_MiB": memory.more / MiB}
 
 

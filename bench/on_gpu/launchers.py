@@ -185,7 +185,7 @@ def _gpu_of_rank(machine: Machine, rank: int) -> str:
     return _all_gpus(machine, rank).split(",")[rank]
 
 
-### What is here
+### Installed launchers
 
 
 def _installed(program: str) -> str | None:

@@ -11,7 +11,7 @@ from fddp.analysis.auditing.gpus import CHIPS
 from fddp.analysis.doctor import installed
 
 ROOT = Path(__file__).parents[2]
-# module:preset:rows of a replica, the quickest to compile first: what the time is too short for
+# module:preset:rows of a replica, the quickest to compile first: models without enough time
 # comes last. Of the GPT of 360 million parameters 8 layers of 32 are written out, and all are under
 # a scan.
 LARGE = ("mlp:1024:2048", "scanned:360m:4", "bert:base:32", "resnet:50:64", "gpt:360m@8:4")
@@ -27,7 +27,7 @@ REHEARSAL = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else "",
 }
-# What the ranks train: module:preset:rows of each, and a cap that makes several buckets of it.
+# The model of the ranks: module:preset:rows of each, and a cap that makes several buckets of it.
 RANKED = "gpt:tiny:8"
 CAP_MB = 0.1
 
@@ -120,7 +120,7 @@ def variables(env: Mapping[str, str], cache: str) -> dict[str, str]:
       All variables.
     """
     paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
-    # JAX refuses the old name of this variable beside the new one.
+    # JAX refuses the old name of this variable together with the new one.
     inherited = {
         name: value for name, value in env.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"
     }

@@ -19,8 +19,8 @@ from bench.overhead import hand_written
 from bench.workload import read
 
 STEPS = 5
-# Of a loss, and of the way that the parameters have gone; or this many times what the order of the
-# rows makes.
+# Relative to a loss, and to the path of the parameters; or this many times the effect of the
+# order of the rows.
 LOSS = 1e-5
 WAY = 1e-3
 TIMES = 10

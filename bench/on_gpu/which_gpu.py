@@ -32,7 +32,7 @@ def which() -> dict[str, Any]:
         step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.5), group=group)
         state, _ = step(step.init(jnp.zeros(())), np.full(len(devices), group.rank, np.float32))
         mean = float(state.params)
-    except Exception as error:  # of NCCL: which GPU it is can be told all the same
+    except Exception as error:  # of NCCL: the GPU can be identified all the same
         message = str(error)[-300:]
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     numbers = [device.local_hardware_id or 0 for device in devices]

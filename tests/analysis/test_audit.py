@@ -28,7 +28,7 @@ from fddp.hooks.reductions import reductions
 from fddp.schedules.tasks import communications
 from models import bert, gpt, mlp, resnet
 
-# What XLA makes of a program is the claim: with all that it does.
+# The claims are about XLA's programs: all optimizations are on.
 pytestmark = pytest.mark.usefixtures("optimized")
 aot = pytest.mark.aot
 slow = pytest.mark.slow
@@ -80,7 +80,7 @@ def plain_mlp(rows, **fields):
     return workload(mlp, mlp.MLP((256,) * 5, use_bias=False, **fields), rows)
 
 
-### What XLA hides
+### Hidden traffic
 
 
 @aot
@@ -162,7 +162,7 @@ def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(
     gathers = audit.collectives[:count]
     scatters = audit.collectives[count + 1 :]
     assert all(collective.asynchronous for collective in (*gathers, *scatters))
-    # What the first layer needs has no layer before it: BERT's three embeddings, the GPT's one.
+    # No layer precedes the inputs of the first one: three embeddings of BERT, one of the GPT.
     first = 3 if name == "bert" else 1
     assert all(collective.heavy > 0 for collective in gathers[first:])
     # For A100s XLA's scheduler leaves the scatters of the last layers without products.
@@ -248,7 +248,7 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     assert audit.carries == ("tail", *(f"bucket {k}" for k in range(4))) and audit.problems() == ()
 
 
-### What plain JAX makes of the same loss and optimizer
+### Plain JAX with the same loss and optimizer
 
 
 @aot
@@ -283,7 +283,7 @@ def test_the_update_of_early_buckets_is_computed_while_the_last_sums_travel():
     assert sum(span.seconds for span in under) > 0
 
 
-### What spoils them is found and named
+### Audits find and name obstacles
 
 
 @aot
@@ -682,7 +682,7 @@ EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are one's own part of what is gathered,
+        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are a GPU's part of the gathered array, and
         # all that is scattered.
         ("all-gather", ((0, 1), (2, 3)), 20e-6 + 900e6 / 450e9),
         ("reduce-scatter", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
@@ -692,12 +692,12 @@ EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
         ("all-reduce", EIGHT_PAIRS, 60e-6 + 900e6 / 50e9),
         ("reduce-scatter", EIGHT_PAIRS, 60e-6 + 450e6 / 50e9),
         ("all-reduce", ((0, 1, 8, 9), (2, 3, 10, 11)), 60e-6 + 2 * 675e6 / 100e9),
-        # Three and one: all passes the card of the one.
+        # Three and one: all traffic passes the card of the single GPU.
         ("all-reduce", ((0, 1, 2, 8),), 60e-6 + 2 * 675e6 / 50e9),
         # Inside and across: the slower one counts.
         ("all-gather", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
         ("collective-permute", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
-        # The card of each GPU sends what is for other hosts: eight of 16 parts; three of four where
+        # The card of each GPU sends the parts for other hosts: eight of 16; three of four where
         # it is alone.
         ("all-to-all", (), 60e-6 + 450e6 / 50e9),
         ("all-to-all", ((0, 1, 2, 8),), 60e-6 + 675e6 / 50e9),
@@ -769,7 +769,7 @@ def test_a_step_of_several_programs_says_so():
         fddp.audit(step, state, workload.batch, "h100:8")
 
 
-### What a person sees
+### Printed audits
 
 
 @aot
@@ -809,7 +809,7 @@ def test_the_same_step_on_another_group_trains_alike(group):
     assert moved.plan == step.plan
 
 
-### Hooks, and what is sent only sometimes
+### Hooks, and messages of some steps only
 
 
 @aot

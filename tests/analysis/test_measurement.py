@@ -233,7 +233,7 @@ def test_there_must_be_something_to_measure(group):
         step.measure(state, [])
 
 
-### What DDP logs
+### DDP's logs
 
 
 def invariants(stats: fddp.Stats) -> Sequence[bool]:

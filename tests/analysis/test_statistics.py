@@ -63,7 +63,7 @@ def test_what_a_replica_holds_is_what_lies_on_its_device(group: Groups, shard: s
     step(pending, ROWS)
     check(pending)
     step(state, ROWS)
-    # What was pending once is told from then on, and is whole.
+    # Pending gradients are reported from then on, and are whole.
     assert step.stats().replica_bytes.held.accumulated > 4 * 45
 
 

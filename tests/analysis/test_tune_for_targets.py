@@ -19,7 +19,7 @@ from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
 from models import bert, mlp, scanned
 
-# What XLA makes of a program is the claim: with all that it does.
+# The claims are about XLA's programs: all optimizations are on.
 pytestmark = pytest.mark.usefixtures("optimized")
 aot = pytest.mark.aot
 

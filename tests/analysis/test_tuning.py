@@ -180,7 +180,7 @@ def test_a_model_is_tuned_by_its_name(group):
         tune_model(mlp, "huge", group=group(1))
 
 
-### What follows for other numbers of replicas
+### Other numbers of replicas
 
 BEST = Candidate(1.0, (2.0, 1.0), (0.25, 0.25), (10, 10), predicted_s=5.0)
 BY_HAND = Tuning(2, Link(0.0, 10.0), Pace(), 0.75, (BEST,), BEST, measured_s=4.0)

@@ -41,7 +41,7 @@ def problems(draw: st.DrawFn) -> tuple[list[jax.ShapeDtypeStruct], list[int], di
     return tree, order, {name: draw(st.integers(0, 100)) / MiB for name in names}
 
 
-### What holds for every plan
+### Claims about every plan
 
 
 @given(problems())
@@ -223,7 +223,7 @@ def test_pytorch_multi_limit_as_a_sequence_whose_last_cap_holds_for_all_that_fol
             [3, 4],
             [5],
         ]
-    # Neither the first nor the last bucket has a cap besides.
+    # Neither the first nor the last bucket has another cap.
     assert leaves_of(make_plan(floats(*[2**18] * 4), order=range(4), bucket_cap_mb=[2, 25])) == [
         [0, 1],
         [2, 3],
@@ -286,7 +286,7 @@ def test_the_digest_depends_on_nothing_else(problem):
     )
 
 
-### What a person sees
+### Printed plans
 
 
 def test_the_printed_table_holds_names_sizes_and_dtypes():

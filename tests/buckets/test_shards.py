@@ -66,7 +66,7 @@ def test_a_stack_is_known_by_its_form_and_padding_is_less_than_three_percent():
         assert depth_of(int(np.prod(shape)), shape, 8) == 1
     assert (
         depth_of(12 * 768, (12, 768, 768), 8) == 1
-    )  # what is kept of it for each of its columns, say
+    )  # for example statistics of each of its columns
 
 
 def test_padding_counts_each_layer_of_a_stack_once():

@@ -47,7 +47,7 @@ def first(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.Train
 KINDS: dict[str, Make] = {
     "whole": lambda group: first(
         group, hook=fddp.hooks.topk(0.4)
-    ),  # it remembers what it did not send
+    ),  # it remembers the unsent numbers
     "shards": lambda group: first(group, shard="state"),
 }
 
@@ -187,7 +187,7 @@ def test_pending_gradients_are_saved_when_asked_and_come_back(
         same_arrays(checkpoints.restore(pending)[0], state)
 
 
-### What happens to files
+### Damaged files
 
 
 def newest(folder: Path) -> Path:

@@ -134,7 +134,7 @@ def test_pending_gradients_are_saved_too(make, tmp_path, schedule):
     second_step = make(schedule)
     like, _ = second_step.no_sync(
         fresh(second_step), single(ROWS[0])
-    )  # a fresh state has no form for what is pending
+    )  # a fresh state has no form for pending gradients
     resumed = restore(tmp_path / "state", like)
     same_arrays(resumed, state)
     for call, number in (("no_sync", 3), ("__call__", 4), ("__call__", 5)):

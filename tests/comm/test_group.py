@@ -24,7 +24,7 @@ import fddp
 W = np.zeros((), np.float32)
 
 
-### One process: what goes in comes out
+### One process: collectives return their inputs
 
 
 def test_replicas_are_the_devices_of_the_mesh(group):

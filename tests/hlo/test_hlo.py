@@ -196,12 +196,12 @@ def test_a_fusion_that_takes_a_slice_reads_only_that():
         "  ROOT %slice = f32[10] slice(%p), slice={[5:15]}\n}\n\nENTRY",
     )
     assert traffic(parse(text), *lines_of(text)["fusion"]) == 4 * (10 + 10)
-    # So does one that runs beside others, whose result holds its input as well: JAX 0.11's in
+    # So does a fusion that runs next to others, with its input in its result: JAX 0.11's in
     # loops.
-    fused_twice = text.replace(
+    asynchronous = text.replace(
         "%fusion = f32[10] fusion(", "%fusion = ((f32[1000]), f32[10], u32[]) fusion-start("
     )
-    assert traffic(parse(fused_twice), *lines_of(fused_twice)["fusion"]) == 4 * (10 + 10)
+    assert traffic(parse(asynchronous), *lines_of(asynchronous)["fusion"]) == 4 * (10 + 10)
 
 
 def test_of_a_conditional_only_the_branch_that_moves_most_counts():
@@ -293,7 +293,7 @@ def test_an_all_reduce_in_a_loop_or_a_general_async_pair_is_found():
     ]
 
 
-### Who takes part with whom
+### Groups of participants
 
 
 @pytest.mark.parametrize(

@@ -194,7 +194,7 @@ def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     noted(step, [1.0, *[100.0] * (len(stages) - 1)], [1.0, 1.0])
     refitted = fddp.refit_bits(step, exposed=2.01 / (1 + 100 * (len(stages) - 1)))
     assert refitted.options.hook is not None and refitted.options.hook.bits == (32, 16)
-    # What was lost in 8 bits comes with the next step's.
+    # The residual of 8 bits travels with the next step.
     state, _ = refitted(state, ROWS[2])
     assert (
         refitted.stats().hook == "adaptive(32, 16)"

@@ -52,7 +52,7 @@ def test_floats_of_16_bits_are_rounded_to_the_nearest():
     )
 
 
-### What a hook sums, against NumPy
+### Sums of hooks, against NumPy
 
 
 def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:

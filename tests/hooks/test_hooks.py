@@ -88,7 +88,7 @@ def normal(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
-### What each hook sums
+### Sums of each hook
 
 
 def test_sixteen_bits_are_rounded_once_before_and_once_after_a_sum_in_float32(group):
@@ -138,7 +138,7 @@ def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
     ((total,), residual) = reduced(group, hooks.quantize(block=10), rows)
     step = (
         np.abs(rows.reshape(REPLICAS, 10, 10)).max(-1, keepdims=True) / 127
-    )  # what one unit of a block stands for
+    )  # the value of a unit of each block
     rounded = np.round(rows.reshape(REPLICAS, 10, 10) / step) * step
     sums = rounded.sum(0)
     # Each replica remembers what it rounded away, and what it did of the part of the sum that it
@@ -160,7 +160,7 @@ def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others
     rows[1, 3] = 5
     rows[2] = 1
     ((total,), residual) = reduced(group, hooks.topk(0.25), rows)
-    # Two a replica; of equal ones the first.
+    # Two a replica; of equal numbers the first.
     assert total.tolist() == [1, -8, 0, 5, 0, 0, 0, 8]
     assert np.asarray(residual)[:3].tolist() == [
         [1, 0, 2, 0, 3, 0, 0, 0],
@@ -454,7 +454,7 @@ def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, n
     equal((after.params, after.hook_state), (before.params, before.hook_state))
 
 
-### What is not finite
+### Non-finite gradients
 
 SIZES: dict[str, tuple[int, ...]] = {"one": (), "few": (37,), "many": (4099,), "matrix": (40, 30)}
 PLACES = [
@@ -547,7 +547,7 @@ def test_low_rank_factors_that_overflow_are_not_zeros(group):
 
 def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
     rows = np.zeros((REPLICAS, 4), np.float16)
-    # What stands for the first number, and for how its sum was rounded, is more than float16 holds.
+    # The codes of the first number and of its rounded sum are too large for float16.
     rows[:2] = [[65504, 6632, 55232, -21408], [-1841, 34560, 6716, -42752]]
     totals, residual = reduced(group, hooks.quantize(block=4), rows)
     assert np.all(np.isfinite(totals[0])) and all(
@@ -595,7 +595,7 @@ def traffic(text: str) -> int:
             WORD[dtype] * int(np.prod([int(n) for n in dims.split(",") if n]))
             for dtype, dims in shapes
         )
-        # An all-gather's result holds all replicas' parts, of which one is its own.
+        # An all-gather's result holds all replicas' parts, including its own.
         times = {
             "all-reduce": 2 * (REPLICAS - 1),
             "all-gather": REPLICAS - 1,

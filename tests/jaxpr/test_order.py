@@ -89,7 +89,7 @@ def test_the_order_is_that_of_use_and_not_of_the_alphabet(kind):
 def test_a_tied_parameter_is_ready_when_its_last_cotangent_is_added(kind):
     loss = chain(kind, "tied", "b", "c", "tied")
     assert order(loss, {"b": W, "c": W, "tied": W}) == ["c", "b", "tied"]
-    # And no later: what comes before its first use is not waited for.
+    # And no later: nothing before its first use waits for it.
     assert order(chain(kind, "a", "tied", "b", "tied"), {"a": W, "b": W, "tied": W}) == [
         "b",
         "tied",
@@ -122,7 +122,7 @@ def test_a_scan_over_layers_delivers_all_its_gradients_at_once():
         return jnp.mean((x @ params["head"]) ** 2)
 
     params = {"bias": np.ones((4, 1, 3), np.float32), "head": W, "kernel": np.stack([W] * 4)}
-    # What one equation makes is taken in reverse, as DDP guesses.
+    # The outputs of one equation are taken in reverse, as DDP guesses.
     assert order(loss, params) == ["head", "kernel", "bias"]
 
 

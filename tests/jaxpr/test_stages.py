@@ -152,7 +152,7 @@ def test_collectives_are_found_at_any_depth():
     assert not collectives(gradient_program()[0])
 
 
-### What can be made when
+### The earliest time of each value
 
 
 def test_an_output_waits_for_the_last_of_the_inputs_it_needs():

@@ -283,7 +283,7 @@ def test_values_and_gradients_are_the_plain_functions_own(name, t, wrap):
         np.testing.assert_array_equal, (value, tracked_aux, tracked_grads), (loss, aux, grads)
     )
     assert used.dtype == bool and used.shape == (N,)
-    # What is unused has no gradient: the other way round does not hold.
+    # Unused leaves have no gradient; the converse does not hold.
     assert all(use or not np.any(grad) for use, grad in zip(used, tracked_grads))
 
 
@@ -390,7 +390,7 @@ def test_what_only_the_rule_reads_is_used_beside_a_choice():
 def test_a_rule_stays_one_equation():
     program = jax.make_jaxpr(tracked(with_aux(CASES["cond_in_custom_vjp"][0], 1)))(LEAVES).jaxpr
     assert equations(program, "custom_vjp_call") == 1
-    assert equations(program, "cond") == 2  # in the rule, and beside it for the masks
+    assert equations(program, "cond") == 2  # in the rule, and for the masks
 
 
 ### Under transformations

@@ -78,7 +78,7 @@ def test_a_line_has_a_time_by_which_it_is_complete():
         drips.join()
 
 
-### Who may be an island
+### Refused islands
 
 
 @pytest.fixture

@@ -340,7 +340,7 @@ def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):
         read_log(log)
 
 
-### What a user gives
+### Arguments of users
 
 
 @pytest.mark.parametrize(

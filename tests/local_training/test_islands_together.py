@@ -165,7 +165,7 @@ def test_between_islands_each_parameter_travels_once(group: Groups, x64: None, s
     for inner_bytes, sends in (nbytes[:2], nbytes[2:4]):
         more = np.subtract(sends, inner_bytes)
         part = [-(-size[name] // 4) for name in names]
-        # 2 · 1/2 of a part between islands, 3 parts gathered inside; weight and count beside them.
+        # 2 · 1/2 of a part between islands, 3 parts gathered inside; also weight and count.
         assert more[: len(part)].sum() - sum(8 * (n + 3 * n) for n in part) in (0, 8)
 
 

@@ -220,7 +220,7 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(
         ]
         losses.append([float(line(local[r], {"x": inputs[r], "y": labels[r]})) for r in range(2)])
         state, _ = step(state, {"x": np.concatenate(inputs), "y": np.concatenate(labels)})
-    # The last one is made there of parameters that were rounded to four digits.
+    # MaxText computes the last loss from parameters rounded to four digits.
     np.testing.assert_allclose(
         [first for first, _ in losses], [1.0, 0.49, 0.2401, 0.207545], atol=2e-6
     )
@@ -259,7 +259,7 @@ def test_a_schedule_says_when_to_synchronize(group: Groups):
         state, info = step(state, ROWS[k].astype(np.float32))
         synchronized.append(bool(info.sent.sum()))
     assert synchronized == [True] * 4 + [False, False, True] * 2 + [False]
-    # Ranks compare what they were given by its name.
+    # Ranks compare arguments by their names.
     assert repr(fddp.local_steps(optax.sgd(0.1), every=abs)).startswith(
         "LocalSteps(every=abs, start=0"
     )

@@ -421,7 +421,7 @@ def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
         close(state.opt_state.shared, jax.tree.map(np.float32, PARAMS), rtol=0, atol=0)
 
 
-### What stays, and what is refused
+### Unchanged and refused options
 
 
 @pytest.mark.quick("state")

@@ -107,7 +107,7 @@ def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group)
             "half": model_state["half"] + 1,
             "count": model_state["count"],
         }
-        buffers["mean"] = buffers["mean"].astype(jnp.bfloat16)  # what a careless module returns
+        buffers["mean"] = buffers["mean"].astype(jnp.bfloat16)  # as a careless module returns it
         weight = jnp.sum(batch["mask"])
         return fddp.Weighted(value, weight), (
             buffers,

@@ -272,7 +272,7 @@ def ranks_of_a_subgroup_save_and_restore_by_themselves(group: fddp.Group):
     assert local_bits(restored_state) == local_bits(state)
 
 
-### What happens to ranks and their files
+### Damage to ranks and files
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
     }
     rows = draw.normal(size=(4 * group.size, 32)).astype(np.float32)
     optimizer = optax.adam(1e-3)
-    # In both orders of the messages, and in the one that stays.
+    # In both orders of the messages, and in the final order.
     batches = [np.roll(rows, k, axis=0) for k in range(4)]
     expected = by_plain_jax(loss, optimizer, params, batches)
     step = fddp.train_step(loss, optimizer, group=group, schedule="eager", bucket_cap_mb=0)

@@ -16,7 +16,7 @@ from fddp.buckets import MiB
 
 WIDTH = 1024
 LEAVES = 8
-CARRYING_MIB = 32  # what MPI and the heap keep beside
+CARRYING_MIB = 32  # other memory of MPI and the heap
 M_MMAP_THRESHOLD = (
     -3
 )  # of glibc's mallopt: larger blocks go back to the system as soon as they are free
@@ -47,7 +47,7 @@ def a_step_takes_about_the_memory_that_is_told(group: fddp.Group):
         assert predicted is not None
         for _ in range(2):
             state = jax.block_until_ready(step(state, rows)[0])
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = resident_mib("VmRSS")
         state = jax.block_until_ready(step(state, rows)[0])
         peak = predicted.given / MiB + resident_mib("VmHWM") - before

@@ -118,7 +118,7 @@ def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.
         return comm.all_gather(part).reshape(-1), comm.all_reduce(x)
 
     for dtype in (np.float32, np.float16, jnp.bfloat16):
-        # Whole numbers of which every sum is exact.
+        # Whole numbers with exact sums.
         local = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
         total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
         x = group.placement.place(local, per_replica)
@@ -231,7 +231,7 @@ def a_subgroup_without_this_rank_is_an_error(group: fddp.Group):
     assert "different" in error_of(lambda: group.subgroup([group.rank, group.size]))
 
 
-### Who could hear them
+### Open ports
 
 
 # 127.0.0.1, the same for IPv6, and ::1, as Linux writes them

@@ -47,7 +47,7 @@ def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group
             np.testing.assert_allclose(
                 state.params, -mean, rtol=1e-6, atol=2e-3 * float(jnp.finfo(dtype).eps)
             )
-            # Half of the 4-byte words, and loss and weight beside them.
+            # Half of the 4-byte words, and loss and weight.
             assert info.sent.tolist() == [on_the_wire(group, 2 * WIDTH), on_the_wire(group, 2 * 4)]
             assert same_on_all_ranks(group, state.params)
 

@@ -73,7 +73,7 @@ def nodes_of_unequally_many_are_an_error_on_every_rank(group: fddp.Group):
 def ranks_that_give_nodes_another_size_all_hear_of_it(group: fddp.Group):
     message = error_of(lambda: group.hierarchical(local=1 if group.rank else group.size))
     assert f"rank 0: local={group.size}" in message and "rank 1: local=1" in message
-    # One that is wrong on one rank alone, too.
+    # An argument that is wrong on one rank only, too.
     assert f"1 of {group.size} ranks failed" in error_of(
         lambda: group.hierarchical(local=1 if group.rank else 0)
     )

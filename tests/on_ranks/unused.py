@@ -70,7 +70,7 @@ def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
             layer_counts.add(layers)
             expected = layers * [4 * width] + [
                 4 * 4 + 3 * 4
-            ]  # what is used travels with loss, weight and metric
+            ]  # used leaves travel with loss, weight and metric
             assert sorted(info.sent.tolist())[4 - layers :] == sorted(
                 on_the_wire(group, n) for n in expected
             )

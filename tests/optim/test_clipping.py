@@ -92,7 +92,7 @@ def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
     np.testing.assert_allclose(norm(moved), CAP, rtol=1e-12)
 
 
-### What the tests above can see
+### Sensitivity of the tests above
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -280,7 +280,7 @@ def test_float16_finds_its_scale_and_trains_as_float32_does(group):
 @pytest.mark.parametrize("place", ["chain", "partition"])
 def test_a_scale_is_found_wherever_it_stands_in_the_optimizer(group, place):
     part = fddp.dynamic_scale(optax.sgd(1.0), initial=2.0**14)
-    # Not behind `optax.clip`, which would turn what is infinite into a number.
+    # Not behind `optax.clip`, which would make infinite values finite.
     optimizer: Any = {
         "chain": lambda: optax.chain(part, optax.scale(0.5), optax.scale(2.0)),
         "partition": lambda: optax.partition(

@@ -36,7 +36,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     if not name.startswith(("_", "scale_by_")) and callable(make) and not inspect.isclass(make)
     if module is optax.contrib or isinstance(make, partial) or make.__module__ == alias.__name__
 }
-# What they are made with, beside a learning rate of 0.1 where they have one.
+# Their arguments, in addition to a learning rate of 0.1 if they take one.
 ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "differentially_private_aggregate": lambda make: make(1.0, 0.1, key=0),
     "dpsgd": lambda make: make(0.1, 1.0, 0.1, seed=0),
@@ -57,10 +57,10 @@ EXTRA_ARGS: Any = (
 )  # whose type knows no update with keywords of its own
 PER_EXAMPLE = "the gradient of each example"
 REFUSED = {
-    # its line search computes the loss at several lengths of a step; without one it trains
+    # its line search computes the loss at several lengths of a step; without the search it trains
     "lbfgs": "value_fn",
     "sophia": "obj_fn",  # differentiates the loss a second time, in random directions
-    "hutchinson_estimator_diag_hessian": "obj_fn",  # what sophia does it with
+    "hutchinson_estimator_diag_hessian": "obj_fn",  # the gradient estimate of sophia
     "dpsgd": PER_EXAMPLE,  # clips it, before the mean is made
     "differentially_private_aggregate": PER_EXAMPLE,
 }

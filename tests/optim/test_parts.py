@@ -232,7 +232,7 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
     return jax.tree.unflatten(jax.tree.structure(params), gathered)
 
 
-### What the documentation says
+### The documentation
 
 FORMS = {
     "b": jax.ShapeDtypeStruct((3,), "float32"),

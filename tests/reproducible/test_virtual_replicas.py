@@ -134,7 +134,7 @@ def test_the_bits_do_not_depend_on_the_number_of_replicas(
 )
 def test_nor_on_how_it_is_sent(group: Groups, single_replica_bits: Bits, options: Any):
     result = trained(make(group(2), **options))
-    # How many replicas used a leaf is told besides.
+    # The number of replicas that used a leaf is reported as well.
     assert (
         result[-1] == single_replica_bits[-1]
         if "find_unused_parameters" in options
@@ -274,7 +274,7 @@ def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: 
     assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * part_sizes * 4
 
 
-### What it refuses
+### Refused options
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

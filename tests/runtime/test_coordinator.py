@@ -32,7 +32,7 @@ def test_it_listens_until_all_who_hold_it_have_let_go():
     port = free_port()
     bind, descriptors = start_coordinator(f"127.0.0.1:{port}", 0, 2)
     assert bind == LOOSE and listens(port)
-    watcher = os.dup(descriptors[0])  # who holds it too
+    watcher = os.dup(descriptors[0])  # another holder
     os.close(descriptors[0])
     time.sleep(0.2)
     assert listens(port)

@@ -29,8 +29,8 @@ JOB = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLU
 STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "node[007-012,040],login"}
 SLURM = JOB | STEP | {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
 
-# What Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 really set on rank 1 of two nodes, as far as
-# it is of interest.
+# The variables of Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 on rank 1 of two nodes, as far as
+# they are of interest.
 SRUN = {
     "SLURM_JOB_ID": "6",
     "SLURM_NTASKS": "2",
@@ -77,7 +77,7 @@ SRUN_CRAY = SRUN | {
     "PMI_LOCAL_RANK": "0",
 }
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-# What torchrun of PyTorch 2.13 sets, as far as it is of interest.
+# The variables of torchrun of PyTorch 2.13, as far as they are of interest.
 TORCHRUN = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 TORCH_MET = f"node1:{61440 + 29501 % 4096}"
 JAX = {"JAX_COORDINATOR_ADDRESS": "node1:4711", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -101,7 +101,7 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_RANK": "1",
     "PMI_ID": "3",
 }
-# What prterun of PRRTE 3 sets; Open MPI's mpirun, which is made of it, adds its own.
+# The variables of prterun of PRRTE 3; Open MPI's mpirun, which contains it, adds its own.
 PRRTE = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-5003@1", "PRTE_LAUNCHED": "1"}
 INDEXED = {"JOB_COMPLETION_INDEX": "2"}
 PLACE = {"FDDP_SIZE": "3", "FDDP_COORDINATOR": "train-0.train:4711"}
@@ -197,7 +197,7 @@ def test_all_ranks_of_a_slurm_step_agree_on_a_port_that_differs_between_jobs():
     assert coordinator is not None and 1024 < int(coordinator.rsplit(":", 1)[1]) < 2**16
 
 
-# What Slurm 22.05 sets for a script of sbatch, and for the shell of salloc, which is no task.
+# The variables of Slurm 22.05 for a script of sbatch, and for the shell of salloc, not a task.
 SBATCH_N2 = {
     "SLURM_JOB_ID": "6",
     "SLURM_PROCID": "0",
@@ -403,7 +403,7 @@ def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says
         read_launch(env)
 
 
-### What `fddp.init` starts
+### Backends of `fddp.init`
 
 
 def started(env: Mapping[str, str], *, mpi_ranks: int = 1, **arguments: Any) -> tuple[str, Launch]:

@@ -12,7 +12,7 @@ import pytest
 
 from fddp.runtime import mpi_vendors
 
-# What `--version`, or mpicc's `-v` and `--showme:version`, print first.
+# The first lines of `--version`, or of mpicc's `-v` and `--showme:version`.
 SAY = {
     "mpiexec.openmpi": "mpiexec.openmpi (OpenRTE) 4.1.4",
     "mpiexec.hydra": "HYDRA build details:",
@@ -114,7 +114,7 @@ def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: initialize = True\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('Open MPI', (4, 1, 4))\n")
     (tmp_path / "mpi4jax.py").write_text(mpi4jax)
-    if mpi4jax:  # a process that loads JAX takes seconds, and one that does is enough
+    if mpi4jax:  # a process that loads JAX takes seconds, and a single one is enough
         (tmp_path / "jax.py").write_text(JAX)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert mpi_vendors.loaded() == ("Open MPI", problem)

@@ -200,7 +200,7 @@ def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     monkeypatch.setenv("LONG", "600")
     code, _, err = ends(capfd, says, ranks=1, mpiexec=(str(stays), None))
     assert (code, err) == (128 + 15, "fddp run: the job ended by SIGTERM.\n")
-    # One whose ranks have ended well has all the time.
+    # A job with ranks that have ended well has unlimited time.
     monkeypatch.setenv("LONG", "3")
     assert ends(capfd, "print('done')", ranks=1, mpiexec=(str(stays), None)) == (0, "done\n", "")
 

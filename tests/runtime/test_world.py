@@ -147,7 +147,7 @@ def test_sigterm_ends_a_process_that_has_left(leave_outcome: Outcome):
 
 
 def test_one_process_may_leave_and_join_again():
-    fddp.shutdown()  # what another test of this process has joined
+    fddp.shutdown()  # the world of another test of this process
     first = fddp.init()
     fddp.shutdown()
     assert fddp.init() is not first

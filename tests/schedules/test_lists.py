@@ -44,7 +44,7 @@ def listed(group: fddp.Group, schedule: Any, **options: Any) -> TaskList:
     return step.tasks(step.shapes(PARAMS), jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype))
 
 
-### What is in a list
+### Contents of a list
 
 
 def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(group):

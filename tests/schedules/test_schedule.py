@@ -65,7 +65,7 @@ def test_staged_gives_what_fused_gives(group, module):
 
 ### All features at once
 
-# What a feature does is claimed in its own file, under "fused".
+# A feature's own file claims its effect, under "fused".
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "parts": {"shard": "state"},
@@ -160,7 +160,7 @@ def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[
     state, call_info = step.no_sync(state, first)
     results: list[Any] = [
         call_info._replace(sent=None)
-    ]  # what is not exact in 16 bits travels in another bucket
+    ]  # leaves that are not exact in 16 bits travel in another bucket
     for batch in remaining:
         state, info = step(state, batch)
         results += [jax.device_get(state._replace(rng=None)), info._replace(sent=None)]
@@ -178,7 +178,7 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
             expected.astype(wide),
             float(jnp.finfo(got.dtype).eps),
         )
-        # What a hook remembers is a difference of numbers of about 1.
+        # A hook's residual is a difference of numbers of about 1.
         np.testing.assert_allclose(
             got, expected, rtol=16 * eps, atol=16 * eps * max(1, np.max(np.abs(expected)))
         )
@@ -209,7 +209,7 @@ def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, 
         jax.tree.map(assert_as_near_as_dtypes_are, results, fused)
 
 
-### What is special
+### Special cases
 
 
 @cache
@@ -390,7 +390,7 @@ def test_without_jit_a_step_runs_as_jax_runs_it_or_says_why_not(group):
             else:
                 state, _ = step(state, np.full(2, 4.0, np.float32))
                 assert float(state.params) == 4
-        state, _ = step(state, np.full(2, 8.0, np.float32))  # what failed has used nothing up
+        state, _ = step(state, np.full(2, 8.0, np.float32))  # the failed call has donated nothing
         assert float(state.params) == 8
 
 
@@ -467,7 +467,7 @@ def test_a_loss_may_hold_collectives_under_every_schedule(group, schedule):
     np.testing.assert_allclose(info.loss, np.mean((np.arange(4.0) - 1.5 - 1) ** 2), rtol=1e-6)
 
 
-### What is sent although an error comes: the same on every rank, whichever thread is faster there
+### Messages sent despite an error: equal on every rank, whichever thread is faster
 
 
 MESSAGES = 6

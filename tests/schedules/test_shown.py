@@ -50,6 +50,6 @@ def test_a_trace_has_every_task_of_a_step_by_name(group, tmp_path: Path, options
     shown = Counter(event.name for plane in read_profile(path) for event in plane.events)
     assert len(tasks) >= 4
     assert {task.name for task in tasks} <= set(shown)
-    # A message is on its way once; what is computed shows where it is launched and where it is
+    # A message is on its way once; a computation shows where it is launched and where it is
     # waited for.
     assert all(shown[task.name] == 1 for task in tasks if isinstance(task, Communicate))

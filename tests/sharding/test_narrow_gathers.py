@@ -72,7 +72,7 @@ def test_gathers_take_half_the_bytes_and_the_loss_has_the_same_bits(group: Group
     assert losses == expected
     same_bits(params, masters)
     assert params["a"].dtype == np.float32
-    # Of two replicas each sends its half of what is gathered.
+    # Each of two replicas sends its half of the gathered leaves.
     assert before - nbytes == GATHERED // 2 * (4 - 2)
 
 
@@ -111,7 +111,7 @@ def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(
     _, _, wide_bytes = trained(nodes, loss_fn, schedule=schedule, **way)
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     close(params, masters, rtol=1e-5, atol=1e-6)
-    # Of the two replicas of a node each sends its half of what is gathered, once or for one bucket
+    # Each of a node's two replicas sends its half of the gathered leaves, once or for one bucket
     # of two twice.
     assert wide_bytes - nbytes in (GATHERED // 2 * (4 - 2), 3 * GATHERED // 4 * (4 - 2))
 

@@ -24,7 +24,7 @@ FEW = range(3)
 def test_a_random_configuration_trains_as_plain_jax_or_is_refused(seed: int):
     drawn = draw_shards(seed)
     with jax.enable_x64(drawn.x64):
-        trained(drawn)  # what differs, and an error that is not fddp's own, is raised
+        trained(drawn)  # raises differences, and errors from outside of fddp
 
 
 def test_what_is_drawn_has_all_that_shards_go_with():

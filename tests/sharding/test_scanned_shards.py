@@ -239,7 +239,7 @@ def test_slices_leave_while_the_loop_goes_on_and_come_back_while_others_are_upda
         later_names = names[names.index(f"bucket {k}") :]
         assert any(
             name.startswith("stage") for name in later_names
-        )  # the loop, or what is before it
+        )  # the loop, or a stage before it
         assert later_names.index(f"gather {k}") < later_names.index(f"gather {k + 1}")
     gathered = [names.index(f"gather {k}") for k in range(4)]
     assert all(any(name.startswith("update") for name in names[a:b]) for a, b in pairwise(gathered))

@@ -271,7 +271,7 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
             )
     gathered_bytes = 2 * size if shard == "state" else 0  # parameters, which are gathered once
     part = 2 * size // n
-    # What has come last is not added yet.
+    # The last arrival is not added yet.
     for had, most in zip(live_bytes, [0, part, 2 * part, 2 * part], strict=True):
         assert had - gathered_bytes <= most + 64, live_bytes
 
@@ -427,7 +427,7 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
         for _ in range(3):
             state, _ = step(state, np.arange(8, dtype=np.int32))
         ends.append(fddp.whole(state, group=group(2)).params)
-    # What is kept in 16 bits, and what is not rounded inside a stage, depends on where a program is
+    # Rounding to 16 bits, and omitted rounding inside a stage, depend on where a program is
     # cut.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *ends)
     listed = step.tasks(state, np.arange(8, dtype=np.int32))

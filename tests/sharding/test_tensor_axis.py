@@ -99,7 +99,7 @@ def trains_alike(state: Any, expected: tuple[Any, Any]) -> None:
     np.testing.assert_array_equal(state.params["frozen"], PARAMS["frozen"])
     got = [
         x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.shape != (4,)
-    ]  # those of what is trained
+    ]  # those of trained leaves
     close(got, jax.tree.leaves(opt_state), rtol=1e-10, atol=1e-12)
 
 
@@ -176,7 +176,7 @@ def test_each_device_holds_its_share_of_its_part_and_no_more():
             elements = {
                 name: {part.data.size for part in shards} for name, shards in by_leaf.items()
             }
-            # Half of a half, and half of what all devices of a replica hold: a number of padding is
+            # Half of a half, and half of the numbers on all devices of a replica: one of padding is
             # the rest of 7.
             assert elements == {
                 "columns": {6},
@@ -194,7 +194,7 @@ def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
     on_replicas = ((0, 2, 4, 6), (1, 3, 5, 7))
     for kind in ("all-gather", "all-to-all"):  # on CPUs an exchange, and then a sum
         sizes = [int(np.prod(x.arrays[0].dims)) for x in collectives if x.kind == kind]
-        # A quarter of half of each leaf, and of what all devices of a replica hold; the last gather
+        # A quarter of half of each leaf, and of the numbers on a replica's devices; the last gather
         # is of norms.
         assert sorted(sizes)[-5:] == [1, 2, 3, 5, 120]
         assert {x.devices for x in collectives if x.kind == kind} == {on_replicas}

@@ -41,7 +41,7 @@ def test_any_bit_that_flips_changes_the_digest(dtype: str, size: int, data: Any)
         data.draw(st.binary(min_size=size * kind.itemsize, max_size=size * kind.itemsize)), kind
     )
     bit = data.draw(st.integers(0, x.nbytes * 8 - 1))
-    if dtype == "bool":  # it has one bit in each byte
+    if dtype == "bool":  # with one bit set in each byte
         x = x.view(np.uint8) % 2 == 1
         bit = bit // 8 * 8
     assert int(_digest(jnp.asarray(x))) != int(_digest(jnp.asarray(flipped(x, bit))))

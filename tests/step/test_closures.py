@@ -135,7 +135,7 @@ def test_a_shard_is_refused_by_name():
         trained(lambda p, x: jnp.mean((net(p, x) - net(shards.params, x)) ** 2), optax.sgd(0.1))
 
 
-### What a loss says about meshes
+### Losses that use meshes
 
 
 def auto() -> NamedSharding:

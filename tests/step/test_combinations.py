@@ -44,7 +44,7 @@ def centred(w: Any, x: Any) -> Any:
     return jnp.mean((x @ w - jax.lax.pmean(jnp.mean(x @ w), "replica")) ** 2)
 
 
-# How each feature of the table is asked for.
+# The arguments for each feature of the table.
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"shard": "state"},
     "shard='optimizer'": {"shard": "optimizer"},

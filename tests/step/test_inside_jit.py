@@ -82,10 +82,10 @@ def test_a_scan_of_steps_gives_the_bits_of_a_loop(group: Callable[[int], fddp.Gr
     scanned, scanned_infos = in_a_scan(step, first)
     assert bits(scanned) == bits(state)
     assert bits(scanned_infos) == bits(infos)
-    assert step.steps == STEPS  # what the host counts, it counts outside
+    assert step.steps == STEPS  # the host counts outside of the program
     copied, _ = step(
         scanned, BATCHES[0]
-    )  # what a program of the user's returned is a state as any other
+    )  # the result of a user's program is a state like any other
     assert bits(copied) == bits(step(state, BATCHES[0])[0])
 
 

@@ -72,7 +72,7 @@ def test_an_optimizer_that_looks_at_parameters_sees_those_of_the_function(
     step = step_of(group(3), OPTIMIZERS[name](), shard=shard)
     state = step.init(make)
     same_arrays(state, step.init(jax.jit(make)()))
-    step(state, np.ones(3, np.float32))  # and every array can be given away
+    step(state, np.ones(3, np.float32))  # and every array can be donated
 
 
 def test_replicas_that_train_alone_begin_with_copies_of_what_the_function_makes(group: Groups):
@@ -160,7 +160,7 @@ def test_a_module_that_is_a_pytree_is_no_function_even_if_it_can_be_called(group
     same_arrays(step.init(lambda: equinox.nn.Linear(3, 2, key=jax.random.key(0))), state)
 
 
-### What is refused
+### Refused arguments
 
 
 def numbers() -> Any:

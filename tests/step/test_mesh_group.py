@@ -129,7 +129,7 @@ def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
         part.data.size for part in (x.addressable_shards[0] for x in jax.tree.leaves(state.params))
     ]
     assert sum(sizes) == sum(part_sizes)
-    # Nothing else moves but the accuracy's largest logits, of which each part finds one for every
+    # Nothing else moves but the accuracy's largest logits: each part finds one for every
     # token.
     gathered = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
     assert set(gathered) == {"2,8,2"}
@@ -271,7 +271,7 @@ def test_a_replica_in_parts_cannot_be_staged(schedule: Any):
         fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
 
 
-# What each rounds a gradient by, of the largest gradient.
+# The rounding error of each, relative to the largest gradient.
 HOOKS = [(fddp.hooks.allreduce(), 1e-12), (fddp.hooks.bf16(), 2**-7), (fddp.hooks.fp16(), 2**-10)]
 
 

@@ -136,7 +136,7 @@ def test_a_misspelt_option_of_with_options_is_answered(group):
         step.with_options(shedule="staged")  # pyright: ignore[reportCallIssue]
 
 
-### What shows
+### Printed options
 
 
 def test_a_step_shows_its_loss_its_replicas_its_schedule_and_its_buckets(group):

@@ -22,7 +22,7 @@ WIDTH = 4
 CAP = 0.0003  # MiB: two layers
 
 
-### Collectives over the replicas, and what they are on the joined rows
+### Collectives over the replicas, and their equivalents on the joined rows
 
 # (x, axis or None, replicas) → x, changed by something that all replicas know
 Word = Callable[[Any, str | None, int], Any]

@@ -291,7 +291,7 @@ def test_a_step_is_not_compiled_again_when_a_mesh_is_set(
     assert caplog.text.count("Compiling jit") == 1
 
 
-### What lies on a mesh of the user's
+### Arrays on a mesh of the user
 
 
 def lying(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
@@ -329,7 +329,7 @@ def test_results_go_on_in_programs_of_the_groups_own_mesh(options: dict[str, Any
         params = fddp.whole(state.params)
         difference = jax.jit(lambda params, w, loss: (params["w"] - w) * loss)(params, w, info.loss)
         assert difference.shape == params["w"].shape and jax.typeof(difference) == jax.typeof(w)
-        # The loop of those who keep their own optimizer, on parameters that they have placed.
+        # A user's loop with a separate optimizer, on parameters that the user has placed.
         params = lying(PARAMS, mesh, PartitionSpec())
         opt_state = OPTIMIZER.init(params)
         gradients_of = fddp.value_and_grad(first_column, group=group)

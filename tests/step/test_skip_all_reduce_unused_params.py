@@ -97,7 +97,7 @@ def test_layers_that_all_replicas_drop_are_not_sent_and_nothing_else_changes(gro
     for info, plain_info, layers in zip(infos, plain_infos, layer_counts):
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + layers * ONE)
         assert int(plain_info.sent.sum()) == on_the_wire(MASK + TAIL + LAYERS * ONE)
-        # Whole layers: their sums are there or not; what tells of them travels alone.
+        # Whole layers: their sums are present or not; the flags for them travel alone.
         assert (
             sorted(info.sent.tolist()[:-1]) == [0] * (LAYERS - layers) + [on_the_wire(ONE)] * layers
         )

@@ -163,7 +163,7 @@ def test_no_sync_and_a_step_equal_the_joined_batch(group, reference, n, steps):
     for k in range(3):
         state, info = step.no_sync(state, rows(k))
         close(state.params, PARAMS)
-        # What this process's first replica saw, and nobody else.
+        # The buffers of this process's first replica only.
         part = jax.tree.map(lambda x: x[: 16 // n], rows(k))
         close(info.loss, net_loss(PARAMS, part))
     state, info = step(state, rows(3))
@@ -254,7 +254,7 @@ def test_no_sync_sends_nothing_itself_and_nothing_more_later(group):
         state._replace(accumulated=None), [], state.accumulated, BATCH
     )
     assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(lowered))
-    # And what it left adds nothing to what the next step sends.
+    # And its pending gradients add nothing to the next step's messages.
     assert len(all_reduces(compiled(step.lower(state, BATCH)))) == len(step.plan.buckets)
 
 

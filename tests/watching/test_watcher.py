@@ -34,7 +34,7 @@ from fddp.watching.watcher.mpiexec import leave_last
 from fddp.watching.watcher.remarks import remarks
 from fddp.watching.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge, judge_alone, unheard
 
-### What the watchers conclude
+### Conclusions of the watchers
 
 GOING = {
     "steps": 52,
@@ -252,7 +252,7 @@ def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
         rank(0, gone=then + 0.01), rank(1, gone=then, steps=53, together=True, doing="stage 1")
     )
     assert verdict == Verdict("rank 1 died in step 53, stage 1", True)
-    assert conclude(rank(0), rank(1, gone=NOW)) is None  # who else died is not known yet
+    assert conclude(rank(0), rank(1, gone=NOW)) is None  # other deaths are not known yet
 
 
 def test_of_ranks_that_mpiexec_killed_at_once_the_one_that_did_not_wait_is_named():
@@ -339,7 +339,7 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
     )  # it took part in that step
 
 
-### What they tell of ranks that go on
+### Remarks on ranks that go on
 
 
 def remarks_on(*ranks: dict[str, Any]) -> list[str]:
@@ -377,7 +377,7 @@ def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
     "fields",
     [
         {"computing": 0.017},  # less than three times
-        {"computing": 0.034, "typical": 0.2},  # nobody waits for it
+        {"computing": 0.034, "typical": 0.2},  # no rank waits for it
         {"computing": 0.034, "typical": 0.04, "steps": 19},  # not known for long
         {"computing": 0.034, "typical": 0.04, "gone": 99.0},
     ],
@@ -404,7 +404,7 @@ def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
     assert remarks_on(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
     assert (
         remarks_on(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []
-    )  # a step that nobody remembers
+    )  # a step without a record
 
 
 def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
@@ -727,7 +727,7 @@ def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
 def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
     text, _ = broken(tmp_path, "gloo", 2, "kill_0")
     assert "fddp: rank 1 of 2: rank 0 died between steps 20 and 21." in text.splitlines()[-3:]
-    # JAX's coordination service outlives rank 0, and nobody says anything else.
+    # JAX's coordination service outlives rank 0, and no rank prints anything else.
     assert [
         line
         for line in text.splitlines()
@@ -756,7 +756,7 @@ def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
         (more,) = [line for line in own_lines if "no_sync" in line]
         assert f"rank {size - 1} has called no_sync 1 times by step" in more
         assert more.endswith("they will not have equally many steps.")
-    # What was said last stands in the step's own numbers.
+    # The last report stands in the step's own numbers.
     assert all("slow" in output or "no_sync" in output for output in outcome.outputs)
 
 
@@ -796,7 +796,7 @@ def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_ag
     assert first == Stop(6 + 1 + int(STOP_S / 0.1), False)
     assert (
         stop_of({0: going(7, first.step), 1: going(7, told=True)}, first) == first
-    )  # one has not answered yet
+    )  # a rank has not answered yet
     both = {0: going(7, first.step), 1: going(8, first.step, told=True)}
     assert stop_of(both, first) == Stop(first.step, True)
     assert stop_of({}, Stop(first.step, True)) == Stop(first.step, True)

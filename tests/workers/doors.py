@@ -52,7 +52,7 @@ def join(how: str, word: str) -> fddp.Group:
 def leave(group: fddp.Group, mean: jax.Array) -> None:
     numbers = [int(number) for number in group.all_gather(os.getpid())]
     processes = [os.pidfd_open(number) for number in numbers if number != os.getpid()]
-    fddp.preempted()  # from now on a SIGTERM only asks the training to stop
+    fddp.preempted()  # from now on a SIGTERM only requests the end of the training
     time.sleep(0.5 * group.rank)
     fddp.shutdown()
     fddp.shutdown()  # no world is left

@@ -17,7 +17,7 @@ def end(how: str, group: fddp.Group) -> None:
     if how.startswith("interrupted"):
         signal.signal(
             signal.SIGINT, signal.default_int_handler
-        )  # shells let what they start behind them ignore it
+        )  # shells let background processes ignore it
         os.kill(os.getpid(), signal.SIGINT)
 
 

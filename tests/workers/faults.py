@@ -31,7 +31,7 @@ HOW: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(0),
-    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),  # and nobody asks fddp.preempted
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),  # and no code calls fddp.preempted
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
     "spin": spin,
