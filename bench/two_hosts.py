@@ -144,7 +144,7 @@ def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
         ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
         ip("-n", name, "link", "set", "wire", "up")
         ip("-n", name, "link", "set", "lo", "up")
-        # The algorithm of most hosts, whatever this machine prefers: BBR paces by timers, which use a
+        # The algorithm of most hosts, not that of this machine: BBR paces by timers, which use a
         # part of the core.
         network = f"{address.rpartition('.')[0]}.0/24"
         ip(

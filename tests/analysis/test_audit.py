@@ -682,7 +682,7 @@ EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are a GPU's part of the gathered array, and
+        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are a GPU's part of the gathered array,
         # all that is scattered.
         ("all-gather", ((0, 1), (2, 3)), 20e-6 + 900e6 / 450e9),
         ("reduce-scatter", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
