@@ -1,5 +1,5 @@
-"""The cost of small messages: 32 MiB of gradients, all-reduced in calls of 1,000 to 8 million
-numbers.
+"""Small messages: how long does an all-reduce of 32 MiB take in calls of 1,000 to 8 million
+numbers?
 
     sudo .venv/bin/python bench/allreduce.py [--backends gloo mpi] [--quick]
 

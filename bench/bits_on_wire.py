@@ -1,5 +1,5 @@
-r"""Time that fewer bits save on a wire, and whether each reported byte crosses it: fddp and PyTorch
-DDP.
+r"""Fewer bits on a wire: how much time do they save, and does each reported byte cross it? fddp and
+PyTorch DDP.
 
     sudo .venv/bin/python bench/bits_on_wire.py times [--problems mlp640 gpt] \
         [--rates 1gbit 100mbit] [--torch PYTHON]

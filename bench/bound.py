@@ -1,4 +1,4 @@
-"""The time of an eager step beyond the larger of its computing and its traffic.
+"""An eager step beyond the larger of its computing and its traffic: where does the time go?
 
     sudo .venv/bin/python bench/bound.py [--problems mlp mlp640 gpt] [--turns 6] [--quick]
 

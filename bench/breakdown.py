@@ -1,4 +1,4 @@
-r"""The shares of a step's time, and the gain of overlap.
+r"""The parts of a step: where does its time go, and how much does overlap gain?
 
     sudo .venv/bin/python bench/breakdown.py [--problems mlp resnet18 gpt] \
         [--backends gloo mpi] [--quick]

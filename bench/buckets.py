@@ -1,4 +1,4 @@
-"""Time of a step with buckets of different sizes, on a real wire (paper, figures 7 and 8).
+"""Buckets of different sizes: how long does a step take, on a real wire? (Paper, figures 7 and 8.)
 
     sudo .venv/bin/python bench/buckets.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 

@@ -1,5 +1,5 @@
-"""Time that a first step compiles: by jit, staged, by two ranks of a host, with layers under
-`lax.scan`.
+"""Compiling: how long does a first step take, by jit, staged, by two ranks of a host, and with
+layers under `lax.scan`?
 
     python bench/compiling.py [--quick] [--only WORD]
 

@@ -1,4 +1,4 @@
-"""The cost of cutting the backward pass into stages, without traffic to hide.
+"""Cutting the backward pass into stages: how much does it cost, when there is no traffic to hide?
 
     python bench/cutting.py [--cores 1 --name cutting_one_core] [--quick]
 

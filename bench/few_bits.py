@@ -1,5 +1,5 @@
-r"""The cost of few bits in test loss: digits and a GPT of bytes, several seeds, plain sums and each
-hook.
+r"""Few bits: how much do they cost in test loss? Digits and a GPT of bytes, several seeds, plain
+sums and each hook.
 
     python bench/few_bits.py [--problems digits gpt] [--methods plain bf16 ...] [--seeds 5] \
         [--first 0] [--quick]

@@ -1,4 +1,4 @@
-"""The cost of watching a rank, and of comparing replicas.
+"""Watching a rank, and comparing replicas: how much does it cost?
 
     python bench/guarding.py [--quick]
 

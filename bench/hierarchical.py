@@ -1,4 +1,4 @@
-r"""The gain of a sum over each host first, and then between the hosts, against a sum at once.
+r"""A sum over each host first, and then between the hosts: is it faster than a sum at once?
 
     sudo .venv/bin/python bench/hierarchical.py [--problems mlp640 gpt] [--backends gloo mpi] \
         [--quick]

@@ -1,5 +1,5 @@
-"""The bytes that communication hooks save, and their cost in accuracy: a ResNet on handwritten
-digits, several seeds.
+"""Communication hooks: how many bytes do they save, and how much accuracy do they cost? A ResNet on
+handwritten digits, several seeds.
 
 python bench/hooks.py [--quick]
 """

@@ -1,4 +1,4 @@
-r"""Growth of a step with the number of hosts: 2, 4, 8 and 16 of them, with waits for computing, and
+r"""More hosts: how does a step grow from 2 hosts to 4, 8 and 16, with waits for computing? fddp and
 PyTorch DDP.
 
     sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--mbit 25] \

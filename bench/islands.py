@@ -1,4 +1,4 @@
-"""The cost of a slow and of a stopped island, with and without waiting for each other.
+"""A slow or stopped island: how much does it cost, with and without waiting for each other?
 
     python bench/islands.py [--only slow_island] [--seeds 3] [--seconds 8] [--quick]
 

@@ -1,5 +1,5 @@
-"""The gain of each idea of DDP over the last, from an all-reduce per leaf after the backward pass
-to staged buckets.
+"""The ideas of DDP: how much does each add to the last, from an all-reduce per leaf to staged
+buckets?
 
     sudo .venv/bin/python bench/ladder.py [--problem mlp] [--backends gloo mpi] [--quick]
 

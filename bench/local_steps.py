@@ -1,4 +1,4 @@
-r"""The cost in test loss of replicas that train alone between synchronizations: loss over bytes.
+r"""Training alone between synchronizations: how much does it cost in test loss? Loss over bytes.
 
     python bench/local_steps.py [--problems digits gpt] [--methods "local SGD" quorum] \
         [--seeds 5] [--first 0] [--quick]

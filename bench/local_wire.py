@@ -1,4 +1,4 @@
-r"""Extra time of a step with a fragment to send, under `fddp.local_steps`, over one without.
+r"""Sending a fragment under `fddp.local_steps`: how much longer is the step than one without?
 
     sudo .venv/bin/python bench/local_wire.py [--problems mlp640 gpt] [--backends gloo mpi] \
         [--quick]

@@ -1,4 +1,5 @@
-"""The cost between two hosts of layers under `lax.scan`, and of BatchNorm over all replicas.
+"""Layers under `lax.scan`, and BatchNorm over all replicas: how much do they cost between two
+hosts?
 
     sudo .venv/bin/python bench/loops.py [--problems gpt12 resnet18] [--backends Gloo MPI] [--quick]
 

@@ -1,4 +1,4 @@
-"""The number of one-line faults in fddp/ that the test suite notices.
+"""Mutation testing: how many faults of one line in fddp/ does the test suite notice?
 
     python bench/mutants.py [--only NAME ...] [--workers 0] [--timeout 600] [--baseline] [--whole]
 

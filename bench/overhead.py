@@ -1,4 +1,4 @@
-"""The cost of fddp on one replica: a step against the same step written by hand, in one run.
+"""Overhead: how much does fddp cost on one replica, against the same step written by hand?
 
 python bench/overhead.py [--quick]
 

@@ -1,5 +1,5 @@
-"""The share of the traffic hidden behind the backward pass, on a real wire: fddp, the ways of JAX,
-and PyTorch DDP.
+"""Overlap: how much of the traffic hides behind the backward pass, on a real wire? fddp, the ways
+of JAX, and PyTorch DDP.
 
     sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
 

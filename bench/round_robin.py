@@ -1,4 +1,5 @@
-"""The gain of several communicators that take the buckets in turn (paper, figure 12).
+"""Several communicators that take the buckets in turn: do they make a step faster? (Paper, figure
+12.)
 
     sudo .venv/bin/python bench/round_robin.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 

@@ -1,4 +1,4 @@
-"""The time saved if only the rows of a table of words travel that a batch has looked up.
+"""A table of words that travels as the rows of a batch: how much time does it save?
 
     sudo .venv/bin/python bench/rows.py [--backends Gloo MPI] [--quick]
 

@@ -1,4 +1,4 @@
-"""The accuracy of a projection from two replicas to more: up to 4,096, checked on four.
+"""Projections from two replicas to more: how accurate are they? Up to 4,096, checked on four.
 
     python bench/scaling.py [--problem mlp] [--backend gloo] [--cap 4] [--quick]
 

@@ -1,4 +1,4 @@
-"""The cost in time of sharing the optimizer's state, and the memory that it saves.
+"""Sharing the optimizer's state: how much time does it cost, and how much memory does it save?
 
     sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--ways …]
     [--quick]

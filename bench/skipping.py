@@ -1,4 +1,5 @@
-"""The time saved by synchronizing only every k-th batch, and its cost (paper, figures 10 and 11).
+"""Synchronizing only every k-th batch: how much does it save, and how much does it cost? (Paper,
+figures 10 and 11.)
 
     sudo .venv/bin/python bench/skipping.py [--backends Gloo MPI] [--quick]
 

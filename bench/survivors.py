@@ -1,5 +1,4 @@
-"""The time from the death of a rank until the survivors train on in the same process, in a new
-mesh.
+"""Survivors of a death: how soon do they train on in the same process, in a new mesh?
 
     python bench/survivors.py [--quick]
 

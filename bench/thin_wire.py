@@ -1,4 +1,5 @@
-"""The bytes that islands save on a thin wire between two hosts, and their cost in test loss.
+"""Islands on a thin wire between two hosts: how much do they save, and how much test loss do they
+cost?
 
     sudo .venv/bin/python bench/thin_wire.py [--steps 64] [--backends mpi] [--quick] # bytes
     python bench/thin_wire.py --losses [--seeds 5] [--first 0] [--steps 2000]        # losses

@@ -1,4 +1,4 @@
-"""The cost of virtual replicas in time.
+"""Virtual replicas: how much time do they cost?
 
     sudo .venv/bin/python bench/virtual.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
 
