@@ -82,12 +82,12 @@ def send(backend: str, path: str, rounds: int) -> None:
         {str(n): calls(n) for n in SIZES}, rounds=rounds, warm_up=1, pause=group.barrier
     )
     slower = {n: group.all_reduce(turns[str(n)], op="max") for n in SIZES}
-    each = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
-    totals = {n: seconds * NUMBERS / n for n, seconds in each.items()}
+    call_seconds = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
+    totals = {n: seconds * NUMBERS / n for n, seconds in call_seconds.items()}
     if group.rank == 0:
         report = {
             "link": fit_link(
-                [4 * n for n in SIZES], [float(np.median(each[n])) for n in SIZES]
+                [4 * n for n in SIZES], [float(np.median(call_seconds[n])) for n in SIZES]
             )._asdict(),
             "numbers": NUMBERS,
             "sizes": [
@@ -95,7 +95,7 @@ def send(backend: str, path: str, rounds: int) -> None:
                     "numbers_per_call": n,
                     "calls": NUMBERS // n,
                     "total": summary(totals[n]),
-                    "call": summary(each[n]),
+                    "call": summary(call_seconds[n]),
                     "to_one_call": ratio(totals[n], totals[NUMBERS]),
                 }
                 for n in SIZES

@@ -70,12 +70,12 @@ def main() -> None:
 def fill(model: str, target: str, *, repeat: bool, first: bool) -> None:
     """Compiles the missing programs of a model on a target, and saves their estimates."""
     name = f"{jax.__version__} {model} {target}"
-    done = {} if repeat else saved("beside").get(name, {"ways": {}})["ways"]
+    ms_of_way = {} if repeat else saved("beside").get(name, {"ways": {}})["ways"]
     for way, compile in ways(model, target, first=first):
-        if way not in done:
-            done[way] = ms(compile())
-            print(name, way, done[way], flush=True)
-            save("beside", saved("beside") | {name: {"ways": done}})
+        if way not in ms_of_way:
+            ms_of_way[way] = ms(compile())
+            print(name, way, ms_of_way[way], flush=True)
+            save("beside", saved("beside") | {name: {"ways": ms_of_way}})
 
 
 def ways(
@@ -141,13 +141,17 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
     """One model on one target."""
     _, model, target = name.split()
     module, preset, rows = model.split(":")
-    fddp_ways = {way: took for way, took in ways.items() if way.startswith("schedule")}
+    fddp_ways = {way: ms_pair for way, ms_pair in ways.items() if way.startswith("schedule")}
     best = min(fddp_ways, key=lambda way: (fddp_ways[way][0], way))
-    plain = [min(took for way, took in ways.items() if way.startswith(start)) for start in PLAIN]
+    plain = [
+        min(ms_pair for way, ms_pair in ways.items() if way.startswith(start)) for start in PLAIN
+    ]
     columns = [fddp_ways[DEFAULT], fddp_ways[best], *plain]
-    shortest = min(took[0] for took in columns)
-    bold = ["**" if took[0] == shortest else "" for took in columns]
-    shown = [f"{mark}{took[0]:.2f}{mark}, {took[1]:.2f}" for mark, took in zip(bold, columns)]
+    shortest = min(ms_pair[0] for ms_pair in columns)
+    bold = ["**" if ms_pair[0] == shortest else "" for ms_pair in columns]
+    shown = [
+        f"{mark}{ms_pair[0]:.2f}{mark}, {ms_pair[1]:.2f}" for mark, ms_pair in zip(bold, columns)
+    ]
     if len(fddp_ways) == 1:
         shown[1] = "not tried"
     elif best != DEFAULT:
@@ -156,7 +160,7 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
         f"{module}:{preset}, {rows}",
         target,
         *shown,
-        f"{fddp_ways[best][0] / min(took[0] for took in plain):.3f}",
+        f"{fddp_ways[best][0] / min(ms_pair[0] for ms_pair in plain):.3f}",
     ]
 
 

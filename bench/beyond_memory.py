@@ -155,18 +155,18 @@ def rank(size: str, most: str, folder: str, act: str) -> None:
     for x in jax.tree.leaves(state.params):
         digest.update(np.asarray(x.addressable_data(0)).tobytes())
     peak = round(resident("VmHWM"), 1)
-    every = group.all_gather_object((held_by, round(before, 1), peak, digest.hexdigest()))
+    rank_reports = group.all_gather_object((held_by, round(before, 1), peak, digest.hexdigest()))
     group.print(
         json.dumps(
             {
-                "held_by": sorted({rank_report[0] for rank_report in every}),
+                "held_by": sorted({rank_report[0] for rank_report in rank_reports}),
                 "parameters": numbers,
                 "state_mib": round(12 * numbers / 2**20, 1),
-                "before_mib": [rank_report[1] for rank_report in every],
-                "peak_mib": [rank_report[2] for rank_report in every],
+                "before_mib": [rank_report[1] for rank_report in rank_reports],
+                "peak_mib": [rank_report[2] for rank_report in rank_reports],
                 "losses": losses,
                 "bits": sha256(
-                    "".join(rank_report[3] for rank_report in every).encode()
+                    "".join(rank_report[3] for rank_report in rank_reports).encode()
                 ).hexdigest(),
             }
         )

@@ -83,14 +83,14 @@ def rank(backend: str, name: str, turns: int, path: Path) -> None:
     }
     for way in ways.values():
         way.steps(2)
-    took: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
+    times_of_way: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
     for _ in range(turns):
         for key, way in ways.items():
             group.barrier()
-            took[key].append(way.steps(STEPS))
+            times_of_way[key].append(way.steps(STEPS))
     seconds = {
         key: group.all_reduce(np.median(np.array(values), axis=0), op="max")
-        for key, values in took.items()
+        for key, values in times_of_way.items()
     }
     if group.is_main:
         path.write_text(json.dumps(evaluate(ways["alone"], ways["eager"].tasks, seconds)))
@@ -118,10 +118,10 @@ class Way:
         began = perf_counter()
         for _ in range(count):
             self._once()
-        took = perf_counter() - began
+        duration = perf_counter() - began
         busy = busy_and_idle_s(core)[0] - busy
         jax.block_until_ready(self._state)
-        return took / count, busy / count
+        return duration / count, busy / count
 
     def _once(self) -> None:
         self._state, info = self._step(self._state, self._batch)
@@ -149,24 +149,26 @@ def evaluate(local: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) ->
     (lone, lone_busy), (measured, busy) = (seconds[key].tolist() for key in ("alone", "eager"))
     sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(local.nbytes)}
     traffic = sum(sends.values())
-    took = local.seconds | sends
+    seconds_of = local.seconds | sends
     computed = sum(
-        took.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate)
+        seconds_of.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate)
     )
-    took |= {
-        name: s * lone / computed for name, s in took.items() if name not in sends
+    seconds_of |= {
+        name: s * lone / computed for name, s in seconds_of.items() if name not in sends
     }  # Python's share, spread
     share = min(0.95, max(0.0, (busy - lone_busy) / traffic))
     core = Pace(1 - share, 1.0)
-    in_four = took | {f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)}
+    in_four = seconds_of | {
+        f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)
+    }
     bounds = {
         "computing": lone,
         "traffic": traffic,
         "bound": max(lone, traffic),
-        "order": best(listed, took, Pace()),
+        "order": best(listed, seconds_of, Pace()),
         "cut": best(in_pieces(listed, 4), in_four, Pace()),
-        "core": best(listed, took, core),
-        "own order": period(listed, listed.messages, took, core),
+        "core": best(listed, seconds_of, core),
+        "own order": period(listed, listed.messages, seconds_of, core),
         "measured": measured,
     }
     return {
@@ -184,9 +186,9 @@ def best(listed: TaskList, seconds: Mapping[str, float], pace: Pace) -> float:
     for _ in range(TRIALS):
         candidate = list(order)
         candidate.insert(draw.randrange(len(order)), candidate.pop(draw.randrange(len(order))))
-        took = period(listed, candidate, seconds, pace)
-        if took <= least:
-            least = took
+        duration = period(listed, candidate, seconds, pace)
+        if duration <= least:
+            least = duration
             order = candidate
     return least
 
@@ -205,16 +207,18 @@ def period(
         ]
         carried = {value.replaces: numbered(value) for value in listed.results if value.replaces}
         tasks += once
-    took = {f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()}
-    line = simulate(tasks, took, pace, queue=lambda task: task.kind)
+    seconds_of = {
+        f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()
+    }
+    line = simulate(tasks, seconds_of, pace, queue=lambda task: task.kind)
     last = max(
         (span for span in line.compute if span.name.startswith(f"{SIMULATED - 1} ")),
         key=lambda span: span.end,
     )
     name = last.name.split(" ", 1)[1]
-    ends = {span.name: span.end for span in line.compute}
+    end_of = {span.name: span.end for span in line.compute}
     half = SIMULATED // 2
-    return (last.end - ends[f"{half - 1} {name}"]) / half
+    return (last.end - end_of[f"{half - 1} {name}"]) / half
 
 
 def in_pieces(listed: TaskList, pieces: int) -> TaskList:

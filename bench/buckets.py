@@ -68,9 +68,12 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    (default,) = (took for name, took in seconds.items() if name.startswith(f"{DEFAULT:g} MiB"))
+    (default,) = (
+        durations for name, durations in seconds.items() if name.startswith(f"{DEFAULT:g} MiB")
+    )
     return {
-        name: summary(took) | {"of_default": ratio(took, default)} for name, took in seconds.items()
+        name: summary(durations) | {"of_default": ratio(durations, default)}
+        for name, durations in seconds.items()
     }
 
 
@@ -88,7 +91,7 @@ def picture(times: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
     """Draws a box (quartiles) and whiskers (all rounds) for every cap."""
     sheet, axes = figure(len(times))
     for axis, (title, seconds) in zip(axes, times.items()):
-        boxes = [1e3 * took for took in seconds.values()]
+        boxes = [1e3 * durations for durations in seconds.values()]
         axis.boxplot(
             boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"}
         )

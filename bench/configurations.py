@@ -274,10 +274,12 @@ def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
     of the bytes on."""
     fragment_count = drawn.local.get("fragments", 1)
     plan = step.plan
-    ends = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
+    offsets = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
     begins = [0]
     for k in range(1, fragment_count):
-        nearest = int(np.argmin([abs(end - k * ends[-1] / fragment_count) for end in ends[:-1]]))
+        nearest = int(
+            np.argmin([abs(end - k * offsets[-1] / fragment_count) for end in offsets[:-1]])
+        )
         begins.append(min(max(nearest, begins[-1] + 1), len(plan.buckets) - fragment_count + k))
     spans = zip(begins, [*begins[1:], len(plan.buckets)])
     return [[name for bucket in plan.buckets[a:b] for name in bucket.names] for a, b in spans]
@@ -371,8 +373,8 @@ class Tolerance:
         self.exact = eps < 1e-5
         # 16 bits: each step rounds a gradient's sum and a parameter. Where an update does not
         # shrink with its gradient, rounding may turn its sign.
-        turned = 2 * steps * RATE * (drawn.optimizer in NORMED)
-        self.most = (1e-10 if x64 else 2e-5) if self.exact else 8 * steps * eps + turned
+        sign_flips = 2 * steps * RATE * (drawn.optimizer in NORMED)
+        self.most = (1e-10 if x64 else 2e-5) if self.exact else 8 * steps * eps + sign_flips
 
     def __call__(self, what: str, got: Any, expected: Any) -> None:
         if jax.tree.structure(got) != jax.tree.structure(expected):

@@ -51,7 +51,7 @@ class Trial:
 
     @property
     def right(self) -> bool:
-        named = len(self.why) == 2 and all(name in why for name, why in zip(SAYS, self.why))
+        named = len(self.why) == 2 and all(name in reason for name, reason in zip(SAYS, self.why))
         return self.gone_s is not None and 0 not in self.codes and named
 
 

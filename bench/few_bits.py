@@ -155,7 +155,7 @@ def adaptive(times: float) -> Callable[..., tuple[Problem, dict[str, Any]]]:
         step(state, next(problem.batches(0)))  # its plan is that of the step with bits
         nbytes = [bucket.nbytes for bucket in step.plan.buckets]
         # The first third of a step is the forward pass.
-        ready = [1 / 3 + 2 / 3 * done / sum(nbytes) for done in accumulate(nbytes)]
+        ready = [1 / 3 + 2 / 3 * nbytes_done / sum(nbytes) for nbytes_done in accumulate(nbytes)]
         messages = [
             SimulatedMessage(k, at, 1 + EXPOSED, n) for k, (at, n) in enumerate(zip(ready, nbytes))
         ]

@@ -114,10 +114,10 @@ def one_rank(backend: str, path: str, problems: list[str], rounds: int) -> None:
 def compared(group: fddp.Group, runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
     """Seconds of both ways, and their bytes on the wire in both directions."""
     seconds = interleave(runs, rounds=rounds, warm_up=1, pause=group.barrier)
-    slowest = {way: group.all_reduce(took, op="max") for way, took in seconds.items()}
+    slowest = {way: group.all_reduce(durations, op="max") for way, durations in seconds.items()}
     rows = {
-        way: summary(took) | {"wire_mib": wire_mib(group, runs[way])}
-        for way, took in slowest.items()
+        way: summary(durations) | {"wire_mib": wire_mib(group, runs[way])}
+        for way, durations in slowest.items()
     }
     return {"ways": list(rows), **rows, "ratio": ratio(slowest[IN_LEVELS], slowest[AT_ONCE])}
 

@@ -69,8 +69,8 @@ def rank(how: str) -> None:
     group = fddp.init()
     step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
     _, memory = grown(lambda: step.init(make if how == "function" else jax.jit(make)()))
-    every = group.all_gather_object(memory)
-    group.print(json.dumps(every))
+    gathered = group.all_gather_object(memory)
+    group.print(json.dumps(gathered))
 
 
 def main(backend: str = "mpi", ranks: str = "4") -> None:

@@ -236,11 +236,11 @@ def evaluate(
     share."""
     nbytes = 4 * ELEMENTS * mbit // MBIT * LAYERS * 2 * (count - 1) / count
     traffic_s = nbytes / (mbit * 1e6 / 8 * FRAME)
-    local_ms = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
+    local_ms = [float(np.median(durations)) for way, durations in seconds.items() if "alone" in way]
     result: dict[str, Any] = {
         "step_ms": {
-            way: [round(1e3 * q, 1) for q in np.percentile(took, (25, 50, 75))]
-            for way, took in seconds.items()
+            way: [round(1e3 * q, 1) for q in np.percentile(durations, (25, 50, 75))]
+            for way, durations in seconds.items()
         },
         "traffic_ms": round(1e3 * traffic_s, 1),
         "busy": round(float(busy), 3),

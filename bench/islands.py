@@ -136,9 +136,9 @@ def one_is_stopped(how: str, folder: Path, args: argparse.Namespace) -> dict[str
         os.kill(processes[1].pid, signal.SIGCONT)
         for process in processes:
             process.wait()
-    ends = np.array(json.loads((folder / "result.json").read_text()))
+    end_times = np.array(json.loads((folder / "result.json").read_text()))
     before, meanwhile = (
-        int(np.sum((ends > t) & (ends <= t + STOPPED_S))) for t in (at - STOPPED_S, at)
+        int(np.sum((end_times > t) & (end_times <= t + STOPPED_S))) for t in (at - STOPPED_S, at)
     )
     return {"steps_before": before, "steps_while_stopped": meanwhile}
 
@@ -174,10 +174,10 @@ def train(
         time.sleep(slow)
         count += 1
     state = fddp.meet(step, state)
-    took = time.monotonic() - begin
+    duration = time.monotonic() - begin
     params = fddp.whole(state.params, group=group)
     loss = held_out(problem, params)
-    return ROWS * float(group.all_reduce(count)) / float(group.all_reduce(took, "max")), loss
+    return ROWS * float(group.all_reduce(count)) / float(group.all_reduce(duration, "max")), loss
 
 
 def rank_of_stopped(args: argparse.Namespace) -> None:
@@ -194,23 +194,25 @@ def rank_of_stopped(args: argparse.Namespace) -> None:
     group.barrier()
     if group.is_main:
         (args.folder / "begun").touch()
-    ends = list[float]()
+    end_times = list[float]()
     for _ in range(round(2.5 * STOPPED_S / STEP_S)):
         state, _ = step(state, next(batches))
         jax.block_until_ready(state.step)
         time.sleep(STEP_S)
-        ends.append(time.monotonic())
+        end_times.append(time.monotonic())
     fddp.meet(step, state)
     if group.is_main:
-        (args.folder / "result.json").write_text(json.dumps(ends))
+        (args.folder / "result.json").write_text(json.dumps(end_times))
 
 
 def equal_rows(seeds: int, most: int) -> dict[str, Any]:
     """Test loss after so many rows of all islands, for each seed: steps of the fast islands, `most`
     at the end."""
     slow = 3  # times
-    ends = [k * most // POINTS for k in range(1, POINTS + 1)]
-    counts = [[end // slow if island == SLOW else end for island in range(ISLANDS)] for end in ends]
+    step_counts = [k * most // POINTS for k in range(1, POINTS + 1)]
+    counts = [
+        [end // slow if island == SLOW else end for island in range(ISLANDS)] for end in step_counts
+    ]
     # Synchronous steps have the rows of all islands.
     rows = [sum(counts_of_islands) // ISLANDS * ISLANDS * ROWS for counts_of_islands in counts]
 
@@ -223,7 +225,7 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
             list(islice(own_batches(island, seed), count))
             for island, count in enumerate(batch_counts)
         ]
-        done = fddp.simulate_islands(
+        islands = fddp.simulate_islands(
             problem.loss_fn,
             optimizer,
             problem.params,
@@ -231,17 +233,17 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
             # Those that come at once would be merged as one.
             seconds=lambda island, number: slow if island == SLOW else 1 + 0.05 * island,
         )
-        return held_out(problem, done.params)
+        return held_out(problem, islands.params)
 
     def synchronous(seed: int) -> list[float]:
         problem = digits(seed, 1)
         step = fddp.train_step(problem.loss_fn, optax.sgd(0.1), group=fddp.init("local"))
         state = step.init(problem.params)
         losses = list[float]()
-        for number, each in enumerate(
+        for number, batches in enumerate(
             zip(*(own_batches(island, seed) for island in range(ISLANDS))), 1
         ):
-            state, _ = step(state, jax.tree.map(lambda *x: np.concatenate(x), *each))
+            state, _ = step(state, jax.tree.map(lambda *x: np.concatenate(x), *batches))
             if number * ISLANDS * ROWS == rows[len(losses)]:
                 losses.append(held_out(problem, state.params))
             if len(losses) == POINTS:

@@ -81,14 +81,14 @@ def climb(backend: str, name: str, path: str, rounds: int) -> None:
     ways = rungs(problem(name, seed=group.rank), group)
     measured, seconds = watch(ways, group, rounds=rounds)
     rows = {rung: group.size * len(jax.tree.leaves(way.batch)[0]) for rung, way in ways.items()}
-    each = {rung: values / rows[rung] for rung, values in seconds.items()}
+    row_seconds = {rung: values / rows[rung] for rung, values in seconds.items()}
     if group.rank == 0:
         report = {
             rung: {
                 "rows": rows[rung],
                 "step": summary(seconds[rung]),
-                "row": summary(each[rung]),
-                "row_to_first": ratio(each[rung], each[FIRST]),
+                "row": summary(row_seconds[rung]),
+                "row_to_first": ratio(row_seconds[rung], row_seconds[FIRST]),
                 **{column: getattr(measurement, column) for column in COLUMNS},
             }
             for rung, measurement in measured.items()

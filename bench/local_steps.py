@@ -189,19 +189,19 @@ def train_without_waiting(
         for batch in islice(problem.batches(seed), problem.steps):
             yield jax.tree.map(lambda x: np.split(x, REPLICAS)[island], batch)
 
-    done = fddp.simulate_islands(
+    islands = fddp.simulate_islands(
         problem.loss_fn,
         optimizer,
         problem.params,
         [share(island) for island in range(REPLICAS)],
         seconds=lambda island, number: seconds[island, number],
     )
-    exchanges = sum(len(line.islands) for line in done.log if isinstance(line, Merged))
+    exchanges = sum(len(line.islands) for line in islands.log if isinstance(line, Merged))
     nbytes = (
         exchanges / REPLICAS * sum(np.asarray(x).nbytes for x in jax.tree.leaves(problem.params))
     )
     loss_fn = jax.jit(problem.loss_fn)
-    test_loss = float(np.mean([loss_fn(done.params, batch) for batch in problem.held_out]))
+    test_loss = float(np.mean([loss_fn(islands.params, batch) for batch in problem.held_out]))
     return test_loss, nbytes / MiB, time.perf_counter() - begin
 
 

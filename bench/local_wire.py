@@ -87,19 +87,19 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
         for way, run in ways.items():
             for _ in range(EVERY):
                 group.barrier()
-                took = run()
-                turns_of_way[way] += [took] if turn >= 0 else []
+                seconds_and_bytes = run()
+                turns_of_way[way] += [seconds_and_bytes] if turn >= 0 else []
     report = {}
     for way, turns in turns_of_way.items():
         seconds = np.array([seconds_and_bytes[0] for seconds_and_bytes in turns])
         nbytes = np.array([seconds_and_bytes[1] for seconds_and_bytes in turns])
         slower = group.all_reduce(seconds, op="max")
-        sends = slower[nbytes > 0]
+        sending = slower[nbytes > 0]
         silent = slower[nbytes == 0]
         report[way] = {
-            "sends": summary(sends),
+            "sends": summary(sending),
             "alone": summary(silent),
-            "ratio": round(float(np.median(sends) / np.median(silent)), 4),
+            "ratio": round(float(np.median(sending) / np.median(silent)), 4),
             "mib": round(nbytes.max() / 2**20, 2),
         }
     if group.rank == 0:

@@ -61,7 +61,7 @@ def compared(seconds: dict[str, np.ndarray], bases: dict[str, str]) -> dict[str,
     """Milliseconds of each way, and how much longer it takes than the one that it is compared
     with."""
     ratios = {way: {"ratio": ratio(seconds[way], seconds[base])} for way, base in bases.items()}
-    return {way: summary(took) | ratios.get(way, {}) for way, took in seconds.items()}
+    return {way: summary(durations) | ratios.get(way, {}) for way, durations in seconds.items()}
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:

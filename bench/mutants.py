@@ -151,8 +151,8 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="last of all the whole default tier")
     parser.add_argument("--quick", action="store_true", help="six mutants, nothing is saved")
     args = parser.parse_args()
-    every = read_mutants()
-    chosen = [x for x in every if x.name.startswith(tuple(args.only))]
+    mutants = read_mutants()
+    chosen = [x for x in mutants if x.name.startswith(tuple(args.only))]
     if args.quick:
         chosen = [next(x for x in chosen if x.package == package) for package in QUICK]
     if not chosen:
@@ -168,7 +168,7 @@ def main() -> None:
             verdicts[mutant.name] = verdict = suite.verdict(mutant)
             print(f"{number:3} of {len(chosen)}  {line(mutant, verdict)}", flush=True)
             if not args.quick:  # after each mutant: all of them take hours
-                save("mutants", with_verdict(saved("mutants"), every, mutant, verdict))
+                save("mutants", with_verdict(saved("mutants"), mutants, mutant, verdict))
     print(summary(chosen, verdicts, suite.broken))
     sys.exit(complaint(chosen, verdicts))
 
@@ -192,12 +192,12 @@ def applies(patch: Path, folder: Path, *, check: bool = False) -> bool:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True).returncode == 0
 
 
-def with_verdict(results: Any, every: Sequence[Mutant], mutant: Mutant, verdict: Verdict) -> Any:
+def with_verdict(results: Any, mutants: Sequence[Mutant], mutant: Mutant, verdict: Verdict) -> Any:
     """Saved results with the verdict on one mutant; mutants that are gone are left out."""
     entry_of = {entry["name"]: entry for entry in results.get("mutants", ())}
     shown = {name: x for name, x in mutant._asdict().items() if name != "patch"}
     entry_of[mutant.name] = shown | verdict._asdict()
-    entries = [entry_of[x.name] for x in every if x.name in entry_of]
+    entries = [entry_of[x.name] for x in mutants if x.name in entry_of]
     caught = sum(entry["outcome"].startswith("caught") for entry in entries)
     return {"caught": caught, "of": len(entries), "mutants": entries}
 
@@ -294,8 +294,8 @@ class Suite:
             return None
         if tests not in self.sound:
             self.sound[tests] = finished(self.run(self.plain, tests))
-        how = "caught by timeout" if run.code is None else "caught"
-        return Verdict(how, f"pytest {' '.join(tests)}") if self.sound[tests] else None
+        outcome = "caught by timeout" if run.code is None else "caught"
+        return Verdict(outcome, f"pytest {' '.join(tests)}") if self.sound[tests] else None
 
     def find_broken(self, mutants: Sequence[Mutant]) -> None:
         """Runs all tests that are chosen for some mutants, without a mutant."""

@@ -201,9 +201,10 @@ def _waited(ranks: Sequence[Timeline]) -> float:
     sends = np.min(
         [[span.seconds for span in line.communication] for line in ranks], axis=0
     ).tolist()
-    took = lambda spans: [span.seconds for span in spans]  # noqa: E731
+    seconds_of = lambda spans: [span.seconds for span in spans]  # noqa: E731
     bounds = [
-        simulate(*outline(took(line.compute), sends, took(line.updates))).seconds for line in ranks
+        simulate(*outline(seconds_of(line.compute), sends, seconds_of(line.updates))).seconds
+        for line in ranks
     ]
     return max(line.seconds - bound for line, bound in zip(ranks, bounds))
 

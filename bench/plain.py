@@ -120,10 +120,10 @@ class _Plain:
             return loss, (weight, aux, after)
 
         def among_all(trained: Any, fixed: Any, batches: Any) -> Any:
-            each = jax.vmap(
+            on_replicas = jax.vmap(
                 lambda batch: objective(trained, fixed, batch, None, None), axis_name="replica"
             )
-            loss, (weight, aux, _) = each(batches)
+            loss, (weight, aux, _) = on_replicas(batches)
             weighed = jax.tree.map(lambda x: jnp.sum(weight * x), (loss, aux))
             return weighed[0], (*weighed, jnp.sum(weight))
 
@@ -188,11 +188,11 @@ class _Plain:
 
     def _landed(self, live: list[Any], active: Sequence[bool]) -> list[Any]:
         """Everybody's buffers, once replicas have spoken."""
-        how = self.drawn.options.get("broadcast_buffers", True)
-        if live[0] is None or how is False:
+        mode = self.drawn.options.get("broadcast_buffers", True)
+        if live[0] is None or mode is False:
             return live
         first = live[int(np.argmax(active))]
-        if how == "mean":
+        if mode == "mean":
             first = first | {
                 "mean": sum(x["mean"] for x, is_active in zip(live, active) if is_active)
                 / sum(active)

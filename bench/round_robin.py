@@ -72,9 +72,9 @@ def results(
 ) -> dict[str, dict[str, Any]]:
     return {
         groups: {"lanes": lanes(int(groups))}
-        | summary(took)
-        | {"of_one_group": ratio(took, seconds["1"])}
-        for groups, took in seconds.items()
+        | summary(durations)
+        | {"of_one_group": ratio(durations, seconds["1"])}
+        for groups, durations in seconds.items()
     }
 
 

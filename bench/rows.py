@@ -37,7 +37,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for backend in args.backends:
         seconds = take_turns(__file__, backend, "words", rounds=2 if args.quick else args.rounds)
-        results[backend] = {way: summary(took) for way, took in seconds.items()}
+        results[backend] = {way: summary(durations) for way, durations in seconds.items()}
         results[backend]["ratio"] = quartiles = ratio(seconds[ROWS], seconds[WHOLE])
         times = ", ".join(
             f"{way} {results[backend][way]['median_ms']:.1f} ms" for way in (ROWS, WHOLE)

@@ -99,8 +99,8 @@ def rank(folder: str, act: str) -> None:
     {"save": saves, "restore": restores, "train": trains}[act](
         group, step, forms, Path(folder), watched
     )
-    every = group.all_gather_object(watched.results)
-    group.print(json.dumps(every))
+    gathered = group.all_gather_object(watched.results)
+    group.print(json.dumps(gathered))
 
 
 def saves(

@@ -115,11 +115,11 @@ def one_host(
             if turn == 0:
                 training.seconds.clear()
             # The first step meets pending traffic of another training.
-            took = [training.step_seconds() for _ in range(STEPS)][1:]
+            duration = [training.step_seconds() for _ in range(STEPS)][1:]
             jax.block_until_ready(
                 training.state
             )  # nor shall the next training meet that of this one
-            seconds[way] += took if turn >= 0 else []
+            seconds[way] += duration if turn >= 0 else []
     on_paper = {
         way: group.all_reduce(np.array(ways[way].on_paper()), op="max")
         for way in ways
@@ -173,12 +173,12 @@ class Training:
         begin = time.perf_counter()
         self.state, self.info = self.step(self.state, self.batch)
         jax.block_until_ready(self.info)
-        took = time.perf_counter() - begin
+        duration = time.perf_counter() - begin
         for span in self.step.timeline().spans:
             self.seconds[span.name].append(span.seconds)
             if span.nbytes:  # it has come back
                 self.nbytes[span.name] = span.nbytes
-        return took
+        return duration
 
     def on_paper(self) -> float:
         """Seconds of an eager step on paper: stages as long as with traffic, updates as alone.
@@ -194,15 +194,15 @@ class Training:
             if name in self.nbytes
         ]
         per_byte = float(np.median(rates))
-        took = dict[str, float]()
+        seconds_of = dict[str, float]()
         for task in listed.tasks:
             if task.name in names:
-                took[task.name] = self.nbytes[task.name] * per_byte
+                seconds_of[task.name] = self.nbytes[task.name] * per_byte
             elif task.kind == "compute":
-                took[task.name] = float(np.median(self.seconds[task.name]))
+                seconds_of[task.name] = float(np.median(self.seconds[task.name]))
             else:
-                took[task.name] = min(self.seconds[task.name])
-        return steady_seconds(listed.tasks, took, attrgetter("replaces"))
+                seconds_of[task.name] = min(self.seconds[task.name])
+        return steady_seconds(listed.tasks, seconds_of, attrgetter("replaces"))
 
 
 def local_bytes(tree: Any) -> int:

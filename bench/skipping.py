@@ -78,7 +78,7 @@ def main() -> None:
         title="mean loss of the last tenth of the batches",
     )
     last = {
-        f"{n}, {PANELS[n]}": {f"{k}": ends(x) for k, x in lines.items()}
+        f"{n}, {PANELS[n]}": {f"{k}": mean_of_last(x) for k, x in lines.items()}
         for n, lines in losses.items()
     }
     for title, final in last.items():
@@ -98,8 +98,8 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
     return {
-        k: summary(took / BATCHES) | {"of_every_batch": ratio(took, seconds["1"])}
-        for k, took in seconds.items()
+        k: summary(durations / BATCHES) | {"of_every_batch": ratio(durations, seconds["1"])}
+        for k, durations in seconds.items()
     }
 
 
@@ -127,7 +127,7 @@ def loss_fn(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
-def ends(losses: list[float]) -> float:
+def mean_of_last(losses: list[float]) -> float:
     """The mean of the last tenth."""
     return round(float(np.mean(losses[-len(losses) // 10 :])), 5)
 

@@ -28,8 +28,8 @@ def steady_seconds(
     # value.
     before = {name.replaces: name for name in results if is_late(name)}
     several = list[Task]()
-    took = dict[str, float]()
-    ends = list[Value]()
+    seconds_of = dict[str, float]()
+    end_values = list[Value]()
     for step in range(STEPS):
         for place, task in enumerate(tasks):
             reads = [
@@ -46,12 +46,12 @@ def steady_seconds(
             several.append(
                 task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes)
             )
-            took[several[-1].name] = seconds.get(task.name, 0.0)
-        ends.append(
+            seconds_of[several[-1].name] = seconds.get(task.name, 0.0)
+        end_values.append(
             _at(step, [task.name for task in tasks if not set(results).isdisjoint(task.writes)][-1])
         )
-    end_of = {span.name: span.end for span in simulate(several, took, queue=by_kind).spans}
-    return end_of[ends[-1]] - end_of[ends[-2]]
+    end_of = {span.name: span.end for span in simulate(several, seconds_of, queue=by_kind).spans}
+    return end_of[end_values[-1]] - end_of[end_values[-2]]
 
 
 def _at(step: int, name: str) -> Value:

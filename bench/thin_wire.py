@@ -129,11 +129,11 @@ def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
             state, _ = step(state, batch)
         jax.block_until_ready(state)
         group.barrier()
-        took = time.perf_counter() - begin
+        duration = time.perf_counter() - begin
         nbytes = (counters() - before) / steps
         entries[method] = {
             "bytes_a_step": round(float(nbytes)),
-            "ms_a_step": round(1e3 * took / steps, 1),
+            "ms_a_step": round(1e3 * duration / steps, 1),
         }
     if group.is_main:
         path.write_text(json.dumps(entries))

@@ -35,7 +35,7 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
         model_state=task.model_state,
         caps_mb=caps_mb or CAPS_MB,
     )
-    took = time.perf_counter() - start
+    duration = time.perf_counter() - start
     runs = {
         str(candidate.bucket_cap_mb): staged(task, group, candidate.bucket_cap_mb)
         for candidate in tuning.candidates
@@ -49,7 +49,7 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
             "link": tuning.link._asdict(),
             "pace": tuning.pace._asdict(),
             "idle_ms": 1e3 * tuning.idle_s,
-            "tune_s": took,
+            "tune_s": duration,
             "chosen_mb": tuning.bucket_cap_mb,
             "deviation": tuning.deviation,
             "eager_over_staged": (tuning.eager_s or tuning.measured_s) / tuning.measured_s,

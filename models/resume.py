@@ -67,11 +67,11 @@ def main(
         )
         for number, chosen in zip(range(start + 1, steps + 1), rows):
             state, info = step(state, {"tokens": text[chosen].astype(np.int32)})
-            ends = fddp.preempted()
-            checkpoints.save(state, now=ends or number == steps)
+            results = fddp.preempted()
+            checkpoints.save(state, now=results or number == steps)
             if number % max(1, steps // 10) == 0:
                 group.print(f"step {number}, loss {info.loss:.3f}")
-            if ends:
+            if results:
                 group.print(f"told to end, saved after step {number}")
                 return
     group.print(f"parameters {digest(state.params)}")

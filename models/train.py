@@ -276,9 +276,9 @@ def saved(
     with fddp.Checkpoints(config.resume, step, every=config.save_every) as checkpoints:
 
         def save(state: fddp.TrainState, at_end: bool) -> None:
-            ends = fddp.preempted()
-            checkpoints.save(state, now=at_end or ends)
-            if ends:
+            results = fddp.preempted()
+            checkpoints.save(state, now=at_end or results)
+            if results:
                 checkpoints.close()
                 raise SystemExit(0)
 

@@ -48,11 +48,14 @@ def quick(
     """The output of a script, which must be free of warnings."""
     command = [*before, *PYTHON, str(MODELS / script), "--quick", *words]
     env = environment(home, JAX_NUM_CPU_DEVICES=str(devices))
-    done = subprocess.run(command, cwd=home, env=env, text=True, capture_output=True, timeout=300)
-    summary = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, summary
-    assert not WARNED.search(done.stdout + done.stderr), summary
-    return done.stdout
+    completed = subprocess.run(
+        command, cwd=home, env=env, text=True, capture_output=True, timeout=300
+    )
+    output = f"{completed.stdout}\n{completed.stderr}"
+    summary = f"{' '.join(command)} ended with {completed.returncode}:\n{output}"
+    assert completed.returncode == 0, summary
+    assert not WARNED.search(output), summary
+    return completed.stdout
 
 
 @contextmanager
@@ -158,7 +161,7 @@ def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "words", "says"),
+    ("script", "words", "expected_lines"),
     [
         (
             "tensor_parallel.py",
@@ -173,7 +176,7 @@ def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     ],
 )
 def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
-    home: Path, script: str, words: list[str], says: list[str]
+    home: Path, script: str, words: list[str], expected_lines: list[str]
 ):
     output = quick(home, script, *words)
     first, last = numbers(r"loss (\S+) → (\S+) in 20 steps", output)
@@ -183,7 +186,7 @@ def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
     )
     assert total_mib == pytest.approx(4 * PARAMETERS / 2**20, abs=1e-3)
     assert local_mib == pytest.approx(total_mib / 2, abs=2e-3)
-    assert [words for words in says if words not in output] == []
+    assert [words for words in expected_lines if words not in output] == []
 
 
 ### A job that is ended

@@ -63,8 +63,8 @@ def imports(path: Path) -> set[str]:
 
 def test_rooms_import_as_the_contract_says():
     linter = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[done.stdout.find("Broken contracts") :]
+    completed = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stdout[completed.stdout.find("Broken contracts") :]
 
 
 def test_every_room_is_in_the_contract_and_says_what_it_is():
@@ -83,10 +83,10 @@ def test_fddp_loads_neither_flax_nor_an_observer_before_it_is_asked():
         "import fddp, sys; print([name for name in ('flax', 'matplotlib', 'fddp.analysis') if name "
         "in sys.modules])"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert completed.stdout.strip() == "[]"
 
 
 def test_models_know_nothing_of_the_library_but_the_users_scripts():

@@ -403,8 +403,10 @@ def test_a_scan_is_made_again_from_its_body_and_its_options():
         outputs = jaxpr_as_fun(body)(*consts, *state, *row)
         return outputs[: len(carry)], outputs[len(carry) :]
 
-    ends, outputs = jax.lax.scan(round_of_body, carry, rows, **options)
-    for got, want in zip([*ends, *outputs], jax.tree.leaves(scanned(2.0, ROWS)), strict=True):
+    final_carry, outputs = jax.lax.scan(round_of_body, carry, rows, **options)
+    for got, want in zip(
+        [*final_carry, *outputs], jax.tree.leaves(scanned(2.0, ROWS)), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
 
 
@@ -655,10 +657,10 @@ def run_python(script: str) -> None:
     """Runs a script in a process of its own, for which warnings are errors."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+    assert completed.returncode == 0, f"{completed.returncode}: {completed.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize(

@@ -292,12 +292,14 @@ def test_layers_that_are_left_out_might_as_well_not_be_there():
     sizes = set()
     for seed in range(4):
         loss, grads = value_and_grad(params, jax.random.key(seed))
-        ran = [i for i in range(3) if any(np.any(x) for x in jax.tree.leaves(grads[f"layer_{i}"]))]
-        layers = {f"layer_{k}": params[f"layer_{i}"] for k, i in enumerate(ran)}
-        shorter = gpt.loss_fn(model.clone(layers=len(ran), layer_drop=0.0))
+        kept_layers = [
+            i for i in range(3) if any(np.any(x) for x in jax.tree.leaves(grads[f"layer_{i}"]))
+        ]
+        layers = {f"layer_{k}": params[f"layer_{i}"] for k, i in enumerate(kept_layers)}
+        shorter = gpt.loss_fn(model.clone(layers=len(kept_layers), layer_drop=0.0))
         expected, _ = shorter({**layers, "embed": params["embed"], "norm": params["norm"]}, batch)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
-        sizes.add(len(ran))
+        sizes.add(len(kept_layers))
     assert len(sizes) > 1
 
 
@@ -354,9 +356,9 @@ def test_bert_masks_the_same_number_in_every_row():
 
 
 def test_models_never_import_the_library():
-    every = (Path(__file__).parents[1] / "models").glob("*.py")
+    scripts = (Path(__file__).parents[1] / "models").glob("*.py")
     files = [
-        f for f in every if '__name__ == "__main__"' not in f.read_text()
+        f for f in scripts if '__name__ == "__main__"' not in f.read_text()
     ]  # the others are a user's scripts
     assert len(files) >= 5
     for file in files:

@@ -157,7 +157,7 @@ def test_the_bubble_is_what_is_left_when_every_stage_has_seen_every_micro_batch(
 
 
 @pytest.mark.parametrize(
-    ("stages", "vocabulary", "says"),
+    ("stages", "vocabulary", "message"),
     [
         (
             3,
@@ -173,17 +173,17 @@ def test_the_bubble_is_what_is_left_when_every_stage_has_seen_every_micro_batch(
         (0, 256, "stages=0, and 4 layers cannot"),
     ],
 )
-def test_layers_and_tokens_that_stages_do_not_divide_are_an_error(x64, stages, vocabulary, says):
-    with pytest.raises(ValueError, match=says):
+def test_layers_and_tokens_that_stages_do_not_divide_are_an_error(x64, stages, vocabulary, message):
+    with pytest.raises(ValueError, match=message):
         pipeline.in_stages(forms(MODEL.clone(vocabulary=vocabulary)), stages)
 
 
 @pytest.mark.parametrize("micro_batches", [4, 0])
 def test_rows_that_micro_batches_do_not_divide_are_an_error(x64, micro_batches):
     step, state = in_stages(2, 2, micro_batches)
-    says = (
+    message = (
         rf"micro_batches={micro_batches}, and 6 rows of a replica cannot be cut .* take a divisor "
         rf"of the rows"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         step(state, BATCHES[0])

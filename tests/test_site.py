@@ -171,10 +171,10 @@ def test_the_site_builds_without_a_warning(tmp_path):
     """Covers all other faults of a page: mkdocs' own warnings are errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     steps = (tmp_path / "api" / "step" / "index.html").read_text()
     assert (
         'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps

@@ -40,7 +40,7 @@ WARNED = re.compile("warning|donated", re.IGNORECASE)
 
 def run(*command: str, cwd: Path, **env: str) -> str:
     """Runs a command to its end, and shows its output if it fails; a warning is a failure."""
-    done = subprocess.run(
+    completed = subprocess.run(
         command,
         cwd=cwd,
         env=os.environ | {"JAX_PLATFORMS": "cpu"} | env,
@@ -48,10 +48,11 @@ def run(*command: str, cwd: Path, **env: str) -> str:
         capture_output=True,
         timeout=600,
     )
-    summary = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, summary
-    assert not WARNED.search(done.stdout + done.stderr), summary
-    return done.stdout
+    output = f"{completed.stdout}\n{completed.stderr}"
+    summary = f"{' '.join(command)} ended with {completed.returncode}:\n{output}"
+    assert completed.returncode == 0, summary
+    assert not WARNED.search(output), summary
+    return completed.stdout
 
 
 def losses(config: train.Config, group: fddp.Group) -> list[float]:
@@ -244,10 +245,10 @@ def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(
 def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(
     group: Callable[[int], fddp.Group],
 ):
-    every = on_two(group(2))
+    all_layers = on_two(group(2))
     dropped = losses(replace(GPT, layer_drop=0.3), group(2))
     assert dropped[-1] < dropped[0] - 0.5
-    assert dropped != pytest.approx(every, abs=1e-3)
+    assert dropped != pytest.approx(all_layers, abs=1e-3)
 
 
 @pytest.mark.quick("1-lines", "12-bar")

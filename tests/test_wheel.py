@@ -31,11 +31,13 @@ built_with_uv = pytest.mark.skipif(
 
 def run(*command: str | Path, cwd: Path) -> str:
     """The output of a command; its last lines if it fails."""
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=900, check=False
     )
-    assert done.returncode == 0, f"{command}:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    assert completed.returncode == 0, (
+        f"{command}:\n{completed.stdout[-6000:]}\n{completed.stderr[-6000:]}"
+    )
+    return completed.stdout
 
 
 def members(wheel: Path) -> dict[str, bytes]:

@@ -65,9 +65,9 @@ def compare(name: str) -> dict[str, Any]:
         fddp_difference = _difference(fused(), expected, work.params)
         repeated_difference = _difference(plain(work.batch), expected, work.params)
         rows = jax.tree.map(lambda x: x[::-1], work.batch)
-        turned = _difference(plain(rows), expected, work.params)
+        reversed_difference = _difference(plain(rows), expected, work.params)
     fine = all(
-        fddp_difference[what] <= max(limit, TIMES * turned[what])
+        fddp_difference[what] <= max(limit, TIMES * reversed_difference[what])
         for what, limit in (("loss", LOSS), ("way", WAY))
     )
     return {
@@ -75,7 +75,7 @@ def compare(name: str) -> dict[str, Any]:
         "first_and_last_loss": [expected[0][0], expected[0][-1]],
         "fddp": fddp_difference,
         "plain_again": repeated_difference,
-        "plain_with_rows_reversed": turned,
+        "plain_with_rows_reversed": reversed_difference,
         **({} if fine else {"wrong": "it differs from plain JAX by more than rounding"}),
     }
 
@@ -85,11 +85,11 @@ def tell(figures: dict[str, Any]) -> str:
     fddp = figures["fddp"]
     bits = "the bits of plain JAX" if fddp["bits_equal"] else "not the bits of plain JAX"
     bits_again = "its bits" if figures["plain_again"]["bits_equal"] else "other bits"
-    turned = figures["plain_with_rows_reversed"]
+    reversed_rows = figures["plain_with_rows_reversed"]
     return (
         f"{bits} after {figures['steps']} steps: losses differ by {fddp['loss']:.1e}, "
         f"parameters by {fddp['way']:.1e} of their way; plain JAX again has {bits_again}, "
-        f"with rows reversed {turned['loss']:.1e} and {turned['way']:.1e}"
+        f"with rows reversed {reversed_rows['loss']:.1e} and {reversed_rows['way']:.1e}"
     )
 
 

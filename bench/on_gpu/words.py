@@ -78,11 +78,11 @@ def _ranks(results: dict[str, Any]) -> str:
     entry = _sound(results, "ranks").get(RANKED)
     if entry is None:
         return ""
-    how = (
+    subject = (
         f"{entry['ranks']} ranks over "
         f"{entry['backend'].upper() if entry['backend'] == 'nccl' else entry['backend'].title()}"
     )
-    return f"{how} have one replica's losses within {entry['largest_difference']:.0e}"
+    return f"{subject} have one replica's losses within {entry['largest_difference']:.0e}"
 
 
 def _cost(results: dict[str, Any]) -> str:

@@ -513,8 +513,8 @@ def read_buckets(text, count):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * count, bucket_cap_mb=0)
     module = parse(text)
     collectives = find_collectives(module)
-    sends = communications([reductions(plan, None, None)])[0]
-    return read(module, collectives, (False,) * len(collectives), sends, plan, "h100:8", None)
+    messages = communications([reductions(plan, None, None)])[0]
+    return read(module, collectives, (False,) * len(collectives), messages, plan, "h100:8", None)
 
 
 @pytest.mark.parametrize(
@@ -595,9 +595,15 @@ def read_one(text, target="h100:8"):
     plan = fddp.make_plan([np.zeros((64, 64), np.float32)])
     module = parse(text)
     collectives = find_collectives(module)
-    sends = communications([reductions(plan, None, None)])[0]
+    messages = communications([reductions(plan, None, None)])[0]
     return read(
-        module, collectives, (False,) * len(collectives), sends, plan, target, read_target(target)
+        module,
+        collectives,
+        (False,) * len(collectives),
+        messages,
+        plan,
+        target,
+        read_target(target),
     )
 
 
@@ -804,8 +810,8 @@ def test_the_same_step_on_another_group_trains_alike(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
     moved = step.on(group(4))
     rows = jnp.arange(8.0)
-    ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, moved)]
-    assert float(ends[0]) == float(ends[1])
+    results = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, moved)]
+    assert float(results[0]) == float(results[1])
     assert moved.plan == step.plan
 
 

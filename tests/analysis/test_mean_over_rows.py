@@ -35,9 +35,9 @@ def contrast(w: Any, b: Any) -> Any:
 
 def contrast_with_all(w: Any, b: Any) -> Any:
     z = jnp.tanh(b["x"] * w)
-    every = jax.lax.all_gather(z, "replica", tiled=True)
+    all_rows = jax.lax.all_gather(z, "replica", tiled=True)
     labels = jax.lax.axis_index("replica") * len(z) + jnp.arange(len(z))
-    return -jnp.mean(jax.nn.log_softmax(z @ every.T)[jnp.arange(len(z)), labels])
+    return -jnp.mean(jax.nn.log_softmax(z @ all_rows.T)[jnp.arange(len(z)), labels])
 
 
 def normalized_over_all(w: Any, b: Any) -> Any:
@@ -125,13 +125,13 @@ def test_batch_norm_of_each_replica_is_found_in_a_loss_with_a_model_state():
 
 
 @pytest.mark.parametrize(
-    ("batch", "says"),
+    ("batch", "message"),
     [
         ({"x": np.ones((1, 4)), "adv": np.ones(1)}, "two rows at least, got 1"),
         ({"x": np.ones((4, 4)), "adv": np.ones(())}, "equally many rows.*nothing can be divided"),
         ({}, "the batch is empty"),
     ],
 )
-def test_what_cannot_be_halved_is_refused(batch: Any, says: str):
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_halved_is_refused(batch: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         fddp.check(LOSSES["mean"][0], W, batch)

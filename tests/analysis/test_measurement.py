@@ -282,7 +282,7 @@ def test_times_are_none_where_only_a_profiler_sees_them_or_all_steps_compiled(gr
 
 
 def test_a_collective_of_any_kind_is_traffic():
-    sends = (
+    kernels = (
         "all-to-all.3",
         "all-gather-start.1",
         "psum.2",
@@ -295,7 +295,7 @@ def test_a_collective_of_any_kind_is_traffic():
     )
     assert all(
         COLLECTIVE.search(name)
-        for name in (*sends, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
+        for name in (*kernels, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
     )
     assert not any(
         COLLECTIVE.search(name)
@@ -336,7 +336,7 @@ def test_what_jax_sends_is_traffic_under_the_name_that_it_has_in_the_program(col
             parse(jax.jit(spread).lower(jnp.ones(4)).compile().as_text() or "").schedules()
         ).lines
     ]
-    sends = [line.name for line in lines if line.opcode.startswith(KINDS)]
-    assert sends and all(COLLECTIVE.search(name) for name in sends)
+    collectives = [line.name for line in lines if line.opcode.startswith(KINDS)]
+    assert collectives and all(COLLECTIVE.search(name) for name in collectives)
     computing = [line.name for line in lines if line.opcode in ("fusion", "copy", "parameter")]
     assert computing and not any(COLLECTIVE.search(name) for name in computing)

@@ -50,16 +50,16 @@ def tuned(name: str, target: str, *caps_mb: float) -> fddp.Choice:
 
 @aot
 @pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["best and worst", "each"]
+    "check_all", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["best and worst", "each"]
 )
-def test_an_estimate_is_that_of_an_audit_and_the_shortest_is_taken(every):
+def test_an_estimate_is_that_of_an_audit_and_the_shortest_is_taken(check_all):
     choice = tuned("mlp", "h100:2x8")
     work = workload("mlp", "h100:2x8")
     assert (
         len(choice.candidates) == 6
     )  # three schedules, and 32 MiB under a cap of 100 are the plan under 25
     slowest = max(choice.candidates, key=lambda candidate: candidate.seconds)
-    for candidate in choice.candidates if every else (choice.best, slowest):
+    for candidate in choice.candidates if check_all else (choice.best, slowest):
         options: Any = {"schedule": candidate.schedule, "bucket_cap_mb": candidate.bucket_cap_mb}
         step, state = work.step(read_target("h100:2").group(), **options)
         audit = fddp.audit(step, state, work.batch, "h100:2x8")
@@ -128,8 +128,8 @@ def test_a_tuned_step_goes_on_from_the_state_of_the_step_that_was_given(group):
     state, _ = step(step.init(params), rows)
     choice = fddp.tune(step, state, rows, target="h100:2", caps_mb=[25])
     assert [len(candidate.plan.buckets) for candidate in choice.candidates] == [2, 2, 2, 1, 1, 1]
-    ends = [trainer(state, rows)[0].params for trainer in (step, choice.step)]
-    close(*ends, rtol=1e-6, atol=1e-7)
+    results = [trainer(state, rows)[0].params for trainer in (step, choice.step)]
+    close(*results, rtol=1e-6, atol=1e-7)
     assert len(choice.step.plan.buckets) == len(choice.best.plan.buckets)
 
 

@@ -190,7 +190,7 @@ def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
 
 
 @pytest.mark.parametrize(
-    ("tree", "says"),
+    ("tree", "message"),
     [
         ({"a": np.zeros(2, np.float32)}, "does not fit the plan"),
         ([np.zeros(2, np.float32)] * 2, "does not fit the plan"),
@@ -205,9 +205,9 @@ def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
     ],
     ids=["leaf missing", "other structure", "other shape", "other dtype"],
 )
-def test_a_tree_that_does_not_fit_the_plan_is_refused(tree, says):
+def test_a_tree_that_does_not_fit_the_plan_is_refused(tree, message):
     plan = make_plan({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)})
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         pack(plan, tree)
 
 

@@ -378,10 +378,10 @@ def test_a_cap_that_is_negative_or_not_a_number_is_refused_by_name(cap, value):
 
 @pytest.mark.parametrize("caps", [[], (), [1, -1], [math.nan], [1, None], [True], [[1]]])
 def test_a_sequence_of_caps_without_one_or_with_one_that_is_none_is_refused(caps):
-    says = (
+    message = (
         f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {re.escape(repr(caps))}"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         make_plan(floats(1), bucket_cap_mb=caps)
 
 

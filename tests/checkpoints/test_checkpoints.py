@@ -358,11 +358,11 @@ def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
         state, _ = train(step, checkpoints.restore(state)[0], 8, checkpoints)
         checkpoints._writing.result()
         assert (unfinished / "leaves").read_bytes() == b"half", "it has just been written"
-        says = (
+        message = (
             f"another job has written {name} in {trained} within 10 minutes: if it still runs, "
             f"give each job its own"
         )
-        assert says in capfd.readouterr().err
+        assert message in capfd.readouterr().err
         for path in (unfinished, unfinished / "leaves"):
             os.utime(path, (0, 0))
         train(step, state, 10, checkpoints)
@@ -461,22 +461,22 @@ def test_a_checkpoint_of_another_model_is_refused(
     trained: Path, group: Callable[[int], fddp.Group]
 ):
     step = fddp.train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.adam(0.1), group=group(2))
-    says = (
+    message = (
         r"of step 6 is of another training: it has params/b float32\[5\]; (?s:.*)lacks params/w "
         r"float32\[3, 4\]"
     )
-    with fddp.Checkpoints(trained, step) as checkpoints, pytest.raises(ValueError, match=says):
+    with fddp.Checkpoints(trained, step) as checkpoints, pytest.raises(ValueError, match=message):
         checkpoints.restore(step.init({"w": np.ones((3, 4), np.float32)}))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [({"every": 0}, "every must be"), ({"keep": 0}, "keep must be"), ({"every": 2.5}, "2.5")],
 )
 def test_what_cannot_be_meant_is_refused(
-    group: Any, tmp_path: Path, arguments: dict[str, Any], says: str, make: Make
+    group: Any, tmp_path: Path, arguments: dict[str, Any], message: str, make: Make
 ):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         fddp.Checkpoints(tmp_path, make(group(1))[0], **arguments)
     with pytest.raises(TypeError, match=r"step must be a step from fddp\.train_step"):
         fddp.Checkpoints(tmp_path, lambda state, batch: state)  # type: ignore

@@ -44,8 +44,8 @@ def restore(folder: Path, like: Any) -> Any:
         return checkpointer.restore(folder, like)
 
 
-def refused(folder: Path, like: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def refused(folder: Path, like: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         restore(folder, like)
 
 
@@ -219,9 +219,9 @@ def ready(
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_model_that_does_not_fit_the_checkpoint_is_refused(group, tmp_path, name):
-    params, says = OTHERS[name]
+    params, message = OTHERS[name]
     save(tmp_path / "state", ready(group(2), {"w": W, "b": B}, optax.adam(1e-2)))
-    refused(tmp_path / "state", ready(group(2), params, optax.adam(1e-2)), says)
+    refused(tmp_path / "state", ready(group(2), params, optax.adam(1e-2)), message)
 
 
 def test_an_optimizer_that_does_not_fit_the_checkpoint_is_refused(group, tmp_path):

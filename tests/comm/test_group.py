@@ -103,8 +103,8 @@ def test_a_subgroup_of_all_processes_is_the_same_group(group):
     assert group(4).subgroup([0]).size == 4
 
 
-def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=says):
+def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=message):
         call()
 
 
@@ -156,7 +156,7 @@ def test_init_refuses_what_no_world_can_be():
         ValueError, "timeout_s must be more than 0 seconds, got 0", lambda: fddp.init(timeout_s=0)
     )
     refused(ValueError, "got nan", lambda: fddp.init(timeout_s=math.nan))
-    for name, value, says in (
+    for name, value, message in (
         ("stall_s", "x", "more than 0 seconds, got 'x'"),
         ("stall_s", True, "more than 0 seconds, got True"),
         ("timeout_s", "60", "more than 0 seconds, got '60'"),
@@ -168,7 +168,7 @@ def test_init_refuses_what_no_world_can_be():
     ):
         wrong: Any = {"rank": 0, "size": 1} if name in ("rank", "size") else {}
         call = partial(fddp.init, **wrong | {name: value})
-        refused(ValueError, f"{name} must be {says}", call)
+        refused(ValueError, f"{name} must be {message}", call)
 
 
 def test_a_process_joins_one_world():

@@ -48,11 +48,11 @@ def test_all_replicas_get_the_same_bits(group, local):
     levels = group(4).hierarchical(local)
     per_replica = group(4).placement.per_replica
     rows = RNG.normal(size=(4, 5, 7)).astype(np.float32)
-    every = levels.placement.program(
+    totals = levels.placement.program(
         lambda x: levels.communicator.all_reduce(x[0])[None], (per_replica,), per_replica
     )(rows)
-    assert every.shape == rows.shape and len({np.asarray(copy).tobytes() for copy in every}) == 1
-    np.testing.assert_allclose(every[0], rows.astype(np.float64).sum(0), rtol=1e-6, atol=1e-6)
+    assert totals.shape == rows.shape and len({np.asarray(copy).tobytes() for copy in totals}) == 1
+    np.testing.assert_allclose(totals[0], rows.astype(np.float64).sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_sixteen_bits_are_rounded_once_and_not_at_every_level(group):
@@ -168,11 +168,11 @@ def test_nodes_are_whoever_has_one_host_wherever_they_lie():
 
 
 def test_unequal_nodes_are_refused_with_their_sizes():
-    says = (
+    message = (
         "the 4 replicas of this group lie on 2 nodes, on one 1 and on another 3, .* give local=, "
         "how many shall count"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         by_node(["a", "a", "a", "b"])
 
 

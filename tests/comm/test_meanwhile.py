@@ -88,7 +88,7 @@ def test_where_no_thread_can_start_nothing_is_said_and_the_block_runs(monkeypatc
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    ran = False
+    finished = False
     with reports(lambda: "never", 0.0, 0.0):
-        ran = True
-    assert ran
+        finished = True
+    assert finished

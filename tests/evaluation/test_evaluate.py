@@ -217,10 +217,10 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception]]] = {
 }
 
 
-@pytest.mark.parametrize("says", REFUSED)
-def test_what_cannot_be_evaluated_is_refused(group, says: str):
-    metric, batches, kind = REFUSED[says]
-    with pytest.raises(kind, match=says):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_evaluated_is_refused(group, message: str):
+    metric, batches, kind = REFUSED[message]
+    with pytest.raises(kind, match=message):
         fddp.evaluate(metric, W, batches, group=group(1))
 
 

@@ -163,7 +163,7 @@ def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: hooks.quantize(bits=2), "bits must be 8 or 4, got 2"),
         (
@@ -176,6 +176,6 @@ def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
         ),
     ],
 )
-def test_what_does_not_fill_bytes_is_refused(call: Any, says: str):
-    with pytest.raises(ValueError, match=says):
+def test_what_does_not_fill_bytes_is_refused(call: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         call()

@@ -378,16 +378,20 @@ def trained(
 @pytest.mark.quick("topk")
 @pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
 def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
-    ends = [
+    results = [
         trained(group, hook, schedule=name, accumulation_steps=2)
         for name in ("fused", "staged", "after")
     ]
-    for state, infos in ends[1:]:
+    for state, infos in results[1:]:
         close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
         jax.tree.map(
-            close, (state.params, state.hook_state), (ends[0][0].params, ends[0][0].hook_state)
+            close,
+            (state.params, state.hook_state),
+            (results[0][0].params, results[0][0].hook_state),
         )
-        assert [info.sent.tolist() for info in infos] == [info.sent.tolist() for info in ends[0][1]]
+        assert [info.sent.tolist() for info in infos] == [
+            info.sent.tolist() for info in results[0][1]
+        ]
 
 
 @SCHEDULES

@@ -106,9 +106,9 @@ def test_momentum_of_plain_sums_is_momentum(group: Any):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [({"start": -1}, "start"), ({"start": 0, "b1": 1.0}, "b1 must be 0 or more")],
 )
-def test_numbers_out_of_range_are_refused(arguments: Any, says: str):
-    with pytest.raises(ValueError, match=says):
+def test_numbers_out_of_range_are_refused(arguments: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         hooks.momentum(hooks.sign(), **arguments)

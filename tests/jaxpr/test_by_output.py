@@ -81,8 +81,8 @@ def test_seeds_and_the_rest_make_what_the_program_makes():
 
 def test_equal_layers_are_equal_programs_once_seeds_are_drawn():
     _, remainder = seeded(jax.make_jaxpr(layers)())
-    each = pieces(remainder, [[k] for k in range(len(remainder.jaxpr.outvars))])
-    assert len({form_of_program(piece.program) for piece in each}) == 1
+    layers_apart = pieces(remainder, [[k] for k in range(len(remainder.jaxpr.outvars))])
+    assert len({form_of_program(piece.program) for piece in layers_apart}) == 1
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["made inside", "captured"])

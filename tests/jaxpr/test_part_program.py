@@ -91,7 +91,7 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("f", "why"),
+    ("f", "reason"),
     [
         (lambda a: a @ jnp.ones((3, 3)), "dot_general"),
         (lambda a: a.T, "transpose"),
@@ -110,12 +110,12 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(
     ],
 )
 def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(
-    f: Callable[..., Any], why: str
+    f: Callable[..., Any], reason: str
 ):
     with jax.enable_x64(True):
         a = jnp.asarray(X)
         stay = stays(jax.make_jaxpr(f)(a), [A])
-        assert list(stay) == [0] and why in stay[0].why
+        assert list(stay) == [0] and reason in stay[0].why
         (got,), _, exchanges = divided(lambda a, b: (f(a),))
         np.testing.assert_allclose(joined(got, f(a)), f(a), rtol=1e-14)
         assert exchanges == 1

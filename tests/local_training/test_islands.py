@@ -81,20 +81,20 @@ def by_hand(
     versions = [PARAMS]
     velocity = {name: np.zeros_like(x) for name, x in PARAMS.items()}
     local = [dict(PARAMS) for _ in counts]
-    done = [0] * len(counts)
-    took = [0] * len(counts)
+    steps_done = [0] * len(counts)
+    versions_taken = [0] * len(counts)
     batches = [rows(k, count) for k, count in enumerate(counts)]
     for islands, began, steps in order:
         total = {name: np.zeros_like(x) for name, x in PARAMS.items()}
         weights = 0.0
         for k, version, until in zip(islands, began, steps):
-            if took[k] != version:
-                took[k] = version
+            if versions_taken[k] != version:
+                versions_taken[k] = version
                 local[k] = {
                     name: (1 - mix) * versions[version][name] + mix * local[k][name]
                     for name in local[k]
                 }
-            stretch = batches[k][done[k] : until]
+            stretch = batches[k][steps_done[k] : until]
             for x in stretch:
                 slope = gradient(local[k], x)
                 local[k] = {name: local[k][name] - RATE * slope[name] for name in slope}
@@ -103,7 +103,7 @@ def by_hand(
             for name in total:
                 total[name] += weight * half**age * (versions[version][name] - local[k][name])
             weights += weight
-            done[k] = until
+            steps_done[k] = until
         velocity = {name: momentum * velocity[name] + total[name] / weights for name in total}
         versions.append({name: versions[-1][name] - rate * velocity[name] for name in total})
     return versions[-1]
@@ -119,8 +119,10 @@ def simulated(
     )
 
 
-def order_of(done: fddp.Islands) -> list[Any]:
-    return [(line.islands, line.began, line.steps) for line in done.log if isinstance(line, Merged)]
+def order_of(islands: fddp.Islands) -> list[Any]:
+    return [
+        (line.islands, line.began, line.steps) for line in islands.log if isinstance(line, Merged)
+    ]
 
 
 ### The rule
@@ -231,18 +233,18 @@ def test_pseudo_gradients_of_sixteen_bits_are_added_in_thirty_two():
 def test_three_islands_with_a_quorum_of_two_do_as_by_hand(
     x64: None, hand: dict[str, float], options: dict[str, Any]
 ):
-    done = simulated([6, 6, 6], [1.0, 1.5, 4.0], every=2, quorum=2, **options)
-    assert order_of(done) == QUORUM_OF_TWO
-    assert done.log[-1] == Meeting(5)
-    close(done.params, by_hand([6, 6, 6], QUORUM_OF_TWO, **hand))
+    islands = simulated([6, 6, 6], [1.0, 1.5, 4.0], every=2, quorum=2, **options)
+    assert order_of(islands) == QUORUM_OF_TWO
+    assert islands.log[-1] == Meeting(5)
+    close(islands.params, by_hand([6, 6, 6], QUORUM_OF_TWO, **hand))
 
 
 @pytest.mark.steps
 @pytest.mark.parametrize("bound", BOUNDED)
 def test_asynchronous_updates_of_bounded_staleness_do_as_by_hand(x64: None, bound: int):
-    done = simulated([4, 2], [1.0, 3.5], every=1, quorum=1, max_staleness=bound)
-    assert order_of(done) == BOUNDED[bound]
-    close(done.params, by_hand([4, 2], BOUNDED[bound]))
+    islands = simulated([4, 2], [1.0, 3.5], every=1, quorum=1, max_staleness=bound)
+    assert order_of(islands) == BOUNDED[bound]
+    close(islands.params, by_hand([4, 2], BOUNDED[bound]))
 
 
 @pytest.mark.steps
@@ -274,14 +276,14 @@ def test_a_run_is_made_again_from_its_log_to_the_same_bits(tmp_path: Path):
     )
     batches = [rows(k, count) for k, count in enumerate((7, 5, 3))]
     arguments: Any = (loss, optimizer, PARAMS, batches)
-    done = fddp.simulate_islands(
+    islands = fddp.simulate_islands(
         *arguments, seconds=lambda island, number: 1.0 + island * number, rng=jax.random.key(3)
     )
     log = tmp_path / "merges.jsonl"
-    log.write_text("".join(serialize(line) + "\n" for line in done.log))
+    log.write_text("".join(serialize(line) + "\n" for line in islands.log))
     replayed = fddp.replay_islands(log, *arguments, rng=jax.random.key(3))
-    assert replayed.log == done.log
-    trees.same_bits((replayed.params, replayed.states), (done.params, done.states))
+    assert replayed.log == islands.log
+    trees.same_bits((replayed.params, replayed.states), (islands.params, islands.states))
 
 
 @pytest.mark.steps
@@ -323,14 +325,14 @@ def test_what_one_device_cannot_make_again_is_refused():
 
 @pytest.mark.steps
 def test_a_log_of_another_training_is_refused():
-    done = simulated([4, 2], [1.0, 3.5], every=1, quorum=1)
+    islands = simulated([4, 2], [1.0, 3.5], every=1, quorum=1)
     replay: Any = partial(
         fddp.replay_islands, loss_fn=layer, optimizer=fddp.local_steps(optax.sgd(RATE), quorum=1)
     )
     with pytest.raises(ValueError, match="island 1 came in the log with step 2 and weight"):
-        replay(done.log, params=PARAMS, batches=[rows(0, 4), rows(1, 1)])
+        replay(islands.log, params=PARAMS, batches=[rows(0, 4), rows(1, 1)])
     with pytest.raises(ValueError, match="version 2 follows version 0 in the log"):
-        replay(done.log[1:], params=PARAMS, batches=[rows(0, 4), rows(1, 2)])
+        replay(islands.log[1:], params=PARAMS, batches=[rows(0, 4), rows(1, 2)])
 
 
 def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):

@@ -37,18 +37,20 @@ def by_hand(mix: float, start: int, met: int | None) -> Params:
     )
     speed = {name: np.zeros_like(x) for name, x in shared.items()}
     local = [shared, shared]
-    took = [shared, shared]
-    done = [start, start]
+    starting_points = [shared, shared]
+    steps_done = [start, start]
     for number, k in enumerate(ORDER):
         if number == met:
             local = [shared, shared]
-            took = [shared, shared]
-        local[k] = descended(local[k], rows[k][done[k] : done[k] + 2])
-        done[k] += 2
-        speed = {name: 0.9 * speed[name] + took[k][name] - local[k][name] for name in shared}
+            starting_points = [shared, shared]
+        local[k] = descended(local[k], rows[k][steps_done[k] : steps_done[k] + 2])
+        steps_done[k] += 2
+        speed = {
+            name: 0.9 * speed[name] + starting_points[k][name] - local[k][name] for name in shared
+        }
         shared = {name: shared[name] - 0.7 * speed[name] for name in shared}
         local[k] = {name: (1 - mix) * shared[name] + mix * local[k][name] for name in shared}
-        took[k] = shared
+        starting_points[k] = shared
     return shared
 
 

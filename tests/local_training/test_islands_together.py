@@ -162,8 +162,8 @@ def test_between_islands_each_parameter_travels_once(group: Groups, x64: None, s
     _, nbytes = trained(group(8), {"every": 2, "island": 4}, schedule=schedule)
     names = [bucket.names[0] for bucket in fddp.make_plan(PARAMS, bucket_cap_mb=0).buckets]
     size = {"b": 5, "w": 15}
-    for inner_bytes, sends in (nbytes[:2], nbytes[2:4]):
-        more = np.subtract(sends, inner_bytes)
+    for inner_bytes, outer_bytes in (nbytes[:2], nbytes[2:4]):
+        more = np.subtract(outer_bytes, inner_bytes)
         part = [-(-size[name] // 4) for name in names]
         # 2 · 1/2 of a part between islands, 3 parts gathered inside; also weight and count.
         assert more[: len(part)].sum() - sum(8 * (n + 3 * n) for n in part) in (0, 8)

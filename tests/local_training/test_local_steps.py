@@ -148,27 +148,27 @@ def test_with_one_step_each_and_plain_descent_it_is_data_parallel_training(group
         return jnp.mean(0.5 * (x - w) ** 2)
 
     rows = np.arange(16, dtype=np.float32)
-    ends = []
+    results = []
     for optimizer in (optax.sgd(0.5), fddp.local_steps(optax.sgd(0.5))):
         step = fddp.train_step(loss, optimizer, group=group(4))
         state = step.init(np.float32(3))
         for _ in range(4):
             state, _ = step(state, rows)
-        ends.append(np.asarray(fddp.whole(state.params, group=group(4))))
-    assert ends[0] == ends[1]
+        results.append(np.asarray(fddp.whole(state.params, group=group(4))))
+    assert results[0] == results[1]
 
 
 def test_before_it_starts_it_is_data_parallel_training_bit_for_bit(group: Groups):
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05))
     params = jax.tree.map(np.float32, PARAMS)
-    ends = []
+    results = []
     for optimizer in (inner, fddp.local_steps(inner, every=2, start=3)):
         step = fddp.train_step(layer, optimizer, group=group(3))
         state, info = step(step.init(params), ROWS[0].astype(np.float32))
         for k in (1, 2):
             state, info = step(state, ROWS[k].astype(np.float32))
-        ends.append((state.params, info.loss, info.sent))
-    plain, (params, *reports) = ends
+        results.append((state.params, info.loss, info.sent))
+    plain, (params, *reports) = results
     jax.tree.map(np.testing.assert_array_equal, tuple(reports), plain[1:])
     jax.tree.map(
         lambda copies, all: np.testing.assert_array_equal(copies, np.stack([all] * 3)),
@@ -251,7 +251,7 @@ def test_nothing_is_sent_between_synchronizations_and_a_fragment_at_most_in_a_st
 
 
 def test_a_schedule_says_when_to_synchronize(group: Groups):
-    optimizer = fddp.local_steps(optax.sgd(0.1), every=lambda done: 1 if done < 4 else 3, start=2)
+    optimizer = fddp.local_steps(optax.sgd(0.1), every=lambda count: 1 if count < 4 else 3, start=2)
     step = fddp.train_step(layer, optimizer, group=group(2))
     state = step.init(jax.tree.map(np.float32, PARAMS))
     synchronized = []
@@ -296,7 +296,7 @@ def test_buffers_are_each_replicas_own_and_their_mean_when_it_synchronizes(group
 
 
 def test_accumulation_and_no_sync_come_before_a_replicas_own_step(group: Groups, x64: None):
-    ends = []
+    results = []
     for micro_batches in (1, 2):
         optimizer = fddp.local_steps(optax.adam(0.05), every=2)
         step = fddp.train_step(layer, optimizer, group=group(2), accumulation_steps=micro_batches)
@@ -309,8 +309,8 @@ def test_accumulation_and_no_sync_come_before_a_replicas_own_step(group: Groups,
             else:
                 state, _ = step.no_sync(state, ROWS[k])
                 state, _ = step(state, ROWS[k + 1])
-        ends.append((values_of_replicas(state.params), state.opt_state.shared))
-    close(ends[0], ends[1])
+        results.append((values_of_replicas(state.params), state.opt_state.shared))
+    close(results[0], results[1])
 
 
 def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
@@ -331,7 +331,7 @@ def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
 def test_a_wire_of_16_bits_carries_changes(group: Groups):
     optimizer = fddp.local_steps(optax.sgd(0.1), every=2)
     params = jax.tree.map(np.float32, PARAMS)
-    ends = []
+    results = []
     nbytes = list[int]()
     for hook in (None, fddp.hooks.bf16()):
         step = fddp.train_step(layer, optimizer, group=group(2), hook=hook)
@@ -340,9 +340,9 @@ def test_a_wire_of_16_bits_carries_changes(group: Groups):
         for k in range(4):
             state, info = step(state, ROWS[k].astype(np.float32))
             nbytes.append(int(info.sent.sum()))
-        ends.append(state.opt_state.shared)
-    close(*ends, rtol=1e-7, atol=1e-2)
-    assert np.any(ends[0]["w"] != ends[1]["w"])
+        results.append(state.opt_state.shared)
+    close(*results, rtol=1e-7, atol=1e-2)
+    assert np.any(results[0]["w"] != results[1]["w"])
     assert [bool(n) for n in nbytes] == [False, True] * 2
 
 

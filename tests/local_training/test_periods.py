@@ -68,7 +68,10 @@ def by_hand(
     }
     for number, batch in enumerate(BATCHES, start=1):
         before = [dict(params) for params in local]
-        moments_before = {key: [dict(moment) for moment in each] for key, each in moments.items()}
+        moments_before = {
+            key: [dict(moment) for moment in replica_moments]
+            for key, replica_moments in moments.items()
+        }
         grads = [gradient(params, rows) for params, rows in zip(local, np.split(batch, islands))]
         grads = [mean_of(grads)] * islands if number <= start else grads
         for k, grad in enumerate(grads):
@@ -146,8 +149,8 @@ def test_four_replicas_average_each_moment_at_its_own_period(group: Groups, x64:
     state, _ = trained(group(4), {"every": periods, **local})
     hand = by_hand(4, periods, **local)
     check(state, hand)
-    each = state.params["w"].parts.reshape(4, 3, 5)
-    close(each, np.stack([params["w"] for params in hand[0]]), rtol=0, atol=1e-10)
+    copies = state.params["w"].parts.reshape(4, 3, 5)
+    close(copies, np.stack([params["w"] for params in hand[0]]), rtol=0, atol=1e-10)
 
 
 @pytest.mark.quick("whole", "optimizer")
@@ -451,9 +454,9 @@ def test_a_checkpoint_between_two_means_goes_on_bit_for_bit(
 
 def test_parameters_alone_in_a_mapping_are_one_period(group: Groups):
     periods: Any = (3, {"params": 3}, {"params": lambda step: 3})
-    ends = [trained(group(2), {"every": every}) for every in periods]
-    for end in ends[1:]:
-        close(end, ends[0], rtol=0, atol=0)
+    results = [trained(group(2), {"every": every}) for every in periods]
+    for end in results[1:]:
+        close(end, results[0], rtol=0, atol=0)
 
 
 def test_periods_that_cannot_be_are_refused(group: Groups):

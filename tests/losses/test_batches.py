@@ -43,8 +43,8 @@ class Packed:
 def graph(seed: int, labelled: int = GRAPHS) -> Graph:
     numbers = np.random.default_rng(seed)
     labels = np.where(np.arange(GRAPHS) < labelled, numbers.normal(size=GRAPHS), np.nan)
-    ends = {name: numbers.integers(0, NODES, EDGES) for name in ("senders", "receivers")}
-    return Graph(numbers.normal(size=(NODES, 3)), ends, labels, np.float64(1 + seed))
+    edge_nodes = {name: numbers.integers(0, NODES, EDGES) for name in ("senders", "receivers")}
+    return Graph(numbers.normal(size=(NODES, 3)), edge_nodes, labels, np.float64(1 + seed))
 
 
 def score(w: Any, g: Graph) -> Any:
@@ -64,8 +64,8 @@ def weighted(w: Any, g: Graph) -> Any:
 
 def mean(graphs: list[Graph]) -> tuple[Any, Any]:
     """Loss and gradient by hand, each graph weighing 1."""
-    each = [jax.value_and_grad(loss_fn)(jnp.asarray(W), g) for g in graphs]
-    return np.mean([loss for loss, _ in each]), np.mean([grad for _, grad in each], axis=0)
+    results = [jax.value_and_grad(loss_fn)(jnp.asarray(W), g) for g in graphs]
+    return np.mean([loss for loss, _ in results]), np.mean([grad for _, grad in results], axis=0)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_a_weight_counts_the_labels_that_are_known(group: Groups, x64: None):
     loss, grad = fddp.value_and_grad(weighted, group=group(2))(W, fddp.Stacked(graphs))
 
     def total(w: Any) -> Any:
-        each = [weighted(w, g) for g in graphs]
-        return sum(x.value * x.weight for x in each) / 4
+        weighted_losses = [weighted(w, g) for g in graphs]
+        return sum(x.value * x.weight for x in weighted_losses) / 4
 
     expected = jax.value_and_grad(total)(jnp.asarray(W))
     close((loss, *grad), (expected[0], *expected[1]))

@@ -251,7 +251,7 @@ def a_rank_that_gives_no_state_or_another_optimizers_fails_on_all(group: fddp.Gr
     state = step.init({"a": jnp.zeros(())})
     foreign_state = fddp.train_step(loss, optax.adam(0.1), group=group).init({"a": jnp.zeros(())})
     x = np.ones(4, np.float32)
-    for wrong, kind, says in (
+    for wrong, kind, error_message in (
         ((state, None), TypeError, "state must be a fddp.TrainState, got tuple"),
         (foreign_state, ValueError, "the state belongs to another optimizer"),
     ):
@@ -260,7 +260,7 @@ def a_rank_that_gives_no_state_or_another_optimizers_fails_on_all(group: fddp.Gr
             message = the_same(
                 group, error_of(lambda call=call, argument=argument: call(argument, x), kind)
             )
-            assert f"rank {group.size - 1}: {kind.__name__}: {says}" in message, message
+            assert f"rank {group.size - 1}: {kind.__name__}: {error_message}" in message, message
     state, _ = step(state, x)
     assert float(state.params["a"]) > 0
 

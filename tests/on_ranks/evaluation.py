@@ -58,9 +58,9 @@ ROWS = np.sin(np.arange(3.0 * sum(map(sum, COUNTS)))).reshape(-1, 3)
 
 def batches(group: fddp.Group) -> list[np.ndarray]:
     """This rank's."""
-    ends = np.cumsum([0, *map(sum, COUNTS)])
+    offsets = np.cumsum([0, *map(sum, COUNTS)])
     counts = COUNTS[group.rank]
-    local_rows = ROWS[ends[group.rank] : ends[group.rank + 1]]
+    local_rows = ROWS[offsets[group.rank] : offsets[group.rank + 1]]
     return np.split(local_rows, np.cumsum(counts)[:-1]) if counts else []
 
 

@@ -18,7 +18,7 @@ import fddp
 @claim()
 def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group: fddp.Group):
     last = group.rank == group.size - 1
-    says = (
+    reason = (
         "its gradient of "
         if last
         else "the mean gradients are not finite"
@@ -34,7 +34,9 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
             assert float(state.params) == -3.0, "two steps of three, by a mean of 1.5"
             step(state, rows(2, 1))  # by then the others are over
         expected = (
-            f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {says}" if says else ""
+            f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {reason}"
+            if reason
+            else ""
         )
         lines = [
             line
@@ -42,7 +44,7 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
             if "bring the same first rows" not in line
         ]
         words = "\n".join(lines)
-        assert words.startswith(expected) and bool(words) == bool(says), printed.getvalue()
+        assert words.startswith(expected) and bool(words) == bool(reason), printed.getvalue()
 
 
 @claim()

@@ -241,5 +241,7 @@ def seen_alone(group: fddp.Group, stages: int, seconds: float) -> Timeline:
     """A step as each rank has seen it for itself, with two messages of so many seconds."""
     spans = [Span("compute", f"stage {k}", 0.0, 1.0 / (1 + group.rank)) for k in range(stages)]
     # The rank that comes last to a message does not wait in it: here the last one.
-    took = seconds * (group.size - group.rank)
-    return Timeline((*spans, *(Span("communication", f"bucket {k}", 0.0, took) for k in range(2))))
+    duration = seconds * (group.size - group.rank)
+    return Timeline(
+        (*spans, *(Span("communication", f"bucket {k}", 0.0, duration) for k in range(2)))
+    )

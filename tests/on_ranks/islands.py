@@ -171,16 +171,16 @@ def islands_go_on_from_a_checkpoint_with_the_newest_parameters(group: fddp.Group
         state = step.init(jnp.zeros(()))
         for x in batches_of(group.rank, 3):
             state, _ = step(state, x)
-        met = fddp.meet(step, state)
+        merged_state = fddp.meet(step, state)
         with fddp.Checkpoints(folder, step) as checkpoints:
-            checkpoints.save(met, now=True)
+            checkpoints.save(merged_state, now=True)
         step = quorum_step()
         with redirect_stderr(io.StringIO()), fddp.Checkpoints(folder, step) as checkpoints:
             state, _ = checkpoints.restore(step.init(jnp.zeros(())))
-        same_bits(local_copy(state.params), local_copy(met.params))
+        same_bits(local_copy(state.params), local_copy(merged_state.params))
         state, _ = step(state, batches_of(group.rank, 1)[0])
         assert local_copy(fddp.meet(step, state).opt_state.version) > local_copy(
-            met.opt_state.version
+            merged_state.opt_state.version
         )
 
 
@@ -197,8 +197,8 @@ def a_state_that_is_not_the_last_is_no_islands(group: fddp.Group):
     )
 
 
-def wait(done: Any) -> None:
-    while not done():
+def wait(condition: Any) -> None:
+    while not condition():
         time.sleep(0.01)
 
 

@@ -59,11 +59,11 @@ def nodes_of_unequally_many_are_an_error_on_every_rank(group: fddp.Group):
         return replace(group, levels=group.levels._replace(find=find)).hierarchical()
 
     names = ["a"] * (group.size - 1) + ["b"]
-    says = (
+    message = (
         f"the {group.size} replicas of this group lie on 2 nodes, on one 1 and on another "
         f"{group.size - 1}"
     )
-    assert says in error_of(lambda: on(lambda: names))
+    assert message in error_of(lambda: on(lambda: names))
     assert f"a divisor of the {group.size} of this group; got {group.size - 1}" in error_of(
         lambda: group.hierarchical(local=group.size - 1)
     )

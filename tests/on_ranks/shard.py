@@ -73,11 +73,11 @@ def a_step_is_told_of_a_state_that_other_ranks_hold(group: fddp.Group):
     step = fddp.train_step(square, optax.adam(0.1), group=group, shard="state")
     state = step.init(np.arange(5, dtype=np.float32))
     batch = np.ones((2, 5), np.float32)
-    turned = step.on(group.subgroup(range(group.size)[::-1]))
-    assert "the state is in shards that" in error_of(lambda: turned(state, batch))
-    turned_state = turned.init(np.arange(5, dtype=np.float32))
-    turned_state, _ = turned(turned_state, batch)
-    assert "the state is in shards that" in error_of(lambda: turned(state, batch))
+    reversed_step = step.on(group.subgroup(range(group.size)[::-1]))
+    assert "the state is in shards that" in error_of(lambda: reversed_step(state, batch))
+    turned_state = reversed_step.init(np.arange(5, dtype=np.float32))
+    turned_state, _ = reversed_step(turned_state, batch)
+    assert "the state is in shards that" in error_of(lambda: reversed_step(state, batch))
     step(state, batch)
 
 
@@ -134,13 +134,13 @@ def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
             x = jnp.tanh(x @ p[name])
         return jnp.mean(x**2)
 
-    ends = []
+    results = []
     for shard in (None, "optimizer"):
         options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
         step = fddp.train_step(loss, optax.multi_transform(rules, labels), group=group, **options)
         state = step.init(params)
         for _ in range(30):
             state, _ = step(state, np.full((4, 8), group.rank + 1.0, np.float32))
-        ends.append(state.params)
-    for got, want in zip(*map(jax.tree.leaves, ends)):
+        results.append(state.params)
+    for got, want in zip(*map(jax.tree.leaves, results)):
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5)

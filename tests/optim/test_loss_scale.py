@@ -59,13 +59,13 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
         "accumulation_steps": 2,
         "has_aux": True,
     }
-    ends = []
+    results = []
     for wrap in (lambda x: x, fddp.dynamic_scale):
         step = fddp.train_step(loss, wrap(optimizer), **options)
         state, call_info = step.no_sync(step.init(PARAMS), X[:12])
         state, info = step(state, X[12:])
-        ends.append((state, call_info, info))
-    (plain, *call_info), (scaled, *told_scaled) = ends
+        results.append((state, call_info, info))
+    (plain, *call_info), (scaled, *told_scaled) = results
     assert call_info[1].skipped is None and not told_scaled[1].skipped
     told_scaled[1] = told_scaled[1]._replace(skipped=None)
     close(
@@ -83,12 +83,12 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
 def test_a_scale_saves_gradients_that_float16_would_lose(group, schedule):
     tiny = 2.0**-26  # a quarter of float16's smallest number
     loss = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32) * tiny, jnp.float16)
-    ends = []
+    results = []
     for optimizer in (optax.sgd(1.0), fddp.dynamic_scale(optax.sgd(1.0))):
         step = fddp.train_step(loss, optimizer, group=group(2), schedule=schedule)
         state, _ = step(step.init(np.float32(0)), rows(1, 3))
-        ends.append(float(state.params))
-    assert ends == [0, -2 * tiny]
+        results.append(float(state.params))
+    assert results == [0, -2 * tiny]
 
 
 def test_a_constant_scale_is_a_weight(group):
@@ -312,7 +312,7 @@ def test_checkpoints_hold_the_scale(group, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"initial": 0.0}, "0 < minimum ≤ initial ≤ maximum"),
         ({"initial": 2.0**25}, "initial=33554432.0"),
@@ -323,8 +323,8 @@ def test_checkpoints_hold_the_scale(group, tmp_path: Path):
         ({"growth_interval": True}, "1 or more, got True"),
     ],
 )
-def test_numbers_out_of_range_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
+def test_numbers_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         fddp.dynamic_scale(optax.sgd(1.0), **options)
 
 

@@ -137,7 +137,7 @@ def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str
         optimizer = make()
         division = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
         assert division.refused == {}
-        assert {sorted(params)[leaf]: why for leaf, why in division.home.items()} == home
+        assert {sorted(params)[leaf]: reason for leaf, reason in division.home.items()} == home
         want = plain(optimizer, params, grads)
         got = on_ranks(optimizer, params, grads)
         for name in params:
@@ -148,9 +148,11 @@ def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str
 @pytest.mark.parametrize(("make", "refused"), REFUSED.values(), ids=REFUSED)
 def test_what_mixes_several_leaves_is_refused(make: Make, refused: dict[str, str]):
     params, _ = problem()
-    reasons = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).refused.items()}
+    reasons = {
+        sorted(params)[leaf]: reason for leaf, reason in divided(make(), params).refused.items()
+    }
     assert set(reasons) == set(refused)
-    assert all(refused[name] in why for name, why in reasons.items())
+    assert all(refused[name] in reason for name, reason in reasons.items())
 
 
 def test_a_state_of_no_leaf_that_is_an_array_is_not_taken_for_one_number():
@@ -279,8 +281,8 @@ def answer(make: Callable[..., Any]) -> str:
         return "no step takes it"
     division = divided(optimizer, FORMS)
     leaves = ", ".join(
-        f"{sorted(FORMS)[leaf]} ({why})"
-        for leaf, why in (division.refused or division.home).items()
+        f"{sorted(FORMS)[leaf]} ({reason})"
+        for leaf, reason in (division.refused or division.home).items()
     )
     return (
         f"no: {leaves}"

@@ -157,7 +157,7 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
         )
         return fddp.Weighted(value, 1 + jnp.abs(x[0, 0])), (jnp.max(x), value.astype(jnp.bfloat16))
 
-    def ends(replicas: int, schedule: str) -> list[bytes]:
+    def results(replicas: int, schedule: str) -> list[bytes]:
         chosen: Any = {"schedule": schedule, "bucket_cap_mb": 0, "accumulation_steps": 2}
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen
@@ -169,7 +169,7 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
             reports.append((info.loss, info.aux))
         return bits((state, reports))
 
-    assert ends(1, "after") == ends(2, "staged") == ends(3, "after")
+    assert results(1, "after") == results(2, "staged") == results(3, "after")
 
 
 def test_without_virtual_replicas_they_do(group: Groups):

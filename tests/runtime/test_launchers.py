@@ -283,9 +283,11 @@ def test_ranks_of_torchrun_meet_beside_its_own_store(port):
         read_launch(TORCHRUN | {"RANK": rank, "MASTER_PORT": str(port)}).coordinator
         for rank in "01"
     }
-    (met,) = ranks
-    assert met is not None and met.startswith("node1:")
-    assert int(met.rsplit(":", 1)[1]) != port and 61440 <= int(met.rsplit(":", 1)[1]) < 2**16
+    (address,) = ranks
+    assert address is not None and address.startswith("node1:")
+    assert (
+        int(address.rsplit(":", 1)[1]) != port and 61440 <= int(address.rsplit(":", 1)[1]) < 2**16
+    )
 
 
 @pytest.mark.parametrize(
@@ -363,7 +365,7 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
 
 
 @pytest.mark.parametrize(
-    ("env", "says"),
+    ("env", "message"),
     [
         ({"FDDP_RANK": "0"}, "FDDP_RANK given but not FDDP_SIZE"),
         ({"FDDP_SIZE": "2"}, "FDDP_SIZE given but not FDDP_RANK"),
@@ -398,8 +400,8 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says):
-    with pytest.raises(ValueError, match=says):
+def test_variables_that_are_missing_or_contradict_each_other_are_named(env, message):
+    with pytest.raises(ValueError, match=message):
         read_launch(env)
 
 

@@ -53,9 +53,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def program(folder: Path, name: str, says: str) -> str:
+def program(folder: Path, name: str, output: str) -> str:
     path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.write_text(f"#!/bin/sh\necho '{output}'\n")
     path.chmod(0o755)
     return str(path)
 
@@ -121,7 +121,7 @@ def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(
 
 
 @pytest.mark.parametrize(
-    ("refuses", "why"),
+    ("refuses", "reason"),
     [
         (RuntimeError(MISMATCH), "MPI ABI incompatibility detected!"),
         (ImportError("libmpi.so.12: cannot open"), "libmpi.so.12: cannot open"),
@@ -129,7 +129,9 @@ def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(
     ],
     ids=["MPI", "library", "jaxlib"],
 )
-def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(monkeypatch, refuses, why):
+def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(
+    monkeypatch, refuses, reason
+):
     def find(name: str) -> ModuleType:
         if refuses:
             raise refuses
@@ -143,7 +145,7 @@ def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(monkeypa
     with pytest.raises(RuntimeError) as error:
         mpi_vendors.import_mpi4jax()
     assert str(error.value) == (
-        f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({why}); "
+        f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({reason}); "
         "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
     )
 

@@ -71,9 +71,9 @@ def test_a_rank_that_cannot_join_tells_all_others_why_at_once(failing_rank):
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(come, range(3)))
-    why = f"rank {failing_rank}: it came too late."
+    reason = f"rank {failing_rank}: it came too late."
     assert errors == dict.fromkeys(
-        range(3), f"fddp.init(timeout_s=300) could not join the others at {coordinator}: {why}"
+        range(3), f"fddp.init(timeout_s=300) could not join the others at {coordinator}: {reason}"
     )
 
 
@@ -86,15 +86,15 @@ def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("host", "why"),
+    ("host", "reason"),
     [
         ("nowhere.invalid", "the name 'nowhere.invalid' does not resolve"),
         ("127.0.0.1", "connection refused, nobody listens there yet"),
     ],
 )
-def test_a_rank_that_cannot_reach_rank_0_says_why(host, why):
+def test_a_rank_that_cannot_reach_rank_0_says_why(host, reason):
     (message,) = outcomes([(1, 2)], f"{host}:{free_port()}", 1)
-    assert message.endswith(f": rank 1 of 2 has not reached rank 0 in time: {why}.")
+    assert message.endswith(f": rank 1 of 2 has not reached rank 0 in time: {reason}.")
 
 
 @pytest.mark.steps
@@ -130,8 +130,8 @@ def test_processes_that_do_not_belong_together_are_told_apart(ranks, problem):
 def test_a_port_that_is_taken_is_an_error_at_once():
     with socket.create_server(("", 0)) as listener:
         (message,) = outcomes([(0, 2)], f"127.0.0.1:{listener.getsockname()[1]}", 60)
-    why = "rank 0 cannot listen there (Address already in use); name another port on all ranks"
-    assert message.endswith(f": {why}: FDDP_COORDINATOR=host:port.")
+    reason = "rank 0 cannot listen there (Address already in use); name another port on all ranks"
+    assert message.endswith(f": {reason}: FDDP_COORDINATOR=host:port.")
 
 
 def test_strangers_and_ranks_that_leave_again_do_not_count():

@@ -135,7 +135,7 @@ def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("leave", "code", "says"),
+    ("leave", "code", "message"),
     [
         (os._exit, 0, "ended with exit code 0 and has not returned from the function"),
         (sys.exit, 3, "failed:\nTraceback .*SystemExit: 3"),
@@ -143,10 +143,10 @@ def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(
     ids=["os._exit", "sys.exit"],
 )
 def test_a_rank_that_leaves_without_a_result_has_failed_whatever_its_exit_code(
-    leave: Callable[[int], None], code: int, says: str, monkeypatch: pytest.MonkeyPatch
+    leave: Callable[[int], None], code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(spawn, "WATCHERS_S", 0.0)  # a rank alone has none
-    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: rank 0 of 1 {says}"):
+    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: rank 0 of 1 {message}"):
         fddp.launch(leave, 1, code, timeout_s=END_S)
 
 
@@ -219,10 +219,10 @@ def test_functions_without_a_name_need_cloudpickle_and_one_of_a_prompt_as_well(
         "1, 1))"
     )
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", prompt], env=env, capture_output=True, text=True, timeout=END_S
     )
-    assert (done.stdout, done.returncode) == ("[2]\n", 0), done.stderr
+    assert (completed.stdout, completed.returncode) == ("[2]\n", 0), completed.stderr
     without = lambda name: None if name == "cloudpickle" else importlib.util.find_spec(name)  # noqa: E731
     monkeypatch.setattr(spawn, "find_spec", without)
     with pytest.raises(
@@ -251,17 +251,17 @@ def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=END_S
     )
-    assert done.returncode == 1
-    assert done.stderr.endswith(
+    assert completed.returncode == 1
+    assert completed.stderr.endswith(
         "while it started: a script calls fddp.launch below `if __name__ == '__main__':`.\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("processes", "timeout_s", "says"),
+    ("processes", "timeout_s", "message"),
     [
         (0, None, "processes must be a whole number of 1 or more, got 0"),
         ("2", None, "processes must be a whole number of 1 or more, got '2'"),
@@ -271,8 +271,8 @@ def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told
         (1, "60", "timeout_s must be more than 0 seconds, got '60'"),
     ],
 )
-def test_numbers_out_of_range_are_refused(processes: Any, timeout_s: Any, says: str):
-    with pytest.raises(ValueError, match=f"^fddp.launch: {says}"):
+def test_numbers_out_of_range_are_refused(processes: Any, timeout_s: Any, message: str):
+    with pytest.raises(ValueError, match=f"^fddp.launch: {message}"):
         fddp.launch(os.getpid, processes, timeout_s=timeout_s)
 
 

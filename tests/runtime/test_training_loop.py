@@ -52,9 +52,9 @@ def lines() -> list[str]:
     """The output of two ranks: one without a handler, and one with a handler that exits with 7."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-c", FORKS]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=900)
-    print(done.stderr)
-    return done.stdout.splitlines()
+    completed = subprocess.run(words, env=env, capture_output=True, text=True, timeout=900)
+    print(completed.stderr)
+    return completed.stdout.splitlines()
 
 
 @pytest.mark.ranks

@@ -42,7 +42,7 @@ def layers(n: int, *, asks: int | None = None) -> TaskList:
     for number, k in enumerate(reversed(range(n))):
         requests = (total[asks],) if asks is not None and number > asks else ()
         nbytes = (BYTES,) if number == n - 1 else ()
-        how = Reduction(asks=Asks(asks or 0, (0,)) if requests else None)
+        reduction = Reduction(asks=Asks(asks or 0, (0,)) if requests else None)
         tasks += [
             Compute(
                 f"backward {k}", (y[k + 1] if number else x[n], params[k]), (y[k], message[number])
@@ -50,7 +50,10 @@ def layers(n: int, *, asks: int | None = None) -> TaskList:
         ]
         tasks += [
             Communicate(
-                f"bucket {number}", (message[number], *requests), (total[number], *nbytes), how
+                f"bucket {number}",
+                (message[number], *requests),
+                (total[number], *nbytes),
+                reduction,
             )
         ]
     weight = Value("weight")
@@ -130,15 +133,15 @@ def test_a_put_off_sum_lies_under_the_next_forward_pass():
     message 1. So message 0 is ready again at 23: 17 seconds a step, where all that wait for all
     take 18.
     """
-    took = {
+    seconds_of = {
         f"{word} {k}": time
         for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0))
         for k in range(4)
     }
     assert steady_seconds(
-        trailed(layers(4), uses(4)).tasks, took, attrgetter("replaces")
+        trailed(layers(4), uses(4)).tasks, seconds_of, attrgetter("replaces")
     ) == pytest.approx(17.0)
-    assert steady_seconds(layers(4).tasks, took) == pytest.approx(18.0)
+    assert steady_seconds(layers(4).tasks, seconds_of) == pytest.approx(18.0)
 
 
 ### In training

@@ -131,13 +131,13 @@ def test_a_list_is_printed_with_what_each_task_reads_and_writes(group):
 def test_names_of_paths_that_read_alike_differ(group):
     params = {"a": {"b": np.ones(2, np.float32)}, "a/b": np.full(2, 3, np.float32)}
     loss = lambda p, x: jnp.mean((x * p["a"]["b"] - p["a/b"]) ** 2)  # noqa: E731
-    ends = []
+    results = []
     for schedule in ("staged", "fused"):
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0
         )
-        ends.append(step(step.init(params), np.ones((4, 2), np.float32))[0].params)
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+        results.append(step(step.init(params), np.ones((4, 2), np.float32))[0].params)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 ### Any launcher runs any list
@@ -176,16 +176,16 @@ def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, name
 @pytest.mark.steps
 @pytest.mark.parametrize("n", [1, 4])
 def test_messages_in_xlas_order_give_the_bits_of_messages_in_their_own(group, n):
-    ends = []
+    results = []
     for schedule in ("fused", "held", "unordered"):
         step = fddp.train_step(
             net, optax.adam(0.1), group=group(n), schedule=schedule, bucket_cap_mb=0
         )
         state, _ = step(step.init(PARAMS), ROWS)
         state, info = step(state, ROWS)
-        ends.append((state.params, info.loss))
-    for result in ends[1:]:
-        jax.tree.map(np.testing.assert_array_equal, ends[0], result)
+        results.append((state.params, info.loss))
+    for result in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], result)
 
 
 ### Compiled stages

@@ -41,7 +41,7 @@ def test_staged_gives_what_fused_gives(group, module):
     loss_fn, params, model_state, batch = problem(module)
     # Language models have much to compile: fewer stages.
     caps = {name: 8 * cap for name, cap in CAPS.items()} if module in (bert, gpt) else CAPS
-    ends = {}
+    results = {}
     for schedule in ("fused", "staged"):
         step = fddp.train_step(
             loss_fn,
@@ -57,9 +57,9 @@ def test_staged_gives_what_fused_gives(group, module):
             state, _ = step(state, batch)
         state, _ = step.no_sync(state, batch)
         state, info = step(state, batch)
-        ends[schedule] = (state.params, state.model_state, info.loss)
+        results[schedule] = (state.params, state.model_state, info.loss)
         assert len(step.plan.buckets) > 1
-    for got, want in zip(jax.tree.leaves(ends["staged"]), jax.tree.leaves(ends["fused"])):
+    for got, want in zip(jax.tree.leaves(results["staged"]), jax.tree.leaves(results["fused"])):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
 
 
@@ -406,20 +406,20 @@ def test_a_schedule_may_be_a_function_of_the_users_own(group):
 
     params = {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)}
     rows = np.ones((4, 3), np.float32)
-    ends = []
+    results = []
     for schedule in (noted, "fused"):
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0
         )
-        ends.append(step(step.init(params), rows)[0].params)
+        results.append(step(step.init(params), rows)[0].params)
     assert reductions == [["bucket 0", "bucket 1"]]
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+    jax.tree.map(np.testing.assert_array_equal, *results)
     for schedule in (noted, partial(noted)):  # ranks compare options by these names
         assert "schedule=noted" in repr(fddp.Options(schedule=schedule))
     step = fddp.train_step(
         loss, optax.sgd(0.1), group=group(2), schedule=partial(after), bucket_cap_mb=0
     )
-    jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, ends[0])
+    jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, results[0])
     with pytest.raises(
         ValueError,
         match="schedule must be one of auto, fused, held, unordered, staged, eager, after, got 3",

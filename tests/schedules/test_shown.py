@@ -41,9 +41,9 @@ def test_a_trace_has_every_task_of_a_step_by_name(group, tmp_path: Path, options
     step = fddp.train_step(net, optax.adam(0.1), group=group(2), bucket_cap_mb=0, **options)
     state, _ = step(step.init(PARAMS), ROWS)
     tasks = step.tasks(state, ROWS).tasks
-    how = jax.profiler.ProfileOptions()
-    how.python_tracer_level = 0
-    with jax.profiler.trace(str(tmp_path), profiler_options=how):
+    profiler_options = jax.profiler.ProfileOptions()
+    profiler_options.python_tracer_level = 0
+    with jax.profiler.trace(str(tmp_path), profiler_options=profiler_options):
         state, _ = step(state, ROWS)
         jax.block_until_ready(state)
     (path,) = tmp_path.rglob("*.xplane.pb")

@@ -209,14 +209,14 @@ MORE = [
 def test_options_do_what_they_do_without(
     group: Groups, x64: None, schedule: str, options: dict[str, Any]
 ):
-    ends = []
+    results = []
     for reshard in (True, False):
         clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
         step = shared(
             group(2), ALONE["plainly"], clipped, schedule, reshard_after_forward=reshard, **options
         )
-        ends.append(fddp.whole(trained(step, 2)))
-    close(*ends)
+        results.append(fddp.whole(trained(step, 2)))
+    close(*results)
 
 
 @pytest.mark.parametrize(

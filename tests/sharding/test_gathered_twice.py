@@ -128,7 +128,7 @@ def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, sche
 def test_options_do_what_they_do_without(
     group: Groups, x64: None, schedule: str, options: dict[str, Any]
 ):
-    ends = []
+    results = []
     for reshard in (True, False):
         step = resharded_step(
             deep, group(2), schedule=schedule, reshard_after_forward=reshard, **options
@@ -136,8 +136,8 @@ def test_options_do_what_they_do_without(
         state = step.init(weights())
         state, _ = step(state, ROWS)
         state, info = step(state, ROWS + 1)
-        ends.append((fddp.whole(state), info._replace(sent=None)))
-    close(*ends)
+        results.append((fddp.whole(state), info._replace(sent=None)))
+    close(*results)
 
 
 def test_what_is_pending_after_no_sync_is_added(group: Groups, x64: None):
@@ -155,7 +155,7 @@ def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):
         model_state = 0.9 * model_state + 0.1 * jnp.mean(x, axis=0)
         return jnp.mean((x @ p["w1"] - 1) ** 2), (model_state, None)
 
-    ends = []
+    results = []
     for reshard in (True, False):
         step = resharded_step(
             loss, group(2), reshard_after_forward=reshard, broadcast_buffers="mean"
@@ -165,8 +165,8 @@ def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):
         )
         for k in range(2):
             state, _ = step(state, ROWS + k)
-        ends.append(fddp.whole(state))
-    close(*ends)
+        results.append(fddp.whole(state))
+    close(*results)
 
 
 @SCHEDULES

@@ -118,16 +118,16 @@ def test_each_matrix_is_orthogonalised_once_over_all_replicas(group: Groups, n: 
 
     direction = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     optimizer = optax.chain(optax.trace(0.9), direction, optax.sgd(0.1))
-    ends = []
+    results = []
     for shard in (None, "optimizer"):
         shapes.clear()
         step = fddp.train_step(loss_fn, optimizer, group=group(n), shard=shard)
         state = step.init(jax.tree.map(np.float32, PARAMS))
         for _ in range(2):
             state, _ = jax.block_until_ready(step(state, ROWS.astype(np.float32)))
-        ends.append(fddp.whole(state, group=group(n)))
+        results.append(fddp.whole(state, group=group(n)))
         assert shapes == dict.fromkeys(SHAPES, 2 if shard else 2 * n)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *ends)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)
 
 
 @pytest.mark.quick("4")
@@ -220,13 +220,13 @@ def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
         mutant = optax.chain(
             optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update)
         )
-        ends = []
+        results = []
         for shard in (None, "optimizer"):
             step = fddp.train_step(loss_fn, mutant, group=group(3), shard=shard)
             state = step.init(PARAMS)
             for k in range(2):
                 state, _ = step(state, ROWS * (k + 1))
-            ends.append(fddp.whole(state, group=group(3)).params)
+            results.append(fddp.whole(state, group=group(3)).params)
             text = step.lower(state, ROWS).as_text()
             assert ("stablehlo.case" in text) == (goes_home and shard is not None)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *ends)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *results)

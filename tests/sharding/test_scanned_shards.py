@@ -167,7 +167,7 @@ def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(
 
 
 @pytest.mark.parametrize(
-    ("n", "options", "why"),
+    ("n", "options", "reason"),
     [
         (2, {"hook": fddp.hooks.topk(0.5)}, "the hook chooses among a leaf's elements"),
         (2, {"bucket_cap_mb": 25}, "all of it fits into a bucket"),
@@ -177,9 +177,9 @@ def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_stack_is_scattered_whole_where_slices_are_of_no_use(
-    group: Groups, n: int, options: Any, why: str
+    group: Groups, n: int, options: Any, reason: str
 ):
-    del why
+    del reason
     width = options.pop("width", WIDTH)
     params = {"layers": {"bias": np.zeros((5, width)), "kernel": np.ones((5, width, width))}}
     options = {"bucket_cap_mb": CAP / 2, "schedule": "staged"} | options

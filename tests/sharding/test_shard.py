@@ -292,11 +292,11 @@ def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups,
         _, info = step(step.init(params), np.ones((24, 8), np.float32))
         nbytes.append(np.asarray(info.sent).tolist())
     leaves = [40 if bucket.names == ("w",) else 16 for bucket in step.plan.buckets]
-    for steps, each in zip((1, 2, 3), nbytes):
-        assert each[:2] == [
+    for steps, nbytes_of_step in zip((1, 2, 3), nbytes):
+        assert nbytes_of_step[:2] == [
             (steps + 1) * 3 * size for size in leaves
         ]  # three parts of a quarter of 4 bytes each
-        assert each[2] == nbytes[0][2]
+        assert nbytes_of_step[2] == nbytes[0][2]
 
 
 @both
@@ -419,17 +419,17 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     square = np.full((4, 4), 0.1, np.float32)
     params = dict.fromkeys(("a", "b", "remat"), square) | {"scanned": np.stack([square] * 3)}
     params["embedding"] = np.linspace(-1, 1, 40, dtype=np.float32).reshape(10, 4)
-    ends = []
+    results = []
     for shard in (None, "state"):
         options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
         step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), **options)
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, np.arange(8, dtype=np.int32))
-        ends.append(fddp.whole(state, group=group(2)).params)
+        results.append(fddp.whole(state, group=group(2)).params)
     # Rounding to 16 bits, and omitted rounding inside a stage, depend on where a program is
     # cut.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *ends)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *results)
     listed = step.tasks(state, np.arange(8, dtype=np.int32))
     first = [task.name for task in listed.messages][:5]
     names = {f"gather {k}": bucket.names[0] for k, bucket in enumerate(step.plan.buckets)}
@@ -536,7 +536,7 @@ def warnings_and_savings(
 
 
 @pytest.mark.parametrize(
-    ("n", "shard", "optimizer", "params", "why"),
+    ("n", "shard", "optimizer", "params", "reason"),
     [
         (
             4,
@@ -557,11 +557,13 @@ def warnings_and_savings(
     ],
 )
 def test_where_sharing_saves_nothing_the_first_rank_says_so_in_a_line(
-    group: Groups, capfd: Any, n: int, shard: str, optimizer: Any, params: Any, why: str
+    group: Groups, capfd: Any, n: int, shard: str, optimizer: Any, params: Any, reason: str
 ):
     lines, saved = warnings_and_savings(group(n), shard, optimizer, params, capfd)
     assert (
-        saved == 0 and len(lines) == 1 and f"fddp: shard={shard!r} saves nothing: {why}" in lines[0]
+        saved == 0
+        and len(lines) == 1
+        and f"fddp: shard={shard!r} saves nothing: {reason}" in lines[0]
     )
     assert warnings_and_savings(replace(group(n), rank=1), shard, optimizer, params, capfd) == (
         [],

@@ -221,27 +221,27 @@ def test_leaves_of_several_dtypes_lie_in_parts(x64: None):
             jnp.abs(jnp.tanh(x @ p["wide"]) @ p["narrow"].astype(jnp.float64) @ p["complex"]) ** 2
         )
 
-    ends = []
+    results = []
     for shard in (None, "state"):
         group = fddp.mesh_group(two_axes(2, 2))
         step = fddp.train_step(loss, optax.adam(0.05), group=group, shard=shard)
-        ends.append(trained(step.init(placed(group, params, where)), step).params)
+        results.append(trained(step.init(placed(group, params, where)), step).params)
     for name in params:
-        assert ends[0][name].dtype == ends[1][name].dtype == jnp.asarray(params[name]).dtype
-        eps = float(jnp.finfo(ends[0][name].dtype).eps)
-        a, b = (np.asarray(end[name], np.complex128) for end in ends)
+        assert results[0][name].dtype == results[1][name].dtype == jnp.asarray(params[name]).dtype
+        eps = float(jnp.finfo(results[0][name].dtype).eps)
+        a, b = (np.asarray(end[name], np.complex128) for end in results)
         np.testing.assert_allclose(a, b, rtol=8 * eps, atol=8 * eps)
 
 
 def test_a_last_batch_with_fewer_rows_counts_as_many(x64: None):
     batches = [ROWS, ROWS[:6]]
-    ends = []
+    results = []
     for shard in (None, "state"):
         step, state = first_step((2, 2), shard=shard)
         for batch in fddp.join(batches, step.group):
             state, _ = step(state, batch)
-        ends.append(jax.device_get(fddp.whole(state).params))
-    close(ends[1], ends[0], rtol=1e-10, atol=1e-12)
+        results.append(jax.device_get(fddp.whole(state).params))
+    close(results[1], results[0], rtol=1e-10, atol=1e-12)
 
 
 def test_a_state_is_put_together_where_its_parts_lie():

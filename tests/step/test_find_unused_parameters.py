@@ -179,7 +179,7 @@ def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
             key = jax.random.fold_in(key, number)
         rows = {"tokens": data["tokens"][replica : replica + 1]}
         ran_layers.append(jax.tree.map(lambda g: int(np.any(g)), gradient(start, rows, key)))
-    expected = jax.tree.map(lambda *ran: sum(ran), *ran_layers)
+    expected = jax.tree.map(lambda *counts: sum(counts), *ran_layers)
     assert jax.tree.map(int, info.used) == expected
     layers = {expected[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(3)}
     assert 0 in layers and layers & {1, 2, 3}

@@ -110,9 +110,9 @@ def test_a_step_is_a_part_of_a_program_inside_a_context_mesh(kind: AxisType):
 
 
 def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int], fddp.Group]):
-    def refused(step: fddp.TrainStep, call: Callable[..., Any], says: str) -> None:
+    def refused(step: fddp.TrainStep, call: Callable[..., Any], message: str) -> None:
         with pytest.raises(
-            TypeError, match=f"cannot be called under jax.jit, grad or vmap: .*{says}"
+            TypeError, match=f"cannot be called under jax.jit, grad or vmap: .*{message}"
         ):
             call(step)(step.init(weights()), BATCHES[0])
 

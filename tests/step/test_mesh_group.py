@@ -292,7 +292,7 @@ def test_a_hook_of_single_elements_sums_the_parts_of_each_device(
 
 
 def test_a_hook_cannot_have_whole_leaves_of_a_replica_in_parts():
-    says = "several devices, along 'part': each device sends the parts"
+    message = "several devices, along 'part': each device sends the parts"
     hook = fddp.hooks.quantize(error_feedback=False)
     part_group = fddp.mesh_group(mesh())
     plain_group = fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
@@ -300,10 +300,10 @@ def test_a_hook_cannot_have_whole_leaves_of_a_replica_in_parts():
         partial(fddp.train_step, loss, optax.sgd(1.0)),
         partial(fddp.value_and_grad, loss),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             call(group=part_group, hook=hook)
     step = fddp.train_step(loss, optax.sgd(1.0), group=plain_group, hook=hook)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         step.on(part_group)
 
 
@@ -320,7 +320,7 @@ def test_a_subgroup_keeps_the_axes_of_its_mesh():
 def test_processes_hold_their_replicas_in_parts(tmp_path):
     outcome = launch("gloo", 2, "parts.py", folder=tmp_path, JAX_NUM_CPU_DEVICES="2")
     assert outcome.succeeded
-    ends, spread, subgroups, refused = zip(*(text.splitlines() for text in outcome.outputs))
+    results, spread, subgroups, refused = zip(*(text.splitlines() for text in outcome.outputs))
     # By hand: of rows [1, 1] and [2, 2], and weights that start at 0.5, 0.25 and 1.
     params = {"first": np.full((2, 4), 0.5), "second": np.full((4, 2), 0.25), "bias": np.ones(2)}
     x = np.ones((4, 2))
@@ -329,7 +329,7 @@ def test_processes_hold_their_replicas_in_parts(tmp_path):
     params = jax.tree.map(lambda p, g: p - 0.125 * g, params, jax.grad(linear)(params))
     value, grads = jax.value_and_grad(linear)(params)
     params = jax.tree.map(lambda p, g: p - 0.125 * g, params, grads)
-    for end in ends:
+    for end in results:
         numbers = [float(n) for n in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", end)]
         expected = [params["first"][0, 0], params["second"][0, 0], params["bias"][0], value]
         np.testing.assert_allclose(sorted(numbers), sorted(expected), rtol=1e-5)

@@ -45,9 +45,11 @@ def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
         str(CALLS),
         str(bare),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    errors = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", done.stdout)
-    assert errors == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    errors = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", completed.stdout)
+    assert errors == [("bare", str(number)) for number in wrong], (
+        completed.stdout + completed.stderr
+    )
 
 
 ### Options that change later
@@ -114,8 +116,10 @@ def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name,
         with pytest.raises(ValueError, match=r"how a state is held, got ignore: use train_step"):
             step.with_options(ignore=after)
     elif name != "sgd":
-        says = r"to other trained parameters \(ignore=\).*step.init\(fddp.whole\(state.params\)\)"
-        with pytest.raises(ValueError, match=says):
+        message = (
+            r"to other trained parameters \(ignore=\).*step.init\(fddp.whole\(state.params\)\)"
+        )
+        with pytest.raises(ValueError, match=message):
             step.with_options(ignore=after)(state, ROWS[3])
     later = fddp.train_step(two_layers, optimizer, ignore=after, **options)
     phases = [(later, later.init(fddp.whole(state.params)))]
@@ -131,8 +135,8 @@ def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name,
 
 def test_a_misspelt_option_of_with_options_is_answered(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
-    says = r"fddp.TrainStep.with_options has no option .*did you mean schedule\?$"
-    with pytest.raises(TypeError, match=says):
+    message = r"fddp.TrainStep.with_options has no option .*did you mean schedule\?$"
+    with pytest.raises(TypeError, match=message):
         step.with_options(shedule="staged")  # pyright: ignore[reportCallIssue]
 
 

@@ -56,8 +56,8 @@ def with_results(x: Any, p: Any) -> Any:
     def round_of_layer(x: Any, w: Any) -> tuple[Any, Any]:
         return (y := layer(x, w)[0]), y
 
-    x, each = jax.lax.scan(round_of_layer, x, p["layers"])
-    return x + jnp.mean(each**2, 0)
+    x, outputs = jax.lax.scan(round_of_layer, x, p["layers"])
+    return x + jnp.mean(outputs**2, 0)
 
 
 def with_rng(x: Any, p: Any) -> Any:
@@ -281,7 +281,7 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         ({"schedule": "fused"}, "one program has no slices to send early"),
         (
@@ -296,8 +296,8 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_stack_travels_whole_where_slices_are_of_no_use(group, options, why):
-    del why
+def test_a_stack_travels_whole_where_slices_are_of_no_use(group, options, reason):
+    del reason
     step = fddp.train_step(
         net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), **({"bucket_cap_mb": CAP} | options)
     )

@@ -168,14 +168,14 @@ def test_a_shared_key_draws_alike_on_all_replicas_and_anew_in_each_step(group):
 
 def test_dropped_layers_and_hooks_go_together(group):
     both = {"skip_all_reduce_unused_params": True, "hook": hooks.bf16()}
-    ends = {
+    results = {
         schedule: steps(group, True, schedule, **both) for schedule in ("fused", "staged", "after")
     }
-    for info in ends["fused"][1]:
+    for info in results["fused"][1]:
         layers = int(info.aux["kept"])
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + layers * ONE / 2)
-    for schedule, (state, _) in ends.items():
-        assert_same(schedule, state.params, ends["fused"][0].params)
+    for schedule, (state, _) in results.items():
+        assert_same(schedule, state.params, results["fused"][0].params)
 
 
 def test_it_needs_to_know_what_is_used():

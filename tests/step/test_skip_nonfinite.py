@@ -43,16 +43,16 @@ def bits(state: fddp.TrainState) -> list[bytes]:
 def test_training_goes_on_as_if_the_batch_had_not_been(
     group: Any, schedule: str, accumulation_steps: int
 ):
-    ends = []
+    results = []
     for batches in ([WELL, ILL, 2 * WELL], [WELL, 2 * WELL]):
         step, state = make(group(2), schedule=schedule, accumulation_steps=accumulation_steps)
         skipped = list[bool]()
         for x in batches:
             state, info = step(state, x)
             skipped.append(bool(info.skipped))
-        ends.append((bits(state), int(state.step), skipped, step.stats().skipped_steps))
-    assert ends[0] == (ends[1][0], 3, [False, True, False], 1)
-    assert ends[1][1:] == (2, [False, False], 0)
+        results.append((bits(state), int(state.step), skipped, step.stats().skipped_steps))
+    assert results[0] == (results[1][0], 3, [False, True, False], 1)
+    assert results[1][1:] == (2, [False, False], 0)
 
 
 def test_without_the_option_it_poisons_everything(group: Callable[[int], fddp.Group]):

@@ -233,11 +233,11 @@ def test_numbers_and_arrays_that_a_user_puts_into_a_state_are_taken(make, schedu
         "one array": state._replace(params=np.asarray(state.params)),
     }
     assert same["a number"].opt_state.hyperparams["learning_rate"] == 0.5
-    for how, same_state in same.items():
-        assert jax.tree.structure(same_state) == jax.tree.structure(state), how
+    for case_name, same_state in same.items():
+        assert jax.tree.structure(same_state) == jax.tree.structure(state), case_name
         same_bits(step(same_state, X[:, None]), expected)
         accumulated, _ = step.no_sync(same_state, X[:, None])
-        assert accumulated.accumulated is not None, how
+        assert accumulated.accumulated is not None, case_name
 
 
 def test_value_and_grad_leaves_its_arguments_alone(group):
@@ -320,12 +320,12 @@ def test_a_state_counts_synchronized_steps(make):
 
 
 def test_fused_and_after_compute_the_same(make):
-    ends = []
+    results = []
     for schedule in ("fused", "after"):
         step = make(
             averaging, optax.adam(0.1), schedule=schedule, accumulation_steps=2, bucket_cap_mb=0
         )
         state, _ = step.no_sync(step.init(np.float32(0), model_state=start()), X)
         state, _ = step(state, X)
-        ends.append(step(state, X))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *ends)
+        results.append(step(state, X))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *results)

@@ -131,7 +131,9 @@ def test_a_training_ends_well_and_prints_nothing(backend: str, size: int, result
 )
 def test_processes_end_where_one_device_does(backend: str, size: int, run: Run, results: Results):
     _, ranks = results(backend, size)
-    ends = [rank[str(run)] for rank in ranks]
-    assert_equivalent(ends[0], run)
-    for result in ends[1:]:
-        assert jax.tree.map(np.ndarray.tobytes, result) == jax.tree.map(np.ndarray.tobytes, ends[0])
+    outcomes = [rank[str(run)] for rank in ranks]
+    assert_equivalent(outcomes[0], run)
+    for result in outcomes[1:]:
+        assert jax.tree.map(np.ndarray.tobytes, result) == jax.tree.map(
+            np.ndarray.tobytes, outcomes[0]
+        )

@@ -59,8 +59,8 @@ def main(how: str, schedule: Any) -> None:
         bucket_cap_mb=0,
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
-    ends = {"early": 200, "pause": 200, "slow": 80, "late": 20, "late_stop": 20}
-    for number in range(ends.get(how, 100_000)):
+    last_steps = {"early": 200, "pause": 200, "slow": 80, "late": 20, "late_stop": 20}
+    for number in range(last_steps.get(how, 100_000)):
         if broken and how == "slow" and number >= 20:
             if number == 20:
                 state, _ = step.no_sync(state, np.ones((4, 4), np.float32))

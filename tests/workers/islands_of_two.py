@@ -73,11 +73,14 @@ def trained(
 
     step = island_step()
     state = step.init(first_params())
-    each = group.processes // 2  # ranks of an island
-    island, place = divmod(group.rank, each)
+    island_size = group.processes // 2  # ranks of an island
+    island, place = divmod(group.rank, island_size)
     start = chosen.get("start", 0)
     batches_of_island = iter(
-        [np.split(rows, each)[place] for rows in draws(island, start + 2 * ORDER.count(island))]
+        [
+            np.split(rows, island_size)[place]
+            for rows in draws(island, start + 2 * ORDER.count(island))
+        ]
     )
     for _ in range(start):
         state, _ = step(state, next(batches_of_island))

@@ -46,8 +46,8 @@ def main() -> None:
         for name, x in state.params.items()
     }
     assert all(np.ptp(shards) == 0 for shards in copies.values()), "by symmetry"
-    ends = [float(shards[0].flat[0]) for shards in copies.values()]
-    print(ends, float(info.loss), {name: shards[0].shape for name, shards in copies.items()})
+    results = [float(shards[0].flat[0]) for shards in copies.values()]
+    print(results, float(info.loss), {name: shards[0].shape for name, shards in copies.items()})
 
     spread = Mesh(np.array(jax.devices()).reshape(1, 4), ("replica", "part"))
     print(error_of(lambda: fddp.mesh_group(spread)))

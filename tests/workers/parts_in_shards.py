@@ -54,14 +54,14 @@ def main() -> None:
         like = step.init({name: placed(name, 0 * x) for name, x in START.items()})
         restored_state, _ = checkpoints.restore(like)
     copied = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    ends, restored = (
+    trained, restored = (
         jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(x))
         for x in (state, restored_state)
     )
-    print(json.dumps(ends.params))
+    print(json.dumps(trained.params))
     print(
         {name: x.parts.addressable_shards[0].data.size for name, x in state.params.items()},
-        restored == ends,
+        restored == trained,
     )
 
 
