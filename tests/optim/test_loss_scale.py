@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import trees
 from every_schedule import SCHEDULES
-from problems import rows, two_layers
+from problems import product, rows, two_layers
 from trees import same_bits
 
 import fddp
@@ -26,10 +26,6 @@ close = partial(trees.close, rtol=1e-5, atol=1e-7)
 RNG = np.random.default_rng(9)
 PARAMS = {"w": np.float32(RNG.normal(size=(3, 8))), "head": np.float32(RNG.normal(size=8))}
 X = RNG.normal(size=(24, 3)).astype(np.float32)
-
-
-def product(w: Any, x: Any) -> jax.Array:
-    return jnp.mean(w * x)
 
 
 ### A scale that changes nothing

@@ -7,17 +7,12 @@ import time
 
 import jax
 import pytest
+from processes import free_port
 
 from fddp.runtime import coordinator
 from fddp.runtime.coordinator import LOOSE, start_coordinator
 
 WAIT_S = 300.0  # a last resort
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def listens(port: int) -> bool:

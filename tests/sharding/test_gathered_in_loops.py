@@ -8,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import layer, net, slices, with_rng
 from test_scanned_shards import (
     CAP,
     INNER,
     LAYERS,
     SLICES,
     WIDTH,
-    layer,
-    net,
     plain,
-    slices,
     trained,
     weights,
 )
@@ -31,15 +29,6 @@ pytestmark = pytest.mark.steps
 Groups = Callable[[int], fddp.Group]
 FEW = np.random.default_rng(7).normal(size=(24, WIDTH))
 STACK = LAYERS * WIDTH * WIDTH
-
-
-def with_rng(x: Any, p: Any) -> Any:
-    def round_of_layer(carried: Any, w: Any) -> tuple[Any, None]:
-        x, key = carried
-        key, layer_key = jax.random.split(key)
-        return (layer(x, w)[0] * jax.random.bernoulli(layer_key, 0.5, (WIDTH,)), key), None
-
-    return jax.lax.scan(round_of_layer, (x, jax.random.key(3)), p["layers"])[0][0]
 
 
 def by_copies(x: Any, p: Any) -> Any:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import layer, net, scanned, slices
 from trees import close
 from truth import by_plain_jax
 
@@ -41,18 +42,6 @@ def weights() -> dict[str, Any]:
     }
 
 
-def layer(x: Any, w: Any) -> tuple[Any, None]:
-    return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
-
-
-def scanned(x: Any, layers: Any, **options: Any) -> Any:
-    return jax.lax.scan(layer, x, layers, **options)[0]
-
-
-def net(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], jax.Array]:
-    return lambda p, rows: jnp.mean((inner(rows @ p["in"], p) @ p["out"]) ** 2)
-
-
 INNER: dict[str, Callable[[Any, Any], Any]] = {
     "plainly": lambda x, p: scanned(x, p["layers"]),
     "in reverse": lambda x, p: scanned(x, p["layers"], reverse=True),
@@ -79,10 +68,6 @@ def trained(step: fddp.TrainStep, steps: int = 3) -> fddp.TrainState:
 
 def plain(loss: Any, optimizer: optax.GradientTransformation, steps: int = 3) -> tuple[Any, Any]:
     return by_plain_jax(loss, optimizer, weights(), [ROWS + k for k in range(steps)])[:2]
-
-
-def slices(step: fddp.TrainStep) -> list[str]:
-    return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]
 
 
 def case(

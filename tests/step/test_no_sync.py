@@ -19,7 +19,7 @@ import pytest
 import trees
 from every_schedule import SCHEDULES
 from problems import first_column
-from trees import bits
+from trees import bits, on_each_device
 from truth import by_plain_jax
 
 import fddp
@@ -42,14 +42,6 @@ def batches(count: int) -> Iterator[np.ndarray]:
     """Rows of so many calls, the same each time."""
     random = np.random.default_rng(2)
     return (random.normal(size=(ROWS, 3)) for _ in range(count))
-
-
-def shards(x: jax.Array) -> list[Any]:
-    """The data of each replica, in order."""
-    return [
-        np.asarray(shard.data)
-        for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
-    ]
 
 
 @cache
@@ -214,10 +206,10 @@ def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadca
         assert state.accumulated is not None
         close(np.asarray(state.accumulated.model_state), np.stack(buffers))
         assert len(np.unique(state.accumulated.model_state, axis=0)) == REPLICAS
-        assert bits(shards(state.model_state)) == [start.tobytes()] * REPLICAS
+        assert bits(on_each_device(state.model_state)) == [start.tobytes()] * REPLICAS
     state, _ = step(state, rows[-1])
     last = [np.asarray(x) for x in history[-1]]
-    close(shards(state.model_state), [last[0]] * REPLICAS if broadcast else last)
+    close(on_each_device(state.model_state), [last[0]] * REPLICAS if broadcast else last)
     close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
 
 

@@ -1,7 +1,6 @@
 """Layers under `lax.scan`: their gradients leave, and are used, slice by slice, and nothing else
 changes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import layer, net, scanned, slices, with_rng
 from trees import close
 from truth import by_plain_jax
 
@@ -35,18 +35,6 @@ def weights() -> dict[str, Any]:
     return {"in": make(size=(WIDTH, WIDTH)), "layers": stack(LAYERS), "out": make(size=(WIDTH, 2))}
 
 
-def layer(x: Any, w: Any) -> tuple[Any, None]:
-    return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
-
-
-def scanned(x: Any, layers: Any, **options: Any) -> Any:
-    return jax.lax.scan(layer, x, layers, **options)[0]
-
-
-def net(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], jax.Array]:
-    return lambda p, rows: jnp.mean((inner(rows @ p["in"], p) @ p["out"]) ** 2)
-
-
 def tied(x: Any, p: Any) -> Any:
     """The first matrix stands in each layer as well."""
     return jax.lax.scan(lambda x, w: layer(x @ p["in"], w), x, p["layers"])[0]
@@ -58,15 +46,6 @@ def with_results(x: Any, p: Any) -> Any:
 
     x, outputs = jax.lax.scan(round_of_layer, x, p["layers"])
     return x + jnp.mean(outputs**2, 0)
-
-
-def with_rng(x: Any, p: Any) -> Any:
-    def round_of_layer(carried: Any, w: Any) -> tuple[Any, None]:
-        x, key = carried
-        key, layer_key = jax.random.split(key)
-        return (layer(x, w)[0] * jax.random.bernoulli(layer_key, 0.5, (WIDTH,)), key), None
-
-    return jax.lax.scan(round_of_layer, (x, jax.random.key(3)), p["layers"])[0][0]
 
 
 SLICED = {
@@ -107,10 +86,6 @@ def trained(step: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
 def plain(loss: Any, optimizer: Any, params: Any, steps: int = 3, replicas: int = 2) -> Any:
     batches = [ROWS + k for k in range(steps)]
     return by_plain_jax(loss, optimizer, params, batches, parts=replicas).params
-
-
-def slices(step: Any) -> list[str]:
-    return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]
 
 
 def compare(got: Any, expected: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from problems import square
-from trees import same_bits
+from trees import on_each_device, same_bits
 
 import fddp
 from fddp.jaxpr import refuse_deleted
@@ -18,14 +18,6 @@ from fddp.jaxpr import refuse_deleted
 pytestmark = pytest.mark.steps
 
 X = np.arange(16, dtype=np.float32) / 8
-
-
-def shards(x: jax.Array) -> list[Any]:
-    """The data of each replica, in order."""
-    return [
-        np.asarray(shard.data)
-        for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
-    ]
 
 
 @pytest.fixture
@@ -51,7 +43,7 @@ def test_loss_and_metrics_are_means_over_all_rows(group, n, steps):
     np.testing.assert_allclose(info.aux["mean"], np.mean(X), rtol=1e-6)
     np.testing.assert_allclose(info.aux["parts"], np.array([np.mean(X**3), 0.5]), rtol=1e-6)
     np.testing.assert_allclose(state.params, 0.5 * np.mean(X), rtol=1e-6)
-    assert len({x.tobytes() for x in shards(info.loss)}) == 1
+    assert len({x.tobytes() for x in on_each_device(info.loss)}) == 1
 
 
 def test_losses_of_16_bits_are_averaged_in_32(make):
@@ -88,8 +80,8 @@ def test_buffers_are_those_of_replica_0_at_the_next_forward(make):
             np.mean((X - np.asarray(w)) ** 2) + 0.5 * np.asarray(before) + np.mean(local_means)
         )
         state, info = step(state, X)
-        np.testing.assert_allclose(shards(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
-        assert shards(state.model_state["count"]) == [count] * 4
+        np.testing.assert_allclose(on_each_device(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
+        assert on_each_device(state.model_state["count"]) == [count] * 4
         np.testing.assert_allclose(info.loss, expected, rtol=1e-6)
 
 
@@ -100,7 +92,7 @@ def test_without_broadcasts_every_replica_keeps_its_own_buffers(make):
     for factor in (1, 1.5, 1.75):
         state, _ = step(state, X)
         np.testing.assert_allclose(
-            shards(state.model_state["mean"]), factor * local_means, rtol=1e-6
+            on_each_device(state.model_state["mean"]), factor * local_means, rtol=1e-6
         )
 
 
@@ -112,7 +104,7 @@ def test_buffers_go_through_micro_batches_and_no_sync_in_order(make):
     mean = 0.0
     for part in (X[:2], X[2:4], X[:2], X[2:4]):
         mean = 0.5 * mean + np.mean(part)
-    np.testing.assert_allclose(shards(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
+    np.testing.assert_allclose(on_each_device(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
     assert int(state.model_state["count"]) == 2**24 + 4
 
 
@@ -134,7 +126,7 @@ def test_keys_are_folded_with_step_then_micro_batch_then_replica(make):
     state, _ = step(state, X)  # step 0: micro-batches 0, 1
     state, _ = step.no_sync(state, X)  # step 1: 0, 1
     state, _ = step(state, X)  # still step 1: 2, 3
-    keys = shards(state.model_state["keys"])
+    keys = on_each_device(state.model_state["keys"])
     fold = jax.random.fold_in
     for replica in range(4):
         expected = [

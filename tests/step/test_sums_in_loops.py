@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import net
 from test_scanned_layers import (
     CAP,
     LAYERS,
     ROWS,
     SLICED,
     compare,
-    net,
     plain,
     stack,
     trained,
