@@ -163,4 +163,4 @@ class Fragment:
 def scalars_of(facts: Facts) -> Any:
     """Finds a dtype for loss, metrics, weights and buffers."""
     weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    return scalar_dtype(jax.tree.leaves((facts.told, facts.state.model_state, weight)))
+    return scalar_dtype(jax.tree.leaves((facts.outputs, facts.state.model_state, weight)))

@@ -7,8 +7,7 @@ send each other nothing, except in `start` initial steps, which average the grad
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -16,7 +15,7 @@ from jaxtyping import PyTree
 from fddp.buckets import insert_shards, take_apart
 from fddp.local_training.island_state import Island, island_of
 from fddp.local_training.last_step import LastStep
-from fddp.local_training.local_runner import kinds, local_way
+from fddp.local_training.local_runner import LocalWay, local_way
 from fddp.local_training.merging import Contribution, SharedParams
 from fddp.losses import Joined
 from fddp.optim import IslandState, LocalSteps
@@ -42,50 +41,36 @@ def islands(steps: LocalSteps, inner: Way, join_keeper: JoinKeeper | None) -> Wa
 
     Without `join_keeper` islands only train, and their caller merges.
     """
-    way = local_way(steps, inner)
-    return way._replace(
-        name=QUORUM,
-        check_batch=_check_batch,
-        seen=_seen,
-        runner=partial(_runner, steps, inner, join_keeper),
-    )
+    fields: dict[str, Any] = vars(local_way(steps, inner)) | {"name": QUORUM}
+    return IslandsWay(**fields, join_keeper=join_keeper)
 
 
-def _check_batch(replica: Replica, batch: PyTree, rows: int) -> None:
-    del rows
-    if isinstance(batch, Joined):
-        refuse(replica.asked | {"fddp.join": "fddp.join"})
+@dataclass(frozen=True, kw_only=True)
+class IslandsWay(LocalWay):
+    """Islands that exchange parameters with a server, and do not wait for each other."""
 
+    join_keeper: JoinKeeper | None
+    opt_state: ClassVar[type] = IslandState
 
-def _seen(replica: Replica, state: TrainState) -> TrainState:
-    del replica
-    if not isinstance(state.opt_state, IslandState):
-        raise ValueError(
-            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
-            f"with {QUORUM}: begin with step.init(fddp.whole(state.params))."
-        )
-    return state._replace(opt_state=state.opt_state.inner)
+    def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
+        """Refuses `fddp.join`."""
+        del rows
+        if isinstance(batch, Joined):
+            refuse(replica.asked | {"fddp.join": "fddp.join"})
 
-
-def _runner(
-    steps: LocalSteps,
-    inner: Way,
-    join_keeper: JoinKeeper | None,
-    schedule: Schedule,
-    replica: Replica,
-    facts: Facts,
-) -> Runner:
-    island = island_of(steps, replica)
-    local, synchronous = kinds(steps, inner, replica, facts)
-    # An island may continue after an error, since it shares no collectives with other islands.
-    island_group = replace(replica.group, recovery=island.members.recovery)
-    local_runner = schedule(island_group, local.alone(), replica.options.donate)
-    first_runner = (
-        schedule(replica.group, synchronous, replica.options.donate)
-        if steps.start
-        else local_runner
-    )
-    return island_runner(local_runner, first_runner, steps, island, join_keeper)
+    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+        """Makes the runner of an island's steps and exchanges."""
+        steps = self.steps
+        donate = replica.options.donate
+        island = island_of(steps, replica)
+        local, synchronous = self.kinds(replica, facts)
+        # An island may continue after an error, since it shares no collectives with other islands.
+        island_group = replace(replica.group, recovery=island.members.recovery)
+        separate = schedule(island_group, local.alone(), donate)
+        first = separate
+        if steps.start:
+            first = schedule(replica.group, synchronous, donate)
+        return island_runner(separate, first, steps, island, self.join_keeper)
 
 
 def island_runner(

@@ -1,8 +1,8 @@
 """The way of replicas that train separately, and its runner of the three kinds of step."""
 
-from dataclasses import replace
-from functools import cache, partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -32,7 +32,20 @@ from fddp.local_training.wire import RANGE
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import LocalState, LocalSteps, check_fields
 from fddp.schedules import Pieces, Runner, Schedule, StepInputs, StepOutputs, rehearse
-from fddp.step import ALONE, ISLANDS, LOCAL, WHOLE, Facts, Replica, TrainState, Way
+from fddp.step import (
+    ALONE,
+    ISLANDS,
+    LOCAL,
+    Copy,
+    Cut,
+    Facts,
+    Held,
+    Options,
+    Replica,
+    TrainState,
+    Travels,
+    Way,
+)
 
 # The kind of a step that averages gradients. All other kinds are the numbers of its exchanges.
 TOGETHER = (-1,)
@@ -40,98 +53,124 @@ TOGETHER = (-1,)
 
 def local_way(steps: LocalSteps, inner: Way) -> Way:
     """Makes the way of local steps, whose islands hold their state in the way `inner`."""
-    return inner._replace(
+    return LocalWay(
+        steps=steps,
+        inner=inner,
         name=LOCAL,
         more=(ALONE if steps.island == 1 else ISLANDS,),
         described=repr(steps),
-        check=partial(_check, steps, inner),
-        hold=partial(hold, inner),
-        seen=_seen,
-        gathered=WHOLE.gathered,
-        remembers=partial(_remembers, steps),
-        accumulate=partial(_accumulate, steps, inner),
-        runner=partial(_runner, steps, inner),
+        schedule=inner.schedule,
         apart=True,
-        table_rows=False,
-        slices=False,
+        scattered=inner.scattered,
+        gathers=inner.gathers,
     )
 
 
-def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, params: PyTree) -> str:
-    if steps.start and replica.options.shard == "state":
-        raise ValueError(
-            f"local_steps: start={steps.start} cannot go with shard='state', as the parameters "
-            "that islands begin with are whole: give shard='optimizer', or start=0."
+@dataclass(frozen=True, kw_only=True)
+class LocalWay(Way):
+    """Each island holds a state of its own, and trains separately between exchanges."""
+
+    steps: LocalSteps
+    inner: Way
+    """The way in which the replicas of an island hold its state."""
+
+    opt_state: ClassVar[type] = LocalState
+
+    def check(self, replica: Replica, optimizer: Any, params: PyTree) -> str:
+        """Refuses fields that no inner optimizer has, and what the inner way refuses."""
+        steps = self.steps
+        if steps.start and replica.options.shard == "state":
+            raise ValueError(
+                f"local_steps: start={steps.start} cannot go with shard='state', as the "
+                "parameters that islands begin with are whole: give shard='optimizer', or start=0."
+            )
+        trained = replica.trained(params)
+        check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)
+        return self.inner.check(replace(replica, way=self.inner), optimizer.inner, params)
+
+    def travels(self, options: Options, group: Group) -> Travels:
+        """Gradients and pseudo-gradients of islands are sent whole."""
+        forms = self.inner.travels(options, group)
+        rounds = forms.rounds and self.scattered
+        return forms._replace(table_rows=False, slices=False, rounds=rounds)
+
+    def hold(
+        self,
+        replica: Replica,
+        trained: PyTree,
+        opt_state: PyTree,
+        model_state: PyTree,
+        cut: Cut,
+        copy: Copy,
+    ) -> Held:
+        """Returns a replica's share of its island's state."""
+        return hold(self.inner, replica, trained, opt_state, model_state, cut, copy)
+
+    def seen(self, replica: Replica, state: TrainState) -> TrainState:
+        """Returns the state with that of the inner optimizer."""
+        del replica
+        if not isinstance(state.opt_state, self.opt_state):
+            raise ValueError(
+                f"the optimizer's state is {type(state.opt_state).__name__}, and this step was "
+                f"made with {self.name}: begin with step.init(fddp.whole(state.params))."
+            )
+        return state._replace(opt_state=state.opt_state.inner)
+
+    def remembers(self, replica: Replica, hook: Hook, forms: PyTree) -> Any:
+        """Makes the hook's first state of each exchange."""
+        island_size = self.steps.replicas(replica.group.parts)
+        averages = bool(self.steps.start) or island_size > 1
+        return first_memory(hook, forms, island_size, RANGE, averages=averages)
+
+    def accumulate(
+        self,
+        replica: Replica,
+        state: TrainState,
+        shards: PyTree,
+        pending: Pending | None,
+        rows: PyTree,
+    ) -> tuple[Pending, Sums]:
+        """Adds rows to the pending sums of an island."""
+        view = own_view(state, shards)
+        rows = own_rows(rows)
+        if self.trains_alone(replica):
+            return replica.accumulate(view, pending, rows)
+        view = whole_view(replica.group, view)._replace(rng=keys_of_island(replica.group, view.rng))
+        return within_island(replica, self.inner).accumulate(view, pending, rows)
+
+    def pieces(self, replica: Replica, facts: Facts) -> Pieces:
+        """Makes the pieces of a step within an island."""
+        return self.inner.pieces(replica, facts)
+
+    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+        """Makes the runner of the three kinds of step."""
+        return local_runner(
+            schedule, *self.kinds(replica, facts), replica.group, replica.options.donate
         )
-    trained = replica.trained(params)
-    check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)
-    return inner.check(replace(replica, way=inner), optimizer.inner, params)
 
+    def kinds(self, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
+        """Makes the local steps of islands, and the pieces of a synchronous step."""
+        steps = self.steps
+        inner = self.inner
+        scalars = scalars_of(facts)
+        fragments = [
+            Fragment(steps, replica, number, facts.plan, scalars)
+            for number in range(steps.fragments)
+        ]
+        for fragment in fragments:
+            fragment.check()
+        exchanges = [*fragments, *own_means(steps, inner, replica, facts, scalars)]
+        counts = counted(facts, isinstance(facts.rows, Joined))
+        if self.trains_alone(replica):
+            island = by_itself(replica, counts)
+        else:
+            island = inner.pieces(within_island(replica, inner), counts)
+        local = Local(replica, island, steps, facts.plan, exchanges)
+        return local, local.together(inner.pieces(replace(replica, way=inner), counts))
 
-def _seen(replica: Replica, state: TrainState) -> TrainState:
-    if not isinstance(state.opt_state, LocalState):
-        raise ValueError(
-            f"the optimizer's state is {type(state.opt_state).__name__}, and this step was made "
-            f"with {LOCAL}: begin with step.init(fddp.whole(state.params))."
-        )
-    return state._replace(opt_state=state.opt_state.inner)
-
-
-def _remembers(steps: LocalSteps, replica: Replica, hook: Hook, forms: PyTree) -> Any:
-    island_size = steps.replicas(replica.group.parts)
-    return first_memory(
-        hook, forms, island_size, RANGE, averages=bool(steps.start) or island_size > 1
-    )
-
-
-def _accumulate(
-    steps: LocalSteps,
-    inner: Way,
-    replica: Replica,
-    state: TrainState,
-    shards: PyTree,
-    pending: Pending | None,
-    rows: PyTree,
-) -> tuple[Pending, Sums]:
-    view = own_view(state, shards)
-    if steps.replicas(replica.group.parts) == 1 and not inner.apart:
-        return replica.accumulate(view, pending, own_rows(rows))
-    view = whole_view(replica.group, view)._replace(rng=keys_of_island(replica.group, view.rng))
-    return within_island(replica, inner).accumulate(view, pending, own_rows(rows))
-
-
-def _runner(
-    steps: LocalSteps, inner: Way, schedule: Schedule, replica: Replica, facts: Facts
-) -> Runner:
-    return local_runner(
-        schedule, *kinds(steps, inner, replica, facts), replica.group, replica.options.donate
-    )
-
-
-def kinds(steps: LocalSteps, inner: Way, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
-    """Makes the local steps of islands, and the pieces of a step that averages all gradients."""
-    scalars = scalars_of(facts)
-    fragments = [
-        Fragment(steps, replica, number, facts.plan, scalars) for number in range(steps.fragments)
-    ]
-    for fragment in fragments:
-        fragment.check()
-    counts = counted(facts, isinstance(facts.batch, Joined))
-    single = steps.replicas(replica.group.parts) == 1 and not inner.apart
-    island = (
-        by_itself(replica, counts)
-        if single
-        else inner.pieces(within_island(replica, inner), counts)
-    )
-    synchronous = inner.pieces(replace(replica, way=inner), counts)
-    local = Local(
-        replica,
-        island,
-        steps,
-        facts.plan,
-        [*fragments, *own_means(steps, inner, replica, facts, scalars)],
-    )
-    return local, local.together(synchronous)
+    def trains_alone(self, replica: Replica) -> bool:
+        """True if an island is one replica with a whole state."""
+        return self.steps.replicas(replica.group.parts) == 1 and not self.inner.apart
 
 
 class Latest(NamedTuple):

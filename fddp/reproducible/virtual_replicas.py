@@ -8,7 +8,7 @@ Source: EasyScale (Li et al., SC 2023).
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -39,7 +39,16 @@ from fddp.schedules import (
     forms_of,
     on_each_device,
 )
-from fddp.step import WHOLE, Facts, Replica, TrainState, Way, check_no_sync, refuse
+from fddp.step import (
+    Facts,
+    Options,
+    Replica,
+    TrainState,
+    Travels,
+    Way,
+    check_no_sync,
+    refuse,
+)
 
 # Gradients, and the tail that travels with them.
 Contribution: TypeAlias = tuple[Sequence[Array], Any]
@@ -47,34 +56,60 @@ Contribution: TypeAlias = tuple[Sequence[Array], Any]
 
 def virtual(count: int) -> Way:
     """Makes the way of replicas that stand for `count` virtual ones."""
-    return WHOLE._replace(
-        name=f"virtual_replicas={count}",
-        check_batch=_check_slices,
-        seen=_seen,
-        one=partial(one_of, number=jnp.int32(0)),
-        runner=_runner,
-        schedule=after,
-        replicas=count,
-        sums=False,
-        table_rows=False,
-        slices=False,
-    )
+    return Virtual(name=f"virtual_replicas={count}", schedule=after, replicas=count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Virtual(Way):
+    """Each replica stands for several virtual ones, whose sums are added in a tree."""
+
+    def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
+        """Raises ValueError unless virtual replicas have as many rows as in the first batch.
+
+        Also raises it if a rank may be without data, or if the replicas lie in another order than
+        their processes.
+        """
+        if isinstance(batch, Joined):
+            refuse(replica.asked | {"fddp.join": "fddp.join"})
+        if replica.unit is None:
+            check_order(replica)
+        elif replica.unit != rows:
+            raise ValueError(
+                f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} "
+                "in the first batch; other programs would compute it, and round otherwise: give "
+                "batches of one size, or make a step for each."
+            )
+
+    def travels(self, options: Options, group: Group) -> Travels:
+        """A message carries partial sums of the tree, of whole gradients."""
+        forms = super().travels(options, group)
+        return forms._replace(exact=False, table_rows=False, slices=False, rounds=False)
+
+    def seen(self, replica: Replica, state: TrainState) -> TrainState:
+        """Refuses pending sums."""
+        if state.accumulated is not None:
+            check_no_sync(replica)
+        return super().seen(replica, state)
+
+    def traced(self, replica: Replica) -> Replica:
+        """Returns a virtual replica."""
+        return one_of(replica, jnp.int32(0))
+
+    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+        """Makes the runner of a step on threads."""
+        group = replica.group
+        make = partial(in_virtual_replicas, group.placement, *_pieces(replica, facts))
+        if schedule.launch is None:  # `combinations` refuses it
+            raise ValueError("virtual_replicas needs schedule='staged' or 'after'.")
+        return schedule.launch(group, make, replica.options.donate, on_each_device)
 
 
 def one_of(replica: Replica, number: Any) -> Replica:
-    """A virtual replica: it has a number of its own, and its programs hold no collectives."""
+    """Makes a virtual replica: it has a number of its own, and its programs hold no collectives."""
     group = replica.group
     comm = replace(group.communicator, size=replica.replicas, replica_index=lambda: number)
     placement = group.placement._replace(axis_name=None)
     return replace(replica, group=replace(group, communicator=comm, placement=placement))
-
-
-def _runner(schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
-    group = replica.group
-    make = partial(in_virtual_replicas, group.placement, *_pieces(replica, facts))
-    if schedule.launch is None:  # `combinations` refuses it
-        raise ValueError("virtual_replicas needs schedule='staged' or 'after'.")
-    return schedule.launch(group, make, replica.options.donate, on_each_device)
 
 
 def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
@@ -103,7 +138,7 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
         tree = plan.treedef.unflatten([grads.get(i) for i in range(plan.treedef.num_leaves)])
         return add_tail(wide, pack(wide, tree), outputs[1])
 
-    rows = of_one_replica(facts.batch, replica.replicas // group.processes)
+    rows = of_one_replica(facts.rows, replica.replicas // group.processes)
     arguments = forms_of(facts.state), rows, jax.ShapeDtypeStruct((), np.int32)
     _, (outputs, _) = trace(group.placement, contribution, *arguments)
     packed = jax.eval_shape(lambda outputs: messages(_widened(outputs)), outputs)
@@ -153,31 +188,6 @@ def _widened(contribution: Contribution) -> Contribution:
     least = scalar_dtype(jax.tree.leaves(tail))
     tail = jax.tree.map(lambda x: x.astype(at_least(x.dtype, least)), tail)
     return [x.astype(at_least(x.dtype, np.float32)) for x in grads], tail
-
-
-def _seen(replica: Replica, state: TrainState) -> TrainState:
-    if state.accumulated is not None:
-        check_no_sync(replica)
-    return WHOLE.seen(replica, state)
-
-
-def _check_slices(replica: Replica, batch: PyTree, rows: int) -> None:
-    """Checks that virtual replicas have as many rows as in the first batch.
-
-    `rows` is their number in a micro-batch of a virtual replica. Raises ValueError if a rank may be
-    without data, if there are other rows than in the first batch, or if the replicas lie in another
-    order than their processes.
-    """
-    if isinstance(batch, Joined):
-        refuse(replica.asked | {"fddp.join": "fddp.join"})
-    if replica.unit is None:
-        check_order(replica)
-    elif replica.unit != rows:
-        raise ValueError(
-            f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} in "
-            "the first batch; other programs would compute it, and round otherwise: give batches "
-            "of one size, or make a step for each."
-        )
 
 
 def check_order(replica: Replica) -> None:

@@ -1,7 +1,7 @@
 """The core of a step: its options, its state, its first batch, and its calls.
 
-A `Way` defines how replicas hold a state and compute a step. Rooms above make all ways but the
-plain one. This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
+A `Way` defines how replicas hold a state and compute a step; rooms above subclass it.
+This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
 """
 
 from fddp.step.buffers import average as average
@@ -50,10 +50,10 @@ from fddp.step.state import Training as Training
 from fddp.step.state import TrainState as TrainState
 from fddp.step.state import check_no_state as check_no_state
 from fddp.step.state import check_state as check_state
+from fddp.step.travels import Travels as Travels
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Copy as Copy
 from fddp.step.way import Cut as Cut
 from fddp.step.way import Facts as Facts
 from fddp.step.way import Held as Held
 from fddp.step.way import Way as Way
-from fddp.step.way import whole_pieces as whole_pieces

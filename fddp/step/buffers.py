@@ -53,30 +53,46 @@ def _equal(averaged: Callable[[Array], bool]) -> Buffers:
             return None, None
         # One replica's buffers plus zeros of all others: the sum is the broadcast, and arrives
         # before the next forward pass.
-        leads = rows.leads if isinstance(rows, Joined) else None
-        is_source = comm.replica_index() == 0 if leads is None else jnp.any(leads)
-        active = jnp.bool_(True) if leads is None else jnp.any(jnp.asarray(rows.share) > 0)
+        leads = None
+        if isinstance(rows, Joined):
+            leads = rows.leads
+        if leads is None:
+            is_source = comm.replica_index() == 0
+            active = jnp.bool_(True)
+        else:
+            is_source = jnp.any(leads)
+            active = jnp.any(jnp.asarray(rows.share) > 0)
 
         def part(x: Array) -> Array:
-            value, counts = (_wide(x), active) if averaged(x) else (to_words(x), is_source)
-            return jnp.where(counts, value, jnp.zeros_like(value))
+            if averaged(x):
+                wide = _wide(x)
+                return jnp.where(active, wide, jnp.zeros_like(wide))
+            words = to_words(x)
+            return jnp.where(is_source, words, jnp.zeros_like(words))
 
-        # Under `join` the number of contributors is known only after the sum, and may be 0.
-        contributes = active if any(map(averaged, jax.tree.leaves(model_state))) else is_source
-        return (
-            jax.tree.map(part, model_state),
-            None if leads is None else contributes.astype(jnp.float32),
-        ), None
+        parts = jax.tree.map(part, model_state)
+        if leads is None:
+            return (parts, None), None
+        # The number of contributors is known only after the sum, and may be 0.
+        contributes = is_source
+        if any(map(averaged, jax.tree.leaves(model_state))):
+            contributes = active
+        return (parts, contributes.astype(jnp.float32)), None
 
     def land(comm: Communicator, old: PyTree, sums: PyTree, local: PyTree) -> PyTree:
         del local
         if sums is None:
             return None
         totals, count = sums
-        divisor = comm.size if count is None else jnp.maximum(count, 1)
+        divisor = comm.size
+        if count is not None:
+            divisor = jnp.maximum(count, 1)
 
         def landed(old: Array, total: Array) -> Array:
-            new = (total / divisor).astype(old.dtype) if averaged(old) else from_words(total, old)
+            if averaged(old):
+                new = (total / divisor).astype(old.dtype)
+            else:
+                new = from_words(total, old)
             return new if count is None else jnp.where(count > 0, new, old)
 
         return jax.tree.map(landed, old, totals)

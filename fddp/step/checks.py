@@ -26,7 +26,7 @@ from fddp.losses import (
 from fddp.schedules import compiling, forms_of
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
-from fddp.step.state import TrainState, check_no_state
+from fddp.step.state import check_no_state
 from fddp.wording import check_has
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -74,8 +74,9 @@ def check_arrays(params: PyTree) -> None:
 def check_trained(params: PyTree, chosen: Sequence[int]) -> None:
     """Raises ValueError if there are no trained leaves."""
     if not chosen:
-        floats = differentiable(jax.tree.leaves(params))
-        why = "float arrays, all of them ignored" if floats else "no float arrays"
+        why = "no float arrays"
+        if differentiable(jax.tree.leaves(params)):
+            why = "float arrays, all of them ignored"
         raise ValueError(
             f"params holds {why}, so there is nothing to train: got "
             f"{'; '.join(described('', params))}."
@@ -101,8 +102,7 @@ def params_checked(replica: Replica, first: Any, call: Function) -> Function:
     """Makes a function check its parameters while it is traced, at no cost at run time."""
 
     def traced(argument: Any, *args: Any, **kwargs: Any) -> Any:
-        params = argument.params if isinstance(argument, TrainState) else argument
-        check_params(replica, first, params)
+        check_params(replica, first, getattr(argument, "params", argument))
         return call(argument, *args, **kwargs)
 
     return cast(Function, traced)
@@ -168,9 +168,11 @@ def _divided(replica: Replica) -> str:
 
 def _shares(replica: Replica) -> str:
     """Formats the number of replicas and micro-batches of this process."""
-    virtual = "virtual " if replica.way.replicas else ""
+    kind = "replicas"
+    if replica.way.replicas:
+        kind = "virtual replicas"
     count = replica.replicas // replica.group.processes
-    return f"{count} {virtual}replicas × {replica.options.accumulation_steps} micro-batches"
+    return f"{count} {kind} × {replica.options.accumulation_steps} micro-batches"
 
 
 def check_no_sync(replica: Replica) -> None:
@@ -225,5 +227,7 @@ def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
 
 def _message(op_name: str) -> str:
     """Formats the message that a collective carries, or "" for a collective of the loss."""
-    scopes = [scope for scope in op_name.split("/") if MESSAGE_SCOPE.fullmatch(scope)]
-    return f" ({scopes[0]})" if scopes else ""
+    for scope in op_name.split("/"):
+        if MESSAGE_SCOPE.fullmatch(scope):
+            return f" ({scope})"
+    return ""

@@ -269,4 +269,6 @@ def as_markdown() -> str:
 
 
 def _code(feature: str) -> str:
-    return feature if " " in feature else f"`{feature}`"
+    if " " in feature:
+        return feature
+    return f"`{feature}`"

@@ -53,15 +53,15 @@ class Seen(NamedTuple):
     reach: tuple[Sequence[bool], Sequence[int]]
     """Marks of a path to the loss, and numbers of non-zero gradient rows, for each trained leaf."""
     schedule: Schedule
-    told: Any
+    outputs: Any
     """Shapes and dtypes of loss and aux."""
     collectives: tuple[str, ...]
     """Kinds of the loss's collectives."""
-    spoken: Sequence[str]
+    lines: Sequence[str]
     """More lines to compare: the loss's collectives that become tasks, and the program's digest
     under `reshard_after_forward`."""
     digest: bytes
-    """Digest of this rank's first rows."""
+    """Digest of this rank's first rows; empty on one process."""
     program: str
     """Digest of the gradients' program if its loops may contain sums, else "". All ranks need the
     same program then."""
@@ -76,46 +76,41 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> Seen:
     program, outputs = _gradients(replica, state, batch)
     schedule = _schedule(replica, program)
     partitions = partitions_of(replica, state.params, program, schedule)
-    sliced = (
-        _in_slices(replica, program, chosen, partitions)
-        if partitions and schedule.cuts
-        else program
-    )
-    units = [partitions.get(i, [Travelling(i)]) for i in range(len(jax.tree.leaves(state.params)))]
-    trained_units = [unit for i in chosen for unit in units[i]]
-    exchanges = (
-        described_exchanges(replica.group.placement, program, len(chosen)) if schedule.cuts else []
-    )
-    # The program determines when a parameter is gathered, so that all ranks need the same one.
-    regathers = replica.options.reshard_after_forward and replica.group.processes > 1
-    gathers = [f"program, with reshard_after_forward, {text_digest(program)}"] if regathers else []
+    leaves = range(len(jax.tree.leaves(state.params)))
+    units = {i: partitions.get(i, [Travelling(i)]) for i in leaves}
+    sliced = program
+    if partitions and schedule.cuts:
+        sliced = _in_slices(replica, program, chosen, partitions)
     touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
+    several = replica.group.processes > 1
+    sums_in_loops = several and schedule.one_program and bool(partitions)
     return Seen(
         state=state,
         chosen=chosen,
-        order=_order(replica, sliced, trained_units),
+        order=_order(replica, sliced, [unit for i in chosen for unit in units[i]]),
         # The program's inputs are the step number, the parameters, and the rest of the state.
-        uses={(x.leaf, x.slice): use for x, use in zip(chain(*units), first_uses(sliced)[1:])},
+        uses={
+            (unit.leaf, unit.slice): use
+            for unit, use in zip(chain(*units.values()), first_uses(sliced)[1:])
+        },
         read_in=_read_in(program, chosen),
         reach=(paths(replica, state, batch), touched),
         schedule=schedule,
-        told=outputs,
+        outputs=outputs,
         collectives=tuple(sorted(collectives(program))),
-        spoken=exchanges + gathers,
-        digest=digest(unjoined(batch)) if replica.group.processes > 1 else b"",
-        program=text_digest(program)
-        if partitions and schedule.one_program and replica.group.processes > 1
-        else "",
+        lines=_lines(replica, program, schedule, len(chosen)),
+        digest=digest(unjoined(batch)) if several else b"",
+        program=text_digest(program) if sums_in_loops else "",
     )
 
 
-def described_batch(replica: Replica, batch: PyTree, call: str, findings: Seen) -> list[str]:
+def described_batch(replica: Replica, batch: PyTree, call: str, seen: Seen) -> list[str]:
     """Lists the facts that must be equal on all ranks, one per line."""
-    state = findings.state
+    state = seen.state
     return [
         f"call {call}",
         repr(replica.options),
-        f"schedule {findings.schedule.name}",
+        f"schedule {seen.schedule.name}",
         f"plan {replica.provisional_plan(state.params).digest}",
         *replica.described_groups(state.params),
         f"group.local {replica.group.local}",
@@ -123,9 +118,19 @@ def described_batch(replica: Replica, batch: PyTree, call: str, findings: Seen) 
         *described("parameter", state.params),
         *described("model_state", state.model_state),
         *described("rng", state.rng),
-        *described("loss and aux", findings.told),
-        *findings.spoken,
+        *described("loss and aux", seen.outputs),
+        *seen.lines,
     ]
+
+
+def _lines(replica: Replica, program: ClosedJaxpr, schedule: Schedule, gradients: int) -> list[str]:
+    lines = []
+    if schedule.cuts:
+        lines += described_exchanges(replica.group.placement, program, gradients)
+    # The program determines when a parameter is gathered, so that all ranks need the same one.
+    if replica.options.reshard_after_forward and replica.group.processes > 1:
+        lines.append(f"program, with reshard_after_forward, {text_digest(program)}")
+    return lines
 
 
 def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...]:
@@ -151,7 +156,7 @@ def _read_in(program: ClosedJaxpr, chosen: Sequence[int]) -> dict[int, np.dtype]
 
 def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[ClosedJaxpr, Any]:
     """Traces the gradients of one micro-batch; also returns shapes and dtypes of loss and aux."""
-    traced_replica = replica.way.one(replica)
+    traced_replica = replica.way.traced(replica)
 
     def program(state: TrainState, batch: PyTree) -> tuple[Any, Any]:
         sums = traced_replica.contribution(state, _part(replica, batch))
@@ -211,8 +216,10 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
         refuse(
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
+    if isinstance(schedule, Schedule):
+        return schedule
     if callable(schedule):
-        return schedule if isinstance(schedule, Schedule) else Schedule(name_of(schedule), schedule)
+        return Schedule(name_of(schedule), schedule)
     if schedule != "auto":
         return SCHEDULES[schedule]
     # Over MPI a replica computes on JAX's default device.
@@ -220,4 +227,6 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     on_cpu = on_cpu and (group.placement.on_mesh or jax.default_backend() == "cpu")
     cpu_hosts = group.processes > 1 and group.size == group.processes and on_cpu
     uncut = kinds or group.placement.other_axes or without_jit()
-    return staged if cpu_hosts and not uncut else replica.way.schedule
+    if cpu_hosts and not uncut:
+        return staged
+    return replica.way.schedule

@@ -48,9 +48,10 @@ def refuse_unknown(call: str, arguments: Iterable[str], names: Sequence[str]) ->
     if not unknown:
         return
     answers = [answer for name in unknown if (answer := _answer(name, names))]
-    answers += [f"it has {', '.join(names)}"] if len(answers) < len(unknown) else []
-    text = f"fddp.{call} has no option {', '.join(map(repr, unknown))}; {'; '.join(answers)}"
-    raise TypeError(text if text.endswith("?") else f"{text}.")
+    if len(answers) < len(unknown):
+        answers.append(f"it has {', '.join(names)}")
+    text = f"fddp.{call} has no option {', '.join(map(repr, unknown))}; {'; '.join(answers)}."
+    raise TypeError(text.replace("?.", "?"))
 
 
 def _answer(name: str, names: Sequence[str]) -> str:
@@ -60,5 +61,7 @@ def _answer(name: str, names: Sequence[str]) -> str:
     close = get_close_matches(name, [*names, *ANSWERS], n=1)
     if not close:
         return ""
-    advice = f" ({ANSWERS[close[0]]})" if close[0] in ANSWERS else ""
-    return f"{name}: did you mean {close[0]}{advice}?"
+    suggestion = close[0]
+    if suggestion in ANSWERS:
+        suggestion += f" ({ANSWERS[suggestion]})"
+    return f"{name}: did you mean {suggestion}?"

@@ -159,9 +159,9 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
 
 def _check_optimizer(replica: Replica, state: TrainState) -> None:
     """Raises ValueError if `opt_state` belongs to another optimizer or other trained leaves."""
-    if replica.way.init is None:
+    if replica.init is None:
         return
-    expected = jax.eval_shape(replica.way.init, replica.trained(state.params))
+    expected = jax.eval_shape(replica.init, replica.trained(state.params))
     trees = state.opt_state, expected
     shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in trees]
     nodes = [jax.tree.structure(tree) for tree in trees]

@@ -148,19 +148,12 @@ class Options:
     def __post_init__(self) -> None:
         check_caps(self.bucket_cap_mb, self.first_bucket_mb, self.last_bucket_mb)
         check_whole("accumulation_steps", self.accumulation_steps, 1)
-        every = self.check_replicas_every
-        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-            raise ValueError(
-                "check_replicas_every must be a whole number of steps, or 0 for never, got "
-                f"{every!r}."
-            )
-        for name, choices in (("order", ORDERS), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in choices and not (
-                name == "schedule" and callable(self.schedule)
-            ):
-                raise ValueError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}."
-                )
+        check_whole("check_replicas_every", self.check_replicas_every, 0)
+        if self.virtual_replicas is not None:
+            check_whole("virtual_replicas", self.virtual_replicas, 1)
+        _check_choice("order", self.order, ORDERS)
+        if not callable(self.schedule):
+            _check_choice("schedule", self.schedule, SCHEDULES)
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
                 f"hook must be a fddp.Hook, one of fddp.hooks say, got {type(self.hook).__name__}."
@@ -179,13 +172,6 @@ class Options:
             )
         if self.shard not in (None, *SHARED):
             raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
-        count = self.virtual_replicas
-        if count is not None and (
-            isinstance(count, bool) or not isinstance(count, int) or count < 1
-        ):
-            raise ValueError(
-                f"virtual_replicas must be a whole number of 1 or more, or None, got {count!r}."
-            )
         refuse(self.asked)
         if self.reshard_after_forward and self.shard != "state":
             raise ValueError(
@@ -200,27 +186,32 @@ class Options:
     @property
     def asked(self) -> dict[str, str]:
         """The features of these options: name in `combinations` → text for an error message."""
-        shown = {
-            option.name: f"{option.name}={getattr(self, option.name)!r}" for option in fields(self)
-        }
-        features = {name: shown[name] for name in shown if getattr(self, name)}
-        features |= {
-            shown[name]: shown[name] for name in ("schedule", "shard", "broadcast_buffers")
-        }
+        features = dict[str, str]()
+        for option in fields(self):
+            value = getattr(self, option.name)
+            text = f"{option.name}={value!r}"
+            if value:
+                features[option.name] = text
+            if option.name in ("schedule", "shard", "broadcast_buffers"):
+                features[text] = text
         if self.hook is not None and not self.hook.by_element:
             features[WHOLE_LEAVES] = features["hook"]
-        return features | (
-            {OWN_SCHEDULE: f"schedule={name_of(self.schedule)}"} if callable(self.schedule) else {}
-        )
+        if callable(self.schedule):
+            features[OWN_SCHEDULE] = f"schedule={name_of(self.schedule)}"
+        return features
 
     def __repr__(self) -> str:
         """Formats functions by name, so that ranks with the same options give equal texts."""
-        shown = {option.name: getattr(self, option.name) for option in fields(self) if option.repr}
-        names = [
-            f"{name}={name_of(value) if callable(value) else repr(value)}"
-            for name, value in shown.items()
-        ]
-        return f"Options({', '.join(names)})"
+        texts = list[str]()
+        for option in fields(self):
+            if not option.repr:
+                continue
+            value = getattr(self, option.name)
+            if callable(value):
+                texts.append(f"{option.name}={name_of(value)}")
+            else:
+                texts.append(f"{option.name}={value!r}")
+        return f"Options({', '.join(texts)})"
 
     @property
     def bucketing(self) -> dict[str, Any]:
@@ -229,6 +220,11 @@ class Options:
             name: getattr(self, name)
             for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb", "groups")
         }
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -258,17 +254,19 @@ def check_optimizer(call: str, value: Any) -> None:
     """Raises TypeError unless `value` is an optax optimizer that needs only gradients and loss."""
     if not hasattr(value, "init") or not hasattr(value, "update"):
         # Flax's optimizers and train states hold an optax optimizer in `tx`.
-        inside = "; pass its .tx" if hasattr(value, "tx") else ""
-        raise TypeError(
-            f"fddp.{call}: optimizer must be one of optax's, got {type(value).__name__}{inside}."
-        )
+        kind = type(value).__name__
+        if hasattr(value, "tx"):
+            kind += "; pass its .tx"
+        raise TypeError(f"fddp.{call}: optimizer must be one of optax's, got {kind}.")
     check_needs(value)
 
 
 def with_some_new(options: Options, new: Mapping[str, Any]) -> Options:
     """Replaces options of a step; raises ValueError for those that change a state's layout."""
     refuse_unknown("TrainStep.with_options", new, [option.name for option in fields(Options)])
-    fixed = {"shard", "virtual_replicas", *(["ignore"] if options.shard else [])}
+    fixed = {"shard", "virtual_replicas"}
+    if options.shard:
+        fixed.add("ignore")
     if fixed := fixed.intersection(new):
         raise ValueError(
             "with_options keeps how a state is held, got "

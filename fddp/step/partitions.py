@@ -27,7 +27,10 @@ def partitions_of(
     if replica.options.order == "reverse" or not (schedule.cuts or in_loop):
         return {}
     chosen = replica.chosen(params)
-    by_output = made_row_by_row(program) if in_loop else stacks(program)
+    if in_loop:
+        by_output = made_row_by_row(program)
+    else:
+        by_output = stacks(program)
     loops = {chosen[k]: stack for k, stack in by_output.items() if k < len(chosen)}
     if replica.way.scattered:
         loops = cut_in_layers(params, loops, replica.group.parts)
@@ -53,5 +56,6 @@ def _rounds(
     """
     if not replica.travels.rounds:
         return {}
-    ready = {} if replica.options.reshard_after_forward else ready
+    if replica.options.reshard_after_forward:
+        ready = {}
     return fill_rounds(params, loops, ready, **replica.options.bucketing)

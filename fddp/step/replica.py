@@ -32,10 +32,10 @@ from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
-from fddp.step.travels import Travels, travels
+from fddp.step.travels import Travels
 from fddp.wording import leaf_name
 
-if TYPE_CHECKING:  # `Way` has functions of a `Replica`
+if TYPE_CHECKING:  # the methods of a `Way` take a `Replica`
     from fddp.step.way import Way
 
 # (gradients, tail) → messages; their sums → (gradients, None for leaves outside the plan; tail)
@@ -55,6 +55,8 @@ class Replica:
     """Options of buckets, accumulation and communication."""
     way: "Way"
     """The way in which replicas hold a state and compute a step."""
+    init: Callable[[Any], Any] | None = None
+    """Trained parameters → optimizer state; None without an optimizer."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch. They weigh 1 if the loss returns no weight."""
     loss: str = "loss_fn"
@@ -74,7 +76,9 @@ class Replica:
     def asked(self) -> dict[str, str]:
         """The features of its step: name in `combinations` → text for an error message."""
         axes = ", ".join(map(repr, self.group.placement.other_axes))
-        features = self.options.asked | ({AXES: f"{AXES}, along {axes}"} if axes else {})
+        features = dict(self.options.asked)
+        if axes:
+            features[AXES] = f"{AXES}, along {axes}"
         return features | {name: name for name in (self.way.name, *self.way.more)}
 
     def local(
@@ -94,7 +98,9 @@ class Replica:
         _, pending = self._gather(state, pending, rows, micro_batches)
         local_grads = pending.sums.grads
         # After this point only sums over replicas exist.
-        broken = _broken(local_grads) if self.options.skip_nonfinite else None
+        broken = None
+        if self.options.skip_nonfinite:
+            broken = jnp.stack([~jnp.all(jnp.isfinite(x)) for x in local_grads])
         grads = _tree(jax.tree.structure(state.params), self.chosen(state.params), local_grads)
         return grads, pending._replace(sums=pending.sums._replace(grads=())), broken
 
@@ -112,7 +118,7 @@ class Replica:
     @cached_property
     def travels(self) -> Travels:
         """In which forms its gradients may travel."""
-        return travels(self.options, self.group, self.way)
+        return self.way.travels(self.options, self.group)
 
     @property
     def buffers(self) -> Buffers:
@@ -121,10 +127,10 @@ class Replica:
 
     def reductions(self, plan: BucketPlan, params: PyTree) -> tuple[Reduction, ...]:
         """Makes the reduction of each message, for each device of a replica separately."""
-        asks_first = self.options.skip_all_reduce_unused_params
-        sums = reductions(
-            plan, self.options.hook, self.chosen(params) if asks_first else None, self.group.size
-        )
+        unused_of = None
+        if self.options.skip_all_reduce_unused_params:
+            unused_of = self.chosen(params)
+        sums = reductions(plan, self.options.hook, unused_of, self.group.size)
         return tuple(per_device(self.group.placement, reduction) for reduction in sums)
 
     def mean(
@@ -145,7 +151,8 @@ class Replica:
         means = mean(sums._replace(grads=grads))
         saved, broken = saved
         model_state = self.buffers.land(self.group.communicator, state.model_state, buffers, saved)
-        used = None if used is None else _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
+        if used is not None:
+            used = _tree(plan.treedef, chosen, list(used.astype(jnp.int32)))
         grads = _tree(plan.treedef, chosen, means.grads)
         broken = drop_replica_dim(broken)
         sent = by_bucket(plan, nbytes)
@@ -162,12 +169,15 @@ class Replica:
         """Plans the buckets; `touched` maps a leaf to its gradient's number of non-zero rows."""
         leaves = jax.tree.leaves(params)
         order = [x for x in order if np.size(leaves[x.leaf])]  # an empty leaf is not sent
-        counts = (touched or {}) if self.travels.table_rows else {}
+        counts = {}
+        if touched and self.travels.table_rows:
+            counts = touched
         tree = device_parts(self.group.placement, params)
         plan = plan_with_slices(
             tree, counts, self.group.size, order=order, **self.options.bucketing
         )
-        plan = replace(plan, parts=self.group.parts if self.way.scattered else 1)
+        if self.way.scattered:
+            plan = replace(plan, parts=self.group.parts)
         return place_scalars(plan, dtype, early=True, exact=self.travels.exact)
 
     def remembered(self, params: PyTree) -> Any:
@@ -176,7 +186,9 @@ class Replica:
             return ()
         forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
         memory = self.way.remembers(self, self.options.hook, forms)
-        return add_replica_dim(memory) if jax.tree.leaves(memory) else ()
+        if not jax.tree.leaves(memory):
+            return ()
+        return add_replica_dim(memory)
 
     def memory_form(self, params: PyTree) -> Any:
         """Returns shapes and dtypes of the hook state of all replicas."""
@@ -207,19 +219,17 @@ class Replica:
 
     def contribution(self, state: TrainState, micro_batch: PyTree) -> Sums:
         """Computes the weighted sums of one micro-batch."""
-        return contribute(*self._given(state, micro_batch)).sums
+        return contribute(*self._arguments(state, micro_batch)).sums
 
     def paths(self, state: TrainState, micro_batch: PyTree) -> tuple[bool, ...]:
         """Marks the trained leaves with a path to the loss; all, without
         `find_unused_parameters`."""
-        find_unused = self.options.find_unused_parameters
-        return (
-            reached(*self._given(state, micro_batch))
-            if find_unused
-            else (True,) * len(self.chosen(state.params))
-        )
+        if not self.options.find_unused_parameters:
+            return (True,) * len(self.chosen(state.params))
+        return reached(*self._arguments(state, micro_batch))
 
-    def _given(self, state: TrainState, micro_batch: PyTree) -> tuple[Any, ...]:
+    def _arguments(self, state: TrainState, micro_batch: PyTree) -> tuple[Any, ...]:
+        """Returns the arguments of `contribute` for one micro-batch."""
         start = _start(state)
         objective = partial(self.objective, unit=self.unit)
         return (
@@ -247,7 +257,9 @@ class Replica:
         self, state: TrainState, pending: Pending | None, rows: PyTree, micro_batches: int
     ) -> tuple[Sums, Pending]:
         """Returns the sums of this replica's rows, and all sums that are pending with them."""
-        before = _start(state) if pending is None else drop_replica_dim(pending)
+        before = _start(state)
+        if pending is not None:
+            before = drop_replica_dim(pending)
         objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
 
         def add(pending: Pending, micro_batch: PyTree) -> Pending:
@@ -271,11 +283,6 @@ def with_trained(params: PyTree, trained: PyTree) -> Any:
     return treedef.unflatten(
         [old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))]
     )
-
-
-def _broken(grads: Sequence[Array]) -> Array:
-    """Marks the non-finite gradients."""
-    return jnp.stack([~jnp.all(jnp.isfinite(x)) for x in grads])
 
 
 def _names(tree: PyTree) -> list[str]:

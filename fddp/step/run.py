@@ -56,13 +56,11 @@ def compare(settled: Settled, inputs: StepInputs) -> Settled:
     """
     group = settled.replica.group
     lower = settled.runner.lower
-    if not settled.compared and lower and group.processes > 1:
+    if settled.first is not None:
+        return settled
+    if lower and group.processes > 1:
         verify_collectives(group, lower(inputs))
-    return (
-        settled
-        if settled.compared
-        else settled._replace(compared=True, first=_forms(settled, inputs))
-    )
+    return settled._replace(first=_forms(settled, inputs))
 
 
 @without_context_mesh

@@ -6,18 +6,17 @@ bucket plan, and the plan gives the pieces for a schedule. Later calls only run 
 Source: `Reducer` in PyTorch's `reducer.cpp`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import BucketPlan, Slice, Travelling, scalar_dtype, take_apart, whole_forms
+from fddp.buckets import BucketPlan, scalar_dtype, take_apart, whole_forms
 from fddp.comm import REPLICATED, Placement, as_program, specs, verify_beside
 from fddp.losses import Undivided, unjoined
 from fddp.schedules import Runner, StepInputs, forms_of
@@ -33,42 +32,47 @@ from fddp.step.way import Facts
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
 
 
+class Admitted(NamedTuple):
+    """The forms of arguments that were checked."""
+
+    fits: tuple[Any, ...]
+    """The last four checked forms of (state, batch). Four: steps and `no_sync` may alternate, each
+    with arrays or promises."""
+    batches: frozenset[Any]
+    """Forms of batches: none reaches a leaf outside the plan."""
+    share: TrainState
+    """Shapes and dtypes of one replica's share of the state, with pending sums from the first
+    `no_sync` on."""
+
+
 class Settled(NamedTuple):
     """A step after its first batch."""
 
     replica: Replica
     """One replica's part of the step, with the first batch's rows as unit of weight."""
-    plan: BucketPlan
-    specs: TrainState
+    facts: Facts
+    layout: TrainState
     """Layout of the state: a tree of `PartitionSpec`s."""
-    runner: Runner
-    """The step as the schedule runs it."""
     schedule: str
     """Name of the schedule."""
+    runner: Runner
+    """The step as the schedule runs it."""
     accumulate: jax.stages.Wrapped
     """The program of `no_sync`."""
-    chosen: tuple[int, ...]
-    """Indices of the trained leaves."""
-    left_out: tuple[int, ...]
-    """Trained leaves outside all buckets."""
-    forms: frozenset[Any]
-    """Forms of batches checked so far: none reaches a leaf of `left_out`."""
-    params: Any
-    """Shapes and dtypes of the parameters."""
-    held: TrainState
-    """Shapes and dtypes of one replica's share of the state, with pending sums from the first
-    `no_sync` on."""
-    fits: tuple[Any, ...] = ()
-    """The last four checked forms of (state, batch). Four: steps and `no_sync` may alternate, each
-    with arrays or promises."""
-    undivided: bool = False
-    """True if batches are not divided into rows: each micro-batch takes one whole batch."""
-    read_in: Mapping[int, np.dtype] = MappingProxyType({})
-    """Leaf → narrower dtype in which it is gathered, as the first batch's loss reads it."""
-    compared: bool = False
-    """True once the ranks have compared the collectives of their compiled programs."""
+    admitted: Admitted
     first: StepInputs | None = None
-    """Shapes and dtypes of the first step's inputs; None before that step."""
+    """Shapes and dtypes of the first step's inputs, once the ranks have compared the collectives
+    of their programs; None before."""
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets."""
+        return self.facts.plan
+
+    @property
+    def undivided(self) -> bool:
+        """True if batches are not divided into rows: each micro-batch takes one whole batch."""
+        return isinstance(unjoined(self.facts.rows), Undivided)
 
     @property
     def is_one_program(self) -> bool:
@@ -81,86 +85,74 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
     group = replica.group
     describe = partial(described_batch, replica, batch, call)
     find = partial(look, replica, state, batch)
-    findings, digests = verify_beside(group, "batch or loss", find, describe, attrgetter("digest"))
+    seen, digests = verify_beside(group, "batch or loss", find, describe, attrgetter("digest"))
     tell_same_rows(group, digests)
-    agreed = _agreed(replica, findings)
-    plan = _plan(replica, findings, agreed)
-    forms = forms_of(findings.state.params)
+    forms = forms_of(seen.state.params)
     unit = np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches
     objective = params_checked(replica, forms, replica.objective)
     replica = replace(replica, unit=unit, objective=objective)
-    layout = specs(group.placement, findings.state._replace(accumulated=None, hook_state=()))
+    layout = specs(group.placement, seen.state._replace(accumulated=None, hook_state=()))
     use_mean = params_checked(replica, forms, partial(use, replica, layout))
-    facts = Facts(plan, findings.state, batch, findings.told, agreed.uses, use_mean, agreed.read_in)
+    facts = _agreed(replica, seen, forms_of(batch), use_mean)
+    fit = _fit(replica, jax.tree.structure(state), state, batch)
+    share = held_form(group.placement, state)
     return Settled(
         replica=replica,
-        plan=plan,
-        specs=layout,
-        runner=replica.way.runner(findings.schedule, replica, facts),
-        schedule=findings.schedule.name,
+        facts=facts,
+        layout=layout,
+        schedule=seen.schedule.name,
+        runner=replica.way.runner(seen.schedule, replica, facts),
         accumulate=_accumulating(group.placement, replica),
-        chosen=findings.chosen,
-        left_out=tuple(i for i in findings.chosen if i not in {unit.leaf for unit in agreed.order}),
-        forms=frozenset({_form(batch)}),
-        read_in=agreed.read_in if replica.way.gathers else {},
-        params=forms,
-        held=held_form(group.placement, state),
-        fits=(_fit(replica, jax.tree.structure(state), state, batch),),
-        undivided=isinstance(unjoined(batch), Undivided),
+        admitted=Admitted((fit,), frozenset({_form(batch)}), share),
     )
 
 
-class Agreed(NamedTuple):
-    """Facts that are equal on all ranks."""
-
-    order: list[Travelling]
-    """The leaves, or slices of them, to send, in ready order."""
-    uses: Mapping[tuple[int, Slice | None], int]
-    """(leaf, slice) → position of its first use in the forward pass."""
-    touched: dict[int, int]
-    """Leaf → number of non-zero rows of a replica's gradient."""
-    read_in: Mapping[int, np.dtype]
-    """Leaf → narrower dtype to which the loss casts it; other leaves are omitted."""
-
-
-def _agreed(replica: Replica, findings: Seen) -> Agreed:
-    """Merges the findings of all ranks. Collective."""
+def _agreed(
+    replica: Replica, seen: Seen, rows: PyTree, use: Callable[[TrainState, Mean], Any]
+) -> Facts:
+    """Merges the facts that all ranks have seen. Collective."""
     group = replica.group
     options = replica.options
     # Programs may differ between ranks (a branch in Python). Then rank 0's order is used, as in
     # DDP. A leaf without a path to the loss on any rank is not sent.
     order, uses, program, read_in = group.broadcast_object(
-        (findings.order, findings.uses, findings.program, findings.read_in)
+        (seen.order, seen.uses, seen.program, seen.read_in)
     )
     # Ranks with different programs cannot agree on the order of a loop's sums and other messages.
-    if program and group.all_reduce(np.int32(findings.program != program), op="max"):
+    if program and group.all_reduce(np.int32(seen.program != program), op="max"):
         order = [unit._replace(rounds=1) for unit in order]
-    casts_differ = [findings.read_in.get(i) != read_in.get(i) for i in findings.chosen]
+    casts_differ = [seen.read_in.get(i) != read_in.get(i) for i in seen.chosen]
     has_path, touched, differs = group.all_reduce(
-        np.asarray([*findings.reach, casts_differ], np.int32), op="max"
+        np.asarray([*seen.reach, casts_differ], np.int32), op="max"
     )
-    reached = {i for i, path in zip(findings.chosen, has_path) if path}
+    reached = {i for i, path in zip(seen.chosen, has_path) if path}
+    ready = [unit for unit in order if unit.leaf in reached]
     # All leaves are sent if each step skips its unused ones, since a later batch may use more
     # leaves, and if replicas update shards, since every trained leaf is gathered.
-    send_all = options.skip_all_reduce_unused_params or replica.way.apart
-    later = [unit for unit in order if unit.leaf not in reached] if send_all else []
-    rows = {
-        i: options.accumulation_steps * int(count) for i, count in zip(findings.chosen, touched)
-    }
-    equal = {i for i, differing in zip(findings.chosen, differs) if not differing}
-    read_in = {i: dtype for i, dtype in read_in.items() if i in equal}
-    return Agreed([*(unit for unit in order if unit.leaf in reached), *later], uses, rows, read_in)
-
-
-def _plan(replica: Replica, findings: Seen, agreed: Agreed) -> BucketPlan:
-    averaged = findings.state.model_state if replica.options.broadcast_buffers == "mean" else None
+    if options.skip_all_reduce_unused_params or replica.way.apart:
+        ready += [unit for unit in order if unit.leaf not in reached]
+    averaged = None
+    if options.broadcast_buffers == "mean":
+        averaged = seen.state.model_state
     plan = replica.plan(
-        findings.state.params,
-        agreed.order,
-        dtype=scalar_dtype(jax.tree.leaves((findings.told, averaged))),
-        touched=agreed.touched,
+        seen.state.params,
+        ready,
+        dtype=scalar_dtype(jax.tree.leaves((seen.outputs, averaged))),
+        touched={
+            i: options.accumulation_steps * int(count) for i, count in zip(seen.chosen, touched)
+        },
     )
-    return replace(plan, collectives=findings.collectives)
+    differing = {i for i, differs in zip(seen.chosen, differs) if differs}
+    return Facts(
+        plan=replace(plan, collectives=seen.collectives),
+        state=seen.state,
+        chosen=seen.chosen,
+        rows=rows,
+        outputs=seen.outputs,
+        uses=uses,
+        read_in={i: dtype for i, dtype in read_in.items() if i not in differing},
+        use=use,
+    )
 
 
 def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
@@ -173,39 +165,46 @@ def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
 
 
 def admit(settled: Settled, tree: PyTree, state: TrainState, batch: PyTree) -> Settled:
-    """Checks the arguments of a call, on this rank only, and records their form as checked.
-
-    A batch of another form may have another program, and reach leaves outside the plan.
-    """
+    """Checks the arguments of a call, on this rank only, and records their form as checked."""
     replica = settled.replica
-    fits = _fit(replica, tree, state, batch)
-    if fits in settled.fits:
+    admitted = settled.admitted
+    fit = _fit(replica, tree, state, batch)
+    if fit in admitted.fits:
         return settled
-    check_params(replica, settled.params, whole_forms(state.params))
+    check_params(replica, forms_of(settled.facts.state.params), whole_forms(state.params))
     gradient_state = check_held(replica, state)
     if replica.group.placement.other_axes:
-        check_cuts(state, settled.specs)
+        check_cuts(state, settled.layout)
     check_batch(replica, batch)
-    share = settled.held
+    share = admitted.share
     if share.accumulated is None and state.accumulated is not None:
         share = held_form(replica.group.placement, state)
-    settled = settled._replace(fits=(fits, *settled.fits)[:4], held=share)
     form = _form(batch)
-    if form in settled.forms:
-        return settled
-    if settled.left_out:
-        has_path = dict(zip(settled.chosen, paths(replica, gradient_state, batch)))
-        check_paths(settled.plan, [i for i in settled.left_out if has_path[i]])
-    if settled.read_in:
-        check_casts(settled.plan, settled.read_in, casts(replica, gradient_state, batch))
-    return settled._replace(forms=settled.forms | {form})
+    if form not in admitted.batches:
+        _check_program(replica, settled.facts, gradient_state, batch)
+    fits = (fit, *admitted.fits)[:4]
+    return settled._replace(admitted=Admitted(fits, admitted.batches | {form}, share))
+
+
+def _check_program(replica: Replica, facts: Facts, state: TrainState, batch: PyTree) -> None:
+    """Raises ValueError if a batch's program reaches leaves outside the plan, or casts others.
+
+    A batch of another form may have another program.
+    """
+    planned = {i for bucket in facts.plan.buckets for i in bucket.leaves}
+    left_out = {i for i in facts.chosen if facts.plan.leaves[i].nbytes and i not in planned}
+    if left_out:
+        has_path = zip(facts.chosen, paths(replica, state, batch))
+        check_paths(facts.plan, [i for i, path in has_path if path and i in left_out])
+    if replica.way.gathers and facts.read_in:
+        check_casts(facts.plan, facts.read_in, casts(replica, state, batch))
 
 
 def _fit(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:
     """Returns a key of (state, batch): calls with equal keys need only one check."""
-    local = jax.tree.leaves(state.accumulated)[:1] + (
-        take_apart(state)[1] if replica.way.apart else []
-    )
+    local = jax.tree.leaves(state.accumulated)[:1]
+    if replica.way.apart:
+        local += take_apart(state)[1]
     shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
     return tree, [x.shape for x in local], shardings, _form(batch)
 

@@ -52,11 +52,9 @@ def equal_start(group: Group, tree: PyTree) -> Any:
     indices = [i for i, x in enumerate(leaves) if group.placement.spec(x) != REPLICATED]
     partitioned, replicated = split_leaves(indices, leaves)
     replicated = group.placement.place(group.broadcast(replicated), REPLICATED)
-    return treedef.unflatten(
-        join_leaves(
-            indices, _from_first_replica(group, partitioned) if partitioned else [], replicated
-        )
-    )
+    if partitioned:
+        partitioned = _from_first_replica(group, partitioned)
+    return treedef.unflatten(join_leaves(indices, partitioned, replicated))
 
 
 @without_context_mesh
@@ -136,33 +134,26 @@ def _check_start(
     check_arrays(params)
     check_trained(params, replica.chosen(params))
     check_needs(optimizer, replica.trained(params))
-    remembers = jax.tree.leaves(replica.memory_form(params))
-    features = {
-        MEMORY: f"{replica.options.hook}, which remembers things from step to step"
-        if remembers
-        else "",
-        FUNCTION: FUNCTION if has_functions else "",
-        LOOKAHEAD: LOOKAHEAD if isinstance(params, optax.LookaheadParams) else "",
-        **_of_several_steps(replica, optimizer, params),
-    }
-    refuse(replica.asked | {name: text for name, text in features.items() if text})
+    features = dict(replica.asked)
+    if jax.tree.leaves(replica.memory_form(params)):
+        features[MEMORY] = f"{replica.options.hook}, which remembers things from step to step"
+    if has_functions:
+        features[FUNCTION] = FUNCTION
+    if isinstance(params, optax.LookaheadParams):
+        features[LOOKAHEAD] = LOOKAHEAD
+    opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
+    if several := _inside(opt_state, optax.MultiStepsState):
+        features[MULTI_STEPS] = MULTI_STEPS
+    if _inside(several, DynamicScaleState):
+        features[SCALE_INSIDE] = SCALE_INSIDE
+    refuse(features)
     return replica.way.check(replica, optimizer, params)
 
 
-def _of_several_steps(replica: Replica, optimizer: Optimizer, params: PyTree) -> dict[str, str]:
-    """Finds the features of an optimizer with one update per several steps."""
-    state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
-
-    def inside(tree: PyTree, kind: type) -> list[Any]:
-        nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-        return [x for x in nodes if isinstance(x, kind)]
-
-    several = inside(state, optax.MultiStepsState)
-    scaled = inside(several, DynamicScaleState)
-    return {
-        MULTI_STEPS: MULTI_STEPS if several else "",
-        SCALE_INSIDE: SCALE_INSIDE if scaled else "",
-    }
+def _inside(tree: PyTree, kind: type) -> list[Any]:
+    """Lists the nodes of a type in a tree."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in nodes if isinstance(x, kind)]
 
 
 @without_context_mesh
@@ -170,7 +161,7 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
     """Lists the facts that must be equal on all ranks before the first message, one per line."""
     params = start.params
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
-    return [
+    lines = [
         f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
         replica.way.described,
@@ -183,5 +174,7 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
         *described("optimizer", opt_state),
         *described("model_state", start.model_state),
         *described("rng", start.rng),
-        *([] if start.program is None else described_program(start.program)),
     ]
+    if start.program is not None:
+        lines += described_program(start.program)
+    return lines

@@ -1,13 +1,10 @@
 """In which forms the gradients of a step may travel."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fddp.comm import Group
 from fddp.step.options import Options
-
-if TYPE_CHECKING:  # `Way` has functions of a `Replica`, which has a field of type `Travels`
-    from fddp.step.way import Way
 
 
 class Travels(NamedTuple):
@@ -25,32 +22,28 @@ class Travels(NamedTuple):
     """The hook's `scatter`, if it may be used."""
 
 
-def travels(options: Options, group: Group, way: "Way") -> Travels:
-    """Decides the forms from the options, the group and the way in which replicas hold a state.
+def travels(options: Options, group: Group) -> Travels:
+    """Decides the forms of whole gradients. Other ways of a step allow fewer forms.
 
     |            | requires |
     |---|---|
     | exact      | plain sums: no hook, and every bucket is sent |
-    | table_rows | exact; one device holds each gradient; whole gradients are summed |
+    | table_rows | exact; one device holds each gradient |
     | slices     | every bucket is sent; one device holds each gradient; a hook acts by element |
-    | rounds     | as `table_rows`, or shards without a hook and without levels of nodes |
+    | rounds     | as `table_rows` |
     | scatter    | no levels: a group of nodes would have to sum its parts further |
     """
     hook = options.hook
-    sends_all = not options.skip_all_reduce_unused_params
-    summed = sends_all and not group.placement.other_axes
-    has_levels = group.communicator.levels is not None
-    scatter = hook.scatter if hook and not has_levels else None
-    exact = hook is None and way.sums and sends_all
-    table_rows = exact and summed and way.table_rows
-    # A hook without `scatter` needs whole leaves if buckets are scattered.
-    whole_leaves = way.scattered and scatter is None
-    by_element = hook is None or (hook.by_element and not whole_leaves)
-    plain = summed and hook is None and not has_levels
+    exact = hook is None and not options.skip_all_reduce_unused_params
+    on_one_device = not group.placement.other_axes
+    sends_all = on_one_device and not options.skip_all_reduce_unused_params
+    scatter = None
+    if hook and group.communicator.levels is None:
+        scatter = hook.scatter
     return Travels(
         exact=exact,
-        table_rows=table_rows,
-        slices=by_element and summed and way.slices,
-        rounds=plain if way.scattered else table_rows,
+        table_rows=exact and on_one_device,
+        slices=sends_all and (hook is None or hook.by_element),
+        rounds=exact and on_one_device,
         scatter=scatter,
     )

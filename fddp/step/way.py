@@ -1,12 +1,13 @@
-"""The way in which replicas hold a state and compute a step: a record of functions for the core.
+"""How replicas hold a state and compute a step of it.
 
-`WHOLE` is the plain way: every replica holds and updates the whole state. The rooms `sharding`,
-`local_training` and `reproducible`, which import this one, make the other ways.
+`Way` itself is the plain way: every replica holds and updates the whole state. The rooms
+`sharding`, `local_training` and `reproducible`, which import this one, override its methods.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -27,10 +28,10 @@ from fddp.losses import Pending, Sums
 from fddp.optim import LocalState, Optimizer
 from fddp.schedules import Pieces, Round, Runner, Schedule, fused
 from fddp.step.combinations import LOCAL
+from fddp.step.options import Options
+from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
-
-if TYPE_CHECKING:  # `Replica` has a field of type `Way`
-    from fddp.step.replica import Replica
+from fddp.step.travels import Travels, travels
 
 # (trained parameters, optimizer state, buffers), with None for leaves or buffers that stay whole
 Held: TypeAlias = tuple[Any, Any, Any]
@@ -46,81 +47,127 @@ class Facts(NamedTuple):
     plan: BucketPlan
     state: TrainState
     """Shapes and dtypes of the state that gradients are computed for, with whole arrays."""
-    batch: Any
-    """This process's rows, or their shapes and dtypes."""
-    told: Any
+    chosen: tuple[int, ...]
+    """Indices of the trained leaves."""
+    rows: Any
+    """Shapes and dtypes of this process's rows."""
+    outputs: Any
     """Shapes and dtypes of loss and aux."""
     uses: Mapping[tuple[int, Slice | None], int]
     """(leaf, slice) → position of its first use in the forward pass."""
-    use: Callable[[TrainState, Mean], Any]
-    """(state, mean) → the step's result."""
     read_in: Mapping[int, np.dtype]
     """Leaf → narrower dtype to which the loss casts it on all ranks; other leaves are omitted."""
+    use: Callable[[TrainState, Mean], Any]
+    """(state, mean) → the step's result."""
 
     def first_use(self, bucket: Bucket) -> int:
         """Finds the position of a bucket's first use in the forward pass."""
         return min(self.uses[i, bucket.slice] for i in bucket.leaves)
 
 
-class Way(NamedTuple):
-    """The way in which replicas hold a state and compute a step of it."""
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """The plain way: every replica holds and updates the whole state."""
 
-    name: str
+    name: str = ""
     """The user's option for it; "" for the plain way."""
-    more: tuple[str, ...]
+    more: tuple[str, ...] = ()
     """Further features of that option, by their names in `combinations`."""
-    described: str
+    described: str = ""
     """A text about that option, compared on all ranks."""
-
-    check: Callable[["Replica", Any, Any], str]
-    """(replica, optimizer, params) → a remark for the user, or ""; raises if the way does not
-    support them."""
-    check_batch: Callable[["Replica", Any, int], None]
-    """(replica, batch, rows of a micro-batch): raises if the way does not support a batch of new
-    shapes."""
-    hold: Callable[["Replica", Any, Any, Any, Cut, Copy], Held]
-    """(replica, trained parameters, optimizer state, buffers, cut, copy) → one replica's share of
-    the three trees."""
-    seen: Callable[["Replica", TrainState], TrainState]
-    """(replica, state) → the state that gradients are computed for; raises if the state belongs to
-    another way."""
-    gathered: Callable[[Group, TrainState, TrainState], TrainState]
-    """(group, state, replicated part) → the replicated part with whole parameters, for `no_sync`.
-    Collective."""
-    remembers: Callable[["Replica", Hook, Any], Any]
-    """(replica, hook, shapes of the trained leaves) → tree of the hook's initial state for each
-    leaf."""
-    accumulate: Callable[["Replica", TrainState, Any, Pending | None, Any], tuple[Pending, Sums]]
-    """(replica, state, shards, pending, rows) → new pending sums, and the means of these rows;
-    inside a program."""
-    one: Callable[["Replica"], "Replica"]
-    """Replica → the replica whose gradients a program computes (a virtual replica, for example)."""
-    pieces: Callable[["Replica", Facts], Pieces]
-    """(replica, facts) → the pieces of a step."""
-    runner: Callable[[Schedule, "Replica", Facts], Runner]
-    """(schedule, replica, facts) → the runner of a step."""
-
-    schedule: Schedule
+    schedule: Schedule = fused
     """The schedule that "auto" picks where none overlaps."""
-    replicas: int | None
+    replicas: int | None = None
     """Number of replicas that share the rows; None: the group's size."""
-    init: Callable[[Any], Any] | None
-    """Trained parameters → optimizer state; None without an optimizer."""
-    apart: bool
+    apart: bool = False
     """True if part of the state differs between replicas: shards, or local copies."""
-    scattered: bool
+    scattered: bool = False
     """True if buckets are cut into one part per replica."""
-    gathers: bool
+    gathers: bool = False
     """True if the loss's parameters are gathered, in the narrowest dtype that it reads."""
-    sums: bool
-    """True if messages are plain sums over replicas, so that scalars in a bucket stay exact."""
-    table_rows: bool
-    """True if gradients are summed, so that a few rows of one may be sent instead."""
-    slices: bool
-    """True if slices of gradients (some layers of a stack) may be separate messages."""
+
+    def check(self, replica: Replica, optimizer: Optimizer, params: PyTree) -> str:
+        """Raises ValueError if an optimizer does not fit; returns a remark for the user, or ""."""
+        del replica, optimizer, params
+        return ""
+
+    def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
+        """Raises ValueError if a batch of new shapes, with `rows` per micro-batch, does not fit."""
+        del replica, batch, rows
+
+    def travels(self, options: Options, group: Group) -> Travels:
+        """Decides in which forms gradients may travel."""
+        return travels(options, group)
+
+    def hold(
+        self,
+        replica: Replica,
+        trained: PyTree,
+        opt_state: PyTree,
+        model_state: PyTree,
+        cut: Cut,
+        copy: Copy,
+    ) -> Held:
+        """Returns one replica's share of the trained parameters, optimizer state and buffers."""
+        del replica, model_state, cut, copy
+        return jax.tree.map(lambda x: None, trained), opt_state, None
+
+    def seen(self, replica: Replica, state: TrainState) -> TrainState:
+        """Returns the state that gradients are computed for.
+
+        Raises ValueError if `state` belongs to another way.
+        """
+        del replica
+        if isinstance(state.opt_state, LocalState):
+            raise ValueError(
+                f"the optimizer's state is LocalState, and this step was made without {LOCAL}: "
+                "begin with step.init(fddp.whole(state.params))."
+            )
+        return state
+
+    def gathered(self, group: Group, state: TrainState, replicated: TrainState) -> TrainState:
+        """Returns the replicated part of a state with whole parameters, for `no_sync`.
+
+        Collective.
+        """
+        del group, state
+        return replicated
+
+    def remembers(self, replica: Replica, hook: Hook, forms: PyTree) -> Any:
+        """Makes the hook's first state for each trained leaf, of which `forms` has the shapes."""
+        del replica
+        return jax.tree.map(hook.init, forms)
+
+    def accumulate(
+        self,
+        replica: Replica,
+        state: TrainState,
+        shards: PyTree,
+        pending: Pending | None,
+        rows: PyTree,
+    ) -> tuple[Pending, Sums]:
+        """Adds rows to the pending sums, and returns their means too; inside a program."""
+        del shards
+        return replica.accumulate(state, pending, rows)
+
+    def traced(self, replica: Replica) -> Replica:
+        """Returns the replica whose gradients a program computes, such as a virtual one."""
+        return replica
+
+    def pieces(self, replica: Replica, facts: Facts) -> Pieces:
+        """Makes the pieces of a step."""
+        return _whole_pieces(replica, facts)
+
+    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+        """Makes the runner of a step."""
+        return schedule(replica.group, self.pieces(replica, facts), replica.options.donate)
 
 
-def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
+WHOLE = Way()
+"""The plain way."""
+
+
+def _whole_pieces(replica: Replica, facts: Facts) -> Pieces:
     """Makes the pieces of a step with whole states: one round, which sums all gradients."""
     plan = facts.plan
     axes = replica.group.placement.other_axes
@@ -143,90 +190,10 @@ def whole_pieces(replica: "Replica", facts: Facts) -> Pieces:
 
     inputs = ("state", "pending", "rows")
     sums = replica.reductions(plan, facts.state.params)
-    buckets = {
-        message.name: plan.buckets[message.bucket]
+    # Every update waits for the message that carries the scalars.
+    first = {
+        message.name: facts.first_use(plan.buckets[message.bucket])
         for message in plan.messages
-        if message.bucket is not None
+        if message.bucket is not None and message.name != plan.carrier.name
     }
-    carrier = plan.carrier.name
-    first = {name: facts.first_use(bucket) for name, bucket in buckets.items() if name != carrier}
     return Pieces((Round("backward", inputs, backward, sums, "compute"),), finish, uses=first)
-
-
-def _check(replica: "Replica", optimizer: Optimizer, params: PyTree) -> str:
-    del replica, optimizer, params
-    return ""
-
-
-def _check_batch(replica: "Replica", batch: PyTree, rows: int) -> None:
-    del replica, batch, rows
-
-
-def _hold(
-    replica: "Replica",
-    trained: PyTree,
-    opt_state: PyTree,
-    model_state: PyTree,
-    cut: Cut,
-    copy: Copy,
-) -> Held:
-    del replica, model_state, cut, copy
-    return jax.tree.map(lambda x: None, trained), opt_state, None
-
-
-def _seen(replica: "Replica", state: TrainState) -> TrainState:
-    del replica
-    if isinstance(state.opt_state, LocalState):
-        raise ValueError(
-            f"the optimizer's state is LocalState, and this step was made without {LOCAL}: begin "
-            "with step.init(fddp.whole(state.params))."
-        )
-    return state
-
-
-def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainState:
-    del group, state
-    return replicated
-
-
-def _remembers(replica: "Replica", hook: Hook, forms: PyTree) -> Any:
-    del replica
-    return jax.tree.map(hook.init, forms)
-
-
-def _accumulate(
-    replica: "Replica", state: TrainState, shards: PyTree, pending: Pending | None, rows: PyTree
-) -> tuple[Pending, Sums]:
-    del shards
-    return replica.accumulate(state, pending, rows)
-
-
-def _runner(schedule: Schedule, replica: "Replica", facts: Facts) -> Runner:
-    return schedule(replica.group, replica.way.pieces(replica, facts), replica.options.donate)
-
-
-WHOLE = Way(
-    name="",
-    more=(),
-    described="",
-    check=_check,
-    check_batch=_check_batch,
-    hold=_hold,
-    seen=_seen,
-    gathered=_gathered,
-    remembers=_remembers,
-    accumulate=_accumulate,
-    one=lambda replica: replica,
-    pieces=whole_pieces,
-    runner=_runner,
-    schedule=fused,
-    replicas=None,
-    init=None,
-    apart=False,
-    scattered=False,
-    gathers=False,
-    sums=True,
-    table_rows=True,
-    slices=True,
-)
-"""The plain way. The other ways replace some of its fields."""

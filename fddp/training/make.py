@@ -72,8 +72,14 @@ def train_step(
         optimizer = optimizer.among(group.size // optimizer.replicas(group.parts))
     inner = optimizer.inner if isinstance(optimizer, LocalSteps) else optimizer
     objective = make_objective(loss_fn, has_aux=has_aux)
-    way = way_of(settings, optimizer)._replace(init=optimizer.init)
-    replica = Replica(objective, group, settings, way, loss=name_of(loss_fn))
+    replica = Replica(
+        objective,
+        group,
+        settings,
+        way_of(settings, optimizer),
+        init=optimizer.init,
+        loss=name_of(loss_fn),
+    )
     return TrainStep(replica, optimizer, partial(updated, inner))
 
 

@@ -69,7 +69,7 @@ class SettledStep:
     @property
     def held(self) -> TrainState:
         """Shapes and dtypes of one replica's share of the state, with pending sums once passed."""
-        return self._settled.held if self._settled else self._guessed[1]
+        return self._settled.admitted.share if self._settled else self._guessed[1]
 
     @property
     def settled(self) -> Settled:

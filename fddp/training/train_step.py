@@ -118,7 +118,7 @@ class TrainStep(SettledStep):
         self.steps += 1
         self.training.number += 1
         self.sent = info.sent
-        self.skips.note(self.group, settled.plan, settled.chosen, self.training.number, info)
+        self.skips.note(self.group, settled.plan, settled.facts.chosen, self.training.number, info)
         if settled.runner.timeline is not None and self.steps > 1:  # step 1 compiles
             self.lately.append(settled.runner.timeline())
         self._check(state, self.training.number)

@@ -58,13 +58,13 @@ def _unless_skipped(mean: Mean, new: TrainState, old: TrainState) -> tuple[Train
         return new if isinstance(new, DynamicScaleState) else jnp.where(finite, new, old)
 
     state = jax.tree.map(chosen, new, old, is_leaf=lambda x: isinstance(x, DynamicScaleState))
-    return state, ~finite if by_optimizer is None else ~finite | by_optimizer
+    if by_optimizer is None:
+        return state, ~finite
+    return state, ~finite | by_optimizer
 
 
 def _counts(params: PyTree, used: Any) -> Any:
     """Arranges `used` like the parameters, with 0 for leaves that are not trained."""
-    return (
-        None
-        if used is None
-        else with_trained(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)
-    )
+    if used is None:
+        return None
+    return with_trained(jax.tree.map(lambda _: jnp.zeros((), jnp.int32), params), used)

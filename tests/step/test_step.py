@@ -1,5 +1,7 @@
 """A training step keeps some arrays, gives others up, broadcasts buffers and folds keys."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -321,3 +323,22 @@ def test_fused_and_after_compute_the_same(make):
         state, _ = step(state, X)
         results.append(step(state, X))
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *results)
+
+
+@pytest.mark.parametrize("schedule", ["fused", "staged", "eager", "after"])
+def test_a_step_does_not_hold_the_memory_of_its_first_batch(schedule: str):
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x - w) ** 2),
+        optax.sgd(0.1),
+        group=fddp.mesh_group(jax.make_mesh((1,), ("replica",), devices=jax.devices()[:1])),
+        schedule=schedule,
+    )
+    state = step.init(jnp.zeros(()))
+    batch = np.ones(8, np.float32)
+    first = weakref.ref(batch)
+    state, _ = step(state, batch)
+    del batch
+    state, _ = step(state, np.zeros(8, np.float32))
+    jax.block_until_ready(state.params)
+    gc.collect()
+    assert first() is None
