@@ -1,5 +1,5 @@
-"""Every test sees eight CPU devices in one process, float32 by default, and the same random
-examples each time."""
+"""Every test sees eight CPU devices in one process, float32 by default, and equal random
+examples."""
 
 import gc
 import hashlib
@@ -65,8 +65,8 @@ def processor() -> str:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker more than cores, for many tests wait; more than eight would need more memory than
-    they save time."""
+    """One worker more than cores, for many tests wait; over eight would need more memory than they
+    save time."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
@@ -122,6 +122,6 @@ def uncached() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """A test leaves the precision as it found it."""
+    """Restores the precision after a test."""
     yield
     assert not jax.config.read("jax_enable_x64")

@@ -75,7 +75,7 @@ def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSe
 
 
 def on(quick: str) -> pytest.MarkDecorator:
-    """One backend by default, the other one in the tier `slow`."""
+    """Parametrizes by one backend in the default tier, and by the other one in the tier `slow`."""
     marked = [
         pytest.param(backend, marks=[] if backend == quick else [pytest.mark.slow])
         for backend in ("mpi", "gloo")
@@ -99,7 +99,7 @@ def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str)
 
 
 class Process(Protocol):
-    """A started process: of `subprocess.Popen` the part that is used here."""
+    """A started process: the part of `subprocess.Popen` in use."""
 
     pid: int
 
@@ -115,8 +115,7 @@ class Outcome:
     outputs: tuple[str, ...]
     """The stdout, then the stderr of each rank."""
     codes: tuple[int | None, ...]
-    """Exit code of each process that was started, mpiexec's alone under MPI; None: still running at
-    the timeout."""
+    """Exit code of each process, mpiexec's alone under MPI; None: still running at the timeout."""
 
     @property
     def ended(self) -> bool:

@@ -76,7 +76,7 @@ def two_ranks(home: Path, *command: str) -> Iterator[list[subprocess.Popen[str]]
 
 
 def numbers(pattern: str, output: str) -> list[float]:
-    """Those of the only place where a script says so."""
+    """The numbers in the only match of a pattern in a script's output."""
     matches = re.findall(pattern, output)
     assert len(matches) == 1, output
     return [
@@ -193,7 +193,7 @@ def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
 
 
 def read_until(words: str, process: subprocess.Popen[str]) -> str:
-    """Waits until a process says so."""
+    """Waits until a process prints a text."""
     output = ""
     assert process.stdout
     for line in process.stdout:

@@ -95,7 +95,7 @@ def test_the_api_has_every_hook():
 
 
 def test_a_name_of_fddp_in_a_docstring_exists():
-    """A page makes a link of it."""
+    """A page links to it."""
     sources = "".join(path.read_text() for path in (ROOT / "fddp").rglob("*.py"))
     named = set(re.findall(r"`fddp\.(\w+)`", sources))
     assert {"Options", "whole"} <= named and [

@@ -1,4 +1,4 @@
-"""`models/twin.py`, a step in plain JAX, trains as fddp does, and its page shows it as it is."""
+"""`models/twin.py`, a step in plain JAX, trains as fddp does, and its page shows its lines."""
 
 import inspect
 import re

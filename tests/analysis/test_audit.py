@@ -152,7 +152,7 @@ def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end
     ("name", "target"), [("gpt", "h100:8"), ("gpt", "a100:8"), ("bert", "h100:8")]
 )
 def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(name, target):
-    """No sum comes back whole but that of loss and metrics."""
+    """The only whole sum is that of loss and metrics."""
     module, model, rows, options = MODELS[name]
     audit = look(workload(module, model, rows * 8), target, shard="state", **options)
     assert audit.carries == audit.messages and audit.problems() == ()
@@ -214,7 +214,7 @@ def audited_with_batch_norm():
 @aot
 @pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, pmean a leaf"])
 def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
-    """No mean over rows is sent: only gradients, and two scalars."""
+    """No mean over rows is sent: only gradients and two scalars."""
     resnet_tiny, programs = audited_with_batch_norm()
     (plain,) = [plain for plain in programs if plain.way == name]
     nbytes = sum(span.nbytes for span in plain.timeline.communication)
@@ -416,7 +416,8 @@ def test_no_more_than_two_layers_of_a_scan_are_whole():
 @aot
 @slow
 def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a100():
-    """The order that fddp gives to its messages makes some leave early without it, too."""
+    """The order that fddp gives to its messages lets some leave early even without the
+    scheduler."""
     task = plain_mlp(512)
     step, state = task.step(read_target("h100:2").group())
     ways = {plain.way: plain for plain in compiled_plain(step, state, task.batch, "a100:8")}
@@ -853,7 +854,7 @@ def test_an_all_to_all_is_no_merged_bucket(group):
 
 @aot
 def test_the_memory_of_a_step_is_told_before_it_runs():
-    """AdamW: three numbers for each parameter, of which eight replicas share two, or all."""
+    """AdamW: three numbers for each parameter; eight replicas share two of them, or all."""
     module, model, _, options = MODELS["mlp"]
     task = workload(module, model, 8 * 8)
     numbers = sum(x.size for x in jax.tree.leaves(task.params))
@@ -879,7 +880,7 @@ def test_the_memory_of_a_step_is_told_before_it_runs():
 
 @aot
 def test_a_program_is_written_into_jaxs_cache_unless_it_is_for_a_target(group, tmp_path, uncached):
-    """JAX warns at each later run of a program for a target that it cannot be loaded."""
+    """JAX warns at each later run of a program that cannot be loaded for its target."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", True)

@@ -1,4 +1,5 @@
-"""Steps on more replicas than there are, against values by hand and the shape of the paper's."""
+"""Steps on more replicas than this machine has, against values by hand and the shape of the
+paper's."""
 
 import pytest
 from hypothesis import given
@@ -47,8 +48,8 @@ def test_a_projection_simulates_the_step_with_the_algorithms_all_reduces():
 
 
 def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out():
-    """Fig. 9 of the paper: iterations get longer from 1 to 256 replicas, though each sends hardly
-    more from 16 on."""
+    """Iterations get longer from 1 to 256 replicas in Fig. 9 of the paper, though each replica
+    sends hardly more from 16 on."""
     steps = [projected.step_s for projected in project([0.05] * 4, [25 * MB] * 4, Link(1e-6, 5e8))]
     assert steps == sorted(steps)
     assert steps[0] == pytest.approx(0.2)

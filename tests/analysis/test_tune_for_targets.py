@@ -1,4 +1,4 @@
-"""Schedules and caps for GPUs that are not here: the choice is the shortest estimate, and is not
+"""Schedules and caps for GPUs, without a GPU: the choice is the shortest estimate, and is not
 behind plain JAX."""
 
 import importlib.util

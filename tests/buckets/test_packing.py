@@ -1,4 +1,4 @@
-"""Packing is lossless: every bit of every leaf comes back, and so does every bit of the tail."""
+"""Packing is lossless: every bit of every leaf and of the tail is restored."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ FEW = hypothesis.settings(max_examples=15)  # each compiles its own concatenatio
 
 
 def random_bits(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
-    """Any bits at all, so infinities, subnormal numbers and NaNs of every payload too."""
+    """Arbitrary bits, including infinities, subnormal numbers and NaNs of every payload."""
     rng = np.random.default_rng(seed)
     if dtype == np.bool_:
         return np.asarray(rng.random(shape) < 0.5)
@@ -117,7 +117,7 @@ def test_pack_and_unpack_are_the_same_inside_a_program():
 
 
 def wide_enough(dtype: Any) -> tuple[Any, tuple[jax.Array, ...]]:
-    """A plan whose second bucket has this dtype, behind one of 16 bits; and its buckets."""
+    """A plan with a second bucket of this dtype, behind one of 16 bits; and its buckets."""
     tree = [
         np.arange(3).astype(dtype),
         np.arange(4).astype(jnp.bfloat16),

@@ -70,7 +70,7 @@ def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str
 
 @pytest.mark.steps
 def test_rows_of_16_bits_are_rounded_once():
-    """256 and seven times 1 are 263: added one by one in bfloat16 they stay 256."""
+    """256 and seven times 1 are 263; sums one by one in bfloat16 stay 256."""
     form = jax.ShapeDtypeStruct((ALL, WIDTH), "bfloat16")
     (bucket,) = plan_with_table_rows(form, {0: MOST}, 8, order=(0,)).buckets
     gradients = [

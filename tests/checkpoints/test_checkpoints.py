@@ -1,5 +1,4 @@
-"""Checkpoints: training that ended goes on as if it had not, whatever happened to the files
-meanwhile."""
+"""Training resumes from checkpoints as if it had not ended, despite damaged files."""
 
 import os
 import resource
@@ -33,7 +32,7 @@ Restored: TypeAlias = Callable[[Path, fddp.Group], tuple[fddp.TrainStep, fddp.Tr
 
 
 def first(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step that uses all of a state: the scale of the loss grows, for one."""
+    """A step that uses all of a state; for example the scale of the loss grows."""
     optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
     step = fddp.train_step(with_dropout, optimizer, group=group, bucket_cap_mb=0, **options)
     params = {
@@ -54,7 +53,7 @@ KINDS: dict[str, Make] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def make(request: pytest.FixtureRequest) -> Make:
-    """Every claim is made of states that are whole, and of states in shards."""
+    """Every claim is tested with whole states and with states in shards."""
     return KINDS[request.param]
 
 
@@ -74,7 +73,7 @@ def train(
     until: int,
     checkpoints: fddp.Checkpoints | None = None,
 ) -> tuple[fddp.TrainState, list[float]]:
-    """Trains up to a step, on the rows that belong to each; the losses."""
+    """Trains up to a step, on the rows of each step; returns the losses."""
     rows = fddp.samples(len(ROWS), 8, start_step=int(state.step))
     losses = list[float]()
     for number in islice(rows, until - int(state.step)):
@@ -100,7 +99,7 @@ def ended_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(ended_run: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
+    """A copy of the folder, to be damaged."""
     return Path(shutil.copytree(ended_run, tmp_path / "saved"))
 
 
@@ -372,7 +371,7 @@ def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may have more than one byte."""
+    """Limits the files of this process to one byte."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
     try:

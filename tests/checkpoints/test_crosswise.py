@@ -34,7 +34,7 @@ def on_ranks(
 
 
 def as_saved(digests: dict[str, str], expected: dict[str, str]) -> None:
-    """Each restored state has the bits of the saved one, in whatever shards either was."""
+    """Each restored state has the bits of the saved one, for any shards of either."""
     assert digests == {pair: expected[f"save:{pair.split(':')[1]}"] for pair in PAIRS}
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of fddp 0.2, which Orbax wrote for rank 0 alone, are read as any other."""
+"""Checkpoints of fddp 0.2, which Orbax wrote for rank 0 alone, are read like all others."""
 
 import json
 from collections.abc import Callable

@@ -50,7 +50,7 @@ def refused(folder: Path, like: Any, message: str) -> None:
 
 
 def plain(tree: Any) -> Any:
-    """Keys as their words."""
+    """A key as its words."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_key(x) else x), tree)
 

@@ -1,5 +1,4 @@
-"""A checkpoint from between `no_sync` and a step: its gradients are in the mean of the step that
-follows."""
+"""A checkpoint between `no_sync` and a step: its gradients are in the mean of the next step."""
 
 from collections.abc import Callable
 from pathlib import Path

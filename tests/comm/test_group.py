@@ -1,4 +1,4 @@
-"""Hosts hear of each other, and groups and worlds that cannot be are refused."""
+"""Hosts learn of each other, and impossible groups and worlds are refused."""
 
 import io
 import json
@@ -230,7 +230,7 @@ def test_a_world_that_cannot_be_started_is_refused(messages, call):
 
 @pytest.mark.steps
 def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(messages):
-    """Started by another MPI's mpiexec, or by hand: every rank is a world of its own to mpi4py."""
+    """Ranks started by another MPI's mpiexec, or by hand: each is a world of its own to mpi4py."""
     assert re.search(
         r"says that this is rank 1 of 2, MPI that it is rank 0 of 1: .* or use backend 'gloo'",
         messages["rank 1 of 2"],

@@ -1,4 +1,4 @@
-"""A process that is busy for long says how things stand: in lines, or in one line of a terminal."""
+"""A process that is busy for long prints its status: in lines, or in one line of a terminal."""
 
 import io
 import sys

@@ -1,5 +1,5 @@
-"""Ranks that go on after an error: together, or not at all. Claims of all ranks are in
-`on_ranks/recovery.py`."""
+"""Ranks go on after an error jointly, or not at all. `on_ranks/recovery.py` has claims of all
+ranks."""
 
 from pathlib import Path
 
@@ -37,7 +37,7 @@ def test_so_does_one_while_sums_of_the_step_before_are_under_way(backend: str, t
 @on("gloo")
 @pytest.mark.parametrize("how", ["new, swallow", pytest.param("swallow", marks=SLOW)])
 def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, how: str, tmp_path: Path):
-    """Also where it tries again with a new step."""
+    """The same holds if it tries again with a new step."""
     _, last = failed_outputs(tmp_path, backend, how, "retries.py")
     assert NOT_TOGETHER.removeprefix("RuntimeError: ") in last
     assert "all went well" in last

@@ -518,7 +518,7 @@ def pulls(params: Any, *bad: tuple[int, str, tuple[int, ...], float]) -> dict[st
 
 
 def infinite_everywhere(x: jax.Array, place: tuple[int, ...]) -> bool:
-    """Whether an array that should be equal on all devices is not finite there on each of them."""
+    """True if an array, which should be equal on all devices, is not finite on each of them."""
     return not any(np.isfinite(shard.data[place]) for shard in x.addressable_shards)
 
 

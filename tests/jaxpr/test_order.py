@@ -1,5 +1,5 @@
-"""The order of readiness is that of the backward pass, however the loss is wrapped; straightening
-changes no value."""
+"""Gradients become ready in the order of the backward pass, for any wrapping of the loss;
+straightening changes no value."""
 
 from collections.abc import Callable
 from functools import partial

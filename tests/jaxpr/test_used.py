@@ -30,7 +30,7 @@ def layer(w: Any, x: Any) -> Any:
 
 
 def layer_or(first: Any, second: Any, x: Any, t: Any) -> Any:
-    """One of two layers: the data say which."""
+    """One of two layers, chosen by the data."""
     return jax.lax.cond(t > 0, lambda x: layer(first, x), lambda x: layer(second, x), x)
 
 
@@ -249,7 +249,7 @@ def vmap_takes_all_branches(p: Any, t: Any) -> Any:
 
 @case(t1={0, 1}, m1={0, 2})
 def what_a_mask_passes_through(p: Any, t: Any) -> Any:
-    """The choice reaches the loss through a second choice, both of whose branches read it."""
+    """The choice reaches the loss through a second choice; both of its branches read it."""
     x = layer_or(p[1], p[2], X, t)
     x = jax.lax.cond(t > 5, lambda x: layer(p[3], x), lambda x: 2 * x, x)
     return jnp.sum(jax.jit(layer)(p[0], x))

@@ -1,4 +1,4 @@
-"""The words between an island and the keeper."""
+"""The messages between an island and the keeper."""
 
 import socket
 import threading

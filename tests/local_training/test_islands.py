@@ -77,7 +77,7 @@ def by_hand(
     half: float = 1.0,
     mix: float = 0.0,
 ) -> dict[str, np.ndarray]:
-    """The shared parameters after merges in an order that is given, in NumPy."""
+    """The shared parameters after merges in this order, in NumPy."""
     versions = [PARAMS]
     velocity = {name: np.zeros_like(x) for name, x in PARAMS.items()}
     local = [dict(PARAMS) for _ in counts]

@@ -169,7 +169,7 @@ def test_islands_in_shards_average_what_they_had_before_a_step(group: Groups, x6
 
 
 def test_equal_periods_of_all_parts_average_the_whole_state(group: Groups, x64: None):
-    """Local Adam: after each mean all replicas are as one that holds the mean of all their
+    """Local Adam: after each mean all replicas equal a single one that holds the mean of all their
     states."""
     optimizer = fddp.local_steps(optax.adam(RATE), every={"params": 3, "mu": 3, "nu": 3})
     step = fddp.train_step(loss_fn, optimizer, group=group(2))
@@ -390,8 +390,8 @@ def test_the_bytes_of_each_part_are_those_counted_by_hand(group: Groups):
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_between_islands_each_moment_travels_once(group: Groups, shard: Any):
-    """Islands of two: a replica sends half of a moment between islands; where it holds half,
-    nothing is gathered."""
+    """Islands of two: a replica sends half of a moment between islands; a half in shards is not
+    gathered."""
     params = jax.tree.map(np.float32, PARAMS)
     nbytes = {}
     periods: Any = (100, {"params": 100, "mu": 1})
@@ -407,7 +407,7 @@ def test_between_islands_each_moment_travels_once(group: Groups, shard: Any):
 
 @pytest.mark.parametrize("hook", ["nothing", "topk"])
 def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
-    """A second moment that few bits round to zero would be divided by."""
+    """If few bits rounded a second moment to zero, an update would divide by it."""
     nothing = fddp.Hook(
         lambda leaf: (), lambda comm, bucket, memory: (jnp.zeros_like(bucket.buffer), memory)
     )

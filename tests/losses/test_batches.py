@@ -1,4 +1,4 @@
-"""Batches that are no rows: taken as they are, or stacked, one for each replica and micro-batch."""
+"""Batches other than rows: taken unchanged, or stacked, one for each replica and micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -63,7 +63,7 @@ def weighted(w: Any, g: Graph) -> Any:
 
 
 def mean(graphs: list[Graph]) -> tuple[Any, Any]:
-    """Loss and gradient by hand, each graph weighing 1."""
+    """Loss and gradient by hand, with weight 1 for each graph."""
     results = [jax.value_and_grad(loss_fn)(jnp.asarray(W), g) for g in graphs]
     return np.mean([loss for loss, _ in results]), np.mean([grad for _, grad in results], axis=0)
 

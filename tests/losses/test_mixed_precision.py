@@ -138,7 +138,7 @@ def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group)
 
 
 def test_weights_and_metrics_are_summed_in_32_bits(group):
-    """1 + 2⁻⁹ is no bfloat16; a mean over two replicas may be."""
+    """bfloat16 has no 1 + 2⁻⁹, but it may have a mean of two replicas."""
     loss = lambda w, x: (fddp.Weighted(jnp.mean(w * x), 256 * x[0]), {"x": x[0]})  # noqa: E731
     f = fddp.value_and_grad(fddp.mixed_precision(loss), group=group(2), has_aux=True)
     # Weights of 256 and 512: a sum of 768.
@@ -148,8 +148,8 @@ def test_weights_and_metrics_are_summed_in_32_bits(group):
 
 
 def test_batchnorms_statistics_stay_exact(group):
-    """Flax's BatchNorm computes its statistics in float32 whatever it is given, and keeps them
-    so."""
+    """Flax's BatchNorm computes and stores its statistics in float32 for any dtype of its
+    inputs."""
 
     class Net(nn.Module):
         @nn.compact

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def loss(axis_name: str | None) -> Any:
-    """The mean over the rows that count, weighed by their number."""
+    """The mean over the rows that count, weighted by their number."""
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any) -> Any:
         count = jnp.sum(batch["valid"])

@@ -19,7 +19,7 @@ def loss(params: Any, x: Any) -> jax.Array:
 
 
 def odd(group: fddp.Group) -> bool:
-    """Whether this is the one rank that differs: the last."""
+    """True on the one rank that differs: the last."""
     return group.rank == group.size - 1
 
 

@@ -1,5 +1,5 @@
-"""Ranks save and restore together: states in shards each its part; of others rank 0 alone need see
-the folder."""
+"""Ranks save and restore jointly: states in shards in parts; for others only rank 0 must see the
+folder."""
 
 import errno
 import io
@@ -27,7 +27,7 @@ ROWS = np.random.default_rng(3).normal(size=(12, 24, 3)).astype(np.float32)
 
 @contextmanager
 def folder(group: fddp.Group) -> Iterator[Path]:
-    """An empty folder of rank 0's; the others are given a place that does not exist."""
+    """An empty folder of rank 0's; the others get a path that does not exist."""
     path = Path(tempfile.mkdtemp()) if group.rank == 0 else Path("/nowhere/at/all")
     yield path
     group.barrier()
@@ -46,7 +46,7 @@ def shared_folder(group: fddp.Group) -> Iterator[Path]:
 
 
 def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step whose hook remembers something else on each rank."""
+    """A step with a hook whose memory differs between ranks."""
 
     def loss(p: Any, x: Any, *, rng: Any) -> Any:
         return jnp.mean((x * jax.random.normal(rng, x.shape) @ p["w"] + p["b"]) ** 2)
@@ -59,7 +59,7 @@ def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
 
 
 def in_shards(group: fddp.Group, shard: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step whose leaves are cut with padding, layer by layer, or into fewer parts than there are
+    """A step with leaves cut with padding, layer by layer, or into fewer parts than there are
     replicas."""
 
     def loss(p: Any, x: Any) -> jax.Array:
@@ -277,7 +277,7 @@ def ranks_of_a_subgroup_save_and_restore_by_themselves(group: fddp.Group):
 
 @contextmanager
 def full_disk(full: bool) -> Iterator[None]:
-    """No file of this rank may have more than some bytes."""
+    """Limits the size of this rank's files, if `full`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40 if full else before[0], before[1]))
     try:
@@ -407,7 +407,7 @@ def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Grou
 
 
 def silent(folder: Path, rank: int) -> None:
-    """Reports, but for the last rank of all."""
+    """Writes the report of every rank except the last."""
     if rank < fddp.init().processes - 1:
         reports.report(folder, rank)
 

@@ -34,7 +34,7 @@ class Claim:
     """A claim, in its name, that holds on every rank of some kinds of jobs."""
 
     check: Callable[[fddp.Group], None]
-    """Raises on each rank where it is not so."""
+    """Raises on each rank that does not meet the claim."""
     backends: tuple[str, ...]
     sizes: tuple[int, ...]
     quick: tuple[str, ...]
@@ -103,7 +103,7 @@ def error_of(call: Callable[[], object], kind: type[Exception] = ValueError) -> 
 
 
 def same_on_all_ranks(group: fddp.Group, tree: Any) -> bool:
-    """Whether a tree has the same bits on every rank."""
+    """True if a tree has the same bits on every rank."""
     data = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
     gathered = group.all_gather(np.frombuffer(data, np.uint8))
     return bool(np.all(gathered == gathered[0]))

@@ -34,7 +34,7 @@ ROWS = 6
 
 
 def clip(p: Any, batch: Any, axis: str | None) -> jax.Array:
-    """Each image against everybody's texts, and each text against everybody's images."""
+    """Each image against all texts, and each text against all images."""
     image, text = (jnp.tanh(batch[name] @ p[name]) for name in ("image", "text"))
     images = image
     texts = text

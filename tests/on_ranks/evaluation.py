@@ -57,7 +57,7 @@ ROWS = np.sin(np.arange(3.0 * sum(map(sum, COUNTS)))).reshape(-1, 3)
 
 
 def batches(group: fddp.Group) -> list[np.ndarray]:
-    """This rank's."""
+    """The batches of this rank."""
     offsets = np.cumsum([0, *map(sum, COUNTS)])
     counts = COUNTS[group.rank]
     local_rows = ROWS[offsets[group.rank] : offsets[group.rank + 1]]

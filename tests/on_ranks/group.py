@@ -209,7 +209,7 @@ def a_subgroup_of_one_is_alone(group: fddp.Group):
 
 @claim(sizes=(3, 4))
 def two_subgroups_do_not_hear_each_other(group: fddp.Group):
-    """Two pairs, or a pair and one that is alone."""
+    """Two pairs, or a pair and a single rank."""
     ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
     subgroup = group.subgroup(ranks)
     assert (subgroup.rank, subgroup.size) == (group.rank % 2, len(ranks))

@@ -1,4 +1,4 @@
-"""Sums that hooks make of the buckets of several processes, against values by hand or NumPy's."""
+"""Sums of hooks over several processes, against values by hand or NumPy's."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ WIDTH = 24
 
 
 def rows_of_ranks(group: fddp.Group) -> np.ndarray:
-    """Each rank's gradient of w under mean of w·x, when its row x is this."""
+    """Each rank's gradient of w under mean of w·x: its row x."""
     return np.random.default_rng(5).normal(size=(group.size, WIDTH)).astype(np.float32)
 
 
@@ -238,7 +238,7 @@ def all_ranks_choose_the_same_bits_though_they_have_seen_other_times(group: fddp
 
 
 def seen_alone(group: fddp.Group, stages: int, seconds: float) -> Timeline:
-    """A step as each rank has seen it for itself, with two messages of so many seconds."""
+    """A step from the view of each rank, with two messages of so many seconds."""
     spans = [Span("compute", f"stage {k}", 0.0, 1.0 / (1 + group.rank)) for k in range(stages)]
     # The rank that comes last to a message does not wait in it: here the last one.
     duration = seconds * (group.size - group.rank)

@@ -120,7 +120,7 @@ def islands_of_two_are_made_again_from_their_log(group: fddp.Group):
 def train_while_one_is_stopped(
     group: fddp.Group, stopped: int, folder: Path, island: int = 1
 ) -> None:
-    """After its first step a rank is stopped until those of all other islands have made twenty
+    """Stops a rank after its first step until the ranks of all other islands have made twenty
     more."""
     pids = group.all_gather_object(os.getpid())
     running = [rank for rank in range(group.size) if rank // island != stopped // island]

@@ -1,4 +1,4 @@
-"""A first state that a function makes, each rank its own part of it."""
+"""A function makes a first state, each rank its own part of it."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ranks that measure and tune find the same."""
+"""Ranks that measure and tune arrive at the same result."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ import fddp
 
 @dataclass
 class Found:
-    """Something of a user's own."""
+    """An object of a user's class."""
 
     rank: int
     words: list[str]

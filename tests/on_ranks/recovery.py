@@ -35,8 +35,8 @@ def host(act: Callable[[], None]) -> Callable[[jax.Array], jax.Array]:
 
 
 def breakable(group: fddp.Group, lanes: int) -> tuple[fddp.TrainStep, set[str]]:
-    """A step that fails at places of one's choice, and the set of these; one rank is slower than
-    the other."""
+    """A step that fails at chosen places, and the set of these; one rank is slower than the
+    other."""
     broken = set[str]()
 
     def fail(place: str) -> None:

@@ -69,7 +69,7 @@ def loss(p: Any, x: Any) -> jax.Array:
 
 @claim(backends=("gloo",), quick=("gloo",))
 def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fddp.Group):
-    """The group is taken for one whose programs overlap, as those of GPUs do."""
+    """The programs of the group count as overlapping, like those of GPUs."""
     overlapping = replace(group, placement=group.placement._replace(overlaps=True))
     draw = np.random.default_rng(0)
     params = {

@@ -122,8 +122,8 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
 
 @claim(quick=("gloo",))
 def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
-    """The leaf that is ready last is clipped alone: its update speaks with the others while nothing
-    else may."""
+    """The leaf that is ready last is clipped alone: its update communicates while nothing else
+    may."""
     params = {f"p{k:02}": np.full((8, 8), 0.1 + k / 100, np.float32) for k in range(8)}
     sgd = optax.sgd(0.01, momentum=0.5)
     labels: Any = {name: "clipped" if name == "p00" else "plain" for name in params}

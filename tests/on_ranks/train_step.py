@@ -132,7 +132,7 @@ def a_used_up_state_is_an_error_on_every_schedule(group: fddp.Group):
 
 @claim(sizes=(3, 4))
 def two_subgroups_train_apart(group: fddp.Group):
-    """Two pairs, or a pair and one that is alone; each starts from its own first rank."""
+    """Two pairs, or a pair and a single rank; each starts from its own first rank."""
     ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
     subgroup = group.subgroup(ranks)
     for schedule in schedules(group):

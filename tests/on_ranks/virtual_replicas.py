@@ -1,4 +1,4 @@
-"""Virtual replicas on real ranks: the bits are those that each rank finds alone with all rows."""
+"""Virtual replicas on real ranks have the bits of each rank alone with all rows."""
 
 from itertools import islice
 from typing import Any

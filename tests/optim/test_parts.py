@@ -1,5 +1,4 @@
-"""Claims about updates that are made from parts of the leaves: `fddp.optim.parts`, against optax on
-whole arrays."""
+"""Updates on parts of the leaves: `fddp.optim.parts`, against optax on whole arrays."""
 
 import inspect
 import re
@@ -108,7 +107,7 @@ OF_EACH_KIND = {
 
 
 def problem() -> tuple[Any, list[Any]]:
-    """Parameters, none of whose sizes the ranks divide, and gradients for some steps."""
+    """Parameters with sizes that the ranks do not divide, and gradients for some steps."""
     draw = np.random.default_rng(0)
     params = {"b": draw.normal(size=7), "w": draw.normal(size=(3, 5))}
     return params, [jax.tree.map(lambda x: draw.normal(size=x.shape), params) for _ in range(STEPS)]
@@ -187,7 +186,7 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[
 
 
 def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
-    """The same on ranks that hold a part of each leaf and of the state."""
+    """The same on ranks with a part of each leaf and of the state."""
     division = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
     forms = jax.tree.leaves(params)
     count = len(forms)
@@ -263,7 +262,7 @@ def aliases() -> dict[str, Callable[..., Any]]:
 
 
 def required(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
-    """Those without a default; a key has one that warns."""
+    """The parameters without a default; a key has one that warns."""
     return {
         name
         for name, parameter in parameters.items()
@@ -272,7 +271,7 @@ def required(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
 
 
 def answer(make: Callable[..., Any]) -> str:
-    """Whether its state can be held in parts, as the table says it."""
+    """The table's entry: yes if the state can be held in parts."""
     parameters = inspect.signature(make).parameters
     optimizer = make(**{name: NEEDED[name] for name in required(parameters)})
     try:

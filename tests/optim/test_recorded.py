@@ -24,7 +24,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def recording() -> Any:
-    """Writes down the norm of the gradients that it gets, and its rate."""
+    """Records the norm of its gradients, and its rate."""
     adam = optax.inject_hyperparams(optax.adamw)(learning_rate=RATE)
     return optax.chain(
         optax.snapshot("grad_norm", optax.tree.norm), optax.clip_by_global_norm(0.1), adam

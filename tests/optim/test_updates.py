@@ -122,7 +122,7 @@ def net(params: Any, x: Any) -> jax.Array:
 
 
 def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainState:
-    """Trains the net whose turn it is, as a flag in the batch says."""
+    """Trains one of two nets in each step, chosen by a flag in the batch."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
         of_d = partial(net, params["d"], batch["x"])

@@ -31,7 +31,7 @@ VIRTUAL = 12
 
 
 class Net(nn.Module):
-    """All that makes the bits of replicas differ: sums over rows, buffers, random numbers,
+    """The causes of different bits in replicas: sums over rows, buffers, random numbers,
     weights."""
 
     @nn.compact
@@ -143,7 +143,7 @@ def test_nor_on_how_it_is_sent(group: Groups, single_replica_bits: Bits, options
 
 
 def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
-    """Σ w is added in one dtype, whichever bucket is the last."""
+    """Σ w is added in one dtype, for any last bucket."""
     params = {
         "a": ROWS[:5].copy(),
         "b": np.ones(3),

@@ -180,7 +180,7 @@ def test_rank_0_of_slurm_is_met_on_the_first_node_of_the_step(nodes, first):
 
 
 def test_steps_that_run_at_the_same_time_meet_at_ports_of_their_own():
-    """Those of 16 jobs that were started one after the other, each of up to 100 steps."""
+    """The ports of 16 jobs in succession, each of up to 100 steps."""
     steps = [
         {"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step)}
         for job in range(16)

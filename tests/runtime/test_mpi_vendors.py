@@ -47,7 +47,7 @@ jax.local_devices = refuse
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment without anything of MPI, and nothing else on the PATH."""
+    """An environment without MPI, and nothing else on the PATH."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path

@@ -52,7 +52,7 @@ def trained(start: float, names: Sequence[str]) -> Trained:
 
 
 def noted(folder: str, how: str) -> None:
-    """Rank 1 fails in this way once both have written down who they are; rank 0 waits for it."""
+    """Rank 1 fails in this way once both have written down their numbers; rank 0 waits for it."""
     group = fddp.init()
     (Path(folder) / f"rank{group.rank}").write_text(str(os.getpid()))
     group.barrier()
@@ -83,7 +83,7 @@ def a_lock(_: object) -> object:
 
 
 def all_gone(folder: Path) -> bool:
-    """Whether all ranks that have written their numbers down are gone, soon."""
+    """True if all ranks that have written their numbers down are gone, soon."""
     numbers = [int(path.read_text()) for path in folder.glob("rank*")]
     until = time.monotonic() + END_S
     while numbers and time.monotonic() < until:
@@ -166,7 +166,7 @@ def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_e
     written = tmp_path / "rank0"
 
     def elapsed() -> float:
-        """All of the time has passed once the rank has closed its files."""
+        """The whole time has passed once the rank has closed its files."""
         return 2 * END_S if written.exists() and written.read_text() else 0.0
 
     monkeypatch.setattr(spawn, "time", SimpleNamespace(monotonic=elapsed, sleep=time.sleep))

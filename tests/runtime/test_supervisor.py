@@ -196,7 +196,7 @@ def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
 def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """It waits for those behind a wire that is cut."""
+    """It waits for ranks behind a cut wire."""
     monkeypatch.setattr("fddp.runtime.supervisor.END_S", 0.5)
     stays = tmp_path / "mpiexec"
     stays.write_text('#!/bin/sh\nshift 4\n"$@"\nexec sleep $LONG\n')

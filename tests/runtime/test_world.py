@@ -26,7 +26,7 @@ def srun(rank: int, port: int) -> dict[str, str]:
 
 
 def open_mpi(rank: int, port: int) -> dict[str, str]:
-    """The variables of an mpiexec whose MPI is not the one of mpi4py."""
+    """The variables of an mpiexec of another MPI than mpi4py's."""
     world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SIZE": "2"}
     variables = {f"OMPI_COMM_WORLD_{name}": text for name, text in world.items()}
     return variables | {"FDDP_COORDINATOR": f"127.0.0.1:{port}"}

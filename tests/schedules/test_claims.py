@@ -1,4 +1,4 @@
-"""A program that a neighbour compiles is waited for last, and no neighbour keeps it from being
+"""A rank waits last for a program that a neighbour compiles, and no neighbour keeps it from being
 compiled."""
 
 import subprocess

@@ -165,7 +165,7 @@ def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
 
 
 class Wire:
-    """A transport of one replica whose sums come back when they are let."""
+    """A transport of one replica with sums that arrive on demand."""
 
     def __init__(self, replicas: fddp.Group) -> None:
         self.let = math.inf
@@ -194,7 +194,7 @@ class Wire:
 
     @contextmanager
     def letting(self, messages: int) -> Iterator[None]:
-        """So many come back, and those behind them at the end."""
+        """Lets so many messages arrive, and the others at the end."""
         self.let = messages
         try:
             yield
@@ -305,7 +305,7 @@ def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Grou
 
 @pytest.mark.steps
 def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: None):
-    """An earlier one, a copy, one that was changed."""
+    """An earlier state, a copy, and a changed one."""
     wire = Wire(group(1))
     wire.seconds = 0.02
     step = trainer(wire.group, donate=False)

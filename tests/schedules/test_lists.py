@@ -266,7 +266,7 @@ def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
 
 
 def test_an_input_is_donated_only_where_an_output_can_have_its_memory(group):
-    """A warning of JAX's ends a test: nothing here may be donated in vain."""
+    """A warning of JAX's ends a test: no donation may be in vain."""
     f = lambda n, x: [n + 1, x * n]  # noqa: E731
     _, _, (n, x) = list_of_program(group, f, [np.zeros(()), np.ones(3)], [[0], [1]], donate=True)
     assert x.is_deleted() and not n.is_deleted()

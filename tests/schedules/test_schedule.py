@@ -118,7 +118,7 @@ def params_of_everything(rows: int) -> Any:
 
 
 def batches_of_everything() -> list[fddp.Joined]:
-    """The first call is of no_sync; in the third something overflows, in the last one replica has
+    """The first call is of no_sync; in the third a number overflows, in the last one replica has
     run out of data."""
     rng = np.random.default_rng(3)
     batches = []
@@ -287,8 +287,8 @@ def test_a_fused_step_says_that_it_has_no_timeline(group):
 
 
 def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_begins(group):
-    """XLA:CPU's threads would all wait in all-reduces of different steps for devices that have none
-    left."""
+    """All threads of XLA:CPU would wait in all-reduces of different steps, with none left for a
+    device."""
     step = fddp.train_step(
         lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), schedule="fused"
     )
@@ -484,7 +484,7 @@ def chain(p: Any, x: Any, between: Callable[[Any], Any] = lambda x: x) -> Any:
 def sent_before(
     group: fddp.Group, error: str, reduce: Callable[[int], None], lanes: int = 1, **arguments: Any
 ) -> list[int]:
-    """The messages of a step that have left when its error comes; `reduce(k)` is called when
+    """The messages of a step that have left at the time of its error; `reduce(k)` is called as
     message k leaves."""
     numbers: list[int] = []
 
@@ -512,7 +512,7 @@ def sent_before(
 
 
 def exploding(called: threading.Event) -> Callable[[jax.Array], jax.Array]:
-    """A host's function inside a program that fails."""
+    """A program with a failing function on the host."""
 
     def explode(x: Any) -> Any:
         called.set()

@@ -1,4 +1,4 @@
-"""A profiler's trace has the tasks of a step by name, on every thread that does some."""
+"""A profiler's trace has the tasks of a step by name, on every thread with tasks."""
 
 from collections import Counter
 from pathlib import Path

@@ -76,7 +76,7 @@ def gathering_loops(module: Any) -> int:
 
 
 def largest(module: Any) -> int:
-    """The most elements that an array has in a program."""
+    """The largest number of elements of an array in a program."""
     lines = (line for computation in module.computations.values() for line in computation.values())
     return max(x.size for line in lines for x in line.result)
 

@@ -1,5 +1,5 @@
-"""Parameters that are gathered for each pass, and dropped between: the same training, never whole
-at once."""
+"""Parameters gathered for each pass, and dropped between: the same training, never whole at
+once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -195,8 +195,7 @@ def test_no_more_than_two_buckets_are_whole_at_once(group: Groups):
 
 
 def most_whole(step: fddp.TrainStep, state: Any, rows: Any) -> int:
-    """The most values with the size of a whole weight that are there between two tasks of the
-    forward pass."""
+    """The largest number of whole weights alive between two tasks of the forward pass."""
     listed = step.tasks(state, rows)
     equal, shards = take_apart(state)
     of_one = of_one_replica((shards, rows), 2)

@@ -1,4 +1,4 @@
-"""Leaves that an update needs whole: each at one replica's, and all else in parts."""
+"""Leaves that an update needs whole: each at one replica, and all others in parts."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def bound(costs: Sequence[int], n: int) -> float:
-    """Graham's, for the fullest of n homes: a third more than in the best of all ways to deal."""
+    """Graham's bound for the fullest of n homes: a third more than in the best distribution."""
     ways = product(range(n), repeat=len(costs))
     fullest = (
         max(sum(c for c, k in zip(costs, way) if k == home) for home in range(n)) for way in ways
@@ -101,7 +101,7 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
 @pytest.mark.quick("3")
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_each_matrix_is_orthogonalised_once_over_all_replicas(group: Groups, n: int):
-    """The host sees which matrices come, from all devices together."""
+    """The host sees the matrices of all devices."""
     shapes: Counter[tuple[int, ...]] = Counter()
 
     def orthogonal(x: np.ndarray) -> np.ndarray:

@@ -1,5 +1,4 @@
-"""Parameters in shards travel in the bits in which the loss reads them, and the loss is the same
-bit for bit."""
+"""Parameters in shards travel in the bits of the loss, which is the same bit for bit."""
 
 from collections.abc import Callable
 from typing import Any

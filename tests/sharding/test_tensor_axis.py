@@ -1,5 +1,4 @@
-"""Replicas of several devices share a state: of each device's parts of the leaves every replica
-holds its share.
+"""Replicas of several devices share a state: each replica holds its share of each device's parts.
 
 Every claim is held against plain JAX on the joined batch, in float64.
 """

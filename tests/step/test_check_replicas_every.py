@@ -1,4 +1,5 @@
-"""Replicas are compared bit for bit, now and then: the leaf and the rank that differ are named."""
+"""Replicas are compared bit for bit, now and then: an error names the leaf and the rank that
+differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -62,7 +63,7 @@ def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
 
 
 def with_one_bit(x: jax.Array, replica: int) -> jax.Array:
-    """The array, of which one replica has another last bit somewhere."""
+    """The array with another last bit on one replica."""
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     shards[replica] = flipped(shards[replica], 8 * (x.nbytes - 4))
     arrays = [

@@ -506,7 +506,7 @@ def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
 
 
 def test_every_argument_of_ddp_is_an_option_or_answered(group):
-    """Those of PyTorch 2.15, and of the one that is installed here, if one is."""
+    """The arguments of DDP in PyTorch 2.15, and in the installed version, if any."""
     ddp = (
         "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb "
         "find_unused_parameters "
@@ -527,7 +527,7 @@ def test_every_argument_of_ddp_is_an_option_or_answered(group):
 
 
 def arguments_of_installed_ddp() -> list[str]:
-    """Read in its source: importing PyTorch takes seconds."""
+    """Reads the arguments in the source: importing PyTorch takes seconds."""
     torch = find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         return []

@@ -39,7 +39,7 @@ def net(params: Any, x: Any) -> Any:
 
 
 def distilled(teacher: Any) -> Callable[..., Any]:
-    """The teacher is read by the loss, by a loop, by a branch and by an inner jit."""
+    """The loss, a loop, a branch and an inner jit read the teacher."""
 
     def loss(params: Any, x: Any) -> Any:
         offset = jax.lax.fori_loop(0, 2, lambda _, total: total + teacher["v"][0], jnp.float32(0))

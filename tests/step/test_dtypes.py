@@ -188,7 +188,7 @@ def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, 
 @pytest.mark.parametrize("cap", [0, 25])
 @pytest.mark.parametrize("where", ["first", "last", "alone"])
 def test_an_empty_parameter_is_trained_like_any_other(group, schedule, cap, where):
-    """A layer without outputs; it is ready first, last, or there is nothing else."""
+    """A layer without outputs is ready first, last, or alone."""
     empty = np.zeros((3, 0), np.float32)
     full = np.ones(3, np.float32)
     params = {"empty": empty} if where == "alone" else {"empty": empty, "full": full}

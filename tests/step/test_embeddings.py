@@ -68,7 +68,7 @@ def test_few_rows_travel_and_all_others_are_updated_too(
 @pytest.mark.quick("staged", "fused")
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: None, schedule: Any):
-    """On one replica alone, on both, and on none again."""
+    """Rows travel on one replica alone, on both, and on none again."""
     batches = [batch_of(rows, rows) for rows in (8, 32, 8)]
     batches[1]["ids"] = np.concatenate([np.arange(16), np.full(16, 3)])
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(2), schedule=schedule)

@@ -67,7 +67,7 @@ def counts(info: fddp.StepInfo) -> dict[str, int]:
 
 
 def of_leaf(opt_state: Any, name: str) -> list[np.ndarray]:
-    """The optimizer's numbers for a leaf."""
+    """The optimizer's arrays for a leaf."""
     leaves = jax.tree_util.tree_leaves_with_path(opt_state)
     return [np.asarray(x) for path, x in leaves if f"'{name}'" in jax.tree_util.keystr(path)]
 
@@ -207,7 +207,7 @@ def test_finding_sends_nothing_more(make, group):
 
 
 def two_tasks(params: Any, batch: Any) -> Any:
-    """A branch in Python: a batch of either task has a program of its own."""
+    """A branch in Python: a batch of either task has a separate program."""
     hidden = batch["x"] * params["body"]
     return (
         jnp.mean((hidden * params["a"] - 1) ** 2)

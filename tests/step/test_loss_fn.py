@@ -276,7 +276,7 @@ def partitions_that_optax_leaves_alone(params: Any, x: Any) -> jax.Array:
 
 
 def parted(tree: Any) -> tuple[Any, Any]:
-    """Floats, and the rest; each with None in the other's places."""
+    """Floats, and all other leaves; each tree has None in place of the other's leaves."""
     floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
     return floats, jax.tree.map(
         lambda x: None if jnp.issubdtype(x.dtype, jnp.floating) else x, tree

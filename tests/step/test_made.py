@@ -1,4 +1,4 @@
-"""A first state that a function makes, leaf by leaf: `step.init(make)`."""
+"""A function makes a first state leaf by leaf: `step.init(make)`."""
 
 from collections.abc import Callable
 from functools import partial

@@ -38,7 +38,7 @@ def mesh() -> Mesh:
 
 
 def in_halves(tree: Any) -> set[str]:
-    """Names of the leaves of which every device holds one half."""
+    """Names of the leaves that every device holds half of."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     keys = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named}
     return {
@@ -148,7 +148,7 @@ def test_a_second_step_finds_everything_where_the_first_did():
 
 
 def loss(params: Any, x: Any) -> jax.Array:
-    """One that says itself how it is to be partitioned."""
+    """A custom call with its own rule of partitioning."""
     hidden = jax.lax.with_sharding_constraint(
         jnp.tanh(x @ params["first"]), PartitionSpec(None, "part")
     )

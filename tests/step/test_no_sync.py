@@ -39,7 +39,7 @@ ADAM = optax.adam(1e-2)
 
 
 def batches(count: int) -> Iterator[np.ndarray]:
-    """Rows of so many calls, the same each time."""
+    """The rows of so many calls, the same each time."""
     random = np.random.default_rng(2)
     return (random.normal(size=(ROWS, 3)) for _ in range(count))
 

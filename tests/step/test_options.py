@@ -1,4 +1,4 @@
-"""The options of a step as type checkers know them; how a step and its state show themselves."""
+"""The options of a step for type checkers; the printed forms of a step and its state."""
 
 import re
 import subprocess

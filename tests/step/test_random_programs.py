@@ -98,7 +98,7 @@ class Loop(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A loss, and how it is trained."""
+    """A loss and the options of its training."""
 
     layers: tuple[Loop | Word, ...]
     replicas: int
@@ -206,7 +206,7 @@ def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
 
 
 def drawn_often(count: int) -> Callable[[Any], Any]:
-    """So many programs, the same ones in each run."""
+    """Three hundred programs, the same in each run."""
     return hypothesis.settings(
         max_examples=count,
         deadline=None,

@@ -36,7 +36,7 @@ def weights() -> dict[str, Any]:
 
 
 def tied(x: Any, p: Any) -> Any:
-    """The first matrix stands in each layer as well."""
+    """The first matrix is also in each layer."""
     return jax.lax.scan(lambda x, w: layer(x @ p["in"], w), x, p["layers"])[0]
 
 

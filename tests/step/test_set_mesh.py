@@ -1,4 +1,4 @@
-"""Inside of `jax.set_mesh` everything ends where it ends outside, whatever mesh is set."""
+"""Inside of `jax.set_mesh` training ends as outside, for any mesh."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

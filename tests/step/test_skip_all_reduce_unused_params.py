@@ -32,7 +32,7 @@ ONE = 4 * WIDTH**2
 
 
 def network(params: Any, x: Any, mask: Any) -> Any:
-    """A residual network that leaves out the layers with a false `kept`."""
+    """A residual network that leaves out the layers with a false `mask`."""
     for k in range(LAYERS):
         x = x + jax.lax.cond(
             mask[k],

@@ -20,8 +20,8 @@ ILL = np.array([[1, 1, 1]] * 3 + [[0, 1, 1]], np.float32)
 
 
 def loss_fn(params: Any, x: Any, *, model_state: Any) -> Any:
-    """Finite, but for a row that begins with 0 the derivative by `root` is infinite; BatchNorm's
-    mean goes along."""
+    """The loss is finite, but the derivative by `root` is infinite for a row that begins with 0;
+    BatchNorm's mean moves too."""
     loss = jnp.mean(jnp.sqrt(params["root"] * x[:, 0])) + jnp.mean((params["bias"] - x) ** 2)
     return loss, (0.9 * model_state + jnp.mean(x), None)
 

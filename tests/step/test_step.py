@@ -114,7 +114,7 @@ def test_buffers_go_through_micro_batches_and_no_sync_in_order(make):
 
 
 def noting(w: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
-    """Writes down the key of each call."""
+    """Records the key of each call."""
     keys = model_state["keys"]
     at = model_state["at"]
     return square(w, x), ({"keys": keys.at[at].set(jax.random.key_data(rng)), "at": at + 1}, None)

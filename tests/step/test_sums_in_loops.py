@@ -27,7 +27,7 @@ from fddp.hlo import parse, sends, work
 
 
 def overlapping(group: Any) -> Any:
-    """The same replicas, taken for ones whose programs overlap, as those of GPUs do."""
+    """The same replicas, with programs that count as overlapping, like those of GPUs."""
     return replace(group, placement=group.placement._replace(overlaps=True))
 
 

@@ -44,7 +44,7 @@ def net_loss(params: Any, batch: Any) -> Any:
 
 
 def rows(k: int, count: int = 4) -> Any:
-    """The k-th of so many parts of the batch."""
+    """Part k of `count` parts of the batch."""
     size = 64 // count
     return jax.tree.map(lambda x: x[k * size : (k + 1) * size], BATCH)
 

@@ -194,7 +194,7 @@ def test_messages_of_two_threads_keep_their_own_places():
 
 
 class Later:
-    """An array that is on its way."""
+    """An array that is not ready yet."""
 
     ready = False
 

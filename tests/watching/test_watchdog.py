@@ -1,4 +1,4 @@
-"""A rank's own thread writes down for its watcher how the rank stands."""
+"""A rank's own thread records the rank's state for its watcher."""
 
 import gc
 import sys

@@ -420,7 +420,7 @@ def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
 
 @contextmanager
 def files(most: int) -> Iterator[None]:
-    """So many files may be open, until the numbers are used up."""
+    """Limits the number of open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
     try:
@@ -676,7 +676,7 @@ def test_a_rank_that_raises_leaves_a_record_of_its_messages(
 def test_a_rank_that_raises_system_exit_ends_the_others(
     backend: str, size: int, how: str, tmp_path: Path
 ):
-    """Also before its first step, when the others compare themselves with it."""
+    """The same before its first step, when the others compare themselves with it."""
     _, lines = broken(tmp_path, backend, size, how)
     steps = 20 if how == "raise_exit" else 0
     assert any(

@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
     @property
     def needs_mesh(self) -> bool:
-        """Whether the loss itself has collectives: cross-replica BatchNorm."""
+        """True if the loss itself has collectives: cross-replica BatchNorm."""
         return self.model == "resnet-bn"
 
 

@@ -1,5 +1,5 @@
-"""Trainings of every model in plain JAX and optax: where replicas must arrive. Nothing here knows
-of the library."""
+"""Trainings of every model in plain JAX and optax, the truth for replicas; this file does not use
+the library."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,7 +76,7 @@ def loss_fn(model: str, rule: str, axis_name: str | None = None) -> Callable[...
 
 
 def batch(model: str, step: int) -> Any:
-    """The joined batch of one step; another for each."""
+    """The joined batch of a step; another one for each."""
     package, module = MODELS[model]
     return package.batch(module, ROWS, seed=step)
 
