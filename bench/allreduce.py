@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def send(backend: str, path: str, rounds: int) -> None:
-    """One host's part."""
+    """The part of one host."""
     group = fddp.init(backend)
 
     def calls(size: int) -> Callable[[], None]:

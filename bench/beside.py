@@ -165,7 +165,7 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
 
 
 def complete(ways: dict[str, list[float]]) -> bool:
-    """Whether a cell has the default and both ways of plain JAX."""
+    """True if a cell has the default and both ways of plain JAX."""
     return DEFAULT in ways and all(any(way.startswith(start) for way in ways) for start in PLAIN)
 
 

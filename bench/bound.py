@@ -111,7 +111,7 @@ class Way:
         self._spans: dict[str, list[float]] = {}
 
     def steps(self, count: int) -> tuple[float, float]:
-        """Seconds of a step, and those of them in which this core was busy."""
+        """Seconds of a step, and busy seconds of this core in it."""
         (core,) = os.sched_getaffinity(0)
         self._once()
         busy, _ = busy_and_idle_s(core)
@@ -145,7 +145,7 @@ class Way:
 
 
 def evaluate(local: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Milliseconds of a step: those that were measured, and those of the simulations."""
+    """Milliseconds of a step: measured and simulated ones."""
     (lone, lone_busy), (measured, busy) = (seconds[key].tolist() for key in ("alone", "eager"))
     sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(local.nbytes)}
     traffic = sum(sends.values())

@@ -183,7 +183,7 @@ def last_step(folder: Path) -> tuple[int, float]:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Trains, and goes on where it was."""
+    """Trains, or resumes."""
     import jax
     import jax.numpy as jnp
     import optax

@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
     """The outcome of a configuration."""
 
     kind: str
-    """trained, refused or wrong."""
+    """"trained", "refused" or "wrong"."""
     words: str = ""
 
 
@@ -160,7 +160,7 @@ def results(outcomes: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, 
 
 
 def judged(drawn: Drawn) -> Outcome:
-    """Trains a configuration, and says how that ended."""
+    """Trains a configuration, and returns the outcome."""
 
     def too_long(*_: Any) -> None:
         raise Wrong(f"it hangs: nothing for {TIMEOUT_S} s")
@@ -188,7 +188,7 @@ def judged(drawn: Drawn) -> Outcome:
 
 
 def trained(drawn: Drawn) -> str:
-    """Trains and compares; says why, where fddp refuses."""
+    """Trains and compares; returns the reason if fddp refuses."""
     try:
         step = step_of(drawn)
         state = step.init(drawn.params, model_state=buffers(drawn), rng=keys(drawn))

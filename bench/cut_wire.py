@@ -44,7 +44,8 @@ class Trial:
     way: str
     cut: str
     gone_s: float | None
-    """Seconds from the cut until its last process was gone; None: some were there at the limit."""
+    """Seconds from the cut until its last process was gone; None: some were running at the
+    limit."""
     codes: list[int]
     why: list[str]
     """The reasons in the records of both ranks' watchers."""
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 def tried(backend: str, way: str, cut: str) -> Trial:
-    """Cuts the wire of a job, and looks on."""
+    """Cuts the wire of a job, and observes it."""
     start: Callable[..., list[subprocess.Popen]] = start_run
     if way == "bare":
         start = start_gloo if backend == "gloo" else start_mpi

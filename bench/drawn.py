@@ -88,11 +88,11 @@ class Call:
     kind: str
     """"step" or "no_sync"."""
     batches: list[dict[str, Any]]
-    """One batch of rows; or several, which are taken as they are."""
+    """One batch of rows, or several batches that are taken unchanged."""
     active: tuple[bool, ...]
     """True for each replica that still has data; all do without `fddp.join`."""
     divisor_of_all: bool = True
-    """Whether those without data are counted."""
+    """True if rows without data are counted."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Drawn:
     """"rows", "stacked" or "joined"."""
     optimizer: str
     scale: bool
-    """Whether it is in `fddp.dynamic_scale`."""
+    """True if it is in `fddp.dynamic_scale`."""
     hook: str
     options: dict[str, Any]
     ignored: str
@@ -123,13 +123,13 @@ class Drawn:
     params: dict[str, Any] = field(repr=False)
     calls: tuple[Call, ...] = field(repr=False)
     hosts: int = 1
-    """So many, each of which sums over its own replicas first."""
+    """Number of hosts, each of which sums over its own replicas first."""
     narrow: bool = False
-    """Whether the loss computes in bfloat16 (`fddp.mixed_precision`)."""
+    """True if the loss computes in bfloat16 (`fddp.mixed_precision`)."""
 
     @property
     def dealt(self) -> int:
-        """Among how many replicas rows are dealt."""
+        """Number of replicas among which rows are dealt."""
         return self.options.get("virtual_replicas") or self.replicas
 
     @property
@@ -348,7 +348,7 @@ def _batch(numbers: np.random.Generator, dtype: Any, rows: int) -> dict[str, Any
 
 
 def batch_of(drawn: Drawn, call: Call) -> Any:
-    """A call's batch as a user gives it."""
+    """A call's batch in the form that a user passes."""
     if drawn.rows == "stacked":
         return fddp.Stacked(call.batches)
     if drawn.rows == "rows":

@@ -85,11 +85,11 @@ class Result:
     """The outcome of a case; seconds from the fault on."""
 
     told_s: float | None
-    """Until a rank was named."""
+    """Seconds until a rank was named."""
     named: list[int]
     """The ranks named in any line."""
     gone_s: float | None
-    """Until the last process was gone; None: some were still there at the limit."""
+    """Seconds until the last process was gone; None: some were still running at the limit."""
     codes: list[int]
     foreign: int
     """Lines other than fddp's and the traceback of the failing rank."""
@@ -209,7 +209,7 @@ def summed_up(results: list[tuple[Case, Result]]) -> str:
 
 
 def tried(case: Case) -> Result:
-    """Breaks one rank of a job, and looks on."""
+    """Breaks one rank of a job, and observes it."""
     shared = set(map(str, Path("/dev/shm").iterdir()))
     with tempfile.TemporaryDirectory() as folder:
         words = [str(x) for x in asdict(case).values()]

@@ -42,7 +42,8 @@ README = Path(__file__).parent / "README.md"
 
 
 class Momentum(NamedTuple):
-    """The state of an optimizer that makes the momentum of gradients, and later is given it."""
+    """The state of an optimizer that first computes the momentum of gradients, and later receives
+    it."""
 
     step: Any
     momentum: Any
@@ -101,8 +102,8 @@ def loss_and_mib(
 def summing(
     hook: Callable[[int], fddp.Hook | None],
 ) -> Callable[..., tuple[Problem, dict[str, Any]]]:
-    """A method that leaves the problem as it is; the hook is made of the steps before it begins, a
-    tenth of all."""
+    """A method for the unchanged problem; the hook depends on the number of steps before it begins,
+    a tenth of all."""
     return lambda group, name, problem: (problem, {"hook": hook(problem.steps // 10)})
 
 

@@ -55,9 +55,9 @@ class Part(NamedTuple):
     measures: Callable[[Machine], Mapping[str, Callable[[], dict[str, Any]]]]
     """Makes the measuring functions, by the names of their quantities."""
     tell: Callable[[dict[str, Any]], str]
-    """Says figures in words."""
+    """Puts figures into words."""
     isolated: bool
-    """Whether it is one process, which then sees one GPU."""
+    """True if it is one process, which then sees one GPU."""
     weight: float
     """Its share of the time."""
     env: Mapping[str, str] = {}

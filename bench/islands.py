@@ -181,8 +181,7 @@ def train(
 
 
 def rank_of_stopped(args: argparse.Namespace) -> None:
-    """Trains for so long that the other island can be stopped meanwhile; rank 0 notes when its
-    steps end."""
+    """Trains long enough to stop the other island meanwhile; rank 0 notes the ends of its steps."""
     group = fddp.init("gloo")
     problem = digits(0, 1)
     batches = own_batches(group.rank, 0)
@@ -267,7 +266,7 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
 
 
 def held_out(problem: Any, params: Any) -> float:
-    """The loss on rows that are not trained on."""
+    """The loss on held-out rows."""
     return float(np.mean([problem.loss_fn(params, batch) for batch in problem.held_out]))
 
 

@@ -56,7 +56,7 @@ class Problem(NamedTuple):
     batches: Callable[[int], Iterator[Any]]
     """seed → batches of all replicas"""
     held_out: list[Any]
-    """batches that are not trained on"""
+    """held-out batches"""
     steps: int
 
 

@@ -58,8 +58,7 @@ def main() -> None:
 
 
 def compared(seconds: dict[str, np.ndarray], bases: dict[str, str]) -> dict[str, Any]:
-    """Milliseconds of each way, and how much longer it takes than the one that it is compared
-    with."""
+    """Milliseconds of each way, and their ratio to its reference."""
     ratios = {way: {"ratio": ratio(seconds[way], seconds[base])} for way, base in bases.items()}
     return {way: summary(durations) | ratios.get(way, {}) for way, durations in seconds.items()}
 

@@ -251,11 +251,11 @@ class Suite:
     workers: int
     timeout_s: float
     whole_tier: bool
-    """Whether the whole default tier runs where no near test fails."""
+    """True if the whole default tier runs where no near test fails."""
     broken: list[str] = field(default_factory=list)
     """Tests that fail without a mutant."""
     sound: dict[Tests, bool] = field(default_factory=dict)
-    """Whether tests come to an end in time without a mutant."""
+    """True if tests come to an end in time without a mutant."""
 
     def verdict(self, mutant: Mutant) -> Verdict:
         """Runs tests on a copy with a mutant until one fails."""

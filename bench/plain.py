@@ -22,7 +22,7 @@ GROWTH_INTERVAL = 2
 
 
 class Contribution(NamedTuple):
-    """Sums over micro-batches, weighed."""
+    """Weighted sums over micro-batches."""
 
     grads: Any
     loss: Any
@@ -61,7 +61,7 @@ class Report(NamedTuple):
 
 
 def wide(tree: Any) -> Any:
-    """The same numbers in 64 bits; whole numbers as they are."""
+    """The same numbers in 64 bits; whole numbers unchanged."""
 
     def widened(x: Any) -> Any:
         kinds = ((jnp.complexfloating, jnp.complex128), (jnp.floating, jnp.float64))
@@ -187,7 +187,7 @@ class _Plain:
         )
 
     def _landed(self, live: list[Any], active: Sequence[bool]) -> list[Any]:
-        """Everybody's buffers, once replicas have spoken."""
+        """The buffers of all replicas after they have communicated."""
         mode = self.drawn.options.get("broadcast_buffers", True)
         if live[0] is None or mode is False:
             return live
@@ -355,7 +355,7 @@ class _Plain:
     def _updated(
         self, replica_state: Replica, grads: Any, used: set[str] | frozenset[str]
     ) -> tuple[Replica, bool]:
-        """An update, and whether `skip_nonfinite` left it out."""
+        """An update, and True if `skip_nonfinite` left it out."""
         drawn = self.drawn
         finite = _finite(grads)
         if drawn.scale:

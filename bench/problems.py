@@ -137,7 +137,7 @@ def _layer(forward_s: float, backward_s: float) -> Callable[[jax.Array, jax.Arra
 
 
 def _after(seconds: float, x: jax.Array) -> jax.Array:
-    """The same values, so much later."""
+    """The same values, after a delay."""
 
     def wait(x: Any) -> np.ndarray:
         time.sleep(seconds)

@@ -104,7 +104,7 @@ def results(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
 
 
 def train(rows: int, rate: float, every: int, count: int) -> list[float]:
-    """Loss of so many batches, the parameters changed after every k-th one."""
+    """Losses of so many batches, with an update after every k-th one."""
     images, labels, *_ = data.split_digits()
     images = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 64)
     # DDP adds the gradients of k batches up, fddp takes their mean: k times the rate is the same

@@ -162,7 +162,7 @@ PRESETS: dict[str, ResNet] = {
 
 
 def has_buffers(model: ResNet) -> bool:
-    """Whether the model's normalisation keeps batch statistics."""
+    """True if the model's normalisation keeps batch statistics."""
     norm = model.norm(train=False, axis_name=None, dtype=model.dtype, param_dtype=model.param_dtype)
     return "batch_stats" in jax.eval_shape(
         norm.init, jax.random.key(0), jnp.zeros((1, model.width))

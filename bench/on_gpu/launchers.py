@@ -194,7 +194,7 @@ def _installed(program: str) -> str | None:
 
 
 def _slurm_answers() -> bool:
-    """Whether there is a Slurm behind its commands."""
+    """True if there is a Slurm behind its commands."""
     try:
         return (
             subprocess.run(["sinfo"], capture_output=True, timeout=5, check=False).returncode == 0

@@ -46,7 +46,7 @@ class Machine(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is a GPU."""
+        """True if there is a GPU."""
         return self.platform == "gpu"
 
     @property
@@ -78,7 +78,7 @@ class Machine(NamedTuple):
 
     @property
     def timed(self) -> tuple[str, ...]:
-        """Those whose time means something; a rehearsal takes two, to be short."""
+        """The models with meaningful times; a rehearsal takes two, to be short."""
         return (self.models[0], self.models[-1]) if self.quick else self.models
 
     @property

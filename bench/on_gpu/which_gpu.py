@@ -19,11 +19,8 @@ def main() -> None:
 
 
 def which() -> dict[str, Any]:
-    """Joins the others, takes one step with them, and looks.
-
-    Returns:
-      This rank's place, its GPUs as the machine numbers them, and the mean of all ranks' numbers.
-    """
+    """Joins the other ranks, takes one step with them, and returns this rank's place, its GPUs as
+    the machine numbers them, and the mean of all ranks' numbers."""
     group = fddp.init()
     devices = jax.local_devices()
     mean = None

@@ -25,7 +25,7 @@ def rows(
 
 
 def verdict(figures: dict[str, Any]) -> str:
-    """Whether figures are there, and as they should be."""
+    """True if figures are present and sound."""
     return "FAILED" if "failed" in figures else "WRONG" if "wrong" in figures else "ok"
 
 

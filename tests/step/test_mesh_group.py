@@ -148,7 +148,7 @@ def test_a_second_step_finds_everything_where_the_first_did():
 
 
 def loss(params: Any, x: Any) -> jax.Array:
-    """A custom call with its own rule of partitioning."""
+    """A loss that constrains its own partitioning."""
     hidden = jax.lax.with_sharding_constraint(
         jnp.tanh(x @ params["first"]), PartitionSpec(None, "part")
     )
