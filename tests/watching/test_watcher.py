@@ -792,17 +792,17 @@ def test_nobody_stops_unless_a_rank_was_told_to():
 
 
 def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_agree():
-    first = stop_of({0: going(5), 1: going(6, told=True)}, Stop(0, False))
+    first = stop_of({0: going(5), 1: going(6, announced=True)}, Stop(0, False))
     assert first == Stop(6 + 1 + int(STOP_S / 0.1), False)
     assert (
-        stop_of({0: going(7, first.step), 1: going(7, told=True)}, first) == first
+        stop_of({0: going(7, first.step), 1: going(7, announced=True)}, first) == first
     )  # a rank has not answered yet
-    both = {0: going(7, first.step), 1: going(8, first.step, told=True)}
+    both = {0: going(7, first.step), 1: going(8, first.step, announced=True)}
     assert stop_of(both, first) == Stop(first.step, True)
     assert stop_of({}, Stop(first.step, True)) == Stop(first.step, True)
 
 
 def test_who_has_passed_a_question_gets_another():
-    asked_late = {0: going(30, -22), 1: going(22, 22, told=True)}
+    asked_late = {0: going(30, -22), 1: going(22, 22, announced=True)}
     second_stop = stop_of(asked_late, Stop(22, False))
     assert second_stop.step > 30 and not second_stop.settled
