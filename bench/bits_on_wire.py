@@ -76,7 +76,7 @@ def main() -> None:
     if args.rank:
         return (take_turns if args.what == "times" else count)(*args.rank)
     if args.what == "bytes":
-        return told_and_sent(
+        return compare_bytes(
             args.problems, args.backends, 3 if args.quick else COUNTED, keep=not args.quick
         )
     rounds = 2 if args.quick else args.rounds
@@ -191,7 +191,7 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
 ### Bytes
 
 
-def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep: bool) -> None:
+def compare_bytes(problems: list[str], backends: list[str], steps: int, *, keep: bool) -> None:
     """Prints reported bytes next to those on the wire; the file keeps the other problems."""
     results = saved("bits_told").get("bytes_told_and_sent", {})
     for name in problems:

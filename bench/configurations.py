@@ -193,7 +193,7 @@ def trained(drawn: Drawn) -> str:
         step = step_of(drawn)
         state = step.init(drawn.params, model_state=buffers(drawn), rng=keys(drawn))
     except (ValueError, TypeError) as error:
-        return own_words(error)
+        return message_of(error)
     reference = None
     seen_calls = set[Any]()
     infos = []
@@ -208,7 +208,7 @@ def trained(drawn: Drawn) -> str:
         try:
             state_after, info = run(state, batch_of(drawn, call))
         except (ValueError, TypeError) as error:
-            words = own_words(error)
+            words = message_of(error)
             if (call.kind, len(call.batches[0]["y"])) in seen_calls:
                 raise Wrong(f"refused late, in a call like an earlier one: {words}") from error
             if deleted := [
@@ -259,7 +259,7 @@ def step_of(drawn: Drawn) -> fddp.TrainStep:
     )
 
 
-def own_words(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """The message of an error of fddp; an error from elsewhere is wrong."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if not Path(frame.filename).is_relative_to(ROOT / "fddp"):

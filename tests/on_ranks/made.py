@@ -35,7 +35,7 @@ def step_of(group: fddp.Group, **options: Any) -> fddp.TrainStep:
     return fddp.train_step(loss_fn, optax.adam(0.1), group=group, **options)
 
 
-def own_bits(state: Any) -> list[bytes]:
+def local_bits(state: Any) -> list[bytes]:
     """The bytes of this rank's part of each array."""
     return [np.asarray(x.addressable_data(0)).tobytes() for x in jax.tree.leaves(state)]
 
@@ -47,7 +47,7 @@ def a_state_that_a_function_makes_is_that_of_its_arrays(group: fddp.Group):
         state = step.init(make, model_state=lambda: {"mean": jnp.full(3, 0.5)})
         expected = step.init(jax.jit(make)(), model_state={"mean": np.full(3, 0.5, np.float32)})
         assert jax.tree.structure(state) == jax.tree.structure(expected)
-        assert own_bits(state) == own_bits(expected)
+        assert local_bits(state) == local_bits(expected)
         assert same_on_all_ranks(group, fddp.whole(state.params))
 
 

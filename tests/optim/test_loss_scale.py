@@ -61,11 +61,11 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
         state, call_info = step.no_sync(step.init(PARAMS), X[:12])
         state, info = step(state, X[12:])
         results.append((state, call_info, info))
-    (plain, *call_info), (scaled, *told_scaled) = results
-    assert call_info[1].skipped is None and not told_scaled[1].skipped
-    told_scaled[1] = told_scaled[1]._replace(skipped=None)
+    (plain, *call_info), (scaled, *scaled_call_info) = results
+    assert call_info[1].skipped is None and not scaled_call_info[1].skipped
+    scaled_call_info[1] = scaled_call_info[1]._replace(skipped=None)
     close(
-        (scaled.params, scaled.opt_state.inner, told_scaled),
+        (scaled.params, scaled.opt_state.inner, scaled_call_info),
         (plain.params, plain.opt_state, call_info),
     )
     assert (float(scaled.opt_state.scale), int(scaled.opt_state.good_steps)) == (2.0**15, 1)

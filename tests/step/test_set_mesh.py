@@ -186,7 +186,7 @@ def joined(group: fddp.Group, folder: Path) -> None:
     close(state.params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 1).params)
 
 
-def made_by_a_function(group: fddp.Group, folder: Path) -> None:
+def state_from_function(group: fddp.Group, folder: Path) -> None:
     for shard in (None, "state"):
         step = fddp.train_step(first_column, OPTIMIZER, group=group, shard=shard)
         state = step.init(lambda: {name: jnp.asarray(x) + 1 for name, x in PARAMS.items()})
@@ -252,7 +252,16 @@ CHECKS: dict[str, Check] = {
     },
     **{
         f.__name__: f
-        for f in (group_calls, saved, audited, measured, tuned, checked, joined, made_by_a_function)
+        for f in (
+            group_calls,
+            saved,
+            audited,
+            measured,
+            tuned,
+            checked,
+            joined,
+            state_from_function,
+        )
     },
     **{f.__name__: f for f in (modules, islands, in_local_steps)},
 }

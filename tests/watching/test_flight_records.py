@@ -74,8 +74,8 @@ def test_of_a_folder_that_was_kept_only_the_newest_jobs_records_are_read(tmp_pat
     jobs = [(4, 100.5, range(4)), (4, 200.5, (0, 1, 2)), (2, 300.5, (0, 1))]
     for size, began, ranks in jobs:
         for rank in ranks:
-            told_it = record(rank, message(size), size=size) | {"began": began}
-            (tmp_path / f"rank_{rank}.json").write_text(json.dumps(told_it))
+            flight_record = record(rank, message(size), size=size) | {"began": began}
+            (tmp_path / f"rank_{rank}.json").write_text(json.dumps(flight_record))
         flights = read_flights([tmp_path])
         assert [(flight["rank"], flight["size"], flight["began"]) for flight in flights] == [
             (rank, size, began) for rank in ranks

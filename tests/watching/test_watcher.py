@@ -750,10 +750,12 @@ def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
     assert outcome.succeeded
     lines = "\n".join(written(tmp_path, size)).splitlines()
     for number in range(size):
-        own_lines = [line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")]
-        (slow,) = [line for line in own_lines if f"rank {size - 1} is slow" in line]
+        lines_of_rank = [
+            line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")
+        ]
+        (slow,) = [line for line in lines_of_rank if f"rank {size - 1} is slow" in line]
         assert "between steps (its input, say)" in slow
-        (more,) = [line for line in own_lines if "no_sync" in line]
+        (more,) = [line for line in lines_of_rank if "no_sync" in line]
         assert f"rank {size - 1} has called no_sync 1 times by step" in more
         assert more.endswith("they will not have equally many steps.")
     # The last report stands in the step's own numbers.
@@ -803,6 +805,6 @@ def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_ag
 
 
 def test_who_has_passed_a_question_gets_another():
-    asked_late = {0: going(30, -22), 1: going(22, 22, announced=True)}
-    second_stop = stop_of(asked_late, Stop(22, False))
+    late_requests = {0: going(30, -22), 1: going(22, 22, announced=True)}
+    second_stop = stop_of(late_requests, Stop(22, False))
     assert second_stop.step > 30 and not second_stop.settled
