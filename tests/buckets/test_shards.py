@@ -27,24 +27,24 @@ def test_parts_are_put_together_to_the_array_and_the_rest_is_padding(
     shape: tuple[int, ...], depth: int, n: int
 ):
     x = 1 + np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-    parts = split_into_shards(jnp.asarray(x), n, depth)
-    assert parts.shape == (n, *part_dims(x.size, n, depth))
-    np.testing.assert_array_equal(of_rows(parts, shape, depth), x)
+    shards = split_into_shards(jnp.asarray(x), n, depth)
+    assert shards.shape == (n, *part_dims(x.size, n, depth))
+    np.testing.assert_array_equal(of_rows(shards, shape, depth), x)
     # As they lie next to each other in one array of all replicas.
-    np.testing.assert_array_equal(of_rows(parts.reshape(-1, *parts.shape[2:]), shape, depth), x)
+    np.testing.assert_array_equal(of_rows(shards.reshape(-1, *shards.shape[2:]), shape, depth), x)
     for k in range(n):
         index = jnp.int32(k)
-        np.testing.assert_array_equal(own_part(jnp.asarray(x), n, index, depth), parts[k])
-        np.testing.assert_array_equal(there(x.size, n, index, depth), parts[k] != 0)
+        np.testing.assert_array_equal(own_part(jnp.asarray(x), n, index, depth), shards[k])
+        np.testing.assert_array_equal(there(x.size, n, index, depth), shards[k] != 0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_some_layers_of_a_part_are_the_part_of_these_layers(n: int):
     x = jnp.arange(6 * 7 * 5.0).reshape(6, 7, 5)
-    parts = split_into_shards(x, n, 6)
+    shards = split_into_shards(x, n, 6)
     for begin, end in ((0, 2), (2, 5), (5, 6)):
         of_slice = split_into_shards(x[begin:end], n, end - begin)
-        np.testing.assert_array_equal(of_slice.reshape(n, end - begin, -1), parts[:, begin:end])
+        np.testing.assert_array_equal(of_slice.reshape(n, end - begin, -1), shards[:, begin:end])
 
 
 def test_a_stack_is_known_by_its_form_and_padding_is_less_than_three_percent():
@@ -66,7 +66,7 @@ def test_a_stack_is_known_by_its_form_and_padding_is_less_than_three_percent():
         assert depth_of(int(np.prod(shape)), shape, 8) == 1
     assert (
         depth_of(12 * 768, (12, 768, 768), 8) == 1
-    )  # what is kept of it for each of its columns, say
+    )  # for example statistics of each of its columns
 
 
 def test_padding_counts_each_layer_of_a_stack_once():
