@@ -122,10 +122,10 @@ def lines(cells: dict[str, Any]) -> list[str]:
     """The cells that hold fddp and plain JAX, as a table in Markdown; the shortest step of a line
     is bold."""
     head = [
-        "model, rows a replica",
+        "model, rows per replica",
         "target",
         "fddp",
-        "what `fddp.tune` takes",
+        "choice of `fddp.tune`",
         *PLAIN,
         "tuned ÷ plain",
     ]
