@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fddp.buckets.part_forms import part_of
+from fddp.buckets.layout import leaf_layout
 from fddp.wording import preformatted, table
 
 MiB = 2**20
@@ -172,10 +172,7 @@ class BucketPlan:
     def padding(self) -> int:
         """Bytes of zeros that pad leaves, or the layers of stacks, to a multiple of `parts`."""
         leaves = [self.leaves[i] for i in {i for bucket in self.buckets for i in bucket.leaves}]
-        return sum(
-            (math.prod(part_of(x.shape, self.parts)) * self.parts - x.size) * x.dtype.itemsize
-            for x in leaves
-        )
+        return sum(leaf_layout(x.shape, self.parts).padding * x.dtype.itemsize for x in leaves)
 
     @property
     def carrier(self) -> Message:

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets.assignment import Caps, make_plan
 from fddp.buckets.groups import Groups, group_keys
-from fddp.buckets.part_forms import depth_of
+from fddp.buckets.layout import leaf_layout
 from fddp.buckets.plan import Bucket, BucketPlan, MiB, Slice, Travelling
 from fddp.buckets.table_rows import plan_with_table_rows
 
@@ -99,9 +99,7 @@ def cut_in_layers(
     """Selects the leaves of loops whose shards are cut layer by layer: others have no slices."""
     leaves = jax.tree.leaves(tree)
     return {
-        i: loop
-        for i, loop in loops.items()
-        if depth_of(leaves[i].size, leaves[i].shape, num_shards) > 1
+        i: loop for i, loop in loops.items() if leaf_layout(leaves[i].shape, num_shards).depth > 1
     }
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.typing import ArrayLike
 
-from fddp.buckets import UNCUT, DeviceCut, Shard, is_shard, of_rows, part_dims, stacked
+from fddp.buckets import UNCUT, DeviceCut, Layout, Shard, is_shard, stack_shape
 from fddp.checkpoints.files import Listed
 from fddp.checkpoints.pending import of_other_replicas, with_pending
 from fddp.checkpoints.state_forms import (
@@ -72,16 +72,16 @@ def copy_gathered(group: Group, state: TrainState) -> list[Portion]:
 
 def _copies(group: Group, x: Shard) -> Any:
     """Returns the whole array of a shard, or the stack of its copies."""
-    if not x.copies or x.nodes is None:
-        return whole(stacked(x, group.size), group=group)
-    dims = x.parts.shape
-    count = 1 if group.placement.on_mesh else group.size
-    flat = replace(x, shape=(count * dims[0], *dims[1:]), copies=False, nodes=None, depth=1)
-    rows = np.asarray(whole(flat, group=group)).reshape(
-        group.size, -1, dims[-1] if x.depth > 1 else 1
-    )
-    copies = [rows[list(node)].reshape(-1, *dims[1:]) for node in x.nodes]
-    return np.stack([np.asarray(of_rows(jnp.asarray(copy), x.shape, x.depth)) for copy in copies])
+    if not x.copies:
+        return whole(x, group=group)
+    if x.nodes is None:
+        stack = Layout(stack_shape(x, group.size), group.size)
+        return whole(replace(x, layout=stack, copies=False), group=group)
+    all_parts = Layout((group.size, *x.layout.dims), group.size)
+    shard = replace(x, layout=all_parts, copies=False, nodes=None)
+    parts = np.asarray(whole(shard, group=group))
+    copies = [x.layout.join(jnp.asarray(parts[list(node)])) for node in x.nodes]
+    return np.stack([np.asarray(copy) for copy in copies])
 
 
 def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState) -> TrainState:
@@ -145,7 +145,8 @@ def _held_columns(group: Group, name: str, x: Shard) -> Portion:
         if replica in writers and columns.start < columns.stop:
             piece = np.asarray(part).reshape(-1, layout.width)[:, : columns.stop - columns.start]
             pieces.append(((layers, columns), piece))
-    return Portion(name, layout.dims, (layout.depth // x.cut.parts, layout.width), pieces)
+    chunk = layout.depth // x.layout.cut.parts, layout.width
+    return Portion(name, layout.dims, chunk, pieces)
 
 
 def _own_parts(group: Group, x: Shard) -> Iterator[tuple[Index, Any]]:
@@ -227,12 +228,13 @@ class StoredLayout(NamedTuple):
 
 def _lying(group: Group, x: Shard) -> StoredLayout:
     """Finds the layout of a shard. Copies of nodes are layers; copies of replicas are one array."""
-    whole_copies = x.copies and x.nodes is None
-    sharing = (tuple(range(group.size)),) if whole_copies else group.sharing
-    size = prod(stacked(x, group.size).shape if whole_copies else x.shape)
+    layout, sharing = x.layout, group.sharing
+    if x.copies and x.nodes is None:
+        layout = Layout(stack_shape(x, group.size), group.size)
+        sharing = (tuple(range(group.size)),)
     copies = len(sharing) if x.copies else 1
-    width = part_dims(size, len(sharing[0]), x.depth)[-1]
-    return StoredLayout(sharing, (copies * x.depth, size // x.depth), x.depth, width)
+    dims = copies * layout.depth, layout.row_size
+    return StoredLayout(sharing, dims, layout.depth, layout.dims[-1])
 
 
 def _owner(group: Group, layout: StoredLayout, place: Index) -> tuple[int, slice]:
@@ -249,7 +251,7 @@ def _owner(group: Group, layout: StoredLayout, place: Index) -> tuple[int, slice
 def _in_order(listed: Listed, name: str, x: Any, read: Read) -> Read:
     """Makes a `Read` in the order of `x`; the saved array may be cut among devices differently."""
     saved_cut = DeviceCut(dims=tuple((n, length) for n, length in listed.cuts.get(name, ())))
-    new_cut = x.cut if is_shard(x) else UNCUT
+    new_cut = x.layout.cut if is_shard(x) else UNCUT
     if saved_cut.dims == new_cut.dims:
         return read
 

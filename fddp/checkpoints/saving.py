@@ -36,7 +36,10 @@ def copy_part(folder: Folder, number: int, state: TrainState, values: Mapping[st
     portions = copy_local(group, state) if shared else copy_gathered(group, state)
     leaves = by_path(state)
     forms = {name: form(group, name, x) for name, x in leaves.items()}
-    cuts = {name: x.cut.dims for name, x in leaves.items() if shared and is_shard(x) and x.cut.dims}
+    cuts = dict[str, Any]()
+    if shared:
+        shards = {name: x.layout.cut.dims for name, x in leaves.items() if is_shard(x)}
+        cuts = {name: dims for name, dims in shards.items() if dims}
     listed = Listed({**values, "metrics": metrics_literal(state)}, forms, {}, cuts)
     return Saved(number, portions, listed, range(group.processes if together else 1))
 

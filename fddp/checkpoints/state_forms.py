@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import Shard, is_shard, stacked
+from fddp.buckets import Shard, is_shard, stack_shape
 from fddp.checkpoints.files import Listed
 from fddp.comm import REPLICATED, Group, shortened
 from fddp.jax_internals import resharded
@@ -83,7 +83,7 @@ def form(group: Group, name: str, x: Any) -> tuple[str, list[int]]:
     """Dtype and dims of a stored leaf: of the whole array, or of all replicas' copies or rows."""
     stored_form = word_form(x)
     if is_shard(x):
-        return str(stored_form.parts.dtype), list(stacked(stored_form, group.size).shape)
+        return str(stored_form.parts.dtype), list(stack_shape(stored_form, group.size))
     dims = [group.size, *stored_form.shape[1:]] if is_row(group, name) else list(stored_form.shape)
     return str(stored_form.dtype), dims
 
@@ -120,7 +120,8 @@ def _flat_words(keys: jax.Array) -> jax.Array:
 
 
 def _shard_of_words(keys: Shard, flat: jax.Array | jax.ShapeDtypeStruct) -> Shard:
-    return replace(keys, parts=flat, shape=(*keys.shape, flat.size // max(1, keys.parts.size)))
+    shape = (*keys.shape, flat.size // max(1, keys.parts.size))
+    return replace(keys, parts=flat, layout=replace(keys.layout, shape=shape))
 
 
 def of_flat_words(flat: jax.Array, like: Any) -> jax.Array:
