@@ -15,7 +15,7 @@ from fddp.jax_internals import resharded
 from fddp.step import TrainState
 from fddp.wording import leaf_name
 
-OWN = ("hook_state", "accumulated")
+PER_REPLICA = ("hook_state", "accumulated")
 """The fields of a state whose rows along a first dim belong to the replicas."""
 
 
@@ -84,7 +84,9 @@ def form(group: Group, name: str, x: Any) -> tuple[str, list[int]]:
     stored_form = word_form(x)
     if is_shard(x):
         return str(stored_form.parts.dtype), list(stack_shape(stored_form, group.size))
-    dims = [group.size, *stored_form.shape[1:]] if is_row(group, name) else list(stored_form.shape)
+    dims = list(stored_form.shape)
+    if is_row_of_rank(group, name):
+        dims = [group.size, *dims[1:]]
     return str(stored_form.dtype), dims
 
 
@@ -93,9 +95,9 @@ def part_of_state(name: str) -> str:
     return name.split("/")[0]
 
 
-def is_row(group: Group, name: str) -> bool:
+def is_row_of_rank(group: Group, name: str) -> bool:
     """True if each rank has a separate array of its replica, as groups without a mesh have."""
-    return not group.placement.on_mesh and part_of_state(name) in OWN
+    return not group.placement.on_mesh and part_of_state(name) in PER_REPLICA
 
 
 def words(x: Any) -> Any:
