@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ import optax
 import fddp
 from bench.jobs import ending, start
 from bench.record import save
-from fddp.buckets import Shard, is_shard
+from fddp.buckets import is_shard
 
 LEAVES = 16
 WIDTH = 2048
@@ -53,12 +54,7 @@ def filled(group: fddp.Group, forms: fddp.TrainState) -> fddp.TrainState:
         rows = np.full(
             (x.parts.shape[0] // count, *x.parts.shape[1:]), 1.0 + group.rank, x.parts.dtype
         )
-        return Shard(
-            group.placement.place(rows, group.placement.per_replica),
-            x.shape,
-            ranks=x.ranks,
-            depth=x.depth,
-        )
+        return replace(x, parts=group.placement.place(rows, group.placement.per_replica))
 
     return jax.tree.map(fill, forms, is_leaf=is_shard)
 

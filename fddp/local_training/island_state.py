@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import Shard, is_shard, of_rows, own_part
+from fddp.buckets import Shard, is_shard, leaves_with_shards
 from fddp.comm import Group
 from fddp.local_training.merging import Contribution, Leaves, SharedParams
 from fddp.optim import IslandState, LocalSteps
@@ -81,23 +81,19 @@ class Island:
             rows = jnp.asarray(self.members.all_gather(local_rows)).reshape(
                 -1, *local_rows.shape[1:]
             )
-            return np.asarray(of_rows(rows, x.shape, x.depth))
+            return np.asarray(x.layout.join(rows))
 
-        return [whole(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
+        return list(map(whole, leaves_with_shards(tree)))
 
     def _put(self, like: Any, leaves: Leaves) -> Any:
         """Places new copies of arrays on this process's replicas, laid out as in a tree."""
         placement = self.replica.group.placement
-        count = self.replica.group.parts
 
         def put(shard: Shard, x: Any) -> Shard:
             flat = np.reshape(x, -1)
             rows = [flat] * len(self.places)
             if shard.nodes is not None:
-                rows = [
-                    np.asarray(own_part(x, count, jnp.int32(place), shard.depth))
-                    for place in self.places
-                ]
+                rows = [np.asarray(shard.layout.part(x, jnp.int32(place))) for place in self.places]
             return replace(
                 shard, parts=placement.place(jnp.array(np.concatenate(rows)), placement.per_replica)
             )
@@ -143,7 +139,7 @@ def version_of(state: TrainState) -> int:
 
 def copy_leaves(tree: PyTree) -> list[np.ndarray]:
     """Copies arrays that each replica of an island holds whole to the host."""
-    return [_here(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
+    return list(map(_here, leaves_with_shards(tree)))
 
 
 def _here(x: Any) -> np.ndarray:

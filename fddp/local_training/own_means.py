@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import Messages, Shard, cut_as_leaf, is_shard, make_plan, own_part, part_dims
+from fddp.buckets import Messages, Shard, is_shard, leaf_layout, leaves_with_shards, make_plan
 from fddp.comm import Level
 from fddp.hooks import Reduction
 from fddp.local_training.inside import Trains, trained_leaves
@@ -85,14 +85,10 @@ class OwnMean:
         """Returns origin − arrays, which converts between arrays and changes both ways."""
         if self.origin is None:
             return arrays
-        group = self.wire.group
+        comm = self.wire.group.communicator.at("shards")
 
         def cut(x: Any, origin: Array) -> Array:
-            if not is_shard(x):
-                return origin
-            return own_part(
-                origin, group.parts, group.communicator.at("shards").replica_index(), x.depth
-            )
+            return x.layout.part(origin, comm.replica_index()) if is_shard(x) else origin
 
         return [
             cut(x, origin) - array for x, origin, array in zip(leaves, self.origin(local), arrays)
@@ -110,13 +106,13 @@ def own_means(
     wired = partial(_wire, replica, island_size, scalars)
 
     def over_node(number: int) -> OwnMean:
-        read = lambda view: _leaves(trained_leaves(replica, view.params))  # noqa: E731
+        read = lambda view: leaves_with_shards(trained_leaves(replica, view.params))  # noqa: E731
 
         def write(view: TrainState, leaves: list[Any]) -> TrainState:
             treedef = jax.tree.structure(trained_leaves(replica, view.params), is_leaf=is_shard)
             return view._replace(params=with_trained(view.params, treedef.unflatten(leaves)))
 
-        wire = wired(NODE, params, range(len(_leaves(params))), "neighbours")
+        wire = wired(NODE, params, range(len(leaves_with_shards(params))), "neighbours")
         return OwnMean(
             number, wire, read, write, lambda local: jax.tree.leaves(local.shared), steps.mix
         )
@@ -125,7 +121,7 @@ def own_means(
         positions = fields[name]
 
         def read(view: TrainState) -> list[Any]:
-            leaves = _leaves(view.opt_state.opt_state)
+            leaves = leaves_with_shards(view.opt_state.opt_state)
             return [leaves[k] for k in positions]
 
         def write(view: TrainState, arrays: list[Any]) -> TrainState:
@@ -172,22 +168,15 @@ def _wire(
 
 def _held_forms(inner: Way, replica: Replica, trained: PyTree, opt_state: PyTree) -> Any:
     """Shapes and dtypes of a replica's arrays in an island, with shards for its parts."""
-    count = replica.group.parts
-    shapes = [x.shape for x in jax.tree.leaves(trained)]
+    layouts = [leaf_layout(x.shape, replica.group.parts) for x in jax.tree.leaves(trained)]
 
     def cut(x: Any, leaf: int) -> Shard:
-        depth, _ = cut_as_leaf(x.size, shapes[leaf], count)
-        return Shard(
-            jax.ShapeDtypeStruct(part_dims(x.size, count, depth), x.dtype), x.shape, depth=depth
-        )
+        layout = layouts[leaf].of(x.shape)
+        return Shard(jax.ShapeDtypeStruct(layout.dims, x.dtype), layout)
 
     params, opt_state, buffers = inner.hold(replica, trained, opt_state, None, cut, lambda x: x)
     params = jax.tree.map(lambda x, part: x if part is None else part, trained, params)
     return params, opt_state, buffers
-
-
-def _leaves(tree: PyTree) -> list[Any]:
-    return jax.tree.leaves(tree, is_leaf=is_shard)
 
 
 def _array(x: Any) -> Any:

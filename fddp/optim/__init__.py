@@ -4,7 +4,6 @@ steps, and dynamic loss scaling.
 This room imports losses and jaxpr.
 """
 
-from fddp.optim.layout import optimizer_laid_out as optimizer_laid_out
 from fddp.optim.local import IslandState as IslandState
 from fddp.optim.local import LocalState as LocalState
 from fddp.optim.local import LocalSteps as LocalSteps
@@ -26,5 +25,6 @@ from fddp.optim.quorum import Quorum as Quorum
 from fddp.optim.quorum import due_at as due_at
 from fddp.optim.recorded import recorded as recorded
 from fddp.optim.skipped import skipped as skipped
+from fddp.optim.state_leaves import optimizer_laid_out as optimizer_laid_out
 from fddp.optim.updates import check_needs as check_needs
 from fddp.optim.updates import update as update

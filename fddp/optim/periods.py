@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from fddp.optim.layout import map_state
+from fddp.optim.state_leaves import map_state
 from fddp.wording import check_whole
 
 PARAMS = "params"

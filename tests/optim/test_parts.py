@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+from fddp.buckets import Layout
 from fddp.comm.communicator import axis_communicator
 from fddp.jaxpr import Follows, Ranks, on_parts
 from fddp.optim import check_needs
@@ -210,9 +211,8 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
             return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
         return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
-    ranks = Ranks(
-        is_element, put_together, partial(at_home, comm, {0: 3, 1: 1}, lambda leaf, size: 1)
-    )
+    work = partial(at_home, comm, {0: 3, 1: 1}, [Layout((), RANKS)] * count)
+    ranks = Ranks(is_element, put_together, work)
     run = jax.vmap(on_parts(division.program, division.inputs, ranks), axis_name="ranks")
     local_state = [in_parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):
