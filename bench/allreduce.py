@@ -1,12 +1,12 @@
-"""What do small messages cost? 32 MiB of gradients, all-reduced in calls of 1,000 to 8 million
-numbers.
+"""Small messages: how long does an all-reduce of 32 MiB take in calls of 1,000 to 8 million
+numbers?
 
     sudo .venv/bin/python bench/allreduce.py [--backends gloo mpi] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. One call after another, as the
-staged schedule's thread sends them, and nothing is computed meanwhile. All sizes take turns. Of the
-smallest messages 400 calls a turn are made, and the total is that of the 8 million numbers at their
-pace.
+staged schedule's thread sends them, and nothing is computed meanwhile. All sizes take turns. A turn
+has at most 400 calls of the smallest messages; their total is extrapolated to the 8 million
+numbers.
 
 Source: Li et al. (VLDB 2020), Fig. 2, which sends 60 million.
 """
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def send(backend: str, path: str, rounds: int) -> None:
-    """One host's part."""
+    """The part of one host."""
     group = fddp.init(backend)
 
     def calls(size: int) -> Callable[[], None]:
@@ -82,12 +82,12 @@ def send(backend: str, path: str, rounds: int) -> None:
         {str(n): calls(n) for n in SIZES}, rounds=rounds, warm_up=1, pause=group.barrier
     )
     slower = {n: group.all_reduce(turns[str(n)], op="max") for n in SIZES}
-    each = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
-    totals = {n: seconds * NUMBERS / n for n, seconds in each.items()}
+    call_seconds = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
+    totals = {n: seconds * NUMBERS / n for n, seconds in call_seconds.items()}
     if group.rank == 0:
-        said = {
+        report = {
             "link": fit_link(
-                [4 * n for n in SIZES], [float(np.median(each[n])) for n in SIZES]
+                [4 * n for n in SIZES], [float(np.median(call_seconds[n])) for n in SIZES]
             )._asdict(),
             "numbers": NUMBERS,
             "sizes": [
@@ -95,13 +95,13 @@ def send(backend: str, path: str, rounds: int) -> None:
                     "numbers_per_call": n,
                     "calls": NUMBERS // n,
                     "total": summary(totals[n]),
-                    "call": summary(each[n]),
+                    "call": summary(call_seconds[n]),
                     "to_one_call": ratio(totals[n], totals[NUMBERS]),
                 }
                 for n in SIZES
             ],
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def table(results: dict[str, Any]) -> Table:

@@ -4,9 +4,9 @@
     [--quick]
 
 Each step is compiled ahead of time for each target, under each schedule and cap that `fddp.tune`
-tries, and plain JAX of the same loss and optimizer beside it; the milliseconds are those of
-`fddp.audit`. What is compiled is saved at once. It writes the table of docs/performance.md of all
-that is saved, with one line for each model and target.
+tries, next to plain JAX of the same loss and optimizer; the milliseconds are those of `fddp.audit`.
+Every result is saved at once. The script writes the table of docs/performance.md from all saved
+results, with a line for each model and target.
 
   model   module:preset:rows of a replica, of models/
 """
@@ -61,36 +61,36 @@ def main() -> None:
         return
     for model in () if args.page else args.models:
         for target in args.targets:
-            fill(model, target, again=args.again, first=args.first)
+            fill(model, target, repeat=args.again, first=args.first)
     text = sections(saved("beside"))
     print(text)
     PAGE.write_text(with_table(PAGE.read_text(), text, "bench/beside.py"))
 
 
-def fill(model: str, target: str, *, again: bool, first: bool) -> None:
-    """Compiles what is not saved of one model on one target, and saves it."""
+def fill(model: str, target: str, *, repeat: bool, first: bool) -> None:
+    """Compiles the missing programs of a model on a target, and saves their estimates."""
     name = f"{jax.__version__} {model} {target}"
-    done = {} if again else saved("beside").get(name, {"ways": {}})["ways"]
+    ms_of_way = {} if repeat else saved("beside").get(name, {"ways": {}})["ways"]
     for way, compile in ways(model, target, first=first):
-        if way not in done:
-            done[way] = ms(compile())
-            print(name, way, done[way], flush=True)
-            save("beside", saved("beside") | {name: {"ways": done}})
+        if way not in ms_of_way:
+            ms_of_way[way] = ms(compile())
+            print(name, way, ms_of_way[way], flush=True)
+            save("beside", saved("beside") | {name: {"ways": ms_of_way}})
 
 
 def ways(
     model: str, where: str, *, first: bool = False
 ) -> Iterator[tuple[str, Callable[[], Timeline]]]:
-    """Yields what can be compiled of a model for a target: the default, plain JAX, then other
+    """Yields the compiled programs of a model for a target: the default, plain JAX, then other
     schedules and caps."""
     name, preset, rows = model.split(":")
     target = read_target(where)
     workload = read_workload(f"models.{name}:{preset}", int(rows) * target.size)
     steps = on_target(*workload.step(target.group()), workload.batch, target)
-    given = next(steps)
-    yield str(given), given.timeline
-    plain = plain_steps(given.step, given.state, given.batch, target)
-    for way in (one for one in plain if one + HIDING not in plain):  # which hides no less
+    step_of_task = next(steps)
+    yield str(step_of_task), step_of_task.timeline
+    plain = plain_steps(step_of_task.step, step_of_task.state, step_of_task.batch, target)
+    for way in (name for name in plain if name + HIDING not in plain):  # which hides no less
         yield way, lambda way=way: plain[way]().timeline
     for step in () if first else steps:
         yield str(step), step.timeline
@@ -100,7 +100,11 @@ def ms(line: Timeline) -> list[float]:
     """Milliseconds of a step, of its exposed traffic, and of all of its traffic."""
     return [
         1e3 * seconds
-        for seconds in (line.seconds, line.exposed, sum(one.seconds for one in line.communication))
+        for seconds in (
+            line.seconds,
+            line.exposed,
+            sum(span.seconds for span in line.communication),
+        )
     ]
 
 
@@ -108,8 +112,8 @@ def sections(cells: dict[str, Any]) -> str:
     """A table for each version of JAX, as Markdown."""
     versions = sorted({name.split()[0] for name in cells})
     tables = [
-        (one, lines({name: cell for name, cell in cells.items() if name.split()[0] == one}))
-        for one in versions
+        (version, lines({name: cell for name, cell in cells.items() if name.split()[0] == version}))
+        for version in versions
     ]
     return "\n\n".join(f"With JAX {version}:\n\n" + "\n".join(rows) for version, rows in tables)
 
@@ -118,17 +122,17 @@ def lines(cells: dict[str, Any]) -> list[str]:
     """The cells that hold fddp and plain JAX, as a table in Markdown; the shortest step of a line
     is bold."""
     head = [
-        "model, rows a replica",
+        "model, rows per replica",
         "target",
         "fddp",
-        "what `fddp.tune` takes",
+        "choice of `fddp.tune`",
         *PLAIN,
         "tuned ÷ plain",
     ]
     rows = [
         line(name, cell["ways"])
         for name, cell in sorted(cells.items(), key=place)
-        if whole(cell["ways"])
+        if complete(cell["ways"])
     ]
     return [f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows]]
 
@@ -137,14 +141,18 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
     """One model on one target."""
     _, model, target = name.split()
     module, preset, rows = model.split(":")
-    ours = {way: took for way, took in ways.items() if way.startswith("schedule")}
-    best = min(ours, key=lambda way: (ours[way][0], way))
-    plain = [min(took for way, took in ways.items() if way.startswith(start)) for start in PLAIN]
-    columns = [ours[DEFAULT], ours[best], *plain]
-    shortest = min(took[0] for took in columns)
-    bold = ["**" if took[0] == shortest else "" for took in columns]
-    shown = [f"{mark}{took[0]:.2f}{mark}, {took[1]:.2f}" for mark, took in zip(bold, columns)]
-    if len(ours) == 1:
+    fddp_ways = {way: ms_pair for way, ms_pair in ways.items() if way.startswith("schedule")}
+    best = min(fddp_ways, key=lambda way: (fddp_ways[way][0], way))
+    plain = [
+        min(ms_pair for way, ms_pair in ways.items() if way.startswith(start)) for start in PLAIN
+    ]
+    columns = [fddp_ways[DEFAULT], fddp_ways[best], *plain]
+    shortest = min(ms_pair[0] for ms_pair in columns)
+    bold = ["**" if ms_pair[0] == shortest else "" for ms_pair in columns]
+    shown = [
+        f"{mark}{ms_pair[0]:.2f}{mark}, {ms_pair[1]:.2f}" for mark, ms_pair in zip(bold, columns)
+    ]
+    if len(fddp_ways) == 1:
         shown[1] = "not tried"
     elif best != DEFAULT:
         shown[1] += f" ({re.sub('schedule=|bucket_cap_mb=', '', best)})"
@@ -152,12 +160,12 @@ def line(name: str, ways: dict[str, list[float]]) -> list[str]:
         f"{module}:{preset}, {rows}",
         target,
         *shown,
-        f"{ours[best][0] / min(took[0] for took in plain):.3f}",
+        f"{fddp_ways[best][0] / min(ms_pair[0] for ms_pair in plain):.3f}",
     ]
 
 
-def whole(ways: dict[str, list[float]]) -> bool:
-    """Whether a cell has the default and both ways of plain JAX."""
+def complete(ways: dict[str, list[float]]) -> bool:
+    """True if a cell has the default and both ways of plain JAX."""
     return DEFAULT in ways and all(any(way.startswith(start) for way in ways) for start in PLAIN)
 
 

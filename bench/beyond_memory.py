@@ -1,14 +1,14 @@
-"""Does a model train whose state is larger than the memory of each rank, and go on where it was
-saved?
+"""Does a model train with a state larger than the memory of each rank, and resume from a
+checkpoint?
 
     python -m bench.beyond_memory [mpi|gloo] [--ranks 4] [--limit 2600] [--quick]
 
 A GPT of 252 million parameters, with Adam's moments 2.8 GiB, in shards that are gathered twice a
 step. The kernel holds each rank to a limit below that (`limits.py`). The first job makes the state
-by a function, trains, saves, and trains on. The second one, of new processes, restores what was
-saved into a form and takes the same steps: their losses and the bits of the last parameters have to
-be the same. A third job asks for a whole state, and has to be killed by the limit. Told is the most
-that a rank's resident memory was in each job, that of Python, JAX and its compiler included.
+by a function, trains, saves, and trains on. The second one, of new processes, restores the
+checkpoint into a form and takes the same steps: their losses and the bits of the last parameters
+have to be the same. A third job requests a whole state, and has to be killed by the limit. The
+results are the peaks of the ranks' resident memory in each job, with Python, JAX and its compiler.
 """
 
 import argparse
@@ -41,30 +41,16 @@ def main() -> None:
     )
     args = parser.parse_args()
     size = "small" if args.quick else "large"
-    found = asked(args.backend, args.ranks, size, args.limit)
-    print(json.dumps(found, indent=1))
+    results = run_jobs(args.backend, args.ranks, size, args.limit)
+    print(json.dumps(results, indent=1))
     if not args.quick:
         from bench.record import save
 
-        print(save(f"beyond_memory_{args.backend}_{args.ranks}", found))
+        print(save(f"beyond_memory_{args.backend}_{args.ranks}", results))
 
 
-def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[str, Any]:
-    """Runs the jobs.
-
-    Args:
-      backend: "mpi" or "gloo".
-      ranks: their number.
-      size: of the model, "large" or "small".
-      most: MiB of each rank's limit; 0: none.
-
-    Returns:
-      What was found.
-
-    Raises:
-      RuntimeError: a job that should train failed, or one that should not trained; or the training
-        did not go on where it was saved.
-    """
+def run_jobs(backend: str, ranks: int, size: str, most: int | None = None) -> dict[str, Any]:
+    """Runs the jobs; raises RuntimeError unless they train, resume and fail as they should."""
     folder = tempfile.mkdtemp()
     most = SIZES[size][-1] if most is None else most
     try:
@@ -94,7 +80,7 @@ def asked(backend: str, ranks: int, size: str, most: int | None = None) -> dict[
 def job(
     backend: str, ranks: int, size: str, most: int, folder: str, act: str
 ) -> dict[str, Any] | None:
-    """Runs one job; returns what its rank 0 tells, None if it fails."""
+    """Runs one job; returns the results that its rank 0 prints, or None if it fails."""
     from bench.jobs import ending, start
 
     command = [sys.executable, "-m", "bench.beyond_memory", "rank", size, str(most), folder, act]
@@ -107,13 +93,13 @@ def job(
     with ending(
         start(backend, ranks, command, env, stdout=subprocess.PIPE, stderr=errors, text=True)
     ) as jobs:
-        texts = [one.communicate(timeout=480)[0] for one in jobs]
-    told = [line for text in texts for line in text.splitlines() if line.startswith("{")]
-    return None if any(one.returncode for one in jobs) else json.loads(told[0])
+        texts = [process.communicate(timeout=480)[0] for process in jobs]
+    printed = [line for text in texts for line in text.splitlines() if line.startswith("{")]
+    return None if any(process.returncode for process in jobs) else json.loads(printed[0])
 
 
 def rank(size: str, most: str, folder: str, act: str) -> None:
-    """Does one rank's part; rank 0 prints what all have found."""
+    """Does one rank's part; rank 0 prints the results of all."""
     held_by = limit(int(most)) if int(most) else "no limit"  # before JAX is there
 
     import jax
@@ -169,17 +155,19 @@ def rank(size: str, most: str, folder: str, act: str) -> None:
     for x in jax.tree.leaves(state.params):
         digest.update(np.asarray(x.addressable_data(0)).tobytes())
     peak = round(resident("VmHWM"), 1)
-    every = group.all_gather_object((held_by, round(before, 1), peak, digest.hexdigest()))
+    rank_reports = group.all_gather_object((held_by, round(before, 1), peak, digest.hexdigest()))
     group.print(
         json.dumps(
             {
-                "held_by": sorted({one[0] for one in every}),
+                "held_by": sorted({rank_report[0] for rank_report in rank_reports}),
                 "parameters": numbers,
                 "state_mib": round(12 * numbers / 2**20, 1),
-                "before_mib": [one[1] for one in every],
-                "peak_mib": [one[2] for one in every],
+                "before_mib": [rank_report[1] for rank_report in rank_reports],
+                "peak_mib": [rank_report[2] for rank_report in rank_reports],
                 "losses": losses,
-                "bits": sha256("".join(one[3] for one in every).encode()).hexdigest(),
+                "bits": sha256(
+                    "".join(rank_report[3] for rank_report in rank_reports).encode()
+                ).hexdigest(),
             }
         )
     )

@@ -1,13 +1,13 @@
-"""Are the bits of a training with virtual replicas the same on all numbers of replicas, backends
-and schedules?
+"""Do the bits of a training with virtual replicas depend on the number of replicas, the backend or
+the schedule?
 
     .venv/bin/python bench/bits.py [--problems mlp digits gpt] [--quick]
 
 Each problem is trained on 1, 2, 4 and 8 devices of a process, on 1, 2 and 4 processes over Gloo,
 and on 1 to 4 over MPI, with other schedules and bucket caps, always of 24 virtual replicas: AdamW
-with clipping and a dynamic loss scale. What is compared is a digest of the whole state and of all
-losses. "ordinary" is a training without virtual replicas, whose bits differ: the comparison is not
-blind.
+with clipping and a dynamic loss scale. The digests of the whole state and of all losses are
+compared. "ordinary" is a training without virtual replicas, whose bits differ: the comparison is
+not blind.
 """
 
 import argparse
@@ -33,7 +33,8 @@ from bench.record import save
 from models import gpt, mlp, resnet
 from models.data import split_digits
 
-VIRTUAL, STEPS = 24, 200
+VIRTUAL = 24
+STEPS = 200
 # Backend, replicas, schedule, bucket cap in MiB.
 RUNS = [
     ("local", 1, "after", 25.0),
@@ -63,9 +64,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.rank:
         return one_rank(*args.rank)
-    steps, results = 5 if args.quick else args.steps, dict[str, Any]()
+    steps = 5 if args.quick else args.steps
+    results = dict[str, Any]()
     for name in args.problems:
-        found = {}
+        digest_of = {}
         for virtual in (VIRTUAL, 0):
             runs = (
                 RUNS
@@ -86,10 +88,10 @@ def main() -> None:
                     str(cap),
                 ]
                 title = f"{backend} {size}, {schedule}, {cap} MiB" + ", ordinary" * (not virtual)
-                found[title] = said = ask(backend, size, words)
-                print(f"{name:7} {title:36} {said}", flush=True)
-        digests = {said for title, said in found.items() if "ordinary" not in title}
-        results[name] = {"equal": len(digests) == 1, "digests": found}
+                digest_of[title] = digest = ask(backend, size, words)
+                print(f"{name:7} {title:36} {digest}", flush=True)
+        digests = {digest for title, digest in digest_of.items() if "ordinary" not in title}
+        results[name] = {"equal": len(digests) == 1, "digests": digest_of}
         print(f"{name:7} {'equal' if len(digests) == 1 else 'DIFFERENT'}", flush=True)
     if not args.quick:
         print(save("bits", {"steps": steps, "virtual_replicas": VIRTUAL} | results))
@@ -97,17 +99,17 @@ def main() -> None:
 
 
 def ask(backend: str, size: int, words: list[str]) -> str:
-    """Trains in processes of their own; what rank 0 printed last."""
+    """Trains in processes of their own, and returns the last line of rank 0."""
     env, ranks = ({"JAX_NUM_CPU_DEVICES": str(size)}, 1) if backend == "local" else ({}, size)
     env |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     if backend == "local":
-        told = subprocess.run(
+        output = subprocess.run(
             words, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
     else:
         with ending(start(backend, ranks, words, env, stdout=subprocess.PIPE, text=True)) as jobs:
-            told = jobs[0].communicate()[0]
-    return next(line for line in told.splitlines() if line.startswith("digest "))
+            output = jobs[0].communicate()[0]
+    return next(line for line in output.splitlines() if line.startswith("digest "))
 
 
 def one_rank(
@@ -134,7 +136,8 @@ def one_rank(
         broadcast_buffers="mean",
         virtual_replicas=int(virtual) or None,
     )
-    state, losses = step.init(params, model_state=model_state, rng=jax.random.key(1)), []
+    state = step.init(params, model_state=model_state, rng=jax.random.key(1))
+    losses = []
     rows = fddp.samples(
         len(data[0]),
         2 * VIRTUAL,
@@ -142,20 +145,22 @@ def one_rank(
         size=group.processes,
         virtual_replicas=int(virtual) or None,
     )
-    for mine in islice(rows, int(steps)):
-        state, info = step(state, [x[mine] for x in data])
+    for chosen in islice(rows, int(steps)):
+        state, info = step(state, [x[chosen] for x in data])
         losses.append(np.asarray(info.loss))
     if group.rank == 0:
         state = state._replace(rng=None)
-        told = b"".join(np.asarray(x).tobytes() for x in (*losses, *jax.tree.leaves(state)))
+        final_bytes = b"".join(np.asarray(x).tobytes() for x in (*losses, *jax.tree.leaves(state)))
         print(
-            f"digest {hashlib.sha256(told).hexdigest()[:16]} last loss {losses[-1]:.6f}", flush=True
+            f"digest {hashlib.sha256(final_bytes).hexdigest()[:16]} last loss {losses[-1]:.6f}",
+            flush=True,
         )
 
 
 def net() -> tuple[Any, Any, list[np.ndarray]]:
     """An MLP."""
-    model, rows = mlp.PRESETS["tiny"], mlp.batch("tiny", 480)
+    model = mlp.PRESETS["tiny"]
+    rows = mlp.batch("tiny", 480)
     loss = mlp.loss_fn(model)
 
     def loss_fn(params: Any, batch: Any, *, rng: Any) -> Any:
@@ -167,14 +172,17 @@ def net() -> tuple[Any, Any, list[np.ndarray]]:
 
 def digits() -> tuple[Any, Any, list[np.ndarray]]:
     """A ResNet with BatchNorm on handwritten digits, some of whose pixels are dropped."""
-    model, (images, labels, *_) = resnet.PRESETS["tiny"], split_digits()
+    model = resnet.PRESETS["tiny"]
+    (images, labels, *_) = split_digits()
     data = [np.float32(images[..., None].repeat(3, axis=-1) / 16), np.int32(labels)]
     first = {"image": data[0][:2], "label": data[1][:2]}
     loss = resnet.loss_fn(model)
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any, rng: Any) -> Any:
-        seen = nn.Dropout(0.2, deterministic=False).apply({}, batch[0], rngs={"dropout": rng})
-        return loss(params, {"image": seen, "label": batch[1]}, model_state=model_state)
+        dropped_out = nn.Dropout(0.2, deterministic=False).apply(
+            {}, batch[0], rngs={"dropout": rng}
+        )
+        return loss(params, {"image": dropped_out, "label": batch[1]}, model_state=model_state)
 
     return loss_fn, resnet.init(model, jax.random.key(0), first), data
 

@@ -1,5 +1,5 @@
-r"""What do fewer bits save on a wire, and does each byte that is told cross it? fddp's hooks and
-PyTorch DDP's.
+r"""Fewer bits on a wire: how much time do they save, and does each reported byte cross it? fddp and
+PyTorch DDP.
 
     sudo .venv/bin/python bench/bits_on_wire.py times [--problems mlp640 gpt] \
         [--rates 1gbit 100mbit] [--torch PYTHON]
@@ -39,7 +39,8 @@ TURN = 4  # steps; the first, whose caches another way has filled, does not coun
 # Steps before the first that counts: they compile; eager's try its orders of messages; adaptive's
 # choose bits.
 WARM_UP = {"staged": 6, "eager": 25, "adaptive": 40}
-FIT, REFITS = 2, (8, 14)
+FIT = 2
+REFITS = (8, 14)
 TIMED = ("32 bits", "bf16")
 COUNTED = 20
 HOOKS = {
@@ -75,7 +76,7 @@ def main() -> None:
     if args.rank:
         return (take_turns if args.what == "times" else count)(*args.rank)
     if args.what == "bytes":
-        return told_and_sent(
+        return compare_bytes(
             args.problems, args.backends, 3 if args.quick else COUNTED, keep=not args.quick
         )
     rounds = 2 if args.quick else args.rounds
@@ -96,7 +97,8 @@ def measure(
 ) -> dict[str, Any]:
     """Starts all ways of a problem on two hosts and lets them take turns."""
     with two_hosts(rate), listening() as (control, accept):
-        jobs, lines = [], 0
+        jobs = []
+        lines = 0
         for backend in backends:
             words = [sys.executable, __file__, "times", "--rank", backend, control, name]
             start = start_mpi if backend == "mpi" else start_gloo
@@ -110,14 +112,14 @@ def measure(
         with ending(jobs):
             seconds, spans = in_turns(accept(lines), rounds, steps=TURN, warm_up=warm_up)
     result = dict[str, Any]()
-    for way, taken in seconds.items():
+    for way, durations in seconds.items():
         shares = [
             max(line.exposed / line.seconds for line in ranks)
             for ranks in spans[way]
             if ranks[0].spans
         ]
         result[way] = {
-            "step_ms": [round(1e3 * q, 1) for q in np.percentile(taken, (25, 50, 75))],
+            "step_ms": [round(1e3 * q, 1) for q in np.percentile(durations, (25, 50, 75))],
             "exposed": round(float(np.median(shares)), 4) if shares else None,
         }
     return result
@@ -129,9 +131,9 @@ def warm_up(way: str) -> int:
 
 def table(result: dict[str, Any]) -> str:
     rows = list[str]()
-    for way, told in result.items():
-        low, middle, high = told["step_ms"]
-        exposed = "" if told["exposed"] is None else f"   exposed {told['exposed']:6.1%}"
+    for way, entry in result.items():
+        low, middle, high = entry["step_ms"]
+        exposed = "" if entry["exposed"] is None else f"   exposed {entry['exposed']:6.1%}"
         rows.append(f"{way:40} {low:8.1f} {middle:8.1f} {high:8.1f} ms{exposed}")
     return "\n".join(rows)
 
@@ -173,9 +175,9 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
     def run() -> Any:
         nonlocal step, state, number
         if number == FIT:
-            found = fddp.fit_bits(step, state, task.batch)
-            step = step.with_options(hook=hooks.adaptive(found.bits))
-            group.print(found)
+            fitted = fddp.fit_bits(step, state, task.batch)
+            step = step.with_options(hook=hooks.adaptive(fitted.bits))
+            group.print(fitted)
         if number in REFITS:
             step = fddp.refit_bits(step)
             group.print(f"after {number} steps: {step.options.hook}")
@@ -189,18 +191,17 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
 ### Bytes
 
 
-def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep: bool) -> None:
-    """Prints bytes that steps tell beside those that cross the wire; the file keeps the other
-    problems."""
+def compare_bytes(problems: list[str], backends: list[str], steps: int, *, keep: bool) -> None:
+    """Prints reported bytes next to those on the wire; the file keeps the other problems."""
     results = saved("bits_told").get("bytes_told_and_sent", {})
     for name in problems:
         for backend in backends:
-            found = ask(backend, "1gbit", __file__, "bytes", "--rank", backend, name, steps)
-            results[f"{name}, {backend}"] = found
-            for hook, (told, sent) in found.items():
+            counts = ask(backend, "1gbit", __file__, "bytes", "--rank", backend, name, steps)
+            results[f"{name}, {backend}"] = counts
+            for hook, (reported, on_wire) in counts.items():
                 print(
-                    f"{name:7} {backend:5} {hook:17} {told:>13,} told {sent:>13,} sent: "
-                    f"{sent / told:.4f}",
+                    f"{name:7} {backend:5} {hook:17} {reported:>13,} told {on_wire:>13,} sent: "
+                    f"{on_wire / reported:.4f}",
                     flush=True,
                 )
             if keep:
@@ -208,10 +209,10 @@ def told_and_sent(problems: list[str], backends: list[str], steps: int, *, keep:
 
 
 def count(backend: str, name: str, steps: str, path: str) -> None:
-    """One host's part: for each hook the bytes that rank 0 was told, and those that it sent."""
+    """One host's part: reported and sent bytes of rank 0 for each hook."""
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
-    found = dict[str, tuple[int, int]]()
+    counts = dict[str, tuple[int, int]]()
     for title, hook in HOOKS.items():
         step = fddp.train_step(
             task.loss_fn,
@@ -225,14 +226,15 @@ def count(backend: str, name: str, steps: str, path: str) -> None:
         state = step.init(task.params, model_state=task.model_state)
         state, info = step(state, task.batch)
         group.barrier()
-        before, told = int(SENT.read_text()), 0
+        before = int(SENT.read_text())
+        reported = 0
         for _ in range(int(steps)):
             state, info = jax.block_until_ready(step(state, task.batch))
-            told += int(np.sum(np.asarray(info.sent), dtype=np.int64))
+            reported += int(np.sum(np.asarray(info.sent), dtype=np.int64))
         group.barrier()
-        found[title] = (told, int(SENT.read_text()) - before)
+        counts[title] = (reported, int(SENT.read_text()) - before)
     if group.rank == 0:
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(counts))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,19 @@
-"""Where does an eager step's time go, beyond the larger of its computing and its traffic?
+"""An eager step beyond the larger of its computing and its traffic: where does the time go?
 
     sudo .venv/bin/python bench/bound.py [--problems mlp mlp640 gpt] [--turns 6] [--quick]
 
 On two hosts, one core each, the stages of a step are timed without traffic, and eager steps with
-it; the kernel tells how long each core was busy. Steps are then simulated with these times, one
+it; the kernel counts the busy time of each core. Steps are then simulated with these times, one
 behind the other, with the messages in the best order that a search finds:
 
-  bound     the larger of computing alone and of the bytes over the rate
-  order     no launcher beats it: a layer's next forward pass waits for its sum, and the sum for its
-            backward pass
-  cut       the same with each message in four, in any order
-  core      the order's, on a core that also sends: while traffic is under way it computes only in
-            the time left over own order the same in the order that fddp has chosen
-  measured  eager
+  bound      the larger of computing alone and of the bytes over the rate
+  order      no launcher beats it: a layer's next forward pass waits for its sum, and the sum for
+             its backward pass
+  cut        the same with each message in four, in any order
+  core       the order's, on a core that also sends: while traffic is under way it computes only in
+             the time left over
+  own order  the same in the order that fddp has chosen
+  measured   eager
 """
 
 import argparse
@@ -44,7 +45,7 @@ from fddp.schedules.tasks import Task, Value
 RATE = "1gbit"
 BYTES_PER_S = 1e9 / 8 * 1448 / 1514  # of an Ethernet frame's bytes so many are a message's
 STEPS = 8  # in a turn
-SIMULATED = 8  # steps, of which the last half counts
+SIMULATED = 8  # steps; the last half counts
 TRIALS = 600  # of a search
 BACKENDS = ("mpi", "gloo")
 
@@ -60,17 +61,17 @@ def main() -> None:
     for name in args.problems:
         for backend in BACKENDS:
             turns = 2 if args.quick else args.turns
-            found = ask(backend, RATE, __file__, "--rank", backend, name, turns)
-            against = found["step_ms"]["bound"]
+            results = ask(backend, RATE, __file__, "--rank", backend, name, turns)
+            against = results["step_ms"]["bound"]
             words = ", ".join(
-                f"{key} {ms:.0f} ({ms / against:.2f})" for key, ms in found["step_ms"].items()
+                f"{key} {ms:.0f} ({ms / against:.2f})" for key, ms in results["step_ms"].items()
             )
-            share = found["core_for_traffic"]
+            share = results["core_for_traffic"]
             print(
                 f"{name:7} {backend:5} {words}; traffic takes {share:.0%} of the core", flush=True
             )
             if not args.quick:
-                print(save("bound", saved("bound") | {f"{name}, {backend}": found}))
+                print(save("bound", saved("bound") | {f"{name}, {backend}": results}))
 
 
 def rank(backend: str, name: str, turns: int, path: Path) -> None:
@@ -82,14 +83,14 @@ def rank(backend: str, name: str, turns: int, path: Path) -> None:
     }
     for way in ways.values():
         way.steps(2)
-    took: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
+    times_of_way: dict[str, list[tuple[float, float]]] = {key: [] for key in ways}
     for _ in range(turns):
         for key, way in ways.items():
             group.barrier()
-            took[key].append(way.steps(STEPS))
+            times_of_way[key].append(way.steps(STEPS))
     seconds = {
         key: group.all_reduce(np.median(np.array(values), axis=0), op="max")
-        for key, values in took.items()
+        for key, values in times_of_way.items()
     }
     if group.is_main:
         path.write_text(json.dumps(evaluate(ways["alone"], ways["eager"].tasks, seconds)))
@@ -110,17 +111,17 @@ class Way:
         self._spans: dict[str, list[float]] = {}
 
     def steps(self, count: int) -> tuple[float, float]:
-        """Seconds of a step, and those of them in which this core was busy."""
+        """Seconds of a step, and busy seconds of this core in it."""
         (core,) = os.sched_getaffinity(0)
         self._once()
         busy, _ = busy_and_idle_s(core)
         began = perf_counter()
         for _ in range(count):
             self._once()
-        took = perf_counter() - began
+        duration = perf_counter() - began
         busy = busy_and_idle_s(core)[0] - busy
         jax.block_until_ready(self._state)
-        return took / count, busy / count
+        return duration / count, busy / count
 
     def _once(self) -> None:
         self._state, info = self._step(self._state, self._batch)
@@ -134,42 +135,44 @@ class Way:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each task, the median."""
+        """The median of each task."""
         return {name: float(np.median(values)) for name, values in self._spans.items()}
 
     @property
     def nbytes(self) -> list[int]:
-        """Of each message."""
+        """The bytes of each message."""
         return [bucket.nbytes for bucket in self._step.plan.buckets]
 
 
-def evaluate(alone: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Milliseconds of a step: those that were measured, and those of the simulations."""
+def evaluate(local: Way, listed: TaskList, seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Milliseconds of a step: measured and simulated ones."""
     (lone, lone_busy), (measured, busy) = (seconds[key].tolist() for key in ("alone", "eager"))
-    sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(alone.nbytes)}
+    sends = {f"bucket {k}": size / BYTES_PER_S for k, size in enumerate(local.nbytes)}
     traffic = sum(sends.values())
-    took = alone.seconds | sends
+    seconds_of = local.seconds | sends
     computed = sum(
-        took.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate)
+        seconds_of.get(task.name, 0.0) for task in listed.tasks if not isinstance(task, Communicate)
     )
-    took |= {
-        name: s * lone / computed for name, s in took.items() if name not in sends
-    }  # what Python takes, spread
+    seconds_of |= {
+        name: s * lone / computed for name, s in seconds_of.items() if name not in sends
+    }  # Python's share, spread
     share = min(0.95, max(0.0, (busy - lone_busy) / traffic))
     core = Pace(1 - share, 1.0)
-    in_four = took | {f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)}
-    found = {
+    in_four = seconds_of | {
+        f"{name} {piece}": s / 4 for name, s in sends.items() for piece in range(4)
+    }
+    bounds = {
         "computing": lone,
         "traffic": traffic,
         "bound": max(lone, traffic),
-        "order": best(listed, took, Pace()),
+        "order": best(listed, seconds_of, Pace()),
         "cut": best(in_pieces(listed, 4), in_four, Pace()),
-        "core": best(listed, took, core),
-        "own order": period(listed, listed.messages, took, core),
+        "core": best(listed, seconds_of, core),
+        "own order": period(listed, listed.messages, seconds_of, core),
         "measured": measured,
     }
     return {
-        "step_ms": {key: round(1e3 * s, 1) for key, s in found.items()},
+        "step_ms": {key: round(1e3 * s, 1) for key, s in bounds.items()},
         "core_for_traffic": round(share, 3),
         "busy_ms": [round(1e3 * lone_busy, 1), round(1e3 * busy, 1)],
     }
@@ -181,68 +184,72 @@ def best(listed: TaskList, seconds: Mapping[str, float], pace: Pace) -> float:
     order = list(listed.messages)
     least = period(listed, order, seconds, pace)
     for _ in range(TRIALS):
-        other = list(order)
-        other.insert(draw.randrange(len(order)), other.pop(draw.randrange(len(order))))
-        took = period(listed, other, seconds, pace)
-        if took <= least:
-            least = took
-            order = other
+        candidate = list(order)
+        candidate.insert(draw.randrange(len(order)), candidate.pop(draw.randrange(len(order))))
+        duration = period(listed, candidate, seconds, pace)
+        if duration <= least:
+            least = duration
+            order = candidate
     return least
 
 
 def period(
     listed: TaskList, order: Sequence[Communicate], seconds: Mapping[str, float], pace: Pace
 ) -> float:
-    """Seconds of a step, if many follow each other and each starts what it can while the last one's
-    sums come."""
+    """Seconds of a step amid many others, if each starts its ready work while the last one's sums
+    arrive."""
     tasks = list[Task]()
-    came = dict[Value, Value]()
+    carried = dict[Value, Value]()
     for number in range(SIMULATED):
-        here = partial(_at, number)
-        once = [_renamed(task, number, came, here) for task in leaving_in(listed, order).tasks]
-        came = {value.replaces: here(value) for value in listed.results if value.replaces}
+        numbered = partial(_at, number)
+        once = [
+            _renamed(task, number, carried, numbered) for task in leaving_in(listed, order).tasks
+        ]
+        carried = {value.replaces: numbered(value) for value in listed.results if value.replaces}
         tasks += once
-    took = {f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()}
-    line = simulate(tasks, took, pace, queue=lambda task: task.kind)
+    seconds_of = {
+        f"{number} {name}": s for number in range(SIMULATED) for name, s in seconds.items()
+    }
+    line = simulate(tasks, seconds_of, pace, queue=lambda task: task.kind)
     last = max(
         (span for span in line.compute if span.name.startswith(f"{SIMULATED - 1} ")),
         key=lambda span: span.end,
     )
     name = last.name.split(" ", 1)[1]
-    ends = {span.name: span.end for span in line.compute}
+    end_of = {span.name: span.end for span in line.compute}
     half = SIMULATED // 2
-    return (last.end - ends[f"{half - 1} {name}"]) / half
+    return (last.end - end_of[f"{half - 1} {name}"]) / half
 
 
 def in_pieces(listed: TaskList, pieces: int) -> TaskList:
-    """A list whose messages travel in pieces; what reads a sum reads all of them."""
+    """A list with its messages in pieces; readers of a sum read all of them."""
 
     def cut(task: Task) -> list[Task]:
         if not isinstance(task, Communicate):
             reads = [
                 piece
                 for value in task.reads
-                for piece in (of(value) if value.kind == "sum" else [value])
+                for piece in (pieces_of(value) if value.kind == "sum" else [value])
             ]
             return [task._replace(reads=tuple(reads))]
         (sum_, *_) = task.writes
         return [
             task._replace(name=f"{task.name} {p}", writes=(piece,))
-            for p, piece in enumerate(of(sum_))
+            for p, piece in enumerate(pieces_of(sum_))
         ]
 
-    def of(value: Value) -> list[Value]:
+    def pieces_of(value: Value) -> list[Value]:
         return [Value(value.kind, value.number, str(p)) for p in range(pieces)]
 
-    return listed._replace(tasks=tuple(one for task in listed.tasks for one in cut(task)))
+    return listed._replace(tasks=tuple(piece for task in listed.tasks for piece in cut(task)))
 
 
 def _renamed(
-    task: Task, number: int, came: Mapping[Value, Value], here: Callable[[Value], Value]
+    task: Task, number: int, carried: Mapping[Value, Value], numbered: Callable[[Value], Value]
 ) -> Task:
-    reads = (came[value] if value in came else here(value) for value in task.reads)
+    reads = (carried[value] if value in carried else numbered(value) for value in task.reads)
     return task._replace(
-        name=f"{number} {task.name}", reads=tuple(reads), writes=tuple(map(here, task.writes))
+        name=f"{number} {task.name}", reads=tuple(reads), writes=tuple(map(numbered, task.writes))
     )
 
 

@@ -1,4 +1,4 @@
-r"""Where does the time of a step go, and what does overlap buy?
+r"""The parts of a step: where does its time go, and how much does overlap gain?
 
     sudo .venv/bin/python bench/breakdown.py [--problems mlp resnet18 gpt] \
         [--backends gloo mpi] [--quick]
@@ -8,10 +8,10 @@ the backward pass ("after") and the one that overlaps ("staged") have the same b
 turns with a program of the forward pass alone. Shares are those of rank 0, medians over rounds, of
 the non-overlapped step.
 
-  forward        the forward pass alone, which "staged" is taken to need as well
-  backward       the rest of what is computed before the update; longer with overlap: traffic needs
+  forward        the forward pass alone, assumed for "staged" as well
+  backward       all other computation before the update; longer with overlap: traffic needs
                  the core too
-  communication  all of it in "after"; in "staged" only what is exposed, when nothing is computed
+  communication  all of it in "after"; in "staged" only the exposed part, when nothing is computed
   optimizer      the update
   idle           nothing computed or sent: Python, placing rows
 
@@ -95,8 +95,8 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
         forward = seconds.pop("forward")
         del measured["forward"]
         ahead = float(np.median(forward))
-        whole = float(np.median([step.seconds for step in measured["after"].steps]))
-        said = {
+        total_s = float(np.median([step.seconds for step in measured["after"].steps]))
+        report = {
             "cap_mb": CAP_MB,
             "all_reduces": len(ways["staged"].all_reduces),
             "step": {schedule: summary(values) for schedule, values in seconds.items()},
@@ -104,11 +104,14 @@ def train(backend: str, name: str, path: str, rounds: int) -> None:
             "staged / after": ratio(seconds["staged"], seconds["after"]),
             "overlap_percent": measured["staged"].overlap_percent,
             "parts": {
-                schedule: {part: value / whole for part, value in parts(found.steps, ahead).items()}
-                for schedule, found in measured.items()
+                schedule: {
+                    part: value / total_s
+                    for part, value in shares(measurement.steps, ahead).items()
+                }
+                for schedule, measurement in measured.items()
             },
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def forward_only(task: Problem) -> Way:
@@ -127,8 +130,8 @@ def forward_only(task: Problem) -> Way:
     return Way(run, task.batch, lambda: Timeline((span,)), ())
 
 
-def parts(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
-    """Seconds of a step by what they were spent on, medians over steps."""
+def shares(steps: tuple[MeasuredStep, ...], forward: float) -> dict[str, float]:
+    """Seconds of each part of a step, medians over steps."""
 
     def update(step: MeasuredStep) -> float:
         return sum(span.seconds for span in step.timeline.updates)
@@ -159,8 +162,9 @@ def table(results: dict[str, Any]) -> Table:
         sheet.add_column(head, justify="left" if head in ("problem", "schedule") else "right")
     for name, result in results.items():
         for schedule, shares in result["parts"].items():
-            step, gain = result["step"][schedule], result["staged / after"]
-            told = (
+            step = result["step"][schedule]
+            gain = result["staged / after"]
+            remarks = (
                 [f"{gain['median']:.3f}", f"{result['overlap_percent']:.0f} %"]
                 if schedule == "staged"
                 else ["", ""]
@@ -172,7 +176,7 @@ def table(results: dict[str, Any]) -> Table:
                 f"({step['quartile_1_ms']:.0f}–{step['quartile_3_ms']:.0f})",
                 *(f"{100 * shares[part]:.1f}" for part in PARTS),
                 f"{100 * sum(shares.values()):.1f}",
-                *told,
+                *remarks,
             )
     return sheet
 
@@ -185,11 +189,11 @@ def picture(results: dict[str, Any]) -> Path:
         for name, result in results.items()
         for kind, shares in result["parts"].items()
     }
-    left = np.zeros(len(bars))
+    offsets = np.zeros(len(bars))
     for part, colour in PARTS.items():
         widths = np.array([shares[part] for shares in bars.values()])
-        axis.barh(list(bars), widths, left=left, color=colour, label=part)
-        left += widths
+        axis.barh(list(bars), widths, left=offsets, color=colour, label=part)
+        offsets += widths
     axis.invert_yaxis()
     axis.set_title("a step, as a share of the one without overlap", loc="left")
     axis.legend(frameon=False, ncols=len(PARTS), loc="upper center", bbox_to_anchor=(0.45, -0.05))

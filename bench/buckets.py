@@ -1,5 +1,4 @@
-"""How long does a step take with buckets of different sizes, on a real wire? (Paper, figures 7 and
-8.)
+"""Buckets of different sizes: how long does a step take, on a real wire? (Paper, figures 7 and 8.)
 
     sudo .venv/bin/python bench/buckets.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 
@@ -41,17 +40,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="2 rounds, nothing is saved")
     args = parser.parse_args()
-    found: dict[str, dict[str, np.ndarray]] = {}
+    times: dict[str, dict[str, np.ndarray]] = {}
     for name in args.problems:
         for backend in args.backends:
             title = f"{name}, {backend}"
-            found[title] = take_turns(
+            times[title] = take_turns(
                 __file__, backend, name, rounds=2 if args.quick else args.rounds
             )
-            Console(width=100).print(table(title, found[title]))
+            Console(width=100).print(table(title, times[title]))
     if not args.quick:
-        print(save("buckets", {title: results(seconds) for title, seconds in found.items()}))
-        print(picture(found))
+        print(save("buckets", {title: results(seconds) for title, seconds in times.items()}))
+        print(picture(times))
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
@@ -69,9 +68,12 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    (default,) = (took for name, took in seconds.items() if name.startswith(f"{DEFAULT:g} MiB"))
+    (default,) = (
+        durations for name, durations in seconds.items() if name.startswith(f"{DEFAULT:g} MiB")
+    )
     return {
-        name: summary(took) | {"of_default": ratio(took, default)} for name, took in seconds.items()
+        name: summary(durations) | {"of_default": ratio(durations, default)}
+        for name, durations in seconds.items()
     }
 
 
@@ -85,11 +87,11 @@ def table(title: str, seconds: Mapping[str, np.ndarray]) -> Table:
     return sheet
 
 
-def picture(found: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
+def picture(times: Mapping[str, Mapping[str, np.ndarray]]) -> Path:
     """Draws a box (quartiles) and whiskers (all rounds) for every cap."""
-    sheet, axes = figure(len(found))
-    for axis, (title, seconds) in zip(axes, found.items()):
-        boxes = [1e3 * took for took in seconds.values()]
+    sheet, axes = figure(len(times))
+    for axis, (title, seconds) in zip(axes, times.items()):
+        boxes = [1e3 * durations for durations in seconds.values()]
         axis.boxplot(
             boxes, tick_labels=list(seconds), whis=(0, 100), medianprops={"color": "tab:orange"}
         )

@@ -1,13 +1,12 @@
-"""Does a training survive the night? Ranks are killed again and again, and it must end where the
-calm run ends.
+"""Does a training survive the night? Ranks are killed repeatedly, and it must end as the calm run
+does.
 
     python bench/chaos.py [--steps 2000] [--every 20] [--seed 0] [--quick]
 
 Trains a small network with dropout, buffers, Adam, a dynamic loss scale and a hook with memory
 under `python -m fddp run`, on MPI and on Gloo: once in peace, once with a signal (SIGKILL, SIGSTOP,
 SIGSEGV or SIGABRT) to a rank that is drawn, about every so many seconds. Compares the digests of
-the whole states and all losses at the end, and tells how long it took from each signal to the next
-step.
+the whole states and all losses at the end, and measures the time from each signal to the next step.
 """
 
 import argparse
@@ -32,8 +31,10 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.record import save
 
-RANKS, STALL_S, SAVE_EVERY = 3, 2.0, 20
-INPUT_S = 0.05  # what a batch takes to load
+RANKS = 3
+STALL_S = 2.0
+SAVE_EVERY = 20
+INPUT_S = 0.05  # the loading time of a batch
 SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGABRT")
 LIMIT_S = 1800
 BACKENDS = {"mpi": "mpiexec", "gloo": "processes"}
@@ -79,7 +80,7 @@ def main() -> None:
             "digest": wild["digest"],
             "faults": [asdict(fault) for fault in faults],
         }
-        print(told(backend, results[backend]), flush=True)
+        print(summary(backend, results[backend]), flush=True)
     if not args.quick:
         print(
             save("chaos", {"ranks": RANKS, "stall_s": STALL_S, "save_every": SAVE_EVERY, **results})
@@ -88,8 +89,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def told(backend: str, result: dict[str, Any]) -> str:
-    back = [fault["back_s"] for fault in result["faults"] if fault["back_s"] is not None]
+def summary(backend: str, result: dict[str, Any]) -> str:
+    recoveries = [fault["back_s"] for fault in result["faults"] if fault["back_s"] is not None]
     kinds = ", ".join(
         f"{n} {kind}" for kind, n in Counter(fault["signal"] for fault in result["faults"]).items()
     )
@@ -101,15 +102,15 @@ def told(backend: str, result: dict[str, Any]) -> str:
     return (
         f"{backend}: {result['steps']} steps with {len(result['faults'])} faults ({kinds}) end "
         f"with {end}; from a "
-        f"fault to the next step {np.median(back or np.nan):.1f} s, at most "
-        f"{max(back, default=np.nan):.1f}"
+        f"fault to the next step {np.median(recoveries or np.nan):.1f} s, at most "
+        f"{max(recoveries, default=np.nan):.1f}"
     )
 
 
 def run(
     backend: str, steps: int, every: float | None, draw: random.Random
 ) -> tuple[dict[str, Any], list[Fault]]:
-    """A training under `python -m fddp run`; what rank 0 has at its end, and the faults it had."""
+    """A training under `python -m fddp run`; the results of rank 0 at its end, and its faults."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         env = os.environ | {
@@ -139,18 +140,23 @@ def strike(
     job: subprocess.Popen, folder: Path, every: float | None, draw: random.Random
 ) -> list[Fault]:
     """Sends signals until the job is over."""
-    faults, struck, due = list[Fault](), 0.0, None
+    faults = list[Fault]()
+    struck = 0.0
+    due = None
     until = time.monotonic() + LIMIT_S
     while job.poll() is None and time.monotonic() < until:
         time.sleep(0.01)
-        now, (step, at) = time.monotonic(), last_step(folder)
+        time_now = time.monotonic()
+        (step, at) = last_step(folder)
         if faults and faults[-1].back_s is None:
             if at > struck:
                 faults[-1].back_s = round(at - struck, 2)
         elif every and step and due is None:
-            due = now + every * draw.uniform(0.5, 1.5)
-        elif due and now > due:
-            fault, struck, due = Fault(draw.choice(SIGNALS), draw.randrange(RANKS), step), now, None
+            due = time_now + every * draw.uniform(0.5, 1.5)
+        elif due and time_now > due:
+            fault = Fault(draw.choice(SIGNALS), draw.randrange(RANKS), step)
+            struck = time_now
+            due = None
             with suppress(ProcessLookupError):  # the training has just ended
                 os.kill(
                     int((folder / f"process {fault.rank}").read_text()),
@@ -177,7 +183,7 @@ def last_step(folder: Path) -> tuple[int, float]:
 
 
 def train(folder: Path, steps: int) -> None:
-    """Trains, and goes on where it was."""
+    """Trains, or resumes."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -205,9 +211,9 @@ def train(folder: Path, steps: int) -> None:
         rows = fddp.samples(
             len(data), 48, rank=group.rank, size=group.processes, start_step=int(state.step)
         )
-        for number, mine in zip(range(int(state.step), steps), rows):
+        for number, chosen in zip(range(int(state.step), steps), rows):
             time.sleep(INPUT_S)
-            state, info = step(state, data[mine])
+            state, info = step(state, data[chosen])
             losses.append(float(info.loss))
             if group.rank == 0:
                 temporary = folder / "step.new"
@@ -218,7 +224,7 @@ def train(folder: Path, steps: int) -> None:
     bits = b"".join(
         np.asarray(shard.data).tobytes() for x in leaves for shard in x.addressable_shards
     )
-    # Also what each replica remembers for itself.
+    # Also the local memory of each replica.
     digest = sha256(
         group.all_gather(np.frombuffer(sha256(bits).digest(), np.uint8)).tobytes()
     ).hexdigest()

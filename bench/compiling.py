@@ -1,4 +1,4 @@
-"""How long does a first step compile: by jit, staged, by two ranks of one host, and with more
+"""Compiling: how long does a first step take, by jit, staged, by two ranks of a host, and with
 layers under `lax.scan`?
 
     python bench/compiling.py [--quick] [--only WORD]
@@ -59,13 +59,13 @@ def main() -> None:
     results = dict[str, float]()
     for name, case in cases.items():
         if args.only in name:
-            results[name] = apart(*case)
+            results[name] = in_processes(*case)
             print(f"{results[name]:8.1f} s  {name}", flush=True)
     if not args.quick and not args.only:
         print(save("compiling", results))
 
 
-def apart(model: str, way: str, ranks: int, shared: bool) -> float:
+def in_processes(model: str, way: str, ranks: int, shared: bool) -> float:
     """Runs a case in processes of its own; the slowest rank counts."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}
@@ -76,11 +76,11 @@ def apart(model: str, way: str, ranks: int, shared: bool) -> float:
             }
         command = [sys.executable, __file__, "--alone", model, way]
         command = [MPIEXEC, "-n", str(ranks), *command] if ranks > 1 else command
-        told = subprocess.run(
+        process = subprocess.run(
             command, stdout=subprocess.PIPE, text=True, check=True, env=env, timeout=PATIENCE_S
         )
     return max(
-        json.loads(line)["seconds"] for line in told.stdout.splitlines() if line.startswith("{")
+        json.loads(line)["seconds"] for line in process.stdout.splitlines() if line.startswith("{")
     )
 
 
@@ -100,10 +100,10 @@ def first_step(model: str, way: Any) -> float:
     seconds = list[float]()
     for _ in range(2):
         group.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         state, info = step(state, batch)
         jax.block_until_ready((state, info))
-        seconds.append(time.perf_counter() - begun)
+        seconds.append(time.perf_counter() - start)
     return seconds[0] - seconds[1]
 
 

@@ -35,9 +35,9 @@ from bench.drawn import (
     RATE,
     ROUNDED,
     Drawn,
+    batch_of,
     buffers,
     draw,
-    given,
     keys,
     loss_of,
     optimizer_of,
@@ -45,19 +45,21 @@ from bench.drawn import (
 from bench.drawn_shards import draw_shards
 from bench.record import save, saved
 
-COUNT, TIMEOUT_S, FORGET_EVERY = 504, 180, 40
+COUNT = 504
+TIMEOUT_S = 180
+FORGET_EVERY = 40
 
 
 class Outcome(NamedTuple):
-    """How a configuration ended."""
+    """The outcome of a configuration."""
 
     kind: str
-    """trained, refused or wrong."""
+    """"trained", "refused" or "wrong"."""
     words: str = ""
 
 
 class Wrong(Exception):
-    """A training is not what it has to be."""
+    """A training differs from the reference."""
 
 
 def main() -> None:
@@ -84,17 +86,16 @@ def main() -> None:
     draws, name = (
         (draw_shards, "configurations_shards") if args.shards else (draw, "configurations")
     )
-    found = dict[int, Outcome]()
+    outcomes = dict[int, Outcome]()
     earlier = saved(name) if args.more else {}
-    first, end = (
-        earlier.get("seeds", [args.seed])[-1] + args.more,
-        time.perf_counter() + 60 * args.minutes,
-    )
+    first = earlier.get("seeds", [args.seed])[-1] + args.more
+    end = time.perf_counter() + 60 * args.minutes
     for seed in range(first, first + count):
-        drawn, begin = draws(seed), time.perf_counter()
+        drawn = draws(seed)
+        begin = time.perf_counter()
         if begin > end:
             break
-        found[seed] = outcome = judged(drawn)
+        outcomes[seed] = outcome = judged(drawn)
         shown = f"{drawn}: " * (outcome.kind == "wrong")
         print(
             f"{seed:5} {time.perf_counter() - begin:5.1f} s {outcome.kind} {shown}{outcome.words}",
@@ -102,9 +103,9 @@ def main() -> None:
         )
         if seed % FORGET_EVERY == 0:
             jax.clear_caches()
-    print(table(found))
+    print(table(outcomes))
     if not args.quick and count > 1:
-        print(save(name, results(found, earlier)))
+        print(save(name, results(outcomes, earlier)))
 
 
 def prepare() -> None:
@@ -114,7 +115,7 @@ def prepare() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     jax.config.update(
         "jax_traceback_filtering", "off"
-    )  # whose words an error has is told by where it was raised
+    )  # the place of the raise shows the author of an error's words
     if jax.__version_info__ < (
         0,
         11,
@@ -124,35 +125,42 @@ def prepare() -> None:
         )
 
 
-def table(found: dict[int, Outcome]) -> str:
-    """What became of how many, and why."""
-    kinds = Counter(one.kind for one in found.values())
-    reasons = Counter(one.words[:60] for one in found.values() if one.kind == "refused")
+def table(outcomes: dict[int, Outcome]) -> str:
+    """The numbers of outcomes, with reasons."""
+    kinds = Counter(outcome.kind for outcome in outcomes.values())
+    reasons = Counter(
+        outcome.words[:60] for outcome in outcomes.values() if outcome.kind == "refused"
+    )
     lines = [f"{kinds[kind]:5} {kind}" for kind in ("trained", "refused", "wrong")]
     lines[2:2] = [f"      {count:5} {words}" for words, count in reasons.most_common()]
     return "\n".join(
-        [*lines, *(f"      {n:5} {one.words}" for n, one in found.items() if one.kind == "wrong")]
+        [
+            *lines,
+            *(
+                f"      {n:5} {outcome.words}"
+                for n, outcome in outcomes.items()
+                if outcome.kind == "wrong"
+            ),
+        ]
     )
 
 
-def results(found: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, Any]:
-    """What is saved: counts, those of earlier seeds with them."""
-    kinds, reasons = (
-        Counter(one.kind for one in found.values()),
-        Counter(earlier.get("refused", {})),
-    )
-    reasons.update(one.words[:60] for one in found.values() if one.kind == "refused")
+def results(outcomes: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, Any]:
+    """The results to save: counts, including those of earlier seeds."""
+    kinds = Counter(outcome.kind for outcome in outcomes.values())
+    reasons = Counter(earlier.get("refused", {}))
+    reasons.update(outcome.words[:60] for outcome in outcomes.values() if outcome.kind == "refused")
     return {
-        "seeds": [earlier.get("seeds", [min(found)])[0], max(found)],
+        "seeds": [earlier.get("seeds", [min(outcomes)])[0], max(outcomes)],
         "trained": earlier.get("trained", 0) + kinds["trained"],
         "refused": dict(reasons.most_common()),
         "wrong": earlier.get("wrong", {})
-        | {str(n): one.words for n, one in found.items() if one.kind == "wrong"},
+        | {str(n): outcome.words for n, outcome in outcomes.items() if outcome.kind == "wrong"},
     }
 
 
 def judged(drawn: Drawn) -> Outcome:
-    """Trains a configuration, and says how that ended."""
+    """Trains a configuration, and returns the outcome."""
 
     def too_long(*_: Any) -> None:
         raise Wrong(f"it hangs: nothing for {TIMEOUT_S} s")
@@ -180,37 +188,39 @@ def judged(drawn: Drawn) -> Outcome:
 
 
 def trained(drawn: Drawn) -> str:
-    """Trains and compares; says why, where fddp refuses."""
+    """Trains and compares; returns the reason if fddp refuses."""
     try:
-        step = made(drawn)
+        step = step_of(drawn)
         state = step.init(drawn.params, model_state=buffers(drawn), rng=keys(drawn))
     except (ValueError, TypeError) as error:
-        return own_words(error)
-    told, known, infos = None, set[Any](), []
+        return message_of(error)
+    reference = None
+    seen_calls = set[Any]()
+    infos = []
     for call in drawn.calls:
         run = step if call.kind == "step" else step.no_sync
         before = state if drawn.options.get("donate") is False else None
-        kept = (
+        old_leaves = (
             jax.tree.map(np.array, jax.tree.leaves(before._replace(rng=None)))
             if before is not None
             else None
         )
         try:
-            state_after, info = run(state, given(drawn, call))
+            state_after, info = run(state, batch_of(drawn, call))
         except (ValueError, TypeError) as error:
-            words = own_words(error)
-            if (call.kind, len(call.batches[0]["y"])) in known:
+            words = message_of(error)
+            if (call.kind, len(call.batches[0]["y"])) in seen_calls:
                 raise Wrong(f"refused late, in a call like an earlier one: {words}") from error
-            if gone := [
+            if deleted := [
                 x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.is_deleted()
             ]:
                 raise Wrong(
-                    f"refused, and {len(gone)} arrays of the state are gone: {words}"
+                    f"refused, and {len(deleted)} arrays of the state are gone: {words}"
                 ) from error
             return words
-        known.add((call.kind, len(call.batches[0]["y"])))
-        if before is not None and kept is not None:
-            for old, x in zip(kept, jax.tree.leaves(before._replace(rng=None))):
+        seen_calls.add((call.kind, len(call.batches[0]["y"])))
+        if before is not None and old_leaves is not None:
+            for old, x in zip(old_leaves, jax.tree.leaves(before._replace(rng=None))):
                 if not np.array_equal(old, np.asarray(x), equal_nan=old.dtype.kind in "fc"):
                     raise Wrong(
                         "donate=False, and a step has written over the state that it was given"
@@ -218,13 +228,15 @@ def trained(drawn: Drawn) -> str:
         state = state_after
         if call.kind == "no_sync":
             continue
-        told = told if told is not None else plain.train(drawn, fragments(drawn, step))
-        compare(drawn, step, state, info, told[len(infos)], len(infos) + 1)
+        reference = (
+            reference if reference is not None else plain.train(drawn, fragments(drawn, step))
+        )
+        compare(drawn, step, state, info, reference[len(infos)], len(infos) + 1)
         infos.append(info)
     return ""
 
 
-def made(drawn: Drawn) -> fddp.TrainStep:
+def step_of(drawn: Drawn) -> fddp.TrainStep:
     """The step of a configuration."""
     optimizer: Any = optimizer_of(drawn)
     if drawn.scale:
@@ -247,8 +259,8 @@ def made(drawn: Drawn) -> fddp.TrainStep:
     )
 
 
-def own_words(error: Exception) -> str:
-    """What fddp says; where others say it, that is wrong."""
+def message_of(error: Exception) -> str:
+    """The message of an error of fddp; an error from elsewhere is wrong."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     if not Path(frame.filename).is_relative_to(ROOT / "fddp"):
         raise Wrong(
@@ -258,29 +270,32 @@ def own_words(error: Exception) -> str:
 
 
 def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
-    """The leaves that `local_steps` sends together: buckets in turn, each fragment from where its
-    share of bytes is."""
-    wanted, plan = drawn.local.get("fragments", 1), step.plan
-    ends = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
+    """The leaves that `local_steps` sends together: buckets in turn, each fragment from its share
+    of the bytes on."""
+    fragment_count = drawn.local.get("fragments", 1)
+    plan = step.plan
+    offsets = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
     begins = [0]
-    for k in range(1, wanted):
-        nearest = int(np.argmin([abs(end - k * ends[-1] / wanted) for end in ends[:-1]]))
-        begins.append(min(max(nearest, begins[-1] + 1), len(plan.buckets) - wanted + k))
+    for k in range(1, fragment_count):
+        nearest = int(
+            np.argmin([abs(end - k * offsets[-1] / fragment_count) for end in offsets[:-1]])
+        )
+        begins.append(min(max(nearest, begins[-1] + 1), len(plan.buckets) - fragment_count + k))
     spans = zip(begins, [*begins[1:], len(plan.buckets)])
     return [[name for bucket in plan.buckets[a:b] for name in bucket.names] for a, b in spans]
 
 
 def compare(
-    drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, told: plain.Told, number: int
+    drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, reference: plain.Report, number: int
 ) -> None:
-    """Holds a state and what a step told against the truth."""
+    """Compares a state and a step's report with the reference."""
     equal_on_all(drawn, state)
     if int(state.step) != number:
         raise Wrong(f"step {number} left the number {int(state.step)}")
-    whole = fddp.whole(state, group=step.group)
-    got = {name: x for name, x in whole.params.items() if name in drawn.trained}
+    gathered = fddp.whole(state, group=step.group)
+    got = {name: x for name, x in gathered.params.items() if name in drawn.trained}
     for name, x in drawn.params.items():
-        if name not in got and not np.array_equal(np.asarray(whole.params[name]), x):
+        if name not in got and not np.array_equal(np.asarray(gathered.params[name]), x):
             raise Wrong(f"step {number} has changed {name}, which is not trained")
     if drawn.hook not in (*EXACT, *ROUNDED):
         if not drawn.infinite and not all(
@@ -289,47 +304,51 @@ def compare(
             raise Wrong(f"after step {number} parameters are not finite")
         return
     close = Tolerance(drawn, number)
-    close("params", got, told.params)
+    close("params", got, reference.params)
     if drawn.local:
         close(
             "shared",
             {n: x for n, x in state.opt_state.shared.items() if n in drawn.trained},
-            told.shared,
+            reference.shared,
         )
     else:
-        inner = whole.opt_state
+        inner = gathered.opt_state
         if drawn.scale:
-            if float(inner.scale) != told.scale:
-                raise Wrong(f"after step {number} the scale is {inner.scale}, not {told.scale}")
+            if float(inner.scale) != reference.scale:
+                raise Wrong(
+                    f"after step {number} the scale is {inner.scale}, not {reference.scale}"
+                )
             inner = inner.inner
         if close.exact:
-            close("opt_state", jax.tree.leaves(inner), jax.tree.leaves(told.opt_state))
-    close("loss", info.loss, told.loss)
-    close("aux", info.aux, told.aux if "aux" in drawn.form else None)
-    if told.buffers[0] is not None:
-        check_buffers(drawn, close, state, whole, told)
-    if info.used is not None and told.used is not None and not drawn.local:
+            close("opt_state", jax.tree.leaves(inner), jax.tree.leaves(reference.opt_state))
+    close("loss", info.loss, reference.loss)
+    close("aux", info.aux, reference.aux if "aux" in drawn.form else None)
+    if reference.buffers[0] is not None:
+        check_buffers(drawn, close, state, gathered, reference)
+    if info.used is not None and reference.used is not None and not drawn.local:
         counts = {name: int(x) for name, x in info.used.items() if name in drawn.trained}
-        if counts != told.used:
-            raise Wrong(f"step {number} says leaves were used by {counts}, not {told.used}")
+        if counts != reference.used:
+            raise Wrong(f"step {number} says leaves were used by {counts}, not {reference.used}")
 
 
 def check_buffers(
-    drawn: Drawn, close: "Tolerance", state: Any, whole: Any, told: plain.Told
+    drawn: Drawn, close: "Tolerance", state: Any, gathered: Any, reference: plain.Report
 ) -> None:
     """Buffers of each replica; under `local_steps` their mean."""
     if drawn.local:
-        mean = sum(np.asarray(x["mean"]) for x in told.buffers) / len(told.buffers)
-        close("buffers", whole.model_state["mean"], mean)
+        mean = sum(np.asarray(x["mean"]) for x in reference.buffers) / len(reference.buffers)
+        close("buffers", gathered.model_state["mean"], mean)
         return
     for name, x in state.model_state.items():
         for shard in x.addressable_shards:
-            own = told.buffers[shard.device.id if len(told.buffers) == drawn.replicas else 0]
-            close(f"buffer {name} of replica {shard.device.id}", shard.data, own[name])
+            buffers = reference.buffers[
+                shard.device.id if len(reference.buffers) == drawn.replicas else 0
+            ]
+            close(f"buffer {name} of replica {shard.device.id}", shard.data, buffers[name])
 
 
 def equal_on_all(drawn: Drawn, state: Any) -> None:
-    """Replicas have the same bits of what they have in common."""
+    """Checks that replicas have the same bits of their common arrays."""
     common = {"params": state.params, "opt_state": state.opt_state}
     if drawn.options.get("broadcast_buffers", True) is not False:
         common["model_state"] = state.model_state
@@ -341,21 +360,21 @@ def equal_on_all(drawn: Drawn, state: Any) -> None:
 
 
 class Tolerance:
-    """How far from the truth a number may be after so many steps, by the narrowest dtype that the
-    training has."""
+    """The tolerance of numbers after so many steps, by the narrowest dtype of the training."""
 
     def __init__(self, drawn: Drawn, steps: int) -> None:
         dtypes = [jnp.dtype(drawn.dtypes[name]) for name in drawn.trained]
-        # What is computed or sent in 16 bits has their precision, whatever the parameters have.
+        # Numbers computed or sent in 16 bits have their precision, whatever the parameters have.
         dtypes += [jnp.dtype(name) for hook, name in ROUNDED.items() if hook == drawn.hook]
         dtypes += [jnp.dtype("bfloat16")] * drawn.narrow
         eps = max(float(jnp.finfo(dtype).eps) for dtype in dtypes)
         x64 = eps < 1e-12 and drawn.calls[0].batches[0]["x"].dtype == np.float64
-        self.number, self.exact = steps, eps < 1e-5
+        self.number = steps
+        self.exact = eps < 1e-5
         # 16 bits: each step rounds a gradient's sum and a parameter. Where an update does not
         # shrink with its gradient, rounding may turn its sign.
-        turned = 2 * steps * RATE * (drawn.optimizer in NORMED)
-        self.most = (1e-10 if x64 else 2e-5) if self.exact else 8 * steps * eps + turned
+        sign_flips = 2 * steps * RATE * (drawn.optimizer in NORMED)
+        self.most = (1e-10 if x64 else 2e-5) if self.exact else 8 * steps * eps + sign_flips
 
     def __call__(self, what: str, got: Any, expected: Any) -> None:
         if jax.tree.structure(got) != jax.tree.structure(expected):
@@ -363,7 +382,8 @@ class Tolerance:
         for (path, a), b in zip(
             jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(expected)
         ):
-            a, b = np.asarray(a, np.complex128), np.asarray(b, np.complex128)
+            a = np.asarray(a, np.complex128)
+            b = np.asarray(b, np.complex128)
             where = f"after step {self.number} {what}{jax.tree_util.keystr(path)}"
             if a.shape != b.shape:
                 raise Wrong(f"{where} has the shape {a.shape}, not {b.shape}")

@@ -3,9 +3,8 @@
     python bench/cut_wire.py [--count 5] [--quick]
 
 Two ranks on two hosts (`two_hosts.py`) train a tiny network with a stall of two seconds, over Gloo
-and MPI, bare and under `python -m fddp run`. The wire is pulled, or swallows all packets. What is
-noted: when the last process was gone, the exit codes, and what each watcher wrote down as the
-reason.
+and MPI, bare and under `python -m fddp run`. The wire is pulled, or swallows all packets. The
+results are the end of the last process, the exit codes, and the reason in each watcher's record.
 """
 
 import argparse
@@ -30,27 +29,30 @@ from bench.two_hosts import BACKENDS, NAMES, ROOT, start_gloo, start_mpi, start_
 from fddp.comm import poll
 from fddp.watching import read_flights
 
-STALL_S, LIMIT_S, STEPS = 2.0, 60.0, 500  # steps before the cut
+STALL_S = 2.0
+LIMIT_S = 60.0
+STEPS = 500  # before the cut
 CUTS = {"pulled": "ip link set wire down", "silent": "tc qdisc replace dev wire root bfifo limit 1"}
 SAYS = ("rank 1 has not been heard of", "rank 0 has not been heard of")  # on rank 0, on rank 1
 
 
 @dataclass(frozen=True)
-class Found:
-    """What became of a job whose wire was cut."""
+class Trial:
+    """The outcome of a job after its wire was cut."""
 
     backend: str
     way: str
     cut: str
     gone_s: float | None
-    """Seconds from the cut until its last process was gone; None: some were there at the limit."""
+    """Seconds from the cut until its last process was gone; None: some were running at the
+    limit."""
     codes: list[int]
     why: list[str]
-    """What the watchers of both ranks wrote down."""
+    """The reasons in the records of both ranks' watchers."""
 
     @property
     def right(self) -> bool:
-        named = len(self.why) == 2 and all(name in why for name, why in zip(SAYS, self.why))
+        named = len(self.why) == 2 and all(name in reason for name, reason in zip(SAYS, self.why))
         return self.gone_s is not None and 0 not in self.codes and named
 
 
@@ -69,24 +71,26 @@ def main() -> None:
         return
     results = []
     for backend, way, cut in product(BACKENDS, ("bare", "run"), CUTS):
-        some = [tried(backend, way, cut) for _ in range(1 if args.quick else args.count)]
-        results += some
-        gone = [found.gone_s for found in some if found.gone_s is not None]
-        good = sum(found.right for found in some)
-        late = f"{np.median(gone or np.nan):.1f} s, at most {max(gone, default=np.nan):.1f}"
+        trials = [tried(backend, way, cut) for _ in range(1 if args.quick else args.count)]
+        results += trials
+        end_times = [trial.gone_s for trial in trials if trial.gone_s is not None]
+        good = sum(trial.right for trial in trials)
+        after = (
+            f"{np.median(end_times or np.nan):.1f} s, at most {max(end_times, default=np.nan):.1f}"
+        )
         print(
-            f"{backend:<5} {way:<5} {cut:<7} {good} of {len(some)} right; all gone after {late}",
+            f"{backend:<5} {way:<5} {cut:<7} {good} of {len(trials)} right; all gone after {after}",
             flush=True,
         )
-        for found in some:
-            if not found.right:
-                print(found)
+        for trial in trials:
+            if not trial.right:
+                print(trial)
     if not args.quick:
-        print(save("cut_wire", {"stall_s": STALL_S, "jobs": [asdict(found) for found in results]}))
+        print(save("cut_wire", {"stall_s": STALL_S, "jobs": [asdict(trial) for trial in results]}))
 
 
-def tried(backend: str, way: str, cut: str) -> Found:
-    """Cuts the wire of a job, and looks on."""
+def tried(backend: str, way: str, cut: str) -> Trial:
+    """Cuts the wire of a job, and observes it."""
     start: Callable[..., list[subprocess.Popen]] = start_run
     if way == "bare":
         start = start_gloo if backend == "gloo" else start_mpi
@@ -107,13 +111,18 @@ def tried(backend: str, way: str, cut: str) -> Found:
             lambda: all(job.poll() is not None for job in jobs) and not processes_of(folder),
             LIMIT_S,
         )
-        gone = time.monotonic() - at
+        gone_s = time.monotonic() - at
         for process in processes_of(folder):
             os.kill(process, signal.SIGKILL)
         codes = [job.wait() for job in jobs]
         flights = read_flights([f"{folder}/flight"])
-    return Found(
-        backend, way, cut, round(gone, 2) if over else None, codes, [one["why"] for one in flights]
+    return Trial(
+        backend,
+        way,
+        cut,
+        round(gone_s, 2) if over else None,
+        codes,
+        [record["why"] for record in flights],
     )
 
 

@@ -1,4 +1,4 @@
-"""What does cutting the backward into stages cost, when there is no traffic to hide?
+"""Cutting the backward pass into stages: how much does it cost, when there is no traffic to hide?
 
     python bench/cutting.py [--cores 1 --name cutting_one_core] [--quick]
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--alone", nargs=2, metavar=("PROBLEM", "SCHEDULE"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
-        print(json.dumps(alone(*args.alone)))
+        print(json.dumps(first_step(*args.alone)))
         return
     cores = sorted(os.sched_getaffinity(0))[: args.cores]
     os.sched_setaffinity(0, cores)
@@ -85,7 +85,8 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 def per_bucket(rounds: int) -> dict[int, dict[str, float]]:
     """Step time of a 64-layer network whose leaves are gathered in more and more buckets."""
-    width, layers = 64, 64
+    width = 64
+    layers = 64
     params = [np.full((width, width), 1 / width, np.float32) for _ in range(layers)]
     batch = np.ones((64, width), np.float32)
 
@@ -113,15 +114,15 @@ def per_bucket(rounds: int) -> dict[int, dict[str, float]]:
     }
 
 
-def alone(name: str, schedule: str) -> dict[str, float]:
+def first_step(name: str, schedule: str) -> dict[str, float]:
     """First step and peak memory of this process."""
     start = time.perf_counter()
     run, _ = _run(name, schedule)
-    made = time.perf_counter()
+    built = time.perf_counter()
     jax.block_until_ready(run())
-    first = time.perf_counter() - made
+    first = time.perf_counter() - built
     jax.block_until_ready(run())
-    # What compiling used goes back to the system, and its peak is forgotten.
+    # The memory of compiling goes back to the system, and its peak is reset.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     idle = _resident("VmRSS")
@@ -129,7 +130,7 @@ def alone(name: str, schedule: str) -> dict[str, float]:
         jax.block_until_ready(run())
     return {
         "first_step_s": first,
-        "start_s": made - start,
+        "start_s": built - start,
         "idle_mb": idle,
         "peak_mb": _resident("VmHWM"),
     }
@@ -143,11 +144,11 @@ def _resident(name: str) -> float:
 
 
 def _fresh(name: str, schedule: str) -> dict[str, float]:
-    # Freed memory goes back to the system at once, so that what is measured is what is held.
+    # Freed memory goes back to the system at once, so that only live memory is measured.
     env = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
     command = [sys.executable, __file__, "--alone", name, schedule]
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
-    return json.loads(told.stdout.splitlines()[-1])
+    process = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def _run(name: str, schedule: Any) -> tuple[Any, fddp.TrainStep]:

@@ -19,7 +19,7 @@ RATE = 0.05
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: optax.sgd(RATE),
     "momentum": lambda: optax.sgd(RATE, momentum=0.9, nesterov=True),
-    # With an epsilon that is no smaller than what rounding makes of a gradient.
+    # With an epsilon at least as large as the rounding error of a gradient.
     "adam": lambda: optax.adam(RATE, eps=1e-2),
     "adamw": lambda: optax.adamw(RATE, eps=1e-2, weight_decay=0.1),
     "clip, adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE, eps=1e-2)),
@@ -88,11 +88,11 @@ class Call:
     kind: str
     """"step" or "no_sync"."""
     batches: list[dict[str, Any]]
-    """One batch of rows; or several, which are taken as they are."""
+    """One batch of rows, or several batches that are taken unchanged."""
     active: tuple[bool, ...]
-    """Which replicas still have data; all of them without `fddp.join`."""
+    """True for each replica that still has data; all do without `fddp.join`."""
     divisor_of_all: bool = True
-    """Whether those without data are counted."""
+    """True if rows without data are counted."""
 
 
 @dataclass(frozen=True)
@@ -104,15 +104,16 @@ class Drawn:
     replicas: int
     dtypes: dict[str, str]
     order: tuple[str, ...]
-    """In which the loss uses the leaves; a tied one twice, one that nobody uses never."""
+    """The order in which the loss uses the leaves; a tied leaf is in it twice, an unused leaf
+    never."""
     form: frozenset[str]
-    """Of the loss: weighted, aux, model_state, rng, shared rng, branch, statistics (of all
+    """Features of the loss: weighted, aux, model_state, rng, shared rng, branch, statistics (of all
     replicas' rows)."""
     rows: str
     """"rows", "stacked" or "joined"."""
     optimizer: str
     scale: bool
-    """Whether it is in `fddp.dynamic_scale`."""
+    """True if it is in `fddp.dynamic_scale`."""
     hook: str
     options: dict[str, Any]
     ignored: str
@@ -122,18 +123,18 @@ class Drawn:
     params: dict[str, Any] = field(repr=False)
     calls: tuple[Call, ...] = field(repr=False)
     hosts: int = 1
-    """So many, each of which sums over its own replicas first."""
+    """Number of hosts, each of which sums over its own replicas first."""
     narrow: bool = False
-    """Whether the loss computes in bfloat16 (`fddp.mixed_precision`)."""
+    """True if the loss computes in bfloat16 (`fddp.mixed_precision`)."""
 
     @property
     def dealt(self) -> int:
-        """Among how many replicas rows are dealt."""
+        """Number of replicas among which rows are dealt."""
         return self.options.get("virtual_replicas") or self.replicas
 
     @property
     def micro_batches(self) -> int:
-        """Of a replica, in a call."""
+        """The number for a replica in a call."""
         return self.options.get("accumulation_steps", 1)
 
     @property
@@ -149,7 +150,8 @@ def draw(seed: int) -> Drawn:
     pick = random.Random(seed)
     chance = lambda p: pick.random() < p  # noqa: E731
     numbers = np.random.default_rng(seed)
-    x64, replicas = chance(0.35), pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
+    x64 = chance(0.35)
+    replicas = pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
     dtypes, params = leaves_of(pick, numbers, x64)
     order = order_of(pick, dtypes, 0.25)
     form = form_of(pick, order)
@@ -228,7 +230,8 @@ def leaves_of(
         ["float32", "bfloat16", "float16"],
     ]
     family = pick.choices(families, (6, 5, 3, 1.5, 1, 1))[0]
-    dtypes, params = {}, {}
+    dtypes = {}
+    params = {}
     for name in pick.sample("abcdefgh", pick.choice((2, 2, 2, 3, 3, 4, 5))):
         dtype = pick.choice(family)
         if pick.random() < 0.06:
@@ -240,7 +243,8 @@ def leaves_of(
         if pick.random() < 0.03:
             shape = (0, 3)
         if pick.random() < 0.15:
-            name, shape = f"table_{name}", (pick.choice((12, 60, 400)), pick.randint(1, 3))
+            name = f"table_{name}"
+            shape = (pick.choice((12, 60, 400)), pick.randint(1, 3))
         values = numbers.normal(size=shape)
         if dtype == "int32":
             values = 3 * values
@@ -309,19 +313,20 @@ def calls_of(
     dtype = np.float64 if x64 and pick.random() < 0.7 else np.float32
     uneven = pick.random() < 0.25 and rows != "stacked"
     of_all = pick.random() < 0.5
-    base, bad = pick.randint(1, 3), pick.randrange(len(kinds))
+    base = pick.randint(1, 3)
+    bad = pick.randrange(len(kinds))
     calls = list[Call]()
     for number, kind in enumerate(kinds):
         count = pick.randint(1, 3) if uneven and number else base
-        parts = dealt * micro_batches
+        part_count = dealt * micro_batches
         batches: list[dict[str, Any]]
         if rows == "stacked":
             batches = [
                 _batch(numbers, dtype, count) | {"scale": dtype(numbers.uniform(1, 2))}
-                for _ in range(parts)
+                for _ in range(part_count)
             ]
         else:
-            batches = [_batch(numbers, dtype, parts * count)]
+            batches = [_batch(numbers, dtype, part_count * count)]
         if infinite and number == bad:
             x = pick.choice(batches)["x"]
             x[pick.randrange(len(x))] = np.inf
@@ -342,8 +347,8 @@ def _batch(numbers: np.random.Generator, dtype: Any, rows: int) -> dict[str, Any
     }
 
 
-def given(drawn: Drawn, call: Call) -> Any:
-    """A call's batch as a user gives it."""
+def batch_of(drawn: Drawn, call: Call) -> Any:
+    """A call's batch in the form that a user passes."""
     if drawn.rows == "stacked":
         return fddp.Stacked(call.batches)
     if drawn.rows == "rows":
@@ -366,9 +371,10 @@ def buffers(drawn: Drawn) -> Any:
 
 def keys(drawn: Drawn) -> Any:
     """The random keys, or None."""
-    found = {"own": jax.random.key(1)} if "rng" in drawn.form else {}
+    drawn_keys = {"own": jax.random.key(1)} if "rng" in drawn.form else {}
     return (
-        found | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {})
+        drawn_keys
+        | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {})
         or None
     )
 
@@ -378,16 +384,15 @@ def optimizer_of(drawn: Drawn) -> Any:
     return (OPTIMIZERS | PARTS)[drawn.optimizer]()
 
 
-def by_name(params: Any, some: Any, others: Any) -> Any:
+def by_name(params: Any, selected: Any, remaining: Any) -> Any:
     """Divides leaves into two kinds, by the last letters of their names."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: some if path[0].key[-1] in "aceg" else others, params
+        lambda path, _: selected if path[0].key[-1] in "aceg" else remaining, params
     )
 
 
 def loss_of(drawn: Drawn) -> Callable[..., Any]:
-    """The loss of a configuration: a chain of its leaves, whose order is in no way that of the
-    alphabet."""
+    """The loss of a configuration: a chain of its leaves, in an order unrelated to the alphabet."""
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         x = batch["x"]
@@ -414,7 +419,8 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
         for key in jax.tree.leaves(rng):
             rates = rates * (1 + 0.2 * jax.random.uniform(key, (), jnp.float32))
         tokens = batch["tokens"].astype(rates.dtype)
-        weight, mean = jnp.sum(tokens), jnp.mean
+        weight = jnp.sum(tokens)
+        mean = jnp.mean
         if "weighted" in drawn.form:
             mean = lambda x: jnp.sum(tokens * x) / jnp.maximum(weight, 1)  # noqa: E731
         loss: Any = fddp.Weighted(mean(rates), weight) if "weighted" in drawn.form else mean(rates)
@@ -432,7 +438,7 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
 
 
 def _term(leaf: Any, name: str, place: int, x: Any, word: Any) -> Any:
-    """What one leaf adds for each row."""
+    """The term of a leaf for each row."""
     leaf = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         leaf = jnp.real(leaf) * (1 + jnp.imag(leaf))

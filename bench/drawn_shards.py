@@ -1,8 +1,8 @@
-"""Random configurations of states in shards, for which more is drawn than for others: all of it
-from one seed.
+"""Random configurations of states in shards, with more choices than others: all of it from one
+seed.
 
-Beside what `drawn.py` has there are sums over hosts first, losses with statistics of all rows,
-losses that compute in 16 bits, and optimizers of parts of a tree.
+They add to `drawn.py` sums over hosts first, losses with statistics of all rows, losses that
+compute in 16 bits, and optimizers of parts of a tree.
 """
 
 import random
@@ -27,9 +27,9 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"shard": "state"},
     {"shard": "state", "reshard_after_forward": True},
 )
-# They sum each element by itself, and remember nothing, so that plain JAX says what comes out.
+# They sum each element by itself, and remember nothing, so that plain JAX computes the result.
 BY_ELEMENT = ("allreduce", "bf16", "fp16", "quantize without memory")
-# What a loss with statistics of all rows goes without here: the rows of a replica are no longer a
+# Features excluded with statistics of all rows: the rows of a replica are no longer a
 # slice of all.
 OF_A_SLICE = {"model_state", "rng", "shared rng", "branch"}
 

@@ -54,7 +54,7 @@ def main() -> None:
     load = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(2 * args.loaded)]
     try:
         ways = islice(cycle(product(("mpi", "gloo"), ("fused", "staged"))), count)
-        wrong = [found for number, way in enumerate(ways) if (found := training(number, *way))]
+        wrong = [fault for number, way in enumerate(ways) if (fault := training(number, *way))]
     finally:
         for process in load:
             process.kill()
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def training(seed: int, backend: str, schedule: str) -> str:
-    """Runs one training; what was wrong with its end, or ""."""
+    """Runs one training; returns the fault of its end, or ""."""
     env = {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path(__file__).parents[1])),
@@ -74,20 +74,20 @@ def training(seed: int, backend: str, schedule: str) -> str:
     command = [sys.executable, "-c", SCRIPT, backend, schedule, str(seed)]
     jobs = start(backend, SIZE, command, env, **pipes)
     try:
-        said = "".join(job.communicate(timeout=TIMEOUT_S)[0] for job in jobs)
+        output = "".join(job.communicate(timeout=TIMEOUT_S)[0] for job in jobs)
     finally:
         for job in jobs:
             job.kill()
     waits = r"fddp: rank \d+ (of \d+ )?waits "  # on a busy machine, for ranks that start later
     words = [
-        line for line in re.findall(r"^fddp: .*", said, re.MULTILINE) if not re.match(waits, line)
+        line for line in re.findall(r"^fddp: .*", output, re.MULTILINE) if not re.match(waits, line)
     ]
     codes = [job.returncode for job in jobs]
-    if not words and set(codes) == {0} and said.count("trained") == SIZE:
+    if not words and set(codes) == {0} and output.count("trained") == SIZE:
         return ""
-    found = f"{backend} {schedule} {seed}: {codes} {words or said[-500:]}"
-    print(found, flush=True)
-    return found
+    fault = f"{backend} {schedule} {seed}: {codes} {words or output[-500:]}"
+    print(fault, flush=True)
+    return fault
 
 
 if __name__ == "__main__":

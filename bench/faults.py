@@ -2,9 +2,9 @@
 
     python bench/faults.py [--count 200] [--clean 2000] [--seed 0] [--quick]
 
-Draws faults at random (what, which rank, where, backend, schedule), breaks one rank of three that
-train a tiny network with a stall of one second, and notes what the ranks say and when all are gone.
-Then trains without a fault, with random pauses that are shorter than a stall, and counts the
+Draws faults at random (kind, rank, place, backend, schedule), breaks one rank of three that train a
+tiny network with a stall of one second, and records the ranks' output and the time until all are
+gone. Then trains without a fault, with random pauses that are shorter than a stall, and counts the
 warnings.
 """
 
@@ -31,7 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.jobs import start
 from bench.record import save
 
-SIZE, STALL_S, LIMIT_S = 3, 1.0, 90.0
+SIZE = 3
+STALL_S = 1.0
+LIMIT_S = 90.0
 STEPS = 8  # before the fault, at least
 
 
@@ -51,7 +53,7 @@ def _leave() -> None:
     raise SystemExit(3)
 
 
-# What breaks a rank, and the words in which it is named.
+# The causes of a broken rank, and the words that name it.
 FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "died"),
     "SIGSEGV": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "died"),
@@ -62,7 +64,8 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "SystemExit": (_leave, "finished|failed"),
 }
 PLACES = ("between", "message")
-BACKENDS, SCHEDULES = ("mpi", "gloo"), ("staged", "after", "fused")
+BACKENDS = ("mpi", "gloo")
+SCHEDULES = ("staged", "after", "fused")
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,20 @@ class Case:
 
 
 @dataclass
-class Found:
-    """What became of it; seconds from the fault on."""
+class Result:
+    """The outcome of a case; seconds from the fault on."""
 
     told_s: float | None
-    """Until a rank was named."""
+    """Seconds until a rank was named."""
     named: list[int]
-    """Who was named, in any line."""
+    """The ranks named in any line."""
     gone_s: float | None
-    """Until the last process was gone; None: some were still there at the limit."""
+    """Seconds until the last process was gone; None: some were still running at the limit."""
     codes: list[int]
     foreign: int
-    """Lines that are neither ours nor the traceback of who raised."""
+    """Lines other than fddp's and the traceback of the failing rank."""
     left: list[str]
-    """What lies in /dev/shm that was not there before."""
+    """New files in /dev/shm."""
     text: str = ""
 
 
@@ -117,18 +120,18 @@ def main() -> None:
     cases = [drawn(draw) for _ in range(count)]
     results = []
     for number, case in enumerate(cases):
-        found = tried(case)
-        results.append((case, found))
-        print(f"{number + 1:4} {line(case, found)}", flush=True)
-        if not right(case, found):
-            print(found.text)
+        result = tried(case)
+        results.append((case, result))
+        print(f"{number + 1:4} {line(case, result)}", flush=True)
+        if not right(case, result):
+            print(result.text)
     print(summed_up(results))
     warnings = {backend: calm(backend, clean) for backend in BACKENDS}
     print(f"{clean} steps with pauses below a stall: {warnings} warnings")
     if not args.quick:
-        told = [
-            asdict(case) | {k: v for k, v in asdict(found).items() if k != "text"}
-            for case, found in results
+        entries = [
+            asdict(case) | {k: v for k, v in asdict(result).items() if k != "text"}
+            for case, result in results
         ]
         print(
             save(
@@ -137,7 +140,7 @@ def main() -> None:
                     "stall_s": STALL_S,
                     "ranks": SIZE,
                     "clean": {"steps": clean, **warnings},
-                    "cases": told,
+                    "cases": entries,
                 },
             )
         )
@@ -157,44 +160,47 @@ def drawn(draw: random.Random) -> Case:
     )
 
 
-def right(case: Case, found: Found) -> bool:
-    """Whether nobody but the broken rank was named, somebody was, and all have ended."""
-    # Of those that mpiexec started it tells one code; who breaks by os._exit(0) has that one.
-    others = [
-        code for rank, code in enumerate(found.codes) if len(found.codes) == 1 or rank != case.rank
+def right(case: Case, result: Result) -> bool:
+    """True if only the broken rank was named, in some line, and all have ended."""
+    # mpiexec reports a single code of its ranks, that of a rank that breaks by os._exit(0).
+    other_codes = [
+        code
+        for rank, code in enumerate(result.codes)
+        if len(result.codes) == 1 or rank != case.rank
     ]
-    return found.named == [case.rank] and found.gone_s is not None and 0 not in others
+    return result.named == [case.rank] and result.gone_s is not None and 0 not in other_codes
 
 
-def line(case: Case, found: Found) -> str:
+def line(case: Case, result: Result) -> str:
     times = " ".join(
-        f"{x:6.1f}" if x is not None else "  none" for x in (found.told_s, found.gone_s)
+        f"{x:6.1f}" if x is not None else "  none" for x in (result.told_s, result.gone_s)
     )
     what = f"{case.fault:<10} rank {case.rank} {case.place:<8} {case.backend:<5} {case.schedule:<7}"
-    told = f"named {found.named}; {found.foreign} other lines; left {len(found.left)}"
-    return f"{what} told, gone {times} s; {told}"
+    counts = f"named {result.named}; {result.foreign} other lines; left {len(result.left)}"
+    return f"{what} told, gone {times} s; {counts}"
 
 
-def summed_up(results: list[tuple[Case, Found]]) -> str:
-    good = sum(right(case, found) for case, found in results)
-    hangs = sum(found.gone_s is None for _, found in results)
+def summed_up(results: list[tuple[Case, Result]]) -> str:
+    good = sum(right(case, result) for case, result in results)
+    hangs = sum(result.gone_s is None for _, result in results)
     lines = [f"{good} of {len(results)} named the right rank, and only that; {hangs} hangs"]
     for fault in FAULTS:
-        some = [found for case, found in results if case.fault == fault]
-        if some:
-            told = [found.told_s for found in some if found.told_s is not None]
-            gone = [found.gone_s for found in some if found.gone_s is not None]
-            most = max(found.foreign for found in some)
+        chosen = [result for case, result in results if case.fault == fault]
+        if chosen:
+            told_s = [result.told_s for result in chosen if result.told_s is not None]
+            gone_s = [result.gone_s for result in chosen if result.gone_s is not None]
+            most = max(result.foreign for result in chosen)
             lines.append(
-                f"  {fault:<10} {len(some):3} times: told after {np.median(told or np.nan):.1f} s "
-                f"(at most "
-                f"{max(told, default=np.nan):.1f}), gone after {np.median(gone or np.nan):.1f} (at "
-                f"most "
-                f"{max(gone, default=np.nan):.1f}); other lines at most {most}"
+                f"  {fault:<10} {len(chosen):3} times: "
+                f"told after {np.median(told_s or np.nan):.1f} s "
+                f"(at most {max(told_s, default=np.nan):.1f}), "
+                f"gone after {np.median(gone_s or np.nan):.1f} "
+                f"(at most {max(gone_s, default=np.nan):.1f}); "
+                f"other lines at most {most}"
             )
     lines.append(
         f"  left behind: "
-        f"{dict(Counter(name for _, found in results for name in found.left)) or 'nothing'}"
+        f"{dict(Counter(name for _, result in results for name in result.left)) or 'nothing'}"
     )
     return "\n".join(lines)
 
@@ -202,8 +208,8 @@ def summed_up(results: list[tuple[Case, Found]]) -> str:
 ### One fault
 
 
-def tried(case: Case) -> Found:
-    """Breaks one rank of a job, and looks on."""
+def tried(case: Case) -> Result:
+    """Breaks one rank of a job, and observes it."""
     shared = set(map(str, Path("/dev/shm").iterdir()))
     with tempfile.TemporaryDirectory() as folder:
         words = [str(x) for x in asdict(case).values()]
@@ -222,9 +228,10 @@ def tried(case: Case) -> Found:
         jobs = start(
             case.backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes
         )
-        said: list[tuple[float, str]] = []
+        timed_lines: list[tuple[float, str]] = []
         readers = [
-            threading.Thread(target=_read, args=(job.stdout, said), daemon=True) for job in jobs
+            threading.Thread(target=_read, args=(job.stdout, timed_lines), daemon=True)
+            for job in jobs
         ]
         for reader in readers:
             reader.start()
@@ -234,7 +241,8 @@ def tried(case: Case) -> Found:
             any(job.poll() is None for job in jobs) or processes_of(folder)
         ) and time.monotonic() < until:
             time.sleep(0.05)
-        gone, going = time.monotonic(), processes_of(folder)
+        all_ended = time.monotonic()
+        going = processes_of(folder)
         for process in going:
             os.kill(process, signal.SIGKILL)
         for reader in readers:
@@ -243,47 +251,53 @@ def tried(case: Case) -> Found:
         broken = Path(folder, "broken")
         at = float(broken.read_text()) if broken.exists() else until
     words = FAULTS[case.fault][1]
-    ours = [(when, text) for when, text in said if "fddp: " in text]
+    fddp_lines = [(when, text) for when, text in timed_lines if "fddp: " in text]
     named = [
-        (when, int(k)) for when, text in ours for k in re.findall(rf"rank (\d+) (?:{words})", text)
+        (when, int(k))
+        for when, text in fddp_lines
+        for k in re.findall(rf"rank (\d+) (?:{words})", text)
     ]
     raised = case.fault == "raise"
     foreign = [
-        text for _, text in said if "fddp: " not in text and "[Gloo]" not in text and text.strip()
+        text
+        for _, text in timed_lines
+        if "fddp: " not in text and "[Gloo]" not in text and text.strip()
     ]
-    return Found(
+    return Result(
         told_s=round(min(when for when, _ in named) - at, 2) if named else None,
         named=sorted({rank for _, rank in named}),
-        gone_s=None if going else round(gone - at, 2),
+        gone_s=None if going else round(all_ended - at, 2),
         codes=codes,
         foreign=0 if raised else len(foreign),
         left=sorted(set(map(str, Path("/dev/shm").iterdir())) - shared),
-        text="".join(f"{when - at:8.2f} {text}" for when, text in said),
+        text="".join(f"{when - at:8.2f} {text}" for when, text in timed_lines),
     )
 
 
-def _read(stream: Any, said: list[tuple[float, str]]) -> None:
+def _read(stream: Any, timed_lines: list[tuple[float, str]]) -> None:
     for text in stream:
-        said.append((time.monotonic(), text))
+        timed_lines.append((time.monotonic(), text))
 
 
 def processes_of(folder: str) -> list[int]:
     """All processes that were started for a case, watchers included: they have its folder in their
     environment."""
-    found = []
+    numbers = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             try:
-                mine = f"BENCH={folder}".encode() in (process / "environ").read_bytes().split(b"\0")
+                of_job = f"BENCH={folder}".encode() in (process / "environ").read_bytes().split(
+                    b"\0"
+                )
                 zombie = (process / "stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z"
             except OSError:
                 continue
-            found += [int(process.name)] if mine and not zombie else []
-    return found
+            numbers += [int(process.name)] if of_job and not zombie else []
+    return numbers
 
 
 def calm(backend: str, steps: int) -> int:
-    """How many warnings a job has that nothing happens to."""
+    """The number of warnings in a job without a fault."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["nothing", "0", "between", backend, "staged", str(steps)]
         env = {"JAX_PLATFORMS": "cpu", "BENCH": folder}
@@ -291,10 +305,10 @@ def calm(backend: str, steps: int) -> int:
         jobs = start(
             backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes
         )
-        said = "".join(job.communicate(timeout=3600)[0] for job in jobs)
+        output = "".join(job.communicate(timeout=3600)[0] for job in jobs)
     if any(job.returncode for job in jobs):
-        raise RuntimeError(f"{backend}: a job without a fault ended badly:\n{said}")
-    return len(re.findall("^fddp: ", said, re.MULTILINE))
+        raise RuntimeError(f"{backend}: a job without a fault ended badly:\n{output}")
+    return len(re.findall("^fddp: ", output, re.MULTILINE))
 
 
 ### One rank
@@ -312,14 +326,15 @@ def train(
     import fddp
 
     group = fddp.init(backend, stall_s=STALL_S)
-    mine, calls = group.rank == int(rank), [0]
+    faulty = group.rank == int(rank)
+    calls = [0]
 
     def strike() -> None:
         Path(folder, "broken").write_text(str(time.monotonic()))
         FAULTS[fault][0]()
 
     def reduce(x: Any) -> Any:
-        if mine and place == "message" and train_step.steps == int(step):
+        if faulty and place == "message" and train_step.steps == int(step):
             strike()
         calls[0] += 1
         return group.transport.all_reduce(x)
@@ -332,7 +347,7 @@ def train(
     state = train_step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
     pauses = random.Random(group.rank)
     for number in range(int(step) if fault == "nothing" else 1_000_000):
-        if mine and place == "between" and number == int(step) and fault != "nothing":
+        if faulty and place == "between" and number == int(step) and fault != "nothing":
             strike()
         if fault == "nothing" and pauses.random() < 0.01:
             time.sleep(pauses.uniform(0, 0.9 * STALL_S))

@@ -1,5 +1,5 @@
-r"""What do few bits cost in test loss? Digits and a GPT of bytes, several seeds, plain sums beside
-each hook.
+r"""Few bits: how much do they cost in test loss? Digits and a GPT of bytes, several seeds, plain
+sums and each hook.
 
     python bench/few_bits.py [--problems digits gpt] [--methods plain bf16 ...] [--seeds 5] \
         [--first 0] [--quick]
@@ -7,7 +7,7 @@ each hook.
 The problems, their optimizers and four replicas are those of `bench/local_steps.py`. No clock
 decides anything here: the bits of adaptive are those that `fddp.fit_bits` would choose if stages
 took as long as they have gradients to make, and a link carried plain sums in twice, or in 16 times,
-the time of all of them. Each call adds to what is in the file.
+the time of all of them. Each call adds to the results in the file.
 """
 
 import argparse
@@ -34,13 +34,16 @@ from fddp import hooks
 from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
 from fddp.analysis.tuning.fitted_bits import EXPOSED
 
-REPLICAS, STEPS, QUICK_STEPS = 4, {"digits": 512, "gpt": 256}, 32
+REPLICAS = 4
+STEPS = {"digits": 512, "gpt": 256}
+QUICK_STEPS = 32
 CAPS = {"digits": 0.0, "gpt": 1.0}
 README = Path(__file__).parent / "README.md"
 
 
 class Momentum(NamedTuple):
-    """The state of an optimizer that makes the momentum of gradients, and later is given it."""
+    """The state of an optimizer that first computes the momentum of gradients, and later receives
+    it."""
 
     step: Any
     momentum: Any
@@ -66,20 +69,20 @@ def main() -> None:
     results = {} if args.quick else saved("few_bits").get("problems", {})
     for name in args.problems:
         steps = QUICK_STEPS if args.quick else STEPS[name]
-        found = results.setdefault(name, {"steps": steps, "methods": {}})["methods"]
+        methods = results.setdefault(name, {"steps": steps, "methods": {}})["methods"]
         for seed in range(args.first, args.first + (1 if args.quick else args.seeds)):
             for method in args.methods:
                 begin = time.perf_counter()
-                test_loss, mib = one(group, name, method, seed, steps)
+                test_loss, mib = loss_and_mib(group, name, method, seed, steps)
                 print(
                     f"{name:7} {method:26} seed {seed}: {test_loss:.5f}, "
                     f"{time.perf_counter() - begin:.0f} s",
                     flush=True,
                 )
-                told = found.setdefault(
+                entry = methods.setdefault(
                     method, {"test_loss": {}, "bytes_a_step": round(mib * 2**20 / steps)}
                 )
-                told["test_loss"][str(seed)] = round(test_loss, 5)
+                entry["test_loss"][str(seed)] = round(test_loss, 5)
                 if not args.quick:
                     save("few_bits", {"replicas": REPLICAS, "problems": results})
     Console(width=120).print(*map(shown, results.items()))
@@ -87,7 +90,9 @@ def main() -> None:
         README.write_text(with_table(README.read_text(), page(results), "few_bits.py"))
 
 
-def one(group: fddp.Group, name: str, method: str, seed: int, steps: int) -> tuple[float, float]:
+def loss_and_mib(
+    group: fddp.Group, name: str, method: str, seed: int, steps: int
+) -> tuple[float, float]:
     """Test loss, and MiB that each replica sent."""
     problem, options = METHODS[method](group, name, PROBLEMS[name](seed, steps))
     loss, mib, _ = train(group, problem, seed, bucket_cap_mb=CAPS[name], **options)
@@ -97,8 +102,8 @@ def one(group: fddp.Group, name: str, method: str, seed: int, steps: int) -> tup
 def summing(
     hook: Callable[[int], fddp.Hook | None],
 ) -> Callable[..., tuple[Problem, dict[str, Any]]]:
-    """A method that leaves the problem as it is; the hook is made of the steps before it begins, a
-    tenth of all."""
+    """A method for the unchanged problem; the hook depends on the number of steps before it begins,
+    a tenth of all."""
     return lambda group, name, problem: (problem, {"hook": hook(problem.steps // 10)})
 
 
@@ -120,7 +125,7 @@ def one_bit(group: fddp.Group, name: str, problem: Problem) -> tuple[Problem, di
 
 
 def from_momentum(rate: Any, start: int, *, variance: bool) -> optax.GradientTransformation:
-    """Descends along the mean of gradients, divided by the root of their variance if asked; see
+    """Descends along the mean of gradients, optionally divided by the root of their variance; see
     docs/hooks.md."""
 
     def init(params: Any) -> Momentum:
@@ -141,7 +146,7 @@ def from_momentum(rate: Any, start: int, *, variance: bool) -> optax.GradientTra
 
 
 def adaptive(times: float) -> Callable[..., tuple[Problem, dict[str, Any]]]:
-    """Bits that fit a link on which plain sums take so many times as long as the stages."""
+    """Bits for a link on which plain sums take so many times as long as the stages."""
 
     def method(group: fddp.Group, name: str, problem: Problem) -> tuple[Problem, dict[str, Any]]:
         step = fddp.train_step(
@@ -151,7 +156,7 @@ def adaptive(times: float) -> Callable[..., tuple[Problem, dict[str, Any]]]:
         step(state, next(problem.batches(0)))  # its plan is that of the step with bits
         nbytes = [bucket.nbytes for bucket in step.plan.buckets]
         # The first third of a step is the forward pass.
-        ready = [1 / 3 + 2 / 3 * done / sum(nbytes) for done in accumulate(nbytes)]
+        ready = [1 / 3 + 2 / 3 * nbytes_done / sum(nbytes) for nbytes_done in accumulate(nbytes)]
         messages = [
             SimulatedMessage(k, at, 1 + EXPOSED, n) for k, (at, n) in enumerate(zip(ready, nbytes))
         ]
@@ -175,18 +180,18 @@ METHODS: dict[str, Callable[..., tuple[Problem, dict[str, Any]]]] = {
 }
 
 
-def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """For each method: test loss with its range, of plain with its range over seeds, and bytes a
-    step."""
-    plain = found["methods"]["plain"]["test_loss"]
-    told = list[tuple[str, ...]]()
-    for method in [method for method in METHODS if method in found["methods"]]:
-        run = found["methods"][method]
+def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each method: test loss with its range, relative to plain with its range over seeds,
+    and bytes a step."""
+    plain = result["methods"]["plain"]["test_loss"]
+    table_rows = list[tuple[str, ...]]()
+    for method in [method for method in METHODS if method in result["methods"]]:
+        run = result["methods"][method]
         losses = np.array([run["test_loss"][seed] for seed in run["test_loss"]])
         of_plain = np.array(
             [run["test_loss"][seed] / plain[seed] for seed in run["test_loss"] if seed in plain]
         )
-        told.append(
+        table_rows.append(
             (
                 method,
                 str(len(losses)),
@@ -196,16 +201,16 @@ def rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
                 f"{run['bytes_a_step']:,}",
             )
         )
-    return told
+    return table_rows
 
 
 HEAD = ("hook", "seeds", "test loss (range)", "of plain's", "seed by seed", "bytes a step")
 
 
 def shown(item: tuple[str, dict[str, Any]]) -> Table:
-    name, found = item
-    table = Table(*HEAD, title=f"{name}, {found['steps']} steps")
-    for row in rows(found):
+    name, result = item
+    table = Table(*HEAD, title=f"{name}, {result['steps']} steps")
+    for row in rows(result):
         table.add_row(*row)
     return table
 
@@ -213,12 +218,12 @@ def shown(item: tuple[str, dict[str, Any]]) -> Table:
 def page(results: dict[str, Any]) -> str:
     """The tables in Markdown."""
     lines = list[str]()
-    for name, found in results.items():
+    for name, result in results.items():
         lines += [
-            f"| {name}, {found['steps']} steps | {' | '.join(HEAD[1:])} |",
+            f"| {name}, {result['steps']} steps | {' | '.join(HEAD[1:])} |",
             "|---" * len(HEAD) + "|",
         ]
-        lines += [f"| {' | '.join(row)} |" for row in rows(found)]
+        lines += [f"| {' | '.join(row)} |" for row in rows(result)]
         lines.append("")
     return "\n".join(lines).strip()
 

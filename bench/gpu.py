@@ -1,21 +1,21 @@
-"""Does fddp do on a GPU what it says: train as plain JAX does, at no cost, over NCCL, from every
-launcher?
+"""Does fddp keep its promises on a GPU: the training of plain JAX, at no cost, over NCCL, from
+every launcher?
 
     python bench/gpu.py [--quick] [--parts same cost …]
 
 One command for a machine with one GPU or several, within eight minutes. Each part runs in a process
-of its own and has a share of the time that is left, so that none hides another: one that fails or
-is late is told as that. Where there is no GPU the same command rehearses all parts on CPUs, over
-Gloo and with tiny models, and saves nothing.
+of its own and has a share of the time that is left, so that none hides another: a failed or late
+part is reported as such. Without a GPU the same command rehearses all parts on CPUs, over Gloo and
+with tiny models, and saves nothing.
 
   same       a fused step against plain JAX: losses and parameters after some steps, and whether
              bits are equal
-  ranks      losses over NCCL beside one replica's on the joined rows; two ranks share the GPU where
+  ranks      losses over NCCL and one replica's on the joined rows; two ranks share the GPU where
              there is one
   cost       a fused step's time against a step by hand
   packing    packing and unpacking all gradients against a copy of as many bytes
   estimate   a step's time against the estimate of `fddp.audit`, at this chip's peak rates
-  memory     what shard=None, "optimizer" and "state" need on each rank
+  memory     memory of each rank with shard=None, "optimizer" and "state"
   launchers  the GPU of each rank under fddp.launch, `python -m fddp run`, torchrun, mpirun, srun
   scanned    a step over scanned layers with XLA's pipelined all-reduce, and without
   ahead      the program of `ranks`, and the memory of eight replicas, compiled ahead of time
@@ -52,28 +52,28 @@ LOOK_S = 90
 class Part(NamedTuple):
     """One question."""
 
-    asked: Callable[[Machine], Mapping[str, Callable[[], dict[str, Any]]]]
-    """Makes functions that measure, by the name of what each measures."""
+    measures: Callable[[Machine], Mapping[str, Callable[[], dict[str, Any]]]]
+    """Makes the measuring functions, by the names of their quantities."""
     tell: Callable[[dict[str, Any]], str]
-    """Says figures in words."""
-    alone: bool
-    """Whether it is one process, which then sees one GPU."""
+    """Puts figures into words."""
+    isolated: bool
+    """True if it is one process, which then sees one GPU."""
     weight: float
     """Its share of the time."""
     env: Mapping[str, str] = {}
 
 
 PARTS = {
-    "same": Part(same.asked, same.tell, True, 4),
-    "ranks": Part(ranks.asked_of_training, ranks.tell_training, False, 1.5),
-    "cost": Part(cost.asked_of_steps, cost.tell_steps, True, 3),
-    "packing": Part(cost.asked_of_packing, cost.tell_packing, True, 0.5),
-    "estimate": Part(estimates.asked, estimates.tell, True, 2),
-    "memory": Part(ranks.asked_of_memory, ranks.tell_memory, False, 1.5),
-    "launchers": Part(launchers.asked, launchers.tell, False, 2),
-    "scanned": Part(ranks.asked_of_scanned, ranks.tell_scanned, False, 1),
+    "same": Part(same.measures, same.tell, True, 4),
+    "ranks": Part(ranks.measures_of_training, ranks.tell_training, False, 1.5),
+    "cost": Part(cost.measures_of_steps, cost.tell_steps, True, 3),
+    "packing": Part(cost.measures_of_packing, cost.tell_packing, True, 0.5),
+    "estimate": Part(estimates.measures, estimates.tell, True, 2),
+    "memory": Part(ranks.measures_of_memory, ranks.tell_memory, False, 1.5),
+    "launchers": Part(launchers.measures, launchers.tell, False, 2),
+    "scanned": Part(ranks.measures_of_scanned, ranks.tell_scanned, False, 1),
     "ahead": Part(
-        ahead.asked,
+        ahead.measures,
         ahead.tell,
         True,
         1,
@@ -110,17 +110,17 @@ def main() -> None:
         machine = find(args.quick, env, Path(folder))
         print(head(machine), flush=True)
         for number, name in enumerate(args.parts):
-            weights = [PARTS[one].weight for one in args.parts[number:]]
+            weights = [PARTS[part_name].weight for part_name in args.parts[number:]]
             seconds = (end - time.monotonic()) * weights[0] / sum(weights)
             results[name] = run(name, machine, env, Path(folder) / f"{name}.jsonl", seconds)
             print("\n".join(table(rows(name, results[name], PARTS[name].tell))), flush=True)
     print(sentence(machine, results))
-    said = {"machine": machine._asdict(), **results}
+    report = {"machine": machine._asdict(), **results}
     if args.out:
-        Path(args.out).write_text(json.dumps(said, indent=1) + "\n")
+        Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
     if machine.on_gpu and not machine.quick and args.parts == list(PARTS):
-        os.environ |= env  # the record asks JAX for its devices
-        print(save("gpu", said))
+        os.environ |= env  # the record reads JAX's devices
+        print(save("gpu", report))
     sys.exit(1 if unsound(results) else 0)
 
 
@@ -140,61 +140,49 @@ def head(machine: Machine) -> str:
 
 def find(quick: bool, env: Mapping[str, str], folder: Path) -> Machine:
     """Looks for GPUs in a process of its own, for this one must not hold their memory."""
-    found = _ended("look", json.dumps(quick), env, folder / "look.jsonl", LOOK_S)
-    if "failed" in found:
-        raise SystemExit(f"JAX does not start here: {found['failed']}")
-    return Machine(**found["figures"]["machine"])
+    outcome = _run_process("look", json.dumps(quick), env, folder / "look.jsonl", LOOK_S)
+    if "failed" in outcome:
+        raise SystemExit(f"JAX does not start here: {outcome['failed']}")
+    return Machine(**outcome["figures"]["machine"])
 
 
 def run(
     name: str, machine: Machine, env: Mapping[str, str], path: Path, seconds: float
 ) -> dict[str, Any]:
-    """Asks one part.
-
-    Args:
-      name: of the part.
-      machine: the GPUs.
-      env: variables.
-      path: of a file for its answers.
-      seconds: that it may take.
-
-    Returns:
-      Its figures by the name of what they are of, and under "failed" what ended it, if something
-      did.
-    """
+    """Runs one part in a process; returns its figures by name, and its failure, if any, under
+    "failed"."""
     part = PARTS[name]
-    seen = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.alone else {}
-    env = {**env, **seen, **part.env}
+    gpu_variables = REHEARSAL if not machine.on_gpu else one_gpu(env) if part.isolated else {}
+    env = {**env, **gpu_variables, **part.env}
     begin = time.monotonic()
-    ended = _ended(name, json.dumps(machine), env, path, seconds)
-    return ended | {"seconds": round(time.monotonic() - begin, 1)}
+    outcome = _run_process(name, json.dumps(machine), env, path, seconds)
+    return outcome | {"seconds": round(time.monotonic() - begin, 1)}
 
 
-def answer(name: str, given: Any, path: Path) -> None:
-    """Measures all that a part asks, in this process, and writes each answer down as soon as it is
-    there."""
-    asked = (
-        {"machine": lambda: look(given)._asdict()}
+def answer(name: str, machine_values: Any, path: Path) -> None:
+    """Measures all quantities of a part in this process, and writes each result down at once."""
+    measures = (
+        {"machine": lambda: look(machine_values)._asdict()}
         if name == "look"
-        else PARTS[name].asked(Machine(*given))
+        else PARTS[name].measures(Machine(*machine_values))
     )
     with path.open("a") as file:
-        for what, measure in asked.items():
+        for what, measure in measures.items():
             try:
                 figures = measure()
             except (
                 Exception
-            ) as error:  # whatever XLA, NCCL or a launcher raises: the next one is still asked
+            ) as error:  # for any error of XLA, NCCL or a launcher: the next part still runs
                 figures = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
             file.write(json.dumps({what: figures}) + "\n")
             file.flush()
 
 
-def _ended(
-    name: str, given: str, env: Mapping[str, str], path: Path, seconds: float
+def _run_process(
+    name: str, machine_json: str, env: Mapping[str, str], path: Path, seconds: float
 ) -> dict[str, Any]:
     """Runs a part to its end, or ends it."""
-    command = [sys.executable, __file__, "--part", name, given, str(path)]
+    command = [sys.executable, __file__, "--part", name, machine_json, str(path)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
@@ -216,7 +204,7 @@ def _ended(
         log.seek(0)
         text = log.read().decode(errors="replace")[-1500:]
     lines = path.read_text().splitlines() if path.exists() else []
-    figures = {what: found for line in lines for what, found in json.loads(line).items()}
+    figures = {what: figures_of for line in lines for what, figures_of in json.loads(line).items()}
     return {"figures": figures, **({"failed": f"{failed}: {text}"} if failed else {})}
 
 

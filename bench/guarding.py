@@ -1,11 +1,11 @@
-"""What does it cost that a rank is watched, and that replicas are compared?
+"""Watching a rank, and comparing replicas: how much does it cost?
 
     python bench/guarding.py [--quick]
 
-Two ranks train a small GPT, a step each in turn: watched; watched by nobody (the watchers stopped,
-nothing written down); with replicas compared after each step, of which a hundredth is what
-`check_replicas_every=100` adds; and with what is not finite skipped. A watcher does in a pause what
-it put off while it was stopped, so the share of a core that it takes is told by itself, too.
+Two ranks train a small GPT, a step each in turn: watched; unwatched (the watchers stopped, nothing
+written down); with replicas compared after each step, a hundred times as often as with
+`check_replicas_every=100`; and with skipping of non-finite gradients. A watcher catches up in a
+pause after it was stopped, so its share of a core is also measured by itself.
 """
 
 import argparse
@@ -28,11 +28,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.jobs import ending, start
 from bench.record import ratio, save, summary
 
-RANKS, ROWS = 2, 10
+RANKS = 2
+ROWS = 10
 PAUSE_S = 0.005
-SELDOM = 4  # rounds, of which one has all ways
+SELDOM = 4  # rounds; each has all ways
 WARM_UP = 5  # rounds before the first that counts
-BACKENDS, SCHEDULES = ("mpi", "gloo"), ("staged", "fused")
+BACKENDS = ("mpi", "gloo")
+SCHEDULES = ("staged", "fused")
 
 
 def main() -> None:
@@ -63,31 +65,34 @@ def main() -> None:
                 ) as jobs:
                     for job in jobs:
                         job.wait(timeout=600)
-                found = results[f"{backend} {schedule}"] = json.loads(
+                result = results[f"{backend} {schedule}"] = json.loads(
                     Path(folder, "found.json").read_text()
                 )
-            print(told(f"{backend} {schedule}", found), flush=True)
+            print(summary_of(f"{backend} {schedule}", result), flush=True)
     if not args.quick:
         print(save("guarding", results))
 
 
-def told(name: str, found: dict[str, Any]) -> str:
-    lines, step = (
-        [f"{name}: a step of {found['unwatched']['median_ms']:.1f} ms"],
-        found["unwatched"]["median_ms"],
-    )
+def summary_of(name: str, result: dict[str, Any]) -> str:
+    lines = [f"{name}: a step of {result['unwatched']['median_ms']:.1f} ms"]
+    step = result["unwatched"]["median_ms"]
     for way in ("watched", "skipping"):
-        of = found[f"{way} / unwatched"]
+        quartiles = result[f"{way} / unwatched"]
         # Of a median of so many the error is 1.25 standard deviations over the root of their
         # number.
-        error = 1.25 * (of["quartile_3"] - of["quartile_1"]) / 1.35 / np.sqrt(found["rounds"][way])
-        lines.append(
-            f"  {way}: {of['median']:.4f} ± {error:.4f} ({of['quartile_1']:.4f} … "
-            f"{of['quartile_3']:.4f})"
+        error = (
+            1.25
+            * (quartiles["quartile_3"] - quartiles["quartile_1"])
+            / 1.35
+            / np.sqrt(result["rounds"][way])
         )
-    more = found["compared / watched"]["median"] - 1
+        lines.append(
+            f"  {way}: {quartiles['median']:.4f} ± {error:.4f} ({quartiles['quartile_1']:.4f} … "
+            f"{quartiles['quartile_3']:.4f})"
+        )
+    more = result["compared / watched"]["median"] - 1
     lines.append(f"  replicas compared: {more * step:.2f} ms each time, {more:.3f} % at every 100")
-    lines.append(f"  a watcher: {found['watcher_share_of_a_core']:.2%} of a core")
+    lines.append(f"  a watcher: {result['watcher_share_of_a_core']:.2%} of a core")
     return "\n".join(lines)
 
 
@@ -95,7 +100,7 @@ def told(name: str, found: dict[str, Any]) -> str:
 
 
 def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
-    """Times blocks of steps in turn; rank 0 writes what it found."""
+    """Times blocks of steps in turn; rank 0 writes the results."""
     import jax
     import optax
 
@@ -132,11 +137,13 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
         "compared": way(group, check_replicas_every=1),
         "skipping": way(group, skip_nonfinite=True),
     }
-    watcher, seconds = _watcher(), {name: list[float]() for name in ways}
-    before, began = _used_s(watcher), time.monotonic()
+    watcher = _watcher()
+    seconds = {name: list[float]() for name in ways}
+    before = _used_s(watcher)
+    began = time.monotonic()
     draw = random.Random(0)  # the same on all ranks
     for turn in range(int(rounds)):
-        # What a step costs depends on what ran before it: so in any order, and after a pause.
+        # The cost of a step depends on the work before it: so in any order, and after a pause.
         order = list(ways) if turn % SELDOM == 0 else ["unwatched", "watched"]
         for name in draw.sample(order, len(order)):
             if name == "unwatched":
@@ -151,30 +158,32 @@ def measure(folder: str, backend: str, schedule: Any, rounds: str) -> None:
     if group.rank == 0:
         times = {name: np.array(values) for name, values in seconds.items()}
         seldom = {name: times[name][::SELDOM] for name in ("watched", "unwatched")}
-        found: dict[str, Any] = {name: summary(values[WARM_UP:]) for name, values in times.items()}
-        found["watched / unwatched"] = ratio(
+        summaries: dict[str, Any] = {
+            name: summary(values[WARM_UP:]) for name, values in times.items()
+        }
+        summaries["watched / unwatched"] = ratio(
             times["watched"][WARM_UP:], times["unwatched"][WARM_UP:]
         )
-        found["skipping / unwatched"] = ratio(
+        summaries["skipping / unwatched"] = ratio(
             times["skipping"][WARM_UP:], seldom["unwatched"][WARM_UP:]
         )
-        found["compared / watched"] = ratio(
+        summaries["compared / watched"] = ratio(
             times["compared"][WARM_UP:], seldom["watched"][WARM_UP:]
         )
         share = (_used_s(watcher) - before) / (time.monotonic() - began)
-        told = {
+        details = {
             "rounds": {name: len(values) - WARM_UP for name, values in times.items()},
             "watcher_share_of_a_core": share,
         }
-        Path(folder, "found.json").write_text(json.dumps(found | told))
+        Path(folder, "found.json").write_text(json.dumps(summaries | details))
 
 
 def _watcher() -> int:
     """The process that watches this one."""
-    told = subprocess.run(
+    output = subprocess.run(
         ["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True
     ).stdout
-    (line,) = [line for line in told.splitlines() if "watcher.main" in line]
+    (line,) = [line for line in output.splitlines() if "watcher.main" in line]
     return int(line.split()[0])
 
 

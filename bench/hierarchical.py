@@ -1,4 +1,4 @@
-r"""What does a sum over each host first, and then between the hosts, bring against a sum at once?
+r"""A sum over each host first, and then between the hosts: is it faster than a sum at once?
 
     sudo .venv/bin/python bench/hierarchical.py [--problems mlp640 gpt] [--backends gloo mpi] \
         [--quick]
@@ -6,7 +6,7 @@ r"""What does a sum over each host first, and then between the hosts, bring agai
 `group.hierarchical(local=2)` on two hosts joined by 1 Gbit/s (bench/two_hosts.py), two ranks on the
 one core of each: all-reduces between programs, inside a program, and staged steps with buckets of 4
 MiB. Both ways are alive at once and take turns; a round counts as long as its slowest rank took.
-What crosses the wire is read off its counters.
+The bytes on the wire are read off its counters.
 
 Source: hierarchical all-reduce in Horovod.
 """
@@ -35,7 +35,8 @@ from fddp.comm import REPLICATED
 LOCAL = 2
 CAP_MB = 4.0
 SUMS_MB = (1, 4, 16)
-AT_ONCE, IN_LEVELS = "at once", "in two levels"
+AT_ONCE = "at once"
+IN_LEVELS = "in two levels"
 SENT = Path("/sys/class/net/wire/statistics/tx_bytes")
 
 
@@ -73,8 +74,10 @@ def main() -> None:
         results[backend] = ask(backend, args.rate, __file__, *words, each=LOCAL)
         for what, row in results[backend].items():
             times = [f"{row[way]['median_ms']:.1f}" for way in (AT_ONCE, IN_LEVELS)]
-            of = row["ratio"]
-            share = f"{of['median']:.3f} ({of['quartile_1']:.3f}–{of['quartile_3']:.3f})"
+            spread = row["ratio"]
+            share = (
+                f"{spread['median']:.3f} ({spread['quartile_1']:.3f}–{spread['quartile_3']:.3f})"
+            )
             sheet.add_row(
                 backend,
                 what,
@@ -98,21 +101,23 @@ def one_rank(backend: str, path: str, problems: list[str], rounds: int) -> None:
         for where, inside in (("between programs", False), ("in a program", True))
     }
     questions |= {f"a step of {name}": _training(name, group.rank) for name in problems}
-    said = {
-        what: compared(group, {way: make(one) for way, one in groups.items()}, rounds)
+    report = {
+        what: compared(
+            group, {way: make(group_of_way) for way, group_of_way in groups.items()}, rounds
+        )
         for what, make in questions.items()
     }
     if group.rank == 0:
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def compared(group: fddp.Group, runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, Any]:
-    """How long both ways take, and what they send over the wire in both directions."""
+    """Seconds of both ways, and their bytes on the wire in both directions."""
     seconds = interleave(runs, rounds=rounds, warm_up=1, pause=group.barrier)
-    slowest = {way: group.all_reduce(took, op="max") for way, took in seconds.items()}
+    slowest = {way: group.all_reduce(durations, op="max") for way, durations in seconds.items()}
     rows = {
-        way: summary(took) | {"wire_mib": wire_mib(group, runs[way])}
-        for way, took in slowest.items()
+        way: summary(durations) | {"wire_mib": wire_mib(group, runs[way])}
+        for way, durations in slowest.items()
     }
     return {"ways": list(rows), **rows, "ratio": ratio(slowest[IN_LEVELS], slowest[AT_ONCE])}
 
@@ -131,9 +136,9 @@ def _summing(mb: int, inside: bool) -> Callable[[fddp.Group], Callable[[], Any]]
     """A sum of so many MiB, as a staged step sends it or as a fused one."""
 
     def make(group: fddp.Group) -> Callable[[], Any]:
-        own = group.placement.per_replica
-        x = group.placement.place(np.ones(mb * 2**18, np.float32), own)
-        program = group.placement.program(group.communicator.all_reduce, (own,), REPLICATED)
+        per_replica = group.placement.per_replica
+        x = group.placement.place(np.ones(mb * 2**18, np.float32), per_replica)
+        program = group.placement.program(group.communicator.all_reduce, (per_replica,), REPLICATED)
         return lambda: program(x) if inside else group.transport.all_reduce(x)
 
     return make

@@ -1,10 +1,10 @@
-"""The memory that a rank needs to make a state that it could not hold alone.
+"""The memory of a rank that makes a state too large for it alone.
 
     python -m bench.holding [mpi|gloo] [ranks]
 
 64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of
-this machine. Told are the most that a rank's resident memory grows while the state is made, by a
-function and of arrays, what of it the rank then holds, and the seconds.
+this machine. The results are the largest growth of a rank's resident memory while the state is
+made, by a function and from arrays, the growth that lasts, and the seconds.
 """
 
 import json
@@ -42,15 +42,15 @@ def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def grown(run: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Runs something; tells by how much this process's resident memory grew, at most and for good,
-    and the seconds."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Runs a function; also returns the growth of this process's resident memory, at most and
+    lasting, and the seconds."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident("VmRSS")
     begin = time.perf_counter()
-    made = jax.block_until_ready(run())
+    state = jax.block_until_ready(run())
     seconds = time.perf_counter() - begin
     mib = {"peak_mib": resident("VmHWM") - before, "held_mib": resident("VmRSS") - before}
-    return made, {
+    return state, {
         **{name: round(x / MIB, 1) for name, x in mib.items()},
         "seconds": round(seconds, 2),
     }
@@ -65,17 +65,17 @@ def resident(name: str) -> int:
 
 
 def rank(how: str) -> None:
-    """What one rank does; rank 0 prints what all have found."""
+    """The part of one rank; rank 0 prints the results of all."""
     group = fddp.init()
     step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
-    _, found = grown(lambda: step.init(make if how == "function" else jax.jit(make)()))
-    every = group.all_gather_object(found)
-    group.print(json.dumps(every))
+    _, memory = grown(lambda: step.init(make if how == "function" else jax.jit(make)()))
+    gathered = group.all_gather_object(memory)
+    group.print(json.dumps(gathered))
 
 
 def main(backend: str = "mpi", ranks: str = "4") -> None:
-    """Measures both ways, and writes down what was found."""
-    found = {}
+    """Measures both ways, and saves the results."""
+    results = {}
     for how in ("function", "arrays"):
         command = [sys.executable, "-m", "bench.holding", "rank", how]
         with ending(
@@ -83,9 +83,9 @@ def main(backend: str = "mpi", ranks: str = "4") -> None:
         ) as jobs:
             texts = [job.communicate()[0] for job in jobs]
         (line,) = [line for text in texts for line in text.splitlines() if line.startswith("[{")]
-        found[how] = json.loads(line)
-        print(how, *found[how], sep="\n  ", flush=True)
-    save(f"holding_{backend}_{ranks}", found)
+        results[how] = json.loads(line)
+        print(how, *results[how], sep="\n  ", flush=True)
+    save(f"holding_{backend}_{ranks}", results)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What do communication hooks save, and what do they cost in accuracy? A ResNet on handwritten
-digits, several seeds.
+"""Communication hooks: how many bytes do they save, and how much accuracy do they cost? A ResNet on
+handwritten digits, several seeds.
 
 python bench/hooks.py [--quick]
 """
@@ -24,7 +24,8 @@ from bench.record import save
 from fddp import hooks
 from models import data, resnet
 
-REPLICAS, BATCH = 2, 64
+REPLICAS = 2
+BATCH = 64
 HOOKS: dict[str, fddp.Hook | None] = {
     "plain": None,
     "bf16": hooks.bf16(),
@@ -49,12 +50,13 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name, hook in HOOKS.items():
         runs = [train(hook, steps, seed) for seed in range(seeds)]
-        accuracy, sent = np.array([run[0] for run in runs]), runs[0][1]
-        results[name] = {"accuracy_percent": accuracy.round(3).tolist(), "bytes_a_step": sent}
-        behind = accuracy.mean() - np.mean(results["plain"]["accuracy_percent"])
-        share = sent / results["plain"]["bytes_a_step"]
+        accuracy = np.array([run[0] for run in runs])
+        nbytes = runs[0][1]
+        results[name] = {"accuracy_percent": accuracy.round(3).tolist(), "bytes_a_step": nbytes}
+        difference = accuracy.mean() - np.mean(results["plain"]["accuracy_percent"])
+        share = nbytes / results["plain"]["bytes_a_step"]
         spread = f"{accuracy.mean():.2f} ({accuracy.min():.2f}–{accuracy.max():.2f})"
-        table.add_row(name, spread, f"{behind:+.2f}", f"{sent:,}", f"{share:.3f}")
+        table.add_row(name, spread, f"{difference:+.2f}", f"{nbytes:,}", f"{share:.3f}")
     Console(width=100).print(table)
     if not quick:
         print(
@@ -67,7 +69,8 @@ def train(hook: fddp.Hook | None, steps: int, seed: int) -> tuple[float, int]:
     step."""
     model = resnet.PRESETS["18-digits"]
     images, labels, test_images, test_labels = data.split_digits()
-    mean, std = images.mean(), images.std()
+    mean = images.mean()
+    std = images.std()
     images, test_images = (
         ((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images)
     )
@@ -81,12 +84,13 @@ def train(hook: fddp.Hook | None, steps: int, seed: int) -> tuple[float, int]:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
     step = fddp.train_step(resnet.loss_fn(model), optimizer, has_aux=True, hook=hook)
     params, buffers = resnet.init(model, jax.random.key(seed), rows([0]))
-    state, sent = step.init(params, model_state=buffers), 0
+    state = step.init(params, model_state=buffers)
+    nbytes = 0
     for chosen in islice(fddp.samples(len(images), BATCH, seed=seed, drop_last=True), steps):
         state, info = step(state, rows(chosen))
-        sent = info.sent
+        nbytes = info.sent
     tests = {"image": test_images, "label": test_labels.astype(np.int32)}
-    return 100 * fddp.evaluate(accuracy, state, [tests]), int(np.sum(sent))
+    return 100 * fddp.evaluate(accuracy, state, [tests]), int(np.sum(nbytes))
 
 
 if __name__ == "__main__":

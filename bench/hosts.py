@@ -1,6 +1,5 @@
-r"""How does a step grow with the number of hosts? 2, 4, 8 and 16 of them, whose computing is a
-wait;
-PyTorch DDP beside.
+r"""More hosts: how does a step grow from 2 hosts to 4, 8 and 16, with waits for computing? fddp and
+PyTorch DDP.
 
     sudo .venv/bin/python bench/hosts.py [--hosts 2 4 8 16] [--each 2] [--mbit 25] \
         [--torch PYTHON] [--quick]
@@ -10,13 +9,13 @@ layers of 0.25 MiB; at another rate layers are larger in proportion, and two cor
 hosts. A layer sleeps as long as it would compute (`waiting` in bench/problems.py), so that two
 cores carry sixteen hosts; launchers, messages, their sums and updates are real. All ways are alive
 at once and take turns, four steps each. With `--each 2` there are two ranks on a host, and sums
-over each host first take turns with sums at once. What was measured before of other numbers of
-hosts, at other rates, or over other backends, stays in the file.
+over each host first take turns with sums at once. Earlier results for other numbers of hosts, other
+rates or other backends stay in the file.
 
-With `--project` steps are tuned on two hosts, and what `Tuning.at_scale` makes of that for all that
-were measured stays in the file too.
+With `--project` steps are tuned on two hosts, and the file gets the projections of
+`Tuning.at_scale` for all measured numbers of hosts.
 
-  bound       what no schedule can beat: the larger of a step without traffic and of the bytes over
+  bound       a limit for every schedule: the larger of a step without traffic and of the bytes over
               the rate
   efficiency  a step without traffic over a step: weak scaling
   busy        the share of this machine's cores that worked while the ways took turns
@@ -75,16 +74,14 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="1 round, nothing is saved")
     args = parser.parse_args()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(1)
-    )  # whoever is asked to end takes the hosts down first
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down before it ends
     rounds = 1 if args.quick else args.rounds
     if args.project:
         keep(
             {
-                title: {**of, **told(title, of)}
-                for told in [projections()]
-                for title, of in saved("hosts").items()
+                title: {**result, **projection(title, result)}
+                for projection in [projections()]
+                for title, result in saved("hosts").items()
             }
         )
         return
@@ -99,18 +96,14 @@ def main() -> None:
 
 
 def keep(results: Mapping[str, Any]) -> None:
-    """Writes results beside those that are there, and the table of all."""
+    """Adds results to those of the file, and writes the table of all."""
     print(save("hosts", saved("hosts") | dict(results)))
     PAGE.write_text(with_table(PAGE.read_text(), as_markdown(saved("hosts")), "bench/hosts.py"))
 
 
 def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
-    """Tunes on two hosts.
-
-    Returns:
-      (title, what is saved of it) → the staged step that `Tuning.at_scale` projects, for one rank a
-      host over Gloo.
-    """
+    """Tunes on two hosts; returns (title, result) → the projected staged step, for a rank a host
+    over Gloo."""
     with switched(2, MBIT) as hosts, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
         command = [
@@ -125,22 +118,22 @@ def projections() -> Callable[[str, Mapping[str, Any]], dict[str, float]]:
         with ending(start_gloo(command, {"PYTHONPATH": str(ROOT)}, hosts=hosts)) as jobs:
             if any(job.wait(300) for job in jobs):
                 raise RuntimeError("two hosts could not be tuned; the error is above.")
-        found = json.loads(path.read_text())
-    hop = hop_of(Link(**found["link"]), 2)
+        measurement = json.loads(path.read_text())
+    hop = hop_of(Link(**measurement["link"]), 2)
 
-    def told(title: str, result: Mapping[str, Any]) -> dict[str, float]:
+    def project(title: str, result: Mapping[str, Any]) -> dict[str, float]:
         backends, each, mbit, count = _place((title, result))
         if (backends, each, mbit) != ("gloo", 1, MBIT):
             return {}
-        (one,) = projected(found, hop, found, (count,), ring)
-        step_ms = 1e3 * one.step_s
+        (projected_step,) = projected(measurement, hop, measurement, (count,), ring)
+        step_ms = 1e3 * projected_step.step_s
         print(
             f"{title}: projected {step_ms:.0f} ms, "
             f"{step_ms / result['step_ms']['fddp staged (Gloo)'][1] - 1:+.1%}"
         )
         return {"at_scale_ms": round(step_ms, 1)}
 
-    return told
+    return project
 
 
 @contextmanager
@@ -184,15 +177,15 @@ def switched(count: int, mbit: int) -> Iterator[Hosts]:
 
 
 def starts(hosts: Hosts, each: int, backends: Sequence[str], torch: str | None) -> dict[str, Start]:
-    """What starts each job on emulated hosts, by the command of its ranks."""
-    found: dict[str, Start] = {}
+    """The starters of jobs on emulated hosts, by the command of their ranks."""
+    starters: dict[str, Start] = {}
     for backend in backends:
-        found[backend] = partial(
+        starters[backend] = partial(
             start_mpi if backend == "mpi" else start_gloo, each=each, hosts=hosts
         )
     if torch:
-        found[torch] = partial(start_gloo, each=each, hosts=hosts)
-    return found
+        starters[torch] = partial(start_gloo, each=each, hosts=hosts)
+    return starters
 
 
 def measure(
@@ -203,19 +196,15 @@ def measure(
     rounds: int,
     warm_up: Callable[[str], int] = lambda way: 2,
 ) -> dict[str, Any]:
-    """Starts all jobs, lets their ways take turns, and evaluates.
+    """Starts all jobs, lets their ways take turns, and evaluates them.
 
     Args:
-      jobs: what starts each; by the backend of fddp, or by the python of an environment with
-        PyTorch.
-      count: of the hosts.
+      jobs: starters, by the backend of fddp, or by the python of an environment with PyTorch.
+      count: number of hosts.
       each: ranks on a host.
-      mbit: a second, of each host's wire.
+      mbit: rate of each host's wire, Mbit/s.
       rounds: turns of each way that count.
       warm_up: (way) → its steps before those.
-
-    Returns:
-      Quartiles of each way's step, the bound, and what the emulation took of the cores.
     """
     with listening() as (control, accept):
         processes: list[Popen] = []
@@ -243,48 +232,41 @@ def measure(
 def evaluate(
     seconds: Mapping[str, np.ndarray], count: int, mbit: int, busy: float
 ) -> dict[str, Any]:
-    """Quartiles, and the bound.
-
-    Args:
-      seconds: of each step, by way.
-      count: of the hosts.
-      mbit: a second, of each one's wire.
-      busy: the share of the cores that worked.
-
-    Returns:
-      What is saved.
-    """
+    """Quartiles of each way's steps, and the bound, at `mbit` Mbit/s for each host; `busy` is a
+    share."""
     nbytes = 4 * ELEMENTS * mbit // MBIT * LAYERS * 2 * (count - 1) / count
     traffic_s = nbytes / (mbit * 1e6 / 8 * FRAME)
-    alone = [float(np.median(took)) for way, took in seconds.items() if "alone" in way]
+    local_ms = [float(np.median(durations)) for way, durations in seconds.items() if "alone" in way]
     result: dict[str, Any] = {
         "step_ms": {
-            way: [round(1e3 * q, 1) for q in np.percentile(took, (25, 50, 75))]
-            for way, took in seconds.items()
+            way: [round(1e3 * q, 1) for q in np.percentile(durations, (25, 50, 75))]
+            for way, durations in seconds.items()
         },
         "traffic_ms": round(1e3 * traffic_s, 1),
         "busy": round(float(busy), 3),
     }
-    if alone:
+    if local_ms:
         result |= {
-            "alone_ms": round(1e3 * min(alone), 1),
-            "bound_ms": round(1e3 * max(min(alone), traffic_s), 1),
+            "alone_ms": round(1e3 * min(local_ms), 1),
+            "bound_ms": round(1e3 * max(min(local_ms), traffic_s), 1),
         }
     return result
 
 
 def table(result: Mapping[str, Any]) -> str:
-    alone, bound = result.get("alone_ms", np.nan), result.get("bound_ms", np.nan)
+    local_ms = result.get("alone_ms", np.nan)
+    bound = result.get("bound_ms", np.nan)
     rows = [
         f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms   {middle / bound:5.2f} × bound   "
-        f"efficiency {alone / middle:.0%}"
+        f"efficiency {local_ms / middle:.0%}"
         for way, (low, middle, high) in result["step_ms"].items()
     ]
     return "\n".join([*rows, f"traffic {result['traffic_ms']} ms, cores busy {result['busy']:.0%}"])
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """What is saved, as a table: medians with quartiles, of PyTorch DDP those of its best cap."""
+    """The saved results as a table: medians with quartiles; of PyTorch DDP those of its best
+    cap."""
     head = ["hosts of ranks", "way", "ms a step (quartiles)", "× bound", "efficiency", "cores busy"]
     rows = [head, ["---"] * len(head)]
     for title, result in sorted(results.items(), key=_place):

@@ -1,5 +1,4 @@
-"""One rank of bench/hosts.py: runs a way of training when it is told to, and reports how long it
-took."""
+"""One rank of bench/hosts.py: runs ways of training on command, and reports their seconds."""
 
 import sys
 from pathlib import Path

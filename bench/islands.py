@@ -1,5 +1,4 @@
-"""What does a slow island cost, and one that is stopped, if islands wait for each other and if they
-do not?
+"""A slow or stopped island: how much does it cost, with and without waiting for each other?
 
     python bench/islands.py [--only slow_island] [--seeds 3] [--seconds 8] [--quick]
 
@@ -7,9 +6,9 @@ Three processes over Gloo train a small network on handwritten digits, 16 rows a
 made 20 ms longer by sleeping, on the slow island 60 ms. Every method gets equally many seconds:
 rows per second of all islands, and the loss on rows that none has trained on. Then two islands
 train with an exchange after every eighth step, and one of them is stopped (SIGSTOP) for 10 s: the
-steps that the other makes meanwhile, and in the 10 s before. At last asynchronous SGD stands beside
-synchronous SGD at equal rows, without a clock: one island is three times slower, so that fast ones
-bring more rows, and the loss is told after equally many rows of all.
+steps that the other makes meanwhile, and in the 10 s before. At last asynchronous SGD is compared
+with synchronous SGD at equal rows, without a clock: one island is three times slower, so that fast
+ones bring more rows, and the loss is computed after equally many rows of all.
 
 Source: Figure 1 of Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel
 Parameter Server" (2013).
@@ -78,23 +77,24 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.quick:
-        args.seeds, args.seconds = 1, 2.0
+        args.seeds = 1
+        args.seconds = 2.0
     if args.rank:
         {"slow": rank_of_slow, "stopped": rank_of_stopped}[args.rank](args)
         return
     with tempfile.TemporaryDirectory() as folder:
-        parts: dict[str, Callable[[], Any]] = {
+        measures: dict[str, Callable[[], Any]] = {
             "slow_island": lambda: ranks("slow", ISLANDS, Path(folder), args),
             "stopped_island": lambda: {
                 how: one_is_stopped(how, Path(folder) / how, args) for how in ("waits", "quorum")
             },
             "equal_rows": lambda: equal_rows(args.seeds, 60 if args.quick else 600),
         }
-        results = {name: parts[name]() for name in args.only}
+        results = {name: measures[name]() for name in args.only}
     print(json.dumps(results, indent=1))
     if not args.quick:
-        told = {"islands": ISLANDS, "step_s": STEP_S, "seconds": args.seconds}
-        print(save("islands", saved("islands") | told | results))
+        settings = {"islands": ISLANDS, "step_s": STEP_S, "seconds": args.seconds}
+        print(save("islands", saved("islands") | settings | results))
 
 
 def ranks(kind: str, count: int, folder: Path, args: argparse.Namespace) -> Any:
@@ -107,7 +107,7 @@ def ranks(kind: str, count: int, folder: Path, args: argparse.Namespace) -> Any:
 
 def start(kind: str, count: int, folder: Path, args: argparse.Namespace) -> list[Any]:
     folder.mkdir(exist_ok=True)
-    own = [
+    arguments = [
         "--rank",
         kind,
         "--folder",
@@ -117,7 +117,9 @@ def start(kind: str, count: int, folder: Path, args: argparse.Namespace) -> list
         "--seconds",
         str(args.seconds),
     ]
-    return jobs.start("gloo", count, [sys.executable, __file__, *own], {"JAX_PLATFORMS": "cpu"})
+    return jobs.start(
+        "gloo", count, [sys.executable, __file__, *arguments], {"JAX_PLATFORMS": "cpu"}
+    )
 
 
 def one_is_stopped(how: str, folder: Path, args: argparse.Namespace) -> dict[str, int]:
@@ -134,9 +136,9 @@ def one_is_stopped(how: str, folder: Path, args: argparse.Namespace) -> dict[str
         os.kill(processes[1].pid, signal.SIGCONT)
         for process in processes:
             process.wait()
-    ends = np.array(json.loads((folder / "result.json").read_text()))
+    end_times = np.array(json.loads((folder / "result.json").read_text()))
     before, meanwhile = (
-        int(np.sum((ends > t) & (ends <= t + STOPPED_S))) for t in (at - STOPPED_S, at)
+        int(np.sum((end_times > t) & (end_times <= t + STOPPED_S))) for t in (at - STOPPED_S, at)
     )
     return {"steps_before": before, "steps_while_stopped": meanwhile}
 
@@ -172,15 +174,14 @@ def train(
         time.sleep(slow)
         count += 1
     state = fddp.meet(step, state)
-    took = time.monotonic() - begin
+    duration = time.monotonic() - begin
     params = fddp.whole(state.params, group=group)
     loss = held_out(problem, params)
-    return ROWS * float(group.all_reduce(count)) / float(group.all_reduce(took, "max")), loss
+    return ROWS * float(group.all_reduce(count)) / float(group.all_reduce(duration, "max")), loss
 
 
 def rank_of_stopped(args: argparse.Namespace) -> None:
-    """Trains for so long that the other island can be stopped meanwhile; rank 0 notes when its
-    steps end."""
+    """Trains long enough to stop the other island meanwhile; rank 0 notes the ends of its steps."""
     group = fddp.init("gloo")
     problem = digits(0, 1)
     batches = own_batches(group.rank, 0)
@@ -192,35 +193,38 @@ def rank_of_stopped(args: argparse.Namespace) -> None:
     group.barrier()
     if group.is_main:
         (args.folder / "begun").touch()
-    ends = list[float]()
+    end_times = list[float]()
     for _ in range(round(2.5 * STOPPED_S / STEP_S)):
         state, _ = step(state, next(batches))
         jax.block_until_ready(state.step)
         time.sleep(STEP_S)
-        ends.append(time.monotonic())
+        end_times.append(time.monotonic())
     fddp.meet(step, state)
     if group.is_main:
-        (args.folder / "result.json").write_text(json.dumps(ends))
+        (args.folder / "result.json").write_text(json.dumps(end_times))
 
 
 def equal_rows(seeds: int, most: int) -> dict[str, Any]:
     """Test loss after so many rows of all islands, for each seed: steps of the fast islands, `most`
     at the end."""
     slow = 3  # times
-    ends = [k * most // POINTS for k in range(1, POINTS + 1)]
-    counts = [[end // slow if island == SLOW else end for island in range(ISLANDS)] for end in ends]
+    step_counts = [k * most // POINTS for k in range(1, POINTS + 1)]
+    counts = [
+        [end // slow if island == SLOW else end for island in range(ISLANDS)] for end in step_counts
+    ]
     # Synchronous steps have the rows of all islands.
-    rows = [sum(some) // ISLANDS * ISLANDS * ROWS for some in counts]
+    rows = [sum(counts_of_islands) // ISLANDS * ISLANDS * ROWS for counts_of_islands in counts]
 
-    def asynchronous(seed: int, some: list[int], **options: Any) -> float:
+    def asynchronous(seed: int, batch_counts: list[int], **options: Any) -> float:
         problem = digits(seed, 1)
         optimizer = fddp.local_steps(
             optax.sgd(0.1), outer=optax.sgd(1 / ISLANDS), quorum=1, **options
         )
         batches = [
-            list(islice(own_batches(island, seed), count)) for island, count in enumerate(some)
+            list(islice(own_batches(island, seed), count))
+            for island, count in enumerate(batch_counts)
         ]
-        done = fddp.simulate_islands(
+        islands = fddp.simulate_islands(
             problem.loss_fn,
             optimizer,
             problem.params,
@@ -228,28 +232,30 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
             # Those that come at once would be merged as one.
             seconds=lambda island, number: slow if island == SLOW else 1 + 0.05 * island,
         )
-        return held_out(problem, done.params)
+        return held_out(problem, islands.params)
 
     def synchronous(seed: int) -> list[float]:
         problem = digits(seed, 1)
         step = fddp.train_step(problem.loss_fn, optax.sgd(0.1), group=fddp.init("local"))
         state = step.init(problem.params)
-        found = list[float]()
-        for number, each in enumerate(
+        losses = list[float]()
+        for number, batches in enumerate(
             zip(*(own_batches(island, seed) for island in range(ISLANDS))), 1
         ):
-            state, _ = step(state, jax.tree.map(lambda *x: np.concatenate(x), *each))
-            if number * ISLANDS * ROWS == rows[len(found)]:
-                found.append(held_out(problem, state.params))
-            if len(found) == POINTS:
+            state, _ = step(state, jax.tree.map(lambda *x: np.concatenate(x), *batches))
+            if number * ISLANDS * ROWS == rows[len(losses)]:
+                losses.append(held_out(problem, state.params))
+            if len(losses) == POINTS:
                 break
-        return found
+        return losses
 
     methods = {
         "synchronous SGD": synchronous,
-        "asynchronous SGD": lambda seed: [asynchronous(seed, some) for some in counts],
+        "asynchronous SGD": lambda seed: [
+            asynchronous(seed, batch_counts) for batch_counts in counts
+        ],
         "asynchronous SGD, staleness 4": lambda seed: [
-            asynchronous(seed, some, max_staleness=4) for some in counts
+            asynchronous(seed, batch_counts, max_staleness=4) for batch_counts in counts
         ],
     }
     curves = {name: [method(seed) for seed in range(seeds)] for name, method in methods.items()}
@@ -260,7 +266,7 @@ def equal_rows(seeds: int, most: int) -> dict[str, Any]:
 
 
 def held_out(problem: Any, params: Any) -> float:
-    """The loss on rows that are not trained on."""
+    """The loss on held-out rows."""
     return float(np.mean([problem.loss_fn(params, batch) for batch in problem.held_out]))
 
 

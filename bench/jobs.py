@@ -17,17 +17,17 @@ PATIENCE_S = 20
 def start(
     backend: str, size: int, command: Sequence[str], env: Mapping[str, str], **pipes: Any
 ) -> list[subprocess.Popen]:
-    """Starts a command on so many ranks of this machine, which talk over loopback.
+    """Starts a command on several ranks of this machine, which talk over loopback.
 
     Args:
       backend: "mpi", under mpiexec; otherwise the ranks find each other by FDDP_* variables.
       size: number of ranks.
-      command: what each runs.
-      env: variables beside this process's own.
-      **pipes: what `subprocess.Popen` takes.
+      command: the command of each.
+      env: variables in addition to this process's own.
+      **pipes: arguments of `subprocess.Popen`.
 
     Returns:
-      The processes started: mpiexec alone, or one for each rank.
+      The processes: mpiexec alone, or one for each rank.
     """
     env = {**os.environ, **env}
     if backend == "mpi":
@@ -43,18 +43,17 @@ def start(
 
 @contextmanager
 def ending(jobs: Sequence[subprocess.Popen]) -> Iterator[Sequence[subprocess.Popen]]:
-    """Waits for processes that have nothing left to do when the block is left, and ends those that
-    go on."""
+    """Waits at the end of the block for processes without work, and ends all others."""
     try:
         yield jobs
         _wait(jobs)
     finally:
         for job in jobs:
-            # mpiexec ends its ranks when asked to; killed at once it would leave them
+            # mpiexec ends its ranks on SIGTERM; killed at once it would leave them
             job.terminate()
         _wait(jobs)
         for job in jobs:
-            job.kill()  # asked to end, JAX speaks to the other ranks first, and these may be gone
+            job.kill()  # on SIGTERM JAX speaks to the other ranks first, and these may be gone
 
 
 def _wait(jobs: Sequence[subprocess.Popen]) -> None:

@@ -1,5 +1,5 @@
-"""What does each idea of DDP add to the last? From one all-reduce per leaf after the backward pass
-to staged buckets.
+"""The ideas of DDP: how much does each add to the last, from an all-reduce per leaf to staged
+buckets?
 
     sudo .venv/bin/python bench/ladder.py [--problem mlp] [--backends gloo mpi] [--quick]
 
@@ -32,7 +32,9 @@ from bench.watching import Way, watch, way
 from fddp.measuring.plots import figure
 from fddp.schedules import Pieces, Runner, compiled, in_order, in_stages
 
-MICRO_BATCHES, SMALL_MB, DEFAULT_MB = 4, 8.0, 25.0
+MICRO_BATCHES = 4
+SMALL_MB = 8.0
+DEFAULT_MB = 25.0
 FIRST = "after, per leaf"
 COLUMNS = {
     "compute_percent": "compute %",
@@ -78,20 +80,20 @@ def climb(backend: str, name: str, path: str, rounds: int) -> None:
     group = fddp.init(backend)
     ways = rungs(problem(name, seed=group.rank), group)
     measured, seconds = watch(ways, group, rounds=rounds)
-    rows = {rung: group.size * len(jax.tree.leaves(one.batch)[0]) for rung, one in ways.items()}
-    each = {rung: values / rows[rung] for rung, values in seconds.items()}
+    rows = {rung: group.size * len(jax.tree.leaves(way.batch)[0]) for rung, way in ways.items()}
+    row_seconds = {rung: values / rows[rung] for rung, values in seconds.items()}
     if group.rank == 0:
-        said = {
+        report = {
             rung: {
                 "rows": rows[rung],
                 "step": summary(seconds[rung]),
-                "row": summary(each[rung]),
-                "row_to_first": ratio(each[rung], each[FIRST]),
-                **{column: getattr(found, column) for column in COLUMNS},
+                "row": summary(row_seconds[rung]),
+                "row_to_first": ratio(row_seconds[rung], row_seconds[FIRST]),
+                **{column: getattr(measurement, column) for column in COLUMNS},
             }
-            for rung, found in measured.items()
+            for rung, measurement in measured.items()
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def rungs(task: Problem, group: fddp.Group) -> dict[str, Way]:
@@ -124,14 +126,14 @@ def table(title: str, result: dict[str, Any]) -> Table:
     sheet = Table("rung", title=title)
     for head in ("rows", "step ms", "ms a row", "× first", *COLUMNS.values()):
         sheet.add_column(head, justify="right")
-    for rung, found in result.items():
-        step = found["step"]
+    for rung, entry in result.items():
+        step = entry["step"]
         sheet.add_row(
             rung,
-            f"{found['rows']}",
-            *(f"{step['median_ms']:.0f}", f"{step['median_ms'] / found['rows']:.3f}"),
-            f"{found['row_to_first']['median']:.3f}",
-            *(f"{found[column]:.0f}" for column in COLUMNS),
+            f"{entry['rows']}",
+            *(f"{step['median_ms']:.0f}", f"{step['median_ms'] / entry['rows']:.3f}"),
+            f"{entry['row_to_first']['median']:.3f}",
+            *(f"{entry[column]:.0f}" for column in COLUMNS),
         )
     return sheet
 
@@ -140,8 +142,8 @@ def picture(name: str, results: dict[str, Any]) -> Path:
     """Draws the time of a row, rung by rung."""
     drawing, axes = figure(len(results))
     for axis, (backend, result) in zip(axes, results.items()):
-        steps = [found["step"] for found in result.values()]
-        scale = np.array([1e3 / found["rows"] for found in result.values()])  # ms a step → µs a row
+        steps = [entry["step"] for entry in result.values()]
+        scale = np.array([1e3 / entry["rows"] for entry in result.values()])  # ms a step → µs a row
         quartiles = (f"{name}_ms" for name in ("quartile_1", "median", "quartile_3"))
         low, middle, high = (scale * [step[key] for step in steps] for key in quartiles)
         axis.barh(list(result), middle, xerr=[middle - low, high - middle], color="#5b8db8")

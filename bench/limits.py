@@ -10,16 +10,10 @@ MIB = 2**20
 
 
 def limit(mib: int) -> str:
-    """Limits the memory of this process from now on.
+    """Limits the memory of this process from now on; returns the name of the limit.
 
-    A group of the kernel's counts what is resident. Where none can be made the heap is limited,
-    which also counts what is reserved and never touched.
-
-    Args:
-      mib: the most that it may have, MiB.
-
-    Returns:
-      What holds it to that.
+    A group of the kernel's counts resident memory. If none can be made, the heap is limited,
+    including reserved memory that is never touched.
     """
     for root, name in ((GROUPS, "memory.limit_in_bytes"), (UNIFIED, "memory.max")):
         group = root / f"fddp-{os.getpid()}"

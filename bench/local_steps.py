@@ -1,14 +1,13 @@
-r"""What does it cost in test loss that replicas train alone between synchronizations? Loss over
-bytes, several seeds.
+r"""Training alone between synchronizations: how much does it cost in test loss? Loss over bytes.
 
     python bench/local_steps.py [--problems digits gpt] [--methods "local SGD" quorum] \
         [--seeds 5] [--first 0] [--quick]
 
 Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small
 network and plain momentum, and a GPT of bytes (1.6 million parameters, Python's own sources) with
-AdamW. Bytes are what each replica sends in the whole training. Islands with a quorum are four, too,
+AdamW. Bytes are those of each replica in the whole training. Islands with a quorum are four, too,
 one replica each, and are simulated: their steps take 0.5 to 1.5 s at random, in place of a clock.
-What bench/islands.py has found at equal rows is drawn beside.
+The results of bench/islands.py at equal rows are in the same picture.
 
 With --methods (the beginnings of names) and --first it can be run in parts: the file keeps the
 rest.
@@ -41,14 +40,15 @@ from fddp.islands.merge_log import Merged
 from fddp.measuring.plots import figure
 from models import data, gpt
 
-REPLICAS, MiB = 4, 2**20
+REPLICAS = 4
+MiB = 2**20
 Optimizer = optax.GradientTransformation
 QUARTER = optax.sgd(1 / REPLICAS)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 class Problem(NamedTuple):
-    """What is trained."""
+    """A model, its data and its optimizer."""
 
     loss_fn: Callable[..., Any]
     params: Any
@@ -56,7 +56,7 @@ class Problem(NamedTuple):
     batches: Callable[[int], Iterator[Any]]
     """seed → batches of all replicas"""
     held_out: list[Any]
-    """batches that are not trained on"""
+    """held-out batches"""
     steps: int
 
 
@@ -85,12 +85,12 @@ def main() -> None:
     for name in args.problems:
         steps = 32 if args.quick else {"digits": 512, "gpt": 256}[name]
         seeds = range(args.first, args.first + (1 if args.quick else args.seeds))
-        found = {
+        runs = {
             method: [train(group, PROBLEMS[name](seed, steps), seed, **options) for seed in seeds]
             for method, options in methods(steps).items()
             if method.startswith(tuple(args.methods))
         }
-        results[name] = told(name, found, steps)
+        results[name] = summarize(name, runs, steps)
     if not args.quick:
         results = together(results, args.first)
         print(save("local_steps", {"replicas": REPLICAS, "problems": results}))
@@ -98,21 +98,21 @@ def main() -> None:
 
 
 def together(results: dict[str, Any], first: int) -> dict[str, Any]:
-    """The results, behind those of earlier seeds and beside those of other problems, as the file
-    has them."""
+    """The results, appended to those of earlier seeds and merged with those of other problems in
+    the file."""
     before = saved("local_steps").get("problems", {})
-    for name, found in results.items():
-        known = before.get(name, {}).get("methods", {})
-        for method, now in found["methods"].items():
-            was = known[method]["test_loss"][:first] if first else []
-            now["test_loss"] = [*was, *now["test_loss"]]
-        merged = known | found["methods"]
-        found["methods"] = {
-            method: merged[method] for method in methods(found["steps"]) if method in merged
+    for name, entry in results.items():
+        earlier = before.get(name, {}).get("methods", {})
+        for method, run in entry["methods"].items():
+            was = earlier[method]["test_loss"][:first] if first else []
+            run["test_loss"] = [*was, *run["test_loss"]]
+        merged = earlier | entry["methods"]
+        entry["methods"] = {
+            method: merged[method] for method in methods(entry["steps"]) if method in merged
         }
-        ddp = found["methods"].get("DDP", {}).get("mib_sent")
-        for now in found["methods"].values():
-            now["of_ddp"] = round(now["mib_sent"] / ddp, 5) if ddp else None
+        ddp = entry["methods"].get("DDP", {}).get("mib_sent")
+        for run in entry["methods"].values():
+            run["of_ddp"] = round(run["mib_sent"] / ddp, 5) if ddp else None
     return before | results
 
 
@@ -168,12 +168,14 @@ def train(
     if local and "quorum" in local:
         return train_without_waiting(problem, seed, optimizer)
     step = fddp.train_step(problem.loss_fn, optimizer, group=group, **options)
-    state, sent, begin = step.init(problem.params), 0, time.perf_counter()
+    state = step.init(problem.params)
+    nbytes = 0
+    begin = time.perf_counter()
     for batch in islice(problem.batches(seed), problem.steps):
         state, info = step(state, batch)
-        sent += int(np.sum(np.asarray(info.sent), dtype=np.int64))
+        nbytes += int(np.sum(np.asarray(info.sent), dtype=np.int64))
     test_loss = fddp.evaluate(problem.loss_fn, state, problem.held_out, group=group)
-    return test_loss, sent / MiB, time.perf_counter() - begin
+    return test_loss, nbytes / MiB, time.perf_counter() - begin
 
 
 def train_without_waiting(
@@ -187,18 +189,20 @@ def train_without_waiting(
         for batch in islice(problem.batches(seed), problem.steps):
             yield jax.tree.map(lambda x: np.split(x, REPLICAS)[island], batch)
 
-    done = fddp.simulate_islands(
+    islands = fddp.simulate_islands(
         problem.loss_fn,
         optimizer,
         problem.params,
         [share(island) for island in range(REPLICAS)],
         seconds=lambda island, number: seconds[island, number],
     )
-    exchanges = sum(len(line.islands) for line in done.log if isinstance(line, Merged))
-    sent = exchanges / REPLICAS * sum(np.asarray(x).nbytes for x in jax.tree.leaves(problem.params))
+    exchanges = sum(len(line.islands) for line in islands.log if isinstance(line, Merged))
+    nbytes = (
+        exchanges / REPLICAS * sum(np.asarray(x).nbytes for x in jax.tree.leaves(problem.params))
+    )
     loss_fn = jax.jit(problem.loss_fn)
-    test_loss = float(np.mean([loss_fn(done.params, batch) for batch in problem.held_out]))
-    return test_loss, sent / MiB, time.perf_counter() - begin
+    test_loss = float(np.mean([loss_fn(islands.params, batch) for batch in problem.held_out]))
+    return test_loss, nbytes / MiB, time.perf_counter() - begin
 
 
 def digits(seed: int, steps: int) -> Problem:
@@ -228,8 +232,9 @@ def digits(seed: int, steps: int) -> Problem:
 
 
 def byte_gpt(seed: int, steps: int) -> Problem:
-    model, length = gpt.PRESETS["bytes"], 64
-    rows, others = data.read_text(None, length)
+    model = gpt.PRESETS["bytes"]
+    length = 64
+    rows, test_rows = data.read_text(None, length)
     with_metrics = gpt.loss_fn(model)
 
     def loss(params: Any, batch: Any) -> Any:
@@ -240,8 +245,8 @@ def byte_gpt(seed: int, steps: int) -> Problem:
         for chosen in fddp.samples(len(rows), 16, seed=seed, drop_last=True):
             yield {"tokens": rows[chosen].astype(np.int32)}
 
-    tests = np.random.default_rng(0).permutation(len(others))[:256].reshape(8, 32)
-    held_out = [{"tokens": others[chosen].astype(np.int32)} for chosen in tests]
+    tests = np.random.default_rng(0).permutation(len(test_rows))[:256].reshape(8, 32)
+    held_out = [{"tokens": test_rows[chosen].astype(np.int32)} for chosen in tests]
     params, _ = gpt.init(
         model, jax.random.key(seed), {"tokens": jnp.zeros((1, length + 1), jnp.int32)}
     )
@@ -253,8 +258,8 @@ def byte_gpt(seed: int, steps: int) -> Problem:
 PROBLEMS = {"digits": digits, "gpt": byte_gpt}
 
 
-def told(
-    name: str, found: dict[str, list[tuple[float, float, float]]], steps: int
+def summarize(
+    name: str, runs_of_method: dict[str, list[tuple[float, float, float]]], steps: int
 ) -> dict[str, Any]:
     """A table on the screen, and the same as data."""
     table = Table(
@@ -267,20 +272,28 @@ def told(
         title=f"{name}, {steps} steps",
     )
     ddp = (
-        np.mean([run[:2] for run in found["DDP"]], axis=0) if "DDP" in found else np.full(2, np.nan)
+        np.mean([run[:2] for run in runs_of_method["DDP"]], axis=0)
+        if "DDP" in runs_of_method
+        else np.full(2, np.nan)
     )
     results = dict[str, Any]()
-    for method, runs in found.items():
-        losses, sent = np.array([run[0] for run in runs]), runs[0][1]
+    for method, runs in runs_of_method.items():
+        losses = np.array([run[0] for run in runs])
+        mib_sent = runs[0][1]
         spread = f"{losses.mean():.4f} ({losses.min():.4f}–{losses.max():.4f})"
-        share = sent / ddp[1]
+        share = mib_sent / ddp[1]
         seconds = f"{np.mean([run[2] for run in runs]):.1f}"
         table.add_row(
-            method, spread, f"{losses.mean() / ddp[0]:.3f}", f"{sent:.2f}", f"{share:.4f}", seconds
+            method,
+            spread,
+            f"{losses.mean() / ddp[0]:.3f}",
+            f"{mib_sent:.2f}",
+            f"{share:.4f}",
+            seconds,
         )
         results[method] = {
             "test_loss": losses.round(5).tolist(),
-            "mib_sent": round(sent, 4),
+            "mib_sent": round(mib_sent, 4),
             "of_ddp": round(share, 5),
         }
     Console(width=110).print(table)
@@ -293,13 +306,15 @@ def picture(results: dict[str, Any]) -> Path:
     sheet, axes = figure(len(results) + bool(curves))
     if curves:
         draw_curves(np.atleast_1d(axes)[-1], curves)
-    for axis, (name, found) in zip(np.atleast_1d(axes), results.items()):
-        families = list(dict.fromkeys(method.split(",")[0] for method in found["methods"]))
-        for k, (method, told) in enumerate(found["methods"].items()):
-            losses, family = np.array(told["test_loss"]), families.index(method.split(",")[0])
-            low, high = losses.mean() - losses.min(), losses.max() - losses.mean()
+    for axis, (name, result) in zip(np.atleast_1d(axes), results.items()):
+        families = list(dict.fromkeys(method.split(",")[0] for method in result["methods"]))
+        for k, (method, entry) in enumerate(result["methods"].items()):
+            losses = np.array(entry["test_loss"])
+            family = families.index(method.split(",")[0])
+            low = losses.mean() - losses.min()
+            high = losses.max() - losses.mean()
             look = {"fmt": "osD^"[k % 4], "color": f"C{family}", "capsize": 3}
-            axis.errorbar(told["mib_sent"], losses.mean(), [[low], [high]], label=method, **look)
+            axis.errorbar(entry["mib_sent"], losses.mean(), [[low], [high]], label=method, **look)
         axis.set(
             xscale="log",
             yscale="log",

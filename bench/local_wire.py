@@ -1,11 +1,10 @@
-r"""How much longer does a step take that sends a fragment, under `fddp.local_steps`, than one that
-sends nothing?
+r"""Sending a fragment under `fddp.local_steps`: how much longer is the step than one without?
 
     sudo .venv/bin/python bench/local_wire.py [--problems mlp640 gpt] [--backends gloo mpi] \
         [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, 16 steps between two
-synchronizations: all parameters at once behind the step that makes them (delay 0) or beside the
+synchronizations: all parameters at once behind the step that makes them (delay 0) or during the
 next one (delay 1), or a quarter or an eighth of them so. A step counts as long as the slower host
 takes.
 
@@ -62,15 +61,15 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            found = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
-            results[f"{name}, {backend}"] = found
-            for way, said in found.items():
+            result = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
+            results[f"{name}, {backend}"] = result
+            for way, row in result.items():
                 times = (
-                    f"{said['sends']['median_ms']:7.1f} ms, {said['alone']['median_ms']:7.1f} ms "
+                    f"{row['sends']['median_ms']:7.1f} ms, {row['alone']['median_ms']:7.1f} ms "
                     f"without"
                 )
                 print(
-                    f"{name}, {backend}, {way:20} {times}: {said['ratio']:.3f}; {said['mib']:.1f} "
+                    f"{name}, {backend}, {way:20} {times}: {row['ratio']:.3f}; {row['mib']:.1f} "
                     f"MiB a fragment"
                 )
     if not args.quick:
@@ -83,30 +82,32 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
     ways = {way: training(task, group, *options) for way, options in WAYS.items()}
-    taken: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
+    turns_of_way: dict[str, list[tuple[float, int]]] = {way: [] for way in ways}
     for turn in range(-2, rounds):  # with a delay the first fragment leaves in the second
         for way, run in ways.items():
             for _ in range(EVERY):
                 group.barrier()
-                took = run()
-                taken[way] += [took] if turn >= 0 else []
-    said = {}
-    for way, some in taken.items():
-        seconds, sent = np.array([one[0] for one in some]), np.array([one[1] for one in some])
+                seconds_and_bytes = run()
+                turns_of_way[way] += [seconds_and_bytes] if turn >= 0 else []
+    report = {}
+    for way, turns in turns_of_way.items():
+        seconds = np.array([seconds_and_bytes[0] for seconds_and_bytes in turns])
+        nbytes = np.array([seconds_and_bytes[1] for seconds_and_bytes in turns])
         slower = group.all_reduce(seconds, op="max")
-        sends, alone = slower[sent > 0], slower[sent == 0]
-        said[way] = {
-            "sends": summary(sends),
-            "alone": summary(alone),
-            "ratio": round(float(np.median(sends) / np.median(alone)), 4),
-            "mib": round(sent.max() / 2**20, 2),
+        sending = slower[nbytes > 0]
+        silent = slower[nbytes == 0]
+        report[way] = {
+            "sends": summary(sending),
+            "alone": summary(silent),
+            "ratio": round(float(np.median(sending) / np.median(silent)), 4),
+            "mib": round(nbytes.max() / 2**20, 2),
         }
     if group.rank == 0:
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 def training(task: Problem, group: fddp.Group, fragments: int, delay: int) -> Any:
-    """A function that takes a step: its seconds, and the bytes that it sent."""
+    """A function that takes a step, and returns its seconds and the bytes sent."""
     optimizer = fddp.local_steps(optax.sgd(0.01), every=EVERY, fragments=fragments, delay=delay)
     step = fddp.train_step(
         task.loss_fn,

@@ -1,5 +1,5 @@
-"""What does it cost between two hosts that layers stand under `lax.scan`, or that BatchNorm speaks
-with all replicas?
+"""Layers under `lax.scan`, and BatchNorm over all replicas: how much do they cost between two
+hosts?
 
     sudo .venv/bin/python bench/loops.py [--problems gpt12 resnet18] [--backends Gloo MPI] [--quick]
 
@@ -26,7 +26,7 @@ from bench.turns import BACKENDS, staged, take_turns
 from models import resnet, scanned
 
 CAP_MB = 2.0
-# What each problem's ways are compared with.
+# The reference of each problem's ways.
 BASES = {
     "gpt12": {"staged, scanned": "staged, written out", "eager, scanned": "eager, written out"},
     "resnet18": {"staged, statistics of all rows": "staged, own statistics"},
@@ -46,19 +46,21 @@ def main() -> None:
         results = dict[str, Any]()
         for name in args.problems:
             seconds = take_turns(__file__, backend, name, rounds=3 if args.quick else args.rounds)
-            results[name] = told = compared(seconds, BASES[name])
-            for way, row in told.items():
-                beside = f", {row['ratio']['median']:.3f}" if "ratio" in row else ""
-                print(f"{name}, {backend}, {way:32} {row['median_ms']:7.1f} ms{beside}", flush=True)
+            results[name] = comparison = compared(seconds, BASES[name])
+            for way, row in comparison.items():
+                ratio_text = f", {row['ratio']['median']:.3f}" if "ratio" in row else ""
+                print(
+                    f"{name}, {backend}, {way:32} {row['median_ms']:7.1f} ms{ratio_text}",
+                    flush=True,
+                )
         if not args.quick:
             print(save(f"loops_{backend.lower()}", results))
 
 
 def compared(seconds: dict[str, np.ndarray], bases: dict[str, str]) -> dict[str, Any]:
-    """Milliseconds of each way, and how much longer it takes than the one that it is compared
-    with."""
+    """Milliseconds of each way, and their ratio to its reference."""
     ratios = {way: {"ratio": ratio(seconds[way], seconds[base])} for way, base in bases.items()}
-    return {way: summary(took) | ratios.get(way, {}) for way, took in seconds.items()}
+    return {way: summary(durations) | ratios.get(way, {}) for way, durations in seconds.items()}
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
@@ -67,9 +69,9 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
         params = scanned.stacked(task.params)
         looped = task._replace(loss_fn=scanned.loss_fn(scanned.scanned(GPT_12)), params=params)
         return {
-            f"{schedule}, {how}": staged(one, group, CAP_MB, schedule=schedule)
+            f"{schedule}, {how}": staged(problem, group, CAP_MB, schedule=schedule)
             for schedule in ("staged", "eager")
-            for how, one in (("written out", task), ("scanned", looped))
+            for how, problem in (("written out", task), ("scanned", looped))
         }
     over_all = resnet.loss_fn(resnet.PRESETS["18"].clone(axis_name=group.axis_name))
     return {

@@ -1,12 +1,12 @@
-"""How many faults of one line in fddp/ does the test suite notice?
+"""Mutation testing: how many faults of one line in fddp/ does the test suite notice?
 
     python bench/mutants.py [--only NAME ...] [--workers 0] [--timeout 600] [--baseline] [--whole]
 
 Each patch in tests/mutants/ makes one fault. It is applied to a fresh copy of the tracked files,
 where the tests of its package run, and then those of the nearest packages, until a test fails. A
 test counts only if it passes on a copy without the fault, and a timeout only if the same tests end
-in time there. The command fails if a patch no longer applies, or if less than 95 % are caught.
-With `--quick` it tries six mutants of small packages, and saves nothing.
+in time there. The command fails if a patch no longer applies, or if less than 95 % are caught. With
+`--quick` it tries six mutants of small packages, and saves nothing.
 """
 
 import argparse
@@ -152,13 +152,13 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="last of all the whole default tier")
     parser.add_argument("--quick", action="store_true", help="six mutants, nothing is saved")
     args = parser.parse_args()
-    every = read_mutants()
-    chosen = [x for x in every if x.name.startswith(tuple(args.only))]
+    mutants = read_mutants()
+    chosen = [x for x in mutants if x.name.startswith(tuple(args.only))]
     if args.quick:
         chosen = [next(x for x in chosen if x.package == package) for package in QUICK]
     if not chosen:
         parser.error(f"no mutant begins with {' or '.join(args.only)}.")
-    # What is started is ended, and copies are removed, when this command is to end.
+    # Ends its processes, and removes copies, when this command is to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     verdicts = dict[str, Verdict]()
     with tempfile.TemporaryDirectory(prefix="fddp-mutants-") as folder:
@@ -169,7 +169,7 @@ def main() -> None:
             verdicts[mutant.name] = verdict = suite.verdict(mutant)
             print(f"{number:3} of {len(chosen)}  {line(mutant, verdict)}", flush=True)
             if not args.quick:  # after each mutant: all of them take hours
-                save("mutants", with_verdict(saved("mutants"), every, mutant, verdict))
+                save("mutants", with_verdict(saved("mutants"), mutants, mutant, verdict))
     print(summary(chosen, verdicts, suite.broken))
     sys.exit(complaint(chosen, verdicts))
 
@@ -193,12 +193,12 @@ def applies(patch: Path, folder: Path, *, check: bool = False) -> bool:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True).returncode == 0
 
 
-def with_verdict(results: Any, every: Sequence[Mutant], mutant: Mutant, verdict: Verdict) -> Any:
+def with_verdict(results: Any, mutants: Sequence[Mutant], mutant: Mutant, verdict: Verdict) -> Any:
     """Saved results with the verdict on one mutant; mutants that are gone are left out."""
-    known = {entry["name"]: entry for entry in results.get("mutants", ())}
+    entry_of = {entry["name"]: entry for entry in results.get("mutants", ())}
     shown = {name: x for name, x in mutant._asdict().items() if name != "patch"}
-    known[mutant.name] = shown | verdict._asdict()
-    entries = [known[x.name] for x in every if x.name in known]
+    entry_of[mutant.name] = shown | verdict._asdict()
+    entries = [entry_of[x.name] for x in mutants if x.name in entry_of]
     caught = sum(entry["outcome"].startswith("caught") for entry in entries)
     return {"caught": caught, "of": len(entries), "mutants": entries}
 
@@ -209,9 +209,9 @@ def line(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def summary(mutants: Sequence[Mutant], verdicts: Verdicts, broken: Sequence[str]) -> str:
-    left = [x for x in mutants if not verdicts[x.name].caught]
-    caught = f"{len(mutants) - len(left)} of {len(mutants)} caught"
-    rows = [f"  {verdicts[x.name].outcome}: {x.name}: {x.fault}" for x in left]
+    survivors = [x for x in mutants if not verdicts[x.name].caught]
+    caught = f"{len(mutants) - len(survivors)} of {len(mutants)} caught"
+    rows = [f"  {verdicts[x.name].outcome}: {x.name}: {x.fault}" for x in survivors]
     fails = [f"  fails without a mutant, and does not count: {test}" for test in broken]
     return "\n".join([caught, *rows, *fails])
 
@@ -251,12 +251,12 @@ class Suite:
     folder: Path
     workers: int
     timeout_s: float
-    whole: bool
-    """Whether the whole default tier runs where no near test fails."""
+    whole_tier: bool
+    """True if the whole default tier runs where no near test fails."""
     broken: list[str] = field(default_factory=list)
     """Tests that fail without a mutant."""
     sound: dict[Tests, bool] = field(default_factory=dict)
-    """Whether tests come to an end in time without a mutant."""
+    """True if tests come to an end in time without a mutant."""
 
     def verdict(self, mutant: Mutant) -> Verdict:
         """Runs tests on a copy with a mutant until one fails."""
@@ -282,7 +282,7 @@ class Suite:
             size = 1 if of_ranks else max(1, self.workers)
             for at in range(0, len(files), size):
                 yield claims_of(files[at]) if of_ranks else tuple(files[at : at + size])
-        if self.whole:
+        if self.whole_tier:
             yield tuple(f"--ignore={path}" for path in OF_FILES)
 
     def judged(self, run: Run, tests: Tests) -> Verdict | None:
@@ -294,9 +294,9 @@ class Suite:
         if run.failed:
             return None
         if tests not in self.sound:
-            self.sound[tests] = ended(self.run(self.plain, tests))
-        how = "caught by timeout" if run.code is None else "caught"
-        return Verdict(how, f"pytest {' '.join(tests)}") if self.sound[tests] else None
+            self.sound[tests] = finished(self.run(self.plain, tests))
+        outcome = "caught by timeout" if run.code is None else "caught"
+        return Verdict(outcome, f"pytest {' '.join(tests)}") if self.sound[tests] else None
 
     def find_broken(self, mutants: Sequence[Mutant]) -> None:
         """Runs all tests that are chosen for some mutants, without a mutant."""
@@ -305,7 +305,7 @@ class Suite:
                 if tests not in self.sound:
                     run = self.run(self.plain, tests)
                     self.broken += [test for test in run.failed if test not in self.broken]
-                    self.sound[tests] = ended(run)
+                    self.sound[tests] = finished(run)
                     print(f"without a mutant: {' '.join(tests)}: {run.words}", flush=True)
 
     @property
@@ -343,8 +343,8 @@ class Suite:
         return Run(code, () if code is None else tuple(dict.fromkeys(failed)), last)
 
 
-def ended(run: Run) -> bool:
-    """Whether pytest came to an end by itself, with tests that pass or fail."""
+def finished(run: Run) -> bool:
+    """True if pytest reached an end by itself, with tests that pass or fail."""
     return run.passed or run.code == ExitCode.TESTS_FAILED
 
 

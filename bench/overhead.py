@@ -1,7 +1,8 @@
-"""What does fddp cost on one replica? A step against the same step written by hand, in one run.
+"""Overhead: how much does fddp cost on one replica, against the same step written by hand?
 
 python bench/overhead.py [--quick]
-On a GPU bench/gpu.py asks it.
+
+On a GPU bench/gpu.py measures it.
 """
 
 import argparse
@@ -37,7 +38,8 @@ def main() -> None:
         problem: measure(read(problem), rounds=5 if args.quick else 60) for problem in args.problems
     }
     for name, result in results.items():
-        time, memory = result["fddp / by hand"], result["extra_memory_in_gradients"]
+        time = result["fddp / by hand"]
+        memory = result["extra_memory_in_gradients"]
         print(f"{name}: {time['median']:.3f} of the hand-written step's time", end=" ")
         print(
             f"({time['quartile_1']:.3f} … {time['quartile_3']:.3f}), {memory:+.2f} copies of the "
@@ -48,26 +50,28 @@ def main() -> None:
 
 
 def measure(workload: Workload, *, rounds: int) -> dict[str, Any]:
-    """Times both steps in turn, and compares what XLA says of their memory."""
+    """Times both steps in turn, and compares XLA's figures of their memory."""
     loss_fn, params, model_state, batch = workload
     optimizer = optax.adamw(1e-3)
 
     by_hand = jax.jit(hand_written(loss_fn, optimizer), donate_argnums=0)
-    mine = jax.tree.map(jnp.copy, (params, optimizer.init(params), model_state))
+    hand_state = jax.tree.map(jnp.copy, (params, optimizer.init(params), model_state))
     step = fddp.train_step(loss_fn, optimizer, has_aux=True)
     state = step.init(params, model_state=model_state)
 
-    extra = needed(step.lower(state, batch)) - needed(by_hand.lower(mine, batch))
+    extra = allocated_bytes(step.lower(state, batch)) - allocated_bytes(
+        by_hand.lower(hand_state, batch)
+    )
 
     def run_by_hand() -> Any:
-        nonlocal mine
-        mine, told = by_hand(mine, batch)
-        return mine, told
+        nonlocal hand_state
+        hand_state, info = by_hand(hand_state, batch)
+        return hand_state, info
 
     def run_fddp() -> Any:
         nonlocal state
-        state, told = step(state, batch)
-        return state, told
+        state, info = step(state, batch)
+        return state, info
 
     seconds = interleave({"by hand": run_by_hand, "fddp": run_fddp}, rounds=rounds)
     return {
@@ -77,7 +81,7 @@ def measure(workload: Workload, *, rounds: int) -> dict[str, Any]:
     }
 
 
-def needed(lowered: jax.stages.Lowered) -> int:
+def allocated_bytes(lowered: jax.stages.Lowered) -> int:
     """Bytes that a program allocates."""
     memory: Any = lowered.compile().memory_analysis()
     return memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
@@ -88,8 +92,8 @@ def hand_written(
 ) -> Callable[..., Any]:
     """The step of a local script."""
 
-    def step(mine: Any, batch: Any) -> Any:
-        params, opt_state, model_state = mine
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, model_state = state
         buffers = {} if model_state is None else {"model_state": model_state}
         (loss, aux), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch, **buffers)
         if model_state is not None:

@@ -1,5 +1,5 @@
-"""How much of the traffic hides behind the backward pass, on a real wire? fddp, the ways of JAX,
-and PyTorch DDP.
+"""Overlap: how much of the traffic hides behind the backward pass, on a real wire? fddp, the ways
+of JAX, and PyTorch DDP.
 
     sudo .venv/bin/python bench/overlap.py [--problems mlp resnet18 gpt] [--torch PYTHON] [--quick]
 
@@ -11,8 +11,8 @@ lives in an environment of its own: give the path of its python.
              measured alone, all-reduces in "after", on the rank that waits the least for the other;
              so a step may beat it by the noise of these
   E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
-  E_beside   the same, where T_bound has stages, all-reduces and updates as they were beside each
-             other: what is lost by waiting alone, and not by sharing a core
+  E_beside   the same, where T_bound has stages, all-reduces and updates as they were next to each
+             other: the loss by waiting alone, and not by sharing a core
   exposed    (T - T_alone) / T_traffic: T_alone the fastest step without traffic, fddp's or
              PyTorch's, T_traffic the sum of the all-reduces when nothing else runs
 """
@@ -38,7 +38,7 @@ from fddp.measuring.plots import draw, figure
 from fddp.schedules.timeline import Span, Timeline, outline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
-# Near what fddp.tune picks here, see bench/tuning.py.
+# Near the choice of fddp.tune on these hosts, see bench/tuning.py.
 CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}
 
 
@@ -88,10 +88,9 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
 
 @contextmanager
 def listening() -> Iterator[tuple[str, Callable[[int], list[socket.socket]]]]:
-    """Opens a socket at which the ranks of several jobs report.
+    """Opens a socket for the reports of several jobs.
 
-    Yields:
-      Its path, and what waits for so many ranks and returns a line to each.
+    Yields its path, and a function that waits for so many ranks and returns a line to each.
     """
     with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
         path = str(Path(folder) / "control")
@@ -131,13 +130,17 @@ def in_turns(
                 for talk in ranks[job]:
                     talk.write(json.dumps([way, steps if turn >= 0 else warm_up(way)]) + "\n")
                     talk.flush()
-                told = [json.loads(talk.readline()) for talk in ranks[job]]
+                reports = [json.loads(talk.readline()) for talk in ranks[job]]
                 if turn >= 0:
                     seconds[way] += [
-                        max(all_of) for all_of in zip(*(one["seconds"][1:] for one in told))
+                        max(of_ranks)
+                        for of_ranks in zip(*(report["seconds"][1:] for report in reports))
                     ]
                     spans[way] += zip(
-                        *([_timeline(line) for line in one["timelines"][1:]] for one in told)
+                        *(
+                            [_timeline(line) for line in report["timelines"][1:]]
+                            for report in reports
+                        )
                     )
     for end in (*talks, *lines):
         end.close()
@@ -163,22 +166,19 @@ def evaluate(
     }
     fastest = min(seconds for way, seconds in times.items() if way.startswith("alone"))
     for wire in ("Gloo", "MPI"):
-        staged, after, alone = (
-            f"fddp staged ({wire})",
-            f"fddp after ({wire})",
-            f"alone, staged ({wire})",
-        )
-        stages, updates = _medians(spans[alone], "compute"), _medians(spans[alone], "update")
+        staged = f"fddp staged ({wire})"
+        after = f"fddp after ({wire})"
+        local_way = f"alone, staged ({wire})"
+        stages = _medians(spans[local_way], "compute")
+        updates = _medians(spans[local_way], "update")
         sends = _medians(spans[after], "communication")
-        # What is neither, Python, comes at the end, as it does in every way.
-        updates[-1] += max(0.0, times[alone] - sum(stages) - sum(updates))
+        # All other time, Python's, comes at the end, as it does in every way.
+        updates[-1] += max(0.0, times[local_way] - sum(stages) - sum(updates))
         bound = simulate(*outline(stages, sends, updates)).seconds
-        saved, lost = (
-            times[after] - times[staged],
-            float(np.median([_waited(ranks) for ranks in spans[staged]])),
-        )
+        saved = times[after] - times[staged]
+        lost = float(np.median([_waited(ranks) for ranks in spans[staged]]))
         result[wire] = {
-            "alone_ms": 1e3 * times[alone],
+            "alone_ms": 1e3 * times[local_way],
             "traffic_ms": 1e3 * sum(sends),
             "bound_ms": 1e3 * bound,
             "efficiency": saved / (times[after] - bound),
@@ -197,19 +197,21 @@ def _timeline(spans: Sequence[dict[str, Any]]) -> Timeline:
 
 
 def _waited(ranks: Sequence[Timeline]) -> float:
-    """What a step took beyond the bound that its own stages, all-reduces and updates set."""
+    """The seconds of a step beyond the bound by its own stages, all-reduces and updates."""
     sends = np.min(
         [[span.seconds for span in line.communication] for line in ranks], axis=0
     ).tolist()
-    took = lambda spans: [span.seconds for span in spans]  # noqa: E731
+    seconds_of = lambda spans: [span.seconds for span in spans]  # noqa: E731
     bounds = [
-        simulate(*outline(took(line.compute), sends, took(line.updates))).seconds for line in ranks
+        simulate(*outline(seconds_of(line.compute), sends, seconds_of(line.updates))).seconds
+        for line in ranks
     ]
     return max(line.seconds - bound for line, bound in zip(ranks, bounds))
 
 
 def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:
-    """Of each span over steps; of the two ranks the one that waits less for the other."""
+    """The median of each span over steps; of the two ranks, that with the shorter wait for the
+    other."""
     rows = [
         [[span.seconds for span in line.spans if span.kind == kind] for line in ranks]
         for ranks in steps

@@ -1,5 +1,4 @@
-"""One rank of bench/overlap.py: runs a way of training when it is told to, and reports how long it
-took."""
+"""One rank of bench/overlap.py: runs ways of training on command, and reports their seconds."""
 
 import json
 import os
@@ -37,38 +36,36 @@ def main(backend: str, control: str, name: str, cap_mb: float) -> None:
 def obey(
     control: str, job: str, group: fddp.Group, ways: Mapping[str, tuple[Step, Any, Step]]
 ) -> None:
-    """Runs steps of a way when it is told to, and says how long each took.
+    """Runs steps of a way on command, and reports their seconds.
 
     Args:
-      control: the socket of the one who tells.
+      control: the socket of the commands.
       job: the name of these ranks.
       group: the replicas.
-      ways: by name; a step, its timeline or None, and what waits for all that it has left under
-        way.
+      ways: by name, a step, its timeline or None, and a function that waits for its pending work.
     """
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
-        said = line.makefile("rw")
-        _say(said, {"job": job, "rank": group.rank, "ways": list(ways)})
-        for order in said:
+        stream = line.makefile("rw")
+        _write(stream, {"job": job, "rank": group.rank, "ways": list(ways)})
+        for order in stream:
             way, steps = json.loads(order)
-            step, timeline, rest = ways[way]
-            seconds, lines = [], []
+            step, timeline, finish = ways[way]
+            seconds = []
+            lines = []
             for _ in range(steps):
                 group.barrier()
                 start = time.perf_counter()
                 jax.block_until_ready(step())
                 seconds.append(time.perf_counter() - start)
                 lines.append([vars(span) for span in timeline().spans] if timeline else [])
-            jax.block_until_ready(
-                rest()
-            )  # what the last step has left under way belongs to no other way
-            _say(said, {"seconds": seconds, "timelines": lines})
+            jax.block_until_ready(finish())  # pending work of the last step belongs to no other way
+            _write(stream, {"seconds": seconds, "timelines": lines})
 
 
-def _say(said: Any, words: Any) -> None:
-    said.write(json.dumps(words) + "\n")
-    said.flush()
+def _write(stream: Any, words: Any) -> None:
+    stream.write(json.dumps(words) + "\n")
+    stream.flush()
 
 
 def by_itself(backend: str) -> fddp.Group:
@@ -86,14 +83,14 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
     import mpi4jax
     from mpi4py import MPI
 
-    alone = by_itself("mpi")
+    local = by_itself("mpi")
 
     return {
         "fddp staged (MPI)": with_fddp(task, group, "staged", cap_mb),
         "fddp after (MPI)": with_fddp(task, group, "after", cap_mb),
         "fddp eager (MPI)": with_fddp(task, group, "eager", cap_mb),
         "fddp eager, shards (MPI)": with_fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (MPI)": with_fddp(task, alone, "staged", cap_mb),
+        "alone, staged (MPI)": with_fddp(task, local, "staged", cap_mb),
         "mpi4jax per leaf": _by_hand(
             task,
             group.size,
@@ -106,7 +103,7 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
 def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
     """fddp over Gloo, and the ways of JAX's own documentation."""
     mesh = Mesh(jax.devices(), ("batch",), axis_types=(AxisType.Auto,))
-    alone = by_itself("gloo")
+    local = by_itself("gloo")
     spread = partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False
     )
@@ -115,8 +112,8 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
         "fddp after (Gloo)": with_fddp(task, group, "after", cap_mb),
         "fddp eager (Gloo)": with_fddp(task, group, "eager", cap_mb),
         "fddp eager, shards (Gloo)": with_fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (Gloo)": with_fddp(task, alone, "staged", cap_mb),
-        "alone, one program": with_fddp(task, alone, "fused", cap_mb),
+        "alone, staged (Gloo)": with_fddp(task, local, "staged", cap_mb),
+        "alone, one program": with_fddp(task, local, "fused", cap_mb),
         "shard_map, psum per leaf": _by_hand(
             task,
             group.size,
@@ -130,7 +127,7 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
             lambda f: jax.jit(spread(f), donate_argnums=0),
             partial(_flat_psum, axis="batch"),
             mesh,
-            whole=True,
+            at_once=True,
         ),
         "jit, NamedSharding": _by_hand(
             task, 1, lambda f: jax.jit(f, donate_argnums=0), lambda g: g, mesh
@@ -141,8 +138,8 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
 def with_fddp(
     task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any
 ) -> tuple[Step, Any, Step]:
-    """A step of fddp that waits for its loss, its timeline, and what waits for all that it has left
-    under way."""
+    """A step of fddp that waits for its loss, its timeline, and a function that waits for pending
+    work."""
     step = fddp.train_step(
         task.loss_fn,
         OPTIMIZER,
@@ -171,37 +168,40 @@ def _by_hand(
     total: Any,
     mesh: Mesh | None = None,
     *,
-    whole: bool = False,
+    at_once: bool = False,
 ) -> tuple[Step, Any, Step]:
     """A step as people write it: gradients, a sum over replicas, the optimizer."""
 
-    def step(mine: Any, batch: Any) -> Any:
-        params, opt_state, model_state = mine
+    def step(state: Any, batch: Any) -> Any:
+        params, opt_state, model_state = state
         buffers = {} if model_state is None else {"model_state": model_state}
         (loss, aux), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(
             params, batch, **buffers
         )
         if model_state is not None:
             model_state, aux = aux
-        grads = total(grads) if whole else jax.tree.map(total, grads)
+        grads = total(grads) if at_once else jax.tree.map(total, grads)
         grads = jax.tree.map(lambda g: g / size, grads)
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, model_state), loss
 
     run_step = program(step)
-    mine = jax.tree.map(jnp.copy, (task.params, OPTIMIZER.init(task.params), task.model_state))
+    hand_state = jax.tree.map(
+        jnp.copy, (task.params, OPTIMIZER.init(task.params), task.model_state)
+    )
     batch = task.batch
     if mesh is not None:
         rows = NamedSharding(mesh, P("batch"))
-        mine = jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x), mine
+        hand_state = jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(NamedSharding(mesh, P()), x),
+            hand_state,
         )
         batch = jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)
 
     def run() -> Any:
-        nonlocal mine
-        mine, loss = run_step(mine, batch)
-        return mine[0], loss
+        nonlocal hand_state
+        hand_state, loss = run_step(hand_state, batch)
+        return hand_state[0], loss
 
     return run, None, lambda: ()
 

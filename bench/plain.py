@@ -1,9 +1,8 @@
-"""What plain JAX makes of a drawn configuration, in float64: loops, `jax.grad`, optax, and nothing
-of a step's.
+"""The training of a drawn configuration by plain JAX, in float64: loops, `jax.grad` and optax only.
 
-Where the loss of a row depends on that row alone, there is one batch of all rows. Else (buffers,
-random keys, branches, batches taken as they are, ranks without data) each replica's micro-batches
-are gone through one by one.
+If the loss of a row depends on that row alone, there is one batch of all rows. Else (buffers,
+random keys, branches, batches taken unchanged, ranks without data) each replica's micro-batches are
+gone through one by one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +17,12 @@ import optax
 import fddp
 from bench.drawn import COLUMNS, OUTER, Call, Drawn, by_name, keys, loss_of, optimizer_of
 
-INITIAL_SCALE, GROWTH_INTERVAL = 2.0**10, 2
+INITIAL_SCALE = 2.0**10
+GROWTH_INTERVAL = 2
 
 
 class Contribution(NamedTuple):
-    """Sums over micro-batches, weighed."""
+    """Weighted sums over micro-batches."""
 
     grads: Any
     loss: Any
@@ -32,8 +32,8 @@ class Contribution(NamedTuple):
     used: frozenset[str]
 
 
-class Own(NamedTuple):
-    """What a replica has: of those that train together the first one's is everybody's, but for the
+class Replica(NamedTuple):
+    """The state of a replica; replicas that train together share the first one's, except for
     buffers."""
 
     params: Any
@@ -44,24 +44,24 @@ class Own(NamedTuple):
     good: int = 0
 
 
-class Told(NamedTuple):
-    """What is to be seen after a step."""
+class Report(NamedTuple):
+    """The visible results of a step."""
 
     params: Any
     opt_state: Any
     buffers: list[Any]
-    """Of each replica."""
+    """The buffers of each replica."""
     loss: Any
     aux: Any
     scale: float
     shared: Any = None
-    """Under `local_steps` the parameters of the last synchronization; `params` are then the
+    """The parameters of the last synchronization under `local_steps`; `params` are then the
     mean."""
     used: dict[str, int] | None = None
 
 
 def wide(tree: Any) -> Any:
-    """The same numbers in 64 bits; whole numbers as they are."""
+    """The same numbers in 64 bits; whole numbers unchanged."""
 
     def widened(x: Any) -> Any:
         kinds = ((jnp.complexfloating, jnp.complex128), (jnp.floating, jnp.float64))
@@ -71,15 +71,10 @@ def wide(tree: Any) -> Any:
     return jax.tree.map(widened, tree)
 
 
-def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Told]:
-    """Trains as a configuration says.
+def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Report]:
+    """Trains a configuration; returns the visible results of each step, without calls of `no_sync`.
 
-    Args:
-      drawn: the configuration.
-      fragments: names of the leaves that `local_steps` synchronizes together.
-
-    Returns:
-      What is to be seen after each step, calls of `no_sync` left out.
+    The leaves of a fragment in `fragments` are synchronized together.
     """
     with jax.enable_x64(True):
         return _Plain(drawn, fragments).run()
@@ -87,8 +82,10 @@ def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Told]:
 
 class _Plain:
     def __init__(self, drawn: Drawn, fragments: Sequence[Sequence[str]]) -> None:
-        self.drawn, self.fragments = drawn, fragments
-        self.inner, self.outer = optimizer_of(drawn), OUTER[drawn.local.get("outer", "mean")]()
+        self.drawn = drawn
+        self.fragments = fragments
+        self.inner = optimizer_of(drawn)
+        self.outer = OUTER[drawn.local.get("outer", "mean")]()
         params = wide(drawn.params)
         trained = {name: params[name] for name in drawn.trained}
         self.fixed = {name: x for name, x in params.items() if name not in trained}
@@ -97,8 +94,11 @@ class _Plain:
             if "model_state" in drawn.form
             else None
         )
-        self.own = [Own(trained, jax.device_get(self.inner.init(trained)), buffers)] * drawn.dealt
-        self.shared, self.outer_state = trained, jax.device_get(self.outer.init(trained))
+        self.replicas = [
+            Replica(trained, jax.device_get(self.inner.init(trained)), buffers)
+        ] * drawn.dealt
+        self.shared = trained
+        self.outer_state = jax.device_get(self.outer.init(trained))
         self.weights = np.zeros((drawn.dealt, max(1, len(fragments))))
         slices = {"model_state", "rng", "shared rng", "branch", "statistics"} & drawn.form
         self.joined = not (slices or drawn.rows != "rows" or drawn.local)
@@ -120,99 +120,134 @@ class _Plain:
             return loss, (weight, aux, after)
 
         def among_all(trained: Any, fixed: Any, batches: Any) -> Any:
-            each = jax.vmap(
+            on_replicas = jax.vmap(
                 lambda batch: objective(trained, fixed, batch, None, None), axis_name="replica"
             )
-            loss, (weight, aux, _) = each(batches)
+            loss, (weight, aux, _) = on_replicas(batches)
             weighed = jax.tree.map(lambda x: jnp.sum(weight * x), (loss, aux))
             return weighed[0], (*weighed, jnp.sum(weight))
 
         together = jax.jit(jax.value_and_grad(among_all, has_aux=True))
-        self.gradient_among_all = lambda *given: jax.device_get(together(*given))
+        self.gradient_among_all = lambda *args: jax.device_get(together(*args))
         # Between programs there are arrays of NumPy: JAX would compile every sum.
         gradient = jax.jit(jax.value_and_grad(objective, has_aux=True))
-        self.gradient = lambda *given: jax.device_get(gradient(*given))
+        self.gradient = lambda *args: jax.device_get(gradient(*args))
         self.update = {optimizer: _moved(optimizer) for optimizer in (self.inner, self.outer)}
 
-    def run(self) -> list[Told]:
-        told, pending = [], []
+    def run(self) -> list[Report]:
+        reports = []
+        pending = []
         for call in self.drawn.calls:
             pending.append(call)
             if call.kind == "no_sync":
                 continue
             self.step += 1
-            alone = self.drawn.local and self.step > self.drawn.local["start"]
-            told.append(self._alone(pending) if alone else self._together(pending))
+            local = self.drawn.local and self.step > self.drawn.local["start"]
+            reports.append(self._local_step(pending) if local else self._together(pending))
             pending = []
-        return told
+        return reports
 
     # Steps that average gradients
 
-    def _together(self, pending: list[Call]) -> Told:
+    def _together(self, pending: list[Call]) -> Report:
         drawn = self.drawn
         if self.joined or "statistics" in drawn.form:
             of_all = [self._of_all(pending)] if self.joined else [*self._among_all(pending)]
             live = [None] * drawn.dealt
         else:
-            of_all, live = map(list, zip(*(self._of_one(r, pending) for r in range(drawn.dealt))))
+            of_all, live = map(
+                list, zip(*(self._contribution_of(r, pending) for r in range(drawn.dealt)))
+            )
         mean = _mean(of_all)
-        used = {name: sum(name in one.used for one in of_all) for name in drawn.trained}
-        own, skipped = self._updated(self.own[0], mean[0], {name for name in used if used[name]})
-        buffers = (
-            [one.buffers for one in self.own] if skipped else self._landed(live, pending[-1].active)
+        used = {
+            name: sum(name in contribution.used for contribution in of_all)
+            for name in drawn.trained
+        }
+        updated, skipped = self._updated(
+            self.replicas[0], mean[0], {name for name in used if used[name]}
         )
-        self.own = [own._replace(buffers=x) for x in buffers]
-        self.shared = own.params
+        buffers = (
+            [replica.buffers for replica in self.replicas]
+            if skipped
+            else self._landed(live, pending[-1].active)
+        )
+        self.replicas = [updated._replace(buffers=x) for x in buffers]
+        self.shared = updated.params
         loss, aux = mean[1:]
-        seen = None if self.joined or "statistics" in drawn.form else used
-        return Told(own.params, own.opt_state, buffers, loss, aux, own.scale, self.shared, seen)
+        used_counts = None if self.joined or "statistics" in drawn.form else used
+        return Report(
+            updated.params,
+            updated.opt_state,
+            buffers,
+            loss,
+            aux,
+            updated.scale,
+            self.shared,
+            used_counts,
+        )
 
     def _landed(self, live: list[Any], active: Sequence[bool]) -> list[Any]:
-        """Everybody's buffers, once replicas have spoken."""
-        how = self.drawn.options.get("broadcast_buffers", True)
-        if live[0] is None or how is False:
+        """The buffers of all replicas after they have communicated."""
+        mode = self.drawn.options.get("broadcast_buffers", True)
+        if live[0] is None or mode is False:
             return live
         first = live[int(np.argmax(active))]
-        if how == "mean":
+        if mode == "mean":
             first = first | {
-                "mean": sum(x["mean"] for x, here in zip(live, active) if here) / sum(active)
+                "mean": sum(x["mean"] for x, is_active in zip(live, active) if is_active)
+                / sum(active)
             }
         return [first] * len(live)
 
     # Steps of replicas that train alone
 
-    def _alone(self, pending: list[Call]) -> Told:
-        drawn, local = self.drawn, self.drawn.local
-        before, weights = list(self.own), self.weights.copy()
-        losses, trained_on = [], np.zeros(drawn.dealt)
+    def _local_step(self, pending: list[Call]) -> Report:
+        drawn = self.drawn
+        local = self.drawn.local
+        before = list(self.replicas)
+        weights = self.weights.copy()
+        losses = []
+        trained_on = np.zeros(drawn.dealt)
         for r in range(drawn.dealt):
-            one, live = self._of_one(r, pending)
-            grads, loss, aux = _mean([one._replace(divisor=one.weight)])
+            contribution, live = self._contribution_of(r, pending)
+            grads, loss, aux = _mean([contribution._replace(divisor=contribution.weight)])
             losses.append((loss, aux))
-            if one.weight > 0 or drawn.rows != "joined":
-                own, skipped = self._updated(self.own[r], grads, one.used)
-                self.own[r] = own if skipped else own._replace(buffers=live)
+            if contribution.weight > 0 or drawn.rows != "joined":
+                updated, skipped = self._updated(self.replicas[r], grads, contribution.used)
+                self.replicas[r] = updated if skipped else updated._replace(buffers=live)
                 skips = skipped or drawn.scale or drawn.optimizer == "apply_if_finite"
-                trained_on[r] = 0 if skips and not _finite(grads) else one.weight
+                trained_on[r] = 0 if skips and not _finite(grads) else contribution.weight
         self.weights += trained_on[:, None]
-        alone = self.step - local["start"] - local["delay"]
-        every, count = local["every"], len(self.fragments)
-        due = [f for f in range(count) if alone > 0 and alone % every == f * every // count]
+        local_count = self.step - local["start"] - local["delay"]
+        every = local["every"]
+        count = len(self.fragments)
+        due = [
+            f for f in range(count) if local_count > 0 and local_count % every == f * every // count
+        ]
         if due:
-            sent, weights = (before, weights) if local["delay"] else (self.own, self.weights)
-            self._synchronize(due[0], sent, weights, pending[-1])
+            snapshot, weights = (
+                (before, weights) if local["delay"] else (self.replicas, self.weights)
+            )
+            self._synchronize(due[0], snapshot, weights, pending[-1])
             self.weights[:, due[0]] = trained_on if local["delay"] else 0
         mean = lambda *x: sum(x) / len(x)  # noqa: E731
-        params = jax.tree.map(mean, *(one.params for one in self.own))
-        buffers = [one.buffers for one in self.own]
+        params = jax.tree.map(mean, *(replica.params for replica in self.replicas))
+        buffers = [replica.buffers for replica in self.replicas]
         loss, aux = losses[0]
-        return Told(params, None, buffers, loss, aux, self.own[0].scale, self.shared)
+        return Report(params, None, buffers, loss, aux, self.replicas[0].scale, self.shared)
 
-    def _synchronize(self, fragment: int, sent: list[Own], weights: np.ndarray, call: Call) -> None:
-        of, names, mix = weights[:, fragment], self.fragments[fragment], self.drawn.local["mix"]
-        total = of.sum() or 1
+    def _synchronize(
+        self, fragment: int, snapshot: list[Replica], weights: np.ndarray, call: Call
+    ) -> None:
+        fragment_weights = weights[:, fragment]
+        names = self.fragments[fragment]
+        mix = self.drawn.local["mix"]
+        total = fragment_weights.sum() or 1
         change = {
-            name: sum(w * (self.shared[name] - one.params[name]) for w, one in zip(of, sent))
+            name: sum(
+                w * (self.shared[name] - replica.params[name])
+                for w, replica in zip(fragment_weights, snapshot)
+            )
             / total
             for name in names
         }
@@ -221,23 +256,25 @@ class _Plain:
         travels = lambda tree: {name: name in names for name in tree}  # noqa: E731
         self.shared = {name: moved[name] if name in names else x for name, x in self.shared.items()}
         self.outer_state = _put_back(after, self.outer_state, travels(self.shared))
-        self.own = [
-            one._replace(
-                params=one.params
+        self.replicas = [
+            replica._replace(
+                params=replica.params
                 | {
-                    name: self.shared[name] + mix * (one.params[name] - self.shared[name])
+                    name: self.shared[name] + mix * (replica.params[name] - self.shared[name])
                     for name in names
                 }
             )
-            for one in self.own
+            for replica in self.replicas
         ]
-        if fragment == 0 and sent[0].buffers is not None:
-            first = sent[int(np.argmax(call.active))].buffers
-            here = [one.buffers["mean"] for one, active in zip(sent, call.active) if active]
-            landed = first | {"mean": sum(here) / len(here)}
-            self.own = [one._replace(buffers=landed) for one in self.own]
+        if fragment == 0 and snapshot[0].buffers is not None:
+            first = snapshot[int(np.argmax(call.active))].buffers
+            active_means = [
+                replica.buffers["mean"] for replica, active in zip(snapshot, call.active) if active
+            ]
+            landed = first | {"mean": sum(active_means) / len(active_means)}
+            self.replicas = [replica._replace(buffers=landed) for replica in self.replicas]
 
-    # What batches contribute
+    # Contributions of batches
 
     def _of_all(self, pending: list[Call]) -> Contribution:
         batch = {
@@ -245,44 +282,48 @@ class _Plain:
             for name in pending[0].batches[0]
         }
         (loss, (_, aux, _)), grads = self.gradient(
-            self.own[0].params, self.fixed, wide(batch), None, None
+            self.replicas[0].params, self.fixed, wide(batch), None, None
         )
         return Contribution(grads, loss, aux, 1, 1, self._used(batch))
 
     def _among_all(self, pending: list[Call]) -> Iterator[Contribution]:
-        """What each micro-batch contributes, of all replicas together: they have statistics in
-        common."""
+        """The contribution of each micro-batch of all replicas, whose statistics are common."""
         for call in pending:
             for k in range(self.drawn.micro_batches):
-                parts = [
+                shards = [
                     self._part(call, r * self.drawn.micro_batches + k)
                     for r in range(self.drawn.dealt)
                 ]
                 batches = wide(
-                    {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+                    {name: np.stack([part[name] for part in shards]) for name in shards[0]}
                 )
                 (_, (loss, aux, weight)), grads = self.gradient_among_all(
-                    self.own[0].params, self.fixed, batches
+                    self.replicas[0].params, self.fixed, batches
                 )
-                yield Contribution(grads, loss, aux, weight, weight, self._used(parts[0]))
+                yield Contribution(grads, loss, aux, weight, weight, self._used(shards[0]))
 
-    def _of_one(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
-        """What one replica's micro-batches contribute, and its buffers after them."""
-        drawn, own, live, number = self.drawn, self.own[replica], self.own[replica].buffers, 0
+    def _contribution_of(self, replica: int, pending: list[Call]) -> tuple[Contribution, Any]:
+        """The contributions of one replica's micro-batches, and its buffers after them."""
+        drawn = self.drawn
+        replica_state = self.replicas[replica]
+        live = self.replicas[replica].buffers
+        number = 0
         total: Any = None
         for call in pending:
             for k in range(drawn.micro_batches):
                 batch = self._part(call, replica * drawn.micro_batches + k)
                 rng = self._key(number, replica)
-                found = self.gradient(own.params, self.fixed, wide(batch), live, rng)
-                (loss, (weight, aux, live)), grads = found
+                result = self.gradient(replica_state.params, self.fixed, wide(batch), live, rng)
+                (loss, (weight, aux, live)), grads = result
                 weight = 1 if drawn.rows == "stacked" and "weighted" not in drawn.form else weight
                 share = weight if call.active[replica] else 0 * weight
                 divisor = weight if call.divisor_of_all else share
                 used = self._used(batch) if share > 0 else frozenset[str]()
                 times = partial(jax.tree.map, lambda x, share=share: share * x)
-                one = Contribution(times(grads), times(loss), times(aux), share, divisor, used)
-                total = one if total is None else _plus(total, one)
+                contribution = Contribution(
+                    times(grads), times(loss), times(aux), share, divisor, used
+                )
+                total = contribution if total is None else _plus(total, contribution)
                 number += 1
         return total, live
 
@@ -295,12 +336,13 @@ class _Plain:
 
     def _key(self, number: int, replica: int) -> Any:
         with_numbers = partial(reduce, jax.random.fold_in)
-        made, given = {}, keys(self.drawn) or {}
-        if "own" in given:
-            made["own"] = with_numbers((self.step - 1, number, replica), given["own"])
-        if "shared" in given:
-            made["shared"] = with_numbers((self.step - 1, number), given["shared"].key)
-        return made or None
+        numbered = {}
+        drawn_keys = keys(self.drawn) or {}
+        if "own" in drawn_keys:
+            numbered["own"] = with_numbers((self.step - 1, number, replica), drawn_keys["own"])
+        if "shared" in drawn_keys:
+            numbered["shared"] = with_numbers((self.step - 1, number), drawn_keys["shared"].key)
+        return numbered or None
 
     def _used(self, batch: Any) -> frozenset[str]:
         order = self.drawn.order
@@ -310,23 +352,39 @@ class _Plain:
 
     # Updates
 
-    def _updated(self, own: Own, grads: Any, used: set[str] | frozenset[str]) -> tuple[Own, bool]:
-        """An update, and whether `skip_nonfinite` left it out."""
-        drawn, finite = self.drawn, _finite(grads)
+    def _updated(
+        self, replica_state: Replica, grads: Any, used: set[str] | frozenset[str]
+    ) -> tuple[Replica, bool]:
+        """An update, and True if `skip_nonfinite` left it out."""
+        drawn = self.drawn
+        finite = _finite(grads)
         if drawn.scale:
-            good = own.good + 1 if finite else 0
+            good = replica_state.good + 1 if finite else 0
             grows = good >= GROWTH_INTERVAL
-            scale = own.scale * 2 if finite and grows else own.scale if finite else own.scale / 2
-            own = own._replace(scale=scale, good=0 if grows else good)
+            scale = (
+                replica_state.scale * 2
+                if finite and grows
+                else replica_state.scale
+                if finite
+                else replica_state.scale / 2
+            )
+            replica_state = replica_state._replace(scale=scale, good=0 if grows else good)
         if not finite and drawn.options.get("skip_nonfinite"):
-            return own, True
+            return replica_state, True
         if not finite and drawn.scale:
-            return own, False
-        params, opt_state = self.update[self.inner](grads, own.opt_state, own.params)
+            return replica_state, False
+        params, opt_state = self.update[self.inner](
+            grads, replica_state.opt_state, replica_state.params
+        )
         if drawn.options.get("find_unused_parameters"):
-            params = {name: x if name in used else own.params[name] for name, x in params.items()}
-            opt_state = _put_back(opt_state, own.opt_state, {name: name in used for name in params})
-        return own._replace(params=params, opt_state=opt_state), False
+            params = {
+                name: x if name in used else replica_state.params[name]
+                for name, x in params.items()
+            }
+            opt_state = _put_back(
+                opt_state, replica_state.opt_state, {name: name in used for name in params}
+            )
+        return replica_state._replace(params=params, opt_state=opt_state), False
 
 
 def _moved(optimizer: Any) -> Callable[..., Any]:
@@ -337,7 +395,7 @@ def _moved(optimizer: Any) -> Callable[..., Any]:
         return optax.apply_updates(params, updates), opt_state
 
     program = jax.jit(moved)
-    return lambda *given: jax.device_get(program(*given))
+    return lambda *args: jax.device_get(program(*args))
 
 
 def _plus(a: Contribution, b: Contribution) -> Contribution:
@@ -345,11 +403,14 @@ def _plus(a: Contribution, b: Contribution) -> Contribution:
     return sums._replace(used=a.used | b.used)
 
 
-def _mean(found: list[Contribution]) -> tuple[Any, Any, Any]:
-    divisor = sum(one.divisor for one in found)
+def _mean(contributions: list[Contribution]) -> tuple[Any, Any, Any]:
+    divisor = sum(contribution.divisor for contribution in contributions)
     divisor = divisor if divisor else 1
     add: Callable[..., Any] = lambda *x: sum(x) / divisor  # noqa: E731
-    return tuple(jax.tree.map(add, *(one[part] for one in found)) for part in range(3))  # type: ignore
+    return tuple(
+        jax.tree.map(add, *(contribution[part] for contribution in contributions))
+        for part in range(3)
+    )  # type: ignore
 
 
 def _finite(grads: Any) -> bool:
@@ -357,15 +418,15 @@ def _finite(grads: Any) -> bool:
 
 
 def _put_back(new: Any, old: Any, moves: dict[str, bool]) -> Any:
-    """An optimizer's state in which only what belongs to some leaves has moved: what lies under a
-    leaf's name."""
+    """An optimizer's state with the moved leaves from `new`, by their names, and all others from
+    `old`."""
 
     def chosen(path: Sequence[Any], x: Any, y: Any) -> Any:
         return x if all(moves.get(getattr(key, "key", ""), True) for key in path) else y
 
     if isinstance(
         new, optax.transforms.PartitionState
-    ):  # a part of which no leaf moves counts no step
+    ):  # a part without moving leaves counts no step
         labels = by_name(moves, "adam", "sgd")
         turns = {
             label: any(moves[name] for name in moves if labels[name] == label)

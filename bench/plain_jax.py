@@ -105,7 +105,7 @@ def _by_replica_under_jit(
     (axis,) = sharded.mesh.axis_names
     replicas = sharded.mesh.size
 
-    def each(loss: Callable[[Any], Evaluated]) -> Callable[[Any], Evaluated]:
+    def on_each_replica(loss: Callable[[Any], Evaluated]) -> Callable[[Any], Evaluated]:
         def joined(rows: Any) -> Evaluated:
             shards = jax.tree.map(lambda x: x.reshape(replicas, -1, *x.shape[1:]), rows)
             value = jax.vmap(loss, spmd_axis_name=axis)(shards)
@@ -117,14 +117,16 @@ def _by_replica_under_jit(
 
     out = replicated, replicated, replicated, sharded
     return jax.jit(
-        partial(_plain_step, step, each, _identity), out_shardings=out, donate_argnums=(0, 1)
+        partial(_plain_step, step, on_each_replica, _identity),
+        out_shardings=out,
+        donate_argnums=(0, 1),
     )
 
 
 def _under_shard_map(step: TrainStep, mesh: jax.sharding.Mesh) -> jax.stages.Wrapped:
     axis = mesh.axis_names[0]
 
-    def one(params: Any, opt_state: Any, model_state: Any, rng: Any, rows: Any) -> Any:
+    def on_replica(params: Any, opt_state: Any, model_state: Any, rng: Any, rows: Any) -> Any:
         mean = partial(jax.tree.map, lambda x: jax.lax.pmean(x, axis))
         inputs = params, opt_state, model_state, rng, rows
         params, opt_state, report, model_state = _plain_step(step, _identity, mean, *inputs)
@@ -136,7 +138,9 @@ def _under_shard_map(step: TrainStep, mesh: jax.sharding.Mesh) -> jax.stages.Wra
         "in_specs": (replicated, replicated, replicated, replicated, sharded),
         "out_specs": (replicated, replicated, replicated, sharded),
     }
-    return jax.jit(jax.shard_map(one, mesh=mesh, check_vma=False, **specs), donate_argnums=(0, 1))
+    return jax.jit(
+        jax.shard_map(on_replica, mesh=mesh, check_vma=False, **specs), donate_argnums=(0, 1)
+    )
 
 
 def _plain_step(

@@ -1,5 +1,4 @@
-"""What is trained when traffic is measured: networks whose gradients take about as long to send as
-to compute."""
+"""Trainings for measuring traffic: their gradients take about as long to send as to compute."""
 
 import time
 from collections.abc import Callable
@@ -63,7 +62,8 @@ def problem(name: str, seed: int) -> Problem:
 
 def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 512) -> Problem:
     """A table of words, of which a batch looks up few, and a network of 5 MiB behind it."""
-    random, start = np.random.default_rng(seed), np.random.default_rng(0)
+    random = np.random.default_rng(seed)
+    start = np.random.default_rng(0)
     sizes = {
         "table": (vocabulary, width),
         "in": (width, 1024),
@@ -127,9 +127,9 @@ def _layer(forward_s: float, backward_s: float) -> Callable[[jax.Array, jax.Arra
     def forward(rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
         return _after(forward_s, rows + jnp.mean(weights)), weights.shape
 
-    def backward(shape: tuple[int, ...], back: jax.Array) -> tuple[jax.Array, jax.Array]:
-        back = _after(backward_s, back)
-        return back, jnp.full(shape, jnp.sum(back) / prod(shape))
+    def backward(shape: tuple[int, ...], cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cotangent = _after(backward_s, cotangent)
+        return cotangent, jnp.full(shape, jnp.sum(cotangent) / prod(shape))
 
     layer = jax.custom_vjp(lambda rows, weights: forward(rows, weights)[0])
     layer.defvjp(forward, backward)
@@ -137,7 +137,7 @@ def _layer(forward_s: float, backward_s: float) -> Callable[[jax.Array, jax.Arra
 
 
 def _after(seconds: float, x: jax.Array) -> jax.Array:
-    """The same values, so much later."""
+    """The same values, after a delay."""
 
     def wait(x: Any) -> np.ndarray:
         time.sleep(seconds)

@@ -1,6 +1,6 @@
-"""Measured side by side, and written down with where it was measured.
+"""Measurements side by side, saved with their provenance.
 
-Machines are shared and noisy: what is compared runs interleaved in one process, and a ratio is the
+Machines are shared and noisy: compared functions run interleaved in one process, and a ratio is the
 median over rounds of the ratios within a round.
 """
 
@@ -32,16 +32,13 @@ def interleave(
     warm_up: int = 2,
     pause: Callable[[], Any] = lambda: None,
 ) -> dict[str, np.ndarray]:
-    """Times several functions in turn.
+    """Times several functions in turn, and returns the seconds of each round by name.
 
     Args:
-      runs: functions by name; what they return is waited for.
-      rounds: how often each is timed.
+      runs: functions by name; their results are waited for.
+      rounds: number of timings of each.
       warm_up: rounds before the first that counts.
-      pause: called before each run, a barrier between ranks say.
-
-    Returns:
-      Seconds of each round, by name.
+      pause: called before each run, for example a barrier between ranks.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warm_up + rounds):
@@ -65,21 +62,13 @@ def summary(seconds: np.ndarray) -> dict[str, float]:
 
 
 def ratio(a: np.ndarray, b: np.ndarray) -> dict[str, float]:
-    """How much longer a took than b: median and quartiles of the ratios within a round."""
+    """The relative time of a to b: median and quartiles of the ratios within a round."""
     low, middle, high = np.percentile(a / b, (25, 50, 75))
     return {"median": round(middle, 4), "quartile_1": round(low, 4), "quartile_3": round(high, 4)}
 
 
 def save(name: str, results: Any) -> Path:
-    """Writes results with their provenance.
-
-    Args:
-      name: of the file, without ending.
-      results: what JSON can hold.
-
-    Returns:
-      Where they are.
-    """
+    """Writes results, which JSON must hold, with their provenance; returns the path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
@@ -87,29 +76,13 @@ def save(name: str, results: Any) -> Path:
 
 
 def saved(name: str) -> Any:
-    """Reads what `save` has written.
-
-    Args:
-      name: of the file, without ending.
-
-    Returns:
-      The results; an empty dict if there is no file.
-    """
+    """Reads the results that `save` has written; an empty dict if there is no file."""
     path = RESULTS / f"{name}.json"
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
 def save_picture(name: str, sheet: Any, *, dpi: int) -> Path:
-    """Writes a figure of matplotlib beside the results of that name.
-
-    Args:
-      name: of the file, without ending.
-      sheet: the figure.
-      dpi: dots per inch.
-
-    Returns:
-      Where it is.
-    """
+    """Writes a figure of matplotlib next to the results of that name; returns the path."""
     path = RESULTS / f"{name}.png"
     sheet.savefig(path, dpi=dpi)
     return path
@@ -137,9 +110,9 @@ def provenance() -> dict[str, Any]:
     root = Path(__file__).parent
     commit = ""
     with suppress(OSError):  # no git
-        asked = ["git", "rev-parse", "--short", "HEAD"]
+        command = ["git", "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(
-            asked, cwd=root, capture_output=True, text=True, check=False
+            command, cwd=root, capture_output=True, text=True, check=False
         ).stdout.strip()
     model = [
         line.split(":")[1].strip()
@@ -149,7 +122,7 @@ def provenance() -> dict[str, Any]:
     return {
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {name: found for name in PACKAGES if (found := installed(name))},
+        "versions": {name: version for name in PACKAGES if (version := installed(name))},
         "python": platform.python_version(),
         "devices": sorted({device.device_kind for device in jax.local_devices()}),
         "processor": model[0] if model else platform.machine(),

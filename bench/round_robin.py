@@ -1,4 +1,5 @@
-"""What do several communicators bring, when the buckets take them in turn? (Paper, figure 12.)
+"""Several communicators that take the buckets in turn: do they make a step faster? (Paper, figure
+12.)
 
     sudo .venv/bin/python bench/round_robin.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 
@@ -39,14 +40,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="2 rounds, nothing is saved")
     args = parser.parse_args()
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    results_of_groups: dict[str, dict[str, dict[str, Any]]] = {}
     sheet = Table("problem", "backend", "groups", "lanes", "ms a step", "quartiles", "of one group")
     for name in args.problems:
         for backend in args.backends:
             seconds = take_turns(__file__, backend, name, rounds=2 if args.quick else args.rounds)
-            found[f"{name}, {backend}"] = rows = results(seconds, LANES[backend])
+            results_of_groups[f"{name}, {backend}"] = rows = results(seconds, LANES[backend])
             for groups, row in rows.items():
-                low, high, of_one = row["quartile_1_ms"], row["quartile_3_ms"], row["of_one_group"]
+                low = row["quartile_1_ms"]
+                high = row["quartile_3_ms"]
+                of_one = row["of_one_group"]
                 shares = (
                     f"{of_one['median']:.3f} "
                     f"({of_one['quartile_1']:.3f}–{of_one['quartile_3']:.3f})"
@@ -55,8 +58,8 @@ def main() -> None:
                 sheet.add_row(name, backend, groups, str(row["lanes"]), *times, shares)
     Console(width=100).print(sheet)
     if not args.quick:
-        print(save("round_robin", {"bucket_cap_mb": CAP_MB, "groups": found}))
-        print(picture(found))
+        print(save("round_robin", {"bucket_cap_mb": CAP_MB, "groups": results_of_groups}))
+        print(picture(results_of_groups))
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
@@ -69,17 +72,17 @@ def results(
 ) -> dict[str, dict[str, Any]]:
     return {
         groups: {"lanes": lanes(int(groups))}
-        | summary(took)
-        | {"of_one_group": ratio(took, seconds["1"])}
-        for groups, took in seconds.items()
+        | summary(durations)
+        | {"of_one_group": ratio(durations, seconds["1"])}
+        for groups, durations in seconds.items()
     }
 
 
-def picture(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
+def picture(results_of_groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
     """Draws bars with quartiles for every number of groups."""
     sheet, (axis,) = figure(1)
     for shift, count in enumerate(map(str, GROUPS)):
-        rows = [result[count] for result in found.values()]
+        rows = [result[count] for result in results_of_groups.values()]
         middle = np.array([row["median_ms"] for row in rows])
         reach = [
             middle - [row["quartile_1_ms"] for row in rows],
@@ -94,7 +97,7 @@ def picture(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
             capsize=3,
             label=f"{count} group{'s' * (count != '1')}",
         )
-    axis.set_xticks(range(len(found)), list(found))
+    axis.set_xticks(range(len(results_of_groups)), list(results_of_groups))
     axis.set_title("ms a step", loc="left")
     axis.legend(frameon=False)
     return save_picture("round_robin", sheet, dpi=80)

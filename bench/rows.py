@@ -1,4 +1,4 @@
-"""What does it save that of a table of words only the rows travel which a batch has looked up?
+"""A table of words that travels as the rows of a batch: how much time does it save?
 
     sudo .venv/bin/python bench/rows.py [--backends Gloo MPI] [--quick]
 
@@ -22,7 +22,8 @@ from bench.record import ratio, save, summary
 from bench.turns import BACKENDS, staged, take_turns
 
 CAP_MB = 4.0
-ROWS, WHOLE = "rows", "whole"
+ROWS = "rows"
+WHOLE = "whole"
 
 
 def main() -> None:
@@ -36,14 +37,14 @@ def main() -> None:
     results: dict[str, Any] = {}
     for backend in args.backends:
         seconds = take_turns(__file__, backend, "words", rounds=2 if args.quick else args.rounds)
-        results[backend] = {way: summary(took) for way, took in seconds.items()}
-        results[backend]["ratio"] = of = ratio(seconds[ROWS], seconds[WHOLE])
+        results[backend] = {way: summary(durations) for way, durations in seconds.items()}
+        results[backend]["ratio"] = quartiles = ratio(seconds[ROWS], seconds[WHOLE])
         times = ", ".join(
             f"{way} {results[backend][way]['median_ms']:.1f} ms" for way in (ROWS, WHOLE)
         )
         print(
-            f"{backend}: {times}: {of['median']:.3f} ({of['quartile_1']:.3f} to "
-            f"{of['quartile_3']:.3f})"
+            f"{backend}: {times}: {quartiles['median']:.3f} ({quartiles['quartile_1']:.3f} to "
+            f"{quartiles['quartile_3']:.3f})"
         )
     if not args.quick:
         print(save("rows", results))
@@ -52,10 +53,13 @@ def main() -> None:
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """The table as rows, and whole."""
 
-    def alone(name: str) -> str | None:
+    def table_group(name: str) -> str | None:
         return name if name == "table" else None
 
-    return {ROWS: staged(task, group, CAP_MB), WHOLE: staged(task, group, CAP_MB, groups=alone)}
+    return {
+        ROWS: staged(task, group, CAP_MB),
+        WHOLE: staged(task, group, CAP_MB, groups=table_group),
+    }
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
-"""The memory and the bytes that checkpoints cost each rank, of a state that it could not hold
-alone.
+"""The memory and the bytes of checkpoints on each rank, for a state too large for a rank alone.
 
     python -m bench.saving [mpi|gloo] [ranks]
 
 64 Mi parameters in leaves of 16 MiB, with Adam's moments 768 MiB, in shards on so many ranks of
-this machine. Told are for each rank the most that its resident memory grows, the rank's part of the
-state included: to a state that is saved twice; in another process to one that is restored into a
+this machine. The results are the largest growth of each rank's resident memory, including its part
+of the state: to a state that is saved twice; in another process to one that is restored into a
 form, and to one that is restored into another state. Then the bytes that it wrote. At last it
-trains: in turns some steps without a checkpoint, and as many in which one is saved and written.
-What the latter take longer is told as a share of a hundred steps.
+trains: in turns some steps without a checkpoint, and as many in which one is saved and written. The
+extra time of the latter is given as a share of a hundred steps.
 """
 
 import json
@@ -18,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import optax
 import fddp
 from bench.jobs import ending, start
 from bench.record import save
-from fddp.buckets import Shard, is_shard
+from fddp.buckets import is_shard
 
 LEAVES = 16
 WIDTH = 2048
@@ -54,12 +54,7 @@ def filled(group: fddp.Group, forms: fddp.TrainState) -> fddp.TrainState:
         rows = np.full(
             (x.parts.shape[0] // count, *x.parts.shape[1:]), 1.0 + group.rank, x.parts.dtype
         )
-        return Shard(
-            group.placement.place(rows, group.placement.per_replica),
-            x.shape,
-            ranks=x.ranks,
-            depth=x.depth,
-        )
+        return replace(x, parts=group.placement.place(rows, group.placement.per_replica))
 
     return jax.tree.map(fill, forms, is_leaf=is_shard)
 
@@ -73,23 +68,23 @@ def resident(name: str) -> float:
 
 
 class Watched:
-    """What is found of this process, with the most that its memory has grown."""
+    """The results of a function in this process, with the largest growth of its memory."""
 
     def __init__(self) -> None:
         self.before = resident("VmRSS")
-        self.found = dict[str, Any]()
+        self.results = dict[str, Any]()
 
     @contextmanager
     def __call__(self, what: str) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         clock = time.perf_counter()
         yield
-        self.found[f"{what}_s"] = round(time.perf_counter() - clock, 3)
-        self.found[f"{what}_peak_mib"] = round(resident("VmHWM") - self.before, 1)
+        self.results[f"{what}_s"] = round(time.perf_counter() - clock, 3)
+        self.results[f"{what}_peak_mib"] = round(resident("VmHWM") - self.before, 1)
 
 
 def rank(folder: str, act: str) -> None:
-    """What one rank does; rank 0 prints what all have found."""
+    """The part of one rank; rank 0 prints the results of all."""
     group = fddp.init()
     step = fddp.train_step(loss_fn, optax.adam(1e-3), group=group, shard="state")
     forms = step.shapes(
@@ -100,8 +95,8 @@ def rank(folder: str, act: str) -> None:
     {"save": saves, "restore": restores, "train": trains}[act](
         group, step, forms, Path(folder), watched
     )
-    every = group.all_gather_object(watched.found)
-    group.print(json.dumps(every))
+    gathered = group.all_gather_object(watched.results)
+    group.print(json.dumps(gathered))
 
 
 def saves(
@@ -113,15 +108,15 @@ def saves(
         for number in range(2):
             clock = time.perf_counter()
             checkpoints.save(state, now=True)
-            watched.found[f"save_{number}_kept_s"] = round(time.perf_counter() - clock, 3)
+            watched.results[f"save_{number}_kept_s"] = round(time.perf_counter() - clock, 3)
             step.steps += 1  # as if one had been trained: the next save is another checkpoint
     newest = max(folder.iterdir(), key=lambda path: int(path.name))
     files = [file for file in newest.rglob("*") if file.is_file()]
-    mine = [file for file in files if file.relative_to(newest).parts[0] == str(group.rank)]
+    local_files = [file for file in files if file.relative_to(newest).parts[0] == str(group.rank)]
     lists = [file for file in files if not file.relative_to(newest).parts[0].isdecimal()]
-    watched.found |= {
-        "mib_written": mib(mine),
-        "files_written": len(mine),
+    watched.results |= {
+        "mib_written": mib(local_files),
+        "files_written": len(local_files),
         "mib_of_lists": mib(lists),
     }
 
@@ -143,7 +138,9 @@ def trains(
 ) -> None:
     state = filled(group, forms)
     rows = np.ones((1, WIDTH), np.float32)
-    without, within, kept = list[float](), list[float](), list[float]()
+    without = list[float]()
+    within = list[float]()
+    save_seconds = list[float]()
     with fddp.Checkpoints(folder, step, keep=1) as checkpoints:
         state, _ = step(state, rows)
         for turn in range(2 * ROUNDS):
@@ -151,7 +148,7 @@ def trains(
             clock = time.perf_counter()
             if turn % 2:
                 checkpoints.save(state, now=True)
-                kept.append(time.perf_counter() - clock)
+                save_seconds.append(time.perf_counter() - clock)
             for _ in range(STEPS):
                 state, _ = step(state, rows)
             jax.block_until_ready(state)
@@ -160,9 +157,9 @@ def trains(
             group.barrier()
             (within if turn % 2 else without).append(time.perf_counter() - clock)
     longer = [(slow - fast) / (100 * fast / STEPS) for slow, fast in zip(within, without)]
-    watched.found |= {
+    watched.results |= {
         "step_s": round(float(np.median(without)) / STEPS, 3),
-        "save_kept_s": round(float(np.median(kept)), 3),
+        "save_kept_s": round(float(np.median(save_seconds)), 3),
         "share_of_100_steps": round(float(np.median(longer)), 4),
         "of_rounds": [round(x, 4) for x in sorted(longer)],
     }
@@ -173,9 +170,9 @@ def mib(files: Sequence[Path]) -> float:
 
 
 def main(backend: str = "mpi", ranks: str = "4") -> None:
-    """Measures, and writes down what was found."""
+    """Measures, and saves the results."""
     folder = tempfile.mkdtemp()
-    found = {}
+    results = {}
     try:
         for act in ("save", "restore", "train"):
             command = [sys.executable, "-m", "bench.saving", "rank", folder, act]
@@ -186,11 +183,11 @@ def main(backend: str = "mpi", ranks: str = "4") -> None:
             (line,) = [
                 line for text in texts for line in text.splitlines() if line.startswith("[{")
             ]
-            found[act] = json.loads(line)
-            print(act, *found[act], sep="\n  ", flush=True)
+            results[act] = json.loads(line)
+            print(act, *results[act], sep="\n  ", flush=True)
     finally:
         shutil.rmtree(folder)
-    save(f"saving_{backend}_{ranks}", found)
+    save(f"saving_{backend}_{ranks}", results)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
-"""How well does a step on two replicas tell what it takes on more? Projected to 4,096, checked on
-four.
+"""Projections from two replicas to more: how accurate are they? Up to 4,096, checked on four.
 
     python bench/scaling.py [--problem mlp] [--backend gloo] [--cap 4] [--quick]
 
 Two and four processes on this machine, over loopback. The hop of the ring comes from the
-all-reduces of the two. Four processes on fewer cores also compute more slowly, which is no matter
-of the link; so the projection to four is told twice: with the stages of the two, and with those
-that the four have when each runs alone.
+all-reduces of the two. Four processes on fewer cores also compute more slowly, which is not an
+effect of the link; so the projection to four is made twice: with the stages of the two, and with
+those of the four, each measured alone.
 """
 
 import argparse
@@ -71,8 +70,10 @@ def run(backend: str, name: str, size: int, rounds: int, cap_mb: float) -> dict[
 def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
     """Projected over measured on four, minus 1: an all-reduce of the largest bucket, and the
     step."""
-    hop, (cap,) = hop_of(Link(**two["link"]), 2), four["caps"]
-    largest, measured = max(cap["nbytes"]), cap["measured_ms"] / 1e3
+    hop = hop_of(Link(**two["link"]), 2)
+    (cap,) = four["caps"]
+    largest = max(cap["nbytes"])
+    measured = cap["measured_ms"] / 1e3
 
     def step(stages: dict[str, Any]) -> float:
         return projected(stages, hop, two, (4,), ring)[0].step_s / measured - 1
@@ -86,31 +87,32 @@ def checks(two: dict[str, Any], four: dict[str, Any]) -> dict[str, float]:
 
 def projections(two: dict[str, Any], algorithm: Algorithm) -> list[dict[str, float]]:
     hop = hop_of(Link(**two["link"]), 2, algorithm)
-    return [vars(one) for one in projected(two, hop, two, REPLICAS, algorithm)]
+    return [vars(step) for step in projected(two, hop, two, REPLICAS, algorithm)]
 
 
 def projected(
-    found: dict[str, Any], hop: Link, paced: dict[str, Any], replicas: Any, algorithm: Algorithm
+    measurement: dict[str, Any],
+    hop: Link,
+    paced: dict[str, Any],
+    replicas: Any,
+    algorithm: Algorithm,
 ) -> Any:
-    """Projects what bench/tuning_worker.py found with a single cap.
+    """Projects the results of bench/tuning_worker.py for a single cap to other numbers of replicas.
 
     Args:
-      found: its stages.
+      measurement: its stages.
       hop: a message between neighbours.
-      paced: what it found where computing and traffic slowed each other down.
-      replicas: how many.
+      paced: a measurement in which computing and traffic slowed each other down.
+      replicas: their numbers.
       algorithm: of the all-reduces.
-
-    Returns:
-      A projection for each number of replicas.
     """
-    (cap,) = found["caps"]
+    (cap,) = measurement["caps"]
     *updates, last = cap["updates_ms"]
     return project(
         [stage / 1e3 for stage in cap["stages_ms"]],
         cap["nbytes"],
         hop,
-        updates=[*(update / 1e3 for update in updates), (last + found["idle_ms"]) / 1e3],
+        updates=[*(update / 1e3 for update in updates), (last + measurement["idle_ms"]) / 1e3],
         pace=Pace(**paced["pace"]),
         replicas=replicas,
         algorithm=algorithm,
@@ -124,7 +126,7 @@ def table(results: dict[str, Any]) -> str:
         f"{b['efficiency']:10.0%}"
         for a, b in zip(results["projections"]["ring"], results["projections"]["tree"])
     ]
-    told = [
+    remarks = [
         f"{name.replace('_', ' ')}: projected {off:+.1%} of measured"
         for name, off in results["checks"].items()
     ]
@@ -134,7 +136,7 @@ def table(results: dict[str, Any]) -> str:
             "replicas    ring ms  efficiency    tree ms  efficiency",
             *rows,
             "on four:",
-            *told,
+            *remarks,
         ]
     )
 

@@ -1,4 +1,4 @@
-"""What does sharing the optimizer's state cost in time, and save in memory?
+"""Sharing the optimizer's state: how much time does it cost, and how much memory does it save?
 
     sudo .venv/bin/python bench/sharding.py [--problems mlp640 gpt] [--backends gloo mpi] [--ways …]
     [--quick]
@@ -53,8 +53,8 @@ def main() -> None:
         "--problems", nargs="+", default=["mlp640", "gpt"], help="of bench/problems.py"
     )
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
-    told = "ways to hold a state; whole state under the same schedule is what they are held against"
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help=told)
+    ways_help = "ways to hold a state; each is compared with a whole state under its schedule"
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS, help=ways_help)
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--cap", type=float, default=4.0, help="of all buckets, MiB")
     parser.add_argument("--rounds", type=int, default=6)
@@ -82,16 +82,18 @@ def main() -> None:
                 backend,
                 name,
             ]
-            results[f"{name}, {backend}"] = found = ask(backend, args.rate, __file__, *words)
-            for way, told in found.items():
+            results[f"{name}, {backend}"] = result = ask(backend, args.rate, __file__, *words)
+            for way, entry in result.items():
                 times = (
-                    f"{told['step']['median_ms']:7.1f} ms, {told['to_whole']['median']:.3f} of "
+                    f"{entry['step']['median_ms']:7.1f} ms, {entry['to_whole']['median']:.3f} of "
                     f"whole"
                 )
-                paper = f", on paper {told['on_paper_ms']:.1f} ms" if "on_paper_ms" in told else ""
+                paper = (
+                    f", on paper {entry['on_paper_ms']:.1f} ms" if "on_paper_ms" in entry else ""
+                )
                 memory = (
-                    f"optimizer {told['optimizer_mib']:.1f} MiB, parameters "
-                    f"{told['parameters_mib']:.1f} MiB"
+                    f"optimizer {entry['optimizer_mib']:.1f} MiB, parameters "
+                    f"{entry['parameters_mib']:.1f} MiB"
                 )
                 print(f"{name}, {backend}, {way:17} {times}{paper}; {memory}")
     if not args.quick:
@@ -112,18 +114,22 @@ def one_host(
             group.barrier()
             if turn == 0:
                 training.seconds.clear()
-            # What the first step finds under way is of another training.
-            took = [training.step_seconds() for _ in range(STEPS)][1:]
-            jax.block_until_ready(training.state)  # nor shall the next one find this one's
-            seconds[way] += took if turn >= 0 else []
+            # The first step meets pending traffic of another training.
+            duration = [training.step_seconds() for _ in range(STEPS)][1:]
+            jax.block_until_ready(
+                training.state
+            )  # nor shall the next training meet that of this one
+            seconds[way] += duration if turn >= 0 else []
     on_paper = {
         way: group.all_reduce(np.array(ways[way].on_paper()), op="max")
         for way in ways
         if way.endswith("eager")
     }
-    slower = {way: group.all_reduce(np.array(some), op="max") for way, some in seconds.items()}
+    slower = {
+        way: group.all_reduce(np.array(durations), op="max") for way, durations in seconds.items()
+    }
     if group.rank == 0:
-        said = {
+        report = {
             way: {
                 "step": summary(slower[way]),
                 "to_whole": ratio(
@@ -135,8 +141,8 @@ def one_host(
                     if way.startswith("resharded")
                     else {}
                 ),
-                "optimizer_mib": round(held(training.state.opt_state) / MiB, 2),
-                "parameters_mib": round(held(training.state.params) / MiB, 2),
+                "optimizer_mib": round(local_bytes(training.state.opt_state) / MiB, 2),
+                "parameters_mib": round(local_bytes(training.state.params) / MiB, 2),
                 "sent_mib": round(
                     int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2
                 ),
@@ -146,37 +152,36 @@ def one_host(
             }
             for way, training in ways.items()
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 class Training:
-    """A training that takes a step when it is asked to."""
+    """A training that takes a step on demand."""
 
     def __init__(self, task: Problem, group: fddp.Group, cap_mb: float, **options: Any) -> None:
         caps = dict.fromkeys(("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb"), cap_mb)
         self.step = fddp.train_step(
             task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **caps, **options
         )
-        self.seconds, self.nbytes = defaultdict[str, list[float]](list), dict[str, int]()
-        self.state, self.batch = (
-            self.step.init(task.params, model_state=task.model_state),
-            task.batch,
-        )
+        self.seconds = defaultdict[str, list[float]](list)
+        self.nbytes = dict[str, int]()
+        self.state = self.step.init(task.params, model_state=task.model_state)
+        self.batch = task.batch
 
     def step_seconds(self) -> float:
-        """Takes a step and waits for what it tells, as a loop does that prints it."""
+        """Takes a step and waits for its report, as a loop that prints it."""
         begin = time.perf_counter()
         self.state, self.info = self.step(self.state, self.batch)
         jax.block_until_ready(self.info)
-        took = time.perf_counter() - begin
+        duration = time.perf_counter() - begin
         for span in self.step.timeline().spans:
             self.seconds[span.name].append(span.seconds)
             if span.nbytes:  # it has come back
                 self.nbytes[span.name] = span.nbytes
-        return took
+        return duration
 
     def on_paper(self) -> float:
-        """Seconds of an eager step on paper: stages as long as beside traffic, updates as alone.
+        """Seconds of an eager step on paper: stages as long as with traffic, updates as alone.
 
         Sums, some of which lie in two steps, take the median time per byte.
         """
@@ -189,18 +194,18 @@ class Training:
             if name in self.nbytes
         ]
         per_byte = float(np.median(rates))
-        took = dict[str, float]()
+        seconds_of = dict[str, float]()
         for task in listed.tasks:
             if task.name in names:
-                took[task.name] = self.nbytes[task.name] * per_byte
+                seconds_of[task.name] = self.nbytes[task.name] * per_byte
             elif task.kind == "compute":
-                took[task.name] = float(np.median(self.seconds[task.name]))
+                seconds_of[task.name] = float(np.median(self.seconds[task.name]))
             else:
-                took[task.name] = min(self.seconds[task.name])
-        return steady_seconds(listed.tasks, took, attrgetter("replaces"))
+                seconds_of[task.name] = min(self.seconds[task.name])
+        return steady_seconds(listed.tasks, seconds_of, attrgetter("replaces"))
 
 
-def held(tree: Any) -> int:
+def local_bytes(tree: Any) -> int:
     """Bytes of the arrays of this process."""
     return sum(shard.data.nbytes for x in jax.tree.leaves(tree) for shard in x.addressable_shards)
 

@@ -1,5 +1,5 @@
-"""What does synchronizing only every k-th batch save, and what does it cost? (Paper, figures 10 and
-11.)
+"""Synchronizing only every k-th batch: how much does it save, and how much does it cost? (Paper,
+figures 10 and 11.)
 
     sudo .venv/bin/python bench/skipping.py [--backends Gloo MPI] [--quick]
 
@@ -78,11 +78,11 @@ def main() -> None:
         title="mean loss of the last tenth of the batches",
     )
     last = {
-        f"{n}, {PANELS[n]}": {f"{k}": ends(x) for k, x in lines.items()}
+        f"{n}, {PANELS[n]}": {f"{k}": mean_of_last(x) for k, x in lines.items()}
         for n, lines in losses.items()
     }
-    for title, ended in last.items():
-        sheet.add_row(title, *(f"{value:.4f}" for value in ended.values()))
+    for title, final in last.items():
+        sheet.add_row(title, *(f"{value:.4f}" for value in final.values()))
     Console(width=100).print(sheet)
     if not args.quick:
         print(save("skipping", {"speed": speed, "batches": count, "last_loss": last}))
@@ -91,24 +91,27 @@ def main() -> None:
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """A turn with a synchronization every k batches."""
-    return {f"{k}": staged(task, group, CAP_MB, held=k - 1, cycles=BATCHES // k) for k in EVERY}
+    return {
+        f"{k}": staged(task, group, CAP_MB, pending_calls=k - 1, cycles=BATCHES // k) for k in EVERY
+    }
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
     return {
-        k: summary(took / BATCHES) | {"of_every_batch": ratio(took, seconds["1"])}
-        for k, took in seconds.items()
+        k: summary(durations / BATCHES) | {"of_every_batch": ratio(durations, seconds["1"])}
+        for k, durations in seconds.items()
     }
 
 
 def train(rows: int, rate: float, every: int, count: int) -> list[float]:
-    """Loss of so many batches, the parameters changed after every k-th one."""
+    """Losses of so many batches, with an update after every k-th one."""
     images, labels, *_ = data.split_digits()
     images = ((images - images.mean()) / images.std()).astype(np.float32).reshape(-1, 64)
     # DDP adds the gradients of k batches up, fddp takes their mean: k times the rate is the same
     # step.
     step = fddp.train_step(loss_fn, optax.sgd(rate * every))
-    state, losses = step.init(MODEL.init(jax.random.key(0), images[:1])), []
+    state = step.init(MODEL.init(jax.random.key(0), images[:1]))
+    losses = []
     order = fddp.samples(len(images), rows, seed=0, drop_last=True)
     for turn, chosen in enumerate(islice(order, count)):
         batch = {"image": images[chosen], "label": labels[chosen].astype(np.int32)}
@@ -124,7 +127,7 @@ def loss_fn(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
-def ends(losses: list[float]) -> float:
+def mean_of_last(losses: list[float]) -> float:
     """The mean of the last tenth."""
     return round(float(np.mean(losses[-len(losses) // 10 :])), 5)
 

@@ -49,19 +49,19 @@ def main() -> None:
 
 
 def job(backend: str, steps: int) -> list[dict[str, Any]]:
-    """Runs four ranks and collects what each read of itself."""
+    """Runs four ranks and collects the readings of each."""
     command = [sys.executable, __file__, "--steps", str(steps), "--rank", backend]
     pipes: Any = {"stdout": subprocess.PIPE, "text": True}
     with ending(start(backend, SIZE, command, {"JAX_PLATFORMS": "cpu"}, **pipes)) as jobs:
-        said = "".join(job.communicate(timeout=TIMEOUT_S)[0] for job in jobs)
-    found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    if len(found) != SIZE or any(job.returncode for job in jobs):
-        raise RuntimeError(f"{backend}: not all of {SIZE} ranks came to their end:\n{said}")
-    return sorted(found, key=lambda one: one["rank"])
+        output = "".join(job.communicate(timeout=TIMEOUT_S)[0] for job in jobs)
+    reports = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    if len(reports) != SIZE or any(job.returncode for job in jobs):
+        raise RuntimeError(f"{backend}: not all of {SIZE} ranks came to their end:\n{output}")
+    return sorted(reports, key=lambda report: report["rank"])
 
 
 def soak(backend: str, steps: int) -> None:
-    """One rank: trains, and prints what it read."""
+    """One rank: trains, and prints its readings."""
     import jax
     import optax
 
@@ -81,7 +81,8 @@ def soak(backend: str, steps: int) -> None:
         mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, schedule="staged", **caps
     )
     state = step.init(params)
-    rss, threads = [], []
+    rss = []
+    threads = []
     for number in range(steps):
         state, info = step(state, batch)
         if number % (steps // READINGS) == steps // READINGS - 1:

@@ -1,4 +1,4 @@
-"""Simulates steps that overlap: what one of them takes after many like it."""
+"""Simulates steps that overlap: the time of a step amid many others."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,33 +7,29 @@ from fddp.schedules import simulate
 from fddp.schedules.queues import by_kind
 from fddp.schedules.tasks import NEW, RESULT, Task, Value
 
-STEPS = 4  # that are simulated: the last one takes as long as all that would follow
+STEPS = 4  # simulated: the last step takes as long as all that would follow
 
 
 def steady_seconds(
     tasks: Sequence[Task],
     seconds: Mapping[str, float],
-    late: Callable[[Value], Any] = lambda value: False,
+    is_late: Callable[[Value], Any] = lambda value: False,
 ) -> float:
-    """Simulates several steps in a row, and returns how long one takes after many like it: see
-    `simulate`.
+    """Simulates several steps in a row, and returns the seconds between two ends: see `simulate`.
 
     Args:
       tasks: of a step that overlaps the next one.
       seconds: of each task, by its name.
-      late: (name of a result) → whether the step returns before it is there.
-
-    Returns:
-      Seconds between the ends of the updates of two steps.
+      is_late: (name of a result) → True if the step returns before it is ready.
     """
     written = [name for task in tasks for name in task.writes]
     results = [name for name in written if name.kind in (NEW, RESULT)]
     # The name by which a step reads a value → the name by which the step before it has written that
     # value.
-    before = {name.replaces: name for name in results if late(name)}
+    before = {name.replaces: name for name in results if is_late(name)}
     several = list[Task]()
-    took = dict[str, float]()
-    ends = list[Value]()
+    seconds_of = dict[str, float]()
+    end_values = list[Value]()
     for step in range(STEPS):
         for place, task in enumerate(tasks):
             reads = [
@@ -42,7 +38,7 @@ def steady_seconds(
             ]
             # A step begins when the one before it has returned, with all results that are not late.
             reads += (
-                [_at(step - 1, name) for name in results if not late(name)]
+                [_at(step - 1, name) for name in results if not is_late(name)]
                 if place == 0 and step
                 else []
             )
@@ -50,12 +46,12 @@ def steady_seconds(
             several.append(
                 task._replace(name=_at(step, task.name), reads=tuple(reads), writes=writes)
             )
-            took[several[-1].name] = seconds.get(task.name, 0.0)
-        ends.append(
+            seconds_of[several[-1].name] = seconds.get(task.name, 0.0)
+        end_values.append(
             _at(step, [task.name for task in tasks if not set(results).isdisjoint(task.writes)][-1])
         )
-    ended = {span.name: span.end for span in simulate(several, took, queue=by_kind).spans}
-    return ended[ends[-1]] - ended[ends[-2]]
+    end_of = {span.name: span.end for span in simulate(several, seconds_of, queue=by_kind).spans}
+    return end_of[end_values[-1]] - end_of[end_values[-2]]
 
 
 def _at(step: int, name: str) -> Value:

@@ -1,10 +1,10 @@
-"""How long until those whom a death leaves train on in the same process, in a new mesh?
+"""Survivors of a death: how soon do they train on in the same process, in a new mesh?
 
     python bench/survivors.py [--quick]
 
 Over Gloo: MPICH ends them. One of three ranks kills itself; the others catch the error of the sum
 that broke off, join a world of two ranks, and go on there with a copy of the state before the step
-(`donate=False`). Nobody watches them.
+(`donate=False`). They have no watchers.
 """
 
 import argparse
@@ -26,7 +26,8 @@ import fddp
 from bench.jobs import start
 from bench.record import save
 
-RANKS, LAST = 3, 20  # who has the highest number dies before this step
+RANKS = 3
+LAST = 20  # the rank of the highest number dies before this step
 
 
 def main() -> None:
@@ -54,7 +55,7 @@ def main() -> None:
 
 
 def death() -> list[float]:
-    """Seconds from a death to what the slower survivor does."""
+    """Seconds from a death to the events of the slower survivor."""
     with tempfile.TemporaryDirectory() as folder:
         env = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
         for job in start(
@@ -65,17 +66,18 @@ def death() -> list[float]:
             stdout=subprocess.DEVNULL,
         ):
             job.wait(timeout=120)
-        said = [
+        times_of_ranks = [
             np.array(Path(folder, str(rank)).read_text().split(), float) for rank in range(RANKS)
         ]
-    return np.round(np.max(said[:-1], axis=0) - said[-1], 2).tolist()
+    return np.round(np.max(times_of_ranks[:-1], axis=0) - times_of_ranks[-1], 2).tolist()
 
 
 def survive(rank: int, folder: Path, port: int) -> None:
     """One rank: trains until the last one dies, and a step more."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_enable_recoverability", True)  # else JAX ends all when one is gone
-    params, times = np.zeros((256, 256), np.float32), list[float]()
+    jax.config.update("jax_enable_recoverability", True)  # else JAX ends all ranks when one is gone
+    params = np.zeros((256, 256), np.float32)
+    times = list[float]()
     for size in (RANKS, RANKS - 1):
         jax.distributed.initialize(f"127.0.0.1:{port + RANKS - size}", size, rank)
         times.append(time.monotonic())
@@ -95,7 +97,9 @@ def survive(rank: int, folder: Path, port: int) -> None:
             times = [time.monotonic()]
             params = np.array(state.params.addressable_data(0))
         while rank == 0 and not (folder / f"left {size}").exists():
-            time.sleep(0.01)  # JAX ends who still speaks to rank 0's service when that is gone
+            time.sleep(
+                0.01
+            )  # JAX ends ranks that still speak to rank 0's service when that is gone
         jax.distributed.shutdown()
         (folder / f"left {size}").touch()
         jax.extend.backend.clear_backends()

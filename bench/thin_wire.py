@@ -1,4 +1,5 @@
-"""What do islands save on a thin wire between two hosts, and what do they cost in test loss?
+"""Islands on a thin wire between two hosts: how much do they save, and how much test loss do they
+cost?
 
     sudo .venv/bin/python bench/thin_wire.py [--steps 64] [--backends mpi] [--quick] # bytes
     python bench/thin_wire.py --losses [--seeds 5] [--first 0] [--steps 2000]        # losses
@@ -77,20 +78,20 @@ def main() -> None:
         steps = args.steps or (20 if args.quick else 2000)
         for seed in range(args.first, args.first + (1 if args.quick else args.seeds)):
             for method in args.methods:
-                found = {method: {str(seed): test_loss(method, seed, steps)}}
-                keep("losses", str(steps), found, quick=args.quick)
+                measured = {method: {str(seed): test_loss(method, seed, steps)}}
+                keep("losses", str(steps), measured, quick=args.quick)
     else:
         steps = args.steps or 2 * EVERY
         methods = list(dict.fromkeys(["DDP", *args.methods]))
         for backend in args.backends:
-            found = ask(
+            measured = ask(
                 backend, BETWEEN, __file__, "--methods", *methods, "--rank", backend, steps, each=2
             )
-            ddp = found["DDP"]["bytes_a_step"]
-            for method, one in found.items():
-                one["of_ddp"] = round(one["bytes_a_step"] / ddp, 4)
-                print(f"{backend}, {method}: {one}", flush=True)
-            keep("bytes", backend, found, quick=args.quick)
+            ddp = measured["DDP"]["bytes_a_step"]
+            for method, entry in measured.items():
+                entry["of_ddp"] = round(entry["bytes_a_step"] / ddp, 4)
+                print(f"{backend}, {method}: {entry}", flush=True)
+            keep("bytes", backend, measured, quick=args.quick)
 
 
 def test_loss(method: str, seed: int, steps: int) -> float:
@@ -102,12 +103,12 @@ def test_loss(method: str, seed: int, steps: int) -> float:
 
 
 def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
-    """One of two ranks of a host: rank 0 reads what its host has sent and received."""
+    """One of two ranks of a host: rank 0 reads the counters of its host."""
     group = fddp.init(backend)
     if group.rank % 2 == 0:
         shape(TWO.names[group.rank // 2], "lo", INSIDE, "256kb")
     group.barrier()
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for method in methods:
         local = METHODS[method]
         problem = byte_gpt(0, steps)
@@ -115,8 +116,8 @@ def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
         step = fddp.train_step(problem.loss_fn, optimizer, group=group, schedule="staged")
         state = step.init(problem.params)
         batches = [
-            jax.tree.map(lambda x: x[group.rank :: 4], one)
-            for one in islice(problem.batches(0), steps)
+            jax.tree.map(lambda x: x[group.rank :: 4], batch)
+            for batch in islice(problem.batches(0), steps)
         ]
         for batch in batches[:EVERY]:  # compiles all kinds of steps
             state, _ = step(state, batch)
@@ -128,42 +129,44 @@ def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
             state, _ = step(state, batch)
         jax.block_until_ready(state)
         group.barrier()
-        took = time.perf_counter() - begin
+        duration = time.perf_counter() - begin
         nbytes = (counters() - before) / steps
-        found[method] = {
+        entries[method] = {
             "bytes_a_step": round(float(nbytes)),
-            "ms_a_step": round(1e3 * took / steps, 1),
+            "ms_a_step": round(1e3 * duration / steps, 1),
         }
     if group.is_main:
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(entries))
 
 
 def counters() -> int:
     """Bytes that this host's end of the wire has sent and received, by the kernel."""
-    said = json.loads(subprocess.check_output(["ip", "-j", "-s", "link", "show", "wire"]))
-    return sum(said[0]["stats64"][way]["bytes"] for way in ("rx", "tx"))
+    counters_json = json.loads(subprocess.check_output(["ip", "-j", "-s", "link", "show", "wire"]))
+    return sum(counters_json[0]["stats64"][way]["bytes"] for way in ("rx", "tx"))
 
 
-def keep(kind: str, key: str, found: dict[str, Any], *, quick: bool) -> None:
-    """Writes results beside those that are there."""
+def keep(kind: str, key: str, entries: dict[str, Any], *, quick: bool) -> None:
+    """Adds results to those of the file."""
     if quick:
         return
     results = saved("thin_wire")
     of_kind = results.setdefault(kind, {})
     before = of_kind.get(key, {})
-    of_kind[key] = before | {method: before.get(method, {}) | one for method, one in found.items()}
+    of_kind[key] = before | {
+        method: before.get(method, {}) | entry for method, entry in entries.items()
+    }
     print(save("thin_wire", results), summary(results), flush=True)
 
 
 def summary(results: dict[str, Any]) -> str:
     """Mean losses over seeds, against DDP's of the same seeds."""
     lines = [""]
-    for steps, found in results.get("losses", {}).items():
-        ddp = found.get("DDP", {})
-        for method, one in found.items():
-            seeds = sorted(one.keys() & ddp.keys())
+    for steps, entries in results.get("losses", {}).items():
+        ddp = entries.get("DDP", {})
+        for method, entry in entries.items():
+            seeds = sorted(entry.keys() & ddp.keys())
             share = (
-                np.mean([one[seed] for seed in seeds]) / np.mean([ddp[seed] for seed in seeds])
+                np.mean([entry[seed] for seed in seeds]) / np.mean([ddp[seed] for seed in seeds])
                 if seeds
                 else np.nan
             )

@@ -26,7 +26,8 @@ BACKWARD_S = 0.08
 
 def main(control: str, name: str, bits: str = "") -> None:
     torch.set_num_threads(1)
-    rank, size = int(os.environ["FDDP_RANK"]), int(os.environ["FDDP_SIZE"])
+    rank = int(os.environ["FDDP_RANK"])
+    size = int(os.environ["FDDP_SIZE"])
     host, port = os.environ["FDDP_COORDINATOR"].split(":")
     dist.init_process_group(
         "gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size
@@ -41,9 +42,9 @@ def main(control: str, name: str, bits: str = "") -> None:
     ways["PyTorch, alone"] = _step(name, rank, None)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
-        said = line.makefile("rw")
-        _say(said, {"job": "torch", "rank": rank, "ways": list(ways)})
-        for order in said:
+        stream = line.makefile("rw")
+        _write(stream, {"job": "torch", "rank": rank, "ways": list(ways)})
+        for order in stream:
             way, steps = json.loads(order)
             seconds = []
             for _ in range(steps):
@@ -51,12 +52,12 @@ def main(control: str, name: str, bits: str = "") -> None:
                 start = time.perf_counter()
                 ways[way]()
                 seconds.append(time.perf_counter() - start)
-            _say(said, {"seconds": seconds, "timelines": [[]] * steps})
+            _write(stream, {"seconds": seconds, "timelines": [[]] * steps})
 
 
-def _say(said: Any, words: Any) -> None:
-    said.write(json.dumps(words) + "\n")
-    said.flush()
+def _write(stream: Any, words: Any) -> None:
+    stream.write(json.dumps(words) + "\n")
+    stream.flush()
 
 
 def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
@@ -95,7 +96,8 @@ def _rows(rank: int) -> torch.Generator:
 class _WithLoss(nn.Module):
     def __init__(self, net: nn.Module, loss: Any) -> None:
         super().__init__()
-        self.net, self.loss = net, loss
+        self.net = net
+        self.loss = loss
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.loss(self.net(x), y)
@@ -149,14 +151,14 @@ class _Layer(nn.Module):
         self, width: int = 384, heads: int = 6, kv_heads: int = 2, hidden: int = 1024
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.dim = heads, kv_heads, width // heads
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.dim = width // heads
         kv = kv_heads * self.dim
         self.q, self.k, self.v = (nn.Linear(width, w, bias=False) for w in (width, kv, kv))
         self.o = nn.Linear(width, width, bias=False)
-        self.gate, self.up = (
-            nn.Linear(width, hidden, bias=False),
-            nn.Linear(width, hidden, bias=False),
-        )
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
         self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
 
@@ -174,10 +176,13 @@ class _Layer(nn.Module):
 
 
 def _rotary(x: torch.Tensor) -> torch.Tensor:
-    t, half = x.shape[1], x.shape[-1] // 2
+    t = x.shape[1]
+    half = x.shape[-1] // 2
     angle = torch.arange(t)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-    cos, sin = angle.cos()[:, None], angle.sin()[:, None]
-    a, b = x[..., :half], x[..., half:]
+    cos = angle.cos()[:, None]
+    sin = angle.sin()[:, None]
+    a = x[..., :half]
+    b = x[..., half:]
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
@@ -208,14 +213,20 @@ class _Wait(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, weights: torch.Tensor, forward_s: float, backward_s: float
     ) -> Any:
-        ctx.shape, ctx.seconds = weights.shape, backward_s
+        ctx.shape = weights.shape
+        ctx.seconds = backward_s
         time.sleep(forward_s)
         return rows + weights.mean()
 
     @staticmethod
-    def backward(ctx: Any, *back: Any) -> Any:
+    def backward(ctx: Any, *cotangents: Any) -> Any:
         time.sleep(ctx.seconds)
-        return back[0], torch.full(ctx.shape, float(back[0].sum()) / ctx.shape.numel()), None, None
+        return (
+            cotangents[0],
+            torch.full(ctx.shape, float(cotangents[0].sum()) / ctx.shape.numel()),
+            None,
+            None,
+        )
 
 
 class _Waiting(nn.Module):

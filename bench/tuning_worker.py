@@ -35,36 +35,37 @@ def main(backend: str, name: str, rounds: int, path: Path, *caps_mb: float) -> N
         model_state=task.model_state,
         caps_mb=caps_mb or CAPS_MB,
     )
-    took = time.perf_counter() - start
+    duration = time.perf_counter() - start
     runs = {
-        str(one.bucket_cap_mb): staged(task, group, one.bucket_cap_mb) for one in tuning.candidates
+        str(candidate.bucket_cap_mb): staged(task, group, candidate.bucket_cap_mb)
+        for candidate in tuning.candidates
     }
     seconds = interleave(runs, rounds=rounds, pause=group.barrier)
     measured = {
         cap: float(np.median(group.all_reduce(values, op="max"))) for cap, values in seconds.items()
     }
     if group.rank == 0:
-        found = {
+        result = {
             "link": tuning.link._asdict(),
             "pace": tuning.pace._asdict(),
             "idle_ms": 1e3 * tuning.idle_s,
-            "tune_s": took,
+            "tune_s": duration,
             "chosen_mb": tuning.bucket_cap_mb,
             "deviation": tuning.deviation,
             "eager_over_staged": (tuning.eager_s or tuning.measured_s) / tuning.measured_s,
             "caps": [
                 {
-                    "cap_mb": one.bucket_cap_mb,
-                    "nbytes": one.nbytes,
-                    "stages_ms": [1e3 * stage for stage in one.stages],
-                    "updates_ms": [1e3 * update for update in one.updates],
-                    "predicted_ms": 1e3 * one.predicted_s,
-                    "measured_ms": 1e3 * measured[str(one.bucket_cap_mb)],
+                    "cap_mb": candidate.bucket_cap_mb,
+                    "nbytes": candidate.nbytes,
+                    "stages_ms": [1e3 * stage for stage in candidate.stages],
+                    "updates_ms": [1e3 * update for update in candidate.updates],
+                    "predicted_ms": 1e3 * candidate.predicted_s,
+                    "measured_ms": 1e3 * measured[str(candidate.bucket_cap_mb)],
                 }
-                for one in tuning.candidates
+                for candidate in tuning.candidates
             ],
         }
-        path.write_text(json.dumps(found))
+        path.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

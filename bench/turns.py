@@ -1,5 +1,4 @@
-"""Ways of training that take turns on two hosts joined by a wire: what several questions of bench/
-share.
+"""Ways of training that take turns on two hosts joined by a wire: shared by several questions.
 
 A question is a module of bench/ with a function `ways(task, group)` that names its ways. Both ranks
 make the same ways and run them in turn; a round counts as long as the slower rank took.
@@ -44,17 +43,14 @@ def take_turns(
     """Runs the ways of a question on two hosts; the first round compiles and does not count.
 
     Args:
-      question: the file that asks, `__file__`.
+      question: the file of the question, `__file__`.
       backend: "Gloo" or "MPI".
       name: of the problem.
-      rounds: how often each way is timed.
+      rounds: number of timings of each way.
       rate: of the wire, as tc writes it.
 
     Returns:
       Seconds of each round, by way.
-
-    Raises:
-      RuntimeError: a rank failed.
     """
     seconds = ask(
         backend.lower(), rate, __file__, f"bench.{Path(question).stem}", backend, name, rounds
@@ -63,15 +59,21 @@ def take_turns(
 
 
 def staged(
-    task: Problem, group: fddp.Group, cap_mb: float, *, held: int = 0, cycles: int = 1, **more: Any
+    task: Problem,
+    group: fddp.Group,
+    cap_mb: float,
+    *,
+    pending_calls: int = 0,
+    cycles: int = 1,
+    **more: Any,
 ) -> Callable[[], Any]:
     """A staged training of some steps, its small first and last buckets no larger than the cap.
 
     Args:
-      task: what is trained.
+      task: the problem.
       group: the replicas.
       cap_mb: of a bucket, MiB.
-      held: batches that each step only adds up before the one whose gradients travel.
+      pending_calls: batches that each step only adds up before the one whose gradients travel.
       cycles: steps of a run.
       **more: options of `fddp.train_step`.
 
@@ -85,7 +87,7 @@ def staged(
     def run() -> Any:
         nonlocal state
         for _ in range(cycles):
-            for _ in range(held):
+            for _ in range(pending_calls):
                 state, _ = step.no_sync(state, task.batch)
             state, _ = step(state, task.batch)
         return jax.block_until_ready(state.params)

@@ -32,12 +32,12 @@ class Hosts(NamedTuple):
     """Emulated hosts of one network of 256 addresses."""
 
     names: tuple[str, ...]
-    """Of the namespaces."""
+    """The names of the namespaces."""
     addresses: tuple[str, ...]
 
     @property
     def meeting(self) -> str:
-        """Where ranks that talk over Gloo find each other."""
+        """The address at which ranks over Gloo meet."""
         return f"{self.addresses[0]}:47011"
 
 
@@ -131,7 +131,7 @@ def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
 
     Args:
       hosts: the hosts, with their wires.
-      rate: of what a host sends, as tc writes it.
+      rate: of a host's traffic, as tc writes it.
       burst: the bytes that pass at once when the wire was idle, as tc writes them.
     """
     for name, address in zip(hosts.names, hosts.addresses):
@@ -144,7 +144,7 @@ def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
         ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
         ip("-n", name, "link", "set", "wire", "up")
         ip("-n", name, "link", "set", "lo", "up")
-        # What most hosts use, whatever this machine prefers: BBR paces by timers, and these take a
+        # The algorithm of most hosts, not that of this machine: BBR paces by timers, which use a
         # part of the core.
         network = f"{address.rpartition('.')[0]}.0/24"
         ip(
@@ -169,7 +169,7 @@ def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
 
 
 def shape(name: str, device: str, rate: str, burst: str) -> None:
-    """Limits the rate of what a device sends."""
+    """Limits the rate of a device."""
     words = [
         "tc",
         "qdisc",
@@ -253,8 +253,8 @@ def start_mpi(
 def start_run(
     command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any
 ) -> list[subprocess.Popen]:
-    """Starts a command on both hosts by `python -m fddp run`; ranks that ask for Gloo know where to
-    meet."""
+    """Starts a command on both hosts by `python -m fddp run`; Gloo's ranks get the address of the
+    meeting."""
     listed = ",".join(TWO.addresses)
     words = [
         sys.executable,
@@ -274,8 +274,7 @@ def start_run(
 def _from_the_first(
     hosts: Hosts, words: Sequence[str], env: Mapping[str, str], **pipes: Any
 ) -> subprocess.Popen:
-    """Starts on the first host what starts an mpiexec there: it reaches the others over the
-    wire."""
+    """Starts mpiexec's launcher on the first host: it reaches the others over the wire."""
     folder = tempfile.mkdtemp(prefix="fddp-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     launcher = Path(folder) / "enter"
@@ -321,9 +320,9 @@ def _remove(names: Sequence[str]) -> None:
     listed = subprocess.run(
         ["ip", "netns", "list"], capture_output=True, text=True, check=True
     ).stdout
-    there = {line.split()[0] for line in listed.splitlines() if line}
+    existing = {line.split()[0] for line in listed.splitlines() if line}
     for name in names:
-        if name in there:
+        if name in existing:
             ip("netns", "del", name)
         shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 

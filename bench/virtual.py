@@ -1,4 +1,4 @@
-"""What do virtual replicas cost in time?
+"""Virtual replicas: how much time do they cost?
 
     sudo .venv/bin/python bench/virtual.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
 
@@ -24,7 +24,7 @@ from bench.record import interleave, ratio, save, summary
 from bench.two_hosts import BACKENDS, ask
 
 EIGHT = 8
-# Each way, and the one that it is compared with.
+# Each way, and its reference.
 WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "ordinary": ({}, "ordinary"),
     "virtual": ({"virtual_replicas": 2}, "ordinary"),
@@ -58,12 +58,12 @@ def main() -> None:
     results: dict[str, Any] = {}
     for name in args.problems:
         for backend in args.backends:
-            found = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
-            results[f"{name}, {backend}"] = found
-            for way, told in found.items():
+            result = ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend, name)
+            results[f"{name}, {backend}"] = result
+            for way, entry in result.items():
                 print(
-                    f"{name}, {backend}, {way:30} {told['step']['median_ms']:7.1f} ms, "
-                    f"{told['ratio']['median']:.3f}"
+                    f"{name}, {backend}, {way:30} {entry['step']['median_ms']:7.1f} ms, "
+                    f"{entry['ratio']['median']:.3f}"
                 )
     if not args.quick:
         print(save("virtual", results))
@@ -74,10 +74,10 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
     """One host's part."""
     group = fddp.init(backend)
     rows = problem(name, seed=group.rank)
-    whole = len(next(iter(rows.batch.values())))
+    row_count = len(next(iter(rows.batch.values())))
     task = rows._replace(
         batch={
-            key: np.resize(x, (-(-whole // EIGHT) * EIGHT, *x.shape[1:]))
+            key: np.resize(x, (-(-row_count // EIGHT) * EIGHT, *x.shape[1:]))
             for key, x in rows.batch.items()
         }
     )
@@ -96,13 +96,13 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
 
     runs = {way: training(options) for way, (options, _) in WAYS.items()}
     seconds = interleave(runs, rounds=rounds, pause=group.barrier)
-    slower = {way: group.all_reduce(some, op="max") for way, some in seconds.items()}
+    slower = {way: group.all_reduce(durations, op="max") for way, durations in seconds.items()}
     if group.rank == 0:
-        said = {
-            way: {"step": summary(slower[way]), "ratio": ratio(slower[way], slower[other])}
-            for way, (_, other) in WAYS.items()
+        report = {
+            way: {"step": summary(slower[way]), "ratio": ratio(slower[way], slower[reference])}
+            for way, (_, reference) in WAYS.items()
         }
-        Path(path).write_text(json.dumps(said))
+        Path(path).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

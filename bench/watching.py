@@ -1,4 +1,4 @@
-"""Steps that are watched in turns: what bench/breakdown.py and bench/ladder.py do on each host."""
+"""Watched steps in turns, on each host: shared by bench/breakdown.py and bench/ladder.py."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -23,23 +23,14 @@ class Way(NamedTuple):
     """Takes a step on a batch."""
     batch: Any
     timeline: Callable[[], Timeline]
-    """When the last step computed and communicated."""
+    """The times at which the last step computed and communicated."""
     all_reduces: tuple[int, ...]
     """Bytes of each, by the plan."""
 
 
 def way(task: Problem, group: fddp.Group, batch: Any = None, **options: Any) -> Way:
-    """Makes a way of training with fddp, and takes its first step.
-
-    Args:
-      task: what is trained.
-      group: the replicas.
-      batch: this rank's rows; None: the problem's own.
-      **options: fields of `fddp.Options`.
-
-    Returns:
-      The way.
-    """
+    """Makes a way of training with fddp, and takes its first step; `batch` defaults to the
+    problem's own."""
     step = fddp.train_step(task.loss_fn, OPTIMIZER, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state)
 
@@ -73,7 +64,9 @@ def watch(
             watched = timed(run, [batch], timeline).steps
             steps[name] += watched if turn >= 0 else ()
     seconds = {
-        name: group.all_reduce(np.array([s.seconds for s in some]), op="max")
-        for name, some in steps.items()
+        name: group.all_reduce(np.array([s.seconds for s in measured_steps]), op="max")
+        for name, measured_steps in steps.items()
     }
-    return {name: Measurement(tuple(some)) for name, some in steps.items()}, seconds
+    return {
+        name: Measurement(tuple(measured_steps)) for name, measured_steps in steps.items()
+    }, seconds

@@ -146,7 +146,7 @@ def init(model: Bert, key: jax.Array, batch: dict[str, Any]) -> tuple[Any, None]
 
 
 def loss_fn(model: Bert) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """Returns the cross entropy of masked tokens, averaged over rows, with the accuracy beside it.
+    """Returns the cross entropy of masked tokens, averaged over rows, and the accuracy.
 
     Each row is averaged over its own masked tokens first, so that the loss of a batch is the mean
     of the losses of its equal shards whatever the masks.
@@ -154,7 +154,8 @@ def loss_fn(model: Bert) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
         rngs = None if rng is None else {"dropout": rng}
-        targets, mask = batch["targets"], batch["mask"]
+        targets = batch["targets"]
+        mask = batch["mask"]
         logits = jnp.asarray(model.apply({"params": params}, batch["tokens"], rngs=rngs))
         entropy = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         correct = logits.argmax(-1) == targets
@@ -181,7 +182,7 @@ def batch(
       length: the number of tokens T; the model's context if not given.
 
     Returns:
-      "tokens": what the model reads (rows, T); "targets": the true tokens (rows, T); "mask": where
+      "tokens": the model's input (rows, T); "targets": the true tokens (rows, T); "mask": where
       to predict them, boolean (rows, T).
     """
     model = PRESETS[model] if isinstance(model, str) else model

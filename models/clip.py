@@ -57,17 +57,19 @@ def main(steps: int = 400, quick: bool = False) -> None:
     params = init(jax.random.key(0))
     step = fddp.train_step(loss_fn(group.axis_name), optax.adam(3e-3), group=group)
     state = step.init(params)
-    mine = slice(group.rank * ROWS // group.processes, (group.rank + 1) * ROWS // group.processes)
+    local_rows = slice(
+        group.rank * ROWS // group.processes, (group.rank + 1) * ROWS // group.processes
+    )
     losses: list[Any] = []
     for k in range(steps):
-        state, info = step(state, jax.tree.map(lambda x: x[mine], pairs(ROWS, seed=k)))
+        state, info = step(state, jax.tree.map(lambda x: x[local_rows], pairs(ROWS, seed=k)))
         losses.append(info.loss)
-    found = recall(jax.device_get(state.params), pairs(ROWS, seed=steps))
+    accuracy = recall(jax.device_get(state.params), pairs(ROWS, seed=steps))
     if group.rank == 0:
         print(f"{group.size} replicas, {ROWS} pairs in each step, each against all others")
         print(f"loss {float(losses[0]):.3f} → {float(losses[-1]):.3f} in {steps} steps")
         print(
-            f"the right text is the nearest for {found:.0%} of new pictures, by chance for "
+            f"the right text is the nearest for {accuracy:.0%} of new pictures, by chance for "
             f"{1 / ROWS:.1%}"
         )
 
@@ -93,12 +95,12 @@ def loss_fn(axis_name: str | None) -> Any:
         image = embedded(params, "image", batch)
         text = embedded(params, "text", batch)
         first = jax.lax.axis_index(axis_name) * len(image)
-        own = first + jnp.arange(len(image))
+        labels = first + jnp.arange(len(image))
 
-        def among_all(mine: Float[Array, "B d"], others: Float[Array, "B d"]) -> Float[Array, ""]:
-            everybody = jax.lax.all_gather(others, axis_name, tiled=True)
-            scores = jnp.exp(params["scale"]) * mine @ everybody.T
-            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, own))
+        def among_all(queries: Float[Array, "B d"], keys: Float[Array, "B d"]) -> Float[Array, ""]:
+            everybody = jax.lax.all_gather(keys, axis_name, tiled=True)
+            scores = jnp.exp(params["scale"]) * queries @ everybody.T
+            return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, labels))
 
         return (among_all(image, text) + among_all(text, image)) / 2
 
@@ -121,11 +123,11 @@ def pairs(rows: int, seed: int) -> dict[str, Float[np.ndarray, "rows n"]]:
     }
     draw = np.random.default_rng((1, seed))
     hidden = draw.normal(size=(rows, HIDDEN))
-    seen = {
+    views = {
         name: np.tanh(hidden @ m) + 0.1 * draw.normal(size=(rows, m.shape[1]))
         for name, m in maps.items()
     }
-    return {name: x.astype(np.float32) for name, x in seen.items()}
+    return {name: x.astype(np.float32) for name, x in views.items()}
 
 
 def recall(params: dict[str, Any], batch: dict[str, Any]) -> float:

@@ -1,5 +1,5 @@
-"""What the models are trained on: handwritten digits, and text as bytes. Plain arrays, each split
-in two parts."""
+"""The data of the models: handwritten digits, and text as bytes. Plain arrays, each split in two
+parts."""
 
 import gzip
 import struct
@@ -28,12 +28,12 @@ def split_digits() -> list[np.ndarray]:
 def read_mnist(folder: Path) -> list[np.ndarray]:
     """The same four arrays from MNIST's files, packed (.gz) or not."""
     names = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-    found = [sorted(folder.glob(f"{name}-ubyte*")) for name in names]
-    if not all(found):
+    matches = [sorted(folder.glob(f"{name}-ubyte*")) for name in names]
+    if not all(matches):
         raise FileNotFoundError(
             f"--data {folder} must hold {', '.join(f'{name}-ubyte' for name in names)}, or .gz."
         )
-    return [read_idx(paths[0]) for paths in found]
+    return [read_idx(paths[0]) for paths in matches]
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:

@@ -11,7 +11,7 @@ FDDP_RANK=0 FDDP_SIZE=2 FDDP_COORDINATOR=node1:4711 python models/diloco.py
 
 FDDP_RANK=1 FDDP_SIZE=2 FDDP_COORDINATOR=node1:4711 python models/diloco.py
 
-When they meet, what the replicas have taken off their parameters since is averaged, and is the
+When they meet, the changes of the replicas' parameters since the last meeting are averaged: the
 gradient of an outer optimizer. So each sends as much as DDP does in one step, once in `every`
 steps. The outer optimizer takes no more steps than that, here ten, after which DDP's loss is still
 the lower one.
@@ -51,7 +51,8 @@ def main(
     every, steps = (8, 32) if quick else (every, steps)
     model = gpt.PRESETS["tiny" if quick else "bytes"]
     group = fddp.init()
-    loss_fn, inner = gpt.loss_fn(model), optax.adamw(3e-3)
+    loss_fn = gpt.loss_fn(model)
+    inner = optax.adamw(3e-3)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     optimizer = fddp.local_steps(inner, outer=outer, every=every)
     step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True)
@@ -59,28 +60,30 @@ def main(
     state = step.init(params)
 
     text, held_out = data.read_text(None, model.context)
-    sent = 0
+    nbytes = 0
     rows = fddp.samples(len(text), batch, rank=group.rank, size=group.processes, seed=seed)
-    for number, mine in zip(range(1, steps + 1), rows):
-        state, info = step(state, {"tokens": text[mine].astype(np.int32)})
-        sent += int(np.sum(info.sent))
+    for number, chosen in zip(range(1, steps + 1), rows):
+        state, info = step(state, {"tokens": text[chosen].astype(np.int32)})
+        nbytes += int(np.sum(info.sent))
         if number % every == 0:
             group.print(
-                f"step {number}, loss {info.loss:.3f} on the rows of rank 0, {sent:,} bytes sent"
+                f"step {number}, loss {info.loss:.3f} on the rows of rank 0, {nbytes:,} bytes sent"
             )
 
     # One real step of DDP, to compare with.
     ddp = fddp.train_step(loss_fn, inner, group=group, has_aux=True)
     _, info = ddp(ddp.init(params), {"tokens": text[next(rows)].astype(np.int32)})
     of_ddp = steps * int(np.sum(info.sent))
-    some = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(np.int32)
+    test_rows = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(
+        np.int32
+    )
     loss, _ = fddp.evaluate(
-        loss_fn, state, [{"tokens": some}], group=group
+        loss_fn, state, [{"tokens": test_rows}], group=group
     )  # of the replicas' mean
     group.print(
         f"{group.size} replicas, {loss / math.log(2):.2f} bits per byte of the held-out files"
     )
-    group.print(f"each replica sent {sent:,} bytes, DDP sends {of_ddp:,} in {steps} steps")
+    group.print(f"each replica sent {nbytes:,} bytes, DDP sends {of_ddp:,} in {steps} steps")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ def rotary(
     pairs = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(pairs, dtype=dtype) / pairs)
     angle = positions.astype(dtype)[:, None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos = jnp.cos(angle)
+    sin = jnp.sin(angle)
     a, b = jnp.split(x.astype(dtype), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
@@ -52,7 +53,9 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         B, T, D = x.shape
-        N, K, h = self.heads, self.kv_heads, D // self.heads
+        N = self.heads
+        K = self.kv_heads
+        h = D // self.heads
         dense = partial(nn.Dense, use_bias=False, dtype=self.dtype, param_dtype=self.param_dtype)
 
         positions = jnp.arange(T)
@@ -141,12 +144,16 @@ class GPT(nn.Module):
         drop = nn.Dropout(self.dropout, deterministic=not self.has_rng("dropout"))
         embed, norm = ends(self)
         x = drop(embed(tokens))
-        kept = self.kept_layers()
+        mask = self.kept_layers()
         # Layers are a Python loop, which one program can send layer by layer; `models/scanned.py`
         # has them in a scan.
         for i in range(self.layers):
-            one = layer(self, f"layer_{i}")
-            x = one(x) if kept is None else nn.cond(kept[i], Layer.__call__, lambda _, x: x, one, x)
+            block = layer(self, f"layer_{i}")
+            x = (
+                block(x)
+                if mask is None
+                else nn.cond(mask[i], Layer.__call__, lambda _, x: x, block, x)
+            )
         return head(embed, norm, x)
 
     def kept_layers(self) -> Bool[Array, " layers"] | None:
@@ -160,7 +167,7 @@ class GPT(nn.Module):
 
 
 def ends(model: GPT) -> tuple[nn.Embed, nn.RMSNorm]:
-    """What lies before and behind the layers: the table of tokens, which serves both, and the last
+    """The parts before and after the layers: the table of tokens, which serves both, and the last
     norm."""
     dtypes: dict[str, Any] = {"dtype": model.dtype, "param_dtype": model.param_dtype}
     start = nn.initializers.normal(0.02)
@@ -178,7 +185,7 @@ def layer(model: GPT, name: str) -> Layer:
 
 
 def head(embed: nn.Embed, norm: nn.RMSNorm, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Which token comes next, from what leaves the last layer; in float32 at least."""
+    """Logits of the next token, from the output of the last layer; in float32 at least."""
     logits = embed.attend(norm(x))
     return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
@@ -201,10 +208,11 @@ def init(model: GPT, key: jax.Array, batch: dict[str, Any]) -> tuple[Any, None]:
 
 
 def loss_fn(model: GPT) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """Returns the mean cross entropy of the next token, with the accuracy beside it."""
+    """Returns the mean cross entropy of the next token, and the accuracy."""
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        inputs = batch["tokens"][:, :-1]
+        targets = batch["tokens"][:, 1:]
         rngs = None if rng is None else {"dropout": rng, "layer_drop": jax.random.fold_in(rng, 1)}
         return score(jnp.asarray(model.apply({"params": params}, inputs, rngs=rngs)), targets)
 

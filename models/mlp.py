@@ -62,7 +62,7 @@ def init(model: MLP, key: jax.Array, batch: dict[str, Any]) -> tuple[Any, None]:
 
 
 def loss_fn(model: MLP) -> Callable[..., tuple[jax.Array, dict[str, jax.Array]]]:
-    """Returns the mean squared error of the model, with the mean absolute error beside it."""
+    """Returns the mean squared error of the model, and the mean absolute error."""
 
     def loss(params: Any, batch: dict[str, Any], *, rng: jax.Array | None = None):
         del rng  # nothing here is random

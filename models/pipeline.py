@@ -7,14 +7,14 @@ python models/pipeline.py --replicas 2 --stages 2 --micro-batches 4    four devi
 
 Each device of a replica holds a stage: some of the layers, which follow each other. The rows of a
 replica are cut into micro-batches. In one tick every stage works, each on another micro-batch; then
-each hands what it made to the next one. So S stages need M + S - 1 ticks for M micro-batches, and
-in (S - 1) / (M + S - 1) of them a stage has nothing to do and computes with zeros: the bubble. As
-in GPipe all forward ticks come before all backward ones; a stage keeps what entered it and computes
-the rest again. PipeDream's order, one forward, one backward, keeps fewer micro-batches at once; it
-is not what JAX makes of a loss that it differentiates.
+each hands its output to the next one. So S stages need M + S - 1 ticks for M micro-batches, and in
+(S - 1) / (M + S - 1) of them a stage has nothing to do and computes with zeros: the bubble. As in
+GPipe all forward ticks come before all backward ones; a stage keeps its input and computes
+everything else again. PipeDream's order, one forward, one backward, keeps fewer micro-batches at
+once; JAX does not produce it by differentiating a loss.
 
-The pipeline is a loss in plain JAX, which runs on one device, too. What makes it one is where the
-parameters lie: XLA runs each stage where its layers are, and of the shift between two ticks it
+The pipeline is a loss in plain JAX, which runs on one device, too. The placement of the parameters
+makes it a pipeline: XLA runs each stage where its layers are, and of the shift between two ticks it
 makes a permutation of neighbours. Embedding and head lie outside, and their table is cut by tokens
 over the same devices. fddp sums gradients over the replicas, of which each device sends those of
 its stage. On a machine without accelerators the devices are virtual CPUs.
@@ -90,11 +90,11 @@ def main(
         tokens = rows[random.integers(len(rows), size=16 * group.size)].astype(np.int32)
         state, info = step(state, {"tokens": tokens})
         losses.append(float(info.loss))
-    whole, held = size_mib(state.params)
+    total_mib, local_mib = size_mib(state.params)
     print(f"{group.size} replicas × {stages} stages, {micro_batches} micro-batches")
     print(f"bubble {bubble(stages, micro_batches):.0%} of the ticks")
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {steps} steps")
-    print(f"parameters {whole:.3f} MiB, of which each device holds {held:.3f} MiB")
+    print(f"parameters {total_mib:.3f} MiB, of which each device holds {local_mib:.3f} MiB")
     print(step.plan)
 
 
@@ -105,15 +105,15 @@ def loss_fn(
 
     Args:
       model: the GPT.
-      micro_batches: in how many parts the rows of a replica go through the stages.
+      micro_batches: number of parts in which the rows of a replica go through the stages.
 
     Returns:
-      `loss(params, batch)`, with the accuracy beside it; it raises ValueError where the rows make
-      no such parts.
+      `loss(params, batch)`, with the accuracy; it raises ValueError if the rows cannot be cut so.
     """
 
     def loss(params: Any, batch: dict[str, Any]) -> tuple[jax.Array, dict[str, jax.Array]]:
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        inputs = batch["tokens"][:, :-1]
+        targets = batch["tokens"][:, 1:]
         if micro_batches < 1 or len(inputs) % micro_batches:
             raise ValueError(
                 f"micro_batches={micro_batches}, and {len(inputs)} rows of a replica cannot be cut "
@@ -122,7 +122,8 @@ def loss_fn(
                 "micro_batches."
             )
         embed, norm = gpt.ends(model)
-        embed, norm = embed.bind({"params": params["embed"]}), norm.bind({"params": params["norm"]})
+        embed = embed.bind({"params": params["embed"]})
+        norm = norm.bind({"params": params["norm"]})
         x = embed(inputs)
         entering = x.reshape(micro_batches, -1, *x.shape[1:])
         leaving = pipeline(partial(stage, model), params["stages"], entering)
@@ -137,36 +138,38 @@ def pipeline(
     """Sends micro-batches through stages, all of which work at once, each on another micro-batch.
 
     Args:
-      stage: `stage(params, x)`, what one stage makes of a micro-batch, of the same shape and dtype.
+      stage: `stage(params, x)`, the output of one stage, of the shape and dtype of x.
       params: those of all stages, S of them along dim 0 of each leaf.
       entering: the M micro-batches that enter the first stage.
 
     Returns:
-      What leaves the last stage.
+      The outputs of the last stage.
     """
     stages = jax.tree.leaves(params)[0].shape[0]
     inside = [(0, 0)] * (entering.ndim - 1)  # the dims of a micro-batch
-    # What comes from outside, for each tick and stage: micro-batches for the first stage, zeros for
-    # the others. What a stage makes of zeros, in the bubble, nobody reads.
+    # The inputs from outside, for each tick and stage: micro-batches for the first stage, zeros for
+    # all others. Outputs from zeros, in the bubble, are never read.
     outside = jnp.pad(entering[:, None], [(0, stages - 1), (0, stages - 1), *inside])
 
-    def tick(made: Array, outside: Array) -> tuple[Array, Array]:
-        handed_on = jnp.pad(made[:-1], [(1, 0), *inside])
-        made = jax.vmap(jax.checkpoint(stage, prevent_cse=False))(params, handed_on + outside)
-        return made, made
+    def tick(activations: Array, outside: Array) -> tuple[Array, Array]:
+        handed_on = jnp.pad(activations[:-1], [(1, 0), *inside])
+        activations = jax.vmap(jax.checkpoint(stage, prevent_cse=False))(
+            params, handed_on + outside
+        )
+        return activations, activations
 
-    _, made = jax.lax.scan(tick, jnp.zeros_like(outside[0]), outside)
+    _, outputs = jax.lax.scan(tick, jnp.zeros_like(outside[0]), outside)
     # `[:, -1]` would go from the last device to the first, and from there to all; of `take` XLA
     # makes one sum.
-    return jnp.take(made[stages - 1 :], stages - 1, axis=1)
+    return jnp.take(outputs[stages - 1 :], stages - 1, axis=1)
 
 
 def stage(model: gpt.GPT, params: Any, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     """Some layers, one after the other; they lie along dim 0 of each leaf."""
     layer = gpt.layer(model, "layer")
 
-    def through(x: Array, own: Any) -> tuple[Array, None]:
-        return jnp.asarray(layer.apply({"params": own}, x)), None
+    def through(x: Array, layer_params: Any) -> tuple[Array, None]:
+        return jnp.asarray(layer.apply({"params": layer_params}, x)), None
 
     return jax.lax.scan(through, x, params)[0]
 

@@ -58,7 +58,7 @@ def group_norm(
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Two 3x3 convolutions and a shortcut."""
 
     features: int
     stride: int
@@ -75,7 +75,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions, the last four times as wide, beside a
+    """A 3x3 convolution between two 1x1 convolutions, the last four times as wide, and a
     shortcut."""
 
     features: int
@@ -162,7 +162,7 @@ PRESETS: dict[str, ResNet] = {
 
 
 def has_buffers(model: ResNet) -> bool:
-    """Whether the model's normalisation keeps batch statistics."""
+    """True if the model's normalisation keeps batch statistics."""
     norm = model.norm(train=False, axis_name=None, dtype=model.dtype, param_dtype=model.param_dtype)
     return "batch_stats" in jax.eval_shape(
         norm.init, jax.random.key(0), jnp.zeros((1, model.width))
@@ -177,7 +177,7 @@ def init(model: ResNet, key: jax.Array, batch: dict[str, Any]) -> tuple[Any, Any
 
 
 def loss_fn(model: ResNet) -> Callable[..., tuple[jax.Array, Any]]:
-    """Returns the mean cross entropy of the model, with its accuracy beside it.
+    """Returns the mean cross entropy of the model, and its accuracy.
 
     Returns:
       `loss(params, batch, *, model_state) -> (loss, (model_state, aux))` where the model has

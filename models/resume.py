@@ -1,5 +1,4 @@
-"""Trains a GPT of bytes in a job that may be ended at any time: the same command goes on where it
-was.
+"""Trains a GPT of bytes in a job that may be ended at any time: the same command resumes it.
 
 python models/resume.py                                           alone; `kill` it, start it again
 
@@ -7,7 +6,7 @@ python -m fddp run -n 2 --restarts 3 -- python models/resume.py   two processes,
 
 A state is saved now and then. SIGTERM, which schedulers send before they take a machine away, ends
 the job after a step, the same on all ranks, once that step's state is saved. The bits at the end
-are those of a job that nobody ended.
+are those of an uninterrupted job.
 """
 
 import hashlib
@@ -43,7 +42,7 @@ def main(
       every: steps between two of them.
       steps: updates of the parameters.
       batch: rows a step, over all replicas.
-      seed: decides the first parameters, the order of rows, and what is dropped.
+      seed: decides the first parameters, the order of rows, and the dropped units.
       quick: few steps of a tiny model, as the tests run it.
     """
     steps, model = (30, gpt.PRESETS["tiny"]) if quick else (steps, gpt.PRESETS["bytes"])
@@ -57,7 +56,7 @@ def main(
     text, _ = data.read_text(None, model.context)
     if (
         fddp.preempted()
-    ):  # asked for the first time it takes SIGTERM over, which then waits for the end of a step
+    ):  # its first call takes SIGTERM over, which then waits for the end of a step
         return
     with fddp.Checkpoints(folder, step, every=every) as checkpoints:
         state, _ = checkpoints.restore(state)
@@ -66,20 +65,20 @@ def main(
         rows = fddp.samples(
             len(text), batch, rank=group.rank, size=group.processes, seed=seed, start_step=start
         )
-        for number, mine in zip(range(start + 1, steps + 1), rows):
-            state, info = step(state, {"tokens": text[mine].astype(np.int32)})
-            ends = fddp.preempted()
-            checkpoints.save(state, now=ends or number == steps)
+        for number, chosen in zip(range(start + 1, steps + 1), rows):
+            state, info = step(state, {"tokens": text[chosen].astype(np.int32)})
+            results = fddp.preempted()
+            checkpoints.save(state, now=results or number == steps)
             if number % max(1, steps // 10) == 0:
                 group.print(f"step {number}, loss {info.loss:.3f}")
-            if ends:
+            if results:
                 group.print(f"told to end, saved after step {number}")
                 return
     group.print(f"parameters {digest(state.params)}")
 
 
 def digest(params: Any) -> str:
-    """Of all bits."""
+    """A digest of all bits."""
     return hashlib.sha256(
         b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(params))
     ).hexdigest()[:16]

@@ -53,9 +53,9 @@ def stacked(params: dict[str, Any]) -> dict[str, Any]:
     """Stacks the parameters of layers that are written out."""
     layers = [name for name in params if name.startswith("layer_")]
     of_each = [params[f"layer_{i}"] for i in range(len(layers))]
-    others = {name: value for name, value in params.items() if name not in layers}
-    return others | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *of_each)}
+    unstacked = {name: value for name, value in params.items() if name not in layers}
+    return unstacked | {"layers": jax.tree.map(lambda *each: jnp.stack(each), *of_each)}
 
 
-def _round(one: Layer, x: Any, nothing: None) -> tuple[Any, None]:
-    return one(x), nothing
+def _round(layer: Layer, x: Any, nothing: None) -> tuple[Any, None]:
+    return layer(x), nothing

@@ -55,24 +55,26 @@ def main(
 
     state = step.init(make)
     params = jax.eval_shape(make)
-    whole = mib((params, jax.eval_shape(optimizer.init, params)))
-    held = mib(
+    full_mib = mib((params, jax.eval_shape(optimizer.init, params)))
+    part_mib = mib(
         jax.tree.map(lambda x: x.addressable_shards[0].data, (state.params, state.opt_state))
     )
     group.print(
-        f"each of {group.size} replicas holds {held:.3f} MiB, the state has {whole:.3f} MiB"
+        f"each of {group.size} replicas holds {part_mib:.3f} MiB, the state has {full_mib:.3f} MiB"
     )
 
     text, held_out = data.read_text(None, model.context)
     rows = fddp.samples(len(text), batch, rank=group.rank, size=group.processes, seed=seed)
-    for number, mine in zip(range(1, steps + 1), rows):
-        state, info = step(state, {"tokens": text[mine].astype(np.int32)})
+    for number, chosen in zip(range(1, steps + 1), rows):
+        state, info = step(state, {"tokens": text[chosen].astype(np.int32)})
         if number == 1 or number % max(1, steps // 4) == 0:
             group.print(f"step {number}, loss {info.loss:.3f}")
 
     # fddp.evaluate puts a state together by itself, and fddp.whole(state) does it for the rest.
-    some = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(np.int32)
-    loss, _ = fddp.evaluate(loss_fn, state, [{"tokens": some}], group=group)
+    test_rows = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(
+        np.int32
+    )
+    loss, _ = fddp.evaluate(loss_fn, state, [{"tokens": test_rows}], group=group)
     group.print(f"{loss / math.log(2):.4f} bits per byte of the held-out files")
     if save is not None:
         with fddp.Checkpoints(save, step) as checkpoints:

@@ -31,7 +31,8 @@ sys.path.append(
 )  # where models is, with fddp installed and run from anywhere
 from models import data, gpt
 
-COLUMNS, ROWS = PartitionSpec(None, "part"), PartitionSpec("part", None)
+COLUMNS = PartitionSpec(None, "part")
+ROWS = PartitionSpec("part", None)
 PLACES = {
     **dict.fromkeys(("query", "key", "value", "gate", "up"), COLUMNS),
     **dict.fromkeys(("out", "down", "embed"), ROWS),
@@ -66,10 +67,10 @@ def main(
         tokens = rows[random.integers(len(rows), size=16 * group.size)].astype(np.int32)
         state, info = step(state, {"tokens": tokens})
         losses.append(float(info.loss))
-    whole, held = size_mib(state.params)
+    total_mib, local_mib = size_mib(state.params)
     print(f"{group.size} replicas × {parts} devices")
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f} in {steps} steps")
-    print(f"parameters {whole:.3f} MiB, of which each device holds {held:.3f} MiB")
+    print(f"parameters {total_mib:.3f} MiB, of which each device holds {local_mib:.3f} MiB")
     print(step.plan)
 
 
@@ -81,8 +82,8 @@ def two_axes(replicas: int, parts: int, name: str = "part") -> Mesh:
 
 
 def placed(params: Any, mesh: Mesh) -> Any:
-    """Cuts the matrices of every layer, and the embedding's table by tokens; what is left lies
-    whole everywhere."""
+    """Cuts the matrices of every layer, and the embedding's table by tokens; all other leaves are
+    replicated."""
 
     def place(path: Any, x: jax.Array) -> jax.Array:
         names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
@@ -93,13 +94,11 @@ def placed(params: Any, mesh: Mesh) -> Any:
 
 
 def size_mib(params: Any) -> tuple[float, float]:
-    """How large the parameters are, and one device's parts of them."""
+    """MiB of the parameters, and of one device's parts of them."""
     leaves = jax.tree.leaves(params)
-    whole, held = (
-        sum(x.nbytes for x in leaves),
-        sum(x.addressable_shards[0].data.nbytes for x in leaves),
-    )
-    return whole / 2**20, held / 2**20
+    total_bytes = sum(x.nbytes for x in leaves)
+    local_bytes = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    return total_bytes / 2**20, local_bytes / 2**20
 
 
 if __name__ == "__main__":

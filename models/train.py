@@ -48,7 +48,7 @@ from models import data, gpt, resnet
 @dataclass(frozen=True)
 class Config:
     model: Annotated[Literal["resnet", "gpt"], tyro.conf.Positional] = "resnet"
-    """What to train; `gpt --help` shows that model's defaults."""
+    """The model to train; `gpt --help` shows that model's defaults."""
     preset: str = "18-digits"
     """Its shape: a name in PRESETS of models/resnet.py or models/gpt.py."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -68,7 +68,7 @@ class Config:
     """Slices of the batch: training gives the same bits on any number of replicas that divides this
     one."""
     backend: Literal["nccl", "gloo", "mpi", "local"] | None = None
-    """What carries the gradients; None: what fddp.init finds best."""
+    """The transport of the gradients; None: the best one that fddp.init finds."""
     bucket_cap_mb: float = 25
     """MiB of gradients that travel together."""
     layer_drop: float = 0.0
@@ -77,11 +77,12 @@ class Config:
     """Folder for the loss curve."""
     resume: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder for checkpoints: training saves there, and the same command goes on from the newest.
-    Where no step is left it tests that one."""
+    If no step is left, it tests that one."""
     save_every: int = 100
-    """With --resume: steps between two checkpoints; the last step is saved as well."""
+    """Steps between two checkpoints, with --resume; the last step is saved as well."""
     quick: bool = False
-    """Few steps of the smallest model, as the tests run it, where nothing else is said."""
+    """Few steps of the smallest model, as the tests run it, unless other arguments say
+    otherwise."""
 
 
 CONFIGS = {"resnet": Config(), "gpt": Config("gpt", preset="bytes", steps=300, batch=16)}
@@ -125,18 +126,17 @@ class Task(NamedTuple):
     batch: Callable[[Int[np.ndarray, " B"]], Any]
     """Rows, by their numbers."""
     test: Callable[[fddp.TrainState, fddp.Group], dict[str, str]]
-    """What a state can do on data that was held out, of which each process takes its part: lines
-    for the page."""
+    """Tests a state on held-out data, a part on each process; returns lines for the page."""
     rng: Any = None
     """A random key, if the loss draws numbers."""
 
 
 @dataclass
 class History:
-    """What a host saw of each step."""
+    """A host's record of each step."""
 
     start: int = 0
-    """The step after which it begins: 0, or that of the checkpoint."""
+    """The step before the first one: 0, or that of the checkpoint."""
     losses: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)
     times: list[float] = field(default_factory=lambda: [time.perf_counter()])
@@ -162,8 +162,8 @@ class History:
         """The median step: the first ones, which compile, do not count."""
         return float(np.median(np.diff(self.times)))
 
-    def now(self, rows: int) -> str:
-        """How things stand after a step of so many rows."""
+    def summary(self, rows: int) -> str:
+        """The state of the training after a step of so many rows."""
         return f"loss {self.losses[-1]:.3f} · {rows / self.step_seconds:,.0f} samples/s"
 
 
@@ -195,7 +195,7 @@ def train(
         "find_unused_parameters": config.layer_drop > 0,
     }
     options["virtual_replicas"] = config.virtual_replicas
-    options["skip_nonfinite"] = True  # so no checkpoint holds what is no number
+    options["skip_nonfinite"] = True  # so no checkpoint holds a NaN
     step = fddp.train_step(task.loss_fn, optimizer, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state, rng=task.rng)
     with saved(config, step, state) as (state, save):
@@ -213,7 +213,8 @@ def loop(
     save: Callable[[fddp.TrainState, bool], None],
 ) -> tuple[fddp.TrainState, History]:
     """Trains from the state's step up to the last; a state of the last one comes back as it is."""
-    history, start = History(int(state.step)), int(state.step)
+    history = History(int(state.step))
+    start = int(state.step)
     if start > config.steps:
         raise ValueError(
             f"--steps {config.steps}: the checkpoint in {config.resume} is of step {start}."
@@ -247,11 +248,11 @@ def loop(
                 len(flying) == 2
             ):  # the host looks at a step once the next is on its way: neither waits for the other
                 history.note(flying[0])
-                bar.update(job, advance=1, now=history.now(config.batch))
+                bar.update(job, advance=1, now=history.summary(config.batch))
                 if bar.disable and history.step * 10 % config.steps < 10:
                     console.print(bar)
         history.note(flying[-1])
-        bar.update(job, advance=1, now=history.now(config.batch))
+        bar.update(job, advance=1, now=history.summary(config.batch))
     save(state, True)
     if bar.disable:
         console.print(bar)
@@ -262,22 +263,22 @@ def loop(
 def saved(
     config: Config, step: fddp.TrainStep, state: fddp.TrainState
 ) -> Iterator[tuple[fddp.TrainState, Callable[[fddp.TrainState, bool], None]]]:
-    """Where to go on from, and what is to be called after each step: it saves now and then, or
-    before the job ends.
+    """The state to start from, and a function to call after each step.
 
-    It is called with whether to save in any case, as once more after the last step.
+    The function saves now and then, or before the job ends. Its argument is True to save in any
+    case, as after the last step.
     """
     if config.resume is None:
-        yield state, lambda state, now: None
+        yield state, lambda state, at_end: None
         return
-    if fddp.preempted():  # asked for the first time it takes SIGTERM over, compiling included
+    if fddp.preempted():  # its first call takes SIGTERM over, compiling included
         raise SystemExit(0)
     with fddp.Checkpoints(config.resume, step, every=config.save_every) as checkpoints:
 
-        def save(state: fddp.TrainState, now: bool) -> None:
-            ends = fddp.preempted()
-            checkpoints.save(state, now=now or ends)
-            if ends:
+        def save(state: fddp.TrainState, at_end: bool) -> None:
+            results = fddp.preempted()
+            checkpoints.save(state, now=at_end or results)
+            if results:
                 checkpoints.close()
                 raise SystemExit(0)
 
@@ -295,12 +296,13 @@ def chosen(presets: Mapping[str, Any], name: str) -> Any:
 
 
 def resnet_task(config: Config) -> Task:
-    """Tells handwritten digits apart."""
+    """The task of recognizing handwritten digits."""
     model = chosen(resnet.PRESETS, config.preset)
     images, labels, test_images, test_labels = (
         data.read_mnist(config.data) if config.data else data.split_digits()
     )
-    mean, std = images.mean(), images.std()
+    mean = images.mean()
+    std = images.std()
     images, test_images = (
         ((x[..., None] - mean) / std).astype(np.float32) for x in (images, test_images)
     )
@@ -314,10 +316,10 @@ def resnet_task(config: Config) -> Task:
 
     def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
         count = len(test_images)
-        mine = np.array_split(
+        local_rows = np.array_split(
             np.arange(count)[group.rank :: group.processes], math.ceil(count / 500)
         )
-        batches = ({"image": test_images[rows], "label": test_labels[rows]} for rows in mine)
+        batches = ({"image": test_images[rows], "label": test_labels[rows]} for rows in local_rows)
         share = fddp.evaluate(right, state, batches, group=group)
         return {"test accuracy": f"{share:.2%}: {round(share * count):,} of {count:,} images"}
 
@@ -378,19 +380,19 @@ def write(model: gpt.GPT, params: Any, prompt: bytes, length: int) -> str:
 TASKS = {"resnet": resnet_task, "gpt": gpt_task}
 
 
-### What a person sees
+### Output
 
 
 def screen(group: fddp.Group) -> Console:
-    """What rank 0 writes on. Several ranks write lines, to a file perhaps: Open MPI gives one of
-    them a terminal."""
+    """The console of rank 0. With several ranks it writes lines, possibly to a file: Open MPI gives
+    one of them a terminal."""
     if group.processes > 1:
         return Console(width=100, force_terminal=False, quiet=not group.is_main)
     return Console(width=None if sys.stdout.isatty() else 100)
 
 
 def progress(console: Console) -> Progress:
-    """A bar that moves on a terminal. Where there is none the loop prints it now and then."""
+    """A bar that moves on a terminal; without a terminal the loop prints it now and then."""
     text = TextColumn("steps · {task.fields[now]} ·")
     columns = (BarColumn(), MofNCompleteColumn(), text, TimeRemainingColumn())
     return Progress(*columns, console=console, disable=console.quiet or not console.is_terminal)
@@ -398,7 +400,8 @@ def progress(console: Console) -> Progress:
 
 def draw(title: str, config: Config, history: History) -> Path:
     """The loss of every step that this run has seen, and its mean over the last ones."""
-    losses, numbers = history.losses, range(history.start + 1, history.step + 1)
+    losses = history.losses
+    numbers = range(history.start + 1, history.step + 1)
     last = max(1, len(losses) // 20)
     means = np.convolve(losses, np.full(last, 1 / last), "valid")
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -425,13 +428,14 @@ def page(
     results: dict[str, str],
     plan: Any,
 ) -> Panel:
-    """What was trained, on what, how well, how fast."""
+    """A page about the model, its data, its results and its speed."""
     devices = f"{group.size} × {jax.local_devices()[0].device_kind}"
     lines = {"replicas": f"{devices} · backend {group.backend} · processes: {group.processes}"}
     if history.start:
         lines["resumed"] = f"after step {history.start:,} of {config.steps:,}"
     if history.losses:
-        loss, accuracy = np.mean(history.losses[-10:]), np.mean(history.accuracies[-10:])
+        loss = np.mean(history.losses[-10:])
+        accuracy = np.mean(history.accuracies[-10:])
         change = f"{history.losses[0]:.3f} → {loss:.3f}"
         lines["training loss"] = f"{change} · accuracy {accuracy:.1%} (mean of the last 10 steps)"
         times = (

@@ -21,7 +21,7 @@ Batch = Any
 
 
 class State(NamedTuple):
-    """What a step carries on."""
+    """The state that a step carries on."""
 
     params: Params
     opt_state: optax.OptState
@@ -49,9 +49,9 @@ def train_step(
         params = optax.apply_updates(state.params, updates)
         return State(params, opt_state), mean_over_replicas(loss)
 
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     in_rows = PartitionSpec("replica")
-    specs: Any = {"in_specs": (whole, in_rows), "out_specs": (whole, whole)}
+    specs: Any = {"in_specs": (replicated, in_rows), "out_specs": (replicated, replicated)}
     # A checked shard_map sums the gradients of whole parameters itself, and hides the second step.
     step = jax.shard_map(on_one_replica, mesh=mesh, check_vma=False, **specs)
     return jax.jit(step)

@@ -1,5 +1,4 @@
-"""Trains a Linen module on handwritten digits: a loop with Flax's TrainState, and what becomes of
-its lines.
+"""Trains a Linen module on handwritten digits, and shows the same loop with Flax's TrainState.
 
 python models/with_linen.py                           one replica
 
@@ -14,13 +13,15 @@ With Flax's TrainState, its batch_stats added as in Flax's own example of ImageN
     (loss, changed), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     state = state.apply_gradients(grads=grads, batch_stats=changed["batch_stats"])
 
-here:
+With fddp:
 
-    params, buffers = net.init(key, batch) step, state = fddp.train_step(net.loss_fn, optimizer,
-    group=group), step.init(params, model_state=buffers) state, info = step(state, batch)
+    params, buffers = net.init(key, batch)
+    step = fddp.train_step(net.loss_fn, optimizer, group=group)
+    state = step.init(params, model_state=buffers)
+    state, info = step(state, batch)
 
-What evaluates, logs or saves a Flax TrainState need not change: `as_flax` makes one, of the same
-arrays.
+Code that evaluates, logs or saves a Flax TrainState need not change: `as_flax` makes one, of the
+same arrays.
 """
 
 import sys
@@ -84,7 +85,7 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     Args:
       steps: updates of the parameters.
       batch: rows a step, over all replicas.
-      seed: decides the first parameters, the order of rows, and what is dropped.
+      seed: decides the first parameters, the order of rows, and the dropped units.
       quick: few steps, as the tests run it.
     """
     steps = 40 if quick else steps
@@ -97,15 +98,16 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
             "label": labels.astype(np.int32),
         }
 
-    module, optimizer = Network(), optax.adamw(3e-3)
+    module = Network()
+    optimizer = optax.adamw(3e-3)
     net = fddp.from_linen(module, loss)
     params, buffers = jax.jit(net.init)(jax.random.key(seed), rows_of(images[:1], labels[:1]))
     step = fddp.train_step(net.loss_fn, optimizer, group=group)
     state = step.init(params, model_state=buffers, rng=jax.random.key(seed))
 
     rows = fddp.samples(len(images), batch, rank=group.rank, size=group.processes, seed=seed)
-    for number, mine in zip(range(1, steps + 1), rows):
-        state, info = step(state, rows_of(images[mine], labels[mine]))
+    for number, chosen in zip(range(1, steps + 1), rows):
+        state, info = step(state, rows_of(images[chosen], labels[chosen]))
         if number == 1 or number % max(1, steps // 4) == 0:
             group.print(f"step {number}, loss {info.loss:.3f}")
 

@@ -64,7 +64,7 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     Args:
       steps: updates of the parameters.
       batch: rows a step, over all replicas.
-      seed: decides the first parameters, the order of rows, and what is dropped.
+      seed: decides the first parameters, the order of rows, and the dropped units.
       quick: few steps, as the tests run it.
     """
     steps = 40 if quick else steps
@@ -82,8 +82,8 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
     state = step.init(net.params, model_state=net.model_state, rng=jax.random.key(seed))
 
     rows = fddp.samples(len(images), batch, rank=group.rank, size=group.processes, seed=seed)
-    for number, mine in zip(range(1, steps + 1), rows):
-        state, info = step(state, rows_of(images[mine], labels[mine]))
+    for number, chosen in zip(range(1, steps + 1), rows):
+        state, info = step(state, rows_of(images[chosen], labels[chosen]))
         if number == 1 or number % max(1, steps // 4) == 0:
             group.print(f"step {number}, loss {info.loss:.3f}")
 

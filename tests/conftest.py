@@ -1,5 +1,5 @@
-"""Every test sees eight CPU devices in one process, float32 by default, and the same random
-examples each time."""
+"""Every test sees eight CPU devices in one process, float32 by default, and equal random
+examples."""
 
 import gc
 import hashlib
@@ -28,10 +28,10 @@ collect_ignore = [
     "step/typed_calls.py",
 ]  # scripts, whose examples pytest would look for
 
-# Before any test asks for a device: JAX's backends start once and then keep what they were told.
+# Before any test uses a device: JAX's backends start once and keep their settings.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
-os.environ |= UNOPTIMIZED  # also of what a test starts
+os.environ |= UNOPTIMIZED  # also for the processes of a test
 jax.config.update("jax_disable_most_optimizations", True)
 
 # Tracing makes many objects and few cycles: with Python's own thresholds the collector takes 7 % of
@@ -65,13 +65,13 @@ def processor() -> str:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One worker more than cores, for many tests wait; more than eight would need more memory than
-    they save time."""
+    """One worker more than cores, for many tests wait; over eight would need more memory than they
+    save time."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the seconds that each file took, slowest first, so that growth is seen."""
+    """Prints the seconds of each file, slowest first, so that growth is seen."""
     seconds = defaultdict[str, float](float)
     for reports in terminalreporter.stats.values():
         for report in reports:
@@ -104,7 +104,7 @@ def x64() -> Iterator[None]:
 
 @pytest.fixture
 def optimized() -> Iterator[None]:
-    """XLA's usual optimizations: for claims about what it makes of a program."""
+    """XLA's usual optimizations, for claims about compiled programs."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -122,6 +122,6 @@ def uncached() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_leaks() -> Iterator[None]:
-    """A test leaves the precision as it found it."""
+    """Restores the precision after a test."""
     yield
     assert not jax.config.read("jax_enable_x64")

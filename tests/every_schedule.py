@@ -1,8 +1,7 @@
-"""Under which schedules a claim about a feature is held.
+"""The schedules of a claim about a feature.
 
-That every schedule makes of a loss with all features what the fused one makes of it is a claim of
-its own, in `test_schedule.py`; so what a feature does is asked under "fused", and under the others
-in the slow tier.
+`test_schedule.py` claims that every schedule gives the results of the fused one for a loss with all
+features. So a feature is tested under "fused", and under the others in the slow tier.
 """
 
 import pytest

@@ -100,9 +100,9 @@ def wait_for_request(path: str) -> Request:
     for file, number in zip(files, (1, 2)):
         os.dup2(file, number)
         os.close(file)
-    for pidfd, (_, other) in children.items():
+    for pidfd, (_, peer) in children.items():
         os.close(pidfd)
-        other.close()
+        peer.close()
     owner.close()
     connection.close()
     return Request(**json.loads(message))

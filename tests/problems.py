@@ -59,7 +59,7 @@ def with_dropout(params: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"]) ** 2), (mean, jnp.mean(x))
 
 
-def of_fast(lookahead: optax.GradientTransformation) -> optax.GradientTransformation:
+def of_fast_params(lookahead: optax.GradientTransformation) -> optax.GradientTransformation:
     """Lookahead, which expects gradients of the fast parameters alone, for those of all
     parameters."""
 

@@ -31,13 +31,13 @@ WORKERS = TESTS / "workers"
 HOLD = TESTS / "on_ranks" / "hold.py"  # the script whose ranks hold claims
 # conftest.py sets them.
 COMPILATION_CACHE = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS")
-# Of this process's environment only what finds programs and files: neither its devices nor its
+# The variables of this process that locate programs and files: neither its devices nor its
 # launcher.
 INHERITED = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", *COMPILATION_CACHE)
 END_S = 5.0
-# A last resort, ten times what the longest of these jobs takes on a quiet machine.
+# A last resort, ten times the seconds of the longest of these jobs on a quiet machine.
 JOB_S = 300.0
-# FDDP_GRACE_S where all ranks fail: nobody waits this long, however busy the machine is.
+# FDDP_GRACE_S if all ranks fail: no rank waits this long, however busy the machine is.
 PATIENT_S = "10"
 # A test's programs run a few times: most of their time goes to compiling. JAX's own switch leaves
 # optimizations out; before JAX 0.11 XLA:CPU also has kernels that take longer to make than all the
@@ -59,7 +59,7 @@ WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
 # Warnings are errors, but for a program that another process is writing into the cache: JAX then
 # compiles it.
 STRICT = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
-# What Python and JAX read when they are imported: a rank that needs another value is not forked.
+# Variables read when Python and JAX are imported: a rank with another value is not forked.
 READ_AT_IMPORT = ("JAX_", "PYTHON")
 
 # (backend, processes) of every kind of job that is tested. Three processes show what powers of two
@@ -69,35 +69,37 @@ JOBS = [*QUICK_JOBS, ("mpi", 2), ("mpi", 4), ("gloo", 4)]
 
 
 def case(job: tuple[str, int], *more: object, slow: bool = False) -> ParameterSet:
-    """A job, and what is tested on it, as a parameter set of pytest in its tier."""
+    """A job and its test, as a parameter set of pytest in its tier."""
     tiers = [pytest.mark.slow] if slow or job not in QUICK_JOBS else []
     return pytest.param(*job, *more, marks=[pytest.mark.ranks, *tiers])
 
 
 def on(quick: str) -> pytest.MarkDecorator:
-    """One backend by default, the other one in the tier `slow`."""
+    """Parametrizes by one backend in the default tier, and by the other one in the tier `slow`."""
     marked = [
-        pytest.param(one, marks=[] if one == quick else [pytest.mark.slow])
-        for one in ("mpi", "gloo")
+        pytest.param(backend, marks=[] if backend == quick else [pytest.mark.slow])
+        for backend in ("mpi", "gloo")
     ]
     return pytest.mark.parametrize("backend", marked)
 
 
 def selected(request: pytest.FixtureRequest, backend: str, size: int, name: str) -> list[str]:
-    """Of what is tested on a job, under this name of a parameter, what this session asks for: a job
-    does no more."""
-    given = [
-        one.params for item in request.session.items if (one := getattr(item, "callspec", None))
+    """The tests of a job, by the name of a parameter, that this session selects: a job runs no
+    others."""
+    parameters = [
+        callspec.params
+        for item in request.session.items
+        if (callspec := getattr(item, "callspec", None))
     ]
     return [
-        str(one[name])
-        for one in given
-        if name in one and (one.get("backend"), one.get("size")) == (backend, size)
+        str(values[name])
+        for values in parameters
+        if name in values and (values.get("backend"), values.get("size")) == (backend, size)
     ]
 
 
 class Process(Protocol):
-    """A started process: of `subprocess.Popen` the part that is used here."""
+    """A started process: the part of `subprocess.Popen` in use."""
 
     pid: int
 
@@ -108,13 +110,12 @@ class Process(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job."""
+    """The outcome of a job."""
 
     outputs: tuple[str, ...]
-    """What each rank wrote to stdout, then to stderr."""
+    """The stdout, then the stderr of each rank."""
     codes: tuple[int | None, ...]
-    """Exit code of each process that was started, mpiexec's alone under MPI; None: still running at
-    the timeout."""
+    """Exit code of each process, mpiexec's alone under MPI; None: still running at the timeout."""
 
     @property
     def ended(self) -> bool:
@@ -134,7 +135,7 @@ def launch(
     timeout_s: float = JOB_S,
     **env: str,
 ) -> Outcome:
-    """Runs a worker on so many ranks and waits for its end.
+    """Runs a worker on several ranks and waits for its end.
 
     Args:
       backend: "mpi" or "gloo".
@@ -146,7 +147,7 @@ def launch(
       **env: more environment variables.
 
     Returns:
-      What became of it; also printed, for pytest shows what a failed test printed.
+      The outcome; also printed, because pytest shows the output of a failed test.
     """
     command = [str(WORKERS / script), *map(str, args)]
     env = _environment() | env
@@ -164,8 +165,8 @@ def launch_with(
     folder: Path,
     timeout_s: float = JOB_S,
 ) -> Outcome:
-    """Runs a worker as `launch` does, on ranks that find each other over Gloo by variables of some
-    other launcher.
+    """Runs a worker as `launch` does, on ranks that meet over Gloo by the variables of another
+    launcher.
 
     Args:
       worlds: the variables of each rank.
@@ -175,18 +176,17 @@ def launch_with(
       timeout_s: seconds after which all processes are killed.
 
     Returns:
-      What became of it.
+      The outcome.
     """
     command = [str(WORKERS / script), *map(str, args)]
     processes = _start_gloo(worlds, command, folder, _environment())
     return _outcome("gloo", len(worlds), processes, folder, timeout_s)
 
 
-def ended(
+def failed_outputs(
     folder: Path, backend: str, how: str, script: str = "ends.py", size: int = 2, grace_s: str = "1"
 ) -> tuple[str, ...]:
-    """What each rank shows of a script that ends badly; no process may go on, and none may end as
-    if all were well."""
+    """The outputs of the ranks of a script that fails; no process may go on or end with success."""
     outcome = launch(backend, size, script, how, folder=folder, FDDP_GRACE_S=grace_s)
     assert outcome.ended
     assert 0 not in outcome.codes
@@ -207,16 +207,18 @@ def _outcome(
 
 
 def written(folder: Path, size: int) -> tuple[str, ...]:
-    """What each rank, and the watcher beside it, which may outlive it, has written so far."""
+    """The outputs so far of each rank and of its watcher, which may outlive it."""
     return tuple(
         "".join(_read(folder / f"{rank}.{kind}") for kind in ("out", "err")) for rank in range(size)
     )
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: os.environ[name] for name in INHERITED if name in os.environ}
+    inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     path = f"{TESTS.parent}{os.pathsep}{TESTS}"
-    return kept | UNOPTIMIZED | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
+    return (
+        inherited | UNOPTIMIZED | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
+    )
 
 
 def _start_mpi(
@@ -279,14 +281,13 @@ def _server() -> str:
 
 
 def _start(command: Sequence[str], output: Path, env: dict[str, str]) -> subprocess.Popen:
-    """A process in a session of its own, so that it can be killed with its children and nobody
-    else."""
+    """A process in a session of its own, so that it can be killed with its children only."""
     with output.with_suffix(".out").open("w") as out, output.with_suffix(".err").open("w") as err:
         return subprocess.Popen(command, env=env, stdout=out, stderr=err, start_new_session=True)
 
 
 def free_port() -> int:
-    """A port at which nobody listens now."""
+    """A port without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -302,7 +303,7 @@ def _wait(processes: Sequence[Process], seconds: float) -> None:
 
 
 def _kill(processes: Sequence[Process]) -> None:
-    """Ends what still runs: mpiexec ends its ranks when asked to; what does not hear is killed."""
+    """Ends running processes: mpiexec ends its ranks on SIGTERM; all that go on are killed."""
     _signal(processes, lambda process: process.terminate())
     _wait(processes, END_S)
     _signal(processes, lambda process: os.killpg(process.pid, signal.SIGKILL))

@@ -1,4 +1,4 @@
-"""Every question of bench/ can be asked, and in a hurry too."""
+"""Every script of bench/ runs, with --quick too."""
 
 import importlib
 import re
@@ -42,12 +42,12 @@ def test_the_list_of_questions_is_complete():
 
 
 def test_the_list_of_what_needs_emulated_hosts_is_complete():
-    (told,) = re.findall(
+    (listed,) = re.findall(
         r"\n\n((?:(?!\n\n).)*) What they share:", (BENCH / "README.md").read_text(), re.DOTALL
     )
     uses = re.compile(r"^from bench\.(two_hosts import|turns import .*take_turns)", re.MULTILINE)
     need = {name for name in QUESTIONS if uses.search((BENCH / f"{name}.py").read_text())}
-    assert set(re.findall(r"`(\w+)`", told)) == need
+    assert set(re.findall(r"`(\w+)`", listed)) == need
 
 
 def test_each_of_60_mutants_applies_and_changes_one_line_of_its_package():
@@ -57,13 +57,13 @@ def test_each_of_60_mutants_applies_and_changes_one_line_of_its_package():
 
 
 def faults_of(mutant: Mutant) -> list[str]:
-    """What is wrong with a patch in tests/mutants/."""
+    """The faults of a patch in tests/mutants/."""
     text = mutant.patch.read_text()
     files = re.findall(r"^\+\+\+ b/(.*)$", text, re.MULTILINE)
     changes = [re.findall(rf"^\{sign}(?!\{sign}\{sign} )", text, re.MULTILINE) for sign in "-+"]
     right = {
         "it does not apply": applies(mutant.patch, ROOT, check=True),
-        "it changes not one line": [len(some) for some in changes] == [1, 1],
+        "it changes not one line": [len(lines) for lines in changes] == [1, 1],
         "it changes another package": all(x.startswith(f"fddp/{mutant.package}/") for x in files),
         "no tests are near": mutant.package in NEAREST,
         "its kind is none": mutant.kind in KINDS,
@@ -78,18 +78,20 @@ def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means()
     off = np.asarray(task.batch, np.float64) - 1.0  # all parameters are zero
     np.testing.assert_allclose(loss, np.mean(off**2), rtol=1e-6)
     by_hand = np.full(ELEMENTS, 2 * np.mean(off) / ELEMENTS)
-    for one in grads.values():
-        np.testing.assert_allclose(one, by_hand, rtol=1e-5)
+    for grad in grads.values():
+        np.testing.assert_allclose(grad, by_hand, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_no_step_measured_on_loopback_is_shorter_than_its_waits():
-    found = hosts.measure(
+    measurement = hosts.measure(
         {"gloo": partial(start, "gloo", 2)}, 2, 1, 100, rounds=1, warm_up=lambda way: 1
     )
     least = 1e3 * LAYERS * (FORWARD_S + BACKWARD_S)
-    assert {way: low >= least for way, (low, _, _) in found["step_ms"].items()} == dict.fromkeys(
+    assert {
+        way: low >= least for way, (low, _, _) in measurement["step_ms"].items()
+    } == dict.fromkeys(
         ("fddp staged (Gloo)", "fddp eager (Gloo)", "fddp after (Gloo)", "alone (Gloo)"), True
     )
-    assert found["alone_ms"] >= least and found["bound_ms"] >= found["traffic_ms"]
+    assert measurement["alone_ms"] >= least and measurement["bound_ms"] >= measurement["traffic_ms"]

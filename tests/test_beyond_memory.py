@@ -14,6 +14,6 @@ pytestmark = [
 
 @on("gloo")
 def test_new_processes_go_on_with_the_bits_that_were_saved(backend: str):
-    found = beyond_memory.asked(backend, 2, "small")
-    assert found["restored"]["losses"] == found["trained"]["losses"][beyond_memory.STEPS :]
-    assert found["restored"]["bits"] == found["trained"]["bits"]
+    reports = beyond_memory.run_jobs(backend, 2, "small")
+    assert reports["restored"]["losses"] == reports["trained"]["losses"][beyond_memory.STEPS :]
+    assert reports["restored"]["bits"] == reports["trained"]["bits"]

@@ -34,11 +34,11 @@ def in_the_repository(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def mpi_is_loaded_once(monkeypatch):
-    """Doctor starts a process that loads MPI; `test_mpi_vendors` has what it may say."""
+    """Doctor starts a process that loads MPI; `test_mpi_vendors` tests its output."""
     monkeypatch.setattr(mpi_vendors, "loaded", loaded)
 
 
-def alone() -> dict[str, str]:
+def one_device() -> dict[str, str]:
     """The environment of a shell: one device."""
     return {
         name: value
@@ -100,7 +100,9 @@ def test_measure_prints_a_table_and_writes_a_trace(capsys, tmp_path):
 
 def test_tune_prints_a_prediction_for_each_cap_and_what_the_best_took():
     words = [sys.executable, "-m", "fddp", "tune", "models.mlp:tiny"]
-    run = subprocess.run(words, cwd=ROOT, env=alone(), capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        words, cwd=ROOT, env=one_device(), capture_output=True, text=True, check=True
+    )
     assert "an all-reduce takes" in run.stdout and run.stdout.count("best") == 1
     assert re.search(r"bucket_cap_mb=[\d.]+: measured [\d.]+ ms, predicted", run.stdout)
 
@@ -124,11 +126,11 @@ def test_reproduce_prints_three_digests_and_equal(capsys):
 
 
 def test_where_calls_of_one_program_differ_nothing_is_claimed(capsys, monkeypatch):
-    """As XLA:CPU with several threads may do."""
+    """XLA:CPU with several threads may differ in this way."""
     calls = count()
-    found = distinct(lambda x: x + next(calls) // 25, np.zeros(2))
-    assert found == 2
-    monkeypatch.setattr("fddp.analysis.reproduction.distinct", lambda *args: found)
+    number = distinct(lambda x: x + next(calls) // 25, np.zeros(2))
+    assert number == 2
+    monkeypatch.setattr("fddp.analysis.reproduction.distinct", lambda *args: number)
     assert main(["reproduce", "--steps", "1", "--replicas", "1,2"]) == 1
     assert "no claim: 50 calls of one program gave 2 results" in capsys.readouterr().out
     assert main(["doctor"]) == 0
@@ -167,7 +169,7 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("env", "told"),
+    ("env", "expected_words"),
     [
         (
             {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
@@ -189,13 +191,13 @@ def test_doctor_tells_the_rest_where_a_look_fails(capsys, monkeypatch):
     ids=lambda case: next(iter(case)),
 )
 def test_doctor_tells_which_launcher_and_variables_it_read_and_where_rank_0_is_met(
-    env, told, capsys, monkeypatch
+    env, expected_words, capsys, monkeypatch
 ):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert [words for words in told if words not in printed] == []
+    assert [words for words in expected_words if words not in printed] == []
 
 
 def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys):
@@ -208,13 +210,13 @@ def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    told = "Slurm gave this job 2 tasks, but this is one process: start it with srun."
-    assert f"{'':<22}  → {told}" in lines
+    hint = "Slurm gave this job 2 tasks, but this is one process: start it with srun."
+    assert f"{'':<22}  → {hint}" in lines
     assert f"{'launcher':<22}  {srun}" in lines
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["plan", "gpt"], "module:preset"),
         (
@@ -243,10 +245,10 @@ def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys)
         (["audit", "models.gpt:tiny", "--target", "b300"], "a100, h100, h200"),
     ],
 )
-def test_a_wrong_word_is_an_error_of_one_line(words, told, capsys):
+def test_a_wrong_word_is_an_error_of_one_line(words, message, capsys):
     assert main(words) == 2
     error = capsys.readouterr().err
-    assert told in error and error.startswith("python -m fddp: ") and error.count("\n") == 1
+    assert message in error and error.startswith("python -m fddp: ") and error.count("\n") == 1
 
 
 def test_the_command_says_its_version_and_the_caps_that_it_takes(capsys):
@@ -259,7 +261,7 @@ def test_the_command_says_its_version_and_the_caps_that_it_takes(capsys):
 
 
 def test_the_command_starts_quietly_and_explains_itself(capsys):
-    env = {name: value for name, value in alone().items() if name != "JAX_PLATFORMS"}
+    env = {name: value for name, value in one_device().items() if name != "JAX_PLATFORMS"}
     words = [sys.executable, "-m", "fddp", "doctor"]
     run = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
     assert run.stderr == "" and run.stdout.startswith("Python")
@@ -270,7 +272,7 @@ def test_the_command_starts_quietly_and_explains_itself(capsys):
 
 
 def test_jax_used_before_init_starts_quietly():
-    env = {name: value for name, value in alone().items() if name != "JAX_PLATFORMS"}
+    env = {name: value for name, value in one_device().items() if name != "JAX_PLATFORMS"}
     for words in ("import fddp, jax", "import jax, fddp"):
         script = f"{words}; jax.numpy.ones(2); fddp.init(); print(jax.default_backend())"
         run = subprocess.run(
@@ -285,16 +287,16 @@ def test_jax_used_before_init_starts_quietly():
 
 
 def test_doctor_names_an_mpiexec_that_is_not_mpi4pys(tmp_path, monkeypatch, capsys):
-    other = tmp_path / "mpiexec"
-    other.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
-    other.chmod(0o755)
+    plain = tmp_path / "mpiexec"
+    plain.write_text("#!/bin/sh\necho 'mpiexec (OpenRTE) 4.1.4'\n")
+    plain.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    own = Path(sys.executable).with_name("mpiexec")
-    told = (
-        f"{'launcher':<22}  {own}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {other}, of Open "
-        f"MPI\n"
+    local = Path(sys.executable).with_name("mpiexec")
+    hint = (
+        f"{'launcher':<22}  {local}\n{'':<22}  → mpi4py has MPICH; plain mpiexec is {plain}, "
+        f"of Open MPI\n"
     )
-    assert told in printed
+    assert hint in printed
     assert f"{'backend mpi':<22}  ready: MPICH\n" in printed

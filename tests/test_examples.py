@@ -1,5 +1,4 @@
-"""The scripts in models/ do what they say, run as a user runs them: fddp installed, in a folder of
-one's own."""
+"""The scripts in models/ work as a user runs them: with fddp installed, in a separate folder."""
 
 import os
 import re
@@ -46,14 +45,17 @@ def environment(home: Path, **env: str) -> dict[str, str]:
 def quick(
     home: Path, script: str, *words: str, devices: int = 1, before: tuple[str, ...] = ()
 ) -> str:
-    """What a script prints; it may warn of nothing."""
+    """The output of a script, which must be free of warnings."""
     command = [*before, *PYTHON, str(MODELS / script), "--quick", *words]
     env = environment(home, JAX_NUM_CPU_DEVICES=str(devices))
-    done = subprocess.run(command, cwd=home, env=env, text=True, capture_output=True, timeout=300)
-    said = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, said
-    assert not WARNED.search(done.stdout + done.stderr), said
-    return done.stdout
+    completed = subprocess.run(
+        command, cwd=home, env=env, text=True, capture_output=True, timeout=300
+    )
+    output = f"{completed.stdout}\n{completed.stderr}"
+    summary = f"{' '.join(command)} ended with {completed.returncode}:\n{output}"
+    assert completed.returncode == 0, summary
+    assert not WARNED.search(output), summary
+    return completed.stdout
 
 
 @contextmanager
@@ -73,30 +75,30 @@ def two_ranks(home: Path, *command: str) -> Iterator[list[subprocess.Popen[str]]
             rank.wait()
 
 
-def numbers(pattern: str, said: str) -> list[float]:
-    """Those of the only place where a script says so."""
-    found = re.findall(pattern, said)
-    assert len(found) == 1, said
+def numbers(pattern: str, output: str) -> list[float]:
+    """The numbers in the only match of a pattern in a script's output."""
+    matches = re.findall(pattern, output)
+    assert len(matches) == 1, output
     return [
         float(number.replace(",", ""))
-        for number in (found[0] if isinstance(found[0], tuple) else found)
+        for number in (matches[0] if isinstance(matches[0], tuple) else matches)
     ]
 
 
-def losses(said: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"step \d+, loss ([\d.]+)", said)]
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step \d+, loss ([\d.]+)", output)]
 
 
-### What each says
+### Output of each script
 
 
 @pytest.mark.slow  # test_train.py trains with it, too
 def test_the_training_script_learns_on_devices_of_one_process_and_draws_its_losses(home: Path):
-    said = quick(home, "train.py", "--replicas", "4", "--out", "drawn")
-    assert "4 × cpu · backend local · processes: 1" in said and "60/60 steps" in said
-    first, last = numbers(r"training loss +([\d.]+) → ([\d.]+)", said)
+    output = quick(home, "train.py", "--replicas", "4", "--out", "drawn")
+    assert "4 × cpu · backend local · processes: 1" in output and "60/60 steps" in output
+    first, last = numbers(r"training loss +([\d.]+) → ([\d.]+)", output)
     assert last < first - 0.2
-    assert numbers(r"test accuracy +([\d.]+)%", said)[0] > 30
+    assert numbers(r"test accuracy +([\d.]+)%", output)[0] > 30
     assert (home / "drawn" / "resnet-tiny.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -106,41 +108,41 @@ def test_the_training_script_learns_on_devices_of_one_process_and_draws_its_loss
 def test_a_flax_module_learns_on_two_replicas_and_reads_digits_it_has_not_seen(
     home: Path, script: str
 ):
-    said = quick(home, script, devices=2)
-    assert losses(said)[-1] < 0.5 * losses(said)[0]
-    assert numbers(r"2 replicas, test accuracy ([\d.]+)%", said)[0] > 85
+    output = quick(home, script, devices=2)
+    assert losses(output)[-1] < 0.5 * losses(output)[0]
+    assert numbers(r"2 replicas, test accuracy ([\d.]+)%", output)[0] > 85
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_two_hosts_that_meet_every_eighth_step_send_an_eighth_of_ddps_bytes(home: Path):
     with two_ranks(home, *PYTHON, str(MODELS / "diloco.py"), "--quick") as ranks:
-        said, silent = (rank.communicate(timeout=300)[0] for rank in ranks)
-    assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(said + silent), (
-        said + silent
+        output, silent = (rank.communicate(timeout=300)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(output + silent), (
+        output + silent
     )
-    assert "loss" in said and "loss" not in silent
-    sent, of_ddp, steps = numbers(
-        r"each replica sent ([\d,]+) bytes, DDP sends ([\d,]+) in (\d+) steps", said
+    assert "loss" in output and "loss" not in silent
+    nbytes, of_ddp, steps = numbers(
+        r"each replica sent ([\d,]+) bytes, DDP sends ([\d,]+) in (\d+) steps", output
     )
-    # Of two replicas each sends what is summed once: the parameters, and beside them a few scalars.
-    assert 4 * 4 * PARAMETERS <= sent <= 4 * (4 * PARAMETERS + 64)
+    # Each of two replicas sends its summands once: the parameters, and a few scalars.
+    assert 4 * 4 * PARAMETERS <= nbytes <= 4 * (4 * PARAMETERS + 64)
     assert steps == 32 and steps * 4 * PARAMETERS <= of_ddp <= steps * (4 * PARAMETERS + 64)
-    assert losses(said)[-1] < losses(said)[0]
-    assert numbers(r"2 replicas, ([\d.]+) bits per byte", said)[0] < 6
+    assert losses(output)[-1] < losses(output)[0]
+    assert numbers(r"2 replicas, ([\d.]+) bits per byte", output)[0] < 6
 
 
 @pytest.mark.slow
 def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     home: Path, group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
 ):
-    said = quick(home, "sharded.py", "--save", "saved", devices=4)
-    held, whole = numbers(
-        r"each of 4 replicas holds ([\d.]+) MiB, the state has ([\d.]+) MiB", said
+    output = quick(home, "sharded.py", "--save", "saved", devices=4)
+    local_mib, total_mib = numbers(
+        r"each of 4 replicas holds ([\d.]+) MiB, the state has ([\d.]+) MiB", output
     )
-    assert whole == pytest.approx(3 * 4 * PARAMETERS / 2**20, abs=1e-3)
-    assert held == pytest.approx(whole / 4, abs=1e-3)
-    assert losses(said)[-1] < 0.7 * losses(said)[0]
+    assert total_mib == pytest.approx(3 * 4 * PARAMETERS / 2**20, abs=1e-3)
+    assert local_mib == pytest.approx(total_mib / 4, abs=1e-3)
+    assert losses(output)[-1] < 0.7 * losses(output)[0]
 
     model = gpt.PRESETS["tiny"]
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
@@ -152,14 +154,14 @@ def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     _, held_out = data.read_text(None, model.context)
     rows = held_out[:: len(held_out) // 256 + 1].astype(np.int32)
     nats, _ = jax.jit(gpt.loss_fn(model))(state.params, {"tokens": rows})
-    assert numbers(r"([\d.]+) bits per byte", said)[0] == pytest.approx(
+    assert numbers(r"([\d.]+) bits per byte", output)[0] == pytest.approx(
         float(nats) / np.log(2), abs=2e-4
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "words", "says"),
+    ("script", "words", "expected_lines"),
     [
         (
             "tensor_parallel.py",
@@ -174,29 +176,31 @@ def test_each_replica_holds_its_part_and_what_it_saves_is_the_whole(
     ],
 )
 def test_each_device_of_a_replica_holds_half_of_a_gpt_that_learns(
-    home: Path, script: str, words: list[str], says: list[str]
+    home: Path, script: str, words: list[str], expected_lines: list[str]
 ):
-    said = quick(home, script, *words)
-    first, last = numbers(r"loss (\S+) → (\S+) in 20 steps", said)
+    output = quick(home, script, *words)
+    first, last = numbers(r"loss (\S+) → (\S+) in 20 steps", output)
     assert last < 0.7 * first
-    whole, held = numbers(r"parameters (\S+) MiB, of which each device holds (\S+) MiB", said)
-    assert whole == pytest.approx(4 * PARAMETERS / 2**20, abs=1e-3)
-    assert held == pytest.approx(whole / 2, abs=2e-3)
-    assert [words for words in says if words not in said] == []
+    total_mib, local_mib = numbers(
+        r"parameters (\S+) MiB, of which each device holds (\S+) MiB", output
+    )
+    assert total_mib == pytest.approx(4 * PARAMETERS / 2**20, abs=1e-3)
+    assert local_mib == pytest.approx(total_mib / 2, abs=2e-3)
+    assert [words for words in expected_lines if words not in output] == []
 
 
 ### A job that is ended
 
 
 def read_until(words: str, process: subprocess.Popen[str]) -> str:
-    """Waits until a process says so."""
-    said = ""
+    """Waits until a process prints a text."""
+    output = ""
     assert process.stdout
     for line in process.stdout:
-        said += line
+        output += line
         if words in line:
-            return said
-    raise AssertionError(said)
+            return output
+    raise AssertionError(output)
 
 
 @pytest.mark.slow
@@ -221,29 +225,29 @@ def test_a_job_that_sigterm_ended_goes_on_to_the_bits_of_one_that_nobody_ended(h
     assert [rank.returncode for rank in ranks] == [0, 0] and not WARNED.search(calm), calm
     assert "begins after step 0 of 30" in calm and "step 30, loss" in calm
 
-    ended = [*PYTHON, example, "--quick", "--folder", "ended"]
-    with two_ranks(home, *ended) as ranks:
-        said = read_until("begins after step 0", ranks[0])
+    command = [*PYTHON, example, "--quick", "--folder", "ended"]
+    with two_ranks(home, *command) as ranks:
+        output = read_until("begins after step 0", ranks[0])
         ranks[1].send_signal(signal.SIGTERM)
         outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    said += "".join(outputs)
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    (saved,) = numbers(r"told to end, saved after step (\d+)", said)
+    output += "".join(outputs)
+    assert [rank.returncode for rank in ranks] == [0, 0], output
+    (saved,) = numbers(r"told to end, saved after step (\d+)", output)
     assert 0 < saved < 30 and [path.name for path in (home / "ended").iterdir()] == [
         f"{saved:.0f}"
-    ], said
-    again = quick(home, "resume.py", "--folder", "ended", before=supervised)
-    assert f"begins after step {saved:.0f} of 30" in again
+    ], output
+    resumed = quick(home, "resume.py", "--folder", "ended", before=supervised)
+    assert f"begins after step {saved:.0f} of 30" in resumed
     bits = re.compile(r"parameters ([0-9a-f]{16})")
-    assert bits.findall(again) == bits.findall(calm) != []
+    assert bits.findall(resumed) == bits.findall(calm) != []
 
 
 @pytest.mark.slow
 def test_pictures_find_their_texts_among_those_of_all_replicas(home: Path):
-    said = quick(home, "clip.py", devices=4)
-    assert "4 replicas, 128 pairs" in said
-    (found,) = numbers(r"nearest for (\d+)% of new pictures", said)
-    assert found > 80
+    output = quick(home, "clip.py", devices=4)
+    assert "4 replicas, 128 pairs" in output
+    (percent,) = numbers(r"nearest for (\d+)% of new pictures", output)
+    assert percent > 80
 
 
 ### All of them

@@ -1,5 +1,4 @@
-"""What a GPU is asked by bench/gpu.py can be asked on CPUs: every part ends, with figures that are
-right there too."""
+"""Every part of bench/gpu.py runs on CPUs too, with figures that are right on both."""
 
 import json
 import os
@@ -27,13 +26,14 @@ def every_part(test):
 
 
 def rehearse(folder, *halves):
-    """What some parts of bench/gpu.py print and find; each half is a run of its own, next to the
+    """The output and results of some parts of bench/gpu.py; each half is a run, next to the
     others."""
     # One device, and no launcher's word, whatever pytest was started with.
     env = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
     command = [sys.executable, "bench/gpu.py", "--quick", "--parts"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    printed, results = "", {}
+    printed = ""
+    results = {}
     files = [folder / f"{names[0]}.json" for names in halves]
     commands = [[*command, *names, "--out", str(file)] for names, file in zip(halves, files)]
     with ending(
@@ -51,7 +51,8 @@ def rehearse(folder, *halves):
 def rehearsed(tmp_path_factory):
     """All parts: those of one process in one run, and those of ranks in another."""
     halves = [
-        [name for name, part in gpu.PARTS.items() if part.alone is alone] for alone in (True, False)
+        [name for name, part in gpu.PARTS.items() if part.isolated is separate]
+        for separate in (True, False)
     ]
     return rehearse(tmp_path_factory.mktemp("gpu"), *halves)
 
@@ -63,11 +64,13 @@ def packing(tmp_path_factory):
 
 
 def figures(rehearsed, name):
-    _, said = rehearsed
-    assert "failed" not in said[name]
-    found = said[name]["figures"]
-    assert found and [one for one in found.values() if {"failed", "wrong"} & set(one)] == []
-    return found
+    _, results = rehearsed
+    assert "failed" not in results[name]
+    numbers = results[name]["figures"]
+    assert (
+        numbers and [entry for entry in numbers.values() if {"failed", "wrong"} & set(entry)] == []
+    )
+    return numbers
 
 
 ### Each part
@@ -75,26 +78,33 @@ def figures(rehearsed, name):
 
 @every_part
 def test_a_fused_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(rehearsed):
-    found = figures(rehearsed, "same")
-    assert {name.partition(":")[0] for name in found} == {"mlp", "resnet", "gpt", "bert", "scanned"}
-    for one in found.values():
-        first, last = one["first_and_last_loss"]
+    by_model = figures(rehearsed, "same")
+    assert {name.partition(":")[0] for name in by_model} == {
+        "mlp",
+        "resnet",
+        "gpt",
+        "bert",
+        "scanned",
+    }
+    for entry in by_model.values():
+        first, last = entry["first_and_last_loss"]
         assert last < first  # it has trained, and parameters have gone a way
-        assert one["fddp"]["loss"] <= 1e-6 and one["fddp"]["way"] <= 1e-5
-        # The measure sees what rounding does.
+        assert entry["fddp"]["loss"] <= 1e-6 and entry["fddp"]["way"] <= 1e-5
+        # The measure sees the effect of rounding.
         assert (
-            one["plain_again"]["bits_equal"] and 0 < one["plain_with_rows_reversed"]["way"] <= 1e-3
+            entry["plain_again"]["bits_equal"]
+            and 0 < entry["plain_with_rows_reversed"]["way"] <= 1e-3
         )
 
 
 @every_part
 def test_ranks_have_the_losses_of_one_replica_and_send_the_planned_buckets(rehearsed):
-    (one,) = figures(rehearsed, "ranks").values()
-    assert one["ranks"] == 2 and one["backend"] == "gloo"
-    assert one["losses"][-1] < one["losses"][0] and one["losses"] == pytest.approx(
-        one["alone"], rel=1e-5
+    (entry,) = figures(rehearsed, "ranks").values()
+    assert entry["ranks"] == 2 and entry["backend"] == "gloo"
+    assert entry["losses"][-1] < entry["losses"][0] and entry["losses"] == pytest.approx(
+        entry["alone"], rel=1e-5
     )
-    program = one["program"]
+    program = entry["program"]
     assert program["buckets"] > 1
     assert program["starts"] == [f"bucket {k}" for k in range(program["buckets"])]
     # The same step, compiled for GPUs that are not here.
@@ -105,25 +115,25 @@ def test_ranks_have_the_losses_of_one_replica_and_send_the_planned_buckets(rehea
 
 @every_part
 def test_the_times_of_a_step_by_hand_and_of_an_estimate_are_there(rehearsed):
-    for one in figures(rehearsed, "cost").values():
-        assert one["fddp / by hand"]["median"] > 0 and abs(one["extra_memory_in_gradients"]) < 1
+    for entry in figures(rehearsed, "cost").values():
+        assert entry["fddp / by hand"]["median"] > 0 and abs(entry["extra_memory_in_gradients"]) < 1
     estimates = figures(rehearsed, "estimate")
     # Three kernels and 16 rows: two operations a product, three products each but for the first
     # input's gradient.
     products = 2 * 16 * (3 * (16 * 32 + 32 * 32 + 32 * 8) - 16 * 32)
     assert estimates["mlp:tiny:16"]["GFLOP"] == pytest.approx(products / 1e9)
-    assert all(one["measured / estimated"] > 1 for one in estimates.values())
+    assert all(estimate["measured / estimated"] > 1 for estimate in estimates.values())
 
 
 @every_part
 def test_each_of_two_ranks_holds_half_of_what_is_shared(rehearsed):
-    found = figures(rehearsed, "memory")
-    whole, moments, all_of_it = (found[f"mlp:tiny:16, shard={shard}"] for shard in SHARDS)
+    memory = figures(rehearsed, "memory")
+    unsharded, moments, all_of_it = (memory[f"mlp:tiny:16, shard={shard}"] for shard in SHARDS)
     assert moments["state_MiB"] == pytest.approx(
-        whole["state_MiB"] * 2 / 3, rel=0.05
+        unsharded["state_MiB"] * 2 / 3, rel=0.05
     )  # two of three are AdamW's
-    assert all_of_it["state_MiB"] == pytest.approx(whole["state_MiB"] / 2, rel=0.05)
-    assert all_of_it["arguments_MiB"] < moments["arguments_MiB"] < whole["arguments_MiB"]
+    assert all_of_it["state_MiB"] == pytest.approx(unsharded["state_MiB"] / 2, rel=0.05)
+    assert all_of_it["arguments_MiB"] < moments["arguments_MiB"] < unsharded["arguments_MiB"]
     ahead = [
         figures(rehearsed, "ahead")[f"mlp:tiny:16, shard={shard}"]["arguments_MiB"]
         for shard in SHARDS
@@ -133,37 +143,44 @@ def test_each_of_two_ranks_holds_half_of_what_is_shared(rehearsed):
 
 @every_part
 def test_ranks_of_every_launcher_train_together(rehearsed):
-    found = figures(rehearsed, "launchers")
-    assert {"fddp.launch", "python -m fddp run", "srun's variables, one GPU a task"} <= set(found)
-    assert any("torchrun" in name for name in found) and any(
-        "mpi" in name.lower() for name in found
+    launches = figures(rehearsed, "launchers")
+    assert {"fddp.launch", "python -m fddp run", "srun's variables, one GPU a task"} <= set(
+        launches
     )
-    for one in found.values():
-        assert [(rank["rank"], rank["mean"]) for rank in one["ranks"]] == [(0, 0.5), (1, 0.5)]
+    assert any("torchrun" in name for name in launches) and any(
+        "mpi" in name.lower() for name in launches
+    )
+    for launch in launches.values():
+        assert [(rank["rank"], rank["mean"]) for rank in launch["ranks"]] == [(0, 0.5), (1, 0.5)]
 
 
 @every_part
 def test_scanned_layers_are_timed_with_the_option_of_xla_and_without(rehearsed):
-    (one,) = figures(rehearsed, "scanned").values()
+    (scanned,) = figures(rehearsed, "scanned").values()
     assert all(
-        one[way]["median_ms"] > 0 and one[way]["program"]["collectives"] for way in ("on", "off")
+        scanned[way]["median_ms"] > 0 and scanned[way]["program"]["collectives"]
+        for way in ("on", "off")
     )
 
 
 @pytest.mark.ranks
 def test_packing_is_timed_next_to_a_copy(packing):
-    for one in figures(packing, "packing").values():
-        assert one["MiB"] > 0 and one["copy_bytes_per_s"] > 0 and one["pack / copy"]["median"] > 0
+    for entry in figures(packing, "packing").values():
+        assert (
+            entry["MiB"] > 0
+            and entry["copy_bytes_per_s"] > 0
+            and entry["pack / copy"]["median"] > 0
+        )
 
 
 @pytest.mark.ranks
 def test_a_rehearsal_says_that_it_is_none_of_a_gpu(packing):
-    printed, said = packing
-    assert printed.startswith("No GPU was found") and not said["machine"]["gpus"]
+    printed, results = packing
+    assert printed.startswith("No GPU was found") and not results["machine"]["gpus"]
     assert "CPUs, in a rehearsal" in printed.splitlines()[-1]
 
 
-### What fails
+### Failing parts
 
 
 @pytest.mark.ranks
@@ -171,29 +188,29 @@ def test_a_part_that_is_late_is_ended_and_keeps_what_it_has_said(tmp_path):
     machine = Machine("cpu", "cpu", 0, 0, "", quick=True)
     path = tmp_path / "same.jsonl"
     path.write_text('{"earlier": {"wrong": "it differs"}}\n')
-    found = gpu.run("same", machine, variables(os.environ, str(tmp_path)), path, seconds=0.1)
-    assert "had not ended after" in found["failed"] and "earlier" in found["figures"]
-    shown = rows("same", found, lambda figures: "as it should be")
+    outcome = gpu.run("same", machine, variables(os.environ, str(tmp_path)), path, seconds=0.1)
+    assert "had not ended after" in outcome["failed"] and "earlier" in outcome["figures"]
+    shown = rows("same", outcome, lambda figures: "as it should be")
     assert [row[2] for row in shown] == ["WRONG", "FAILED"] and "it differs" in shown[0][3]
-    assert unsound({"same": found}) == [("same", "earlier"), ("same", "ended early")]
-    assert "Not so: same (earlier), same (ended early)." in sentence(machine, {"same": found})
+    assert unsound({"same": outcome}) == [("same", "earlier"), ("same", "ended early")]
+    assert "Not so: same (earlier), same (ended early)." in sentence(machine, {"same": outcome})
 
 
 def test_an_error_of_one_model_hides_none_of_the_others(tmp_path, monkeypatch):
     def out_of_memory():
         raise RuntimeError("RESOURCE_EXHAUSTED: \n 80 GiB")
 
-    def asked(machine):
+    def measures(machine):
         return {"first": out_of_memory, "second": lambda: {"ms": 1.0}}
 
-    part = gpu.Part(asked, lambda figures: f"{figures['ms']} ms", True, 1)
+    part = gpu.Part(measures, lambda figures: f"{figures['ms']} ms", True, 1)
     monkeypatch.setitem(gpu.PARTS, "same", part)
     gpu.answer("same", ONE, tmp_path / "said.jsonl")
     lines = (tmp_path / "said.jsonl").read_text().splitlines()
-    found = {
+    outcomes = {
         "figures": {name: figures for line in lines for name, figures in json.loads(line).items()}
     }
-    assert rows("same", found, part.tell) == [
+    assert rows("same", outcomes, part.tell) == [
         ("same", "first", "FAILED", "RuntimeError: RESOURCE_EXHAUSTED: 80 GiB"),
         ("same", "second", "ok", "1.0 ms"),
     ]
@@ -204,9 +221,12 @@ def test_an_error_of_one_model_hides_none_of_the_others(tmp_path, monkeypatch):
 
 def test_ranks_share_one_gpu_and_have_one_each_of_several():
     assert ONE.ranks == 2 and ONE.chip == "h200" and ONE.models == LARGE
-    ours = shared(ONE, {"CUDA_VISIBLE_DEVICES": "GPU-1f"})
-    assert ours["CUDA_VISIBLE_DEVICES"] == "GPU-1f" and ours["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
-    assert float(ours["XLA_CLIENT_MEM_FRACTION"]) == 0.4
+    variables_of_rank = shared(ONE, {"CUDA_VISIBLE_DEVICES": "GPU-1f"})
+    assert (
+        variables_of_rank["CUDA_VISIBLE_DEVICES"] == "GPU-1f"
+        and variables_of_rank["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    )
+    assert float(variables_of_rank["XLA_CLIENT_MEM_FRACTION"]) == 0.4
     several = ONE._replace(gpus=4)
     assert several.ranks == 4 and "CUDA_VISIBLE_DEVICES" not in shared(several, {})
     assert one_gpu({"CUDA_VISIBLE_DEVICES": "2,3"}) == {"CUDA_VISIBLE_DEVICES": "2"}

@@ -33,7 +33,7 @@ def module(path: Path) -> str:
 
 
 def matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> list[str]:
-    """Where a pattern matches in some files, with the text that it matches."""
+    """The places and texts of a pattern's matches in some files."""
     return [
         f"{names(path)}: {match[0]}"
         for path in paths
@@ -43,17 +43,19 @@ def matches(pattern: re.Pattern[str], paths: Iterable[Path]) -> list[str]:
 
 def imports(path: Path) -> set[str]:
     """Modules of fddp that a file imports, wherever it does; '' stands for the package itself."""
-    found = set[str]()
+    imported = set[str]()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{names(path)} imports relatively"
-            whole = node.module == "fddp"  # from fddp import flat
-            found |= (
-                {f"fddp.{alias.name}" for alias in node.names} if whole else {node.module or ""}
+            from_package = node.module == "fddp"  # from fddp import flat
+            imported |= (
+                {f"fddp.{alias.name}" for alias in node.names}
+                if from_package
+                else {node.module or ""}
             )
-    return {name.partition(".")[2] for name in found if name.split(".")[0] == "fddp"}
+    return {name.partition(".")[2] for name in imported if name.split(".")[0] == "fddp"}
 
 
 ### Imports
@@ -61,8 +63,8 @@ def imports(path: Path) -> set[str]:
 
 def test_rooms_import_as_the_contract_says():
     linter = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[done.stdout.find("Broken contracts") :]
+    completed = subprocess.run([linter], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stdout[completed.stdout.find("Broken contracts") :]
 
 
 def test_every_room_is_in_the_contract_and_says_what_it_is():
@@ -81,10 +83,10 @@ def test_fddp_loads_neither_flax_nor_an_observer_before_it_is_asked():
         "import fddp, sys; print([name for name in ('flax', 'matplotlib', 'fddp.analysis') if name "
         "in sys.modules])"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", loaded], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "[]"
+    assert completed.stdout.strip() == "[]"
 
 
 def test_models_know_nothing_of_the_library_but_the_users_scripts():
@@ -99,8 +101,8 @@ def test_one_room_reads_what_jax_does_not_promise():
     inside = re.compile(
         r"jax\._src|\beqn\.(params|effects)|Jaxpr\(|\bVar\(|debug_info|jaxprs_in_params|jaxpr\.replace|ProfileData"
     )
-    others = [path for path in MODULES if not module(path).startswith("jax_internals")]
-    assert matches(inside, others) == []
+    outside = [path for path in MODULES if not module(path).startswith("jax_internals")]
+    assert matches(inside, outside) == []
 
 
 CORE = [
@@ -196,7 +198,8 @@ def test_a_public_name_says_what_it_is():
 
 def undocumented(name: str, function: Callable[..., object]) -> list[str]:
     """The parts of a function's docstring that are missing: its sections, and its arguments."""
-    signature, text = inspect.signature(function), inspect.getdoc(function) or ""
+    signature = inspect.signature(function)
+    text = inspect.getdoc(function) or ""
     args = [p for p in signature.parameters if p != "self"]
     if not text or not args:
         return [] if text else [f"{name}: docstring"]
@@ -204,15 +207,13 @@ def undocumented(name: str, function: Callable[..., object]) -> list[str]:
     missing = [section for section in sections if section not in text]
     listed = text.partition("Args:")[2]
     missing += [p for p in args if not re.search(rf"^ *\**{p}:|\b{p}:", listed, re.MULTILINE)]
-    excepted = {
-        ("all_reduce", "axis_name")
-    }  # described with `group`, of which it is the alternative
+    excepted = {("all_reduce", "axis_name")}  # described with `group`, its alternative
     return [f"{name}: {part}" for part in missing if (name, part) not in excepted]
 
 
 def test_a_function_says_what_it_takes_and_gives():
     missing = [undocumented(name, f) for name, f in (FUNCTIONS | METHODS).items()]
-    assert [part for parts in missing for part in parts] == []
+    assert [part for sections in missing for part in sections] == []
 
 
 def test_help_explains_every_option_with_its_default():
@@ -244,7 +245,7 @@ def test_the_package_is_described_without_a_person_or_a_host():
 
 
 def test_the_package_is_typed_and_a_source_archive_is_sources():
-    """Of folders Hatchling takes all but caches; README, LICENSE and pyproject.toml it takes by
+    """Hatchling takes all files of folders but caches, and README, LICENSE and pyproject.toml by
     itself."""
     wheel, source = (
         PYPROJECT["tool"]["hatch"]["build"]["targets"][name] for name in ("wheel", "sdist")
@@ -262,7 +263,8 @@ def test_the_package_is_typed_and_a_source_archive_is_sources():
 
 
 def test_the_readme_shows_all_of_itself_where_no_other_file_is():
-    """An index page has its text alone: a link or a picture beside it would be broken there."""
+    """An index page shows its text alone: a link to another file, or a picture, would be broken on
+    it."""
     readme = (ROOT / PYPROJECT["project"]["readme"]).read_text()
     targets = re.findall(
         r"\]\(([^)]*)\)|(?:src|href)=[\"']?([^\"'>\s]*)",
@@ -298,14 +300,14 @@ def test_no_tracked_file_knows_one_machine():
     private = re.compile(
         r"/(work|home|root|Users)/|index[-_]url|//[^\s/]*(artifact|nexus|proxy|pypi\.(?!org))"
     )
-    found = []
+    traces = []
     for path in tracked:
         try:
             text = (ROOT / path).read_text()
         except UnicodeDecodeError:  # a picture
             continue
-        found += [f"{path}: {match[0]}" for match in private.finditer(text)]
-    assert found == []
+        traces += [f"{path}: {match[0]}" for match in private.finditer(text)]
+    assert traces == []
     assert "uv.lock" not in tracked
 
 

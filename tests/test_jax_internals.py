@@ -1,5 +1,4 @@
-"""What fddp reads of JAX's insides is there, in the JAX that is installed: a failure's name ends
-with its version."""
+"""The installed JAX has the internals that fddp reads: a failure's name ends with its version."""
 
 import os
 import subprocess
@@ -38,12 +37,12 @@ def names(jaxpr: Jaxpr) -> set[str]:
 
 def equation(name: str, f: Callable[..., Any], *args: Any) -> JaxprEqn:
     """The one equation of that name in a function's program."""
-    (found,) = (eqn for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns if eqn.primitive.name == name)
-    return found
+    (match,) = (eqn for eqn in jax.make_jaxpr(f)(*args).jaxpr.eqns if eqn.primitive.name == name)
+    return match
 
 
 def shapes(values: Sequence[Any]) -> list[tuple[int, ...]]:
-    """Of variables and literals."""
+    """The shapes of variables and literals."""
     return [value.aval.shape for value in values]
 
 
@@ -66,9 +65,9 @@ def test_an_array_is_given_away_when_a_part_of_it_is():
     mesh = Mesh(np.array(jax.devices()[:4]), "replica")
     x, y = (jax.device_put(np.arange(16.0), NamedSharding(mesh, PartitionSpec())) for _ in range(2))
     assert not internals.given_away(x)
-    seen = np.asarray(x)  # a look at the first device's
+    view = np.asarray(x)  # a look at the first device's
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
-    assert internals.given_away(x) and seen[1] == 1 and not internals.given_away(y)
+    assert internals.given_away(x) and view[1] == 1 and not internals.given_away(y)
 
 
 def test_two_threads_find_each_part_once_of_an_array_whose_parts_were_listed():
@@ -77,7 +76,7 @@ def test_two_threads_find_each_part_once_of_an_array_whose_parts_were_listed():
     make = jax.jit(lambda x: x + 1, out_shardings=spread)
     rows = jax.device_put(np.zeros(8), spread)
     both = threading.Barrier(2, timeout=60)
-    found = list[int]()
+    counts = list[int]()
 
     def look(x: jax.Array) -> int:
         both.wait()
@@ -88,10 +87,10 @@ def test_two_threads_find_each_part_once_of_an_array_whose_parts_were_listed():
     try:
         with ThreadPoolExecutor(2) as threads:
             for _ in range(2000):
-                found += threads.map(look, [internals.with_parts_listed(make(rows))] * 2)
+                counts += threads.map(look, [internals.with_parts_listed(make(rows))] * 2)
     finally:
         sys.setswitchinterval(before)
-    assert set(found) == {2}
+    assert set(counts) == {2}
 
 
 ### Programs
@@ -103,13 +102,13 @@ def test_a_program_made_of_equations_runs_them_on_its_inputs_and_constants():
     jaxpr = closed.jaxpr
     consts = dict(zip(jaxpr.constvars, closed.consts))
     x, y = jaxpr.invars
-    made = internals.make_program(closed, jaxpr.eqns, [y, x], [y, jaxpr.outvars[0]], consts)
-    assert (len(made.jaxpr.invars), len(made.jaxpr.eqns)) == (2, len(jaxpr.eqns))
-    kept, product = jaxpr_as_fun(made)(5.0, jnp.ones(3))
-    assert kept == 5
+    program = internals.make_program(closed, jaxpr.eqns, [y, x], [y, jaxpr.outvars[0]], consts)
+    assert (len(program.jaxpr.invars), len(program.jaxpr.eqns)) == (2, len(jaxpr.eqns))
+    unchanged, product = jaxpr_as_fun(program)(5.0, jnp.ones(3))
+    assert unchanged == 5
     np.testing.assert_allclose(product, np.sin(1) * table, rtol=1e-6)
-    alone = internals.make_program(closed, [], [x], [x])
-    assert jaxpr_as_fun(alone)(jnp.ones(3))[0].tolist() == [1, 1, 1]
+    identity = internals.make_program(closed, [], [x], [x])
+    assert jaxpr_as_fun(identity)(jnp.ones(3))[0].tolist() == [1, 1, 1]
 
 
 def test_a_program_is_left_without_what_no_output_needs_in_its_loops_too():
@@ -117,26 +116,27 @@ def test_a_program_is_left_without_what_no_output_needs_in_its_loops_too():
         return jnp.tanh(y), jax.lax.scan(two_alone, carry, length=3)[0][0]
 
     closed = jax.make_jaxpr(program)(*map(np.float32, (1, 2)), (np.float32(3), np.float32(4)))
-    left, reads = internals.without_dead_code(closed)
+    live_program, reads = internals.without_dead_code(closed)
     assert reads == (1, 2)
-    assert names(left.jaxpr) == {"tanh", "scan", "sin"}
+    assert names(live_program.jaxpr) == {"tanh", "scan", "sin"}
     np.testing.assert_allclose(
-        jaxpr_as_fun(left)(2.0, 3.0), jax.tree.leaves(jaxpr_as_fun(closed)(1.0, 2.0, 3.0, 4.0))
+        jaxpr_as_fun(live_program)(2.0, 3.0),
+        jax.tree.leaves(jaxpr_as_fun(closed)(1.0, 2.0, 3.0, 4.0)),
     )
 
 
 def two_alone(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
-    one, other = carry
-    return (jnp.sin(one), jnp.exp(other)), None
+    first, second = carry
+    return (jnp.sin(first), jnp.exp(second)), None
 
 
 def test_what_a_program_of_equations_does_it_still_does():
-    said = []
-    closed = jax.make_jaxpr(lambda x: jax.debug.callback(lambda x: said.append(float(x)), x))(1.0)
-    made = internals.make_program(closed, closed.jaxpr.eqns, closed.jaxpr.invars, [])
-    jax.jit(jaxpr_as_fun(made))(3.0)
+    values = []
+    closed = jax.make_jaxpr(lambda x: jax.debug.callback(lambda x: values.append(float(x)), x))(1.0)
+    program = internals.make_program(closed, closed.jaxpr.eqns, closed.jaxpr.invars, [])
+    jax.jit(jaxpr_as_fun(program))(3.0)
     jax.effects_barrier()
-    assert said == [3]
+    assert values == [3]
 
 
 ONES = np.ones((3, 3))
@@ -159,8 +159,8 @@ TELLING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("difference", TELLING)
 def test_programs_that_differ_have_different_forms(difference):
     x = jnp.ones((3, 3))
-    one, other = (jax.make_jaxpr(f)(x) for f in TELLING[difference])
-    assert internals.form_of_program(one) != internals.form_of_program(other)
+    first, second = (jax.make_jaxpr(f)(x) for f in TELLING[difference])
+    assert internals.form_of_program(first) != internals.form_of_program(second)
 
 
 def test_programs_of_equal_equations_have_one_form_and_others_for_other_shapes():
@@ -168,8 +168,8 @@ def test_programs_of_equal_equations_have_one_form_and_others_for_other_shapes()
         return jnp.sum(jnp.sin(x) @ jnp.cos(2.0 * x), axis=0)
 
     programs = [jax.make_jaxpr(lambda *args: f(*args))(jnp.ones((n, n))) for n in (3, 3, 4)]
-    first, again, larger = map(internals.form_of_program, programs)
-    assert first == again != larger
+    first, repeated, larger = map(internals.form_of_program, programs)
+    assert first == repeated != larger
 
 
 def test_a_new_variable_has_the_form_of_the_old_one_and_is_another():
@@ -229,7 +229,8 @@ def test_the_host_s_functions_that_an_equation_calls_are_its_own():
             equation("pure_callback", lambda x: jax.pure_callback(f, form, x), 1.0)
         )
 
-    (first,), (second,) = called(lambda x: x), called(lambda x: x + 1)
+    (first,) = called(lambda x: x)
+    (second,) = called(lambda x: x + 1)
     assert first != second
     assert internals.callbacks(equation("sin", jnp.sin, 1.0)) == []
 
@@ -279,9 +280,9 @@ def test_what_is_rematerialised_like_an_equation_has_its_policy():
     (eqn,) = jax.make_jaxpr(jax.checkpoint(jnp.sin, policy=policy, prevent_cse=False))(
         1.0
     ).jaxpr.eqns
-    (again,) = jax.make_jaxpr(internals.rematerialised(jnp.cos, eqn))(1.0).jaxpr.eqns
-    assert again.primitive == eqn.primitive
-    assert {key: again.params[key] for key in ("policy", "prevent_cse")} == {
+    (remat,) = jax.make_jaxpr(internals.rematerialised(jnp.cos, eqn))(1.0).jaxpr.eqns
+    assert remat.primitive == eqn.primitive
+    assert {key: remat.params[key] for key in ("policy", "prevent_cse")} == {
         "policy": policy,
         "prevent_cse": False,
     }
@@ -294,12 +295,12 @@ def test_an_equation_is_named_as_another_one_behind_the_name_here():
 
     (eqn,) = jax.make_jaxpr(scoped)(1.0).jaxpr.eqns
 
-    def again(x: Any) -> Any:
+    def named(x: Any) -> Any:
         with jax.named_scope("outer"), internals.named_as(eqn):
             return jnp.cos(x)
 
-    (other,) = jax.make_jaxpr(again)(1.0).jaxpr.eqns
-    assert str(other.source_info.name_stack) == "outer/one"
+    (repeated,) = jax.make_jaxpr(named)(1.0).jaxpr.eqns
+    assert str(repeated.source_info.name_stack) == "outer/one"
 
 
 def test_branches_are_in_the_order_of_their_numbers_and_come_before_their_inputs():
@@ -366,8 +367,8 @@ def scans(jaxpr: Jaxpr) -> list[JaxprEqn]:
 
 
 def summed(a: Any) -> Any:
-    (total, _), (made, *_) = scanned(a, ROWS)
-    return jnp.sum(total) + jnp.sum(made)
+    (total, _), (row_outputs, *_) = scanned(a, ROWS)
+    return jnp.sum(total) + jnp.sum(row_outputs)
 
 
 CHANGED = {
@@ -380,13 +381,13 @@ CHANGED = {
 
 @pytest.mark.parametrize("change", CHANGED)
 def test_a_scan_that_jax_has_changed_still_tells_what_its_inputs_are(change):
-    found = scans(jax.make_jaxpr(CHANGED[change])(2.0).jaxpr)
-    assert found
-    for eqn in found:
+    loops = scans(jax.make_jaxpr(CHANGED[change])(2.0).jaxpr)
+    assert loops
+    for eqn in loops:
         consts, carry, rows = internals.loop_parts(eqn, shapes(eqn.invars))
         body, options = internals.scan_body(eqn)
         inputs, outputs = map(shapes, (body.jaxpr.invars, body.jaxpr.outvars))
-        # A body gets a row of the rows, and gives back the carry that it was given.
+        # A body receives a row of the rows, and returns its carry unchanged.
         assert [*consts, *carry, *(shape[1:] for shape in rows)] == inputs
         assert {shape[0] for shape in rows} <= {options["length"]}
         assert carry == outputs[: len(carry)]
@@ -398,12 +399,14 @@ def test_a_scan_is_made_again_from_its_body_and_its_options():
     body, options = internals.scan_body(eqn)
     assert options == {"length": 5, "reverse": True, "unroll": 2}
 
-    def again(state: Any, row: Any) -> Any:
-        made = jaxpr_as_fun(body)(*consts, *state, *row)
-        return made[: len(carry)], made[len(carry) :]
+    def round_of_body(state: Any, row: Any) -> Any:
+        outputs = jaxpr_as_fun(body)(*consts, *state, *row)
+        return outputs[: len(carry)], outputs[len(carry) :]
 
-    ends, outputs = jax.lax.scan(again, carry, rows, **options)
-    for got, want in zip([*ends, *outputs], jax.tree.leaves(scanned(2.0, ROWS)), strict=True):
+    final_carry, outputs = jax.lax.scan(round_of_body, carry, rows, **options)
+    for got, want in zip(
+        [*final_carry, *outputs], jax.tree.leaves(scanned(2.0, ROWS)), strict=True
+    ):
         np.testing.assert_array_equal(got, want)
 
 
@@ -421,7 +424,8 @@ COLLECTIVES = {
 
 def over_replicas(f: Callable[[Any], Any], check_vma: bool) -> set[str]:
     """Primitives of a function of one of two replicas."""
-    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], "replica"), PartitionSpec("replica")
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "replica")
+    spec = PartitionSpec("replica")
     spread = jax.shard_map(
         lambda x: x + jnp.sum(f(x)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma
     )
@@ -457,7 +461,7 @@ def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:2]), ("some",), axis_types=(AxisType.Explicit,))
 
 
-# A context as a user enters it, and what another thread can tell of it.
+# A context as a user enters it, and its visible effect in another thread.
 CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
     "enable_x64": (lambda: jax.enable_x64(True), lambda: jnp.zeros(()).dtype),
     "default_device": (
@@ -499,14 +503,14 @@ CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[]
 def test_a_context_goes_along_into_another_thread_and_leaves_no_trace_there(name):
     enter, ask = CONTEXTS[name]
     with ThreadPoolExecutor(1) as thread:
-        there = thread.submit(ask).result()
+        in_thread = thread.submit(ask).result()
         with enter():
-            here = ask()
-            assert here != there
-            assert thread.submit(ask).result() == there
+            local = ask()
+            assert local != in_thread
+            assert thread.submit(ask).result() == in_thread
             carry = internals.with_configuration(ask)
-        assert thread.submit(carry).result() == here, f"jax.{name} stays behind"
-        assert thread.submit(ask).result() == there, f"jax.{name} is left behind"
+        assert thread.submit(carry).result() == local, f"jax.{name} stays behind"
+        assert thread.submit(ask).result() == in_thread, f"jax.{name} is left behind"
 
 
 ### Meshes
@@ -538,13 +542,13 @@ def test_an_array_is_laid_along_other_axes_or_put_on_another_mesh():
         2,
         3,
     ]
-    whole = jax.jit(lambda x: internals.resharded(x, PartitionSpec()))
+    gather = jax.jit(lambda x: internals.resharded(x, PartitionSpec()))
     assert (
-        whole(x).is_fully_replicated
-        and whole(x).sharding.mesh == explicit
-        and whole(x).tolist() == [0, 1, 2, 3]
+        gather(x).is_fully_replicated
+        and gather(x).sharding.mesh == explicit
+        and gather(x).tolist() == [0, 1, 2, 3]
     )
-    assert jax.make_jaxpr(whole)(moved).jaxpr.eqns[0].params["jaxpr"].eqns == []
+    assert jax.make_jaxpr(gather)(moved).jaxpr.eqns[0].params["jaxpr"].eqns == []
 
 
 ### Transfers
@@ -653,10 +657,10 @@ def run_python(script: str) -> None:
     """Runs a script in a process of its own, for which warnings are errors."""
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=600, check=False
     )
-    assert done.returncode == 0, f"{done.returncode}: {done.stderr[-2000:]}"
+    assert completed.returncode == 0, f"{completed.returncode}: {completed.stderr[-2000:]}"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The models are what their papers say, and plain Flax: they do not know of the library."""
+"""The models are those of their papers, in plain Flax: they do not know the library."""
 
 import ast
 import math
@@ -35,7 +35,7 @@ def build(name: str) -> tuple[Any, Any, Any]:
 
 
 def shapes(module: Any, model: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """Returns what `build` does, without a number computed: enough to trace."""
+    """Returns the result of `build` without computing a number: enough to trace."""
     return *jax.eval_shape(partial(module.init, model), jax.random.key(0), batch), batch
 
 
@@ -106,7 +106,7 @@ def test_synthetic_batches_follow_the_seed_and_the_size():
     assert not np.array_equal(batch["image"], resnet.batch("50", 2, seed=1)["image"])
 
 
-### What holds for every model
+### Claims about every model
 
 
 @pytest.mark.quick("gpt", "resnet", "mlp")
@@ -121,9 +121,9 @@ def test_gradients_flow_into_every_leaf(name):
 def test_models_are_deterministic_under_jit(name):
     module, model = TINY[name]
     params, model_state, batch = build(name)
-    again = module.init(model, jax.random.key(0), module.batch(model, ROWS))
-    jax.tree.map(np.testing.assert_array_equal, (params, model_state), again)
-    jax.tree.map(np.testing.assert_array_equal, evaluate(name), compiled(name)(*again, batch))
+    initialized = module.init(model, jax.random.key(0), module.batch(model, ROWS))
+    jax.tree.map(np.testing.assert_array_equal, (params, model_state), initialized)
+    jax.tree.map(np.testing.assert_array_equal, evaluate(name), compiled(name)(*initialized, batch))
 
 
 @pytest.mark.parametrize(
@@ -188,8 +188,10 @@ def test_dropout_acts_only_where_an_rng_is_given(name):
     params, _, batch = build(name)
     dropping = jax.jit(module.loss_fn(model.clone(dropout=0.5)))
     assert "random_bits" not in str(jax.make_jaxpr(dropping)(params, batch))
-    first, again, other = (dropping(params, batch, rng=jax.random.key(i))[0] for i in (1, 1, 2))
-    assert first == again != other
+    first, repeated, different = (
+        dropping(params, batch, rng=jax.random.key(i))[0] for i in (1, 1, 2)
+    )
+    assert first == repeated != different
 
 
 ### ResNet
@@ -205,11 +207,11 @@ def test_group_norm_has_no_buffers_and_treats_every_image_by_itself():
     params, model_state, batch = build("resnet-gn")
     assert model_state is None and not resnet.has_buffers(model)
     predict = jax.jit(partial(resnet.predict, model))
-    here, there = (
+    before, after = (
         predict(params, None, x) for x in (batch["image"], neighbours_replaced(batch["image"]))
     )
-    np.testing.assert_allclose(here[0], there[0], atol=1e-6)
-    assert not np.allclose(here[1:], there[1:], atol=1e-4)
+    np.testing.assert_allclose(before[0], after[0], atol=1e-6)
+    assert not np.allclose(before[1:], after[1:], atol=1e-4)
 
 
 def test_batch_norm_moves_every_buffer_and_predict_reads_the_running_averages():
@@ -220,17 +222,17 @@ def test_batch_norm_moves_every_buffer_and_predict_reads_the_running_averages():
     assert all(jax.tree.leaves(jax.tree.map(lambda a, b: jnp.any(a != b), fresh, moved)))
 
     predict = jax.jit(partial(resnet.predict, model))
-    here = predict(params, moved, batch["image"])
-    assert not np.allclose(here, predict(params, fresh, batch["image"]), atol=1e-4)
+    before = predict(params, moved, batch["image"])
+    assert not np.allclose(before, predict(params, fresh, batch["image"]), atol=1e-4)
     # Not the statistics of the batch at hand: an image does not see its neighbours.
-    there = predict(params, moved, neighbours_replaced(batch["image"]))
-    np.testing.assert_allclose(here[0], there[0], atol=1e-6)
+    after = predict(params, moved, neighbours_replaced(batch["image"]))
+    np.testing.assert_allclose(before[0], after[0], atol=1e-6)
 
 
 def test_batch_norm_over_an_axis_sees_the_whole_batch():
     model = resnet.PRESETS["tiny"].clone(axis_name="replica")
     params, model_state, batch = build("resnet")
-    whole, _ = evaluate("resnet")
+    joined, _ = evaluate("resnet")
     # Initialised outside of any axis, with the same leaves.
     outside = shapes(resnet, model, batch)[:2]
     assert jax.tree.structure(outside) == jax.tree.structure((params, model_state))
@@ -240,7 +242,7 @@ def test_batch_norm_over_an_axis_sees_the_whole_batch():
     )
     replicas = jax.jit(loss)(jax.tree.map(lambda x: x.reshape(2, ROWS // 2, *x.shape[1:]), batch))
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(lambda a, b: close(a.mean(0), b), replicas, whole)
+    jax.tree.map(lambda a, b: close(a.mean(0), b), replicas, joined)
 
 
 ### Language models
@@ -253,13 +255,14 @@ def logits(name: str) -> Any:
 
 def replaced(tokens: np.ndarray, place: int) -> np.ndarray:
     """Writes another token in one place of every row."""
-    other = tokens.copy()
-    other[:, place] = (other[:, place] + 1) % 256
-    return other
+    changed = tokens.copy()
+    changed[:, place] = (changed[:, place] + 1) % 256
+    return changed
 
 
 def test_gpt_is_causal():
-    tokens, place = build("gpt")[-1]["tokens"], 20
+    tokens = build("gpt")[-1]["tokens"]
+    place = 20
     before, after = map(logits("gpt"), (tokens, replaced(tokens, place)))
     np.testing.assert_array_equal(before[:, :place], after[:, :place])
     assert jnp.all(jnp.any(before[:, place:] != after[:, place:], axis=-1))
@@ -275,8 +278,8 @@ def test_scanned_layers_compute_what_written_out_layers_do():
         jnp.shape, scanned.init(looped, jax.random.key(0), batch)[0]
     ) == jax.tree.map(jnp.shape, stacked)
     value, _ = jax.jit(gpt.loss_fn(model))(params, batch)
-    again, _ = jax.jit(scanned.loss_fn(looped))(stacked, batch)
-    np.testing.assert_allclose(again, value, rtol=1e-6)
+    looped_value, _ = jax.jit(scanned.loss_fn(looped))(stacked, batch)
+    np.testing.assert_allclose(looped_value, value, rtol=1e-6)
 
 
 def test_layers_that_are_left_out_might_as_well_not_be_there():
@@ -289,21 +292,23 @@ def test_layers_that_are_left_out_might_as_well_not_be_there():
     sizes = set()
     for seed in range(4):
         loss, grads = value_and_grad(params, jax.random.key(seed))
-        ran = [i for i in range(3) if any(np.any(x) for x in jax.tree.leaves(grads[f"layer_{i}"]))]
-        rest = {f"layer_{k}": params[f"layer_{i}"] for k, i in enumerate(ran)}
-        shorter = gpt.loss_fn(model.clone(layers=len(ran), layer_drop=0.0))
-        expected, _ = shorter({**rest, "embed": params["embed"], "norm": params["norm"]}, batch)
+        kept_layers = [
+            i for i in range(3) if any(np.any(x) for x in jax.tree.leaves(grads[f"layer_{i}"]))
+        ]
+        layers = {f"layer_{k}": params[f"layer_{i}"] for k, i in enumerate(kept_layers)}
+        shorter = gpt.loss_fn(model.clone(layers=len(kept_layers), layer_drop=0.0))
+        expected, _ = shorter({**layers, "embed": params["embed"], "norm": params["norm"]}, batch)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
-        sizes.add(len(ran))
+        sizes.add(len(kept_layers))
     assert len(sizes) > 1
 
 
 def test_layers_are_left_out_as_often_as_asked_and_only_with_an_rng():
     model = gpt.PRESETS["tiny"].clone(layers=8, layer_drop=0.25)
     draw = lambda key: model.apply({}, rngs={"layer_drop": key}, method="kept_layers")  # noqa: E731
-    kept = np.asarray(jax.vmap(draw)(jax.random.split(jax.random.key(0), 500)))
-    assert kept.shape == (500, 8)
-    np.testing.assert_allclose(kept.mean(axis=0), 0.75, atol=0.08)
+    masks = np.asarray(jax.vmap(draw)(jax.random.split(jax.random.key(0), 500)))
+    assert masks.shape == (500, 8)
+    np.testing.assert_allclose(masks.mean(axis=0), 0.75, atol=0.08)
     assert model.apply({}, method="kept_layers") is None
     plain = gpt.PRESETS["tiny"]
     params, _, batch = build("gpt")
@@ -312,7 +317,8 @@ def test_layers_are_left_out_as_often_as_asked_and_only_with_an_rng():
 
 
 def test_bert_reads_in_both_directions():
-    tokens, place = build("bert")[-1]["tokens"], 20
+    tokens = build("bert")[-1]["tokens"]
+    place = 20
     before, after = map(logits("bert"), (tokens, replaced(tokens, place)))
     assert jnp.all(jnp.any(before != after, axis=-1))
 
@@ -332,7 +338,8 @@ def test_rotary_products_depend_only_on_relative_position():
 def test_bert_ignores_targets_that_are_not_masked():
     params, _, batch = build("bert")
     loss = jax.jit(bert.loss_fn(bert.PRESETS["tiny"]))
-    mask, targets = batch["mask"], batch["targets"]
+    mask = batch["mask"]
+    targets = batch["targets"]
     elsewhere = batch | {"targets": np.where(mask, targets, 0)}
     hidden = batch | {"targets": np.where(mask, 0, targets)}
     assert loss(params, batch)[0] == loss(params, elsewhere)[0] != loss(params, hidden)[0]
@@ -349,9 +356,9 @@ def test_bert_masks_the_same_number_in_every_row():
 
 
 def test_models_never_import_the_library():
-    every = (Path(__file__).parents[1] / "models").glob("*.py")
+    scripts = (Path(__file__).parents[1] / "models").glob("*.py")
     files = [
-        f for f in every if '__name__ == "__main__"' not in f.read_text()
+        f for f in scripts if '__name__ == "__main__"' not in f.read_text()
     ]  # the others are a user's scripts
     assert len(files) >= 5
     for file in files:

@@ -61,8 +61,8 @@ def trained(replicas: int, stages: int, micro_batches: int) -> tuple[Any, Any, A
 
 
 @cache
-def alone() -> Result:
-    """Where plain JAX arrives, on one device and without stages."""
+def by_one_device() -> Result:
+    """The result of plain JAX, on one device and without stages."""
     loss = gpt.loss_fn(MODEL)
     result = by_plain_jax(lambda params, batch: loss(params, batch)[0], OPTIMIZER, start(), BATCHES)
     return jax.device_get(Result(result.params, None, result.losses))
@@ -83,7 +83,7 @@ def by_layers(params: Any) -> Any:
 )
 def test_replicas_in_stages_end_where_one_device_does(x64, replicas, stages, micro_batches):
     _, state, losses = trained(replicas, stages, micro_batches)
-    assert relative_error(Result(by_layers(state.params), None, losses), alone()) <= 1e-9
+    assert relative_error(Result(by_layers(state.params), None, losses), by_one_device()) <= 1e-9
 
 
 ### The program
@@ -99,19 +99,20 @@ def audited() -> fddp.Audit:
 def test_each_device_holds_the_layers_of_its_stage_and_their_moments(x64):
     _, state, _ = trained(2, 2, 3)
     moments = state.opt_state[0]
-    for held in (state.params, moments.mu, moments.nu):
-        for x in jax.tree.leaves(held["stages"]):
+    for tree in (state.params, moments.mu, moments.nu):
+        for x in jax.tree.leaves(tree["stages"]):
             stage_of = {part.device.id: part.index[0] for part in x.addressable_shards}
             assert stage_of == {0: slice(0, 1), 1: slice(1, 2), 2: slice(0, 1), 3: slice(1, 2)}
             assert {part.data.shape for part in x.addressable_shards} == {(1, 2, *x.shape[2:])}
-    whole, held = size_mib(state.params)
-    assert held < 0.51 * whole
+    total_mib, local_mib = size_mib(state.params)
+    assert local_mib < 0.51 * total_mib
 
 
 def test_a_tick_sends_one_micro_batch_from_each_stage_to_the_next_and_nothing_else(x64):
     in_ticks = [x for x in audited().collectives if x.inside]
     assert {x.kind for x in in_ticks} == {"collective-permute"}
-    forward, backward = ((0, 1), (2, 3)), ((1, 0), (3, 2))
+    forward = ((0, 1), (2, 3))
+    backward = ((1, 0), (3, 2))
     assert sorted(x.devices for x in in_ticks) == [forward, backward]
     rows = ROWS // 2 // 3
     assert {array.dims for x in in_ticks for array in x.arrays} == {
@@ -123,16 +124,16 @@ def test_gradients_are_summed_over_the_devices_that_hold_the_same_stage(x64):
     _, state, _ = trained(2, 2, 3)
     among_replicas = [x for x in audited().collectives if x.devices == ((0, 2), (1, 3))]
     loss_accuracy_and_weight = 3
-    held = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params))
+    local_size = sum(x.addressable_shards[0].data.size for x in jax.tree.leaves(state.params))
     assert [array.dims for x in among_replicas for array in x.arrays] == [
-        (held + loss_accuracy_and_weight,)
+        (local_size + loss_accuracy_and_weight,)
     ]
 
 
 def test_what_the_stages_of_a_replica_send_each_other_is_no_problem_of_the_step_s(x64):
     audit = audited()
-    own = [x for x, within in zip(audit.collectives, audit.within) if within]
-    assert {x.kind for x in own if x.inside} == {"collective-permute"} and len(own) == len(
+    inner = [x for x, within in zip(audit.collectives, audit.within) if within]
+    assert {x.kind for x in inner if x.inside} == {"collective-permute"} and len(inner) == len(
         audit.collectives
     ) - 1
     assert "within a replica" in str(audit)
@@ -156,7 +157,7 @@ def test_the_bubble_is_what_is_left_when_every_stage_has_seen_every_micro_batch(
 
 
 @pytest.mark.parametrize(
-    ("stages", "vocabulary", "says"),
+    ("stages", "vocabulary", "message"),
     [
         (
             3,
@@ -172,17 +173,17 @@ def test_the_bubble_is_what_is_left_when_every_stage_has_seen_every_micro_batch(
         (0, 256, "stages=0, and 4 layers cannot"),
     ],
 )
-def test_layers_and_tokens_that_stages_do_not_divide_are_an_error(x64, stages, vocabulary, says):
-    with pytest.raises(ValueError, match=says):
+def test_layers_and_tokens_that_stages_do_not_divide_are_an_error(x64, stages, vocabulary, message):
+    with pytest.raises(ValueError, match=message):
         pipeline.in_stages(forms(MODEL.clone(vocabulary=vocabulary)), stages)
 
 
 @pytest.mark.parametrize("micro_batches", [4, 0])
 def test_rows_that_micro_batches_do_not_divide_are_an_error(x64, micro_batches):
     step, state = in_stages(2, 2, micro_batches)
-    says = (
+    message = (
         rf"micro_batches={micro_batches}, and 6 rows of a replica cannot be cut .* take a divisor "
         rf"of the rows"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         step(state, BATCHES[0])

@@ -1,4 +1,5 @@
-"""The code of README and docs/ runs, prints what it says there, and names only what exists."""
+"""The code of README and docs/ runs, prints the output that they show, and names only existing
+things."""
 
 import re
 import runpy
@@ -18,7 +19,7 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 (FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
 (THE_DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-# A script, and what it prints where the page says so. What stands beside one is titled PyTorch, and
+# A script, and its output if the page shows it. A block next to a script is titled PyTorch, and
 # PyTorch's.
 SCRIPTS = [
     pytest.param(script, printed, id=f"{name}-{number}")
@@ -65,7 +66,7 @@ def side(sign: str, change: str = THE_DIFF) -> str:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each of two ranks of MPI prints, by script: the first one, and the one of the diff."""
+    """The output of each of two ranks of MPI, by script: the first one, and the one of the diff."""
     folder = tmp_path_factory.mktemp("readme")
     scripts = {"first.py": FIRST, "diff.py": side("+")}
     for name, script in {"all.py": ALL, **scripts}.items():
@@ -94,8 +95,8 @@ def test_the_first_script_has_at_most_twenty_lines():
 @pytest.mark.ranks
 def test_a_local_script_and_its_distributed_form_find_the_same_loss(printed, tmp_path, capsys):
     run_here(side("-"), tmp_path)
-    alone = capsys.readouterr().out.strip()
-    assert printed["diff.py"] == [alone, ""]
+    local_output = capsys.readouterr().out.strip()
+    assert printed["diff.py"] == [local_output, ""]
 
 
 def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():
@@ -222,8 +223,7 @@ def test_the_table_of_imports_is_the_contract():
 
 
 def test_the_path_of_a_step_is_the_rooms_that_it_imports():
-    """From the first room to the last: each of the drawing's rooms is imported by the one that
-    calls it."""
+    """Each of the drawing's rooms, from the first to the last, is imported by its caller."""
     (drawing,) = re.findall(
         r"From the call of a step.*?```\n(.*?)```", PAGES["architecture.md"], re.DOTALL
     )

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 API = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
-# What docs/site.css leaves room for in a block of code, and in one of two beside each other.
+# The columns of docs/site.css for a block of code, and for one of two blocks side by side.
 COLUMNS = 101
 COLUMNS_BESIDE = 48
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md", ROOT / "CONTRIBUTING.md"]
@@ -37,7 +37,7 @@ def leaves(nav: Any) -> list[str]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What its headings can be linked to by."""
+    """The anchors of its headings."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE
     )
@@ -63,7 +63,7 @@ def test_the_api_has_every_public_name_once():
 
 
 def test_every_public_field_says_what_it_is():
-    """In a docstring below it, or among the `Attributes:` of its class."""
+    """A docstring below it describes it, or an entry among the `Attributes:` of its class."""
     nodes = (
         node
         for path in (ROOT / "fddp").rglob("*.py")
@@ -73,29 +73,29 @@ def test_every_public_field_says_what_it_is():
     classes = [node for node in nodes if isinstance(node, ast.ClassDef) and node.name in public]
     assert len(classes) > 15
     silent = [
-        f"{one.name}.{ast.unparse(field.target)}"
-        for one in classes
-        for field, below in zip(one.body, [*one.body[1:], None])
+        f"{class_node.name}.{ast.unparse(field.target)}"
+        for class_node in classes
+        for field, below in zip(class_node.body, [*class_node.body[1:], None])
         if isinstance(field, ast.AnnAssign) and not ast.unparse(field.target).startswith("_")
         if not (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant))
-        if f"{ast.unparse(field.target)} (" not in (ast.get_docstring(one) or "")
+        if f"{ast.unparse(field.target)} (" not in (ast.get_docstring(class_node) or "")
     ]
     assert silent == []
 
 
 def test_the_api_has_every_hook():
     functions = inspect.getmembers(fddp.hooks, inspect.isfunction)
-    made = {
+    rendered = {
         name for name, make in functions if inspect.signature(make).return_annotation is fddp.Hook
     }
     (listed,) = re.findall(
         r"^::: fddp\.hooks\n.*?members: \[(.*?)\]", API, re.DOTALL | re.MULTILINE
     )
-    assert set(listed.split(", ")) == made
+    assert set(listed.split(", ")) == rendered
 
 
 def test_a_name_of_fddp_in_a_docstring_exists():
-    """A page makes a link of it."""
+    """A page links to it."""
     sources = "".join(path.read_text() for path in (ROOT / "fddp").rglob("*.py"))
     named = set(re.findall(r"`fddp\.(\w+)`", sources))
     assert {"Options", "whole"} <= named and [
@@ -114,7 +114,7 @@ def test_every_link_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_no_block_of_a_page_scrolls_sideways(page):
-    """Where a window has 1,280 pixels; blocks with a title stand side by side."""
+    """The window has 1,280 pixels; blocks with a title stand side by side."""
     blocks = re.findall(r"^```([^\n]*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     room = [
         (COLUMNS_BESIDE if "title=" in kind else COLUMNS, text.splitlines())
@@ -128,13 +128,13 @@ def test_no_block_of_a_page_scrolls_sideways(page):
 
 def test_the_first_picture_shows_the_measured_stages():
     traffic = runpy.run_path(str(DOCS / "traffic.py"))
-    behind, under = traffic["steps"]()
-    assert traffic["PICTURE"].read_text() == traffic["drawing"](behind, under)
-    found = measured("tuning")["mlp, gloo"]
-    (cap,) = (row for row in found["caps"] if row["cap_mb"] == found["chosen_mb"])
+    serial, under = traffic["steps"]()
+    assert traffic["PICTURE"].read_text() == traffic["drawing"](serial, under)
+    tuned = measured("tuning")["mlp, gloo"]
+    (cap,) = (row for row in tuned["caps"] if row["cap_mb"] == tuned["chosen_mb"])
     assert 1e3 * under.seconds == pytest.approx(cap["predicted_ms"])
     page = (DOCS / "index.md").read_text()
-    for ms in (1e3 * behind.seconds, 1e3 * under.seconds, cap["measured_ms"]):
+    for ms in (1e3 * serial.seconds, 1e3 * under.seconds, cap["measured_ms"]):
         assert f" {ms:.0f} ms" in page
 
 
@@ -153,9 +153,9 @@ def test_the_first_pages_table_says_what_was_measured(row, problem):
     fddp_ms = [ms["fddp staged (Gloo)"], ms["fddp eager (Gloo)"]]
     ddp_ms = min(median for way, median in ms.items() if way.startswith("PyTorch DDP"))
     others_ms = [ms["jit, NamedSharding"], ms["alone, one program"], ms["PyTorch, alone"]]
-    said = re.findall(r"\d+", " ".join(line.split("|")[2:]))
-    assert [int(number) for number in said] == [
-        round(one) for one in (*fddp_ms, ddp_ms, *others_ms)
+    shown = re.findall(r"\d+", " ".join(line.split("|")[2:]))
+    assert [int(number) for number in shown] == [
+        round(milliseconds) for milliseconds in (*fddp_ms, ddp_ms, *others_ms)
     ]
 
 
@@ -168,13 +168,13 @@ def measured(name: str) -> Any:
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
-    """All the rest of what a page can be wrong in: mkdocs' own warnings are errors."""
+    """Covers all other faults of a page: mkdocs' own warnings are errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     steps = (tmp_path / "api" / "step" / "index.html").read_text()
     assert (
         'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps

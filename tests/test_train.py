@@ -39,9 +39,8 @@ WARNED = re.compile("warning|donated", re.IGNORECASE)
 
 
 def run(*command: str, cwd: Path, **env: str) -> str:
-    """Runs a command to its end, and shows what it said if that was a bad one; it may warn of
-    nothing."""
-    done = subprocess.run(
+    """Runs a command to its end, and shows its output if it fails; a warning is a failure."""
+    completed = subprocess.run(
         command,
         cwd=cwd,
         env=os.environ | {"JAX_PLATFORMS": "cpu"} | env,
@@ -49,10 +48,11 @@ def run(*command: str, cwd: Path, **env: str) -> str:
         capture_output=True,
         timeout=600,
     )
-    said = f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
-    assert done.returncode == 0, said
-    assert not WARNED.search(done.stdout + done.stderr), said
-    return done.stdout
+    output = f"{completed.stdout}\n{completed.stderr}"
+    summary = f"{' '.join(command)} ended with {completed.returncode}:\n{output}"
+    assert completed.returncode == 0, summary
+    assert not WARNED.search(output), summary
+    return completed.stdout
 
 
 def losses(config: train.Config, group: fddp.Group) -> list[float]:
@@ -96,7 +96,7 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
 ):
     saving = replace(GPT, resume=tmp_path, save_every=5)
     task = train.TASKS["gpt"](saving)
-    ended, _, whole = train.train(task, saving, group(2), QUIET)
+    state_at_end, _, uninterrupted = train.train(task, saving, group(2), QUIET)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "10",
         "12",
@@ -104,7 +104,7 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
     ]  # the last step's, too
     # Of a training that has ended the same command has the state, to test it.
     state, _, nothing = train.train(task, saving, group(2), QUIET)
-    jax.tree.map(np.testing.assert_array_equal, state.params, ended.params)
+    jax.tree.map(np.testing.assert_array_equal, state.params, state_at_end.params)
     assert (nothing.step, nothing.losses) == (12, [])
     with pytest.raises(ValueError, match=r"--steps 8: the checkpoint in .* is of step 12"):
         losses(replace(saving, steps=8), group(2))
@@ -118,13 +118,13 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
     with pytest.raises(FloatingPointError, match="the loss of step 11 is nan"):
         train.train(task._replace(loss_fn=broken), saving, group(2), QUIET)
     # As no step 12 was saved, no restart takes that for the end.
-    *_, rest = train.train(task, saving, group(2), QUIET)
-    assert (rest.start, rest.step, rest.losses) == (10, 12, whole.losses[10:])
+    *_, resumed = train.train(task, saving, group(2), QUIET)
+    assert (resumed.start, resumed.step, resumed.losses) == (10, 12, uninterrupted.losses[10:])
     drawn: list[Any] = []
     monkeypatch.setattr(
         train.Figure, "savefig", lambda figure, path, dpi: drawn.extend(figure.axes[0].get_lines())
     )
-    train.draw("a GPT", replace(saving, out=tmp_path / "runs"), rest)
+    train.draw("a GPT", replace(saving, out=tmp_path / "runs"), resumed)
     assert [list(line.get_xdata()) for line in drawn] == [[11, 12], [11, 12]]
 
 
@@ -132,9 +132,9 @@ def test_a_run_goes_on_where_it_was_saved_and_counts_the_trainings_steps(
 def test_a_run_that_is_told_to_end_is_saved_after_that_step(
     group: Callable[[int], fddp.Group], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    asked = iter([False, False, False, True])
-    with monkeypatch.context() as told:
-        told.setattr(fddp, "preempted", lambda: next(asked))
+    answers = iter([False, False, False, True])
+    with monkeypatch.context() as patch:
+        patch.setattr(fddp, "preempted", lambda: next(answers))
         with pytest.raises(SystemExit) as end:
             losses(replace(GPT, resume=tmp_path), group(2))
     assert end.value.code == 0 and [path.name for path in tmp_path.iterdir()] == ["3"]
@@ -146,16 +146,17 @@ def test_a_command_that_has_finished_tests_again_what_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    words, printed = ["--preset", "tiny", "--steps", "2", "--resume", "saved"], list[str]()
+    words = ["--preset", "tiny", "--steps", "2", "--resume", "saved"]
+    printed = list[str]()
     for _ in range(2):
         train.main(train.read_config(words))
         printed.append(capsys.readouterr().out)
-    first, again = printed
+    first, second = printed
     line = re.compile(r"test accuracy .*images")
-    assert line.findall(again) == line.findall(first) != []
-    assert "after step 2 of 2" in again and "after step" not in first
+    assert line.findall(second) == line.findall(first) != []
+    assert "after step 2 of 2" in second and "after step" not in first
     for words in ("training loss", "samples/s", "loss curve", "bucket"):
-        assert words in first and words not in again, again
+        assert words in first and words not in second, second
 
 
 @pytest.mark.ranks
@@ -201,11 +202,13 @@ def test_two_gloo_processes_need_no_launcher_and_read_the_rows_that_one_would(
     assert not WARNED.search("".join(outputs)), outputs
     assert "2 × cpu · backend gloo" in outputs[0] and "bits per byte" in outputs[0], outputs[0]
     assert "backend" not in outputs[1], outputs[1]
-    alone = losses(replace(train.CONFIGS["gpt"], preset="tiny", steps=4, batch=4), group(1))
+    local_losses = losses(replace(train.CONFIGS["gpt"], preset="tiny", steps=4, batch=4), group(1))
     (shown,) = re.findall(
         r"training loss +([0-9.]+) → ([0-9.]+)", outputs[0]
     )  # the first, and the mean of all four
-    assert [float(loss) for loss in shown] == pytest.approx([alone[0], np.mean(alone)], abs=1e-3)
+    assert [float(loss) for loss in shown] == pytest.approx(
+        [local_losses[0], np.mean(local_losses)], abs=1e-3
+    )
 
 
 @pytest.mark.parametrize("words", [["--help"], ["gpt", "--help"]])
@@ -233,17 +236,19 @@ def test_defaults_are_those_of_the_model_wherever_it_stands():
 def test_gpt_losses_do_not_depend_on_the_number_of_replicas_and_fall(
     group: Callable[[int], fddp.Group],
 ):
-    one, two = losses(GPT, group(1)), on_two(group(2))
-    assert one == pytest.approx(two, abs=1e-4)
+    one_replica = losses(GPT, group(1))
+    two = on_two(group(2))
+    assert one_replica == pytest.approx(two, abs=1e-4)
     assert two[-1] < two[0] - 0.5
 
 
 def test_gpt_learns_while_each_replica_leaves_out_layers_of_its_own(
     group: Callable[[int], fddp.Group],
 ):
-    every, dropped = on_two(group(2)), losses(replace(GPT, layer_drop=0.3), group(2))
+    all_layers = on_two(group(2))
+    dropped = losses(replace(GPT, layer_drop=0.3), group(2))
     assert dropped[-1] < dropped[0] - 0.5
-    assert dropped != pytest.approx(every, abs=1e-3)
+    assert dropped != pytest.approx(all_layers, abs=1e-3)
 
 
 @pytest.mark.quick("1-lines", "12-bar")
@@ -267,11 +272,11 @@ def test_several_processes_write_lines_even_to_a_terminal(
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.delenv("TERM", raising=False)
-    alone, first, second = (
+    first_process, first, second = (
         train.screen(replace(group(2), processes=count, rank=rank))
         for count, rank in ((1, 0), (2, 0), (2, 1))
     )
-    assert alone.is_terminal and not first.is_terminal
+    assert first_process.is_terminal and not first.is_terminal
     assert second.quiet and not first.quiet
 
 
@@ -315,10 +320,8 @@ def idx(array: np.ndarray) -> bytes:
 
 def test_mnist_files_are_read_packed_or_not(tmp_path: Path):
     rng = np.random.default_rng(0)
-    images, labels = (
-        rng.integers(256, size=(5, 28, 28), dtype=np.uint8),
-        rng.integers(10, size=5, dtype=np.uint8),
-    )
+    images = rng.integers(256, size=(5, 28, 28), dtype=np.uint8)
+    labels = rng.integers(10, size=5, dtype=np.uint8)
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(images))
     (tmp_path / "train-labels-idx1-ubyte.gz").write_bytes(gzip.compress(idx(labels)))
     (tmp_path / "t10k-images-idx3-ubyte.gz").write_bytes(gzip.compress(idx(images[:2])))

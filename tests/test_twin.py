@@ -1,4 +1,4 @@
-"""`models/twin.py`, a step in plain JAX, trains as fddp does, and its page shows it as it is."""
+"""`models/twin.py`, a step in plain JAX, trains as fddp does, and its page shows its lines."""
 
 import inspect
 import re
@@ -45,7 +45,8 @@ def start() -> twin.State:
 def test_the_twin_and_fddp_train_to_the_same_state(group, x64, count, schedule):
     plain_step = twin.train_step(loss_fn, OPTIMIZER, replicas(count))
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(count), schedule=schedule)
-    plain, state = start(), step.init(PARAMS)
+    plain = start()
+    state = step.init(PARAMS)
     for batch in BATCHES:
         plain, loss = plain_step(plain, batch)
         state, info = step(state, batch)

@@ -1,4 +1,4 @@
-"""A release: what the two archives hold, and that the wheel alone is all of fddp."""
+"""A release: the contents of the two archives; the wheel alone is all of fddp."""
 
 import os
 import re
@@ -20,7 +20,7 @@ UV = shutil.which("uv") or "uv"
 CLEAN = {
     name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")
 }
-# What a user's machine does first, and what needs no more than the wheel: plans, steps on a mesh,
+# The first uses on a user's machine, and those that need only the wheel: plans, steps on a mesh,
 # two real processes.
 SUBSET = ("tests/buckets", "tests/step/test_step.py", "tests/runtime/test_rendezvous.py")
 
@@ -30,12 +30,14 @@ built_with_uv = pytest.mark.skipif(
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """What a command prints; its last lines where it fails."""
-    done = subprocess.run(
+    """The output of a command; its last lines if it fails."""
+    completed = subprocess.run(
         command, cwd=cwd, env=CLEAN, capture_output=True, text=True, timeout=900, check=False
     )
-    assert done.returncode == 0, f"{command}:\n{done.stdout[-6000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    assert completed.returncode == 0, (
+        f"{command}:\n{completed.stdout[-6000:]}\n{completed.stderr[-6000:]}"
+    )
+    return completed.stdout
 
 
 def members(wheel: Path) -> dict[str, bytes]:
@@ -56,7 +58,7 @@ def only(folder: Path, pattern: str) -> Path:
     return path
 
 
-### What is said of a version
+### Versions
 
 
 def test_the_changelog_begins_with_what_is_unreleased_and_then_has_this_version():
@@ -67,14 +69,18 @@ def test_the_changelog_begins_with_what_is_unreleased_and_then_has_this_version(
 
 def test_the_page_says_which_jax_and_python_are_supported():
     page = (ROOT / "docs" / "releases.md").read_text()
-    (jax,) = (one for one in PROJECT["dependencies"] if one.startswith("jax>"))
+    (jax,) = (
+        requirement for requirement in PROJECT["dependencies"] if requirement.startswith("jax>")
+    )
     pythons = [
-        one.rpartition(" ")[2] for one in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", one)
+        classifier.rpartition(" ")[2]
+        for classifier in PROJECT["classifiers"]
+        if re.search(r":: 3\.\d+$", classifier)
     ]
     assert f"| JAX | `{jax}` |" in page and f"| Python | {', '.join(pythons)} |" in page
 
 
-### What the archives hold
+### Contents of the archives
 
 
 @pytest.mark.steps
@@ -85,10 +91,10 @@ def test_the_wheel_holds_the_packages_files_and_nothing_else(built):
     ).stdout
     info = f"fddp-{PROJECT['version']}.dist-info"
     described = {f"{info}/{name}" for name in ("METADATA", "WHEEL", "RECORD", "licenses/LICENSE")}
-    held = members(only(built, f"fddp-{PROJECT['version']}-py3-none-any.whl"))
-    assert set(held) == set(listed.split()) | described
-    assert "fddp/py.typed" in held
-    assert held["fddp/__init__.py"] == (ROOT / "fddp" / "__init__.py").read_bytes()
+    contents = members(only(built, f"fddp-{PROJECT['version']}-py3-none-any.whl"))
+    assert set(contents) == set(listed.split()) | described
+    assert "fddp/py.typed" in contents
+    assert contents["fddp/__init__.py"] == (ROOT / "fddp" / "__init__.py").read_bytes()
 
 
 @built_with_uv
@@ -101,14 +107,13 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
     assert not {".venv", ".git", "runs", "site"} & top
 
 
-### What the wheel is
+### The wheel
 
 
 @built_with_uv
 @pytest.mark.slow
 def test_the_wheel_alone_passes_the_tests(built, tmp_path):
-    """In an environment that holds nothing else of fddp, in a folder that holds its tests and its
-    models only."""
+    """The environment holds nothing else of fddp, and the folder only its tests and models."""
     python = tmp_path / "environment" / "bin" / "python"
     run(UV, "venv", "--quiet", "--python", sys.executable, tmp_path / "environment", cwd=tmp_path)
     tools = [f"{name}=={version(name)}" for name in ("pytest", "pytest-xdist", "hypothesis", "jax")]

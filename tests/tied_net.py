@@ -34,6 +34,6 @@ def tied_net(params: Any, tokens: Any) -> jax.Array:
 
 
 def plain(first: Any, steps: int) -> Any:
-    """The parameters after so many steps of Adam, the k-th on the tokens rolled by k."""
+    """The parameters after so many steps of Adam, step k on the tokens rolled by k."""
     batches = [np.roll(TOKENS, k, axis=0) for k in range(steps)]
     return by_plain_jax(tied_net, ADAM, first, batches).params

@@ -1,4 +1,4 @@
-"""Which cases of a test run in the default tier; all others are in the tier `slow`."""
+"""The cases of a test that run in the default tier; all others are in the tier `slow`."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -28,11 +28,13 @@ def crossed(**values: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator
 
 def leave_to_slow(items: Sequence[pytest.Item]) -> None:
     """Marks as `slow` the cases of a test that its mark `quick` does not name."""
-    named, present = set[tuple[str, str]](), set[tuple[str, str]]()
+    named = set[tuple[str, str]]()
+    present = set[tuple[str, str]]()
     for item in items:
         quick = item.get_closest_marker("quick")
         if quick and isinstance(item, pytest.Function):
-            test, case = item.nodeid.split("[")[0], item.callspec.id
+            test = item.nodeid.split("[")[0]
+            case = item.callspec.id
             named |= {(test, name) for name in quick.args}
             present.add((test, case))
             if case not in quick.args:

@@ -37,6 +37,12 @@ def same_arrays(got: Any, expected: Any) -> None:
     assert jax.tree.map(_sharding, got) == jax.tree.map(_sharding, expected)
 
 
+def on_each_device(x: jax.Array) -> list[np.ndarray]:
+    """The data of an array on each device, in order."""
+    shards = sorted(x.addressable_shards, key=lambda shard: shard.device.id)
+    return [np.asarray(shard.data) for shard in shards]
+
+
 def _numbers(x: Any) -> Any:
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x

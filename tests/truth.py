@@ -1,4 +1,4 @@
-"""What trainings are held against: plain JAX on one device, without fddp, on joined batches."""
+"""The truth for trainings: plain JAX on one device, without fddp, on joined batches."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -47,7 +47,9 @@ def by_plain_jax(
     # the program, which JAX remembers, while the program lives, in the precision that was set.
     step = jax.jit(partial(_step, loss, optimizer, parts))
     params = jax.tree.map(jnp.asarray, params)
-    opt_state, losses, history = optimizer.init(params), list[jax.Array](), list[Any]()
+    opt_state = optimizer.init(params)
+    losses = list[jax.Array]()
+    history = list[Any]()
     for batch in batches:
         value, params, opt_state = step(params, opt_state, batch)
         losses.append(value)

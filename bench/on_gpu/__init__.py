@@ -1,2 +1,1 @@
-"""The parts of bench/gpu.py: each asks one question of the GPUs that are there, in a process of its
-own."""
+"""The parts of bench/gpu.py: each answers one question about the GPUs in a process of its own."""

@@ -1,4 +1,4 @@
-"""What fddp compiles ahead of time for GPUs of this kind; it uses none of them."""
+"""Programs that fddp compiles ahead of time for GPUs of this kind; it uses none of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +17,9 @@ SHARDS = (None, "optimizer", "state")
 REPLICAS = 8
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Audits the step of the part `ranks`, and reads what memory a state needs that eight replicas
-    share."""
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+    """Audits the step of the part `ranks`, and reads the memory of a state in shards on eight
+    replicas."""
     if machine.chip is None:
         return {}
     name = machine.held
@@ -31,31 +31,15 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def audited(name: str, where: str) -> dict[str, Any]:
-    """Audits the step that the ranks run.
-
-    Args:
-      name: module:preset:rows of a replica.
-      where: the target.
-
-    Returns:
-      What the audit says.
-    """
+    """Audits the step of the ranks, for a model as module:preset:rows."""
     workload, target = _read(name, where)
     step, state = workload.step(target.group(), schedule="fused", bucket_cap_mb=CAP_MB)
-    return {"target": where, **told(fddp.audit(step, state, workload.batch, where))}
+    return {"target": where, **audit_figures(fddp.audit(step, state, workload.batch, where))}
 
 
 def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
-    """Reads in a program that is compiled for eight GPUs what memory each of them needs.
-
-    Args:
-      name: module:preset:rows of a replica.
-      chip: the kind of GPU.
-      shard: as `fddp.train_step` takes it.
-
-    Returns:
-      Figures.
-    """
+    """Reads the memory of each of eight GPUs off a compiled program, for a model as
+    module:preset:rows."""
     workload, target = _read(name, f"{chip}:{REPLICAS}")
     step, state = workload.step(target.group(), schedule="fused", shard=shard)
     lowered = step.lower(state, workload.batch)
@@ -63,13 +47,13 @@ def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
 
 
 def allocated(lowered: Any) -> dict[str, float]:
-    """The MiB that XLA says a program has: arguments, and what it allocates beside them."""
+    """XLA's figures of a program's memory in MiB: arguments, and its other allocations."""
     memory = device_memory.memory_of(of_one_program(lowered.compile()))
-    assert memory is not None  # of GPUs XLA tells it
+    assert memory is not None  # XLA reports it for GPUs
     return {"arguments_MiB": memory.given / MiB, "more_MiB": memory.more / MiB}
 
 
-def told(audit: Audit) -> dict[str, Any]:
+def audit_figures(audit: Audit) -> dict[str, Any]:
     """An audit, as JSON can hold it."""
     return {
         "buckets": len(audit.plan.buckets),
@@ -95,7 +79,7 @@ def tell(figures: dict[str, Any]) -> str:
 
 
 def program_words(figures: dict[str, Any]) -> str:
-    """What an audit found, in words."""
+    """The results of an audit, in words."""
     return (
         f"{figures['asynchronous']} of {figures['collectives']} collectives asynchronous, "
         f"{figures['buckets']} buckets "

@@ -1,4 +1,4 @@
-"""What a fused step costs on one replica: against a step by hand, and packing against a copy of as
+"""The cost of a fused step on one replica: against a step by hand, and packing against a copy of as
 many bytes."""
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from fddp.analysis.auditing.gpus import CHIPS
 from fddp.buckets.packing import pack, unpack
 
 
-def asked_of_steps(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_steps(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times a step of each model, and the same by hand."""
     return {
         name: lambda name=name: measure(read(name), rounds=machine.rounds) for name in machine.timed
@@ -35,21 +35,13 @@ def tell_steps(figures: dict[str, Any]) -> str:
     )
 
 
-def asked_of_packing(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_packing(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times packing for each model."""
     return {name: partial(packing, name, machine) for name in machine.timed}
 
 
 def packing(name: str, machine: Machine) -> dict[str, Any]:
-    """Times packing and unpacking a model's gradients, and a copy of the buckets, in turn.
-
-    Args:
-      name: module:preset:rows.
-      machine: what it runs on.
-
-    Returns:
-      Figures.
-    """
+    """Times packing and unpacking a model's gradients, and a copy of the buckets, in turn."""
     params = read(name).params
     plan = fddp.make_plan(params)
     packed = jax.jit(lambda tree: pack(plan, tree))
@@ -66,7 +58,7 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
     seconds = interleave(runs, rounds=2 * machine.rounds)
     nbytes = sum(bucket.nbytes for bucket in plan.buckets)
     rate = 2 * nbytes / float(np.median(seconds["copy"]))
-    whole = all(map(np.array_equal, jax.tree.leaves(opened(buckets)), jax.tree.leaves(params)))
+    equal = all(map(np.array_equal, jax.tree.leaves(opened(buckets)), jax.tree.leaves(params)))
     return {
         "MiB": nbytes / 2**20,
         "buckets": len(plan.buckets),
@@ -76,7 +68,7 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
         else None,
         **{f"{way}_us": 1e6 * float(np.median(values)) for way, values in seconds.items()},
         **{f"{way} / copy": ratio(seconds[way], seconds["copy"]) for way in ("pack", "unpack")},
-        **({} if whole else {"wrong": "what was unpacked is not what was packed"}),
+        **({} if equal else {"wrong": "what was unpacked is not what was packed"}),
     }
 
 

@@ -1,4 +1,4 @@
-"""How far is a step from the estimate of `fddp.audit`, by the program that runs here?"""
+"""The ratio of a step's time to the estimate of `fddp.audit`, for the program of this machine."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,21 +15,14 @@ from fddp.analysis.auditing.targets import read_target
 from fddp.hlo import find_collectives, parse, work
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times each model and estimates the program that ran."""
-    return {name: partial(beside, name, machine) for name in machine.timed}
+    return {name: partial(compare, name, machine) for name in machine.timed}
 
 
-def beside(name: str, machine: Machine) -> dict[str, Any]:
-    """Times a fused step, and estimates its program at the chip's peak rates.
-
-    Args:
-      name: module:preset:rows.
-      machine: what it runs on.
-
-    Returns:
-      Figures; without an estimate for a GPU whose rates fddp does not know.
-    """
+def compare(name: str, machine: Machine) -> dict[str, Any]:
+    """Times a fused step, and estimates its program at the chip's peak rates, if fddp knows
+    them."""
     workload = read(name)
     step, state = workload.step(optax.adamw(1e-3))
 
@@ -45,9 +38,9 @@ def beside(name: str, machine: Machine) -> dict[str, Any]:
     module = parse(step.lower(state, workload.batch).compile().as_text() or "")
     line = estimate(module, find_collectives(module), read_target(f"{machine.chip}:1"))
     flops = sum(
-        one.flops
+        operation.flops
         for at, inside in next(module.schedules()).lines
-        for one in work(module, at, inside)
+        for operation in work(module, at, inside)
     )
     return measured | {
         "estimated_ms": 1e3 * line.seconds,

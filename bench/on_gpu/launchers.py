@@ -1,5 +1,5 @@
-"""Which GPU does each rank get, by each launcher that is here? Where one is missing, its variables
-are set by hand."""
+"""The GPU of each rank under each installed launcher; the variables of missing ones are set by
+hand."""
 
 import json
 import os
@@ -28,7 +28,7 @@ OPEN_MPI = {
 }
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Starts ranks by fddp itself, and by torchrun, mpirun and srun or their variables."""
     size = str(machine.ranks)
     run = (sys.executable, "-m", "fddp", "run", "-n", size, "--by", "processes", SCRIPT[1])
@@ -41,41 +41,45 @@ def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
             _started, machine, (torchrun, "--nproc-per-node", size, "--no-python", *SCRIPT)
         )
     else:
-        ways["torchrun's variables"] = partial(_by_hand, machine, _torchrun, _all)
+        ways["torchrun's variables"] = partial(_by_hand, machine, _torchrun, _all_gpus)
     if mpirun := _installed("mpirun"):
         ways["mpirun"] = partial(_started, machine, (mpirun, "-n", size, *SCRIPT))
     else:
-        ways["Open MPI's variables"] = partial(_by_hand, machine, _open_mpi, _all)
+        ways["Open MPI's variables"] = partial(_by_hand, machine, _open_mpi, _all_gpus)
     if (srun := _installed("srun")) and _slurm_answers():
-        own = ("--gpus-per-task=1",) if machine.gpus > 1 else ()
+        gpu_option = ("--gpus-per-task=1",) if machine.gpus > 1 else ()
         ways["srun"] = partial(
-            _started, machine, (srun, "--immediate=10", "-N1", "-n", size, *own, *SCRIPT)
+            _started, machine, (srun, "--immediate=10", "-N1", "-n", size, *gpu_option, *SCRIPT)
         )
-    ways["srun's variables, one GPU a task"] = partial(_by_hand, machine, _srun, _one)
+    ways["srun's variables, one GPU a task"] = partial(_by_hand, machine, _srun, _gpu_of_rank)
     if machine.gpus > 1:
-        ways["srun's variables, all GPUs a task"] = partial(_by_hand, machine, _srun, _all)
+        ways["srun's variables, all GPUs a task"] = partial(_by_hand, machine, _srun, _all_gpus)
     return {name: partial(_judged, machine, way) for name, way in ways.items()}
 
 
 def tell(figures: dict[str, Any]) -> str:
     """The figures in words."""
-    backends = sorted({one["backend"] for one in figures["ranks"]})
+    backends = sorted({rank_report["backend"] for rank_report in figures["ranks"]})
     got = ", ".join(
-        f"rank {one['rank']} → {' and '.join(one['gpus']) or 'the CPU'}" for one in figures["ranks"]
+        f"rank {rank_report['rank']} → {' and '.join(rank_report['gpus']) or 'the CPU'}"
+        for rank_report in figures["ranks"]
     )
     return f"{got}; over {' and '.join(backends)}"
 
 
 def _judged(machine: Machine, way: Callable[[], list[dict[str, Any]]]) -> dict[str, Any]:
-    ranks = sorted(way(), key=lambda one: one["rank"])
+    ranks = sorted(way(), key=lambda rank_report: rank_report["rank"])
     size = machine.ranks
-    gpus = [gpu for one in ranks for gpu in one["gpus"]]
+    gpus = [gpu for rank_report in ranks for gpu in rank_report["gpus"]]
     wrong = ""
-    if [one["rank"] for one in ranks] != list(range(size)) or any(
-        one["mean"] != (size - 1) / 2 for one in ranks
+    if [rank_report["rank"] for rank_report in ranks] != list(range(size)) or any(
+        rank_report["mean"] != (size - 1) / 2 for rank_report in ranks
     ):
         wrong = " ".join(
-            (f"not all of {size} ranks have trained together", *(one["said"] for one in ranks))
+            (
+                f"not all of {size} ranks have trained together",
+                *(rank_report["said"] for rank_report in ranks),
+            )
         )
     elif machine.gpus > 1 and len(set(gpus)) != size:
         wrong = "ranks share GPUs though there is one for each"
@@ -96,7 +100,9 @@ def _started(machine: Machine, command: Sequence[str]) -> list[dict[str, Any]]:
     """Starts one command that starts the ranks."""
     # mpirun says nowhere where to meet; the other launchers' words are as good.
     coordinator = {"FDDP_COORDINATOR": _free()} if Path(command[0]).name == "mpirun" else {}
-    return _said([(command, os.environ | shared(machine, os.environ) | OPEN_MPI | coordinator)])
+    return _reports_of(
+        [(command, os.environ | shared(machine, os.environ) | OPEN_MPI | coordinator)]
+    )
 
 
 def _by_hand(
@@ -112,21 +118,25 @@ def _by_hand(
         {"CUDA_VISIBLE_DEVICES": shown(machine, rank)} if machine.gpus > 1 else {}
         for rank in range(size)
     ]
-    return _said([(SCRIPT, {**env, **variables(rank, size), **gpus[rank]}) for rank in range(size)])
+    return _reports_of(
+        [(SCRIPT, {**env, **variables(rank, size), **gpus[rank]}) for rank in range(size)]
+    )
 
 
-def _said(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> list[dict[str, Any]]:
-    """Runs commands side by side, and reads what the ranks have printed."""
+def _reports_of(
+    commands: Sequence[tuple[Sequence[str], Mapping[str, str]]],
+) -> list[dict[str, Any]]:
+    """Runs commands side by side, and reads the output of the ranks."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with ending(
         [subprocess.Popen(command, env=dict(env), **pipes) for command, env in commands]
     ) as jobs:
         texts = [job.communicate(timeout=PATIENCE_S)[0] for job in jobs]
     lines = [line.partition(which_gpu.MARK)[2] for text in texts for line in text.splitlines()]
-    found = [json.loads(line) for line in lines if line]
-    if not found or any(job.returncode for job in jobs):
+    reports = [json.loads(line) for line in lines if line]
+    if not reports or any(job.returncode for job in jobs):
         raise RuntimeError("\n".join(text[-700:] for text in texts))
-    return found
+    return reports
 
 
 ### Variables
@@ -164,27 +174,27 @@ def _srun(rank: int, size: int) -> Mapping[str, str]:
     }
 
 
-def _all(machine: Machine, rank: int) -> str:
+def _all_gpus(machine: Machine, rank: int) -> str:
     """All GPUs that this process sees."""
     del rank
     return os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(machine.gpus)))
 
 
-def _one(machine: Machine, rank: int) -> str:
+def _gpu_of_rank(machine: Machine, rank: int) -> str:
     """The GPU of one rank alone."""
-    return _all(machine, rank).split(",")[rank]
+    return _all_gpus(machine, rank).split(",")[rank]
 
 
-### What is here
+### Installed launchers
 
 
 def _installed(program: str) -> str | None:
-    """A program on the path, or beside this Python."""
+    """A program on the path, or next to this Python."""
     return shutil.which(program) or shutil.which(program, path=str(Path(sys.executable).parent))
 
 
 def _slurm_answers() -> bool:
-    """Whether there is a Slurm behind its commands."""
+    """True if there is a Slurm behind its commands."""
     try:
         return (
             subprocess.run(["sinfo"], capture_output=True, timeout=5, check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, the models that fit them, and the variables under which a part runs."""
+"""The GPUs of this machine, the models for them, and the variables of a part."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from fddp.analysis.auditing.gpus import CHIPS
 from fddp.analysis.doctor import installed
 
 ROOT = Path(__file__).parents[2]
-# module:preset:rows of a replica, the quickest to compile first: what the time is too short for
+# module:preset:rows of a replica, the quickest to compile first: models without enough time
 # comes last. Of the GPT of 360 million parameters 8 layers of 32 are written out, and all are under
 # a scan.
 LARGE = ("mlp:1024:2048", "scanned:360m:4", "bert:base:32", "resnet:50:64", "gpt:360m@8:4")
@@ -27,13 +27,13 @@ REHEARSAL = {
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else "",
 }
-# What the ranks train: module:preset:rows of each, and a cap that makes several buckets of it.
+# The model of the ranks: module:preset:rows of each, and a cap that makes several buckets of it.
 RANKED = "gpt:tiny:8"
 CAP_MB = 0.1
 
 
 class Machine(NamedTuple):
-    """What a part knows of the machine before it looks."""
+    """The description of a machine that a part starts with."""
 
     platform: str
     """"gpu", or "cpu" where the parts are rehearsed."""
@@ -46,7 +46,7 @@ class Machine(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is a GPU."""
+        """True if there is a GPU."""
         return self.platform == "gpu"
 
     @property
@@ -78,7 +78,7 @@ class Machine(NamedTuple):
 
     @property
     def timed(self) -> tuple[str, ...]:
-        """Those whose time means something; a rehearsal takes two, to be short."""
+        """The models with meaningful times; a rehearsal takes two, to be short."""
         return (self.models[0], self.models[-1]) if self.quick else self.models
 
     @property
@@ -88,19 +88,12 @@ class Machine(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """How often something is timed."""
+        """The number of times that something is timed."""
         return 3 if self.quick else 25
 
 
 def look(quick: bool) -> Machine:
-    """Asks JAX for the devices of this process; it holds them as long as it lives.
-
-    Args:
-      quick: whether the models are to be tiny.
-
-    Returns:
-      The machine.
-    """
+    """Reads the devices of this process from JAX; the process holds them as long as it lives."""
     devices = jax.local_devices()
     on_gpu = devices[0].platform in ("gpu", "cuda")
     stats = devices[0].memory_stats() or {}
@@ -127,9 +120,11 @@ def variables(env: Mapping[str, str], cache: str) -> dict[str, str]:
       All variables.
     """
     paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
-    # JAX refuses the old name of this variable beside the new one.
-    kept = {name: value for name, value in env.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
-    return kept | {
+    # JAX refuses the old name of this variable together with the new one.
+    inherited = {
+        name: value for name, value in env.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    }
+    return inherited | {
         "PYTHONPATH": os.pathsep.join(paths),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_CLIENT_MEM_FRACTION": "0.9",
@@ -139,29 +134,21 @@ def variables(env: Mapping[str, str], cache: str) -> dict[str, str]:
 
 
 def one_gpu(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that show a process the first GPU alone, of those that it would see."""
+    """Variables that show a process only the first of its visible GPUs."""
     return {"CUDA_VISIBLE_DEVICES": env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
 
 
 def shared(machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ranks: a GPU each, or one GPU for all, which NCCL allows from version 2.30
-    on if it is told.
-
-    Args:
-      machine: the GPUs.
-      env: this process's own.
-
-    Returns:
-      The variables that differ.
-    """
+    """The variables of ranks: a GPU each, or one GPU for all, which NCCL allows by a flag from 2.30
+    on."""
     # Two threads of XLA:CPU. And no folder of programs: ranks of a GPU share the work of compiling,
     # and one that finds its program there would leave the others waiting.
-    ours = {"NPROC": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    nccl_variables = {"NPROC": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if not machine.on_gpu or machine.gpus > 1:
-        return ours
+        return nccl_variables
     fraction = f"{0.8 / machine.ranks:.2f}"
     return {
-        **ours,
+        **nccl_variables,
         **one_gpu(env),
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",
         "XLA_CLIENT_MEM_FRACTION": fraction,

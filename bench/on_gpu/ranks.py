@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import fddp
-from bench.on_gpu.ahead import SHARDS, allocated, program_words, told
+from bench.on_gpu.ahead import SHARDS, allocated, audit_figures, program_words
 from bench.on_gpu.machine import CAP_MB, RANKED, Machine, shared
 from bench.record import interleave, ratio, summary
 from bench.workload import Workload, read
@@ -55,48 +55,44 @@ def on_ranks(machine: Machine, fn: Callable[..., Any], *args: Any) -> list[Any]:
 ### The losses of one replica, and the program
 
 
-def asked_of_training(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_training(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Trains on all ranks and on one of them alone, on the rows of all."""
     return {RANKED: lambda: on_ranks(machine, train)[0]}
 
 
 def train() -> dict[str, Any]:
-    """One rank's part.
-
-    Returns:
-      Figures, equal on all ranks but for what each has lost.
-    """
+    """Does one rank's part; returns figures that are equal on all ranks, except for the losses."""
     group = fddp.init()
     workload = read(RANKED, group.size)
-    mine = _rows_of(workload.batch, group.rank, group.processes)
+    local_rows = _rows_of(workload.batch, group.rank, group.processes)
     optimizer = optax.adamw(1e-3)
 
     def losses(**options: Any) -> list[float]:
         step, state = workload.step(optimizer, **options)
-        rows = mine if options["group"] is group else workload.batch
-        found = []
+        rows = local_rows if options["group"] is group else workload.batch
+        values = []
         for _ in range(STEPS):
             state, info = step(state, rows)
-            found.append(float(info.loss))
-        return found
+            values.append(float(info.loss))
+        return values
 
     with jax.default_matmul_precision("highest"):
         together = losses(group=group, bucket_cap_mb=CAP_MB)
-        alone = losses(group=group.subgroup([group.rank]))
+        single = losses(group=group.subgroup([group.rank]))
     step, state = workload.step(optimizer, group=group, bucket_cap_mb=CAP_MB)
-    program = told(fddp.audit(step, state, mine))
-    apart = float(np.max(np.abs(np.subtract(together, alone)) / np.abs(alone)))
+    program = audit_figures(fddp.audit(step, state, local_rows))
+    distance = float(np.max(np.abs(np.subtract(together, single)) / np.abs(single)))
     return {
         "ranks": group.size,
         "backend": group.backend,
         "losses": together,
-        "alone": alone,
-        "largest_difference": apart,
+        "alone": single,
+        "largest_difference": distance,
         "program": program,
         **(
             {}
-            if apart <= LOSS
-            else {"wrong": f"losses differ from one replica's by {apart:.1e} of them"}
+            if distance <= LOSS
+            else {"wrong": f"losses differ from one replica's by {distance:.1e} of them"}
         ),
     }
 
@@ -113,7 +109,7 @@ def tell_training(figures: dict[str, Any]) -> str:
 ### The memory of a shared state
 
 
-def asked_of_memory(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_memory(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Trains with each kind of `shard`, in fresh processes: nothing sets a device's peak back."""
     name = machine.held
     return {
@@ -134,20 +130,20 @@ def use(name: str, shard: Any) -> dict[str, Any]:
     """
     group = fddp.init()
     workload = read(name, group.size)
-    mine = _rows_of(workload.batch, group.rank, group.processes)
+    local_rows = _rows_of(workload.batch, group.rank, group.processes)
     step, state = workload.step(optax.adamw(1e-3), group=group, shard=shard)
     workload = Workload(workload.loss_fn, None, None, None)  # the first parameters would count
-    state, _ = step(state, mine)
-    state, info = step(state, mine)
+    state, _ = step(state, local_rows)
+    state, info = step(state, local_rows)
     jax.block_until_ready((state, info))
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    held = sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards)
+    state_bytes = sum(shard.data.nbytes for x in arrays for shard in x.addressable_shards)
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return {
         "ranks": group.size,
-        "state_MiB": held / 2**20,
-        **allocated(step.lower(state, mine)),
+        "state_MiB": state_bytes / 2**20,
+        **allocated(step.lower(state, local_rows)),
         "peak_MiB": None if peak is None else peak / 2**20,
         **({} if np.isfinite(float(info.loss)) else {"wrong": "the loss is not finite"}),
     }
@@ -168,7 +164,7 @@ def tell_memory(figures: dict[str, Any]) -> str:
 ### Scanned layers
 
 
-def asked_of_scanned(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures_of_scanned(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Times a step over scanned layers, with an option of XLA as fddp gives it, on, and off."""
     return {machine.scanned: lambda: on_ranks(machine, scanned, machine.scanned, machine.rounds)[0]}
 
@@ -185,15 +181,15 @@ def scanned(name: str, rounds: int) -> dict[str, Any]:
     """
     group = fddp.init()
     workload = read(name, group.size)
-    mine = _rows_of(workload.batch, group.rank, group.processes)
-    seen = dict[str, Any]()
+    local_rows = _rows_of(workload.batch, group.rank, group.processes)
+    programs = dict[str, Any]()
     runs = dict[str, Callable[[], Any]]()
     for way, options in WAYS.items():
         step, state = workload.step(
             optax.sgd(1e-3), group=_group_with(options) if options else group, donate=False
         )
-        runs[way] = partial(step, state, mine)
-        seen[way] = told(fddp.audit(step, state, mine))
+        runs[way] = partial(step, state, local_rows)
+        programs[way] = audit_figures(fddp.audit(step, state, local_rows))
     seconds = interleave(runs, rounds=rounds, pause=group.barrier)
     return {
         "ranks": group.size,
@@ -201,7 +197,7 @@ def scanned(name: str, rounds: int) -> dict[str, Any]:
             way: {
                 **summary(seconds[way]),
                 "ratio": ratio(seconds[way], seconds[AS_IT_IS]),
-                "program": seen[way],
+                "program": programs[way],
             }
             for way in WAYS
         },

@@ -1,7 +1,7 @@
 """Does a fused step train as plain JAX does, on one replica?
 
 Products are taken in full float32: with TF32, the default on GPUs, two programs differ by more than
-fddp ever would. What rounding does is told by plain JAX itself. It is run once more, for not every
+fddp ever would. Plain JAX itself shows the effect of rounding. It is run once more, for not every
 program of XLA gives the same bits each time on a GPU; and with the rows in the reverse order, which
 adds the same numbers in another one.
 """
@@ -19,12 +19,14 @@ from bench.overhead import hand_written
 from bench.workload import read
 
 STEPS = 5
-# Of a loss, and of the way that the parameters have gone; or this many times what the order of the
-# rows makes.
-LOSS, WAY, TIMES = 1e-5, 1e-3, 10
+# Relative to a loss, and to the path of the parameters; or this many times the effect of the
+# order of the rows.
+LOSS = 1e-5
+WAY = 1e-3
+TIMES = 10
 
 
-def asked(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
+def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
     """Compares each model."""
     return {name: partial(compare, name) for name in machine.models}
 
@@ -44,12 +46,12 @@ def compare(name: str) -> dict[str, Any]:
         by_hand = jax.jit(hand_written(work.loss_fn, optimizer))
 
         def plain(batch: Any) -> tuple[list[float], Any]:
-            held: Any = (work.params, optimizer.init(work.params), work.model_state)
+            state: Any = (work.params, optimizer.init(work.params), work.model_state)
             losses = []
             for _ in range(STEPS):
-                held, (loss, _) = by_hand(held, batch)
+                state, (loss, _) = by_hand(state, batch)
                 losses.append(float(loss))
-            return losses, held[0]
+            return losses, state[0]
 
         def fused() -> tuple[list[float], Any]:
             step, state = work.step(optimizer)
@@ -60,55 +62,58 @@ def compare(name: str) -> dict[str, Any]:
             return losses, state.params
 
         expected = plain(work.batch)
-        ours = _difference(fused(), expected, work.params)
-        again = _difference(plain(work.batch), expected, work.params)
+        fddp_difference = _difference(fused(), expected, work.params)
+        repeated_difference = _difference(plain(work.batch), expected, work.params)
         rows = jax.tree.map(lambda x: x[::-1], work.batch)
-        turned = _difference(plain(rows), expected, work.params)
+        reversed_difference = _difference(plain(rows), expected, work.params)
     fine = all(
-        ours[what] <= max(limit, TIMES * turned[what])
+        fddp_difference[what] <= max(limit, TIMES * reversed_difference[what])
         for what, limit in (("loss", LOSS), ("way", WAY))
     )
     return {
         "steps": STEPS,
         "first_and_last_loss": [expected[0][0], expected[0][-1]],
-        "fddp": ours,
-        "plain_again": again,
-        "plain_with_rows_reversed": turned,
+        "fddp": fddp_difference,
+        "plain_again": repeated_difference,
+        "plain_with_rows_reversed": reversed_difference,
         **({} if fine else {"wrong": "it differs from plain JAX by more than rounding"}),
     }
 
 
 def tell(figures: dict[str, Any]) -> str:
     """The figures in words."""
-    ours = figures["fddp"]
-    bits = "the bits of plain JAX" if ours["bits_equal"] else "not the bits of plain JAX"
-    again = "its bits" if figures["plain_again"]["bits_equal"] else "other bits"
-    turned = figures["plain_with_rows_reversed"]
+    fddp = figures["fddp"]
+    bits = "the bits of plain JAX" if fddp["bits_equal"] else "not the bits of plain JAX"
+    bits_again = "its bits" if figures["plain_again"]["bits_equal"] else "other bits"
+    reversed_rows = figures["plain_with_rows_reversed"]
     return (
-        f"{bits} after {figures['steps']} steps: losses differ by {ours['loss']:.1e}, parameters "
-        f"by {ours['way']:.1e} "
-        f"of their way; plain JAX again has {again}, with rows reversed {turned['loss']:.1e} and "
-        f"{turned['way']:.1e}"
+        f"{bits} after {figures['steps']} steps: losses differ by {fddp['loss']:.1e}, "
+        f"parameters by {fddp['way']:.1e} of their way; plain JAX again has {bits_again}, "
+        f"with rows reversed {reversed_rows['loss']:.1e} and {reversed_rows['way']:.1e}"
     )
 
 
 def _difference(
-    one: tuple[list[float], Any], other: tuple[list[float], Any], start: Any
+    result: tuple[list[float], Any], expected: tuple[list[float], Any], start: Any
 ) -> dict[str, Any]:
-    apart, gone, equal = _apart(one[1], other[1], start)
+    distance, path_length, equal = _distances(result[1], expected[1], start)
     return {
-        "loss": max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(one[0], other[0])),
-        "way": float(apart / gone),
-        "bits_equal": one[0] == other[0] and bool(equal),
+        "loss": max(abs(a - b) / max(abs(b), 1e-30) for a, b in zip(result[0], expected[0])),
+        "way": float(distance / path_length),
+        "bits_equal": result[0] == expected[0] and bool(equal),
     }
 
 
 @jax.jit
-def _apart(one: Any, other: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """How far two ends are from each other, how far one is from the start, and whether the two have
-    equal bits."""
+def _distances(params: Any, expected: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The distance of two results, the distance of the second from the start, and True if they are
+    equal."""
     norm = optax.tree.norm
     equal = jnp.array(
-        [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other))]
+        [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected))]
     )
-    return norm(optax.tree.sub(one, other)), norm(optax.tree.sub(other, start)), jnp.all(equal)
+    return (
+        norm(optax.tree.sub(params, expected)),
+        norm(optax.tree.sub(expected, start)),
+        jnp.all(equal),
+    )

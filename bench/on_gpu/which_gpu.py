@@ -1,4 +1,4 @@
-"""One rank that some launcher has started: which GPU is its own, and does it reach the others?"""
+"""One rank of a launcher prints its own GPU, and True if it reaches the others."""
 
 import json
 import os
@@ -19,21 +19,18 @@ def main() -> None:
 
 
 def which() -> dict[str, Any]:
-    """Joins the others, takes one step with them, and looks.
-
-    Returns:
-      This rank's place, its GPUs as the machine numbers them, and the mean of all ranks' numbers.
-    """
+    """Joins the other ranks, takes one step with them, and returns this rank's place, its GPUs as
+    the machine numbers them, and the mean of all ranks' numbers."""
     group = fddp.init()
     devices = jax.local_devices()
     mean = None
-    said = ""
+    message = ""
     try:
         step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.5), group=group)
         state, _ = step(step.init(jnp.zeros(())), np.full(len(devices), group.rank, np.float32))
         mean = float(state.params)
-    except Exception as error:  # of NCCL: which GPU it is can be told all the same
-        said = str(error)[-300:]
+    except Exception as error:  # of NCCL: the GPU can be identified all the same
+        message = str(error)[-300:]
     shown = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     numbers = [device.local_hardware_id or 0 for device in devices]
     names = shown.split(",")
@@ -47,7 +44,7 @@ def which() -> dict[str, Any]:
         if on_gpu
         else [],
         "mean": mean,
-        "said": said,
+        "said": message,
     }
 
 

@@ -12,43 +12,26 @@ from bench.on_gpu.machine import RANKED, Machine
 def rows(
     name: str, result: dict[str, Any], tell: Callable[[dict[str, Any]], str]
 ) -> list[tuple[str, ...]]:
-    """One part's rows of the table.
-
-    Args:
-      name: of the part.
-      result: its figures, and what ended it.
-      tell: says figures in words.
-
-    Returns:
-      Cells.
-    """
-    found = [
-        (name, what, verdict(figures), _said(figures, tell))
+    """The rows of one part in the table; `tell` puts figures into words."""
+    table_rows = [
+        (name, what, verdict(figures), _in_words(figures, tell))
         for what, figures in result["figures"].items()
     ]
     if "failed" in result:
-        found.append(
+        table_rows.append(
             (name, f"after {result['seconds']:.0f} s", "FAILED", _end_of(result["failed"]))
         )
-    return found or [(name, "", "–", "there is nothing to ask on this machine")]
+    return table_rows or [(name, "", "–", "there is nothing to ask on this machine")]
 
 
 def verdict(figures: dict[str, Any]) -> str:
-    """Whether figures are there, and as they should be."""
+    """True if figures are present and sound."""
     return "FAILED" if "failed" in figures else "WRONG" if "wrong" in figures else "ok"
 
 
 def sentence(machine: Machine, results: dict[str, Any]) -> str:
-    """What was measured, for the first page; nothing that was not.
-
-    Args:
-      machine: the GPUs.
-      results: of all parts.
-
-    Returns:
-      A sentence.
-    """
-    said = [
+    """A sentence for the first page about the measured quantities, and no others."""
+    clauses = [
         words
         for words in (_same(results), _ranks(results), _cost(results), _estimate(results))
         if words
@@ -60,13 +43,13 @@ def sentence(machine: Machine, results: dict[str, Any]) -> str:
         else "CPUs, in a rehearsal of what a GPU is asked"
     )
     date = datetime.datetime.now(datetime.UTC).date()
-    told = "; ".join(said) or "nothing was measured"
+    measured = "; ".join(clauses) or "nothing was measured"
     failed = f" Not so: {', '.join(bad)}." if bad else ""
-    return f"On {where} (JAX {jax.__version__}, {date}): {told}.{failed}"
+    return f"On {where} (JAX {jax.__version__}, {date}): {measured}.{failed}"
 
 
 def unsound(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """Parts, and what of them has failed or is wrong."""
+    """The failed and wrong quantities, each with its part."""
     inside = [
         (name, what)
         for name, result in results.items()
@@ -80,30 +63,30 @@ def unsound(results: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _same(results: dict[str, Any]) -> str:
-    found = _sound(results, "same")
-    if not found:
+    entries = _sound(results, "same")
+    if not entries:
         return ""
-    equal = sum(one["fddp"]["bits_equal"] for one in found.values())
-    most = max(one["fddp"]["loss"] for one in found.values())
+    equal = sum(entry["fddp"]["bits_equal"] for entry in entries.values())
+    most = max(entry["fddp"]["loss"] for entry in entries.values())
     return (
-        f"a fused step trains {len(found)} models as plain JAX does ({equal} to the bit, losses "
+        f"a fused step trains {len(entries)} models as plain JAX does ({equal} to the bit, losses "
         f"within {most:.0e})"
     )
 
 
 def _ranks(results: dict[str, Any]) -> str:
-    one = _sound(results, "ranks").get(RANKED)
-    if one is None:
+    entry = _sound(results, "ranks").get(RANKED)
+    if entry is None:
         return ""
-    how = (
-        f"{one['ranks']} ranks over "
-        f"{one['backend'].upper() if one['backend'] == 'nccl' else one['backend'].title()}"
+    subject = (
+        f"{entry['ranks']} ranks over "
+        f"{entry['backend'].upper() if entry['backend'] == 'nccl' else entry['backend'].title()}"
     )
-    return f"{how} have one replica's losses within {one['largest_difference']:.0e}"
+    return f"{subject} have one replica's losses within {entry['largest_difference']:.0e}"
 
 
 def _cost(results: dict[str, Any]) -> str:
-    ratios = [one["fddp / by hand"]["median"] for one in _sound(results, "cost").values()]
+    ratios = [entry["fddp / by hand"]["median"] for entry in _sound(results, "cost").values()]
     return (
         f"a fused step takes {min(ratios):.2f} to {max(ratios):.2f} of a step by hand"
         if ratios
@@ -112,8 +95,8 @@ def _cost(results: dict[str, Any]) -> str:
 
 
 def _estimate(results: dict[str, Any]) -> str:
-    found = _sound(results, "estimate").values()
-    times = [one["measured / estimated"] for one in found if "measured / estimated" in one]
+    entries = _sound(results, "estimate").values()
+    times = [entry["measured / estimated"] for entry in entries if "measured / estimated" in entry]
     return (
         f"and {min(times):.1f} to {max(times):.1f} times what `fddp.audit` estimates"
         if times
@@ -123,10 +106,10 @@ def _estimate(results: dict[str, Any]) -> str:
 
 def _sound(results: dict[str, Any], name: str) -> dict[str, Any]:
     figures = results.get(name, {}).get("figures", {})
-    return {what: one for what, one in figures.items() if verdict(one) == "ok"}
+    return {what: entry for what, entry in figures.items() if verdict(entry) == "ok"}
 
 
-def _said(figures: dict[str, Any], tell: Callable[[dict[str, Any]], str]) -> str:
+def _in_words(figures: dict[str, Any], tell: Callable[[dict[str, Any]], str]) -> str:
     if "failed" in figures:
         return _end_of(figures["failed"])
     wrong = f"{figures['wrong']}: " if "wrong" in figures else ""

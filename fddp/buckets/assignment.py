@@ -78,11 +78,9 @@ def make_plan(
         )
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
     leaves = tuple(_leaf(path, value) for path, value in paths)
-    order = (
-        tuple(reversed(range(len(leaves))))
-        if order is None
-        else tuple(operator.index(i) for i in order)
-    )
+    if order is None:
+        order = range(len(leaves))[::-1]
+    order = tuple(map(operator.index, order))
     if len(set(order)) != len(order) or not all(0 <= i < len(leaves) for i in order):
         raise ValueError(
             f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, "
@@ -108,12 +106,10 @@ def check_caps(bucket_cap_mb: Any, first_bucket_mb: object, last_bucket_mb: obje
         raise ValueError(
             f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {bucket_cap_mb!r}."
         )
-    single_cap = {} if is_sequence else {"bucket_cap_mb": bucket_cap_mb}
-    for name, cap in {
-        **single_cap,
-        "first_bucket_mb": first_bucket_mb,
-        "last_bucket_mb": last_bucket_mb,
-    }.items():
+    caps = {"first_bucket_mb": first_bucket_mb, "last_bucket_mb": last_bucket_mb}
+    if not is_sequence:
+        caps = {"bucket_cap_mb": bucket_cap_mb} | caps
+    for name, cap in caps.items():
         if not _is_cap(cap):
             raise ValueError(f"{name} must be 0 or more MiB, got {cap!r}.")
 
@@ -132,10 +128,8 @@ def _fill(
     for i, key in keys.items():
         bucket = filling.setdefault((leaves[i].dtype, key), [])
         bucket.append(i)
-        if (
-            key is None
-            and sum(leaves[j].nbytes for j in bucket) >= caps[min(len(closed), len(caps) - 1)]
-        ):
+        cap = caps[min(len(closed), len(caps) - 1)]
+        if key is None and sum(leaves[j].nbytes for j in bucket) >= cap:
             closed.append(filling.pop((leaves[i].dtype, key)))
     return _by_readiness([*closed, *filling.values()], list(keys))
 

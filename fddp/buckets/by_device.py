@@ -24,12 +24,13 @@ class DeviceCut(NamedTuple):
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes along which the leaf is cut, from the first dim to the last."""
-        entries = (
-            entry if isinstance(entry, tuple) else (entry,)
-            for entry in self.spec
-            if entry is not None
-        )
-        return tuple(axis for entry in entries for axis in entry)
+        axes = list[str]()
+        for entry in self.spec:
+            if isinstance(entry, tuple):
+                axes += entry
+            elif entry is not None:
+                axes.append(entry)
+        return tuple(axes)
 
     @property
     def parts(self) -> int:
@@ -54,7 +55,7 @@ class DeviceCut(NamedTuple):
         """Stacks the parts of a JAX or NumPy array along a new first dim."""
         if not self.dims:
             return x[None]
-        blocks = x.reshape([n for pair in self.dims for n in pair])
+        blocks = x.reshape(np.ravel(self.dims).tolist())
         stack = blocks.transpose([*range(0, blocks.ndim, 2), *range(1, blocks.ndim, 2)])
         return stack.reshape(self.parts, *self.of_device(()))
 
@@ -62,13 +63,9 @@ class DeviceCut(NamedTuple):
         """Joins stacked parts to an array of shape `shape`: the inverse of `stacked`."""
         if not self.dims:
             return stack.reshape(shape)
-        ndim = len(self.dims)
-        blocks = stack.reshape(
-            [*(count for count, _ in self.dims), *(length for _, length in self.dims)]
-        )
-        return blocks.transpose([k + side for k in range(ndim) for side in (0, ndim)]).reshape(
-            shape
-        )
+        counts, lengths = zip(*self.dims)
+        order = np.arange(2 * len(counts)).reshape(2, -1).T.ravel().tolist()
+        return stack.reshape([*counts, *lengths]).transpose(order).reshape(shape)
 
 
 UNCUT = DeviceCut()

@@ -67,12 +67,10 @@ def take_tail(plan: BucketPlan, messages: Messages) -> tuple[tuple[Array, ...], 
     received = {
         (message.bucket, message.rows): array for message, array in zip(plan.messages, arrays)
     }
-    buckets = [
-        add_table_rows(bucket, received[k, True], received[k, False])
-        if bucket.rows
-        else received[k, False]
-        for k, bucket in enumerate(plan.buckets)
-    ]
+    for k, bucket in enumerate(plan.buckets):
+        if bucket.rows:
+            received[k, False] = add_table_rows(bucket, received[k, True], received[k, False])
+    buckets = [received[k, False] for k in range(len(plan.buckets))]
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
     return tuple(buckets), tail

@@ -77,10 +77,10 @@ def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
 
     def pieces(bucket: Bucket, flat: Array) -> list[Array]:
         leaves = plan.travelling(bucket)
-        rounds = flat if bucket.rounds == 1 else flat.reshape(bucket.rounds, -1)
-        split = jax.lax.split(
-            rounds, [leaf.size // bucket.rounds for leaf in leaves], axis=rounds.ndim - 1
-        )
+        sizes = [leaf.size // bucket.rounds for leaf in leaves]
+        if bucket.rounds > 1:
+            flat = flat.reshape(bucket.rounds, -1)
+        split = jax.lax.split(flat, sizes, axis=flat.ndim - 1)
         return [piece.reshape(leaf.shape) for leaf, piece in zip(leaves, split)]
 
     return put_together(plan, map(pieces, plan.buckets, buckets))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from fddp.buckets.part_forms import part_of
+from fddp.buckets.layout import leaf_layout
 from fddp.wording import preformatted, table
 
 MiB = 2**20
@@ -126,9 +126,9 @@ class Message(NamedTuple):
 
     @property
     def name(self) -> str:
-        return (
-            "tail" if self.bucket is None else f"{'rows' if self.rows else 'bucket'} {self.bucket}"
-        )
+        if self.bucket is None:
+            return "tail"
+        return f"rows {self.bucket}" if self.rows else f"bucket {self.bucket}"
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,7 @@ class BucketPlan:
     def padding(self) -> int:
         """Bytes of zeros that pad leaves, or the layers of stacks, to a multiple of `parts`."""
         leaves = [self.leaves[i] for i in {i for bucket in self.buckets for i in bucket.leaves}]
-        return sum(
-            (math.prod(part_of(x.shape, self.parts)) * self.parts - x.size) * x.dtype.itemsize
-            for x in leaves
-        )
+        return sum(leaf_layout(x.shape, self.parts).padding * x.dtype.itemsize for x in leaves)
 
     @property
     def carrier(self) -> Message:
@@ -198,38 +195,31 @@ class BucketPlan:
         buckets = (
             f"{b.leaves} {b.rows or b.slice or ''}{_in_rounds(b)}".rstrip() for b in self.buckets
         )
-        shards = [f"in {self.parts} parts"] if self.parts > 1 else []
-        text = [*map(str, self.leaves), *buckets, *map(str, self.messages), *shards]
+        text = [*map(str, self.leaves), *buckets, *map(str, self.messages)]
+        if self.parts > 1:
+            text.append(f"in {self.parts} parts")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        rows = [
-            (
-                str(k),
-                str(len(bucket.leaves)),
-                f"{bucket.nbytes / MiB:.3f}",
-                str(bucket.dtype),
-                _abridged(bucket.names) + _told(bucket),
+        rows = [("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")]
+        for k, bucket in enumerate(self.buckets):
+            size = f"{bucket.nbytes / MiB:.3f}"
+            names = _abridged(bucket.names) + _how_sent(bucket)
+            rows.append((str(k), str(len(bucket.leaves)), size, str(bucket.dtype), names))
+        lines = [*table(rows), self.summary]
+        if self.parts > 1:
+            padding = _counted(self.padding, "byte")
+            lines.append(
+                f"each is scattered to {self.parts} replicas and gathered, "
+                f"with {padding} of padding"
             )
-            for k, bucket in enumerate(self.buckets)
-        ]
-        header = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
-        carrier = self.carrier
-        scalars = (
-            "travel in one all-reduce of their own"
-            if carrier.bucket is None
-            else f"ride in {carrier.name}"
-        )
-        padding = _counted(self.padding, "byte")
-        footer = (
-            self.summary,
-            *[f"each is scattered to {self.parts} replicas and gathered, with {padding} of padding"]
-            * (self.parts > 1),
-            *[f"the loss has collectives of its own: {', '.join(self.collectives)}"]
-            * bool(self.collectives),
-            f"loss and metrics {scalars}; digest {self.digest}",
-        )
-        return "\n".join([*table([header, *rows]), *footer])
+        if self.collectives:
+            lines.append(f"the loss has collectives of its own: {', '.join(self.collectives)}")
+        scalars = f"ride in {self.carrier.name}"
+        if self.carrier.bucket is None:
+            scalars = "travel in one all-reduce of their own"
+        lines.append(f"loss and metrics {scalars}; digest {self.digest}")
+        return "\n".join(lines)
 
     _repr_html_ = preformatted
 
@@ -250,14 +240,20 @@ def place_scalars(
     ['bucket 0', 'bucket 1', 'tail']
     """
     bits = jnp.finfo(dtype).bits
-    count = len(plan.buckets)
-    wide = [k for k in range(count) if exact and _holds(plan.buckets[k], bits)]
-    carrier = wide[0 if early else -1] if wide else None
     messages = list[Message]()
-    for k, b in enumerate(plan.buckets):
-        messages += [Message(k, rows=True), Message(k)] if b.rows else [Message(k, k == carrier)]
-    tail = [Message(None, True)] if carrier is None else []
-    return replace(plan, messages=(*tail, *messages) if early else (*messages, *tail))
+    carriers = list[int]()
+    for k, bucket in enumerate(plan.buckets):
+        if bucket.rows:
+            messages.append(Message(k, rows=True))
+        if exact and _holds(bucket, bits):
+            carriers.append(len(messages))
+        messages.append(Message(k))
+    if carriers:
+        number = carriers[0] if early else carriers[-1]
+        messages[number] = messages[number]._replace(scalars=True)
+    else:
+        messages.insert(0 if early else len(messages), Message(None, scalars=True))
+    return replace(plan, messages=tuple(messages))
 
 
 def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
@@ -269,9 +265,9 @@ def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
 
 def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
     """Promotes a float dtype to hold all numbers of `least`; returns an integer dtype unchanged."""
-    return np.dtype(
-        jnp.promote_types(dtype, least) if jnp.issubdtype(dtype, jnp.inexact) else dtype
-    )
+    if jnp.issubdtype(dtype, jnp.inexact):
+        dtype = jnp.promote_types(dtype, least)
+    return np.dtype(dtype)
 
 
 def _holds(bucket: Bucket, bits: int) -> bool:
@@ -286,9 +282,10 @@ def _abridged(names: tuple[str, ...], width: int = 64) -> str:
     return text if len(text) <= width else f"{names[0]}, …, {names[-1]}"
 
 
-def _told(bucket: Bucket) -> str:
-    rows = bucket.rows
-    return f" ({rows.most} of {rows.of} rows, with their numbers)" if rows else _in_rounds(bucket)
+def _how_sent(bucket: Bucket) -> str:
+    if bucket.rows:
+        return f" ({bucket.rows.most} of {bucket.rows.of} rows, with their numbers)"
+    return _in_rounds(bucket)
 
 
 def _in_rounds(bucket: Bucket) -> str:

@@ -1,5 +1,6 @@
 """Slices of stacked gradients, sent in separate buckets before their loop over layers ends."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets.assignment import Caps, make_plan
 from fddp.buckets.groups import Groups, group_keys
-from fddp.buckets.part_forms import depth_of
+from fddp.buckets.layout import leaf_layout
 from fddp.buckets.plan import Bucket, BucketPlan, MiB, Slice, Travelling
 from fddp.buckets.table_rows import plan_with_table_rows
 
@@ -37,14 +38,21 @@ def fill_buckets(
     """
     del caps
     leaves = make_plan(tree, order=()).leaves
-    ungrouped = [i for i in loops if group_keys([leaves[i].name], groups)[0] is None]
-    stacks = [i for i in ungrouped if leaves[i].shape[0] == loops[i][1] > 0]
-    cap = bucket_cap_mb[-1] if isinstance(bucket_cap_mb, Sequence) else bucket_cap_mb
+    if isinstance(bucket_cap_mb, Sequence):
+        bucket_cap_mb = bucket_cap_mb[-1]
+    stacks = list[int]()
+    loop_bytes = Counter[int]()
+    for i, (loop, length) in loops.items():
+        (key,) = group_keys([leaves[i].name], groups)
+        if key is None and leaves[i].shape[0] == length > 0:
+            stacks.append(i)
+            loop_bytes[loop] += leaves[i].nbytes
     slices: dict[int, list[Travelling]] = {}
     for i in stacks:
         loop, length = loops[i]
-        nbytes = sum(leaves[k].nbytes for k in stacks if loops[k][0] == loop) / length
-        rounds = max(1, int(min(length, cap * MiB / nbytes))) if nbytes else length
+        rounds = length
+        if nbytes := loop_bytes[loop] / length:
+            rounds = max(1, int(min(length, bucket_cap_mb * MiB / nbytes)))
         begins = range(0, length, rounds)
         if len(begins) > 1:
             slices[i] = [Travelling(i, Slice(k, min(k + rounds, length)), loop) for k in begins]
@@ -74,15 +82,11 @@ def fill_rounds(
     6
     """
     leaves = make_plan(tree, order=()).leaves
-    loops_by_dtype = [
-        {i: loops[i] for i in loops if leaves[i].dtype == dtype}
-        for dtype in {leaves[i].dtype for i in loops}
-    ]
-    stacks = {
-        i: same_dtype[i]
-        for same_dtype in loops_by_dtype
-        for i in fill_buckets(tree, same_dtype, groups=groups, **caps)
-    }
+    stacks: dict[int, tuple[int, int]] = {}
+    for dtype in {leaves[i].dtype for i in loops}:
+        same_dtype = {i: loop for i, loop in loops.items() if leaves[i].dtype == dtype}
+        slices = fill_buckets(tree, same_dtype, groups=groups, **caps)
+        stacks |= {i: loops[i] for i in slices}
 
     def worth(loop: int) -> bool:
         before = sum(
@@ -99,9 +103,7 @@ def cut_in_layers(
     """Selects the leaves of loops whose shards are cut layer by layer: others have no slices."""
     leaves = jax.tree.leaves(tree)
     return {
-        i: loop
-        for i, loop in loops.items()
-        if depth_of(leaves[i].size, leaves[i].shape, num_shards) > 1
+        i: loop for i, loop in loops.items() if leaf_layout(leaves[i].shape, num_shards).depth > 1
     }
 
 
@@ -124,19 +126,20 @@ def plan_with_slices(
         return plan_with_table_rows(tree, touched, replicas, order=indices, groups=groups, **caps)
     leaf_plan = make_plan(tree, order=())
     leaves = jax.tree.leaves(tree)
-    user_keys = group_keys([leaf_plan.leaves[entry.leaf].name for entry in order], groups)
-    keys = [
-        ("rounds", entry.loop, entry.slice) if _by_rounds(entry) else key and ("group", key)
-        for entry, key in zip(order, user_keys)
-    ]
+    keys = group_keys([leaf_plan.leaves[entry.leaf].name for entry in order], groups)
+    touched_entries: dict[int, int] = {}
+    for k, entry in enumerate(order):
+        if _by_rounds(entry):
+            keys[k] = "rounds", entry.loop, entry.slice
+            continue
+        if keys[k] is not None:
+            keys[k] = "group", keys[k]
+        if entry.leaf in touched:
+            touched_entries[k] = touched[entry.leaf]
     # Plans a list of the entries; its leaves are named by their index.
     plan = plan_with_table_rows(
         [_form(leaves[entry.leaf], entry) for entry in order],
-        {
-            k: touched[entry.leaf]
-            for k, entry in enumerate(order)
-            if entry.leaf in touched and not _by_rounds(entry)
-        },
+        touched_entries,
         replicas,
         order=range(len(order)),
         groups=lambda name: keys[int(name)],

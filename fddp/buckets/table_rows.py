@@ -46,26 +46,21 @@ def plan_with_table_rows(
     [None]
     """
     leaves = make_plan(tree, order=order).leaves
-    keys = dict(zip(order, group_keys([leaves[i].name for i in order], groups)))
-    ungrouped = {
-        i: _bucket_of_rows(i, leaves[i], touched.get(i, 0)) for i in order if keys[i] is None
-    }
-    sparse = [
-        bucket
-        for i, bucket in ungrouped.items()
-        if bucket is not None and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES
-    ]
-    sparse_leaves = {bucket.leaves[0] for bucket in sparse}
-    plan = make_plan(
-        tree, order=[i for i in order if i not in sparse_leaves], groups=groups, **caps
-    )
+    keys = group_keys([leaves[i].name for i in order], groups)
+    sparse: dict[int, Bucket] = {}
+    for i, key in zip(order, keys):
+        if key is not None:
+            continue
+        bucket = _bucket_of_rows(i, leaves[i], touched.get(i, 0))
+        if bucket and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES:
+            sparse[i] = bucket
+    dense = [i for i in order if i not in sparse]
+    plan = make_plan(tree, order=dense, groups=groups, **caps)
     position = {i: k for k, i in enumerate(order)}
-    return replace(
-        plan,
-        buckets=tuple(
-            sorted([*plan.buckets, *sparse], key=lambda bucket: position[bucket.leaves[-1]])
-        ),
+    buckets = sorted(
+        [*plan.buckets, *sparse.values()], key=lambda bucket: position[bucket.leaves[-1]]
     )
+    return replace(plan, buckets=tuple(buckets))
 
 
 def take_table_rows(
@@ -160,8 +155,6 @@ def _number_words(numbers: Int32[Array, " rows"], dtype: np.dtype) -> UInt[Array
 
 def _numbers(words: UInt[Array, " words"]) -> Int32[Array, " rows"]:
     count = _words_of_number(words.dtype)
-    return (
-        words.astype(jnp.int32)
-        if count == 1
-        else jax.lax.bitcast_convert_type(words.reshape(-1, count), jnp.int32)
-    )
+    if count == 1:
+        return words.astype(jnp.int32)
+    return jax.lax.bitcast_convert_type(words.reshape(-1, count), jnp.int32)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fddp.checkpoints.folder import located, met, on_all
-from fddp.checkpoints.host_arrays import laid
+from fddp.checkpoints.host_arrays import read_state
 from fddp.checkpoints.restoring import newest, report_restored, source
 from fddp.checkpoints.saving import copy_part, sweep, write_part
 from fddp.checkpoints.state_forms import by_path
@@ -192,7 +192,7 @@ class Checkpoints:
             return state, None
         number, listed = checkpoint
         read = source(self._folder, number, listed)
-        state = on_all(self._folder, lambda: laid(group, number, listed, read, state))
+        state = on_all(self._folder, lambda: read_state(group, number, listed, read, state))
         report_restored(self._folder, number, listed)
         self._step.training.number = number
         self._last = number

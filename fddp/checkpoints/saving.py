@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from fddp.buckets import is_shard
 from fddp.checkpoints.files import Listed, digests, finish, swept
 from fddp.checkpoints.folder import Folder, remark
-from fddp.checkpoints.host_arrays import copy_gathered, copy_local, lies_apart
+from fddp.checkpoints.host_arrays import copy_gathered, copy_local, is_distributed
 from fddp.checkpoints.pending import metrics_literal
 from fddp.checkpoints.reports import WAIT_S, collect_reports, part, report, report_failure
 from fddp.checkpoints.state_forms import by_path, form
@@ -32,11 +32,14 @@ class Saved(NamedTuple):
 def copy_part(folder: Folder, number: int, state: TrainState, values: Mapping[str, Any]) -> Saved:
     """Copies this rank's part of a state, to be saved with `values`; every rank calls it."""
     group, _, shared, *_ = folder
-    together = shared and lies_apart(group, state)
+    together = shared and is_distributed(group, state)
     portions = copy_local(group, state) if shared else copy_gathered(group, state)
     leaves = by_path(state)
     forms = {name: form(group, name, x) for name, x in leaves.items()}
-    cuts = {name: x.cut.dims for name, x in leaves.items() if shared and is_shard(x) and x.cut.dims}
+    cuts = dict[str, Any]()
+    if shared:
+        shards = {name: x.layout.cut.dims for name, x in leaves.items() if is_shard(x)}
+        cuts = {name: dims for name, dims in shards.items() if dims}
     listed = Listed({**values, "metrics": metrics_literal(state)}, forms, {}, cuts)
     return Saved(number, portions, listed, range(group.processes if together else 1))
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import Shard, is_shard, stacked
+from fddp.buckets import Shard, is_shard, stack_shape
 from fddp.checkpoints.files import Listed
 from fddp.comm import REPLICATED, Group, shortened
 from fddp.jax_internals import resharded
 from fddp.step import TrainState
 from fddp.wording import leaf_name
 
-OWN = ("hook_state", "accumulated")
+PER_REPLICA = ("hook_state", "accumulated")
 """The fields of a state whose rows along a first dim belong to the replicas."""
 
 
@@ -83,8 +83,10 @@ def form(group: Group, name: str, x: Any) -> tuple[str, list[int]]:
     """Dtype and dims of a stored leaf: of the whole array, or of all replicas' copies or rows."""
     stored_form = word_form(x)
     if is_shard(x):
-        return str(stored_form.parts.dtype), list(stacked(stored_form, group.size).shape)
-    dims = [group.size, *stored_form.shape[1:]] if is_row(group, name) else list(stored_form.shape)
+        return str(stored_form.parts.dtype), list(stack_shape(stored_form, group.size))
+    dims = list(stored_form.shape)
+    if is_row_of_rank(group, name):
+        dims = [group.size, *dims[1:]]
     return str(stored_form.dtype), dims
 
 
@@ -93,9 +95,9 @@ def part_of_state(name: str) -> str:
     return name.split("/")[0]
 
 
-def is_row(group: Group, name: str) -> bool:
+def is_row_of_rank(group: Group, name: str) -> bool:
     """True if each rank has a separate array of its replica, as groups without a mesh have."""
-    return not group.placement.on_mesh and part_of_state(name) in OWN
+    return not group.placement.on_mesh and part_of_state(name) in PER_REPLICA
 
 
 def words(x: Any) -> Any:
@@ -120,7 +122,8 @@ def _flat_words(keys: jax.Array) -> jax.Array:
 
 
 def _shard_of_words(keys: Shard, flat: jax.Array | jax.ShapeDtypeStruct) -> Shard:
-    return replace(keys, parts=flat, shape=(*keys.shape, flat.size // max(1, keys.parts.size)))
+    shape = (*keys.shape, flat.size // max(1, keys.parts.size))
+    return replace(keys, parts=flat, layout=replace(keys.layout, shape=shape))
 
 
 def of_flat_words(flat: jax.Array, like: Any) -> jax.Array:

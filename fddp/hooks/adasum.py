@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fddp.buckets import of_rows, split_into_shards
+from fddp.buckets import Layout
 from fddp.comm import Communicator
 from fddp.hooks.hook import GradBucket, Hook, State, nothing, split_bucket
 from fddp.hooks.narrow import is_float
@@ -26,7 +26,8 @@ def adasum() -> Hook:
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
         if not is_float(bucket.buffer.dtype):
             return comm.all_reduce(bucket.buffer), memory
-        leaves = [split_into_shards(leaf, comm.size) for leaf in split_bucket(bucket)]
+        layouts = [Layout(leaf.shape, comm.size) for leaf in bucket.leaves]
+        leaves = [layout.split(x) for layout, x in zip(layouts, split_bucket(bucket))]
         sizes = [leaf.shape[1] for leaf in leaves]
         # Row i is this replica's shard of the gradients of replica i.
         shards = comm.all_to_all(jnp.concatenate(leaves, axis=1))
@@ -39,7 +40,7 @@ def adasum() -> Hook:
         rows = jnp.split(
             comm.all_gather(shards[0].astype(bucket.buffer.dtype)), _ends(sizes), axis=1
         )
-        sums = [of_rows(row, leaf.shape).reshape(-1) for row, leaf in zip(rows, bucket.leaves)]
+        sums = [layout.join(row).reshape(-1) for layout, row in zip(layouts, rows)]
         # The step divides by the weight of all replicas, as for a sum.
         return comm.size * jnp.concatenate(sums), memory
 

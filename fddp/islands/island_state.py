@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import Shard, is_shard, of_rows, own_part
+from fddp.buckets import Shard, is_shard, leaves_with_shards
 from fddp.comm import Group
 from fddp.islands.merging import Contribution, Leaves, SharedParams
-from fddp.local_training import LocalSteps, array_of, leaves_of
+from fddp.local_training import LocalSteps, array_of
 from fddp.step import IslandState, Replica, TrainState, with_trained
 
 
@@ -78,20 +78,19 @@ class Island:
             rows = jnp.asarray(self.members.all_gather(local_rows)).reshape(
                 -1, *local_rows.shape[1:]
             )
-            return np.asarray(of_rows(rows, x.shape, x.depth))
+            return np.asarray(x.layout.join(rows))
 
-        return [whole(x) for x in leaves_of(tree)]
+        return list(map(whole, leaves_with_shards(tree)))
 
     def _put(self, like: Any, leaves: Leaves) -> Any:
         """Places new copies of arrays on this process's replicas, laid out as in a tree."""
         placement = self.replica.group.placement
-        count = self.replica.group.parts
 
         def put(shard: Shard, x: Any) -> Shard:
             if shard.nodes is None:
                 rows = [np.reshape(x, -1)] * len(self.places)
             else:
-                rows = [own_part(x, count, jnp.int32(k), shard.depth) for k in self.places]
+                rows = [shard.layout.part(x, jnp.int32(place)) for place in self.places]
             array = jnp.array(np.concatenate(rows))
             return replace(shard, parts=placement.place(array, placement.per_replica))
 
@@ -132,7 +131,7 @@ def version_of(state: TrainState) -> int:
 
 def copy_leaves(tree: PyTree) -> list[np.ndarray]:
     """Copies arrays that each replica of an island holds whole to the host."""
-    return [_here(x) for x in leaves_of(tree)]
+    return list(map(_here, leaves_with_shards(tree)))
 
 
 def _here(x: Any) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import Array, Float, PyTree
 
-from fddp.buckets import Shard, insert_shards, is_shard, of_rows, whole_forms
+from fddp.buckets import Shard, insert_shards, is_shard, map_shards, whole_forms
 from fddp.comm import Group
 from fddp.losses import Joined
 from fddp.losses import Shared as Alike
@@ -99,10 +99,10 @@ def own_view(state: TrainState, shards: Sequence[Array]) -> TrainState:
 def own_copies(tree: PyTree) -> Any:
     """Replaces local copies by this replica's plain arrays."""
 
-    def own(x: Any) -> Any:
-        return x.parts.reshape(x.shape) if is_shard(x) and x.nodes is None else x
+    def own(x: Shard) -> Any:
+        return x.parts.reshape(x.shape) if x.nodes is None else x
 
-    return jax.tree.map(own, tree, is_leaf=is_shard)
+    return map_shards(own, tree)
 
 
 def array_of(x: Any) -> Any:
@@ -113,11 +113,6 @@ def array_of(x: Any) -> Any:
 def with_array(x: Any, array: Array) -> Any:
     """Replaces the array of a shard, or a plain array."""
     return replace(x, parts=array) if is_shard(x) else array
-
-
-def leaves_of(tree: PyTree) -> list[Any]:
-    """Lists arrays and shards."""
-    return jax.tree.leaves(tree, is_leaf=is_shard)
 
 
 def trained_leaves(replica: Replica, params: PyTree) -> Any:
@@ -131,13 +126,10 @@ def whole_view(group: Group, view: TrainState) -> TrainState:
     """Gathers whole parameters inside the island."""
     gather = group.communicator.at("node").all_gather
 
-    def whole(x: Any) -> Any:
-        if not is_shard(x):
-            return x
-        rows = gather(x.parts) if x.parts.size else x.parts
-        return of_rows(rows, x.shape, x.depth)
+    def whole(x: Shard) -> Array:
+        return x.layout.join(gather(x.parts) if x.parts.size else x.parts)
 
-    return view._replace(params=jax.tree.map(whole, view.params, is_leaf=is_shard))
+    return view._replace(params=map_shards(whole, view.params))
 
 
 def own_rows(rows: PyTree) -> Any:

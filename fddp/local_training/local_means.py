@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import Messages, Shard, cut_as_leaf, is_shard, make_plan, own_part, part_dims
+from fddp.buckets import Messages, Shard, is_shard, leaf_layout, leaves_with_shards, make_plan
 from fddp.comm import Level
 from fddp.hooks import Reduction
-from fddp.local_training.inside import array_of, leaves_of, parts_held, trained_leaves, with_array
+from fddp.local_training.inside import array_of, parts_held, trained_leaves, with_array
 from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.periods import NODE, fields_of
 from fddp.local_training.wire import Averaged, Wire
@@ -75,7 +75,7 @@ class LocalMean:
 
     def _leaves(self, view: TrainState) -> list[Any]:
         """Lists the arrays of a replica, as shards where it holds a part."""
-        leaves = leaves_of(self._tree(view))
+        leaves = leaves_with_shards(self._tree(view))
         return [leaves[k] for k in self.positions]
 
     def _tree(self, view: TrainState) -> Any:
@@ -106,9 +106,8 @@ class NodeMean(LocalMean):
     def _cut(self, x: Any, shared: Array) -> Array:
         if not is_shard(x):
             return shared
-        group = self.wire.group
-        index = group.communicator.at("shards").replica_index()
-        return own_part(shared, group.parts, index, x.depth)
+        index = self.wire.group.communicator.at("shards").replica_index()
+        return x.layout.part(shared, index)
 
     def _tree(self, view: TrainState) -> Any:
         return trained_leaves(self.replica, view.params)
@@ -129,7 +128,7 @@ def local_means(
     means = []
     for number, (name, _) in enumerate(steps.others, start=steps.fragments):
         if name == NODE:
-            positions = range(len(leaves_of(params)))
+            positions = range(len(leaves_with_shards(params)))
             wire = _wire(replica, island_size, scalars, name, params, positions, "neighbours")
             means.append(NodeMean(number, wire, positions, replica, steps.mix))
         else:
@@ -170,12 +169,10 @@ def _held_forms(
     inner: Way, replica: Replica, trained: PyTree, opt_state: PyTree
 ) -> tuple[Any, Any]:
     """Shapes and dtypes of a replica's arrays in an island, with shards for its parts."""
-    count = replica.group.parts
-    shapes = [x.shape for x in jax.tree.leaves(trained)]
+    layouts = [leaf_layout(x.shape, replica.group.parts) for x in jax.tree.leaves(trained)]
 
     def cut(x: Any, leaf: int) -> Shard:
-        depth, _ = cut_as_leaf(x.size, shapes[leaf], count)
-        form = jax.ShapeDtypeStruct(part_dims(x.size, count, depth), x.dtype)
-        return Shard(form, x.shape, depth=depth)
+        layout = layouts[leaf].of(x.shape)
+        return Shard(jax.ShapeDtypeStruct(layout.dims, x.dtype), layout)
 
     return parts_held(inner, replica, trained, opt_state, cut)

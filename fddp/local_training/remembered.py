@@ -8,9 +8,8 @@ have other units than pseudo-gradients, so the errors of one are never added to 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from fddp.buckets import BucketPlan, at_least, depth_of, own_part
+from fddp.buckets import BucketPlan, at_least, leaf_layout
 from fddp.comm import drop_replica_dim
 from fddp.hooks import Hook, Memory, by_message
 from fddp.step import Replica
@@ -28,9 +27,8 @@ def first_memory(hook: Hook, leaves: Any, num_parts: int, min_dtype: Any, averag
     """
 
     def of_leaf(leaf: jax.ShapeDtypeStruct) -> dict[str, Any]:
-        depth = depth_of(leaf.size, leaf.shape, num_parts)
-        part = jax.eval_shape(lambda x: own_part(x, num_parts, jnp.int32(0), depth), leaf)
-        change = jax.ShapeDtypeStruct(part.shape, at_least(leaf.dtype, min_dtype))
+        part_dims = leaf_layout(leaf.shape, num_parts).dims
+        change = jax.ShapeDtypeStruct(part_dims, at_least(leaf.dtype, min_dtype))
         return {GRADIENT: hook.init(leaf) if averages else (), CHANGE: hook.init(change)}
 
     return jax.tree.map(of_leaf, leaves)

@@ -22,8 +22,7 @@ from fddp.buckets import (
     Messages,
     add_tail,
     at_least,
-    depth_of,
-    own_part,
+    leaf_layout,
     pack,
     place_scalars,
     plan_of_parts,
@@ -94,7 +93,7 @@ class Wire:
         """Returns this replica's part of an array."""
         count = self.whole.parts
         index = self.group.communicator.at("node").replica_index() if count > 1 else jnp.int32(0)
-        return own_part(x, count, index, depth_of(x.size, x.shape, count))
+        return leaf_layout(x.shape, count).part(x, index)
 
     def packed(self, weight: Array, arrays: PyTree, more: PyTree) -> Messages:
         """Packs this replica's parts, in the plan's tree with None for leaves outside of it."""
@@ -117,7 +116,7 @@ class Wire:
 
     def unpacked(self, buckets: Sequence[Array]) -> list[Array | None]:
         """Unpacks the leaves of the plan's tree, with None for leaves outside the plan."""
-        tree = unpack_rows(self.of_parts, self.whole, self.whole.parts, buckets)
+        tree = unpack_rows(self.whole, self.of_parts, buckets)
         return self.whole.treedef.flatten_up_to(tree)
 
     @cached_property

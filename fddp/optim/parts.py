@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import Follows, Kind, Same, Whole, result_kinds, stays
-from fddp.optim.layout import map_state, masked
+from fddp.optim.state_leaves import map_state, masked
 from fddp.optim.updates import updates_of
 
 SCALAR = jax.ShapeDtypeStruct((), jnp.float32)

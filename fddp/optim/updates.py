@@ -23,7 +23,7 @@ import optax
 from jaxtyping import PyTree
 
 from fddp.jaxpr import inputs_of_outputs
-from fddp.optim.layout import map_state, masked
+from fddp.optim.state_leaves import map_state, masked
 
 # Arguments of optax's transformations for functions of the loss, or its gradients, at other
 # parameters.

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from fddp.buckets import DeviceCut, by_device, of_rows, own_part, part_dims, split_into_shards
+from fddp.buckets import Layout, by_device
 from fddp.comm import Communicator, add_bytes, count_aside
 from fddp.jaxpr import AtHome
 
@@ -41,65 +40,42 @@ def dealt(costs: Mapping[int, int], replicas: int) -> dict[int, int]:
     return homes
 
 
-class PartLayout(NamedTuple):
-    """The layout of an array in parts."""
+class Form(NamedTuple):
+    """An array in parts."""
 
-    shape: tuple[int, ...]
+    layout: Layout
     dtype: Any
-    depth: int
-    """Number of layers that are cut separately."""
-    dims: tuple[int, ...]
-    """Dims of one replica's part."""
 
 
 def at_home(
     comm: Communicator,
     homes: Mapping[int, int],
-    depth: Callable[[int, int], int],
+    leaf_layouts: Sequence[Layout],
     visits: Sequence[AtHome],
 ) -> list[list[Array]]:
     """Runs each function of a whole leaf at the leaf's home, and returns this replica's parts.
 
-    For use inside a program. `depth` maps (leaf, size of an array of the leaf) to the number of
-    layers that are cut separately.
+    For use inside a program.
     """
     visits_by_home = [
         [visit for visit in visits if homes[visit.leaf] == home] for home in range(comm.size)
     ]
-
-    def lying(leaf: int, shape: tuple[int, ...], dtype: DTypeLike) -> PartLayout:
-        layers = depth(leaf, prod(shape))
-        return PartLayout(shape, dtype, layers, part_dims(prod(shape), comm.size, layers))
-
-    input_layouts = [
-        [lying(x.leaf, dims, part.dtype) for x in visits for part, dims in zip(x.parts, x.shapes)]
-        for visits in visits_by_home
-    ]
-    output_layouts = [
-        [lying(x.leaf, form.shape, form.dtype) for x in visits for form in x.forms]
-        for visits in visits_by_home
-    ]
-    input_sizes = _fullest(input_layouts)
-    output_sizes = _fullest(output_layouts)
+    inputs = [_input_forms(leaf_layouts, visits) for visits in visits_by_home]
+    outputs = [_output_forms(leaf_layouts, visits) for visits in visits_by_home]
+    input_sizes = _fullest(inputs)
+    output_sizes = _fullest(outputs)
 
     def branch(
-        visits: Sequence[AtHome],
-        input_layouts: Sequence[PartLayout],
-        output_layouts: Sequence[PartLayout],
+        visits: Sequence[AtHome], inputs: Sequence[Form], outputs: Sequence[Form]
     ) -> Callable[[Packed], Packed]:
         def run(received: Packed) -> Packed:
-            rows = zip(_unpacked(input_layouts, received), input_layouts)
-            arrays = iter([of_rows(x, layout.shape, layout.depth) for x, layout in rows])
-            outputs = [
+            rows = zip(inputs, _unpacked(inputs, received))
+            arrays = iter([form.layout.join(x) for form, x in rows])
+            results = [
                 x for visit in visits for x in visit.run([next(arrays) for _ in visit.parts])
             ]
-            output_rows = [
-                split_into_shards(x, comm.size, layout.depth)
-                for x, layout in zip(outputs, output_layouts)
-            ]
-            return _packed(
-                [x.reshape(comm.size, -1) for x in output_rows], output_sizes, (comm.size,)
-            )
+            parts = [form.layout.split(x) for form, x in zip(outputs, results)]
+            return _packed([x.reshape(comm.size, -1) for x in parts], output_sizes, (comm.size,))
 
         return run
 
@@ -108,61 +84,67 @@ def at_home(
         for visits in visits_by_home
     ]
     received = _exchanged(comm, jax.tree.map(lambda *rows: jnp.stack(rows), *payloads))
-    outputs = jax.lax.switch(
-        comm.replica_index(),
-        [branch(*args) for args in zip(visits_by_home, input_layouts, output_layouts)],
-        received,
-    )
-    returned = _exchanged(comm, outputs)
+    branches = [branch(*args) for args in zip(visits_by_home, inputs, outputs)]
+    returned = _exchanged(comm, jax.lax.switch(comm.replica_index(), branches, received))
     local_outputs: dict[int, list[Array]] = {}
     for home, home_visits in enumerate(visits_by_home):
-        arrays = iter(
-            _unpacked(output_layouts[home], {dtype: rows[home] for dtype, rows in returned.items()})
-        )
-        local_outputs.update(
-            (visit.leaf, [next(arrays) for _ in visit.forms]) for visit in home_visits
-        )
+        packed = {dtype: rows[home] for dtype, rows in returned.items()}
+        arrays = iter(_unpacked(outputs[home], packed))
+        for visit in home_visits:
+            local_outputs[visit.leaf] = [next(arrays) for _ in visit.forms]
     return [local_outputs[visit.leaf] for visit in visits]
 
 
 def everywhere(
-    comm: Communicator, lies: Callable[[int, int], tuple[int, DeviceCut]], visits: Sequence[AtHome]
+    comm: Communicator, leaf_layouts: Sequence[Layout], visits: Sequence[AtHome]
 ) -> list[list[Array]]:
     """Runs each function of a whole leaf on all replicas, and returns this replica's parts.
 
     For use inside a program whose replicas are several devices. XLA divides the work among these
     devices, and may join them by a collective of all replicas: in a branch of a single replica the
-    collective would hang. `lies` maps (leaf, size of an array of the leaf) to the number of rows
-    that are cut separately, and to the parts on the devices of a replica.
+    collective would hang.
     """
 
-    def whole(leaf: int, x: Array, shape: tuple[int, ...]) -> Array:
-        depth, cut = lies(leaf, prod(shape))
+    def whole(layout: Layout, x: Array) -> Array:
+        cut = layout.cut
 
         def gather(comm: Communicator, x: Array) -> Array:
             return by_device(cut.axes, comm.all_gather, cut.rows, PartitionSpec(None, *cut.rows))(x)
 
-        rows, nbytes = count_aside(comm, gather, x.astype(_wire(x)))
+        rows, nbytes = count_aside(comm, gather, x.astype(_wire(x.dtype)))
         add_bytes(comm, cut.parts * nbytes)
-        return of_rows(rows, shape, depth, cut).astype(x.dtype)
+        return layout.join(rows).astype(x.dtype)
 
     def run(visit: AtHome) -> list[Array]:
-        outputs = visit.run(
-            [whole(visit.leaf, x, shape) for x, shape in zip(visit.parts, visit.shapes)]
-        )
-        return [
-            own_part(x, comm.size, comm.replica_index(), *lies(visit.leaf, x.size)) for x in outputs
-        ]
+        layout = leaf_layouts[visit.leaf]
+        arrays = [whole(layout.of(shape), x) for shape, x in zip(visit.shapes, visit.parts)]
+        return [layout.of(x.shape).part(x, comm.replica_index()) for x in visit.run(arrays)]
 
     return [run(visit) for visit in visits]
 
 
-def _fullest(layouts: Sequence[Sequence[PartLayout]]) -> dict[str, int]:
-    """Dtype → the most numbers that a replica exchanges with one home; `layouts` is by home."""
+def _input_forms(leaf_layouts: Sequence[Layout], visits: Sequence[AtHome]) -> list[Form]:
+    forms = list[Form]()
+    for visit in visits:
+        for part, shape in zip(visit.parts, visit.shapes):
+            forms.append(Form(leaf_layouts[visit.leaf].of(shape), part.dtype))
+    return forms
+
+
+def _output_forms(leaf_layouts: Sequence[Layout], visits: Sequence[AtHome]) -> list[Form]:
+    forms = list[Form]()
+    for visit in visits:
+        for output in visit.forms:
+            forms.append(Form(leaf_layouts[visit.leaf].of(output.shape), output.dtype))
+    return forms
+
+
+def _fullest(forms: Sequence[Sequence[Form]]) -> dict[str, int]:
+    """Dtype → the most numbers that a replica exchanges with one home; `forms` is by home."""
     sizes: dict[str, list[int]] = {}
-    for home, home_layouts in enumerate(layouts):
-        for layout in home_layouts:
-            sizes.setdefault(_wire(layout), [0] * len(layouts))[home] += prod(layout.dims)
+    for home, home_forms in enumerate(forms):
+        for form in home_forms:
+            sizes.setdefault(_wire(form.dtype), [0] * len(forms))[home] += prod(form.layout.dims)
     return {dtype: max(by_home) for dtype, by_home in sorted(sizes.items())}
 
 
@@ -170,31 +152,30 @@ def _packed(arrays: Sequence[Array], sizes: Mapping[str, int], dims: tuple[int, 
     """Concatenates arrays of dims (*dims, n) along the last dim, zero-padded to `sizes`."""
 
     def laid(dtype: str, size: int) -> Array:
-        chosen = [x.astype(dtype) for x in arrays if _wire(x) == dtype]
+        chosen = [x.astype(dtype) for x in arrays if _wire(x.dtype) == dtype]
         padding = size - sum(x.shape[-1] for x in chosen)
         return jnp.concatenate([*chosen, jnp.zeros((*dims, padding), dtype)], axis=-1)
 
     return {dtype: laid(dtype, size) for dtype, size in sizes.items()}
 
 
-def _unpacked(layouts: Sequence[PartLayout], packed: Packed) -> list[Array]:
-    """Splits messages into parts of arrays with these layouts: the inverse of `_packed`."""
+def _unpacked(forms: Sequence[Form], packed: Packed) -> list[Array]:
+    """Splits messages into parts of arrays of these forms: the inverse of `_packed`."""
     offsets = dict.fromkeys(packed, 0)
-
-    def take(layout: PartLayout) -> Array:
-        dtype = _wire(layout)
-        begin = offsets[dtype]
-        offsets[dtype] = begin + prod(layout.dims)
-        part = packed[dtype][..., begin : offsets[dtype]]
-        return part.reshape(*part.shape[:-1], *layout.dims).astype(layout.dtype)
-
-    return [take(layout) for layout in layouts]
+    parts = list[Array]()
+    for layout, dtype in forms:
+        wire = _wire(dtype)
+        begin = offsets[wire]
+        offsets[wire] = begin + prod(layout.dims)
+        part = packed[wire][..., begin : offsets[wire]]
+        parts.append(part.reshape(*part.shape[:-1], *layout.dims).astype(dtype))
+    return parts
 
 
 def _exchanged(comm: Communicator, messages: Packed) -> Packed:
     return {dtype: comm.all_to_all(rows) if rows.size else rows for dtype, rows in messages.items()}
 
 
-def _wire(x: Array | PartLayout) -> str:
+def _wire(dtype: Any) -> str:
     """The dtype in which an array is sent: bool as bytes."""
-    return "uint8" if x.dtype == jnp.bool_ else str(x.dtype)
+    return "uint8" if dtype == jnp.bool_ else str(dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import Message, own_part, pack, pack_rows, true_numbers, unpack, unpack_rows
+from fddp.buckets import Layout, Message, pack, pack_rows, true_numbers, unpack, unpack_rows
 from fddp.comm import Communicator
 from fddp.hooks import GradRows, Reduction, per_device, reductions
 from fddp.sharding.shard_layout import ShardLayout
@@ -77,17 +77,17 @@ def _sum_rows(
     def rows_of(leaves: Sequence[Array]) -> Array:
         by_number = dict(zip(numbers, leaves))
         tree = plan.treedef.unflatten(by_number.get(i) for i in range(len(plan.leaves)))
-        return pack_rows(part_plan, comm.size, tree)[0].reshape(comm.size, -1)
+        return pack_rows(plan, part_plan, tree)[0].reshape(comm.size, -1)
 
     def leaves_of(rows: Array) -> list[Array]:
-        tree = unpack_rows(part_plan, plan, comm.size, (rows.reshape(-1),))
+        tree = unpack_rows(plan, part_plan, (rows.reshape(-1),))
         leaves = plan.treedef.flatten_up_to(tree)
         return [leaves[i] for i in numbers]
 
     forms = tuple(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(plan.buckets[0])
     )
-    mask = true_numbers(plan, part_plan, comm.size)
+    mask = true_numbers(plan, part_plan)
     rows = GradRows(message.reshape(comm.size, -1), forms, rows_of, leaves_of, mask, bucket)
     return scatter(comm, rows, memory)
 
@@ -103,7 +103,7 @@ def _sum_whole_leaves(
     """Sums a bucket by a hook of whole leaves; returns this replica's part, and new memory."""
     plan, part_plan = layout.only(bucket)
     shares = comm.at("shards")
-    (flat,) = pack(plan, unpack_rows(part_plan, plan, shares.size, (message,)))
+    (flat,) = pack(plan, unpack_rows(plan, part_plan, (message,)))
     total, memory = apply(comm, flat, memory)
-    (rows,) = pack_rows(part_plan, shares.size, unpack(plan, (total,)))
-    return own_part(rows, shares.size, shares.replica_index()), memory
+    (rows,) = pack_rows(plan, part_plan, unpack(plan, (total,)))
+    return Layout(rows.shape, shares.size).part(rows, shares.replica_index()), memory

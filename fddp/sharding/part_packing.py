@@ -10,11 +10,9 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
     BucketPlan,
-    DeviceCut,
     Messages,
-    cut_as_leaf,
     is_shard,
-    own_part,
+    leaves_with_shards,
     pack,
     pack_rows,
     take_tail,
@@ -23,7 +21,7 @@ from fddp.buckets import (
     whole_forms,
 )
 from fddp.losses import add_trees
-from fddp.sharding.shard_layout import ShardLayout, leaves_with_shards
+from fddp.sharding.shard_layout import ShardLayout
 
 
 def pack_gradients(layout: ShardLayout, grads: PyTree) -> tuple[Array, ...]:
@@ -32,7 +30,7 @@ def pack_gradients(layout: ShardLayout, grads: PyTree) -> tuple[Array, ...]:
 
     def pack_local(leaves: list[Any]) -> tuple[Array, ...]:
         tree = plan.treedef.unflatten(leaves)
-        return pack_rows(layout.part_plan, layout.replica.group.parts, tree)
+        return pack_rows(plan, layout.part_plan, tree)
 
     pack_all = layout.by_device(pack_local, (layout.specs("spec"),), layout.message_spec)
     return pack_all(layout.travelling(grads))
@@ -48,8 +46,8 @@ def unpack_sums(
     def unpack_local(buckets: Sequence[Array]) -> list[Any]:
         leaves = layout.plan.treedef.flatten_up_to(unpack(layout.part_plan, buckets))
         return [
-            x.reshape(-1, x.shape[-1]) if x is not None and cut.dims else x
-            for x, cut in zip(leaves, layout.cuts)
+            x.reshape(-1, x.shape[-1]) if x is not None and leaf_layout.cut.dims else x
+            for x, leaf_layout in zip(leaves, layout.leaf_layouts)
         ]
 
     unpack_all = layout.by_device(unpack_local, (layout.message_spec,), layout.specs("rows"))
@@ -104,7 +102,7 @@ def unpack_leaves(
     """Unpacks whole leaves from gathered buckets; None for leaves of other buckets."""
 
     def unpack_local(buckets: Sequence[Array]) -> list[Any]:
-        tree = unpack_rows(part_plan, plan, layout.replica.group.parts, buckets)
+        tree = unpack_rows(plan, part_plan, buckets)
         # The loss casts again, and reads the numbers that were gathered.
         return [
             None if x is None else x.astype(leaf.dtype)
@@ -117,15 +115,12 @@ def unpack_leaves(
 
 def local_parts(layout: ShardLayout, params: PyTree) -> Any:
     """Replaces each trained leaf, whole or sharded, by this replica's part of it."""
-    size = layout.replica.group.parts
     index = layout.replica.group.communicator.at("shards").replica_index()
     chosen = set(layout.replica.chosen(whole_forms(params)))
-
-    def part(x: Array, cut: DeviceCut) -> Array:
-        return own_part(x, size, index, *cut_as_leaf(x.size, x.shape, size, cut))
-
-    leaves = [
-        x.parts if is_shard(x) else part(x, layout.cuts[i]) if i in chosen else x
-        for i, x in enumerate(leaves_with_shards(params))
-    ]
+    leaves = leaves_with_shards(params)
+    for i, x in enumerate(leaves):
+        if is_shard(x):
+            leaves[i] = x.parts
+        elif i in chosen:
+            leaves[i] = layout.leaf_layouts[i].part(x, index)
     return layout.plan.treedef.unflatten(leaves)

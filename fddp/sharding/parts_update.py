@@ -10,23 +10,13 @@ optimizer.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import (
-    DeviceCut,
-    Shard,
-    cut_as_leaf,
-    is_shard,
-    of_rows,
-    split_into_shards,
-    there,
-    whole_forms,
-)
+from fddp.buckets import Layout, is_shard, map_shards, whole_forms
 from fddp.comm import Communicator, laid_out
 from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
 from fddp.optim import kinds_of_state
@@ -41,7 +31,7 @@ Update = Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
 def run_on_parts(
     replica: Replica,
     update: Update,
-    cuts: Sequence[DeviceCut],
+    layouts: Sequence[Layout],
     state: TrainState,
     local_state: TrainState,
     mean: Mean,
@@ -57,14 +47,14 @@ def run_on_parts(
         if comm.size == 1
         else partial(_run_on_parts, replica, comm)
     )
-    new_state, info = run(update, cuts, state, local_state, mean)
+    new_state, info = run(update, layouts, state, local_state, mean)
 
     def shard(old: Any, new: Any) -> Any:
         if not is_shard(old):
             return new
         # A constant that the optimizer sets does not have the size of a part yet.
         part = spread(new, old.parts.shape)
-        return replace(old, parts=laid_out(replica.group.placement, part, old.cut.rows))
+        return replace(old, parts=laid_out(replica.group.placement, part, old.layout.cut.rows))
 
     sharded = jax.tree.map(
         shard,
@@ -79,7 +69,7 @@ def _run_on_parts(
     replica: Replica,
     comm: Communicator,
     update: Update,
-    cuts: Sequence[DeviceCut],
+    layouts: Sequence[Layout],
     state: TrainState,
     local_state: TrainState,
     mean: Mean,
@@ -106,11 +96,7 @@ def _run_on_parts(
     with jax.sharding.use_abstract_mesh(replica.group.placement.view):
         program, result_form = jax.make_jaxpr(update, return_shape=True)(state_form, mean_form)
     flat_kinds = jax.tree.leaves(kinds, is_leaf=_is_kind)
-    run = on_parts(
-        program,
-        flat_kinds,
-        _ranks(replica, comm, [x.shape for x in params], cuts, stays(program, flat_kinds)),
-    )
+    run = on_parts(program, flat_kinds, _ranks(replica, comm, layouts, stays(program, flat_kinds)))
     return jax.tree.unflatten(
         jax.tree.structure(result_form), run(*jax.tree.leaves((local_state, mean)))
     )
@@ -119,53 +105,43 @@ def _run_on_parts(
 def _run_on_whole_leaves(
     replica: Replica,
     update: Update,
-    cuts: Sequence[DeviceCut],
+    layouts: Sequence[Layout],
     state: TrainState,
     local_state: TrainState,
     mean: Mean,
 ) -> tuple[TrainState, StepInfo]:
     """Runs the update of a single replica, whose parts are whole leaves: any optimizer works."""
     param_forms = whole_forms(state.params)
-    leaves, treedef = jax.tree.flatten(param_forms)
     chosen = set(replica.chosen(param_forms))
-    pairs = enumerate(zip(leaves, cuts))
-    shards = treedef.unflatten(
-        [_alone(x.shape, cut) if i in chosen else None for i, (x, cut) in pairs]
+    trained = [layout if i in chosen else None for i, layout in enumerate(layouts)]
+    param_layouts = jax.tree.unflatten(jax.tree.structure(param_forms), trained)
+    opt_state_layouts = map_shards(lambda x: x.layout, state.opt_state)
+    local_state = local_state._replace(
+        params=_map(_whole, local_state.params, param_layouts),
+        opt_state=map_shards(lambda x: _whole(x.parts, x.layout), state.opt_state),
     )
-    opt_state = jax.tree.map(
-        lambda x: _whole(x.parts, x) if is_shard(x) else x, state.opt_state, is_leaf=is_shard
-    )
-    grads = _map(_whole, mean.grads, shards)
-    params = _map(_whole, local_state.params, shards)
-    new_state, info = update(
-        local_state._replace(params=params, opt_state=opt_state), mean._replace(grads=grads)
-    )
-    opt_state = _map(_flat, new_state.opt_state, state.opt_state)
+    grads = _map(_whole, mean.grads, param_layouts)
+    new_state, info = update(local_state, mean._replace(grads=grads))
     return new_state._replace(
-        params=_map(_flat, new_state.params, shards), opt_state=opt_state
+        params=_map(_only_part, new_state.params, param_layouts),
+        opt_state=_map(_only_part, new_state.opt_state, opt_state_layouts),
     ), info
 
 
-def _alone(shape: tuple[int, ...], cut: DeviceCut) -> Shard:
-    """The form of a leaf on a single replica."""
-    depth, cut = cut_as_leaf(prod(shape), shape, 1, cut)
-    return Shard(None, shape, depth=depth, cut=cut)
+def _whole(part: Array, layout: Layout) -> Array:
+    return layout.join(part.reshape(layout.depth, -1))
 
 
-def _whole(x: Array, form: Shard) -> Array:
-    return of_rows(x.reshape(form.depth, -1), form.shape, form.depth, form.cut)
+def _only_part(x: Array, layout: Layout) -> Array:
+    return layout.split(x)[0]
 
 
-def _flat(x: Array, form: Shard) -> Array:
-    return split_into_shards(x, 1, form.depth, form.cut)[0]
-
-
-def _map(f: Callable[[Array, Shard], Array], tree: PyTree, forms: PyTree) -> Any:
-    """Maps a function over pairs of an array and its shard; other leaves are unchanged."""
+def _map(f: Callable[[Array, Layout], Array], tree: PyTree, layouts: PyTree) -> Any:
+    """Maps a function over pairs of an array and its layout; other leaves are unchanged."""
     return jax.tree.map(
-        lambda x, form: f(x, form) if is_shard(form) else x,
+        lambda x, layout: f(x, layout) if isinstance(layout, Layout) else x,
         tree,
-        forms,
+        layouts,
         is_leaf=lambda x: x is None,
     )
 
@@ -173,25 +149,20 @@ def _map(f: Callable[[Array, Shard], Array], tree: PyTree, forms: PyTree) -> Any
 def _ranks(
     replica: Replica,
     comm: Communicator,
-    shapes: Sequence[tuple[int, ...]],
-    cuts: Sequence[DeviceCut],
+    layouts: Sequence[Layout],
     stays: Mapping[int, Stay],
 ) -> Ranks:
     """Describes a replica's parts and collectives for `on_parts`."""
 
-    def lies(leaf: int, size: int) -> tuple[int, DeviceCut]:
-        return cut_as_leaf(size, shapes[leaf], comm.size, cuts[leaf])
+    def mask(leaf: int, size: int) -> Array:
+        return layouts[leaf].of((size,)).mask(comm.replica_index())
 
-    def depth(leaf: int, size: int) -> int:
-        return lies(leaf, size)[0]
-
-    def exists(leaf: int, size: int) -> Array:
-        return there(size, comm.size, comm.replica_index(), depth(leaf, size))
-
-    homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
-    device_axes = replica.group.placement.other_axes
-    work = partial(everywhere, comm, lies) if device_axes else partial(at_home, comm, homes, depth)
-    return Ranks(exists, partial(_put_together, comm), work)
+    if replica.group.placement.other_axes:
+        work = partial(everywhere, comm, layouts)
+    else:
+        homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
+        work = partial(at_home, comm, homes, layouts)
+    return Ranks(mask, partial(_put_together, comm), work)
 
 
 def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:

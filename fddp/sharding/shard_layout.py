@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.buckets import BucketPlan, DeviceCut, by_device, device_cut, is_shard, plan_of_parts
+from fddp.buckets import BucketPlan, Layout, by_device, device_cut, leaf_layout, plan_of_parts
 from fddp.step import Facts, Replica
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -51,11 +51,14 @@ class ShardLayout:
         return self.read_in.get(leaf, self.plan.leaves[leaf].dtype)
 
     @cached_property
-    def cuts(self) -> list[DeviceCut]:
-        """The parts of each leaf on the devices of a replica."""
-        placement = self.replica.group.placement
-        leaves = jax.tree.leaves(self.facts.state.params)
-        return [device_cut(placement.view, placement.spec(x), x.shape) for x in leaves]
+    def leaf_layouts(self) -> list[Layout]:
+        """The layout of each leaf in parts of replicas."""
+        group = self.replica.group
+        layouts = list[Layout]()
+        for x in jax.tree.leaves(self.facts.state.params):
+            cut = device_cut(group.placement.view, group.placement.spec(x), x.shape)
+            layouts.append(leaf_layout(x.shape, group.parts, cut))
+        return layouts
 
     def only(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
         """Two plans of a single bucket: of whole leaves, and of parts."""
@@ -92,16 +95,12 @@ class ShardLayout:
     ) -> list[PartitionSpec | None]:
         """The specs of whole leaves or of their rows; None for leaves that are not sent."""
         numbers = _leaves_of(plan or self.plan)
-        return [getattr(cut, kind) if i in numbers else None for i, cut in enumerate(self.cuts)]
+        specs = [getattr(layout.cut, kind) for layout in self.leaf_layouts]
+        return [spec if i in numbers else None for i, spec in enumerate(specs)]
 
     def by_device(self, f: Function, in_specs: PyTree, out_specs: PyTree) -> Function:
         """Maps a function over the devices of a replica."""
         return by_device(self.replica.group.placement.other_axes, f, in_specs, out_specs)
-
-
-def leaves_with_shards(tree: PyTree) -> list[Any]:
-    """The leaves of a tree; a shard is a leaf."""
-    return jax.tree.leaves(tree, is_leaf=is_shard)
 
 
 def _leaves_of(plan: BucketPlan) -> set[int]:

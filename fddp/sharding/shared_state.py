@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import is_shard
+from fddp.buckets import shards_of
 from fddp.comm import REPLICATED, Group
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import divided, kinds_of_state
@@ -128,8 +128,7 @@ class Sharded(Way):
 def _nothing_saved(replica: Replica, state: TrainState) -> str:
     """Explains why each replica holds all of the state; "" if it holds less."""
     form = held_form(replica.group.placement, state)
-    leaves = jax.tree.leaves((form.params, form.opt_state), is_leaf=is_shard)
-    shards = [x for x in leaves if is_shard(x)]
+    shards = shards_of((form.params, form.opt_state))
     if any(x.parts.size < prod(x.shape) for x in shards):
         return ""
     if replica.group.size == 1:

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.buckets import Shard, is_shard, of_rows
+from fddp.buckets import Layout, Shard, map_shards, shards_of
 from fddp.comm import REPLICATED, Group, from_hosted, hosted
 from fddp.jax_internals import resharded, without_context_mesh
 from fddp.runtime import group_of
@@ -45,15 +45,16 @@ def whole(tree: PyTree, *, group: Group | None = None) -> Any:
       >>> state.opt_state[0].mu, fddp.whole(state).opt_state[0].mu.shape
       (Shard of float32[3], (3,))
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
-    shards = [x for x in leaves if is_shard(x)]
-    group = None if group is None else group_of("whole", group)
-    arrays = iter(_whole(shards, group) if shards else ())
-    return treedef.unflatten([next(arrays) if is_shard(x) else x for x in leaves])
+    if group is not None:
+        group = group_of("whole", group)
+    arrays = iter(_whole(shards_of(tree), group))
+    return map_shards(lambda x: next(arrays), tree)
 
 
 @without_context_mesh
 def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
+    if not shards:
+        return []
     shard_parts = [x.parts for x in shards]
     forms = tuple(replace(x, parts=None) for x in shards)
     if isinstance(shard_parts[0], jax.ShapeDtypeStruct):
@@ -128,40 +129,36 @@ def _of_first_node(x: jax.Array, form: Shard) -> jax.Array:
     """Joins the parts of an array; uses those of the first node if every node has all of them."""
     if form.nodes is not None:
         return _of_nodes(x, form)[0]
-    of_devices = (form.cut.parts, *form.cut.of_device(form.shape))
-    return form.cut.joined(of_rows(x, of_devices, form.depth), form.shape)
+    cut = form.layout.cut
+    devices = Layout((cut.parts, *cut.of_device(form.shape)), form.layout.parts, form.layout.depth)
+    return cut.joined(devices.join(x), form.shape)
 
 
 def _of_nodes(x: jax.Array, form: Shard) -> jax.Array:
     """Joins the parts on each node; stacks the nodes' arrays along a first dim."""
     nodes = np.array(form.nodes)
-    width = x.shape[-1] if form.depth > 1 else 1
-    rows = x.reshape(nodes.size, -1, width)[nodes]
-    rows = rows.reshape(len(nodes), -1, *((width,) if form.depth > 1 else ()))
-    return jax.vmap(partial(of_rows, shape=form.shape, depth=form.depth))(rows)
+    parts = x.reshape(nodes.size, *form.layout.dims)
+    return jax.vmap(form.layout.join)(parts[nodes])
 
 
 def _mean(x: jax.Array, form: Shard) -> jax.Array:
     """Averages copies; returns the first copy of integers."""
-    size = prod(form.shape)
     if form.nodes is not None:
         copies = _of_nodes(x, form)
+    elif x.size:
+        copies = x.reshape(-1, *form.shape)
     else:
-        copies = (
-            x.reshape(x.size // size, *form.shape) if size else jnp.zeros((1, *form.shape), x.dtype)
-        )
-    return (
-        jnp.mean(copies, axis=0).astype(copies.dtype)
-        if jnp.issubdtype(copies.dtype, jnp.inexact)
-        else copies[0]
-    )
+        return jnp.zeros(form.shape, x.dtype)
+    if jnp.issubdtype(copies.dtype, jnp.inexact):
+        return jnp.mean(copies, axis=0).astype(copies.dtype)
+    return copies[0]
 
 
 @cache
 def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -> Any:
     """Makes the program that joins parts; arrays cut within a replica remain cut."""
     if all(form.nodes is None or form.copies for form in forms):
-        shardings = [NamedSharding(mesh, form.cut.spec) for form in forms]
+        shardings = [NamedSharding(mesh, form.layout.cut.spec) for form in forms]
         return jax.jit(partial(_joined, forms=forms), out_shardings=shardings)
 
     # XLA of JAX 0.11 ends the process if such a program has an array without elements.

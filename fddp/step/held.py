@@ -4,7 +4,6 @@
 user's state.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,16 +15,16 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from fddp.buckets import (
-    UNCUT,
-    DeviceCut,
+    Layout,
     Shard,
     copy_of,
-    cut_as_leaf,
     device_cut,
     insert_shards,
     is_shard,
-    own_part,
-    part_dims,
+    leaf_layout,
+    leaves_with_shards,
+    map_shards,
+    shards_of,
     take_apart,
     whole_forms,
 )
@@ -47,67 +46,66 @@ from fddp.step.way import Held
 
 
 def first_held(
-    replica: Replica, optimizer: Optimizer, layout: Any, params: PyTree, model_state: PyTree
+    replica: Replica, optimizer: Optimizer, leaf_specs: PyTree, params: PyTree, model_state: PyTree
 ) -> tuple[Any, Any]:
     """Makes a replica's share of the first state from whole parameters; inside a program.
 
-    Returns (replicated tree, this replica's shards). `layout` is a tree of `PartitionSpec`s.
+    Returns (replicated tree, this replica's shards). `leaf_specs` is a tree of `PartitionSpec`s.
     """
     trained = replica.trained(params)
     # Copied because an optimizer state may contain the parameters, and an array is donated once.
     opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-    opt_state = optimizer_laid_out(replica.group.placement.other_axes, opt_state, trained, layout)
-    return take_apart(in_shards(replica, layout, trained, opt_state, model_state))
+    axes = replica.group.placement.other_axes
+    opt_state = optimizer_laid_out(axes, opt_state, trained, leaf_specs)
+    return take_apart(in_shards(replica, leaf_specs, trained, opt_state, model_state))
 
 
 def in_shards(
-    replica: Replica, layout: Any, trained: PyTree, opt_state: PyTree, model_state: PyTree
+    replica: Replica, leaf_specs: PyTree, trained: PyTree, opt_state: PyTree, model_state: PyTree
 ) -> Held:
     """Cuts a replica's share from whole arrays; inside a program."""
     group = replica.group
-    cut_of = _lying(replica, trained, layout)
+    comm = group.communicator.at("shards")
+    layouts = _leaf_layouts(replica, trained, leaf_specs)
 
     def cut(x: jax.Array, leaf: int) -> Shard:
-        depth, devices = cut_of(x, leaf)
-        part = own_part(
-            x, group.parts, group.communicator.at("shards").replica_index(), depth, devices
-        )
-        return _shard(group, part, x, depth, devices)
+        layout = layouts[leaf].of(x.shape)
+        return _shard(group, layout.part(x, comm.replica_index()), layout)
 
     return replica.way.hold(
         replica, trained, opt_state, model_state, cut, partial(copy_of, group.copy_ranks)
     )
 
 
-def form_in_shards(replica: Replica, state: TrainState, layout: Any) -> TrainState:
+def form_in_shards(replica: Replica, state: TrainState, leaf_specs: PyTree) -> TrainState:
     """Returns shapes and dtypes of a step's state, with the shards of all replicas in one array.
 
     `state` has whole arrays, or their shapes and dtypes.
     """
     group = replica.group
     trained = replica.trained(state.params)
-    cut_of = _lying(replica, trained, layout)
+    layouts = _leaf_layouts(replica, trained, leaf_specs)
     count = group.placement.replicas_in_array
 
     def form(dims: tuple[int, ...], x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count * dims[0], *dims[1:]), jnp.result_type(x))
 
     def cut(x: jax.Array | jax.ShapeDtypeStruct, leaf: int) -> Shard:
-        depth, devices = cut_of(x, leaf)
-        return _shard(group, form(part_dims(x.size, group.parts, depth), x), x, depth, devices)
+        layout = layouts[leaf].of(x.shape)
+        return _shard(group, form(layout.dims, x), layout)
 
     def copy(x: jax.Array | jax.ShapeDtypeStruct) -> Shard:
-        return Shard(form((x.size,), x), x.shape, copies=True, ranks=group.copy_ranks)
+        return Shard(form((x.size,), x), Layout(x.shape), copies=True, ranks=group.copy_ranks)
 
     return with_held(
         state, replica.way.hold(replica, trained, state.opt_state, state.model_state, cut, copy)
     )
 
 
-def _shard(group: Group, data: Any, x: Any, depth: int, cut: DeviceCut) -> Shard:
+def _shard(group: Group, parts: Any, layout: Layout) -> Shard:
     """Makes a shard for the replicas that share a state."""
     nodes = group.nodes if group.placement.on_mesh else None
-    return Shard(data, jnp.shape(x), ranks=group.shard_ranks, depth=depth, nodes=nodes, cut=cut)
+    return Shard(parts, layout, ranks=group.shard_ranks, nodes=nodes)
 
 
 def with_held(state: TrainState, share: Held) -> TrainState:
@@ -129,7 +127,7 @@ def held_form(placement: Placement, state: TrainState) -> TrainState:
     share = insert_shards(device_parts(placement, replicated), shards)._replace(
         hook_state=hook_state, accumulated=accumulated
     )
-    return jax.tree.map(lambda x: _of_device(x) if is_shard(x) else x, share, is_leaf=is_shard)
+    return map_shards(_of_device, share)
 
 
 def check_held(replica: Replica, state: TrainState) -> TrainState:
@@ -182,56 +180,46 @@ def _check_optimizer(replica: Replica, state: TrainState) -> None:
 
 def _form_of_whole(replica: Replica, state: TrainState) -> TrainState:
     """Returns the expected shapes of a step's state, from shapes of whole arrays with shardings."""
-    return form_in_shards(
-        replica, state, specs(replica.group.placement, replica.trained(state.params))
-    )
+    leaf_specs = specs(replica.group.placement, replica.trained(state.params))
+    return form_in_shards(replica, state, leaf_specs)
 
 
-def _lying(
-    replica: Replica, trained: PyTree, layout: Any
-) -> Callable[[Any, int], tuple[int, DeviceCut]]:
-    """Makes a function (array, trained leaf) → (rows to cut separately, device cut)."""
-    shapes = [jnp.shape(x) for x in jax.tree.leaves(trained)]
-    view = replica.group.placement.view
-    cuts = [device_cut(view, spec, shape) for spec, shape in zip(jax.tree.leaves(layout), shapes)]
-    return lambda x, leaf: cut_as_leaf(x.size, shapes[leaf], replica.group.parts, cuts[leaf])
+def _leaf_layouts(replica: Replica, trained: PyTree, leaf_specs: PyTree) -> list[Layout]:
+    """Returns the layout of each trained leaf."""
+    group = replica.group
+    layouts = list[Layout]()
+    for x, spec in zip(jax.tree.leaves(trained), jax.tree.leaves(leaf_specs)):
+        cut = device_cut(group.placement.view, spec, jnp.shape(x))
+        layouts.append(leaf_layout(jnp.shape(x), group.parts, cut))
+    return layouts
 
 
 def _of_device(shard: Shard) -> Shard:
     """Returns one device's part of a replica's shard, as shape and dtype."""
     rows, *dims = shard.parts.shape
-    cut = shard.cut
-    local = jax.ShapeDtypeStruct((rows // cut.parts, *dims), shard.parts.dtype)
-    return replace(
-        shard,
-        parts=local,
-        shape=cut.of_device(shard.shape),
-        depth=shard.depth // cut.parts,
-        cut=UNCUT,
-    )
+    local = jax.ShapeDtypeStruct((rows // shard.layout.cut.parts, *dims), shard.parts.dtype)
+    return replace(shard, parts=local, layout=shard.layout.of_device())
 
 
-def check_cuts(state: TrainState, layout: TrainState) -> None:
+def check_cuts(state: TrainState, leaf_specs: TrainState) -> None:
     """Raises ValueError if a shard lies along other mesh axes than in the first state."""
-    leaves = jax.tree.leaves(state._replace(accumulated=None, hook_state=()), is_leaf=is_shard)
-    for x, spec in zip(leaves, jax.tree.leaves(layout)):
-        if is_shard(x) and x.cut.spec != spec:
+    leaves = leaves_with_shards(state._replace(accumulated=None, hook_state=()))
+    for x, spec in zip(leaves, jax.tree.leaves(leaf_specs)):
+        if is_shard(x) and x.layout.cut.spec != spec:
             raise ValueError(
-                f"{x!r} of the state lies along {x.cut.spec}, and the state that this step began "
-                f"with along {spec}: make a step of its own for parameters that are placed in "
-                "another way."
+                f"{x!r} of the state lies along {x.layout.cut.spec}, and the state that this step "
+                f"began with along {spec}: make a step of its own for parameters that are placed "
+                "in another way."
             )
 
 
 def _check_group(group: Group, state: TrainState) -> None:
     """Raises ValueError if replicas outside this group hold the shards of a state."""
-    shards = [x for x in jax.tree.leaves(state, is_leaf=is_shard) if is_shard(x)]
     probe = group.placement.place(np.zeros(()), REPLICATED)
-    for x in shards:
+    for x in shards_of(state):
         holders = _holders(x)
-        members = _holders(
-            Shard(probe, (), ranks=group.copy_ranks if x.copies else group.shard_ranks)
-        )
+        ranks = group.copy_ranks if x.copies else group.shard_ranks
+        members = _holders(replace(x, parts=probe, ranks=ranks))
         if holders in (members, None):
             continue
         raise ValueError(
@@ -275,13 +263,10 @@ def _check_memory(replica: Replica, state: TrainState) -> None:
 
 
 def _kinds(state: TrainState) -> list[tuple[Any, ...]]:
-    trees = (state.params, state.opt_state, state.model_state)
-    return [_kind(x) for x in jax.tree.leaves(trees, is_leaf=is_shard)]
+    return list(map(_kind, leaves_with_shards((state.params, state.opt_state, state.model_state))))
 
 
 def _kind(x: Any) -> tuple[Any, ...]:
-    return (
-        (True, x.copies, x.nodes, jnp.shape(x.parts))
-        if is_shard(x)
-        else (False, False, None, jnp.shape(x))
-    )
+    if is_shard(x):
+        return True, x.copies, x.nodes, jnp.shape(x.parts)
+    return False, False, None, jnp.shape(x)

@@ -1,4 +1,4 @@
-"""The schedules that XLA makes for GPUs which are not here hold what the fused schedule promises.
+"""The schedules that XLA compiles for GPUs, without a GPU, hold the promises of the fused schedule.
 
 Shapes are chosen so that operations are real and compiling is quick: rows are those of one replica.
 """
@@ -28,9 +28,10 @@ from fddp.hooks.reductions import reductions
 from fddp.schedules.tasks import communications
 from models import bert, gpt, mlp, resnet
 
-# What XLA makes of a program is the claim: with all that it does.
+# The claims are about XLA's programs: all optimizations are on.
 pytestmark = pytest.mark.usefixtures("optimized")
-aot, slow = pytest.mark.aot, pytest.mark.slow
+aot = pytest.mark.aot
+slow = pytest.mark.slow
 
 # name: (model, rows, options). A GPT of 5 MiB needs smaller buckets than a BERT-base of 418.
 MODELS = {
@@ -79,7 +80,7 @@ def plain_mlp(rows, **fields):
     return workload(mlp, mlp.MLP((256,) * 5, use_bias=False, **fields), rows)
 
 
-### What XLA hides
+### Hidden traffic
 
 
 @aot
@@ -97,7 +98,8 @@ def test_every_bucket_is_an_asynchronous_all_reduce_of_its_own_in_the_planned_or
         for collective in audit.collectives
     )
     assert not any(collective.loops for collective in audit.collectives)
-    sizes, planned = [f.nbytes for f in audit.collectives], [b.nbytes for b in audit.plan.buckets]
+    sizes = [f.nbytes for f in audit.collectives]
+    planned = [b.nbytes for b in audit.plan.buckets]
     assert sizes[1:] == planned[1:]
     # The bits of a buffer travel as two numbers of 16 bits, each in a float.
     module, model, *_ = MODELS[name]
@@ -150,16 +152,17 @@ def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end
     ("name", "target"), [("gpt", "h100:8"), ("gpt", "a100:8"), ("bert", "h100:8")]
 )
 def test_parameters_in_shards_are_gathered_under_layers_and_gradients_scattered(name, target):
-    """No sum comes back whole but that of loss and metrics."""
+    """The only whole sum is that of loss and metrics."""
     module, model, rows, options = MODELS[name]
     audit = look(workload(module, model, rows * 8), target, shard="state", **options)
     assert audit.carries == audit.messages and audit.problems() == ()
     kinds = [collective.kind for collective in audit.collectives]
     count = len(audit.plan.buckets)
     assert kinds == ["all-gather"] * count + ["all-reduce"] + ["reduce-scatter"] * count
-    gathers, scatters = audit.collectives[:count], audit.collectives[count + 1 :]
+    gathers = audit.collectives[:count]
+    scatters = audit.collectives[count + 1 :]
     assert all(collective.asynchronous for collective in (*gathers, *scatters))
-    # What the first layer needs has no layer before it: BERT's three embeddings, the GPT's one.
+    # No layer precedes the inputs of the first one: three embeddings of BERT, one of the GPT.
     first = 3 if name == "bert" else 1
     assert all(collective.heavy > 0 for collective in gathers[first:])
     # For A100s XLA's scheduler leaves the scatters of the last layers without products.
@@ -211,14 +214,14 @@ def audited_with_batch_norm():
 @aot
 @pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, pmean a leaf"])
 def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
-    """No mean over rows is sent: only gradients, and two scalars."""
+    """No mean over rows is sent: only gradients and two scalars."""
     resnet_tiny, programs = audited_with_batch_norm()
     (plain,) = [plain for plain in programs if plain.way == name]
-    sent = sum(span.nbytes for span in plain.timeline.communication)
+    nbytes = sum(span.nbytes for span in plain.timeline.communication)
     trained = sum(x.size for x in jax.tree.leaves(resnet_tiny.params))
     statistics = sum(x.size for x in jax.tree.leaves(resnet_tiny.model_state))
     # XLA finds one gradient of 16 numbers in another.
-    assert 4 * (trained - 16) <= sent <= 4 * (trained + 2) < 4 * (trained + statistics)
+    assert 4 * (trained - 16) <= nbytes <= 4 * (trained + 2) < 4 * (trained + statistics)
 
 
 @aot
@@ -245,7 +248,7 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     assert audit.carries == ("tail", *(f"bucket {k}" for k in range(4))) and audit.problems() == ()
 
 
-### What plain JAX makes of the same loss and optimizer
+### Plain JAX with the same loss and optimizer
 
 
 @aot
@@ -260,10 +263,10 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
 )
 def test_a_step_is_not_estimated_behind_plain_jax(name, target):
     module, model, rows, _ = MODELS[name]
-    one = workload(module, model, rows * 8)
-    step, state = one.step(read_target(target).group())
-    audit = fddp.audit(step, state, one.batch, target)
-    programs = compiled_plain(step, state, one.batch, target)
+    task = workload(module, model, rows * 8)
+    step, state = task.step(read_target(target).group())
+    audit = fddp.audit(step, state, task.batch, target)
+    programs = compiled_plain(step, state, task.batch, target)
     ways = {plain.way: plain.timeline.seconds for plain in programs}
     assert audit.timeline is not None and audit.timeline.seconds <= min(ways.values())
     assert [*ways][:2] == ["jit with NamedSharding", "shard_map, pmean a leaf"]
@@ -280,7 +283,7 @@ def test_the_update_of_early_buckets_is_computed_while_the_last_sums_travel():
     assert sum(span.seconds for span in under) > 0
 
 
-### What spoils them is found and named
+### Audits find and name obstacles
 
 
 @aot
@@ -331,12 +334,16 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once_where_they_fit_into_a_bu
 @on_both_targets
 def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target):
     audit = look(scanned_layers(), target, bucket_cap_mb=0.5)
-    (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
+    (bucket,) = (k for k, candidate in enumerate(audit.plan.buckets) if candidate.rounds > 1)
     carrying = [
-        one for one, name in zip(audit.collectives, audit.carries) if name == f"bucket {bucket}"
+        collective
+        for collective, name in zip(audit.collectives, audit.carries)
+        if name == f"bucket {bucket}"
     ]
-    assert sum(one.rounds for one in carrying) == audit.plan.buckets[bucket].rounds == 6
-    (looped,) = (one for one in carrying if one.loops)
+    assert (
+        sum(collective.rounds for collective in carrying) == audit.plan.buckets[bucket].rounds == 6
+    )
+    (looped,) = (collective for collective in carrying if collective.loops)
     # XLA takes the first round out of the loop, and the last round's sum.
     assert looped.asynchronous and looped.pipelined and looped.rounds == 5
     # A layer's backward pass is two products; for Hopper the XLA of JAX 0.11 puts one of them
@@ -361,11 +368,11 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
     )
     audit = look(few, target, bucket_cap_mb=1, shard="state", reshard_after_forward=True)
     print(audit)
-    (bucket,) = (k for k, one in enumerate(audit.plan.buckets) if one.rounds > 1)
-    found = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
+    (bucket,) = (k for k, candidate in enumerate(audit.plan.buckets) if candidate.rounds > 1)
+    rounds = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
     # The sum of the scalars ends the step, and has nothing to lie under.
-    heavy = [one for one in audit.collectives if one.kind != "all-reduce"]
-    waited = [one for one in heavy if not one.asynchronous]
+    heavy = [collective for collective in audit.collectives if collective.kind != "all-reduce"]
+    waited = [collective for collective in heavy if not collective.asynchronous]
     # The XLA of JAX 0.12 lays nothing under the scatters of a loop, and for Hopper it waits for the
     # gathers of the backward loop. The audit names both.
     bare_loop = jax.__version_info__ >= (0, 12)
@@ -373,17 +380,17 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
     # Nothing lies before the first layer's gathers; for Hopper the XLA of JAX 0.11 waits for one of
     # them at once.
     assert len(waited) == (1 if newer_xla_for_hopper(target) else 0)
-    assert all(one.kind == "all-gather" for one in waited)
-    assert any(one.loops for one in waited) == waits_in_loop
-    for one, name in zip(audit.collectives, audit.carries):
-        if name in found and one.loops:
+    assert all(collective.kind == "all-gather" for collective in waited)
+    assert any(collective.loops for collective in waited) == waits_in_loop
+    for collective, name in zip(audit.collectives, audit.carries):
+        if name in rounds and collective.loops:
             # XLA takes the first gather out of each loop, and the last scatter, and a round of each
             # loop with them.
-            assert one.heavy or bare_loop
-            assert one.pipelined if one.kind == "reduce-scatter" else one.ahead
-        if name in found:
-            found[name] += one.rounds
-    assert found == {f"gather {bucket}": 2 * 6, f"bucket {bucket}": 6}
+            assert collective.heavy or bare_loop
+            assert collective.pipelined if collective.kind == "reduce-scatter" else collective.ahead
+        if name in rounds:
+            rounds[name] += collective.rounds
+    assert rounds == {f"gather {bucket}": 2 * 6, f"bucket {bucket}": 6}
     assert "each under the one before" in str(audit)
     problems = audit.problems()
     assert len(problems) == waits_in_loop + bare_loop
@@ -409,10 +416,11 @@ def test_no_more_than_two_layers_of_a_scan_are_whole():
 @aot
 @slow
 def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a100():
-    """The order that fddp gives to its messages makes some leave early without it, too."""
-    one = plain_mlp(512)
-    step, state = one.step(read_target("h100:2").group())
-    ways = {plain.way: plain for plain in compiled_plain(step, state, one.batch, "a100:8")}
+    """The order that fddp gives to its messages lets some leave early even without the
+    scheduler."""
+    task = plain_mlp(512)
+    step, state = task.step(read_target("h100:2").group())
+    ways = {plain.way: plain for plain in compiled_plain(step, state, task.batch, "a100:8")}
     assert len(ways) == 4
     assert all((plain.asynchronous > 0) == ("latency hiding" in way) for way, plain in ways.items())
 
@@ -435,7 +443,7 @@ def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(gr
     params = {name: np.ones((64, 64), np.float32) for name in "ab"}
     options = {"group": replicas, "schedule": "fused", "bucket_cap_mb": 0, "hook": hook}
 
-    def sent(uses):
+    def collectives_of(uses):
         step = fddp.train_step(lambda p, x: jnp.mean(uses(p, x) ** 2), optax.sgd(0.1), **options)
         return [
             str(collective)
@@ -444,11 +452,11 @@ def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(gr
             ).collectives
         ]
 
-    both = sent(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
+    both = collectives_of(lambda p, x: jnp.tanh(x @ p["a"]) @ p["b"])
     assert len(both) >= 2
-    assert both == sent(lambda p, x: x @ p["a"])
-    assert both == sent(lambda p, x: x @ p["b"])
-    assert both == sent(lambda p, x: x)
+    assert both == collectives_of(lambda p, x: x @ p["a"])
+    assert both == collectives_of(lambda p, x: x @ p["b"])
+    assert both == collectives_of(lambda p, x: x)
 
 
 def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):
@@ -505,9 +513,9 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 def read_buckets(text, count):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * count, bucket_cap_mb=0)
     module = parse(text)
-    found = find_collectives(module)
-    sends = communications([reductions(plan, None, None)])[0]
-    return read(module, found, (False,) * len(found), sends, plan, "h100:8", None)
+    collectives = find_collectives(module)
+    messages = communications([reductions(plan, None, None)])[0]
+    return read(module, collectives, (False,) * len(collectives), messages, plan, "h100:8", None)
 
 
 @pytest.mark.parametrize(
@@ -542,7 +550,7 @@ ENTRY %main (x: f32[9], y: f32[9,9]) -> f32[9] {
 
 
 def test_the_scheduler_is_doubted_only_where_the_program_waits_for_all_that_it_sends():
-    """Where XLA hides one sum it has its scheduler, and waits for others because nothing is left to
+    """If XLA hides one sum, its scheduler is on; it waits for the others because nothing is left to
     hide them under."""
     (problem,) = read_buckets(WAITED, 3).problems()
     assert (
@@ -559,7 +567,7 @@ def test_the_scheduler_is_doubted_only_where_the_program_waits_for_all_that_it_s
 @aot
 def test_a_step_too_small_to_hide_anything_is_told_to_take_more_rows():
     audit = look(workload(mlp, mlp.PRESETS["tiny"], 8 * 8), "h100:8", shard="state")
-    assert {one.asynchronous for one in audit.collectives} == {True, False}
+    assert {collective.asynchronous for collective in audit.collectives} == {True, False}
     (problem,) = audit.problems()
     assert problem.startswith("nothing to overlap with") and "more rows" in problem
 
@@ -587,16 +595,24 @@ backend_config={"known_trip_count":{"n":"3"}}
 def read_one(text, target="h100:8"):
     plan = fddp.make_plan([np.zeros((64, 64), np.float32)])
     module = parse(text)
-    found = find_collectives(module)
-    sends = communications([reductions(plan, None, None)])[0]
-    return read(module, found, (False,) * len(found), sends, plan, target, read_target(target))
+    collectives = find_collectives(module)
+    messages = communications([reductions(plan, None, None)])[0]
+    return read(
+        module,
+        collectives,
+        (False,) * len(collectives),
+        messages,
+        plan,
+        target,
+        read_target(target),
+    )
 
 
 def test_what_a_loop_sends_counts_once_a_round():
     audit = read_one(ROUNDS)
-    (one,) = audit.collectives
-    assert (one.rounds, one.heavy, one.flops) == (3, 1, 3 * 2 * 64**3)
-    assert one.flops == audit.flops == audit.looped
+    (collective,) = audit.collectives
+    assert (collective.rounds, collective.heavy, collective.flops) == (3, 1, 3 * 2 * 64**3)
+    assert collective.flops == audit.flops == audit.looped
     assert audit.timeline is not None
     nbytes = 64 * 64 * 4
     assert [span.nbytes for span in audit.timeline.communication] == [nbytes] * 3
@@ -644,9 +660,9 @@ def test_a_slice_that_is_written_into_an_array_counts_with_its_own_bytes():
 
 
 def test_a_loop_takes_as_long_as_its_rounds_one_after_the_other():
-    alone = ROUNDS.replace("all-reduce-start(", "copy(").replace("all-reduce-done(", "copy(")
-    once = read_one(alone.replace('"n":"3"', '"n":"1"')).timeline
-    thrice = read_one(alone).timeline
+    copies = ROUNDS.replace("all-reduce-start(", "copy(").replace("all-reduce-done(", "copy(")
+    once = read_one(copies.replace('"n":"3"', '"n":"1"')).timeline
+    thrice = read_one(copies).timeline
     assert once is not None and thrice is not None
     np.testing.assert_allclose(thrice.seconds, 3 * once.seconds)
 
@@ -673,7 +689,7 @@ EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
 @pytest.mark.parametrize(
     ("kind", "groups", "seconds"),
     [
-        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are one's own part of what is gathered,
+        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are a GPU's part of the gathered array,
         # all that is scattered.
         ("all-gather", ((0, 1), (2, 3)), 20e-6 + 900e6 / 450e9),
         ("reduce-scatter", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
@@ -683,12 +699,12 @@ EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
         ("all-reduce", EIGHT_PAIRS, 60e-6 + 900e6 / 50e9),
         ("reduce-scatter", EIGHT_PAIRS, 60e-6 + 450e6 / 50e9),
         ("all-reduce", ((0, 1, 8, 9), (2, 3, 10, 11)), 60e-6 + 2 * 675e6 / 100e9),
-        # Three and one: all passes the card of the one.
+        # Three and one: all traffic passes the card of the single GPU.
         ("all-reduce", ((0, 1, 2, 8),), 60e-6 + 2 * 675e6 / 50e9),
         # Inside and across: the slower one counts.
         ("all-gather", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
         ("collective-permute", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
-        # The card of each GPU sends what is for other hosts: eight of 16 parts; three of four where
+        # The card of each GPU sends the parts for other hosts: eight of 16; three of four where
         # it is alone.
         ("all-to-all", (), 60e-6 + 450e6 / 50e9),
         ("all-to-all", ((0, 1, 2, 8),), 60e-6 + 675e6 / 50e9),
@@ -712,12 +728,12 @@ def test_a_group_that_is_written_out_is_that_of_all(name, kind):
     [("", 60e-6 + 2 * 15 / 16 * 16384 / 400e9), ("{{0,1},{2,3}}", 20e-6 + 16384 / 450e9)],
 )
 def test_an_estimate_charges_a_collective_among_its_own_groups(groups, seconds):
-    one = read_one(
+    audit = read_one(
         ROUNDS.replace("all-reduce-start(%y)", f"all-reduce-start(%y), replica_groups={groups}"),
         "h100:2x8",
     )
-    assert one.timeline is not None
-    assert [span.seconds for span in one.timeline.communication] == pytest.approx([seconds] * 3)
+    assert audit.timeline is not None
+    assert [span.seconds for span in audit.timeline.communication] == pytest.approx([seconds] * 3)
 
 
 @pytest.mark.parametrize(
@@ -760,7 +776,7 @@ def test_a_step_of_several_programs_says_so():
         fddp.audit(step, state, workload.batch, "h100:8")
 
 
-### What a person sees
+### Printed audits
 
 
 @aot
@@ -793,14 +809,14 @@ def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
 
 def test_the_same_step_on_another_group_trains_alike(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
-    other = step.on(group(4))
+    moved = step.on(group(4))
     rows = jnp.arange(8.0)
-    ends = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, other)]
-    assert float(ends[0]) == float(ends[1])
-    assert other.plan == step.plan
+    results = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, moved)]
+    assert float(results[0]) == float(results[1])
+    assert moved.plan == step.plan
 
 
-### Hooks, and what is sent only sometimes
+### Hooks, and messages of some steps only
 
 
 @aot
@@ -813,8 +829,8 @@ def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
     (problem,) = (problem for problem in audit.problems() if "in a branch" in problem)
     assert all(f"bucket {k}" in problem for k in range(4))
     assert audit.timeline is not None
-    sent = sum(span.nbytes for span in audit.timeline.communication)
-    assert sent == sum(collective.nbytes for collective in audit.collectives) - sum(
+    nbytes = sum(span.nbytes for span in audit.timeline.communication)
+    assert nbytes == sum(collective.nbytes for collective in audit.collectives) - sum(
         collective.nbytes for collective in inside
     )
     assert "in a branch" in str(audit)
@@ -838,12 +854,12 @@ def test_an_all_to_all_is_no_merged_bucket(group):
 
 @aot
 def test_the_memory_of_a_step_is_told_before_it_runs():
-    """AdamW: three numbers for each parameter, of which eight replicas share two, or all."""
+    """AdamW: three numbers for each parameter; eight replicas share two of them, or all."""
     module, model, _, options = MODELS["mlp"]
-    given = workload(module, model, 8 * 8)
-    numbers = sum(x.size for x in jax.tree.leaves(given.params))
+    task = workload(module, model, 8 * 8)
+    numbers = sum(x.size for x in jax.tree.leaves(task.params))
     peaks = []
-    audits = [look(given, "h100:8", **options, **way) for way in WAYS.values()]
+    audits = [look(task, "h100:8", **options, **way) for way in WAYS.values()]
     for audit, shared in zip(audits, (0, 2, 3, 3)):
         assert audit.memory is not None
         assert f"memory of a device: {audit.memory}" in str(audit)
@@ -864,7 +880,7 @@ def test_the_memory_of_a_step_is_told_before_it_runs():
 
 @aot
 def test_a_program_is_written_into_jaxs_cache_unless_it_is_for_a_target(group, tmp_path, uncached):
-    """JAX warns at each later run of a program for a target that it cannot be loaded."""
+    """JAX warns at each later run of a program that cannot be loaded for its target."""
     before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_enable_compilation_cache", True)
@@ -875,8 +891,8 @@ def test_a_program_is_written_into_jaxs_cache_unless_it_is_for_a_target(group, t
         assert not list(tmp_path.glob("jit_spread*"))
         step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
         state = step.init(jnp.ones(()))
-        others = set(tmp_path.glob("jit_spread*"))
+        earlier = set(tmp_path.glob("jit_spread*"))
         fddp.audit(step, state, jnp.ones(4))
-        assert len(set(tmp_path.glob("jit_spread*")) - others) == 1
+        assert len(set(tmp_path.glob("jit_spread*")) - earlier) == 1
     finally:
         jax.config.update("jax_compilation_cache_dir", before)

@@ -26,7 +26,8 @@ def test_a_small_message_counts_as_much_as_a_large_one():
     # 10 % too long at one end of the sizes or the other: the line is off by about as much there,
     # not by 16,000 times.
     times = np.array([1e-3 + size / 1e8 for size in SIZES])
-    first, last = times * [1.1, *[1] * 6], times * [*[1] * 6, 1.1]
+    first = times * [1.1, *[1] * 6]
+    last = times * [*[1] * 6, 1.1]
     errors = [
         max(abs(fit_link(SIZES, list(t)).seconds(s) / e - 1) for s, e in zip(SIZES, t))
         for t in (first, last)

@@ -1,5 +1,4 @@
-"""Losses that are no mean over their rows are told apart from those that are, before a training:
-`fddp.check`."""
+"""`fddp.check` recognizes, before a training, losses that are not a mean over their rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +35,9 @@ def contrast(w: Any, b: Any) -> Any:
 
 def contrast_with_all(w: Any, b: Any) -> Any:
     z = jnp.tanh(b["x"] * w)
-    every = jax.lax.all_gather(z, "replica", tiled=True)
-    mine = jax.lax.axis_index("replica") * len(z) + jnp.arange(len(z))
-    return -jnp.mean(jax.nn.log_softmax(z @ every.T)[jnp.arange(len(z)), mine])
+    all_rows = jax.lax.all_gather(z, "replica", tiled=True)
+    labels = jax.lax.axis_index("replica") * len(z) + jnp.arange(len(z))
+    return -jnp.mean(jax.nn.log_softmax(z @ all_rows.T)[jnp.arange(len(z)), labels])
 
 
 def normalized_over_all(w: Any, b: Any) -> Any:
@@ -77,15 +76,15 @@ def test_what_replicas_compute_is_what_the_check_foretells(
 
 
 def test_a_sum_is_named_and_other_causes_are_listed():
-    found = fddp.check(LOSSES["sum"][0], W, BATCH)
+    verdict = fddp.check(LOSSES["sum"][0], W, BATCH)
     assert (
-        found.factor == pytest.approx(2)
-        and "take the mean" in str(found)
-        and "BatchNorm" not in str(found)
+        verdict.factor == pytest.approx(2)
+        and "take the mean" in str(verdict)
+        and "BatchNorm" not in str(verdict)
     )
-    found = fddp.check(LOSSES["masked mean"][0], W, BATCH)
-    assert found.factor is None and all(
-        word in str(found) for word in ("Weighted", "BatchNorm", "all_gather", "pmean")
+    verdict = fddp.check(LOSSES["masked mean"][0], W, BATCH)
+    assert verdict.factor is None and all(
+        word in str(verdict) for word in ("Weighted", "BatchNorm", "all_gather", "pmean")
     )
 
 
@@ -93,17 +92,19 @@ def test_the_leaves_that_differ_are_named_the_largest_first():
     def loss_fn(p: Any, b: Any) -> Any:
         return jnp.mean((b["x"] @ p["right"]) ** 2) + jnp.sum(p["wrong"] * b["adv"][:, None] ** 2)
 
-    found = fddp.check(loss_fn, {"right": W, "wrong": np.ones(1, np.float32)}, BATCH)
-    assert [name for name, _ in found.leaves] == ["wrong"]
-    assert found.leaves[0][1] == pytest.approx(0.5)
+    verdict = fddp.check(loss_fn, {"right": W, "wrong": np.ones(1, np.float32)}, BATCH)
+    assert [name for name, _ in verdict.leaves] == ["wrong"]
+    assert verdict.leaves[0][1] == pytest.approx(0.5)
 
 
 def test_random_numbers_are_no_reason_and_hide_no_sum():
     def loss_fn(w: Any, b: Any, rng: Any) -> Any:
         return jnp.mean((b["x"] @ w) ** 2 * jax.random.bernoulli(rng, 0.5, (len(b["x"]),)))
 
-    found = fddp.check(loss_fn, W, BATCH, rng=jax.random.key(0))
-    assert found.equal and found.random and "as far as its random numbers let see" in str(found)
+    verdict = fddp.check(loss_fn, W, BATCH, rng=jax.random.key(0))
+    assert (
+        verdict.equal and verdict.random and "as far as its random numbers let see" in str(verdict)
+    )
     shared = fddp.check(
         lambda w, b, rng: loss_fn(w, b, jax.random.key(1)) * ROWS**2,
         W,
@@ -119,18 +120,18 @@ def test_batch_norm_of_each_replica_is_found_in_a_loss_with_a_model_state():
         z = (z - z.mean()) / (z.std() + 1e-5)
         return jnp.mean((z - b["adv"]) ** 2), (model_state * 0.9 + 0.1 * z.mean(), {"z": z.mean()})
 
-    found = fddp.check(loss_fn, W, BATCH, has_aux=True, model_state=jnp.zeros(()))
-    assert not found.equal
+    verdict = fddp.check(loss_fn, W, BATCH, has_aux=True, model_state=jnp.zeros(()))
+    assert not verdict.equal
 
 
 @pytest.mark.parametrize(
-    ("batch", "says"),
+    ("batch", "message"),
     [
         ({"x": np.ones((1, 4)), "adv": np.ones(1)}, "two rows at least, got 1"),
         ({"x": np.ones((4, 4)), "adv": np.ones(())}, "equally many rows.*nothing can be divided"),
         ({}, "the batch is empty"),
     ],
 )
-def test_what_cannot_be_halved_is_refused(batch: Any, says: str):
-    with pytest.raises(ValueError, match=says):
+def test_what_cannot_be_halved_is_refused(batch: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         fddp.check(LOSSES["mean"][0], W, batch)

@@ -1,4 +1,4 @@
-"""Where a step's time went, checked on steps with known spans."""
+"""The shares of a step's time, checked on steps with known spans."""
 
 import json
 from collections.abc import Sequence
@@ -48,7 +48,8 @@ def trained(
 ) -> tuple[fddp.TrainStep, fddp.TrainState, Any]:
     """A step that trained on three layers, its state and a batch."""
     step = fddp.train_step(three_layers, optax.sgd(0.1), group=group, bucket_cap_mb=0, **options)
-    state, batch = step.init(PARAMS), np.ones((2 * group.size, 16), np.float32)
+    state = step.init(PARAMS)
+    batch = np.ones((2 * group.size, 16), np.float32)
     for _ in range(steps):
         state, _ = step(state, batch)
     return step, state, batch
@@ -76,16 +77,16 @@ def test_shares_are_of_all_steps_together():
 
 
 def test_a_step_without_traffic_overlaps_nothing_and_has_no_overhead():
-    alone = Measurement((MeasuredStep(0, 1, Timeline((compute(0, 1),))),))
-    assert (alone.overlap_percent, alone.overhead_percent, alone.all_reduces) == (0, 0, 0)
+    quiet = Measurement((MeasuredStep(0, 1, Timeline((compute(0, 1),))),))
+    assert (quiet.overlap_percent, quiet.overhead_percent, quiet.all_reduces) == (0, 0, 0)
 
 
 def test_a_message_that_lies_in_two_steps_is_one_of_each():
-    sent = [
+    spans = [
         Span("communication", "bucket 1", 0, 2, 8),
         *(Span("communication", f"bucket {k}", 3, 4, 8) for k in (0, 1)),
     ]
-    assert Measurement((MeasuredStep(0, 4, Timeline(tuple(sent))),)).all_reduces == 2
+    assert Measurement((MeasuredStep(0, 4, Timeline(tuple(spans))),)).all_reduces == 2
 
 
 def test_the_table_names_each_share():
@@ -171,33 +172,35 @@ def spans_within(step: MeasuredStep) -> bool:
 @pytest.mark.parametrize("schedule", ["staged", "after"])
 def test_a_measured_step_sends_each_bucket_once_and_ends_with_its_update(group, schedule):
     step, state, batch = trained(group(2), 0, schedule=schedule)
-    found = step.measure(state, [batch] * 3)
-    assert len(found.steps) == 3
-    for one in found.steps:
-        assert spans_within(one)
-        assert [span.name for span in one.timeline.communication] == [
+    measurement = step.measure(state, [batch] * 3)
+    assert len(measurement.steps) == 3
+    for measured in measurement.steps:
+        assert spans_within(measured)
+        assert [span.name for span in measured.timeline.communication] == [
             "bucket 0",
             "bucket 1",
             "bucket 2",
         ]
         # A staged step uses each bucket by itself, one that waits for all of them uses them
         # together.
-        assert len(one.timeline.updates) == (3 if schedule == "staged" else 1)
-        assert max(span.end for span in one.timeline.spans) == one.timeline.updates[-1].end
-    total = found.compute_percent + found.non_compute_percent + found.idle_percent
+        assert len(measured.timeline.updates) == (3 if schedule == "staged" else 1)
+        assert (
+            max(span.end for span in measured.timeline.spans) == measured.timeline.updates[-1].end
+        )
+    total = measurement.compute_percent + measurement.non_compute_percent + measurement.idle_percent
     assert total == pytest.approx(100)
-    assert 0 <= found.overlap_percent <= 100
+    assert 0 <= measurement.overlap_percent <= 100
 
 
 def test_a_fused_step_is_seen_by_the_profiler(group):
     step, state, batch = trained(group(2), 0, schedule="fused")
-    found = step.measure(state, [batch] * 2)
-    assert len(found.steps) == 2
-    assert found.all_reduces == len(step.plan.buckets) == 3
-    for one in found.steps:
-        assert spans_within(one)
-        assert len(one.timeline.communication) == 3
-        assert one.timeline.computing > 0
+    measurement = step.measure(state, [batch] * 2)
+    assert len(measurement.steps) == 2
+    assert measurement.all_reduces == len(step.plan.buckets) == 3
+    for measured in measurement.steps:
+        assert spans_within(measured)
+        assert len(measured.timeline.communication) == 3
+        assert measured.timeline.computing > 0
 
 
 def test_measuring_changes_nothing_of_the_training(group):
@@ -206,8 +209,10 @@ def test_measuring_changes_nothing_of_the_training(group):
     step.measure(state, [batch])
     assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), before, state.params))
     state, _ = step(state, batch)  # its memory was not given away
-    _, alone, _ = trained(group(2), 2)
-    assert jax.tree.all(jax.tree.map(lambda a, b: bool(np.all(a == b)), state.params, alone.params))
+    _, unmeasured, _ = trained(group(2), 2)
+    assert jax.tree.all(
+        jax.tree.map(lambda a, b: bool(np.all(a == b)), state.params, unmeasured.params)
+    )
 
 
 def test_steps_that_a_measurement_could_not_end_are_none_of_the_training(group):
@@ -228,19 +233,21 @@ def test_there_must_be_something_to_measure(group):
         step.measure(state, [])
 
 
-### What DDP logs
+### DDP's logs
 
 
 def invariants(stats: fddp.Stats) -> Sequence[bool]:
-    """What PyTorch's own tests claim of its logging data."""
+    """The claims of PyTorch's own tests on its logging data."""
     times = (
         stats.avg_backward_compute_comm_overlap_time,
         stats.avg_backward_compute_time,
         stats.avg_backward_comm_time,
         stats.avg_first_stage_time,
     )
-    overlap, backward, sent, first = (time if time is not None else np.nan for time in times)
-    return [overlap <= backward, overlap <= sent, first > 0, sent > 0]
+    overlap, backward, communication, first = (
+        time if time is not None else np.nan for time in times
+    )
+    return [overlap <= backward, overlap <= communication, first > 0, communication > 0]
 
 
 @pytest.mark.parametrize("schedule", ["staged", "after"])
@@ -275,7 +282,7 @@ def test_times_are_none_where_only_a_profiler_sees_them_or_all_steps_compiled(gr
 
 
 def test_a_collective_of_any_kind_is_traffic():
-    sends = (
+    kernels = (
         "all-to-all.3",
         "all-gather-start.1",
         "psum.2",
@@ -288,7 +295,7 @@ def test_a_collective_of_any_kind_is_traffic():
     )
     assert all(
         COLLECTIVE.search(name)
-        for name in (*sends, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
+        for name in (*kernels, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", "reduce-scatter")
     )
     assert not any(
         COLLECTIVE.search(name)
@@ -301,7 +308,7 @@ def test_a_collective_of_any_kind_is_traffic():
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "collective",
     [
         jax.lax.psum,
         jax.lax.pmax,
@@ -313,14 +320,12 @@ def test_a_collective_of_any_kind_is_traffic():
     ],
     ids=("psum", "pmax", "pmin", "all_gather", "ppermute", "all_to_all", "psum_scatter"),
 )
-def test_what_jax_sends_is_traffic_under_the_name_that_it_has_in_the_program(sent):
+def test_what_jax_sends_is_traffic_under_the_name_that_it_has_in_the_program(collective):
     """A profile has the names of instructions; whether one sends, its opcode says."""
-    mesh, spec = (
-        jax.sharding.Mesh(jax.devices()[:2], "replica"),
-        jax.sharding.PartitionSpec("replica"),
-    )
+    mesh = jax.sharding.Mesh(jax.devices()[:2], "replica")
+    spec = jax.sharding.PartitionSpec("replica")
     spread = jax.shard_map(
-        lambda x: jnp.tanh(x) + jnp.sum(sent(x, "replica")),
+        lambda x: jnp.tanh(x) + jnp.sum(collective(x, "replica")),
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
@@ -331,7 +336,7 @@ def test_what_jax_sends_is_traffic_under_the_name_that_it_has_in_the_program(sen
             parse(jax.jit(spread).lower(jnp.ones(4)).compile().as_text() or "").schedules()
         ).lines
     ]
-    sends = [line.name for line in lines if line.opcode.startswith(KINDS)]
-    assert sends and all(COLLECTIVE.search(name) for name in sends)
+    collectives = [line.name for line in lines if line.opcode.startswith(KINDS)]
+    assert collectives and all(COLLECTIVE.search(name) for name in collectives)
     computing = [line.name for line in lines if line.opcode in ("fusion", "copy", "parameter")]
     assert computing and not any(COLLECTIVE.search(name) for name in computing)

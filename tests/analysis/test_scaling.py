@@ -1,4 +1,5 @@
-"""Steps on more replicas than there are, against values by hand and the shape of the paper's."""
+"""Steps on more replicas than this machine has, against values by hand and the shape of the
+paper's."""
 
 import pytest
 from hypothesis import given
@@ -42,24 +43,26 @@ def test_a_single_replica_says_nothing_of_a_link():
 def test_a_projection_simulates_the_step_with_the_algorithms_all_reduces():
     # All-reduces among four: 2·3·(0 + 10/4/10) = 1.5 s each. Stages end at 2 and 3; sent 2–3.5 and
     # 3.5–5; update 1 s.
-    (one,) = project([2.0, 1.0], [10, 10], Link(0.0, 10.0), updates=[1.0], replicas=[4])
-    assert (one.step_s, one.exposed_s, one.efficiency) == (6.0, 2.0, 4 / 6)
+    (projected,) = project([2.0, 1.0], [10, 10], Link(0.0, 10.0), updates=[1.0], replicas=[4])
+    assert (projected.step_s, projected.exposed_s, projected.efficiency) == (6.0, 2.0, 4 / 6)
 
 
 def test_more_replicas_never_make_a_step_shorter_and_a_ring_flattens_out():
-    """Fig. 9 of the paper: iterations get longer from 1 to 256 replicas, though each sends hardly
-    more from 16 on."""
-    steps = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-6, 5e8))]
+    """Iterations get longer from 1 to 256 replicas in Fig. 9 of the paper, though each replica
+    sends hardly more from 16 on."""
+    steps = [projected.step_s for projected in project([0.05] * 4, [25 * MB] * 4, Link(1e-6, 5e8))]
     assert steps == sorted(steps)
     assert steps[0] == pytest.approx(0.2)
-    early, late = steps[3] - steps[1], steps[8] - steps[6]  # 2 → 8 replicas, 64 → 256
-    assert late < early / 5
-    slow = [one.step_s for one in project([0.05] * 4, [25 * MB] * 4, Link(1e-3, 5e8))]
+    # 2 → 8 replicas, 64 → 256
+    early = steps[3] - steps[1]
+    growth_at_64 = steps[8] - steps[6]
+    assert growth_at_64 < early / 5
+    slow = [projected.step_s for projected in project([0.05] * 4, [25 * MB] * 4, Link(1e-3, 5e8))]
     assert slow[9] > 2 * 4095 * 1e-3 * 4  # 4,096 replicas: four buckets' latencies alone
 
 
 def test_a_model_with_more_bytes_per_second_of_computation_suffers_more():
-    """As BERT does beside ResNet-50 in the paper's Fig. 9."""
+    """BERT and ResNet-50 compare in this way in the paper's Fig. 9."""
     small, large = (
         project([0.1] * 4, [size] * 4, Link(1e-5, 5e8), replicas=[256])[0]
         for size in (25 * MB, 110 * MB)
@@ -68,5 +71,5 @@ def test_a_model_with_more_bytes_per_second_of_computation_suffers_more():
 
 
 def test_a_hidden_traffic_costs_nothing_at_any_scale():
-    for one in project([1.0, 1.0], [1000, 1], Link(1e-9, 1e12), replicas=[2, 4096]):
-        assert one.efficiency > 0.999
+    for projected in project([1.0, 1.0], [1000, 1], Link(1e-9, 1e12), replicas=[2, 4096]):
+        assert projected.efficiency > 0.999

@@ -1,5 +1,4 @@
-"""Bytes that one replica holds and sends, against the arrays on its device and the messages that it
-makes."""
+"""Bytes that a replica holds and sends, against the arrays on its device and its messages."""
 
 import html
 import re
@@ -42,9 +41,9 @@ def make(group: fddp.Group, shard: Any, **options: Any) -> tuple[fddp.TrainStep,
 
 def on_each_device(state: fddp.TrainState, name: str) -> list[int]:
     """Bytes of the arrays of a field."""
-    parts = [part for x in jax.tree.leaves(getattr(state, name)) for part in x.addressable_shards]
+    shards = [part for x in jax.tree.leaves(getattr(state, name)) for part in x.addressable_shards]
     return [
-        sum(part.data.nbytes for part in parts if part.device == device)
+        sum(part.data.nbytes for part in shards if part.device == device)
         for device in state.step.devices()
     ]
 
@@ -64,7 +63,7 @@ def test_what_a_replica_holds_is_what_lies_on_its_device(group: Groups, shard: s
     step(pending, ROWS)
     check(pending)
     step(state, ROWS)
-    # What was pending once is told from then on, and is whole.
+    # Pending gradients are reported from then on, and are whole.
     assert step.stats().replica_bytes.held.accumulated > 4 * 45
 
 
@@ -73,69 +72,77 @@ def test_a_replica_holds_its_part_of_the_optimizers_state_and_of_the_padding(
     group: Groups, shard: str
 ):
     step, state = make(group(4), shard)
-    (held, whole, *_), count = step.stats().replica_bytes, state.opt_state[0].count.nbytes
+    (local, total, *_) = step.stats().replica_bytes
+    count = state.opt_state[0].count.nbytes
     assert step.plan.padding == PADDING
     # Two moments for each parameter.
-    assert held.opt_state == count + 2 * (4 * 45 + PADDING) // 4
-    assert held.opt_state < whole.opt_state / 4 + count + PADDING
-    assert whole == make(group(4), None)[0].stats().replica_bytes.whole
-    assert held.params == ((4 * 45 + PADDING) // 4 if shard == "state" else whole.params)
+    assert local.opt_state == count + 2 * (4 * 45 + PADDING) // 4
+    assert local.opt_state < total.opt_state / 4 + count + PADDING
+    assert total == make(group(4), None)[0].stats().replica_bytes.whole
+    assert local.params == ((4 * 45 + PADDING) // 4 if shard == "state" else total.params)
 
 
 def test_without_shards_a_replica_holds_all(group: Groups):
-    told = make(group(4), None)[0].stats().replica_bytes
-    assert told.held == told.whole and (told.gradients, told.sent) == (4 * 45, None)
+    replica_bytes = make(group(4), None)[0].stats().replica_bytes
+    assert replica_bytes.held == replica_bytes.whole and (
+        replica_bytes.gradients,
+        replica_bytes.sent,
+    ) == (4 * 45, None)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 def test_gradients_are_those_of_all_messages(group: Groups, shard: str):
-    made: list[int] = []
+    sizes: list[int] = []
 
     def schedule(group: fddp.Group, pieces: Pieces, donate: bool) -> Runner:
-        def watched(one: Any) -> Any:
-            def run(*given: Any) -> Any:
-                messages, kept = one.run(*given)
-                made[:] = [x.size * x.dtype.itemsize for x in messages.arrays]
-                return messages, kept
+        def watched(task: Any) -> Any:
+            def run(*args: Any) -> Any:
+                messages, residuals = task.run(*args)
+                sizes[:] = [x.size * x.dtype.itemsize for x in messages.arrays]
+                return messages, residuals
 
-            return one._replace(run=run) if one.kind == "compute" else one
+            return task._replace(run=run) if task.kind == "compute" else task
 
         return fused(group, pieces._replace(rounds=tuple(map(watched, pieces.rounds))), donate)
 
     step, state = make(group(4), shard, schedule=schedule, bucket_cap_mb=64 / MiB)
     _, info = step(state, ROWS)
     buckets = [
-        nbytes for nbytes, message in zip(made, step.plan.messages) if message.bucket is not None
+        nbytes for nbytes, message in zip(sizes, step.plan.messages) if message.bucket is not None
     ]
-    told, (*sent, scalars) = step.stats().replica_bytes, np.asarray(info.sent).tolist()
-    assert len(buckets) > 1 and told.gradients == sum(buckets) == 4 * 45 + PADDING
+    replica_bytes = step.stats().replica_bytes
+    (*bucket_bytes, scalars) = np.asarray(info.sent).tolist()
+    assert len(buckets) > 1 and replica_bytes.gradients == sum(buckets) == 4 * 45 + PADDING
     # There and back, three quarters each.
-    assert sum(sent) == 2 * told.gradients * 3 // 4 and told.sent == sum(sent) + scalars
+    assert (
+        sum(bucket_bytes) == 2 * replica_bytes.gradients * 3 // 4
+        and replica_bytes.sent == sum(bucket_bytes) + scalars
+    )
 
 
 def test_printed_bytes_are_a_table(group: Groups):
     step, state = make(group(4), "optimizer")
     step(state, ROWS)
-    told = step.stats().replica_bytes
-    lines = str(told).splitlines()
+    replica_bytes = step.stats().replica_bytes
+    lines = str(replica_bytes).splitlines()
     assert [line.split()[-2:] for line in lines[2:3]] == [
-        [str(told.held.opt_state), str(told.whole.opt_state)]
+        [str(replica_bytes.held.opt_state), str(replica_bytes.whole.opt_state)]
     ]
-    assert lines[-1].split()[-1] == str(told.sent) and len(lines) == 8
+    assert lines[-1].split()[-1] == str(replica_bytes.sent) and len(lines) == 8
 
 
 def test_statistics_are_printed_as_a_table_and_shown_as_one_in_notebooks(group: Groups):
     step, state = make(group(1), None, schedule="after")
     for _ in range(2):
         state, _ = step(state, ROWS)
-    told = step.stats()
-    lines = dict(line.split(maxsplit=1) for line in str(told).splitlines())
+    stats = step.stats()
+    lines = dict(line.split(maxsplit=1) for line in str(stats).splitlines())
     assert lines["world_size"] == "1" and lines["iteration"] == "2" and lines["hook"] == "-"
     assert lines["total_parameter_size_bytes"] == f"{4 * 45}" and lines["parameters"].split() == [
         "180",
         "180",
     ]
     assert re.fullmatch(r"\d+\.\d\d ms", lines["avg_backward_comm_time"])
-    assert repr(told.hook) in repr(told)  # a record as well
-    for shown in (told, step.plan, step.tasks(state, ROWS), step.timeline()):
+    assert repr(stats.hook) in repr(stats)  # a record as well
+    for shown in (stats, step.plan, step.tasks(state, ROWS), step.timeline()):
         assert shown._repr_html_() == f"<pre>{html.escape(str(shown))}</pre>"

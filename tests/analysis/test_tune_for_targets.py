@@ -1,4 +1,4 @@
-"""Schedules and caps for GPUs that are not here: the choice is the shortest estimate, and is not
+"""Schedules and caps for GPUs, without a GPU: the choice is the shortest estimate, and is not
 behind plain JAX."""
 
 import importlib.util
@@ -19,7 +19,7 @@ from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
 from models import bert, mlp, scanned
 
-# What XLA makes of a program is the claim: with all that it does.
+# The claims are about XLA's programs: all optimizations are on.
 pytestmark = pytest.mark.usefixtures("optimized")
 aot = pytest.mark.aot
 
@@ -35,8 +35,8 @@ MODELS: dict[str, tuple[Any, Any, int]] = {
 
 def workload(name: str, target: str) -> Workload:
     module, model, rows = MODELS[name]
-    made = module.batch(model, rows * read_target(target).size)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made)
+    example = module.batch(model, rows * read_target(target).size)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
     params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
     return Workload(module.loss_fn(model), params, model_state, batch)
 
@@ -50,16 +50,16 @@ def tuned(name: str, target: str, *caps_mb: float) -> fddp.Choice:
 
 @aot
 @pytest.mark.parametrize(
-    "every", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["best and worst", "each"]
+    "check_all", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["best and worst", "each"]
 )
-def test_an_estimate_is_that_of_an_audit_and_the_shortest_is_taken(every):
+def test_an_estimate_is_that_of_an_audit_and_the_shortest_is_taken(check_all):
     choice = tuned("mlp", "h100:2x8")
     work = workload("mlp", "h100:2x8")
     assert (
         len(choice.candidates) == 6
     )  # three schedules, and 32 MiB under a cap of 100 are the plan under 25
     slowest = max(choice.candidates, key=lambda candidate: candidate.seconds)
-    for candidate in choice.candidates if every else (choice.best, slowest):
+    for candidate in choice.candidates if check_all else (choice.best, slowest):
         options: Any = {"schedule": candidate.schedule, "bucket_cap_mb": candidate.bucket_cap_mb}
         step, state = work.step(read_target("h100:2").group(), **options)
         audit = fddp.audit(step, state, work.batch, "h100:2x8")
@@ -67,7 +67,7 @@ def test_an_estimate_is_that_of_an_audit_and_the_shortest_is_taken(every):
         estimate = audit.timeline.seconds, audit.timeline.exposed
         assert estimate == (candidate.seconds, candidate.exposed_s)
         assert audit.plan == candidate.plan
-    assert choice.best.seconds == min(one.seconds for one in choice.candidates)
+    assert choice.best.seconds == min(candidate.seconds for candidate in choice.candidates)
     assert choice.step.options.schedule == choice.schedule == choice.best.schedule
     assert choice.step.options.bucket_cap_mb == choice.bucket_cap_mb == choice.best.bucket_cap_mb
 
@@ -127,9 +127,9 @@ def test_a_tuned_step_goes_on_from_the_state_of_the_step_that_was_given(group):
     rows = np.arange(32, dtype=np.float32).reshape(8, 4)
     state, _ = step(step.init(params), rows)
     choice = fddp.tune(step, state, rows, target="h100:2", caps_mb=[25])
-    assert [len(one.plan.buckets) for one in choice.candidates] == [2, 2, 2, 1, 1, 1]
-    ends = [one(state, rows)[0].params for one in (step, choice.step)]
-    close(*ends, rtol=1e-6, atol=1e-7)
+    assert [len(candidate.plan.buckets) for candidate in choice.candidates] == [2, 2, 2, 1, 1, 1]
+    results = [trainer(state, rows)[0].params for trainer in (step, choice.step)]
+    close(*results, rtol=1e-6, atol=1e-7)
     assert len(choice.step.plan.buckets) == len(choice.best.plan.buckets)
 
 

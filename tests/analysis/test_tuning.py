@@ -73,7 +73,7 @@ def test_the_tail_rides_behind_a_bucket_or_alone():
 
 
 def test_rows_count_as_the_all_reduce_that_takes_as_long_and_the_rest_as_nothing():
-    """Each of n replicas sends n - 1 times its rows, and 2 (n - 1)/n times what is summed."""
+    """Each of n replicas sends n - 1 times its rows, but 2 (n - 1)/n times the bytes of a sum."""
     tree = {"bias": np.zeros(8, np.float32), "table": np.zeros((100_000, 4), np.float32)}
     rows = 64 * (4 * 4 + 4) + 4
     for replicas in (2, 8):
@@ -97,10 +97,10 @@ def test_each_further_stage_costs_what_two_cuts_say():
 
 
 def test_a_typical_step_is_made_of_medians(group):
-    def step(stage, sent, end):
+    def step(stage, seconds, end):
         spans = (
             Span("compute", "stage 0", 1, 1 + stage),
-            Span("communication", "bucket 0", 5, 5 + sent, 8),
+            Span("communication", "bucket 0", 5, 5 + seconds, 8),
         )
         return MeasuredStep(0, end, Timeline((*spans, Span("update", "update 0", 9, 10))))
 
@@ -120,11 +120,13 @@ def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
         two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), group=group(1), steps=2
     )
     # 160 bytes are one bucket under any cap but 0: of all these caps the smallest is named.
-    assert [(one.bucket_cap_mb, len(one.nbytes)) for one in tuning.candidates] == [
+    assert [
+        (candidate.bucket_cap_mb, len(candidate.nbytes)) for candidate in tuning.candidates
+    ] == [
         (0, 2),
         (0.25, 1),
     ]
-    assert tuning.best.predicted_s == min(one.predicted_s for one in tuning.candidates)
+    assert tuning.best.predicted_s == min(candidate.predicted_s for candidate in tuning.candidates)
     assert tuning.measured_s > 0
     assert "best" in str(tuning)
 
@@ -132,14 +134,14 @@ def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
 @pytest.mark.steps
 def test_eager_is_run_where_no_schedule_is_asked_for_and_nothing_rules_it_out(group):
     params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
-    given = two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32)
+    args = two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32)
     options = {"group": group(1), "steps": 1, "caps_mb": [0]}
-    tuning = fddp.tune(*given, **options)
+    tuning = fddp.tune(*args, **options)
     assert tuning.eager_s is not None and tuning.eager_s > 0
     assert tuning.schedule == ("eager" if tuning.eager_s < 0.98 * tuning.measured_s else "staged")
-    assert fddp.tune(*given, **options, schedule="staged").eager_s is None
-    assert fddp.tune(*given, **options, hook=fddp.hooks.quantize()).eager_s is not None
-    assert fddp.tune(*given, **options, shard="optimizer").eager_s is None
+    assert fddp.tune(*args, **options, schedule="staged").eager_s is None
+    assert fddp.tune(*args, **options, hook=fddp.hooks.quantize()).eager_s is not None
+    assert fddp.tune(*args, **options, shard="optimizer").eager_s is None
 
 
 @pytest.mark.steps
@@ -147,7 +149,9 @@ def test_a_tuning_keeps_the_groups_that_it_is_given(group):
     params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
     options = {"group": group(1), "steps": 1, "groups": lambda path: "both"}
     tuning = fddp.tune(two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), **options)
-    assert [(one.bucket_cap_mb, len(one.nbytes)) for one in tuning.candidates] == [(0, 1)]
+    assert [
+        (candidate.bucket_cap_mb, len(candidate.nbytes)) for candidate in tuning.candidates
+    ] == [(0, 1)]
 
 
 @pytest.mark.steps
@@ -157,7 +161,7 @@ def test_a_tuning_takes_a_function_that_makes_the_parameters(group):
 
     options = {"group": group(1), "steps": 1, "caps_mb": [0.25], "schedule": "staged"}
     tuning = fddp.tune(two_layers, optax.sgd(0.1), make, np.ones((2, 4), np.float32), **options)
-    assert [len(one.nbytes) for one in tuning.candidates] == [1]
+    assert [len(candidate.nbytes) for candidate in tuning.candidates] == [1]
 
 
 def test_what_only_a_fused_step_can_run_is_refused(group):
@@ -170,12 +174,12 @@ def test_what_only_a_fused_step_can_run_is_refused(group):
 @pytest.mark.steps
 def test_a_model_is_tuned_by_its_name(group):
     tuning = tune_model("models.mlp:tiny", rows=4, group=group(1), caps_mb=[0, 1], steps=1)
-    assert [len(one.nbytes) for one in tuning.candidates] == [6, 1]
+    assert [len(candidate.nbytes) for candidate in tuning.candidates] == [6, 1]
     with pytest.raises(ValueError, match="presets tiny, 1024, none is 'huge'"):
         tune_model("models.mlp:huge", group=group(1))
 
 
-### What follows for other numbers of replicas
+### Other numbers of replicas
 
 BEST = Candidate(1.0, (2.0, 1.0), (0.25, 0.25), (10, 10), predicted_s=5.0)
 BY_HAND = Tuning(2, Link(0.0, 10.0), Pace(), 0.75, (BEST,), BEST, measured_s=4.0)

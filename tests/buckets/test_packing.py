@@ -1,4 +1,4 @@
-"""Packing is lossless: every bit of every leaf comes back, and so does every bit of the tail."""
+"""Packing is lossless: every bit of every leaf and of the tail is restored."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ FEW = hypothesis.settings(max_examples=15)  # each compiles its own concatenatio
 
 
 def random_bits(shape: tuple[int, ...], dtype: np.dtype, seed: int) -> np.ndarray:
-    """Any bits at all, so infinities, subnormal numbers and NaNs of every payload too."""
+    """Arbitrary bits, including infinities, subnormal numbers and NaNs of every payload."""
     rng = np.random.default_rng(seed)
     if dtype == np.bool_:
         return np.asarray(rng.random(shape) < 0.5)
@@ -72,13 +72,14 @@ def test_buckets_of_a_generator_are_unpacked_as_those_of_a_list():
 
 @pytest.mark.parametrize("dtype", FLOATS[:4], ids=str)
 def test_negative_zeros_infinities_subnormals_and_nan_payloads_survive(dtype, x64):
-    whole = np.dtype(f"u{dtype.itemsize}")
-    infinity = np.array([np.inf], dtype).view(whole)[0]
-    sign = whole.type(1 << (8 * dtype.itemsize - 1))
-    nans = np.array([infinity + 1, infinity + 5, sign | (infinity + 3)], whole)
-    one_nan = np.full(3, np.nan, dtype).view(whole)  # see random_bits
+    unsigned = np.dtype(f"u{dtype.itemsize}")
+    infinity = np.array([np.inf], dtype).view(unsigned)[0]
+    sign = unsigned.type(1 << (8 * dtype.itemsize - 1))
+    nans = np.array([infinity + 1, infinity + 5, sign | (infinity + 3)], unsigned)
+    one_nan = np.full(3, np.nan, dtype).view(unsigned)  # see random_bits
     bits = np.array(
-        [sign, infinity, sign | infinity, 1, *(one_nan if dtype == jnp.bfloat16 else nans)], whole
+        [sign, infinity, sign | infinity, 1, *(one_nan if dtype == jnp.bfloat16 else nans)],
+        unsigned,
     )
     tree = [bits.view(dtype), np.full(3, -0.0, dtype)]
     plan = make_plan(tree)
@@ -116,7 +117,7 @@ def test_pack_and_unpack_are_the_same_inside_a_program():
 
 
 def wide_enough(dtype: Any) -> tuple[Any, tuple[jax.Array, ...]]:
-    """A plan whose second bucket has this dtype, behind one of 16 bits; and its buckets."""
+    """A plan with a second bucket of this dtype, behind one of 16 bits; and its buckets."""
     tree = [
         np.arange(3).astype(dtype),
         np.arange(4).astype(jnp.bfloat16),
@@ -145,19 +146,19 @@ EXTREMES = {
 )
 def test_every_tail_comes_back_exactly_on_the_bucket_that_holds_it(dtype, wires, x64):
     plan, buckets = wide_enough(dtype)
-    sent = jax.jit(lambda buckets: add_tail(plan, buckets, EXTREMES))(buckets)
-    assert len(sent.arrays) == wires and plan.carrier.bucket == (1 if wires == 3 else None)
-    back, tail = jax.jit(lambda sent: take_tail(plan, sent))(sent)
-    same_bits((back, tail), (buckets, EXTREMES))
+    messages = jax.jit(lambda buckets: add_tail(plan, buckets, EXTREMES))(buckets)
+    assert len(messages.arrays) == wires and plan.carrier.bucket == (1 if wires == 3 else None)
+    unpacked, tail = jax.jit(lambda messages: take_tail(plan, messages))(messages)
+    same_bits((unpacked, tail), (buckets, EXTREMES))
 
 
 @pytest.mark.parametrize(("early", "sizes"), [(True, [1, 6, 4]), (False, [6, 4, 1])])
 def test_a_tail_that_may_ride_nowhere_travels_first_or_last(early, sizes):
     tree = {"a": jnp.arange(4.0), "b": jnp.arange(6.0)}
     plan = place_scalars(make_plan(tree, bucket_cap_mb=0), exact=False, early=early)
-    sent = add_tail(plan, pack(plan, tree), jnp.float32(0.5))
-    assert [x.size for x in sent.arrays] == sizes
-    buckets, tail = take_tail(plan, sent)
+    messages = add_tail(plan, pack(plan, tree), jnp.float32(0.5))
+    assert [x.size for x in messages.arrays] == sizes
+    buckets, tail = take_tail(plan, messages)
     same_bits((unpack(plan, buckets), tail), (tree, jnp.float32(0.5)))
 
 
@@ -171,24 +172,25 @@ def test_a_bucket_that_would_round_scalars_is_refused(x64):
     plan, buckets = wide_enough(np.float32)
     with pytest.raises(ValueError, match=r"bucket 1, of float32, cannot carry scalars of float64"):
         add_tail(plan, buckets, np.float64(1 / 3))
-    alone = place_scalars(plan, np.float64)
-    assert alone.carrier.bucket is None
-    assert take_tail(alone, add_tail(alone, buckets, np.float64(1 / 3)))[1] == 1 / 3
+    exact = place_scalars(plan, np.float64)
+    assert exact.carrier.bucket is None
+    assert take_tail(exact, add_tail(exact, buckets, np.float64(1 / 3)))[1] == 1 / 3
 
 
 @pytest.mark.steps
 def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
     plan, buckets = wide_enough(np.float32)
     zeros = jax.tree.map(np.zeros_like, EXTREMES)
-    one, other = add_tail(plan, buckets, EXTREMES), add_tail(plan, buckets, zeros)
-    same_bits(take_tail(plan, jax.tree.map(jnp.add, one, other))[1], EXTREMES)
+    root_messages = add_tail(plan, buckets, EXTREMES)
+    zero_messages = add_tail(plan, buckets, zeros)
+    same_bits(take_tail(plan, jax.tree.map(jnp.add, root_messages, zero_messages))[1], EXTREMES)
 
 
 ### Errors
 
 
 @pytest.mark.parametrize(
-    ("tree", "says"),
+    ("tree", "message"),
     [
         ({"a": np.zeros(2, np.float32)}, "does not fit the plan"),
         ([np.zeros(2, np.float32)] * 2, "does not fit the plan"),
@@ -203,9 +205,9 @@ def test_a_sum_over_replicas_to_which_only_one_contributes_is_a_broadcast(x64):
     ],
     ids=["leaf missing", "other structure", "other shape", "other dtype"],
 )
-def test_a_tree_that_does_not_fit_the_plan_is_refused(tree, says):
+def test_a_tree_that_does_not_fit_the_plan_is_refused(tree, message):
     plan = make_plan({"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)})
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         pack(plan, tree)
 
 

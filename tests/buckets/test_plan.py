@@ -1,5 +1,4 @@
-"""A plan is what PyTorch's bucket assignment says, for the order in which gradients become
-ready."""
+"""A plan is PyTorch's bucket assignment for the order in which gradients become ready."""
 
 import math
 import re
@@ -42,7 +41,7 @@ def problems(draw: st.DrawFn) -> tuple[list[jax.ShapeDtypeStruct], list[int], di
     return tree, order, {name: draw(st.integers(0, 100)) / MiB for name in names}
 
 
-### What holds for every plan
+### Claims about every plan
 
 
 @given(problems())
@@ -101,7 +100,8 @@ def test_each_bucket_is_below_its_own_cap_without_its_last_leaf_and_not_with_it(
     order = [i for i in order if tree[i].dtype == np.float32]
     plan = make_plan(tree, order=order, bucket_cap_mb=[size / MiB for size in sizes])
     for k, bucket in enumerate(plan.buckets):
-        cap, nbytes = sizes[min(k, len(sizes) - 1)], [plan.leaves[i].nbytes for i in bucket.leaves]
+        cap = sizes[min(k, len(sizes) - 1)]
+        nbytes = [plan.leaves[i].nbytes for i in bucket.leaves]
         assert sum(nbytes[:-1]) < cap or not nbytes[:-1]
         assert sum(nbytes) >= cap or bucket == plan.buckets[-1]
 
@@ -149,10 +149,10 @@ def test_a_group_is_one_bucket_for_each_dtype_and_nothing_else_is_in_it(problem)
     plan = make_plan(tree, order=order, groups=lambda name: keys[int(name)], **caps)
     for key in set(keys) - {None}:
         members = [i for i in order if keys[i] == key]
-        found = [
+        groups = [
             list(bucket.leaves) for bucket in plan.buckets if set(bucket.leaves) & set(members)
         ]
-        assert sorted(found) == sorted(
+        assert sorted(groups) == sorted(
             [i for i in members if tree[i].dtype == dtype]
             for dtype in {tree[i].dtype for i in members}
         )
@@ -165,10 +165,10 @@ def test_leaves_of_no_group_are_bucketed_as_if_there_were_no_others(problem):
     # is a group's.
     tree, keys, end = [*tree, *floats(1)], [*keys, "end"], len(tree)
     make = partial(make_plan, tree, groups=lambda name: keys[int(name)], **caps)
-    alone = leaves_of(make(order=[*(i for i in order if keys[i] is None), end]))[:-1]
+    ungrouped = leaves_of(make(order=[*(i for i in order if keys[i] is None), end]))[:-1]
     assert [
         leaves for leaves in leaves_of(make(order=[*order, end])) if keys[leaves[0]] is None
-    ] == alone
+    ] == ungrouped
 
 
 def test_a_group_is_ready_with_its_last_member_and_no_cap_cuts_it():
@@ -223,7 +223,7 @@ def test_pytorch_multi_limit_as_a_sequence_whose_last_cap_holds_for_all_that_fol
             [3, 4],
             [5],
         ]
-    # Neither the first nor the last bucket has a cap besides.
+    # Neither the first nor the last bucket has another cap.
     assert leaves_of(make_plan(floats(*[2**18] * 4), order=range(4), bucket_cap_mb=[2, 25])) == [
         [0, 1],
         [2, 3],
@@ -231,7 +231,8 @@ def test_pytorch_multi_limit_as_a_sequence_whose_last_cap_holds_for_all_that_fol
 
 
 def test_pytorch_single_limit_multi_dtype():
-    singles, doubles = floats(50, 50, 50), floats(25, 25, 25, dtype=np.float64)
+    singles = floats(50, 50, 50)
+    doubles = floats(25, 25, 25, dtype=np.float64)
     tree = [leaf for pair in zip(singles, doubles) for leaf in pair]
     plan = make_plan(tree, order=range(6), bucket_cap_mb=400 / MiB)
     assert leaves_of(plan) == [[0, 2], [1, 3], [4], [5]]
@@ -255,8 +256,8 @@ def test_the_last_bucket_is_cut_from_the_leaves_that_become_ready_last():
 
 
 def test_the_digest_tells_names_shapes_dtypes_and_layout_apart():
-    def tree(**other: Any) -> dict[str, np.ndarray]:
-        return {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)} | other
+    def tree(**leaves: Any) -> dict[str, np.ndarray]:
+        return {"a": np.zeros((2, 3), np.float32), "b": np.zeros(4, np.float32)} | leaves
 
     plans = [
         make_plan(tree()),
@@ -285,7 +286,7 @@ def test_the_digest_depends_on_nothing_else(problem):
     )
 
 
-### What a person sees
+### Printed plans
 
 
 def test_the_printed_table_holds_names_sizes_and_dtypes():
@@ -333,8 +334,8 @@ def test_metrics_lead_where_they_are_early_and_no_bucket_holds_them():
 
 def test_plans_whose_messages_differ_have_other_digests():
     plan = make_plan({"scale": np.zeros(8, np.float32)})
-    others = [place_scalars(plan, exact=False), place_scalars(plan, exact=False, early=True)]
-    assert len({one.digest for one in (plan, *others)}) == 3
+    variants = [place_scalars(plan, exact=False), place_scalars(plan, exact=False, early=True)]
+    assert len({variant.digest for variant in (plan, *variants)}) == 3
 
 
 def test_an_empty_tree_has_an_empty_plan_that_prints():
@@ -377,10 +378,10 @@ def test_a_cap_that_is_negative_or_not_a_number_is_refused_by_name(cap, value):
 
 @pytest.mark.parametrize("caps", [[], (), [1, -1], [math.nan], [1, None], [True], [[1]]])
 def test_a_sequence_of_caps_without_one_or_with_one_that_is_none_is_refused(caps):
-    says = (
+    message = (
         f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {re.escape(repr(caps))}"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         make_plan(floats(1), bucket_cap_mb=caps)
 
 

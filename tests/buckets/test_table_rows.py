@@ -11,7 +11,9 @@ from fddp.buckets import add_table_rows, flags, plan_with_table_rows, take_table
 from fddp.buckets.table_rows import WORTH_BYTES
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
-ALL, WIDTH, MOST = 70_000, 3, 5  # more rows than 16 bits count
+ALL = 70_000  # rows: more than 16 bits count
+WIDTH = 3
+MOST = 5
 
 
 def bucket_of(dtype: str) -> Any:
@@ -36,12 +38,15 @@ def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
     "numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]]
 )
 def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
-    bucket, flat = bucket_of(dtype), gradient(dtype, numbers, 0)
-    words, left = take_table_rows(bucket, flat)
+    bucket = bucket_of(dtype)
+    flat = gradient(dtype, numbers, 0)
+    words, remainder = take_table_rows(bucket, flat)
     assert words.nbytes == bucket.nbytes and words.dtype.kind == "u"
     (place,) = flags(bucket, 1)
-    assert bool(words[place]) == (len(numbers) > MOST) == bool(jnp.any(left != 0))
-    assert np.asarray(add_table_rows(bucket, words, left)).tobytes() == np.asarray(flat).tobytes()
+    assert bool(words[place]) == (len(numbers) > MOST) == bool(jnp.any(remainder != 0))
+    assert (
+        np.asarray(add_table_rows(bucket, words, remainder)).tobytes() == np.asarray(flat).tobytes()
+    )
 
 
 @pytest.mark.steps
@@ -52,10 +57,12 @@ def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str
         gradient(dtype, numbers, k)
         for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))
     ]
-    sent = [take_table_rows(bucket, flat) for flat in gradients]
-    words = jnp.concatenate([one for one, _ in sent])
+    rows_and_remainders = [take_table_rows(bucket, flat) for flat in gradients]
+    words = jnp.concatenate([rows for rows, _ in rows_and_remainders])
     assert [bool(words[place]) for place in flags(bucket, 3)] == [False, False, True]
-    total = add_table_rows(bucket, words, jnp.asarray(sum(left for _, left in sent)))
+    total = add_table_rows(
+        bucket, words, jnp.asarray(sum(remainder for _, remainder in rows_and_remainders))
+    )
     assert np.array_equal(
         np.asarray(total), np.asarray(sum(gradients))
     )  # small whole numbers: exact in every dtype
@@ -63,7 +70,7 @@ def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str
 
 @pytest.mark.steps
 def test_rows_of_16_bits_are_rounded_once():
-    """256 and seven times 1 are 263: added one by one in bfloat16 they stay 256."""
+    """256 and seven times 1 are 263; sums one by one in bfloat16 stay 256."""
     form = jax.ShapeDtypeStruct((ALL, WIDTH), "bfloat16")
     (bucket,) = plan_with_table_rows(form, {0: MOST}, 8, order=(0,)).buckets
     gradients = [
@@ -78,15 +85,15 @@ def test_rows_of_16_bits_are_rounded_once():
 def test_a_row_that_is_no_number_travels(x64: None):
     bucket = bucket_of("float32")
     flat = gradient("float32", [7], 0).at[7 * WIDTH].set(jnp.nan)
-    words, left = take_table_rows(bucket, flat)
-    assert np.isnan(np.asarray(add_table_rows(bucket, words, left))).nonzero()[0].tolist() == [
+    words, remainder = take_table_rows(bucket, flat)
+    assert np.isnan(np.asarray(add_table_rows(bucket, words, remainder))).nonzero()[0].tolist() == [
         7 * WIDTH
     ]
 
 
 def test_rows_travel_where_these_save_enough_bytes():
-    """To each of the others a replica sends its rows whole, of an all-reduce 2/n: more replicas,
-    fewer rows."""
+    """A replica sends its rows whole to each other replica, but only 2/n of an all-reduce: the more
+    replicas, the fewer rows."""
     form = jax.ShapeDtypeStruct((100_000, 4), "float32")
 
     def travel(replicas: int, touched: int) -> bool:
@@ -95,7 +102,8 @@ def test_rows_travel_where_these_save_enough_bytes():
             is not None
         )
 
-    bytes_of_all, bytes_of_row = 1_600_000, 4 * 4 + 4
+    bytes_of_all = 1_600_000
+    bytes_of_row = 4 * 4 + 4
     for replicas in (2, 3, 8):
         most = (2 * bytes_of_all // replicas - WORTH_BYTES // (replicas - 1)) // bytes_of_row
         assert travel(replicas, most - 1) and not travel(replicas, most + 1)
@@ -129,7 +137,7 @@ def test_who_is_in_a_group_stays_whole():
     assert [bucket.rows for bucket in both.buckets] == [None]
     by_itself = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: name)
     assert [bucket.rows for bucket in by_itself.buckets] == [None, None]
-    other = plan_with_table_rows(
+    grouped = plan_with_table_rows(
         tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None
     )
-    assert [bucket.rows is None for bucket in other.buckets] == [True, False]
+    assert [bucket.rows is None for bucket in grouped.buckets] == [True, False]

@@ -1,5 +1,4 @@
-"""Checkpoints: training that ended goes on as if it had not, whatever happened to the files
-meanwhile."""
+"""Training resumes from checkpoints as if it had not ended, despite damaged files."""
 
 import os
 import resource
@@ -33,7 +32,7 @@ Restored: TypeAlias = Callable[[Path, fddp.Group], tuple[fddp.TrainStep, fddp.Tr
 
 
 def first(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step that uses all of a state: the scale of the loss grows, for one."""
+    """A step that uses all of a state; for example the scale of the loss grows."""
     optimizer = fddp.dynamic_scale(optax.adam(0.1), growth_interval=3)
     step = fddp.train_step(with_dropout, optimizer, group=group, bucket_cap_mb=0, **options)
     params = {
@@ -47,14 +46,14 @@ def first(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.Train
 KINDS: dict[str, Make] = {
     "whole": lambda group: first(
         group, hook=fddp.hooks.topk(0.4)
-    ),  # it remembers what it did not send
+    ),  # it remembers the unsent numbers
     "shards": lambda group: first(group, shard="state"),
 }
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def make(request: pytest.FixtureRequest) -> Make:
-    """Every claim is made of states that are whole, and of states in shards."""
+    """Every claim is tested with whole states and with states in shards."""
     return KINDS[request.param]
 
 
@@ -74,7 +73,7 @@ def train(
     until: int,
     checkpoints: fddp.Checkpoints | None = None,
 ) -> tuple[fddp.TrainState, list[float]]:
-    """Trains up to a step, on the rows that belong to each; the losses."""
+    """Trains up to a step, on the rows of each step; returns the losses."""
     rows = fddp.samples(len(ROWS), 8, start_step=int(state.step))
     losses = list[float]()
     for number in islice(rows, until - int(state.step)):
@@ -86,7 +85,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def ended(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended_run(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the checkpoints of steps 2, 4 and 6 of a training that ended after its
     seventh."""
     folder = tmp_path_factory.mktemp("ended")
@@ -99,9 +98,9 @@ def ended(make: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def trained(ended: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
-    return Path(shutil.copytree(ended, tmp_path / "saved"))
+def trained(ended_run: Path, tmp_path: Path) -> Path:
+    """A copy of the folder, to be damaged."""
+    return Path(shutil.copytree(ended_run, tmp_path / "saved"))
 
 
 @pytest.mark.quick("shards")
@@ -145,15 +144,15 @@ def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["6", "8"]
     step, fresh = make(group(1))
     with fddp.Checkpoints(tmp_path, step, every=3) as checkpoints:
-        again, place = checkpoints.restore(fresh)
-        same_arrays(again, state)
+        restored_state, place = checkpoints.restore(fresh)
+        same_arrays(restored_state, state)
         assert place == {"row": 8}
-        again, _ = step(again, ROWS[:8])
-        assert checkpoints.save(again), "the ninth"
-    told = [
+        restored_state, _ = step(restored_state, ROWS[:8])
+        assert checkpoints.save(restored_state), "the ninth"
+    lines = [
         line for line in capfd.readouterr().err.splitlines() if "saves nothing" not in line
     ]  # on one replica
-    assert told == [f"fddp: training goes on from step 8, from {tmp_path}."]
+    assert lines == [f"fddp: training goes on from step 8, from {tmp_path}."]
 
 
 @pytest.mark.quick("whole")
@@ -180,14 +179,14 @@ def test_pending_gradients_are_saved_when_asked_and_come_back(
         state, _ = step(state, ROWS[:8])
         state, _ = step.no_sync(state, ROWS[8:16])
         assert checkpoints.save(state, now=True)
-    other, fresh = make(group(2))
-    with fddp.Checkpoints(tmp_path, other) as checkpoints:
+    second_step, fresh = make(group(2))
+    with fddp.Checkpoints(tmp_path, second_step) as checkpoints:
         same_arrays(checkpoints.restore(fresh)[0], state)
-        pending, _ = other.no_sync(fresh, ROWS[:8])
+        pending, _ = second_step.no_sync(fresh, ROWS[:8])
         same_arrays(checkpoints.restore(pending)[0], state)
 
 
-### What happens to files
+### Damaged files
 
 
 def newest(folder: Path) -> Path:
@@ -249,8 +248,8 @@ def test_a_checkpoint_that_was_not_finished_counts_as_none(
     make: Make,
     restored: Restored,
 ):
-    """As if the process had been killed when Orbax was ready, and the list of files was not written
-    yet."""
+    """The process is killed, in effect, after Orbax was ready and before the list of files was
+    written."""
     step, state = make(group(2))
     with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
         calm, _ = train(step, state, 4, checkpoints)
@@ -271,9 +270,9 @@ def test_restoring_waits_for_what_is_being_written(
     with fddp.Checkpoints(tmp_path, step, every=1) as checkpoints:
         state, _ = step(state, ROWS[:8])
         checkpoints.save(state)
-        again, _ = checkpoints.restore(state)
-        assert int(again.step) == 1
-        same_arrays(again, state)
+        restored_state, _ = checkpoints.restore(state)
+        assert int(restored_state.step) == 1
+        same_arrays(restored_state, state)
 
 
 @pytest.mark.quick("shards")
@@ -304,8 +303,8 @@ def test_a_number_that_a_user_has_put_into_the_state_is_saved(
     state.opt_state.hyperparams["learning_rate"] = 0.01
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
         checkpoints.save(state, now=True)
-        back, _ = checkpoints.restore(step.init(np.ones(3, np.float32)))
-    assert back.opt_state.hyperparams["learning_rate"] == np.float32(0.01)
+        restored_state, _ = checkpoints.restore(step.init(np.ones(3, np.float32)))
+    assert restored_state.opt_state.hyperparams["learning_rate"] == np.float32(0.01)
 
 
 def test_a_folder_is_where_it_was_opened(
@@ -323,7 +322,7 @@ def test_a_folder_is_where_it_was_opened(
 def test_an_older_checkpoint_is_not_removed_for_newer_ones(
     trained: Path, group: Callable[[int], fddp.Group], make: Make
 ):
-    """Of a run that went on from an older one: what it has just saved stays."""
+    """The run went on from an older checkpoint: the one that it has just saved stays."""
     next((trained / "6").rglob("manifest.ocdbt")).unlink()
     step, state = make(group(2))
     with fddp.Checkpoints(trained, step, every=100, keep=1) as checkpoints:
@@ -345,34 +344,34 @@ def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
     name: str,
     capfd: pytest.CaptureFixture[str],
 ):
-    begun = trained / name
-    begun.mkdir()
-    (begun / "leaves").write_bytes(b"half")
+    unfinished = trained / name
+    unfinished.mkdir()
+    (unfinished / "leaves").write_bytes(b"half")
     _, state = restored(trained, group(2))
     assert (
         "not finished, and count as none: step [8]" in capfd.readouterr().err
     ) == name.startswith("8")
-    assert int(state.step) == 6 and begun.exists(), "another job may be writing it"
+    assert int(state.step) == 6 and unfinished.exists(), "another job may be writing it"
     step, state = make(group(2))
     with fddp.Checkpoints(trained, step, every=2) as checkpoints:
         state, _ = train(step, checkpoints.restore(state)[0], 8, checkpoints)
         checkpoints._writing.result()
-        assert (begun / "leaves").read_bytes() == b"half", "it has just been written"
-        says = (
+        assert (unfinished / "leaves").read_bytes() == b"half", "it has just been written"
+        message = (
             f"another job has written {name} in {trained} within 10 minutes: if it still runs, "
             f"give each job its own"
         )
-        assert says in capfd.readouterr().err
-        for path in (begun, begun / "leaves"):
+        assert message in capfd.readouterr().err
+        for path in (unfinished, unfinished / "leaves"):
             os.utime(path, (0, 0))
         train(step, state, 10, checkpoints)
-    assert not begun.exists()
+    assert not unfinished.exists()
     assert "another job" not in capfd.readouterr().err
 
 
 @contextmanager
 def full_disk() -> Iterator[None]:
-    """No file may have more than one byte."""
+    """Limits the files of this process to one byte."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, before[1]))
     try:
@@ -444,16 +443,16 @@ def test_on_other_replicas_it_goes_on_without_what_hooks_remember(
     capfd: pytest.CaptureFixture[str],
     restored: Restored,
 ):
-    _, there = restored(trained, group(2))
+    _, elsewhere = restored(trained, group(2))
     step, state = restored(trained, group(4))
-    said = capfd.readouterr().err
-    assert "it was on 2 replicas and is on 4" in said
-    assert ("; the memory of hooks starts again." in said) == bool(
+    printed = capfd.readouterr().err
+    assert "it was on 2 replicas and is on 4" in printed
+    assert ("; the memory of hooks starts again." in printed) == bool(
         jax.tree.leaves(state.hook_state)
     )
-    here, there = (fddp.whole(one._replace(hook_state=())) for one in (state, there))
-    assert bits(here) == bits(there)
-    assert not any(np.any(left) for left in jax.tree.leaves(state.hook_state))
+    original, elsewhere = (fddp.whole(side._replace(hook_state=())) for side in (state, elsewhere))
+    assert bits(original) == bits(elsewhere)
+    assert not any(np.any(memory) for memory in jax.tree.leaves(state.hook_state))
     step(state, ROWS[:8])
 
 
@@ -461,22 +460,22 @@ def test_a_checkpoint_of_another_model_is_refused(
     trained: Path, group: Callable[[int], fddp.Group]
 ):
     step = fddp.train_step(lambda p, x: jnp.mean(x @ p["w"]), optax.adam(0.1), group=group(2))
-    says = (
+    message = (
         r"of step 6 is of another training: it has params/b float32\[5\]; (?s:.*)lacks params/w "
         r"float32\[3, 4\]"
     )
-    with fddp.Checkpoints(trained, step) as checkpoints, pytest.raises(ValueError, match=says):
+    with fddp.Checkpoints(trained, step) as checkpoints, pytest.raises(ValueError, match=message):
         checkpoints.restore(step.init({"w": np.ones((3, 4), np.float32)}))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [({"every": 0}, "every must be"), ({"keep": 0}, "keep must be"), ({"every": 2.5}, "2.5")],
 )
 def test_what_cannot_be_meant_is_refused(
-    group: Any, tmp_path: Path, arguments: dict[str, Any], says: str, make: Make
+    group: Any, tmp_path: Path, arguments: dict[str, Any], message: str, make: Make
 ):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         fddp.Checkpoints(tmp_path, make(group(1))[0], **arguments)
     with pytest.raises(TypeError, match=r"step must be a step from fddp\.train_step"):
         fddp.Checkpoints(tmp_path, lambda state, batch: state)  # type: ignore
@@ -525,8 +524,8 @@ def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
         )
         like = step.init(first)
         with fddp.Checkpoints(tmp_path, step) as checkpoints:
-            again, _ = checkpoints.restore(like)
-            if again is like:
+            restored_state, _ = checkpoints.restore(like)
+            if restored_state is like:
                 state, _ = step(like, ROWS[:8])
                 assert checkpoints.save(state, now=True)
                 saved = bits(state)
@@ -535,8 +534,8 @@ def test_parts_along_other_axes_come_back_where_they_lay(tmp_path: Path):
                 ):
                     checkpoints.restore(step.shapes(first))
             else:
-                assert bits(again) == saved
-                assert again.params.sharding == first.sharding
+                assert bits(restored_state) == saved
+                assert restored_state.params.sharding == first.sharding
 
 
 def test_a_form_has_no_memory_for_hooks_of_other_replicas(

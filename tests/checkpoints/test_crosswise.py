@@ -1,5 +1,4 @@
-"""A checkpoint is one and the same on every backend: any number of replicas reads what any other
-has written."""
+"""A checkpoint does not depend on the backend: any number of replicas reads those of any other."""
 
 import os
 import re
@@ -14,7 +13,7 @@ import fddp
 
 pytestmark = pytest.mark.steps
 
-PAIRS = [f"restore:{saved}:{wanted}" for saved in SHARDS for wanted in SHARDS]
+PAIRS = [f"restore:{saved}:{target}" for saved in SHARDS for target in SHARDS]
 SAVES = [f"save:{shard}" for shard in SHARDS]
 
 
@@ -34,9 +33,9 @@ def on_ranks(
     return [{word: bits for name, word, bits in lines if name == folder.name} for folder in folders]
 
 
-def as_saved(found: dict[str, str], expected: dict[str, str]) -> None:
-    """Each restored state has the bits of the saved one, in whatever shards either was."""
-    assert found == {pair: expected[f"save:{pair.split(':')[1]}"] for pair in PAIRS}
+def as_saved(digests: dict[str, str], expected: dict[str, str]) -> None:
+    """Each restored state has the bits of the saved one, for any shards of either."""
+    assert digests == {pair: expected[f"save:{pair.split(':')[1]}"] for pair in PAIRS}
 
 
 @pytest.mark.quick("3")
@@ -46,24 +45,28 @@ def test_what_some_replicas_save_others_restore_in_all_shards(
 ):
     expected = {save: does(group(replicas), tmp_path, save) for save in SAVES}
     assert len(set(expected.values())) == 3
-    for others in {1, 2, 3, 4} - {replicas}:
-        as_saved({pair: does(group(others), tmp_path, pair) for pair in PAIRS}, expected)
+    for count in {1, 2, 3, 4} - {replicas}:
+        as_saved({pair: does(group(count), tmp_path, pair) for pair in PAIRS}, expected)
 
 
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("writers", "readers"),
     [(("mpi", 3), ("gloo", 2)), pytest.param(("gloo", 2), ("mpi", 3), marks=pytest.mark.slow)],
 )
 def test_what_ranks_of_a_backend_save_those_of_another_and_devices_restore(
-    group: Callable[[int], fddp.Group], tmp_path: Path, one: tuple[str, int], other: tuple[str, int]
+    group: Callable[[int], fddp.Group],
+    tmp_path: Path,
+    writers: tuple[str, int],
+    readers: tuple[str, int],
 ):
-    saved, here = tmp_path / "saved", tmp_path / "here"
-    (by_ranks,) = on_ranks(*one, [saved], tmp_path / "one", *SAVES)
+    saved = tmp_path / "saved"
+    by_hand = tmp_path / "here"
+    (by_ranks,) = on_ranks(*writers, [saved], tmp_path / "one", *SAVES)
     assert set(by_ranks) == set(SAVES)
-    by_devices = {save: does(group(2), here, save) for save in SAVES}
-    restored = on_ranks(*other, [saved, here], tmp_path / "other", *PAIRS)
+    by_devices = {save: does(group(2), by_hand, save) for save in SAVES}
+    restored = on_ranks(*readers, [saved, by_hand], tmp_path / "other", *PAIRS)
     for digests, expected in zip(restored, (by_ranks, by_devices)):
         as_saved(digests, expected)
     as_saved({pair: does(group(4), saved, pair) for pair in PAIRS}, by_ranks)

@@ -1,4 +1,4 @@
-"""Checkpoints of fddp 0.2, which Orbax wrote for rank 0 alone, are read as any other."""
+"""Checkpoints of fddp 0.2, which Orbax wrote for rank 0 alone, are read like all others."""
 
 import json
 from collections.abc import Callable
@@ -41,10 +41,10 @@ def make(
 
 
 def write_with_orbax(folder: Path, state: fddp.TrainState, replicas: int, place: Any) -> None:
-    """What fddp 0.2 did: Orbax's own files, and a list of them."""
-    whole = fddp.whole(state)
-    whole = whole._replace(rng=jax.random.key_data(whole.rng))
-    named = jax.tree_util.tree_leaves_with_path(whole)
+    """Writes a checkpoint as fddp 0.2 did: Orbax's own files, and a list of them."""
+    gathered = fddp.whole(state)
+    gathered = gathered._replace(rng=jax.random.key_data(gathered.rng))
+    named = jax.tree_util.tree_leaves_with_path(gathered)
     leaves = {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.array(x) for path, x in named
     }
@@ -77,14 +77,14 @@ def test_a_checkpoint_that_orbax_wrote_is_restored_whole_and_in_shards(
     write_with_orbax(tmp_path, state, 2, {"row": 8})
     step, like = make(group(replicas), shard)
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
-        again, place = checkpoints.restore(like)
+        restored_state, place = checkpoints.restore(like)
         assert place == {"row": 8}
-        assert bits(fddp.whole(again)) == bits(fddp.whole(state))
-        again, _ = step(again, np.concatenate([ROWS] * 3))
-        assert checkpoints.save(again, now=True)
+        assert bits(fddp.whole(restored_state)) == bits(fddp.whole(state))
+        restored_state, _ = step(restored_state, np.concatenate([ROWS] * 3))
+        assert checkpoints.save(restored_state, now=True)
     with fddp.Checkpoints(tmp_path, step) as checkpoints:  # the new one stands beside the old one
         newer, _ = checkpoints.restore(make(group(replicas), shard)[1])
-    assert bits(newer) == bits(again)
+    assert bits(newer) == bits(restored_state)
 
 
 def test_what_hooks_remembered_in_a_checkpoint_that_orbax_wrote_comes_back(
@@ -95,8 +95,8 @@ def test_what_hooks_remembered_in_a_checkpoint_that_orbax_wrote_comes_back(
     write_with_orbax(tmp_path, state, 2, None)
     step, like = make(group(2), hook=fddp.hooks.topk(0.4))
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
-        again, _ = checkpoints.restore(like)
-    assert bits(again) == bits(state) != bits(like)
+        restored_state, _ = checkpoints.restore(like)
+    assert bits(restored_state) == bits(state) != bits(like)
 
 
 def test_a_changed_byte_in_what_orbax_wrote_is_found(

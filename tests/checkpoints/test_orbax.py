@@ -44,13 +44,13 @@ def restore(folder: Path, like: Any) -> Any:
         return checkpointer.restore(folder, like)
 
 
-def refused(folder: Path, like: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def refused(folder: Path, like: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         restore(folder, like)
 
 
 def plain(tree: Any) -> Any:
-    """Keys as their words."""
+    """A key as its words."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
     return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_key(x) else x), tree)
 
@@ -100,27 +100,28 @@ def test_three_and_three_steps_are_six_bit_for_bit(make, tmp_path, schedule):
     for x in single(ROWS[:3]):
         state, _ = step(state, x)
     save(tmp_path / "state", state)
-    other = make(schedule)
-    again = restore(tmp_path / "state", fresh(other))
-    same_arrays(again, state)
+    second_step = make(schedule)
+    resumed = restore(tmp_path / "state", fresh(second_step))
+    same_arrays(resumed, state)
     for x in single(ROWS[3:6]):
         state, info = step(state, x)
-        again, told = other(again, x)
-        same_arrays((again, told), (state, info))
-    assert int(again.step) == 6
+        resumed, resumed_info = second_step(resumed, x)
+        same_arrays((resumed, resumed_info), (state, info))
+    assert int(resumed.step) == 6
 
 
 @SCHEDULES
 def test_what_a_hook_remembers_is_saved_too(make, tmp_path, schedule):
-    step, other = (make(schedule, hook=fddp.hooks.topk(0.25)) for _ in range(2))
+    step, second_step = (make(schedule, hook=fddp.hooks.topk(0.25)) for _ in range(2))
     state, _ = step(start(step), single(ROWS[0]))
-    assert all(np.any(left) for left in jax.tree.leaves(state.hook_state))
+    assert all(np.any(residual) for residual in jax.tree.leaves(state.hook_state))
     save(tmp_path / "state", state)
-    again = restore(tmp_path / "state", fresh(other))
-    same_arrays(again, state)
+    resumed = restore(tmp_path / "state", fresh(second_step))
+    same_arrays(resumed, state)
     for x in single(ROWS[1:3]):
-        (state, info), (again, told) = step(state, x), other(again, x)
-        same_arrays((again, told), (state, info))
+        (state, info) = step(state, x)
+        (resumed, resumed_info) = second_step(resumed, x)
+        same_arrays((resumed, resumed_info), (state, info))
 
 
 @SCHEDULES
@@ -130,16 +131,16 @@ def test_pending_gradients_are_saved_too(make, tmp_path, schedule):
     for x in single(ROWS[1:3]):
         state, _ = step.no_sync(state, x)
     save(tmp_path / "state", state)
-    other = make(schedule)
-    like, _ = other.no_sync(
-        fresh(other), single(ROWS[0])
-    )  # a fresh state has no form for what is pending
-    again = restore(tmp_path / "state", like)
-    same_arrays(again, state)
+    second_step = make(schedule)
+    like, _ = second_step.no_sync(
+        fresh(second_step), single(ROWS[0])
+    )  # a fresh state has no form for pending gradients
+    resumed = restore(tmp_path / "state", like)
+    same_arrays(resumed, state)
     for call, number in (("no_sync", 3), ("__call__", 4), ("__call__", 5)):
         state, info = getattr(step, call)(state, single(ROWS[number]))
-        again, told = getattr(other, call)(again, single(ROWS[number]))
-        same_arrays((again, told), (state, info))
+        resumed, resumed_info = getattr(second_step, call)(resumed, single(ROWS[number]))
+        same_arrays((resumed, resumed_info), (state, info))
 
 
 def test_training_may_go_on_while_a_state_is_still_being_written(make, tmp_path):
@@ -165,9 +166,11 @@ def test_keys_come_back_as_they_were(group, tmp_path, key):
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(2))
     state = step.init(jnp.zeros(()), rng=key())
     save(tmp_path / "state", state)
-    again = restore(tmp_path / "state", step.init(jnp.ones(()), rng=jax.tree.map(jnp.copy, key())))
-    same_arrays(again, state)
-    assert again.rng.dtype == key().dtype
+    resumed = restore(
+        tmp_path / "state", step.init(jnp.ones(()), rng=jax.tree.map(jnp.copy, key()))
+    )
+    same_arrays(resumed, state)
+    assert resumed.rng.dtype == key().dtype
 
 
 ### Another number of replicas
@@ -176,7 +179,8 @@ def test_keys_come_back_as_they_were(group, tmp_path, key):
 @SCHEDULES
 def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, schedule):
     optimizer = optax.adamw(1e-2)
-    like, saved = {name: PARAMS[name] for name in ("w", "b")}, None
+    like = {name: PARAMS[name] for name in ("w", "b")}
+    saved = None
     for number, (n, x) in enumerate(zip((4, 2, 8), ROWS)):
         step = fddp.train_step(
             mean_square, optimizer, group=group(n), schedule=schedule, bucket_cap_mb=0
@@ -186,9 +190,9 @@ def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, 
             state = restore(saved, state)
         assert int(state.step) == number
         state, info = step(state, x)
-        alone = by_plain_jax(mean_square, optimizer, like, ROWS[: number + 1])
+        reference = by_plain_jax(mean_square, optimizer, like, ROWS[: number + 1])
         arrays = jax.tree.leaves((state.params, state.opt_state, info.loss))
-        truth = jax.tree.leaves((alone.params, alone.opt_state, alone.losses[-1]))
+        truth = jax.tree.leaves((reference.params, reference.opt_state, reference.losses[-1]))
         for got, expected in zip(arrays, truth):
             assert len(got.sharding.device_set) == n and got.dtype == expected.dtype
             np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
@@ -198,7 +202,8 @@ def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, 
 
 ### A checkpoint of something else
 
-W, B = np.zeros((3, 5), np.float32), np.zeros(5, np.float32)
+W = np.zeros((3, 5), np.float32)
+B = np.zeros(5, np.float32)
 OTHERS = {
     "one parameter more": ({"w": W, "b": B, "more": B}, r"do not match(?s:.*)params\.more"),
     "one parameter less": ({"w": W}, r"do not match(?s:.*)params\.b"),
@@ -212,11 +217,11 @@ def ready(
     return fddp.train_step(mean_square, optimizer, group=replicas).init(params)
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_model_that_does_not_fit_the_checkpoint_is_refused(group, tmp_path, other):
-    params, says = OTHERS[other]
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_does_not_fit_the_checkpoint_is_refused(group, tmp_path, name):
+    params, message = OTHERS[name]
     save(tmp_path / "state", ready(group(2), {"w": W, "b": B}, optax.adam(1e-2)))
-    refused(tmp_path / "state", ready(group(2), params, optax.adam(1e-2)), says)
+    refused(tmp_path / "state", ready(group(2), params, optax.adam(1e-2)), message)
 
 
 def test_an_optimizer_that_does_not_fit_the_checkpoint_is_refused(group, tmp_path):
@@ -231,11 +236,11 @@ def test_an_optimizer_that_does_not_fit_the_checkpoint_is_refused(group, tmp_pat
 def test_an_array_of_another_shape_is_refused(group, tmp_path):
     # One array on one device: Orbax reads several side by side, and drops with a warning those that
     # it has begun.
-    own = lambda w: {"w": ready(group(1), {"w": w, "b": B}, optax.sgd(1e-2)).params["w"]}  # noqa: E731
-    save(tmp_path / "w", own(W))
+    params_of = lambda w: {"w": ready(group(1), {"w": w, "b": B}, optax.sgd(1e-2)).params["w"]}  # noqa: E731
+    save(tmp_path / "w", params_of(W))
     refused(
         tmp_path / "w",
-        own(W[:2]),
+        params_of(W[:2]),
         r"shape: \(2, 5\) is not compatible with the stored shape: \(3, 5\)",
     )
 

@@ -1,5 +1,4 @@
-"""A checkpoint from between `no_sync` and a step: its gradients are in the mean of the step that
-follows."""
+"""A checkpoint between `no_sync` and a step: its gradients are in the mean of the next step."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -59,7 +58,7 @@ def start(step: fddp.TrainStep) -> fddp.TrainState:
 
 
 def saved(step: fddp.TrainStep, folder: Path) -> fddp.TrainState:
-    """A state with the gradients of 24 rows pending, which came in two calls."""
+    """A state with the pending gradients of 24 rows, from two calls."""
     state = start(step)
     for rows in (ROWS[:12], ROWS[12:24]):
         state, _ = step.no_sync(state, rows)
@@ -122,9 +121,9 @@ def test_metrics_of_any_plain_structure_come_back_in_a_first_state_and_a_form(
     state = saved(step, tmp_path)
     form = step.shapes(START, model_state=BUFFERS)
     for like in (start(step), form):
-        again = restored(step, tmp_path, like)
-        assert jax.tree.structure(again) == jax.tree.structure(state)
-        assert bits(again) == bits(state)
+        restored_state = restored(step, tmp_path, like)
+        assert jax.tree.structure(restored_state) == jax.tree.structure(state)
+        assert bits(restored_state) == bits(state)
 
 
 def test_metrics_in_a_class_are_refused_with_a_way_out_that_works(

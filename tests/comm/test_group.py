@@ -1,4 +1,4 @@
-"""Hosts hear of each other, and groups and worlds that cannot be are refused."""
+"""Hosts learn of each other, and impossible groups and worlds are refused."""
 
 import io
 import json
@@ -24,7 +24,7 @@ import fddp
 W = np.zeros((), np.float32)
 
 
-### One process: what goes in comes out
+### One process: collectives return their inputs
 
 
 def test_replicas_are_the_devices_of_the_mesh(group):
@@ -78,16 +78,19 @@ def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):
         "none": None,
         "key": jax.random.key(7),
     }
-    back = group(2).broadcast(tree)
-    assert jax.random.key_data(back["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    received = group(2).broadcast(tree)
+    assert (
+        jax.random.key_data(received["key"]).tolist() == jax.random.key_data(tree["key"]).tolist()
+    )
     for name in ("bf16", "f64", "flags", "empty"):
-        got, expected = np.asarray(back[name]), np.asarray(tree[name])
+        got = np.asarray(received[name])
+        expected = np.asarray(tree[name])
         assert (got.dtype, got.shape, got.tobytes()) == (
             expected.dtype,
             expected.shape,
             expected.tobytes(),
         )
-    assert back["none"] is None and group(2).broadcast({}) == {}
+    assert received["none"] is None and group(2).broadcast({}) == {}
 
 
 def test_a_broadcast_of_many_chunks_is_put_together_again(group, monkeypatch):
@@ -100,8 +103,8 @@ def test_a_subgroup_of_all_processes_is_the_same_group(group):
     assert group(4).subgroup([0]).size == 4
 
 
-def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=says):
+def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=message):
         call()
 
 
@@ -153,7 +156,7 @@ def test_init_refuses_what_no_world_can_be():
         ValueError, "timeout_s must be more than 0 seconds, got 0", lambda: fddp.init(timeout_s=0)
     )
     refused(ValueError, "got nan", lambda: fddp.init(timeout_s=math.nan))
-    for name, value, says in (
+    for name, value, message in (
         ("stall_s", "x", "more than 0 seconds, got 'x'"),
         ("stall_s", True, "more than 0 seconds, got True"),
         ("timeout_s", "60", "more than 0 seconds, got '60'"),
@@ -165,7 +168,7 @@ def test_init_refuses_what_no_world_can_be():
     ):
         wrong: Any = {"rank": 0, "size": 1} if name in ("rank", "size") else {}
         call = partial(fddp.init, **wrong | {name: value})
-        refused(ValueError, f"{name} must be {says}", call)
+        refused(ValueError, f"{name} must be {message}", call)
 
 
 def test_a_process_joins_one_world():
@@ -210,27 +213,27 @@ print(json.dumps(said))
 
 
 @pytest.fixture(scope="module")
-def said() -> dict[str, str]:
+def messages() -> dict[str, str]:
     script = SCRIPT.replace("CALLS", repr(list(STARTS)))
     env = {"JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"]}
-    ended = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, env=env
     )
-    return json.loads(ended.stdout)
+    return json.loads(process.stdout)
 
 
 @pytest.mark.steps
 @pytest.mark.parametrize("call", STARTS)
-def test_a_world_that_cannot_be_started_is_refused(said, call):
-    assert STARTS[call] in said[call]
+def test_a_world_that_cannot_be_started_is_refused(messages, call):
+    assert STARTS[call] in messages[call]
 
 
 @pytest.mark.steps
-def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(said):
-    """Started by another MPI's mpiexec, or by hand: every rank is a world of its own to mpi4py."""
+def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(messages):
+    """Ranks started by another MPI's mpiexec, or by hand: each is a world of its own to mpi4py."""
     assert re.search(
         r"says that this is rank 1 of 2, MPI that it is rank 0 of 1: .* or use backend 'gloo'",
-        said["rank 1 of 2"],
+        messages["rank 1 of 2"],
     )
 
 

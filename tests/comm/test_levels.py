@@ -33,10 +33,11 @@ LOCAL = [1, 2, 4]
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16, np.int32, np.complex64])
 def test_whole_numbers_are_summed_exactly_between_programs_and_inside(group, local, dtype):
     levels = group(4).hierarchical(local)
-    numbers, own = RNG.integers(-50, 50, (4, 11)), levels.placement.per_replica
-    x = levels.placement.place(numbers.reshape(-1).astype(dtype), own)
+    numbers = RNG.integers(-50, 50, (4, 11))
+    per_replica = levels.placement.per_replica
+    x = levels.placement.place(numbers.reshape(-1).astype(dtype), per_replica)
     between = levels.transport.all_reduce(x)
-    inside = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)(x)
+    inside = levels.placement.program(levels.communicator.all_reduce, (per_replica,), REPLICATED)(x)
     for total in (between, inside):
         assert total.dtype == dtype
         np.testing.assert_array_equal(total, numbers.sum(0).astype(dtype))
@@ -44,61 +45,65 @@ def test_whole_numbers_are_summed_exactly_between_programs_and_inside(group, loc
 
 @pytest.mark.parametrize("local", LOCAL)
 def test_all_replicas_get_the_same_bits(group, local):
-    levels, own = group(4).hierarchical(local), group(4).placement.per_replica
+    levels = group(4).hierarchical(local)
+    per_replica = group(4).placement.per_replica
     rows = RNG.normal(size=(4, 5, 7)).astype(np.float32)
-    every = levels.placement.program(
-        lambda x: levels.communicator.all_reduce(x[0])[None], (own,), own
+    totals = levels.placement.program(
+        lambda x: levels.communicator.all_reduce(x[0])[None], (per_replica,), per_replica
     )(rows)
-    assert every.shape == rows.shape and len({np.asarray(copy).tobytes() for copy in every}) == 1
-    np.testing.assert_allclose(every[0], rows.astype(np.float64).sum(0), rtol=1e-6, atol=1e-6)
+    assert totals.shape == rows.shape and len({np.asarray(copy).tobytes() for copy in totals}) == 1
+    np.testing.assert_allclose(totals[0], rows.astype(np.float64).sum(0), rtol=1e-6, atol=1e-6)
 
 
 def test_sixteen_bits_are_rounded_once_and_not_at_every_level(group):
     """1 + 2⁻⁸, the sum of the first node, is 1 in bfloat16; 1 + 2⁻⁷, the sum of both, is a number
     there."""
-    levels, own = group(4).hierarchical(2), group(4).placement.per_replica
+    levels = group(4).hierarchical(2)
+    per_replica = group(4).placement.per_replica
     x = np.array([1, 2**-8, 2**-8, 0], jnp.bfloat16)
-    inside = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)(x)
-    between = levels.transport.all_reduce(levels.placement.place(x, own))
+    inside = levels.placement.program(levels.communicator.all_reduce, (per_replica,), REPLICATED)(x)
+    between = levels.transport.all_reduce(levels.placement.place(x, per_replica))
     assert [float(total[0]) for total in (inside, between)] == [1 + 2**-7] * 2
 
 
 def test_a_replica_sends_over_the_network_the_part_that_it_has_of_its_nodes_sum(group):
-    levels, own = group(4).hierarchical(2), group(4).placement.per_replica
-    program = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)
+    levels = group(4).hierarchical(2)
+    per_replica = group(4).placement.per_replica
+    program = levels.placement.program(levels.communicator.all_reduce, (per_replica,), REPLICATED)
     compiled = program.lower(jax.ShapeDtypeStruct((4 * 1000,), jnp.float32)).compile().as_text()
     sums = re.findall(r"= (\w+\[[\d,]*\])\S* all-reduce\(.*?replica_groups=(\{\{.*?\}\})", compiled)
     assert sums == [("f32[500]", "{{0,2},{1,3}}")]
-    others = re.findall(r"all-(?:to-all|gather)\(.*?replica_groups=(\{\{.*?\}\})", compiled)
-    assert others == ["{{0,1},{2,3}}"] * 2
+    groups = re.findall(r"all-(?:to-all|gather)\(.*?replica_groups=(\{\{.*?\}\})", compiled)
+    assert groups == ["{{0,1},{2,3}}"] * 2
 
 
 @pytest.mark.parametrize("local", LOCAL)
 def test_both_levels_together_send_the_bytes_of_a_sum_at_once(group, local):
     nodes = tuple(tuple(range(first, first + local)) for first in range(0, 4, local))
-    places, sent = tuple(zip(*nodes)), {}
+    places = tuple(zip(*nodes))
+    nbytes = {}
 
     def inside(x: Any) -> Any:
         def over_node(node: Communicator) -> Any:
             def over_network(network: Communicator) -> Any:
                 return in_two_levels(group(4).communicator, node, network).all_reduce(x)
 
-            there = axis_communicator("replica", 4 // local, "cpu", among=places)
-            total, sent["network"] = count_bytes(there, over_network)
+            communicator = axis_communicator("replica", 4 // local, "cpu", among=places)
+            total, nbytes["network"] = count_bytes(communicator, over_network)
             return total
 
-        total, sent["node"] = count_bytes(
+        total, nbytes["node"] = count_bytes(
             axis_communicator("replica", local, "cpu", among=nodes), over_node
         )
         return total
 
-    own = group(4).placement.per_replica
-    group(4).placement.program(inside, (own,), REPLICATED).lower(
+    per_replica = group(4).placement.per_replica
+    group(4).placement.program(inside, (per_replica,), REPLICATED).lower(
         jax.ShapeDtypeStruct((4 * 1000,), jnp.float32)
     )
     count = 4 // local
-    assert sent["network"] == 2 * (count - 1) * 4000 // (count * local)
-    assert sent["node"] + sent["network"] == 2 * 3 * 4000 // 4
+    assert nbytes["network"] == 2 * (count - 1) * 4000 // (count * local)
+    assert nbytes["node"] + nbytes["network"] == 2 * 3 * 4000 // 4
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -130,17 +135,17 @@ def loss_fn(params: Any, x: Any) -> Any:
 )
 def test_a_training_is_that_of_plain_sums_to_rounding(group, schedule, options):
     def trained(group: fddp.Group) -> Any:
-        given = {"schedule": schedule, "bucket_cap_mb": 0, **options}
-        step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group, **given)
+        defaults = {"schedule": schedule, "bucket_cap_mb": 0, **options}
+        step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group, **defaults)
         state, _ = step(step.init(PARAMS), BATCH)
         state, info = step(state, BATCH)
         return jax.device_get(state.params), float(info.loss), info.sent.tolist()
 
-    (params, loss, sent), (plain, plain_loss, plain_sent) = map(
+    (params, loss, nbytes), (plain, plain_loss, plain_sent) = map(
         trained, (group(4).hierarchical(2), group(4))
     )
     close(params, plain, rtol=2e-4, atol=2e-5)
-    assert loss == pytest.approx(plain_loss, rel=1e-4) and sent == plain_sent
+    assert loss == pytest.approx(plain_loss, rel=1e-4) and nbytes == plain_sent
 
 
 def test_groups_that_sum_in_different_ways_do_not_take_turns(group):
@@ -163,11 +168,11 @@ def test_nodes_are_whoever_has_one_host_wherever_they_lie():
 
 
 def test_unequal_nodes_are_refused_with_their_sizes():
-    says = (
+    message = (
         "the 4 replicas of this group lie on 2 nodes, on one 1 and on another 3, .* give local=, "
         "how many shall count"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         by_node(["a", "a", "a", "b"])
 
 
@@ -178,13 +183,13 @@ def test_a_node_has_a_divisor_of_the_replicas(group, local):
 
 
 def test_replicas_of_several_devices_are_refused():
-    parts = fddp.mesh_group(
+    replicas = fddp.mesh_group(
         jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "model"))
     )
     with pytest.raises(
         ValueError, match=r"needs replicas of one device each, .* is several, along 'model'"
     ):
-        parts.hierarchical(2)
+        replicas.hierarchical(2)
 
 
 ### Processes

@@ -1,4 +1,4 @@
-"""A process that is busy for long says how things stand: in lines, or in one line of a terminal."""
+"""A process that is busy for long prints its status: in lines, or in one line of a terminal."""
 
 import io
 import sys
@@ -16,14 +16,15 @@ class Terminal(io.StringIO):
 
 
 def counting(most: int) -> tuple[Callable[[], str], threading.Event]:
-    """What tells how often it was asked, and the event that it was asked so often."""
-    asked, enough = list[None](), threading.Event()
+    """A status function that counts its calls, and the event of its call number `most`."""
+    calls = list[None]()
+    enough = threading.Event()
 
     def state() -> str:
-        asked.append(None)
-        if len(asked) >= most:
+        calls.append(None)
+        if len(calls) >= most:
             enough.set()
-        return f"said {len(asked)}"
+        return f"said {len(calls)}"
 
     return state, enough
 
@@ -87,7 +88,7 @@ def test_where_no_thread_can_start_nothing_is_said_and_the_block_runs(monkeypatc
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    ran = False
+    finished = False
     with reports(lambda: "never", 0.0, 0.0):
-        ran = True
-    assert ran
+        finished = True
+    assert finished

@@ -1,4 +1,4 @@
-"""Memory in which messages land is used again, and never while somebody still reads it."""
+"""Memory for received messages is reused, but never while it is still read."""
 
 import jax
 import numpy as np
@@ -12,12 +12,13 @@ def test_memory_that_is_looked_into_is_not_given_out_again(look):
     like = receive_buffers()
     first = like(np.zeros(1000, np.float32))
     first[:] = 7
-    address, seen = first.ctypes.data, look(first)
-    expected = np.array(seen)
+    address = first.ctypes.data
+    view = look(first)
+    expected = np.array(view)
     del first
     second = like(np.zeros(1000, np.float32))
     second[:] = 8
-    np.testing.assert_array_equal(np.asarray(seen), expected)
+    np.testing.assert_array_equal(np.asarray(view), expected)
     assert second.ctypes.data != address
 
 
@@ -25,13 +26,14 @@ def test_a_jax_array_takes_the_memory_over_and_gives_it_back():
     like = receive_buffers()
     first = like(np.zeros(1000, np.float32))
     first[:] = 7
-    address, taken = first.ctypes.data, jax.device_put(first, jax.devices()[0])
-    assert taken.unsafe_buffer_pointer() == address, "copied"
+    address = first.ctypes.data
+    array = jax.device_put(first, jax.devices()[0])
+    assert array.unsafe_buffer_pointer() == address, "copied"
     del first
-    other = like(np.zeros(1000, np.float32))
-    other[:] = 8
-    assert other.ctypes.data != address and np.all(np.asarray(taken) == 7)
-    del taken
+    second = like(np.zeros(1000, np.float32))
+    second[:] = 8
+    assert second.ctypes.data != address and np.all(np.asarray(array) == 7)
+    del array
     jax.block_until_ready(
         jax.device_put(np.zeros(1)) + 1
     )  # JAX lets go of memory that is not its own at its next call

@@ -24,7 +24,7 @@ def test_staged_has_as_many_all_reduces_under_way_as_there_are_links(group):
     def link(name: str) -> Any:
         def reduce(x: jax.Array) -> jax.Array:
             carried[name].append(x.size)
-            both.wait(timeout=30)  # nobody goes on alone
+            both.wait(timeout=30)  # no rank goes on alone
             return one_at_a_time(x)
 
         return two.transport._replace(all_reduce=reduce)

@@ -18,7 +18,8 @@ from trees import close
 
 import fddp
 
-REPLICAS, ROWS = 4, 6
+REPLICAS = 4
+ROWS = 6
 RNG = np.random.default_rng(9)
 W = RNG.normal(size=(3,))
 BATCH = RNG.normal(size=(REPLICAS * ROWS, 3))
@@ -29,12 +30,12 @@ def loss(w: Any, x: Any) -> jax.Array:
 
 
 def joined(active: list[int], divide_by_all: bool) -> fddp.Joined:
-    """What ranks yield of which these have data."""
+    """A joined batch of ranks, some without data."""
     share = np.repeat(np.isin(np.arange(REPLICAS), active).astype(np.float32), ROWS)
     return fddp.Joined(BATCH, share, np.ones_like(share) if divide_by_all else share)
 
 
-def parts(active: list[int]) -> list[np.ndarray]:
+def rows_of_ranks(active: list[int]) -> list[np.ndarray]:
     return [BATCH.reshape(REPLICAS, ROWS, 3)[k] for k in active]
 
 
@@ -48,7 +49,7 @@ def test_gradients_are_those_of_active_ranks_over_all_ranks_or_over_the_active_o
     f = fddp.value_and_grad(
         loss, group=group(REPLICAS), schedule=schedule, accumulation_steps=steps
     )
-    values = [jax.value_and_grad(loss)(W, part) for part in parts(active)]
+    values = [jax.value_and_grad(loss)(W, part) for part in rows_of_ranks(active)]
     for divide_by_all, divisor in ((True, REPLICAS), (False, max(len(active), 1))):
         got = f(W, joined(active, divide_by_all))
         for x, expected in zip(got, [sum(v[k] for v in values) / divisor for k in (0, 1)]):
@@ -60,7 +61,7 @@ def test_no_sync_goes_on_while_some_ranks_are_done(group, x64, schedule):
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(REPLICAS), schedule=schedule)
     state, _ = step.no_sync(step.init(W), joined([0, 1, 2, 3], False))
     state, _ = step(state, joined([3], False))
-    grads = [jax.grad(loss)(W, part) for part in parts([0, 1, 2, 3, 3])]
+    grads = [jax.grad(loss)(W, part) for part in rows_of_ranks([0, 1, 2, 3, 3])]
     np.testing.assert_allclose(state.params, W - sum(grads) / 5, rtol=1e-9)
 
 
@@ -68,7 +69,9 @@ def test_no_sync_goes_on_while_some_ranks_are_done(group, x64, schedule):
 def test_a_hook_and_join_go_together(group, schedule):
     f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, hook=fddp.hooks.bf16())
     _, grads = f(np.float32(W), joined([1, 3], False)._replace(rows=np.float32(BATCH)))
-    expected = sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in parts([1, 3])) / 2
+    expected = (
+        sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in rows_of_ranks([1, 3])) / 2
+    )
     np.testing.assert_allclose(
         grads, expected, rtol=2**-6, atol=2**-8 * float(np.abs(expected).max())
     )
@@ -85,8 +88,8 @@ class Normed(nn.Module):
 
 @pytest.mark.steps
 def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
-    """Those of ranks that are done as well: they are a batch like any other, whose loss does not
-    count."""
+    """Rows of ranks that are done count as well: they are a batch like any other, but its loss does
+    not count."""
     model = Normed()
     variables: Any = model.init(jax.random.key(0), BATCH)
 
@@ -117,8 +120,8 @@ def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
 @SCHEDULES
 @pytest.mark.parametrize("leader", [0, 2, 3])
 def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule, leader):
-    """As DDP does it: a rank that goes on with its last batch must not fill everybody's statistics
-    with it."""
+    """DDP does the same: a rank that goes on with its last batch must not fill all statistics with
+    it."""
 
     def counting(w: Any, x: Any, *, model_state: Any) -> Any:
         return jnp.mean((x - w) ** 2), (model_state + jnp.mean(x), None)
@@ -138,7 +141,7 @@ def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule
     ("active", "mean"), [([0, 1, 2, 3], 11.5), ([1, 3], 12), ([3], 13), ([], 10)], ids=str
 )
 def test_buffers_are_averaged_over_those_that_still_have_data(group, schedule, active, mean):
-    """Of a group in which nobody has, the buffers stay."""
+    """If no rank of a group has data, the buffers stay."""
 
     def counting(w: Any, x: Any, *, model_state: Any) -> Any:
         new = {"float": model_state["float"] + jnp.mean(x), "int": model_state["int"] + 1}

@@ -24,7 +24,7 @@ SOUND: dict[str, Any] = {"rows": 50, "batch": 8, "size": 2}
 def shares(
     rows: int, batch: int, size: int, epoch: int = 0, **options: Any
 ) -> Int[np.ndarray, "size steps local"]:
-    """What each rank reads in an epoch."""
+    """The rows that each rank reads in an epoch."""
     return np.stack(
         [epoch_samples(rows, batch, epoch, rank=rank, size=size, **options) for rank in range(size)]
     )
@@ -73,7 +73,8 @@ def test_drop_last_leaves_out_only_what_fills_no_batch(rows: int, local: int, si
 # is one row a rank.
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_ranks_read_as_many_rows_as_with_torch(size: int):
-    rows, tiny = 100 + size + 1, max(size // 2 - 1, 1)
+    rows = 100 + size + 1
+    tiny = max(size // 2 - 1, 1)
     dropped = math.ceil((rows - size) / size) if rows % size else rows // size
     assert shares(rows, size, size, drop_last=True).shape == (size, dropped, 1)
     assert shares(rows, size, size).shape == (size, math.ceil(rows / size), 1)
@@ -101,9 +102,9 @@ def test_no_row_is_read_twice_in_a_step_unless_there_are_too_few(rows: int, loca
 def test_a_step_reads_the_same_rows_on_any_number_of_processes(
     rows: int, size: int, epoch: int, shuffle: bool
 ):
-    (alone,) = shares(rows, 12, 1, epoch, shuffle=shuffle)
+    (single,) = shares(rows, 12, 1, epoch, shuffle=shuffle)
     together = np.concatenate(shares(rows, 12, size, epoch, shuffle=shuffle), axis=1)
-    np.testing.assert_array_equal(np.sort(together, axis=1), np.sort(alone, axis=1))
+    np.testing.assert_array_equal(np.sort(together, axis=1), np.sort(single, axis=1))
 
 
 ### The order
@@ -144,10 +145,10 @@ def test_a_restart_at_any_step_reads_what_would_have_come(
     batch = local * size
     drop = drop and rows >= batch
     for rank in range(size):
-        whole = first(start + 8, rows, batch, rank=rank, size=size, drop_last=drop)
+        epoch_rows = first(start + 8, rows, batch, rank=rank, size=size, drop_last=drop)
         assert (
             first(8, rows, batch, rank=rank, size=size, drop_last=drop, start_step=start)
-            == whole[start:]
+            == epoch_rows[start:]
         )
 
 
@@ -157,9 +158,9 @@ def test_a_restart_far_away_replays_nothing():
 
 
 def test_a_restart_with_another_number_of_processes_goes_on_with_the_same_batches():
-    whole = first(10, 50, 12, seed=1)
+    uninterrupted = first(10, 50, 12, seed=1)
     ranks = [first(4, 50, 12, seed=1, rank=rank, size=3, start_step=6) for rank in range(3)]
-    for step, batch in enumerate(whole[6:]):
+    for step, batch in enumerate(uninterrupted[6:]):
         assert sorted(row for rank in ranks for row in rank[step]) == sorted(batch)
 
 

@@ -24,13 +24,14 @@ from fddp.watching.watcher.shared_memory import HEAD, SIZE
 close = partial(trees.close, rtol=1e-12, atol=0)
 
 RNG = np.random.default_rng(3)
-X, W = RNG.normal(size=(29, 3)), RNG.normal(size=3)
+X = RNG.normal(size=(29, 3))
+W = RNG.normal(size=3)
 LABELS = RNG.integers(3, size=29)
 # Four replicas divide the first two alone; the fourth has no row.
 ENDS = np.cumsum([8, 8, 3, 0, 6, 4])[:-1]
 
 
-def apart(*arrays: np.ndarray) -> Any:
+def unequal_batches(*arrays: np.ndarray) -> Any:
     """Rows in batches of unequal size."""
     batches = list(zip(*(np.split(x, ENDS) for x in arrays)))
     return [batch[0] for batch in batches] if len(arrays) == 1 else batches
@@ -49,7 +50,7 @@ def by_hand(w: Any) -> Any:
 
 @pytest.mark.parametrize("n", [1, 4])
 def test_metrics_are_means_over_all_rows_however_they_lie_in_batches(group, x64, n):
-    got = fddp.evaluate(metrics, W, apart(X), group=group(n))
+    got = fddp.evaluate(metrics, W, unequal_batches(X), group=group(n))
     close(got, by_hand(W))
     assert type(got["cubes"]) is float and got["parts"][0].dtype == np.float64
 
@@ -60,11 +61,12 @@ def test_a_weighted_metric_is_a_mean_over_what_it_counts(group, x64):
 
     def of_classes(w: Any, batch: Any) -> Any:
         x, label = batch
-        right, one_hot = (x @ w > 0)[:, None], jax.nn.one_hot(label, 4)
+        right = (x @ w > 0)[:, None]
+        one_hot = jax.nn.one_hot(label, 4)
         count = jnp.sum(one_hot, axis=0)
         return fddp.Weighted(jnp.sum(right * one_hot, axis=0) / count, count)
 
-    got = fddp.evaluate(of_classes, W, apart(X, LABELS), group=group(4))
+    got = fddp.evaluate(of_classes, W, unequal_batches(X, LABELS), group=group(4))
     close(got, np.array([*(np.mean(X[k == LABELS] @ W > 0) for k in range(3)), np.nan]))
 
 
@@ -94,7 +96,8 @@ def test_a_metric_is_compiled_once_for_each_form_of_a_batch(group):
 
 
 def test_each_batch_is_a_sign_to_the_watchers_that_a_rank_moves(group):
-    recorder, moved = Recorder(bytearray(SIZE)), set()
+    recorder = Recorder(bytearray(SIZE))
+    moved = set()
 
     def batches() -> Iterator[np.ndarray]:
         for _ in range(3):
@@ -117,17 +120,18 @@ def test_a_state_is_evaluated_however_replicas_hold_it_and_goes_on(group, x64, k
     def metric(w: Any, x: Any, *, model_state: Any) -> Any:
         return jnp.mean((x @ w - model_state["seen"]) ** 2)
 
-    sgd, replicas = optax.sgd(0.1), group(4)
+    sgd = optax.sgd(0.1)
+    replicas = group(4)
     optimizer: Any = fddp.local_steps(sgd, outer=sgd, every=3) if kind == "copies" else sgd
     options: Any = {"shard": "state"} if kind == "shards" else {}
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
     state, _ = step(step.init(W, model_state={"seen": jnp.zeros(())}), X[:16])
-    held = jax.tree.map(np.array, fddp.whole((state.params, state.model_state), group=replicas))
-    got = fddp.evaluate(metric, state, apart(X), group=replicas)
-    close(got, np.mean((X @ held[0] - held[1]["seen"]) ** 2))
+    trained = jax.tree.map(np.array, fddp.whole((state.params, state.model_state), group=replicas))
+    got = fddp.evaluate(metric, state, unequal_batches(X), group=replicas)
+    close(got, np.mean((X @ trained[0] - trained[1]["seen"]) ** 2))
     step(state, X[:16])
     with pytest.raises(ValueError, match="donate=False"):
-        fddp.evaluate(metric, state, apart(X), group=replicas)
+        fddp.evaluate(metric, state, unequal_batches(X), group=replicas)
 
 
 def test_a_flax_module_stands_in_the_place_of_parameters(group):
@@ -143,37 +147,37 @@ def test_a_flax_module_stands_in_the_place_of_parameters(group):
     module: Any = built()
     rows = X.astype(np.float32)
     module.eval()
-    got = fddp.evaluate(metric, module, apart(rows), group=group(4))
+    got = fddp.evaluate(metric, module, unequal_batches(rows), group=group(4))
     kernel, bias = (np.asarray(x[...]) for x in (module.layers[0].kernel, module.layers[0].bias))
     close(got, float(np.mean((rows @ kernel + bias) / np.sqrt(1 + 1e-5))), rtol=1e-5)
 
 
 def test_rows_are_dealt_out_among_the_devices_of_a_process_where_they_can_be(group):
-    seen = {}
+    shard_rows = {}
 
     def metric(w: Any, x: Any) -> Any:
         def note(where: Any) -> None:
-            seen[len(x)] = where.shard_shape(x.shape)[0]
+            shard_rows[len(x)] = where.shard_shape(x.shape)[0]
 
         jax.debug.inspect_array_sharding(x, callback=note)
         return jnp.mean(x)
 
-    fddp.evaluate(metric, W, apart(X), group=group(4))
-    assert seen == {8: 2, 3: 3, 0: 0, 6: 6, 4: 1}
+    fddp.evaluate(metric, W, unequal_batches(X), group=group(4))
+    assert shard_rows == {8: 2, 3: 3, 0: 0, 6: 6, 4: 1}
 
 
 def test_parameters_that_lie_along_another_axis_stay_there(x64):
     mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("replica", "model"))
     w = jax.device_put(np.stack([W, W], axis=1), NamedSharding(mesh, P(None, "model")))
-    seen = []
+    shardings = []
 
     def metric(w: Any, x: Any) -> Any:
-        jax.debug.inspect_array_sharding(w, callback=seen.append)
+        jax.debug.inspect_array_sharding(w, callback=shardings.append)
         return jnp.mean((x @ w) ** 3)
 
-    got = fddp.evaluate(metric, w, apart(X), group=fddp.mesh_group(mesh))
+    got = fddp.evaluate(metric, w, unequal_batches(X), group=fddp.mesh_group(mesh))
     close(got, float(by_hand(W)["cubes"]))
-    assert {sharding.shard_shape((3, 2)) for sharding in seen} == {(3, 1)}
+    assert {sharding.shard_shape((3, 2)) for sharding in shardings} == {(3, 1)}
 
 
 ### Errors
@@ -213,10 +217,10 @@ REFUSED: dict[str, tuple[Any, Any, type[Exception]]] = {
 }
 
 
-@pytest.mark.parametrize("says", REFUSED)
-def test_what_cannot_be_evaluated_is_refused(group, says: str):
-    metric, batches, kind = REFUSED[says]
-    with pytest.raises(kind, match=says):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_evaluated_is_refused(group, message: str):
+    metric, batches, kind = REFUSED[message]
+    with pytest.raises(kind, match=message):
         fddp.evaluate(metric, W, batches, group=group(1))
 
 

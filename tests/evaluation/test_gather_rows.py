@@ -14,7 +14,7 @@ import fddp
 def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
     monkeypatch.setattr(
         "fddp.comm.allgatherv.CHUNK_BYTES", 5
-    )  # in many messages, of which no array is a whole number
+    )  # in many messages; no array is a whole number of them
     tree = {
         "bf16": jnp.array([[np.nan, -0.0, 1 / 3]], jnp.bfloat16),
         "f64": np.array([1 / 3, -np.inf]),
@@ -34,7 +34,7 @@ def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("tree", "says"),
+    ("tree", "message"),
     [
         ([1, 2], r"the array\[0\] must be an array of numbers, got int"),
         (np.array(["cat"]), "must be an array of numbers, got <U3"),
@@ -45,6 +45,6 @@ def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
         (jnp.zeros(()), r"has no dims, and rows lie along the first: give x\[None\]"),
     ],
 )
-def test_what_has_no_rows_of_numbers_is_refused(group, tree: Any, says: str):
-    with pytest.raises((TypeError, ValueError), match=f"fddp.gather_rows: .*{says}"):
+def test_what_has_no_rows_of_numbers_is_refused(group, tree: Any, message: str):
+    with pytest.raises((TypeError, ValueError), match=f"fddp.gather_rows: .*{message}"):
         fddp.gather_rows(tree, group=group(2))

@@ -1,9 +1,8 @@
-"""Digests of what a step gives to XLA, and of its tasks: a change of names or records changes none
-of them.
+"""Digests of the programs and tasks of a step; renaming or regrouping code changes none of them.
 
     python tests/golden/digests.py
 
-writes those of the installed JAX to `jax-VERSION.json`, beside this file.
+writes those of the installed JAX to `jax-VERSION.json`, next to this file.
 """
 
 import hashlib
@@ -55,8 +54,8 @@ def layer(x: Any, w: Any) -> tuple[Any, None]:
 
 def with_buffers(params: Any, rows: Any, *, model_state: Any, rng: Any) -> Any:
     """Dropout, a running mean and a metric."""
-    kept = rows * jax.random.bernoulli(rng, 0.9, rows.shape)
-    return unrolled(params, kept), (
+    dropped_out = rows * jax.random.bernoulli(rng, 0.9, rows.shape)
+    return unrolled(params, dropped_out), (
         {"mean": 0.9 * model_state["mean"] + 0.1 * jnp.mean(rows, 0)},
         jnp.max(rows),
     )
@@ -187,7 +186,7 @@ def digest(case: str) -> str:
     return hashlib.sha256("\n\n".join((str(step.plan), listed, program)).encode()).hexdigest()[:16]
 
 
-def known() -> dict[str, str]:
+def recorded_digests() -> dict[str, str]:
     """The digests of the installed JAX; none, if it has no file here."""
     file = FOLDER / f"jax-{jax.__version__}.json"
     return json.loads(file.read_text()) if file.exists() else {}

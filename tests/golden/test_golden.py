@@ -1,11 +1,13 @@
-"""What XLA is given of a step does not change unseen; `python tests/golden/digests.py` writes it
-down anew."""
+"""The programs that a step passes to XLA do not change unseen.
+
+`python tests/golden/digests.py` records them again.
+"""
 
 import json
 
 import jax
 import pytest
-from golden.digests import CASES, FOLDER, digest, known
+from golden.digests import CASES, FOLDER, digest, recorded_digests
 
 pytestmark = pytest.mark.steps
 QUICK = (
@@ -22,7 +24,7 @@ QUICK = (
 @pytest.mark.quick(*QUICK)
 @pytest.mark.parametrize("case", CASES)
 def test_plan_tasks_and_program_are_those_that_were_written_down(case: str):
-    if not (digests := known()):
+    if not (digests := recorded_digests()):
         pytest.skip(f"digests are written down for other versions than JAX {jax.__version__}")
     assert digest(case) == digests[case]
 

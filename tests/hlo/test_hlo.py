@@ -97,7 +97,9 @@ def test_a_library_call_is_a_product():
 
 
 # One convolution: 8 images of 16 × 16 with 3 channels, 5 × 5 kernels, 7 features.
-IMAGE, KERNEL, OUT = "f32[8,16,16,3]", "f32[5,5,3,7]", "f32[8,16,16,7]"
+IMAGE = "f32[8,16,16,3]"
+KERNEL = "f32[5,5,3,7]"
+OUT = "f32[8,16,16,7]"
 CONVOLUTION = 2 * (8 * 16 * 16 * 7) * (5 * 5 * 3)
 
 
@@ -150,11 +152,11 @@ def test_a_convolution_in_groups_takes_the_operations_that_xla_counts(kernel, ou
     )
     counted = lowered.cost_analysis()
     assert counted is not None and lowered.out_info.shape == out
-    x, y, made = (f"f32[{','.join(map(str, dims))}]" for dims in (image, kernel, out))
+    x, y, output = (f"f32[{','.join(map(str, dims))}]" for dims in (image, kernel, out))
     text = entry(
         f"%x = {x} parameter(0)",
         f"%y = {y} parameter(1)",
-        f"%conv = {made} convolution(%x, %y), window={{size=3x3}}, dim_labels=b01f_01io->b01f"
+        f"%conv = {output} convolution(%x, %y), window={{size=3x3}}, dim_labels=b01f_01io->b01f"
         + "".join(f", {name}={count}" for name, count in groups.items()),
     )
     assert work_of(text, "conv") == (Work(counted["flops"], "f32"),)
@@ -194,12 +196,12 @@ def test_a_fusion_that_takes_a_slice_reads_only_that():
         "  ROOT %slice = f32[10] slice(%p), slice={[5:15]}\n}\n\nENTRY",
     )
     assert traffic(parse(text), *lines_of(text)["fusion"]) == 4 * (10 + 10)
-    # So does one that runs beside others, whose result holds its input as well: JAX 0.11's in
+    # So does a fusion that runs next to others, with its input in its result: JAX 0.11's in
     # loops.
-    beside = text.replace(
+    asynchronous = text.replace(
         "%fusion = f32[10] fusion(", "%fusion = ((f32[1000]), f32[10], u32[]) fusion-start("
     )
-    assert traffic(parse(beside), *lines_of(beside)["fusion"]) == 4 * (10 + 10)
+    assert traffic(parse(asynchronous), *lines_of(asynchronous)["fusion"]) == 4 * (10 + 10)
 
 
 def test_of_a_conditional_only_the_branch_that_moves_most_counts():
@@ -291,7 +293,7 @@ def test_an_all_reduce_in_a_loop_or_a_general_async_pair_is_found():
     ]
 
 
-### Who takes part with whom
+### Groups of participants
 
 
 @pytest.mark.parametrize(

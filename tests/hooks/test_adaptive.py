@@ -1,5 +1,5 @@
-"""Each bucket travels in as many bits as fit under what is computed, and what is lost outlives
-another choice."""
+"""Each bucket travels in as many bits as fit under the computation; a new choice keeps the
+residual."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def loss_fn(p: Any, x: Any) -> Any:
     return jnp.mean(x @ p["a"]) - 2 * jnp.mean(x @ p["b"])
 
 
-def made(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
+def adaptive_step(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
     hook = hooks.adaptive(bits)
     return fddp.train_step(
         loss_fn, optax.sgd(1.0), group=group, bucket_cap_mb=0, hook=hook, **options
@@ -34,25 +34,25 @@ def made(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
 
 
 def test_each_bucket_travels_in_its_bits_and_the_last_ones_hold_for_all_that_follow(group: Any):
-    for bits, wanted in {
+    for bits, expected in {
         (32, 16): [2048, 1024],
         (8, 4): [2 * 260, 2 * 132],
         (1,): [2 * 36, 2 * 36],
         (16, 8, 4): [1024, 2 * 260],
     }.items():
-        step = made(group(2), *bits)
+        step = adaptive_step(group(2), *bits)
         _, info = step(step.init(PARAMS), ROWS[0])
-        assert info.sent.tolist()[:2] == wanted
+        assert info.sent.tolist()[:2] == expected
         assert step.stats().hook == f"adaptive({', '.join(map(str, bits))})"
 
 
 @pytest.mark.quick("in shards")
 @pytest.mark.parametrize("options", [{}, {"shard": "state"}], ids=["whole", "in shards"])
 def test_a_step_with_other_bits_goes_on_with_what_was_lost_before(group: Any, options: Any):
-    """In the end all is sent in 32 bits, and nothing is missing."""
-    state = made(group(2), 1, **options).init(PARAMS)
+    """All is sent in the end, in 32 bits, and nothing is missing."""
+    state = adaptive_step(group(2), 1, **options).init(PARAMS)
     for rows, bits in zip(ROWS, ((1, 4), (4, 1), (8, 16), (32,))):
-        state, _ = made(group(2), *bits, **options)(state, rows)
+        state, _ = adaptive_step(group(2), *bits, **options)(state, rows)
     assert not any(np.any(x) for x in jax.tree.leaves(state.hook_state))
     params = fddp.whole(state.params)
     np.testing.assert_allclose(params["a"], -ROWS.mean(1).sum(0), rtol=1e-4, atol=1e-4)
@@ -131,9 +131,12 @@ def test_latency_alone_is_no_reason_for_fewer_bits():
 
 
 def test_a_link_without_cost_leaves_all_bits_and_is_printed(group: Any):
-    step = made(group(1), 8, schedule="staged")
+    step = adaptive_step(group(1), 8, schedule="staged")
     fitted = fddp.fit_bits(step, step.init(PARAMS), ROWS[0])
-    assert fitted.bits == (32, 32) and [one.nbytes for one in fitted.messages] == [2048, 2048]
+    assert fitted.bits == (32, 32) and [message.nbytes for message in fitted.messages] == [
+        2048,
+        2048,
+    ]
     first, last = fitted.messages
     assert 0 < first.ready_s <= last.ready_s <= first.due_s == last.due_s
     assert str(fitted).splitlines()[1].split()[:4] == ["bucket", "bytes", "bits", "ready"]
@@ -149,7 +152,7 @@ def test_a_bucket_of_an_eager_step_is_due_when_the_next_forward_pass_reads_it(gr
     for name, optimizer in (("each", optax.sgd(0.1)), ("all", clipped)):
         step = fddp.train_step(loss, optimizer, **options)
         fitted = fddp.fit_bits(step, step.init(params), ROWS[0][:, :8])
-        due[name] = [one.due_s for one in sorted(fitted.messages)]
+        due[name] = [message.due_s for message in sorted(fitted.messages)]
     # The second layer's gradients have more time than the first one's. The last layer's bring the
     # weights of the rows, by which all are divided.
     last, second, first = due["each"]
@@ -158,7 +161,7 @@ def test_a_bucket_of_an_eager_step_is_due_when_the_next_forward_pass_reads_it(gr
 
 
 def test_one_program_has_no_stages_to_measure(group: Any):
-    step = made(group(1), 8, schedule="fused")
+    step = adaptive_step(group(1), 8, schedule="fused")
     state, _ = step(step.init(PARAMS), ROWS[0])
     with pytest.raises(ValueError, match="make it with schedule='staged'"):
         fddp.fit_bits(step, state, ROWS[0])
@@ -178,7 +181,7 @@ def noted(step: fddp.TrainStep, stages: Sequence[float], sums: Sequence[float]) 
 
 
 def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
-    step = made(group(2), 8, schedule="staged")
+    step = adaptive_step(group(2), 8, schedule="staged")
     state = step.init(PARAMS)
     with pytest.raises(ValueError, match="the first one, which compiles, does not count"):
         state, _ = step(state, ROWS[0])
@@ -189,12 +192,13 @@ def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     # Two messages of 1 s in 8 bits, the first under a stage of 100 s: that one has time for 4 s,
     # and the last for 2.
     noted(step, [1.0, *[100.0] * (len(stages) - 1)], [1.0, 1.0])
-    other = fddp.refit_bits(step, exposed=2.01 / (1 + 100 * (len(stages) - 1)))
-    assert other.options.hook is not None and other.options.hook.bits == (32, 16)
-    # What was lost in 8 bits comes with the next step's.
-    state, _ = other(state, ROWS[2])
+    refitted = fddp.refit_bits(step, exposed=2.01 / (1 + 100 * (len(stages) - 1)))
+    assert refitted.options.hook is not None and refitted.options.hook.bits == (32, 16)
+    # The residual of 8 bits travels with the next step.
+    state, _ = refitted(state, ROWS[2])
     assert (
-        other.stats().hook == "adaptive(32, 16)" and fddp.refit_bits(step, exposed=0.0) is not step
+        refitted.stats().hook == "adaptive(32, 16)"
+        and fddp.refit_bits(step, exposed=0.0) is not step
     )
     # A slow link: all of it is late.
     noted(step, stages, [1000.0, 1000.0])
@@ -205,8 +209,8 @@ def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     for rows in ROWS[:2]:
         state, _ = tried(state, rows)
     noted(tried, stages, [end, 2 * end])
-    back = fddp.refit_bits(tried, exposed=0.1).options.hook
-    assert back is not None and back.bits[1] == 32
+    refitted_hook = fddp.refit_bits(tried, exposed=0.1).options.hook
+    assert refitted_hook is not None and refitted_hook.bits[1] == 32
     # Just right.
     noted(step, stages, [0.4 * end, 0.6])
     assert fddp.refit_bits(step, exposed=1 / end) is step
@@ -221,9 +225,9 @@ def test_bits_of_another_hook_are_not_chosen(group: Any):
 
 
 def test_a_step_with_some_options_new_keeps_how_its_state_is_held(group: Any):
-    step = made(group(2), 8)
-    other = step.with_options(bucket_cap_mb=25.0, hook=None)
-    assert (other.options.bucket_cap_mb, other.options.hook, other.group) == (
+    step = adaptive_step(group(2), 8)
+    changed = step.with_options(bucket_cap_mb=25.0, hook=None)
+    assert (changed.options.bucket_cap_mb, changed.options.hook, changed.group) == (
         25.0,
         None,
         step.group,

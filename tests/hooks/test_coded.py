@@ -1,5 +1,5 @@
-"""Hooks of few bits send what NumPy writes by the same rule, in as many bytes, and remember what
-that loses."""
+"""Hooks of few bits send NumPy's codes by the same rule, in as many bytes, and remember the
+residual."""
 
 from typing import Any
 
@@ -52,11 +52,11 @@ def test_floats_of_16_bits_are_rounded_to_the_nearest():
     )
 
 
-### What a hook sums, against NumPy
+### Sums of hooks, against NumPy
 
 
 def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:
-    """What stands for rows of padded numbers, of which the first `size` are true."""
+    """The decoded numbers for rows of padded numbers, of which the first `size` are true."""
     true = (np.arange(rows.size) < size).reshape(-1, block)
     blocks = rows.reshape(-1, block)
     if bits == 1:
@@ -68,43 +68,47 @@ def nearest(rows: np.ndarray, bits: int, block: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("bits", [8, 4, 1])
 def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
-    """Four steps of three replicas: both errors come back, that of what is sent and that of the
-    sum."""
-    replicas, size, block = group(3), 43, 8
+    """Four steps of three replicas: the errors of the messages and of the sum both return."""
+    replicas = group(3)
+    size = 43
+    block = 8
     hook = hooks.sign(block=block) if bits == 1 else hooks.quantize(bits=bits, block=block)
     steps = DRAW.normal(size=(4, 3, size)).astype(np.float32)
     form = jax.ShapeDtypeStruct((size,), np.float32)
-    own = replicas.placement.per_replica
+    per_replica = replicas.placement.per_replica
 
-    def one(mine: Any, memory: Any) -> Any:
+    def on_replica(row: Any, memory: Any) -> Any:
         memory = jax.tree.map(lambda x: x[0], memory)
-        total, (memory,) = hook.apply(
-            replicas.communicator, GradBucket(mine[0], (form,)), (memory,)
-        )
+        total, (memory,) = hook.apply(replicas.communicator, GradBucket(row[0], (form,)), (memory,))
         return total, jax.tree.map(lambda x: x[None], memory)
 
-    program = replicas.placement.program(one, (own, own), (jax.sharding.PartitionSpec(), own))
+    program = replicas.placement.program(
+        on_replica, (per_replica, per_replica), (jax.sharding.PartitionSpec(), per_replica)
+    )
     memory = jax.tree.map(lambda x: jnp.stack([x] * 3), hook.init(form))
     length = -(-size // (3 * block)) * block
-    sent, summed = np.zeros((3, 3 * length)), np.zeros(3 * length)
+    residual = np.zeros((3, 3 * length))
+    summed = np.zeros(3 * length)
     for rows in steps:
         got, memory = program(rows, memory)
-        wanted = np.pad(rows, ((0, 0), (0, 3 * length - size))) + sent
-        stood = np.stack([nearest(x.reshape(3, -1), bits, block, size).reshape(-1) for x in wanted])
-        sent = np.where(np.arange(3 * length) < size, wanted - stood, 0)
+        target = np.pad(rows, ((0, 0), (0, 3 * length - size))) + residual
+        stood = np.stack([nearest(x.reshape(3, -1), bits, block, size).reshape(-1) for x in target])
+        residual = np.where(np.arange(3 * length) < size, target - stood, 0)
         total = np.where(np.arange(3 * length) < size, stood.sum(0) + summed, 0)
         answer = nearest(total, bits, block, size)
         summed = np.where(np.arange(3 * length) < size, total - answer, 0)
         np.testing.assert_allclose(got, answer[:size], rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(memory["sent"], sent[:, :size], rtol=1e-3, atol=1e-5)
+        np.testing.assert_allclose(memory["sent"], residual[:, :size], rtol=1e-3, atol=1e-5)
         np.testing.assert_allclose(np.sum(memory["summed"], 0), summed[:size], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.quick("4 bits")
 @pytest.mark.parametrize("hook", [hooks.sign(), hooks.quantize(bits=4)], ids=["1 bit", "4 bits"])
 def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.Hook):
-    """What has come, and what is remembered of numbers and of sums, are together all gradients."""
-    weights, rows = DRAW.normal(size=(2, 700)).astype(np.float32), np.array([1.0, 3.0], np.float32)
+    """The messages received so far, plus the residuals of numbers and of sums, are all
+    gradients."""
+    weights = DRAW.normal(size=(2, 700)).astype(np.float32)
+    rows = np.array([1.0, 3.0], np.float32)
 
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(x) * sum(jnp.vdot(params[name], w) for name, w in zip("ab", weights))
@@ -131,11 +135,14 @@ def test_in_shards_each_part_is_the_sum_of_what_stands_for_the_rows(group: Any, 
     loss = lambda w, x: jnp.sum(w * x)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(3), hook=hook, shard="state")
     state, info = step(step.init(np.zeros(7, np.float32)), rows)
-    parts = [(0, 3), (3, 6), (6, 7)]  # of seven numbers three each, and two of padding
+    ranges = [(0, 3), (3, 6), (6, 7)]  # of seven numbers three each, and two of padding
     stood = np.stack(
         [
             np.concatenate(
-                [nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a] for a, b in parts]
+                [
+                    nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a]
+                    for a, b in ranges
+                ]
             )
             for x in rows
         ]
@@ -156,7 +163,7 @@ def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("call", "message"),
     [
         (lambda: hooks.quantize(bits=2), "bits must be 8 or 4, got 2"),
         (
@@ -169,6 +176,6 @@ def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
         ),
     ],
 )
-def test_what_does_not_fill_bytes_is_refused(call: Any, says: str):
-    with pytest.raises(ValueError, match=says):
+def test_what_does_not_fill_bytes_is_refused(call: Any, message: str):
+    with pytest.raises(ValueError, match=message):
         call()

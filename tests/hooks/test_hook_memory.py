@@ -1,4 +1,4 @@
-"""Hooks, with a memory and without, go with steps that cross their border, and with states in
+"""Hooks, with a memory and without, work with steps that cross their border and states in
 shards."""
 
 from collections.abc import Callable
@@ -63,11 +63,11 @@ def trained(group: fddp.Group, steps: int = 4, **options: Any) -> tuple[Any, lis
         loss_fn, optax.adam(0.05), group=group, bucket_cap_mb=0.00005, first_bucket_mb=0, **options
     )
     state = step.init(PARAMS)
-    sent = list[int]()
+    nbytes = list[int]()
     for rows in ROWS[:steps]:
         state, info = step(state, rows)
-        sent.append(int(np.sum(info.sent)))
-    return fddp.whole(state.params), sent
+        nbytes.append(int(np.sum(info.sent)))
+    return fddp.whole(state.params), nbytes
 
 
 # Hooks of their own code are scattered in shards, where no sum is rounded; the others make the sums
@@ -95,13 +95,13 @@ CASES = [
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_hook_makes_the_same_of_whole_leaves_in_every_way(group: Groups, name: str, way: str):
     plain, _ = trained(group(3), schedule="staged", hook=HOOKS[name])
-    got, sent = trained(group(3), hook=HOOKS[name], **WAYS[way])
+    got, nbytes = trained(group(3), hook=HOOKS[name], **WAYS[way])
     close(got, plain, rtol=1e-5, atol=1e-6)
-    assert min(sent) > 0
+    assert min(nbytes) > 0
 
 
 def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
-    """Each of them rounds by itself: to what 16 bits hold it is the sum without a hook."""
+    """Each of them is rounded by itself: for numbers of 16 bits it is the sum without a hook."""
     plain, _ = trained(group(2), accumulation_steps=2)
     got, _ = trained(group(2), accumulation_steps=2, shard="state", hook=hooks.bf16())
     close(got, plain, rtol=1e-7, atol=0.02)
@@ -120,8 +120,8 @@ def test_micro_batches_in_shards_go_through_the_hook_each(group: Groups):
 def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(
     group: Groups, name: str, options: dict[str, Any]
 ):
-    """Over three steps of two micro-batches each: sent and kept are all gradients, which here are
-    the rows."""
+    """Over three steps of two micro-batches each: messages and residual are all gradients, which
+    equal the rows in this loss."""
     hook = {
         "8 bits": hooks.quantize(block=4),
         "topk": hooks.topk(0.3),
@@ -135,10 +135,10 @@ def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(
     for rows in WIDE:
         state, _ = step(state, rows)
     # A micro-batch weighs 1 however many rows it has: sums are in units of six of them.
-    sent = -6 * np.asarray(fddp.whole(state.params))
-    kept = sum(np.sum(x, axis=0) for x in jax.tree.leaves(state.hook_state))
-    assert np.abs(kept).max() > 1e-4
-    np.testing.assert_allclose(sent + kept, 6 * WIDE.mean(1).sum(0), rtol=1e-5, atol=1e-5)
+    received = -6 * np.asarray(fddp.whole(state.params))
+    residual = sum(np.sum(x, axis=0) for x in jax.tree.leaves(state.hook_state))
+    assert np.abs(residual).max() > 1e-4
+    np.testing.assert_allclose(received + residual, 6 * WIDE.mean(1).sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.quick("0-state", "2-optimizer")
@@ -151,7 +151,8 @@ def test_what_a_replica_has_not_sent_yet_is_what_it_remembers(
 def test_on_one_replica_shards_go_with_any_optimizer(group: Groups, optimizer: Any, shard: Any):
     plain = fddp.train_step(loss_fn, optimizer, group=group(1))
     step = fddp.train_step(loss_fn, optimizer, group=group(1), shard=shard)
-    want, state = plain.init(PARAMS), step.init(PARAMS)
+    want = plain.init(PARAMS)
+    state = step.init(PARAMS)
     for rows in ROWS[:2]:
         want, _ = plain(want, rows)
         state, _ = step(state, rows)

@@ -1,6 +1,6 @@
-"""Each bucket is summed as its hook says, on every schedule, and the bytes that travel are told.
+"""Each bucket is summed by its hook, on every schedule, and the bytes that travel are reported.
 
-Hooks between processes are in `on_ranks/hooks.py`; bench/hooks.py asks how they train.
+`on_ranks/hooks.py` tests hooks between processes; bench/hooks.py measures how they train.
 """
 
 import re
@@ -52,20 +52,22 @@ DEFAULTS = [
 def reduced(
     group: Any, hook: fddp.Hook, rows: np.ndarray, *steps: np.ndarray
 ) -> tuple[list[np.ndarray], Any]:
-    """What a hook makes of the replicas' buckets (one leaf each, a step after the other), and what
-    it remembers."""
+    """Sums and residuals of a hook for the replicas' buckets: one leaf each, one step after the
+    other."""
     replicas = group(REPLICAS)
     form = jax.ShapeDtypeStruct(rows.shape[1:], rows.dtype)
 
-    def one(mine: Any, memory: Any) -> tuple[Any, Any]:
+    def on_replica(row: Any, memory: Any) -> tuple[Any, Any]:
         memory = jax.tree.map(lambda x: x[0], memory)
         total, memory = hook.apply(
-            replicas.communicator, fddp.GradBucket(mine.reshape(-1), (form,)), (memory,)
+            replicas.communicator, fddp.GradBucket(row.reshape(-1), (form,)), (memory,)
         )
         return total.reshape(form.shape), jax.tree.map(lambda x: x[None], memory[0])
 
-    own = replicas.placement.per_replica
-    program = replicas.placement.program(one, (own, own), (PartitionSpec(), own))
+    per_replica = replicas.placement.per_replica
+    program = replicas.placement.program(
+        on_replica, (per_replica, per_replica), (PartitionSpec(), per_replica)
+    )
     memory = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), hook.init(form))
     totals = []
     for contributions in (rows, *steps):
@@ -86,7 +88,7 @@ def normal(*shape: int) -> np.ndarray:
     return RNG.normal(size=shape).astype(np.float32)
 
 
-### What each hook sums
+### Sums of each hook
 
 
 def test_sixteen_bits_are_rounded_once_before_and_once_after_a_sum_in_float32(group):
@@ -104,10 +106,8 @@ def test_float16_sums_do_not_overflow_because_they_are_divided_first(group):
 
 
 def test_what_has_16_bits_already_travels_in_its_own_dtype(group):
-    small, large = (
-        np.full((REPLICAS, 3), 1e-9, jnp.bfloat16),
-        np.full((REPLICAS, 3), 1 + 2**-10, np.float16),
-    )
+    small = np.full((REPLICAS, 3), 1e-9, jnp.bfloat16)
+    large = np.full((REPLICAS, 3), 1 + 2**-10, np.float16)
     for hook in (hooks.bf16(), hooks.fp16()):
         np.testing.assert_array_equal(reduced(group, hook, small)[0][0], (small * REPLICAS)[0])
         np.testing.assert_array_equal(reduced(group, hook, large)[0][0], (large * REPLICAS)[0])
@@ -121,7 +121,7 @@ def test_integers_stay_integers(group):
 
 
 def test_more_bytes_than_are_counted_are_told_as_the_most():
-    assert [int(as_uint32(sent)) for sent in (5, 2**40, jnp.uint32(7))] == [5, 2**32 - 1, 7]
+    assert [int(as_uint32(nbytes)) for nbytes in (5, 2**40, jnp.uint32(7))] == [5, 2**32 - 1, 7]
 
 
 def test_complex_and_whole_numbers_are_not_harmed(group):
@@ -135,19 +135,19 @@ def test_complex_and_whole_numbers_are_not_harmed(group):
 
 def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
     rows = normal(REPLICAS, 100) * (10.0 ** RNG.integers(-3, 3, (1, 100))).astype(np.float32)
-    ((total,), left) = reduced(group, hooks.quantize(block=10), rows)
+    ((total,), residual) = reduced(group, hooks.quantize(block=10), rows)
     step = (
         np.abs(rows.reshape(REPLICAS, 10, 10)).max(-1, keepdims=True) / 127
-    )  # what one unit of a block stands for
+    )  # the value of a unit of each block
     rounded = np.round(rows.reshape(REPLICAS, 10, 10) / step) * step
     sums = rounded.sum(0)
     # Each replica remembers what it rounded away, and what it did of the part of the sum that it
     # made.
     lost = rows - rounded.reshape(rows.shape)
-    np.testing.assert_allclose(left["sent"], lost, atol=1e-6 * np.abs(rows).max())
+    np.testing.assert_allclose(residual["sent"], lost, atol=1e-6 * np.abs(rows).max())
     of_sums = (sums.reshape(-1) - total, 1e-5 * np.abs(rows).max())
-    np.testing.assert_allclose(np.sum(left["summed"], 0), of_sums[0], atol=of_sums[1])
-    assert np.sum(left["summed"] != 0, axis=0).max() <= 1
+    np.testing.assert_allclose(np.sum(residual["summed"], 0), of_sums[0], atol=of_sums[1])
+    assert np.sum(residual["summed"] != 0, axis=0).max() <= 1
     # Half a unit of the sum's own block is the second rounding.
     assert np.all(
         np.abs(total.reshape(10, 10) - sums) <= 0.501 * np.abs(sums).max(-1, keepdims=True) / 127
@@ -156,37 +156,45 @@ def test_eight_bits_are_exact_to_the_rounding_of_each_block(group):
 
 def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others(group):
     rows = np.zeros((REPLICAS, 8), np.float32)
-    rows[0], rows[1, 3], rows[2] = [1, -9, 2, 0, 3, 0, 0, 8], 5, 1
-    ((total,), left) = reduced(group, hooks.topk(0.25), rows)
-    # Two a replica; of equal ones the first.
+    rows[0] = [1, -9, 2, 0, 3, 0, 0, 8]
+    rows[1, 3] = 5
+    rows[2] = 1
+    ((total,), residual) = reduced(group, hooks.topk(0.25), rows)
+    # Two a replica; of equal numbers the first.
     assert total.tolist() == [1, -8, 0, 5, 0, 0, 0, 8]
-    assert np.asarray(left)[:3].tolist() == [[1, 0, 2, 0, 3, 0, 0, 0], [0] * 8, [0, 0] + [1] * 6]
+    assert np.asarray(residual)[:3].tolist() == [
+        [1, 0, 2, 0, 3, 0, 0, 0],
+        [0] * 8,
+        [0, 0] + [1] * 6,
+    ]
 
 
 def test_chunks_are_those_with_the_largest_norms_of_all_replicas_and_the_others_wait(group):
     rows = np.zeros((REPLICAS, 7), np.float32)
-    rows[0], rows[1, 4], rows[2, 0] = [1, 1, 0, -3, 0, 0, 2], 4, 8
-    totals, left = reduced(group, hooks.chunks(0.5, chunk=2), rows, np.zeros_like(rows))
+    rows[0] = [1, 1, 0, -3, 0, 0, 2]
+    rows[1, 4] = 4
+    rows[2, 0] = 8
+    totals, residual = reduced(group, hooks.chunks(0.5, chunk=2), rows, np.zeros_like(rows))
     # Norms 10, 3, 4 and 2: two of four chunks leave, the first and the third, and the others with
     # the next step.
     assert totals[0].tolist() == [9, 1, 0, 0, 4, 0, 0]
     assert totals[1].tolist() == [0, 0, 0, -3, 0, 0, 2]
-    assert not np.any(left["left"])
+    assert not np.any(residual["left"])
 
 
 def test_a_chunk_that_waits_gathers_the_momentum_of_its_gradients(group):
-    """What is sent in the end is what SGD with momentum would have gone by then."""
+    """Its message at the end is the path of SGD with momentum up to then."""
     rows = np.zeros((REPLICAS, 2), np.float32)
     rows[0] = [9, 1]
     later = np.zeros_like(rows)
     later[0] = [8, 1]
     last = np.zeros_like(rows)
     last[1] = [0, 5]
-    totals, left = reduced(group, hooks.chunks(0.5, chunk=1, momentum=0.5), rows, later, last)
+    totals, residual = reduced(group, hooks.chunks(0.5, chunk=1, momentum=0.5), rows, later, last)
     # The second number: speeds 1, 1.5 and 0.75 + 5 of two replicas; their sum, with all that
     # waited.
     assert [total.tolist() for total in totals] == [[9, 0], [8, 0], [0, 1 + 1.5 + 0.75 + 5]]
-    assert not np.any(left["left"]) and not np.any(left["speed"])
+    assert not np.any(residual["left"]) and not np.any(residual["speed"])
 
 
 def test_chunks_send_their_share_and_a_float_each(group):
@@ -219,19 +227,19 @@ def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
     }
     expected = {}
     for name, row in rows.items():
-        left = list(row.astype(np.float64))
-        while len(left) > 1:
-            left = [
+        vectors = list(row.astype(np.float64))
+        while len(vectors) > 1:
+            vectors = [
                 pair(*two) if len(two) == 2 else two[0]
-                for two in (left[k : k + 2] for k in range(0, len(left), 2))
+                for two in (vectors[k : k + 2] for k in range(0, len(vectors), 2))
             ]
-        expected[name] = left[0]
+        expected[name] = vectors[0]
     # A loss whose gradient is the replica's own row.
     loss = lambda p, x: sum(jnp.sum(p[name] * x[name][0]) for name in p)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(n), hook=hooks.adasum())
     state, _ = step(step.init(jax.tree.map(lambda x: np.zeros(x.shape[1:], x.dtype), rows)), rows)
     jax.tree.map(
-        lambda got, wanted: np.testing.assert_allclose(-got, wanted, rtol=1e-4, atol=1e-6),
+        lambda got, expected: np.testing.assert_allclose(-got, expected, rtol=1e-4, atol=1e-6),
         state.params,
         expected,
     )
@@ -300,9 +308,9 @@ def test_topk_of_float64_loses_no_digit(group, x64):
 def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
     steps = [normal(REPLICAS, 12, 10) for _ in range(6)]
     totals, memory = reduced(group, hook, *steps)
-    left = memory["then"]["error"] if isinstance(memory, dict) and "then" in memory else memory
-    left = sum(np.sum(x, 0) for x in jax.tree.leaves(left))
-    np.testing.assert_allclose(sum(totals) + left, sum(x.sum(0) for x in steps), atol=4e-5)
+    residual = memory["then"]["error"] if isinstance(memory, dict) and "then" in memory else memory
+    residual = sum(np.sum(x, 0) for x in jax.tree.leaves(residual))
+    np.testing.assert_allclose(sum(totals) + residual, sum(x.sum(0) for x in steps), atol=4e-5)
 
 
 def test_powersgd_is_one_step_of_subspace_iteration(group, x64):
@@ -355,7 +363,8 @@ def trained(
     step = fddp.train_step(
         loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=hook, **OPTIONS | options
     )
-    state, infos = step.init(PARAMS), []
+    state = step.init(PARAMS)
+    infos = []
     for k in range(steps):
         if k == 1:
             state, info = step.no_sync(state, X)
@@ -369,16 +378,20 @@ def trained(
 @pytest.mark.quick("topk")
 @pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
 def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
-    ends = [
+    results = [
         trained(group, hook, schedule=name, accumulation_steps=2)
         for name in ("fused", "staged", "after")
     ]
-    for state, infos in ends[1:]:
+    for state, infos in results[1:]:
         close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
         jax.tree.map(
-            close, (state.params, state.hook_state), (ends[0][0].params, ends[0][0].hook_state)
+            close,
+            (state.params, state.hook_state),
+            (results[0][0].params, results[0][0].hook_state),
         )
-        assert [info.sent.tolist() for info in infos] == [info.sent.tolist() for info in ends[0][1]]
+        assert [info.sent.tolist() for info in infos] == [
+            info.sent.tolist() for info in results[0][1]
+        ]
 
 
 @SCHEDULES
@@ -445,7 +458,7 @@ def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, n
     equal((after.params, after.hook_state), (before.params, before.hook_state))
 
 
-### What is not finite
+### Non-finite gradients
 
 SIZES: dict[str, tuple[int, ...]] = {"one": (), "few": (37,), "many": (4099,), "matrix": (40, 30)}
 PLACES = [
@@ -494,7 +507,7 @@ def product(params: Any, rows: Any) -> Any:
 
 
 def pulls(params: Any, *bad: tuple[int, str, tuple[int, ...], float]) -> dict[str, np.ndarray]:
-    """A row for each replica, and what is not finite in it: (replica, leaf, place, value)."""
+    """A row for each replica, and its values that are not finite: (replica, leaf, place, value)."""
     rng = np.random.default_rng(4)
     rows = {
         name: rng.normal(size=(REPLICAS, *p.shape)).astype(p.dtype) for name, p in params.items()
@@ -505,7 +518,7 @@ def pulls(params: Any, *bad: tuple[int, str, tuple[int, ...], float]) -> dict[st
 
 
 def infinite_everywhere(x: jax.Array, place: tuple[int, ...]) -> bool:
-    """Whether an array that should be equal on all devices is not finite there on each of them."""
+    """True if an array, which should be equal on all devices, is not finite on each of them."""
     return not any(np.isfinite(shard.data[place]) for shard in x.addressable_shards)
 
 
@@ -538,11 +551,11 @@ def test_low_rank_factors_that_overflow_are_not_zeros(group):
 
 def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
     rows = np.zeros((REPLICAS, 4), np.float16)
-    # What stands for the first number, and for how its sum was rounded, is more than float16 holds.
+    # The codes of the first number and of its rounded sum are too large for float16.
     rows[:2] = [[65504, 6632, 55232, -21408], [-1841, 34560, 6716, -42752]]
-    totals, left = reduced(group, hooks.quantize(block=4), rows)
+    totals, residual = reduced(group, hooks.quantize(block=4), rows)
     assert np.all(np.isfinite(totals[0])) and all(
-        np.all(np.isfinite(x)) for x in jax.tree.leaves(left)
+        np.all(np.isfinite(x)) for x in jax.tree.leaves(residual)
     )
 
 
@@ -558,10 +571,8 @@ def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
 def test_a_step_in_which_anything_overflows_leaves_no_trace_in_any_bucket(group, name, schedule):
     options: Any = {"hook": FINITE[name], "schedule": schedule, "donate": False, "bucket_cap_mb": 0}
     optimizer = fddp.dynamic_scale(optax.adam(0.1), initial=4.0)
-    step, params = (
-        fddp.train_step(product, optimizer, group=group(REPLICAS), **options),
-        zeros(np.float32),
-    )
+    step = fddp.train_step(product, optimizer, group=group(REPLICAS), **options)
+    params = zeros(np.float32)
     before, _ = step(step.init(params), pulls(params))
     after = before
     for leaf, place in PLACES:
@@ -588,7 +599,7 @@ def traffic(text: str) -> int:
             WORD[dtype] * int(np.prod([int(n) for n in dims.split(",") if n]))
             for dtype, dims in shapes
         )
-        # An all-gather's result holds all replicas' parts, of which one is its own.
+        # An all-gather's result holds all replicas' parts, including its own.
         times = {
             "all-reduce": 2 * (REPLICAS - 1),
             "all-gather": REPLICAS - 1,
@@ -600,9 +611,9 @@ def traffic(text: str) -> int:
 
 @pytest.mark.parametrize("name", [None, "bf16", "fp16", "quantize", "sign", "topk"])
 def test_the_bytes_that_are_told_are_those_in_the_compiled_program(group, name):
-    known = LOSSY | {"sign": hooks.sign(block=8)}
+    by_name = LOSSY | {"sign": hooks.sign(block=8)}
     step = fddp.train_step(
-        loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=known.get(name), **OPTIONS
+        loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=by_name.get(name), **OPTIONS
     )
     state = step.init(PARAMS)
     text = step.lower(state, X).compile().as_text() or ""
@@ -640,15 +651,18 @@ def test_a_hook_that_starts_later_tells_the_bytes_of_each_step(group):
 
 def test_what_a_hook_remembers_is_each_replicas_own(group):
     state, _ = trained(group, hooks.topk(0.1))
-    for left in jax.tree.leaves(state.hook_state):
+    for residual in jax.tree.leaves(state.hook_state):
         assert (
-            len(left) == REPLICAS and len(np.unique(left.reshape(REPLICAS, -1), axis=0)) == REPLICAS
+            len(residual) == REPLICAS
+            and len(np.unique(residual.reshape(REPLICAS, -1), axis=0)) == REPLICAS
         )
 
 
 def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group):
     make = lambda n, hook: fddp.train_step(loss_fn, optax.sgd(0.1), group=group(n), hook=hook)  # noqa: E731
-    plain, four, two = make(4, None), make(4, hooks.topk(0.1)), make(2, hooks.topk(0.1))
+    plain = make(4, None)
+    four = make(4, hooks.topk(0.1))
+    two = make(2, hooks.topk(0.1))
     with pytest.raises(
         ValueError, match=r"hook_state is not that of Hook\(topk.* nothing instead of"
     ):

@@ -15,7 +15,10 @@ pytestmark = pytest.mark.steps
 
 SIZE = 32
 START = 3
-RATE, B1, B2, EPS = 0.05, 0.9, 0.99, 1e-8
+RATE = 0.05
+B1 = 0.9
+B2 = 0.99
+EPS = 1e-8
 ROWS = np.random.default_rng(5).normal(size=(8, 2, SIZE)).astype(np.float32)
 
 
@@ -26,8 +29,8 @@ class Frozen(NamedTuple):
 
 
 def one_bit_adam() -> optax.GradientTransformation:
-    """Adam without corrections of its bias, whose variance is frozen, and whose momentum comes from
-    the hook then."""
+    """Adam without bias correction, with a frozen variance, and with its momentum from the hook
+    from then on."""
 
     def init(params: Any) -> Frozen:
         return Frozen(
@@ -63,38 +66,39 @@ def test_it_is_the_algorithm_of_the_paper(group: Any, schedule: Any):
     hook = hooks.momentum(hooks.sign(block=8), start=START, b1=B1)
     step = fddp.train_step(loss, one_bit_adam(), group=group(2), hook=hook, schedule=schedule)
     state = step.init(np.zeros(SIZE, np.float32))
-    sent = []
+    nbytes = []
     w, m, v = np.zeros((3, SIZE))
-    worker, server = np.zeros((2, SIZE)), np.zeros(SIZE)
+    worker = np.zeros((2, SIZE))
+    server = np.zeros(SIZE)
     for k, rows in enumerate(ROWS):
         state, info = step(state, rows)
-        sent.append(int(info.sent[0]))
+        nbytes.append(int(info.sent[0]))
         grads = w - target + rows
         if k < START:
             m = B1 * m + (1 - B1) * grads.mean(0)
             v = B2 * v + (1 - B2) * grads.mean(0) ** 2
         else:
-            wanted = B1 * m + (1 - B1) * grads + worker
-            words = np.stack([coded(x, 8) for x in wanted])
-            worker = wanted - words
+            sum_with_error = B1 * m + (1 - B1) * grads + worker
+            words = np.stack([coded(x, 8) for x in sum_with_error])
+            worker = sum_with_error - words
             mean = words.mean(0) + server
             m = coded(mean, 8)
             server = mean - m
         w = w - RATE * m / (np.sqrt(v) + EPS)
         np.testing.assert_allclose(state.params, w, rtol=2e-4, atol=2e-5)
     # Two replicas: 4 bytes a number, then a bit and its share of a scale.
-    assert sent == [SIZE * 4] * START + [SIZE // 8 * (1 + 4)] * (len(ROWS) - START)
+    assert nbytes == [SIZE * 4] * START + [SIZE // 8 * (1 + 4)] * (len(ROWS) - START)
 
 
 def test_momentum_of_plain_sums_is_momentum(group: Any):
-    """Where the hook loses nothing it does not matter where the momentum is taken."""
+    """If the hook loses nothing, the place of the momentum does not matter."""
     hook = hooks.momentum(hooks.allreduce(), start=0, b1=0.5)
     loss = lambda w, x: jnp.mean(x @ w)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group(2), hook=hook)
     plain = fddp.train_step(
         loss, optax.chain(optax.ema(0.5, debias=False), optax.sgd(1.0)), group=group(2)
     )
-    got, want = (one.init(np.zeros(SIZE, np.float32)) for one in (step, plain))
+    got, want = (trainer.init(np.zeros(SIZE, np.float32)) for trainer in (step, plain))
     for rows in ROWS:
         got, _ = step(got, rows)
         want, _ = plain(want, rows)
@@ -102,8 +106,9 @@ def test_momentum_of_plain_sums_is_momentum(group: Any):
 
 
 @pytest.mark.parametrize(
-    ("given", "says"), [({"start": -1}, "start"), ({"start": 0, "b1": 1.0}, "b1 must be 0 or more")]
+    ("arguments", "message"),
+    [({"start": -1}, "start"), ({"start": 0, "b1": 1.0}, "b1 must be 0 or more")],
 )
-def test_numbers_out_of_range_are_refused(given: Any, says: str):
-    with pytest.raises(ValueError, match=says):
-        hooks.momentum(hooks.sign(), **given)
+def test_numbers_out_of_range_are_refused(arguments: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        hooks.momentum(hooks.sign(), **arguments)

@@ -1,5 +1,4 @@
-"""Islands that do not wait for each other: held against NumPy, in an order of merges that is worked
-out by hand."""
+"""Islands that do not wait for each other, against NumPy in an order of merges found by hand."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -58,10 +57,10 @@ def rows(island: int, count: int) -> list[np.ndarray]:
 
 
 def gradient(params: dict[str, Any], x: np.ndarray) -> dict[str, np.ndarray]:
-    """That of `problems.layer`, written out."""
+    """The gradient of `problems.layer`, written out."""
     y = np.tanh(x @ params["w"])
-    back = 2 * (y - params["b"]) / y.size
-    return {"b": -back.sum(axis=0), "w": x.T @ (back * (1 - y**2))}
+    delta = 2 * (y - params["b"]) / y.size
+    return {"b": -delta.sum(axis=0), "w": x.T @ (delta * (1 - y**2))}
 
 
 def halves(count: int) -> list[np.ndarray]:
@@ -78,33 +77,33 @@ def by_hand(
     half: float = 1.0,
     mix: float = 0.0,
 ) -> dict[str, np.ndarray]:
-    """The shared parameters after merges in an order that is given, in NumPy."""
+    """The shared parameters after merges in this order, in NumPy."""
     versions = [PARAMS]
     velocity = {name: np.zeros_like(x) for name, x in PARAMS.items()}
-    own = [dict(PARAMS) for _ in counts]
-    done = [0] * len(counts)
-    took = [0] * len(counts)
+    local = [dict(PARAMS) for _ in counts]
+    steps_done = [0] * len(counts)
+    versions_taken = [0] * len(counts)
     batches = [rows(k, count) for k, count in enumerate(counts)]
     for islands, began, steps in order:
         total = {name: np.zeros_like(x) for name, x in PARAMS.items()}
         weights = 0.0
         for k, version, until in zip(islands, began, steps):
-            if took[k] != version:
-                took[k] = version
-                own[k] = {
-                    name: (1 - mix) * versions[version][name] + mix * own[k][name]
-                    for name in own[k]
+            if versions_taken[k] != version:
+                versions_taken[k] = version
+                local[k] = {
+                    name: (1 - mix) * versions[version][name] + mix * local[k][name]
+                    for name in local[k]
                 }
-            stretch = batches[k][done[k] : until]
+            stretch = batches[k][steps_done[k] : until]
             for x in stretch:
-                slope = gradient(own[k], x)
-                own[k] = {name: own[k][name] - RATE * slope[name] for name in slope}
+                slope = gradient(local[k], x)
+                local[k] = {name: local[k][name] - RATE * slope[name] for name in slope}
             weight = sum(len(x) / 4 for x in stretch)  # the first batch has four rows
             age = len(versions) - 1 - version
             for name in total:
-                total[name] += weight * half**age * (versions[version][name] - own[k][name])
+                total[name] += weight * half**age * (versions[version][name] - local[k][name])
             weights += weight
-            done[k] = until
+            steps_done[k] = until
         velocity = {name: momentum * velocity[name] + total[name] / weights for name in total}
         versions.append({name: versions[-1][name] - rate * velocity[name] for name in total})
     return versions[-1]
@@ -120,8 +119,10 @@ def simulated(
     )
 
 
-def order_of(done: fddp.Islands) -> list[Any]:
-    return [(line.islands, line.began, line.steps) for line in done.log if isinstance(line, Merged)]
+def order_of(islands: fddp.Islands) -> list[Any]:
+    return [
+        (line.islands, line.began, line.steps) for line in islands.log if isinstance(line, Merged)
+    ]
 
 
 ### The rule
@@ -151,22 +152,24 @@ def test_no_contribution_is_older_than_its_bound():
         draw = np.random.default_rng(seed)
         bound = int(draw.integers(0, 5))
         speeds = draw.uniform(0.1, 3, size=4)
-        version, began = 0, dict.fromkeys(range(4), 0)
+        version = 0
+        began = dict.fromkeys(range(4), 0)
         comes = {k: float(speeds[k]) for k in range(4)}
-        came = list[Arrival]()
+        arrivals = list[Arrival]()
         rule = Quorum(int(draw.integers(1, 5)), float(draw.uniform(0, 1)), bound)
         for _ in range(200):
-            due = due_at(rule, version, began, came)
+            due = due_at(rule, version, began, arrivals)
             first = min(comes, key=comes.__getitem__, default=None)
             if first is not None and (due is None or comes[first] <= due):
-                came.append(Arrival(first, comes.pop(first)))
+                arrivals.append(Arrival(first, comes.pop(first)))
                 continue
             assert due is not None  # all have come
-            assert all(version - began[one.island] <= bound for one in came)
+            assert all(version - began[arrival.island] <= bound for arrival in arrivals)
             version += 1
-            for one in came:
-                began[one.island], comes[one.island] = version, due + float(speeds[one.island])
-            came = []
+            for arrival in arrivals:
+                began[arrival.island] = version
+                comes[arrival.island] = due + float(speeds[arrival.island])
+            arrivals = []
         assert version > 10
 
 
@@ -182,17 +185,21 @@ def test_a_merge_is_a_step_of_the_outer_optimizer_weighted_and_discounted_by_age
     before = SharedParams(
         3, [w], [np.asarray(x) for x in jax.tree.leaves(optax.sgd(0.7, momentum=0.9).init(w))]
     )
-    given = [
+    contributions = [
         Contribution(1, 3, 2.0, 8, [np.array([0.5, 1.0])]),
         Contribution(0, 1, 6.0, 4, [np.array([4.0, -8.0])]),
     ]
-    after = merge(merging, before, given)
+    after = merge(merging, before, contributions)
     gradient = (2 * np.array([0.5, 1.0]) + 6 * 0.25 * np.array([4.0, -8.0])) / 8
     assert after.version == 4
     close(after.params, [w - 0.7 * gradient])
     gradient_twice = 0.9 * gradient + gradient
     close(
-        merge(merging, after, [one._replace(began=one.began + 1) for one in given]).params,
+        merge(
+            merging,
+            after,
+            [contribution._replace(began=contribution.began + 1) for contribution in contributions],
+        ).params,
         [w - 0.7 * gradient - 0.7 * gradient_twice],
     )
 
@@ -201,11 +208,11 @@ def test_pseudo_gradients_of_sixteen_bits_are_added_in_thirty_two():
     optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1)
     w = jnp.zeros(2, jnp.bfloat16)
     merging = on_this_host(merging_of(optimizer.outer, optimizer.quorum.discount, w))
-    given = [
+    contributions = [
         Contribution(k, 0, 1.0, 1, [np.full(2, x, jnp.bfloat16)])
         for k, x in enumerate((256.0, 1.0, 1.0, 1.0, 1.0))
     ]
-    after = merge(merging, SharedParams(0, [np.asarray(w)], []), given)
+    after = merge(merging, SharedParams(0, [np.asarray(w)], []), contributions)
     assert after.params[0].tolist() == [-52.0, -52.0]  # in bfloat16 256 + 1 is 256
 
 
@@ -226,18 +233,18 @@ def test_pseudo_gradients_of_sixteen_bits_are_added_in_thirty_two():
 def test_three_islands_with_a_quorum_of_two_do_as_by_hand(
     x64: None, hand: dict[str, float], options: dict[str, Any]
 ):
-    done = simulated([6, 6, 6], [1.0, 1.5, 4.0], every=2, quorum=2, **options)
-    assert order_of(done) == QUORUM_OF_TWO
-    assert done.log[-1] == Meeting(5)
-    close(done.params, by_hand([6, 6, 6], QUORUM_OF_TWO, **hand))
+    islands = simulated([6, 6, 6], [1.0, 1.5, 4.0], every=2, quorum=2, **options)
+    assert order_of(islands) == QUORUM_OF_TWO
+    assert islands.log[-1] == Meeting(5)
+    close(islands.params, by_hand([6, 6, 6], QUORUM_OF_TWO, **hand))
 
 
 @pytest.mark.steps
 @pytest.mark.parametrize("bound", BOUNDED)
 def test_asynchronous_updates_of_bounded_staleness_do_as_by_hand(x64: None, bound: int):
-    done = simulated([4, 2], [1.0, 3.5], every=1, quorum=1, max_staleness=bound)
-    assert order_of(done) == BOUNDED[bound]
-    close(done.params, by_hand([4, 2], BOUNDED[bound]))
+    islands = simulated([4, 2], [1.0, 3.5], every=1, quorum=1, max_staleness=bound)
+    assert order_of(islands) == BOUNDED[bound]
+    close(islands.params, by_hand([4, 2], BOUNDED[bound]))
 
 
 @pytest.mark.steps
@@ -245,7 +252,7 @@ def test_without_staleness_it_is_what_islands_do_that_wait(x64: None, group: Any
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     options: dict[str, Any] = {"outer": outer, "every": 2}
     batches = np.random.default_rng(1).normal(size=(3, 6, 4, 3))
-    late = fddp.simulate_islands(
+    simulated = fddp.simulate_islands(
         layer,
         fddp.local_steps(optax.adam(RATE), quorum=1, max_staleness=0, **options),
         PARAMS,
@@ -256,7 +263,7 @@ def test_without_staleness_it_is_what_islands_do_that_wait(x64: None, group: Any
     state = step.init(PARAMS)
     for number in range(6):
         state, _ = step(state, batches[:, number].reshape(12, 3))
-    close(late.params, state.opt_state.shared)
+    close(simulated.params, state.opt_state.shared)
 
 
 @pytest.mark.steps
@@ -268,15 +275,15 @@ def test_a_run_is_made_again_from_its_log_to_the_same_bits(tmp_path: Path):
         optax.adam(RATE), outer=optax.sgd(0.7, momentum=0.9), every=2, quorum=1, mix=0.3
     )
     batches = [rows(k, count) for k, count in enumerate((7, 5, 3))]
-    given: Any = (loss, optimizer, PARAMS, batches)
-    done = fddp.simulate_islands(
-        *given, seconds=lambda island, number: 1.0 + island * number, rng=jax.random.key(3)
+    arguments: Any = (loss, optimizer, PARAMS, batches)
+    islands = fddp.simulate_islands(
+        *arguments, seconds=lambda island, number: 1.0 + island * number, rng=jax.random.key(3)
     )
     log = tmp_path / "merges.jsonl"
-    log.write_text("".join(serialize(line) + "\n" for line in done.log))
-    again = fddp.replay_islands(log, *given, rng=jax.random.key(3))
-    assert again.log == done.log
-    trees.same_bits((again.params, again.states), (done.params, done.states))
+    log.write_text("".join(serialize(line) + "\n" for line in islands.log))
+    replayed = fddp.replay_islands(log, *arguments, rng=jax.random.key(3))
+    assert replayed.log == islands.log
+    trees.same_bits((replayed.params, replayed.states), (islands.params, islands.states))
 
 
 @pytest.mark.steps
@@ -290,42 +297,42 @@ def test_an_island_of_two_counts_as_one_replica_with_its_rows(x64: None):
         seconds=lambda island, step: 1 + island,
     )
     two = simulate(layer, fddp.local_steps(optax.adam(RATE), island=2, **options))
-    one = simulate(layer, fddp.local_steps(optax.adam(RATE), **options))
-    close(two.params, one.params)
+    single = simulate(layer, fddp.local_steps(optax.adam(RATE), **options))
+    close(two.params, single.params)
     # Twice as many replicas, which weigh twice as much.
-    twice = [line._replace(weights=tuple(2 * w for w in line.weights)) for line in one.log[:-1]]
+    twice = [line._replace(weights=tuple(2 * w for w in line.weights)) for line in single.log[:-1]]
     assert list(two.log[:-1]) == twice
-    again = fddp.replay_islands(
+    replayed = fddp.replay_islands(
         two.log, layer, fddp.local_steps(optax.adam(RATE), island=2, **options), PARAMS, batches
     )
-    trees.same_bits(again.params, two.params)
+    trees.same_bits(replayed.params, two.params)
 
 
 def test_what_one_device_cannot_make_again_is_refused():
-    def again(rng: Any = None, **options: Any) -> Any:
+    def replay_quorum(rng: Any = None, **options: Any) -> Any:
         optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1, **options)
         return fddp.replay_islands([], layer, optimizer, PARAMS, [rows(0, 1), rows(1, 1)], rng=rng)
 
     with pytest.raises(ValueError, match="one device has no nodes"):
-        again(island="node")
+        replay_quorum(island="node")
     with pytest.raises(ValueError, match="the first 3 steps are of all islands together"):
-        again(start=3)
+        replay_quorum(start=3)
     with pytest.raises(
         ValueError, match="each replica of an island draws random numbers of its own"
     ):
-        again(jax.random.key(0), island=2)
+        replay_quorum(jax.random.key(0), island=2)
 
 
 @pytest.mark.steps
 def test_a_log_of_another_training_is_refused():
-    done = simulated([4, 2], [1.0, 3.5], every=1, quorum=1)
-    again: Any = partial(
+    islands = simulated([4, 2], [1.0, 3.5], every=1, quorum=1)
+    replay: Any = partial(
         fddp.replay_islands, loss_fn=layer, optimizer=fddp.local_steps(optax.sgd(RATE), quorum=1)
     )
     with pytest.raises(ValueError, match="island 1 came in the log with step 2 and weight"):
-        again(done.log, params=PARAMS, batches=[rows(0, 4), rows(1, 1)])
+        replay(islands.log, params=PARAMS, batches=[rows(0, 4), rows(1, 1)])
     with pytest.raises(ValueError, match="version 2 follows version 0 in the log"):
-        again(done.log[1:], params=PARAMS, batches=[rows(0, 4), rows(1, 2)])
+        replay(islands.log[1:], params=PARAMS, batches=[rows(0, 4), rows(1, 2)])
 
 
 def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):
@@ -335,7 +342,7 @@ def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):
         read_log(log)
 
 
-### What a user gives
+### Arguments of users
 
 
 @pytest.mark.parametrize(
@@ -388,12 +395,14 @@ def test_replicas_of_one_process_are_told_that_islands_are_processes(group: Any)
 @pytest.mark.steps
 def test_a_quorum_of_all_is_what_it_is_without(group: Any):
     options: Any = ({}, {"quorum": 2, "grace_s": 1.0}, {"quorum": 1, "max_staleness": 0})
-    made = [
-        fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), every=2, **one), group=group(2))
-        for one in options
+    steps = [
+        fddp.train_step(
+            layer, fddp.local_steps(optax.sgd(RATE), every=2, **quorum_options), group=group(2)
+        )
+        for quorum_options in options
     ]
-    states = [one.init(PARAMS) for one in made]
+    states = [step.init(PARAMS) for step in steps]
     for x in rows(0, 2):
-        states = [one(state, x)[0] for one, state in zip(made, states)]
+        states = [step(state, x)[0] for step, state in zip(steps, states)]
     trees.equal(states[1], states[0])
     trees.equal(states[2], states[0])

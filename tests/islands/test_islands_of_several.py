@@ -15,10 +15,10 @@ Params = dict[str, np.ndarray]
 
 
 def gradient(params: Params, x: np.ndarray) -> Params:
-    """That of `problems.layer`, written out."""
+    """The gradient of `problems.layer`, written out."""
     y = np.tanh(x @ params["w"])
-    back = 2 * (y - params["b"]) / y.size
-    return {"b": -back.sum(axis=0), "w": x.T @ (back * (1 - y**2))}
+    delta = 2 * (y - params["b"]) / y.size
+    return {"b": -delta.sum(axis=0), "w": x.T @ (delta * (1 - y**2))}
 
 
 def descended(params: Params, batches: Sequence[np.ndarray]) -> Params:
@@ -36,19 +36,21 @@ def by_hand(mix: float, start: int, met: int | None) -> Params:
         first_params(), [np.concatenate(both) for both in zip(rows[0][:start], rows[1][:start])]
     )
     speed = {name: np.zeros_like(x) for name, x in shared.items()}
-    own = [shared, shared]
-    took = [shared, shared]
-    done = [start, start]
+    local = [shared, shared]
+    starting_points = [shared, shared]
+    steps_done = [start, start]
     for number, k in enumerate(ORDER):
         if number == met:
-            own = [shared, shared]
-            took = [shared, shared]
-        own[k] = descended(own[k], rows[k][done[k] : done[k] + 2])
-        done[k] += 2
-        speed = {name: 0.9 * speed[name] + took[k][name] - own[k][name] for name in shared}
+            local = [shared, shared]
+            starting_points = [shared, shared]
+        local[k] = descended(local[k], rows[k][steps_done[k] : steps_done[k] + 2])
+        steps_done[k] += 2
+        speed = {
+            name: 0.9 * speed[name] + starting_points[k][name] - local[k][name] for name in shared
+        }
         shared = {name: shared[name] - 0.7 * speed[name] for name in shared}
-        own[k] = {name: (1 - mix) * shared[name] + mix * own[k][name] for name in shared}
-        took[k] = shared
+        local[k] = {name: (1 - mix) * shared[name] + mix * local[k][name] for name in shared}
+        starting_points[k] = shared
     return shared
 
 
@@ -73,9 +75,9 @@ def test_two_islands_of_two_with_a_quorum_of_one_do_as_by_hand(
     )
     assert outcome.succeeded
     for output in outcome.outputs:
-        told = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
-        assert told.keys() == {*cases}
-        for name, got in told.items():
+        reported = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+        assert reported.keys() == {*cases}
+        for name, got in reported.items():
             local, _ = CASES[name]
             expected = by_hand(
                 local.get("mix", 0.0), local.get("start", 0), MET if name == "restored" else None

@@ -1,4 +1,4 @@
-"""The words between an island and the server."""
+"""The messages between an island and the server."""
 
 import socket
 import threading
@@ -16,69 +16,69 @@ from fddp.islands.quorum import Quorum
 
 
 def test_what_is_told_is_heard():
-    one, other = socket.socketpair()
+    sender, receiver = socket.socketpair()
     arrays = [np.arange(6.0).reshape(2, 3), np.zeros((0, 2), np.float16), np.array(7, np.int32)]
-    with one, other:
-        send_message(one, {"version": 3}, arrays)
-        assert receive_header(other) == {"version": 3}
-        for got, told in zip(receive_arrays(other, arrays), arrays):
-            np.testing.assert_array_equal(got, told, strict=True)
+    with sender, receiver:
+        send_message(sender, {"version": 3}, arrays)
+        assert receive_header(receiver) == {"version": 3}
+        for got, sent_array in zip(receive_arrays(receiver, arrays), arrays):
+            np.testing.assert_array_equal(got, sent_array, strict=True)
 
 
 def test_a_large_array_may_take_longer_than_the_timeout_while_bytes_flow():
-    one, other = socket.socketpair()
-    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    one.settimeout(0.5)
+    sender, receiver = socket.socketpair()
+    sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    sender.settimeout(0.5)
     array = np.arange(25_000, dtype=np.float32)
     read = bytearray()
 
     def reads_slowly() -> None:
         while len(read) < array.nbytes + 3:
             time.sleep(0.05)
-            read.extend(other.recv(2048))
+            read.extend(receiver.recv(2048))
 
     reader = threading.Thread(target=reads_slowly)
-    with one, other:
+    with sender, receiver:
         reader.start()
-        send_message(one, {}, [array])
+        send_message(sender, {}, [array])
         reader.join()
     assert read == b"{}\n" + array.tobytes()
 
 
 def test_one_who_reads_nothing_is_not_waited_for():
-    one, other = socket.socketpair()
-    one.settimeout(0.2)
-    with one, other, pytest.raises(TimeoutError):
-        send_message(one, {}, [np.zeros(1 << 22)])
+    sender, receiver = socket.socketpair()
+    sender.settimeout(0.2)
+    with sender, receiver, pytest.raises(TimeoutError):
+        send_message(sender, {}, [np.zeros(1 << 22)])
 
 
 @pytest.mark.parametrize(
     "line", [b"5", b"[1]", b"null", b'"a"', b"\xff", b"[" * 60_000, b"GET / HTTP/1.1"]
 )
 def test_what_is_no_line_of_ours_is_the_end_of_a_connection(line):
-    one, other = socket.socketpair()
-    with one, other:
-        one.sendall(line + b"\n")
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        sender.sendall(line + b"\n")
         with pytest.raises(ConnectionResetError):
-            receive_header(other)
+            receive_header(receiver)
 
 
 def test_a_line_has_a_time_by_which_it_is_complete():
-    one, other = socket.socketpair()
-    with one, other:
-        other.settimeout(5.0)
+    sender, receiver = socket.socketpair()
+    with sender, receiver:
+        receiver.settimeout(5.0)
         began = time.monotonic()
         drips = threading.Thread(
-            target=lambda: [(one.sendall(b"x"), time.sleep(0.05)) for _ in range(20)]
+            target=lambda: [(sender.sendall(b"x"), time.sleep(0.05)) for _ in range(20)]
         )
         drips.start()
         with pytest.raises(ConnectionResetError):
-            receive_header(other, until=began + 0.2)
+            receive_header(receiver, until=began + 0.2)
         assert time.monotonic() - began < 0.6
         drips.join()
 
 
-### Who may be an island
+### Refused islands
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def listener(monkeypatch):
 
 
 def greeted(door: socket.socket, answer: bytes = b"") -> bytes:
-    """All that the server sends to one who answers its challenge so."""
+    """All bytes from the server to a client with this answer to its challenge."""
     with door:
         door.settimeout(10.0)
         receive_header(door)

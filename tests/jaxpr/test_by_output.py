@@ -32,12 +32,12 @@ def test_parts_make_together_what_the_program_makes():
         jnp.eye(3), jnp.ones((3, 3))
     )
     args = jnp.eye(3) * 2, jnp.full((3, 3), 0.5)
-    made = {}
+    outputs = {}
     for piece in pieces(closed, [[1], [0, 2], [3]]):
-        made |= dict(
+        outputs |= dict(
             zip(piece.makes, jaxpr_as_fun(piece.program)(*(args[number] for number in piece.reads)))
         )
-    same_bits([made[k] for k in range(4)], jaxpr_as_fun(closed)(*args))
+    same_bits([outputs[k] for k in range(4)], jaxpr_as_fun(closed)(*args))
 
 
 def test_a_part_holds_no_equation_that_its_outputs_do_not_need():
@@ -55,8 +55,8 @@ def test_a_loop_is_left_with_the_values_that_a_part_needs():
 
     sines, _ = pieces(jax.make_jaxpr(loop)(1.0), [[0], [1]])
     assert "sin" in str(sines.program) and "exp" not in str(sines.program)
-    (made,) = jaxpr_as_fun(sines.program)(1.0)
-    np.testing.assert_array_equal(made, loop(1.0)[0])
+    (values,) = jaxpr_as_fun(sines.program)(1.0)
+    np.testing.assert_array_equal(values, loop(1.0)[0])
 
 
 def test_inputs_of_outputs_are_those_that_a_change_reaches():
@@ -75,14 +75,14 @@ def test_outputs_of_one_dear_value_stay_together_and_others_do_not():
 
 def test_seeds_and_the_rest_make_what_the_program_makes():
     closed = jax.make_jaxpr(layers)()
-    seeds, rest = seeded(closed)
-    same_bits(jaxpr_as_fun(rest)(*run_seeds(seeds)), jaxpr_as_fun(closed)())
+    seeds, remainder = seeded(closed)
+    same_bits(jaxpr_as_fun(remainder)(*run_seeds(seeds)), jaxpr_as_fun(closed)())
 
 
 def test_equal_layers_are_equal_programs_once_seeds_are_drawn():
-    _, rest = seeded(jax.make_jaxpr(layers)())
-    each = pieces(rest, [[k] for k in range(len(rest.jaxpr.outvars))])
-    assert len({form_of_program(piece.program) for piece in each}) == 1
+    _, remainder = seeded(jax.make_jaxpr(layers)())
+    layers_apart = pieces(remainder, [[k] for k in range(len(remainder.jaxpr.outvars))])
+    assert len({form_of_program(piece.program) for piece in layers_apart}) == 1
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["made inside", "captured"])
@@ -91,14 +91,14 @@ def test_a_key_is_a_seed_wherever_it_was_made(outside: bool):
     closed = jax.make_jaxpr(
         lambda: jax.random.normal(key if outside else jax.random.key(0), (3,))
     )()
-    seeds, rest = seeded(closed)
-    assert len(rest.jaxpr.invars) == 1 and not rest.consts
-    same_bits(jaxpr_as_fun(rest)(*run_seeds(seeds)), jaxpr_as_fun(closed)())
+    seeds, remainder = seeded(closed)
+    assert len(remainder.jaxpr.invars) == 1 and not remainder.consts
+    same_bits(jaxpr_as_fun(remainder)(*run_seeds(seeds)), jaxpr_as_fun(closed)())
 
 
 def test_floats_are_no_seeds_as_xla_rounds_constants_in_its_own_way():
     scale = jnp.float32(0.3)
-    _, rest = seeded(
+    _, remainder = seeded(
         jax.make_jaxpr(lambda: jax.random.normal(jax.random.key(0), (3,)) * jnp.sqrt(scale))()
     )
-    assert all(not jnp.issubdtype(var.aval.dtype, jnp.floating) for var in rest.jaxpr.invars)
+    assert all(not jnp.issubdtype(var.aval.dtype, jnp.floating) for var in remainder.jaxpr.invars)

@@ -1,5 +1,4 @@
-"""How many rows of a gradient can be other than zero: what programs tell, held against gradients
-that are computed."""
+"""Number of rows of a gradient that can differ from zero: programs against computed gradients."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +40,7 @@ looked_up.defvjp(
 
 
 def forgotten(table: Any) -> Any:
-    """The gradient of what is carried begins with all rows, and ends with none."""
+    """The gradient of the carry begins with all rows, and ends with none."""
     end, total = jax.lax.scan(
         lambda h, x: (jax.lax.stop_gradient(h) + x, jnp.sum(x)), table, jnp.ones((9, 100, 4))
     )

@@ -1,4 +1,4 @@
-"""A loop over rows that an earlier loop makes runs inside of that loop, with the same results."""
+"""A loop over the rows of an earlier loop runs inside of that loop, with the same results."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
-"""The order of readiness is that of the backward pass, however the loss is wrapped; straightening
-changes no value."""
+"""Gradients become ready in the order of the backward pass, for any wrapping of the loss;
+straightening changes no value."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,7 +30,7 @@ def layer_with_vjp(w: Any, x: Any) -> Any:
 
 
 layer_with_vjp.defvjp(
-    lambda w, x: (layer(w, x), (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g)
+    lambda w, x: (layer(w, x), (w, x)), lambda saved, g: jax.vjp(layer, *saved)[1](g)
 )
 
 
@@ -89,7 +89,7 @@ def test_the_order_is_that_of_use_and_not_of_the_alphabet(kind):
 def test_a_tied_parameter_is_ready_when_its_last_cotangent_is_added(kind):
     loss = chain(kind, "tied", "b", "c", "tied")
     assert order(loss, {"b": W, "c": W, "tied": W}) == ["c", "b", "tied"]
-    # And no later: what comes before its first use is not waited for.
+    # And no later: nothing before its first use waits for it.
     assert order(chain(kind, "a", "tied", "b", "tied"), {"a": W, "b": W, "tied": W}) == [
         "b",
         "tied",
@@ -122,14 +122,14 @@ def test_a_scan_over_layers_delivers_all_its_gradients_at_once():
         return jnp.mean((x @ params["head"]) ** 2)
 
     params = {"bias": np.ones((4, 1, 3), np.float32), "head": W, "kernel": np.stack([W] * 4)}
-    # What one equation makes is taken in reverse, as DDP guesses.
+    # The outputs of one equation are taken in reverse, as DDP guesses.
     assert order(loss, params) == ["head", "kernel", "bias"]
 
 
 def test_unused_parameters_have_a_place_in_the_order_too():
-    found = order(chain("plain", "a", "z"), dict.fromkeys(["a", "m", "unused", "z"], W))
-    assert sorted(found) == ["a", "m", "unused", "z"]
-    assert [name for name in found if name in "az"] == ["z", "a"]
+    names = order(chain("plain", "a", "z"), dict.fromkeys(["a", "m", "unused", "z"], W))
+    assert sorted(names) == ["a", "m", "unused", "z"]
+    assert [name for name in names if name in "az"] == ["z", "a"]
 
 
 def test_metrics_beside_the_loss_do_not_change_the_order():

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fddp.buckets import Layout
 from fddp.comm.communicator import axis_communicator
 from fddp.jax_internals import CALLS
 from fddp.jaxpr.equations import straighten
@@ -17,8 +18,10 @@ from fddp.jaxpr.parts.part_passes import passes, result_kinds, stays
 from fddp.jaxpr.parts.part_program import AtHome, Ranks, on_parts
 from fddp.sharding.homes import at_home
 
-A, B = Follows(0), Follows(1)
-X, Y = np.linspace(-1, 2, 21).reshape(7, 3), np.linspace(2, 3, 10).reshape(2, 5)
+A = Follows(0)
+B = Follows(1)
+X = np.linspace(-1, 2, 21).reshape(7, 3)
+Y = np.linspace(2, 3, 10).reshape(2, 5)
 RANKS = 4
 
 
@@ -69,10 +72,10 @@ SHARED = [clipped, trusted, counted, branched, moments, halves, called]
 @pytest.mark.parametrize("f", SHARED)
 def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(f: Callable[..., Any]):
     with jax.enable_x64(True):
-        whole = f(jnp.asarray(X), jnp.asarray(Y))
-        parts, _, exchanges = divided(f)
+        outputs = f(jnp.asarray(X), jnp.asarray(Y))
+        pieces, _, exchanges = divided(f)
         assert exchanges == 0
-        for want, got in zip(whole, parts):
+        for want, got in zip(outputs, pieces):
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-14)
 
 
@@ -89,7 +92,7 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("f", "why"),
+    ("f", "reason"),
     [
         (lambda a: a @ jnp.ones((3, 3)), "dot_general"),
         (lambda a: a.T, "transpose"),
@@ -108,19 +111,19 @@ def test_numbers_that_do_not_wait_for_each_other_are_put_together_at_once(
     ],
 )
 def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(
-    f: Callable[..., Any], why: str
+    f: Callable[..., Any], reason: str
 ):
     with jax.enable_x64(True):
         a = jnp.asarray(X)
         stay = stays(jax.make_jaxpr(f)(a), [A])
-        assert list(stay) == [0] and why in stay[0].why
+        assert list(stay) == [0] and reason in stay[0].why
         (got,), _, exchanges = divided(lambda a, b: (f(a),))
         np.testing.assert_allclose(joined(got, f(a)), f(a), rtol=1e-14)
         assert exchanges == 1
 
 
 def orthogonal(a: Any, b: Any) -> Any:
-    """As Muon: what only works on whole arrays stays where they are; what meets parts goes on in
+    """Operations on whole arrays stay at the homes, as in Muon; operations on parts go on in
     parts."""
     x = a.T / jnp.linalg.norm(a.T)
     for _ in range(3):
@@ -129,15 +132,17 @@ def orthogonal(a: Any, b: Any) -> Any:
 
 
 def summed_between(a: Any, b: Any) -> Any:
-    """A norm of what was made at two homes, for what is made there next."""
-    a, b = a @ jnp.full((3, 3), 0.1), b[::-1]
+    """A norm of arrays from two homes, for the next arrays there."""
+    a = a @ jnp.full((3, 3), 0.1)
+    b = b[::-1]
     norm = jnp.sqrt(sum(jnp.sum(x**2) for x in (a, b)))
     return jnp.cumsum(a / norm, axis=0), b / norm
 
 
 def of_rows_and_columns(a: Any, b: Any) -> Any:
-    """As Adafactor: arrays of a leaf that are smaller than it."""
-    rows, columns = jnp.mean(a**2, axis=0), jnp.mean(a**2, axis=1)
+    """Arrays of a leaf that are smaller than it, as in Adafactor."""
+    rows = jnp.mean(a**2, axis=0)
+    columns = jnp.mean(a**2, axis=1)
     return a / jnp.sqrt(rows / jnp.mean(rows)) / jnp.sqrt(columns)[:, None], rows + b[0, 0] * 0
 
 
@@ -153,11 +158,11 @@ def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(
     f: Callable[..., Any], exchanges: int
 ):
     with jax.enable_x64(True):
-        whole = f(jnp.asarray(X), jnp.asarray(Y))
-        parts, _, found = divided(f)
-        for want, got in zip(whole, parts):
+        outputs = f(jnp.asarray(X), jnp.asarray(Y))
+        pieces, _, count = divided(f)
+        for want, got in zip(outputs, pieces):
             np.testing.assert_allclose(joined(got, want), want, rtol=1e-13)
-        assert found == exchanges
+        assert count == exchanges
 
 
 def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
@@ -168,15 +173,15 @@ def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
         return w - 0.1 * (direction + 0.01 * w)
 
     program = straighten(jax.make_jaxpr(decayed)(X, X), CALLS)
-    (visit,) = [visit for one in passes(program, [A, A])[0] for visit in one.visits]
+    (visit,) = [visit for step in passes(program, [A, A])[0] for visit in step.visits]
     assert len(visit.takes) == len(visit.brings) == 1
 
 
 def test_work_at_home_is_counted_by_leaf():
-    found = stays(jax.make_jaxpr(orthogonal)(X, Y), [A, B])
+    homes = stays(jax.make_jaxpr(orthogonal)(X, Y), [A, B])
     # Three times two products of 3 × 3 and 7; and less for what goes element by element there.
     products = 3 * 2 * 2 * 3 * 3 * 7
-    assert set(found) == {0} and products < found[0].operations < 2 * products
+    assert set(homes) == {0} and products < homes[0].operations < 2 * products
 
 
 def test_two_leaves_in_one_equation_are_refused():
@@ -198,16 +203,18 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
             jnp.sum(a) + 1,
         )
 
-    found = result_kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
-    assert found == [Same(), Same(), Same(False), Total("sum"), Total("sum"), Same()]
+    kinds = result_kinds(jax.make_jaxpr(f)(jnp.asarray(X), 3), [A, Same()])
+    assert kinds == [Same(), Same(), Same(False), Total("sum"), Total("sum"), Same()]
     assert Same(False) != Follows(0) and Same() != Follows(1)
 
 
 def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
-    """What each rank makes of its parts, how often the ranks put numbers together, and how often
-    leaves went home."""
-    arrays, comm = [jnp.asarray(X), jnp.asarray(Y)], axis_communicator("ranks", RANKS, "cpu")
-    closed, calls = jax.make_jaxpr(f)(*arrays), [0, 0]
+    """The parts of each rank, the number of sums between ranks, and the number of trips of leaves
+    to their homes."""
+    arrays = [jnp.asarray(X), jnp.asarray(Y)]
+    comm = axis_communicator("ranks", RANKS, "cpu")
+    closed = jax.make_jaxpr(f)(*arrays)
+    calls = [0, 0]
 
     def part(size: int) -> int:
         return -(-size // RANKS)
@@ -219,23 +226,23 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
 
     def visit(visits: Sequence[AtHome]) -> Sequence[Sequence[Any]]:
         calls[1] += 1
-        return at_home(comm, {0: 2, 1: 1}, lambda leaf, size: 1, visits)
+        return at_home(comm, {0: 2, 1: 1}, [Layout((), RANKS)] * 2, visits)
 
-    def there(leaf: int, size: int) -> Any:
+    def is_element(leaf: int, size: int) -> Any:
         del leaf
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
-    run = on_parts(closed, [A, B], Ranks(there, put_together, visit))
+    run = on_parts(closed, [A, B], Ranks(is_element, put_together, visit))
     padded = [
         jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays
     ]
-    made = jax.vmap(run, axis_name="ranks")(*(x.reshape(RANKS, -1) for x in padded))
-    return made, calls[0], calls[1]
+    outputs = jax.vmap(run, axis_name="ranks")(*(x.reshape(RANKS, -1) for x in padded))
+    return outputs, calls[0], calls[1]
 
 
-def joined(parts: Any, like: Any) -> Any:
-    """The array of which these are the parts; of what is equal everywhere any."""
-    if parts.shape[1:] == like.shape or like.ndim == 0:
-        np.testing.assert_array_equal(parts, jnp.broadcast_to(parts[0], parts.shape))
-        return parts[0].reshape(like.shape)
-    return parts.ravel()[: like.size].reshape(like.shape)
+def joined(pieces: Any, like: Any) -> Any:
+    """The array of these parts; any of them if they are equal everywhere."""
+    if pieces.shape[1:] == like.shape or like.ndim == 0:
+        np.testing.assert_array_equal(pieces, jnp.broadcast_to(pieces[0], pieces.shape))
+        return pieces[0].reshape(like.shape)
+    return pieces.ravel()[: like.size].reshape(like.shape)

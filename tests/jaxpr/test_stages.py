@@ -13,12 +13,13 @@ from fddp.jaxpr.stages import arrivals, cut
 
 
 def run_stages(stages, closed, args):
-    """What a schedule does with stages, without one: values by number, results in order."""
-    values, results = dict(enumerate(args)), []
+    """Runs stages without a schedule: values by number, results in order."""
+    values = dict(enumerate(args))
+    results = []
     for stage in stages:
-        made = stage.run(*(values[number] for number in stage.reads))
-        values.update(zip(stage.writes, made))
-        results += made[len(stage.writes) :]
+        outputs = stage.run(*(values[number] for number in stage.reads))
+        values.update(zip(stage.writes, outputs))
+        results += outputs[len(stage.writes) :]
     assert len(results) == len(closed.jaxpr.outvars)
     return results
 
@@ -70,7 +71,8 @@ def test_what_waits_for_no_input_that_it_does_not_need_is_done_before():
     assert [stage.results for stage in stages] == [0, 0, 0, 0, 1, 1, 1, 1, 1]
     for layer, stage in enumerate(stages[:5]):
         assert {number for number in stage.reads if number < 5} <= set(range(layer + 1))
-    counts, values = [], dict(enumerate(args))
+    counts = []
+    values = dict(enumerate(args))
     for stage in stages:
         read = [values[number] for number in stage.reads]
         counts.append(heavy(jax.make_jaxpr(stage.run)(*read).jaxpr))
@@ -79,8 +81,8 @@ def test_what_waits_for_no_input_that_it_does_not_need_is_done_before():
     for got, want in zip(run_stages(stages, closed, args), jaxpr_as_fun(closed)(*args)):
         np.testing.assert_array_equal(got, want)
     # An input that comes late is waited for by its own result only.
-    late = jax.make_jaxpr(lambda x, y: (jnp.sin(x), y))(1.0, 1.0)
-    assert [stage.reads for stage in cut(late, [1, 1], {1: 1})] == [(0,), (1,)]
+    program = jax.make_jaxpr(lambda x, y: (jnp.sin(x), y))(1.0, 1.0)
+    assert [stage.reads for stage in cut(program, [1, 1], {1: 1})] == [(0,), (1,)]
 
 
 def test_a_mask_is_made_anew_and_not_handed_on():
@@ -114,10 +116,10 @@ def test_a_print_happens_once(capfd):
 
 def test_what_acts_in_order_acts_in_the_same_order_in_stages():
     """The second call is needed by the first group, the others by none."""
-    told = []
+    calls = []
 
     def tells(name):
-        return lambda x: (told.append(name), np.asarray(x))[1]
+        return lambda x: (calls.append(name), np.asarray(x))[1]
 
     def f(x):
         form = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -130,7 +132,7 @@ def test_what_acts_in_order_acts_in_the_same_order_in_stages():
     closed = jax.make_jaxpr(f)(x)
     run_stages(cut(closed, [1, 1]), closed, [x])
     jax.effects_barrier()
-    assert told == ["first", "second", "third"]
+    assert calls == ["first", "second", "third"]
 
 
 def test_groups_must_hold_all_outputs():
@@ -150,7 +152,7 @@ def test_collectives_are_found_at_any_depth():
     assert not collectives(gradient_program()[0])
 
 
-### What can be made when
+### The earliest time of each value
 
 
 def test_an_output_waits_for_the_last_of_the_inputs_it_needs():

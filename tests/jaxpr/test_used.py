@@ -1,4 +1,4 @@
-"""What a loss used is what a path of its program led from; telling it changes no value and computes
+"""A loss used the leaves on the path of its program; reporting them changes no value and computes
 nothing twice."""
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ LEAVES: list[Any] = [
 ]
 X = np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3)
 Loss = Callable[[Sequence[Any], Any], Any]
-"""`loss(leaves, t)`, where t is data that branches look at."""
+"""`loss(leaves, t)`, with data t for the branches."""
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -30,7 +30,7 @@ def layer(w: Any, x: Any) -> Any:
 
 
 def layer_or(first: Any, second: Any, x: Any, t: Any) -> Any:
-    """One of two layers: the data say which."""
+    """One of two layers, chosen by the data."""
     return jax.lax.cond(t > 0, lambda x: layer(first, x), lambda x: layer(second, x), x)
 
 
@@ -59,9 +59,9 @@ def used_by(loss: Loss, t: Any) -> list[bool]:
 
 
 def equations(jaxpr: Jaxpr, name: str) -> int:
-    """How many equations of a kind a program has, at any depth."""
-    here = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
-    return here + sum(
+    """The number of equations of a kind in a program, at any depth."""
+    count = sum(eqn.primitive.name == name for eqn in jaxpr.eqns)
+    return count + sum(
         equations(inner, name) for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params)
     )
 
@@ -131,8 +131,8 @@ def switch(p: Any, t: Any) -> Any:
 
 @case(t1={0, 1, 2}, m1={0, 3})
 def branches_with_several_outputs(p: Any, t: Any) -> Any:
-    one, two = jax.lax.cond(t > 0, lambda: (p[1], p[2]), lambda: (p[3], jnp.zeros((3, 3))))
-    return jnp.sum(layer(one, layer(p[0], X))) + jnp.sum(two)
+    first, two = jax.lax.cond(t > 0, lambda: (p[1], p[2]), lambda: (p[3], jnp.zeros((3, 3))))
+    return jnp.sum(layer(first, layer(p[0], X))) + jnp.sum(two)
 
 
 @case(t1={0, 1}, m1={0})
@@ -157,8 +157,10 @@ def cond_in_remat(p: Any, t: Any) -> Any:
 
 @case(t1={0, 3}, m1={1, 3})
 def cond_in_remat_with_a_policy(p: Any, t: Any) -> Any:
-    again = partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False)
-    return jnp.sum(again(layer_or)(p[0], p[1], X @ p[3], t))
+    rematerialized = partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable, prevent_cse=False
+    )
+    return jnp.sum(rematerialized(layer_or)(p[0], p[1], X @ p[3], t))
 
 
 @case(t1={0, 3}, m1={1, 3})
@@ -201,7 +203,8 @@ def outputs_of_a_scan_are_of_all_rounds(p: Any, t: Any) -> Any:
 
 @case(m1={0, 2}, t1={1, 2}, t2={2})
 def a_later_round_passes_a_parameter_on(p: Any, t: Any) -> Any:
-    """The head of the queue is replaced in the rounds below t, by what has moved up by then."""
+    """The head of the queue is replaced, in the rounds below t, by the leaf that has moved up by
+    then."""
 
     def body(queue: Any, i: Any) -> Any:
         first, second, third = queue
@@ -214,7 +217,7 @@ def a_later_round_passes_a_parameter_on(p: Any, t: Any) -> Any:
 
 @case(t1={0, 1})
 def carries_that_change_places(p: Any, t: Any) -> Any:
-    """After five rounds of three, two, the first holds what was third."""
+    """After five rounds of three, two, the first holds the third leaf."""
     swapped, _ = jax.lax.scan(lambda c, _: ((c[1], c[2], c[0]), None), (p[2], p[3], p[1]), length=5)
     return jnp.sum(layer(p[0], X)) + jnp.sum(swapped[0])
 
@@ -246,7 +249,7 @@ def vmap_takes_all_branches(p: Any, t: Any) -> Any:
 
 @case(t1={0, 1}, m1={0, 2})
 def what_a_mask_passes_through(p: Any, t: Any) -> Any:
-    """The choice reaches the loss through a second choice, both of whose branches read it."""
+    """The choice reaches the loss through a second choice; both of its branches read it."""
     x = layer_or(p[1], p[2], X, t)
     x = jax.lax.cond(t > 5, lambda x: layer(p[3], x), lambda x: 2 * x, x)
     return jnp.sum(jax.jit(layer)(p[0], x))
@@ -273,11 +276,15 @@ def test_used_is_what_a_path_leads_from(name, t):
 def test_values_and_gradients_are_the_plain_functions_own(name, t, wrap):
     f = with_aux(CASES[name][0], t)
     (loss, aux), grads = wrap(jax.value_and_grad(f, has_aux=True))(LEAVES)
-    (value, (kept, used)), found = wrap(jax.value_and_grad(tracked(f), has_aux=True))(LEAVES)
-    jax.tree.map(np.testing.assert_array_equal, (value, kept, found), (loss, aux, grads))
+    (value, (tracked_aux, used)), tracked_grads = wrap(
+        jax.value_and_grad(tracked(f), has_aux=True)
+    )(LEAVES)
+    jax.tree.map(
+        np.testing.assert_array_equal, (value, tracked_aux, tracked_grads), (loss, aux, grads)
+    )
     assert used.dtype == bool and used.shape == (N,)
-    # What is unused has no gradient: the other way round does not hold.
-    assert all(use or not np.any(grad) for use, grad in zip(used, found))
+    # Unused leaves have no gradient; the converse does not hold.
+    assert all(use or not np.any(grad) for use, grad in zip(used, tracked_grads))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -314,7 +321,7 @@ def test_no_work_is_done_twice(name, t, kind):
 
 
 def count_down(p: Any, t: Any) -> Any:
-    """In round 2 the second layer, in the others the first."""
+    """Uses the second layer in round 2, and the first in the other rounds."""
     return jax.lax.while_loop(
         lambda state: state[0] > 0,
         lambda state: (
@@ -352,15 +359,15 @@ def test_while_keeps_its_forward_derivative(t):
 
 
 @jax.custom_vjp
-def told(x: Any, scale: Any) -> Any:
+def with_custom_gradient(x: Any, scale: Any) -> Any:
     return x
 
 
-told.defvjp(lambda x, scale: (x, None), lambda _, g: (g, jnp.ones((3, 3))))
+with_custom_gradient.defvjp(lambda x, scale: (x, None), lambda _, g: (g, jnp.ones((3, 3))))
 
 
 def test_what_only_the_rule_reads_is_used():
-    f = with_aux(lambda p, t: jnp.sum(told(layer(p[0], X), p[1])), 1)
+    f = with_aux(lambda p, t: jnp.sum(with_custom_gradient(layer(p[0], X), p[1])), 1)
     (_, (_, used)), grads = jax.value_and_grad(tracked(f), has_aux=True)(LEAVES)
     assert used.tolist() == [True, True, False, False] and np.all(grads[1] == 1)
 
@@ -383,7 +390,7 @@ def test_what_only_the_rule_reads_is_used_beside_a_choice():
 def test_a_rule_stays_one_equation():
     program = jax.make_jaxpr(tracked(with_aux(CASES["cond_in_custom_vjp"][0], 1)))(LEAVES).jaxpr
     assert equations(program, "custom_vjp_call") == 1
-    assert equations(program, "cond") == 2  # in the rule, and beside it for the masks
+    assert equations(program, "cond") == 2  # in the rule, and for the masks
 
 
 ### Under transformations
@@ -423,7 +430,8 @@ SPREAD = ["no_path", "cond", "cond_in_scan", "cond_in_remat_in_scan_in_jit", "co
 @pytest.mark.steps
 @crossed(name=SPREAD, check_vma=[False, True])
 def test_inside_shard_map_each_replica_has_its_own(name, check_vma):
-    mesh, shared = Mesh(np.array(jax.devices()[:2]), "replica"), PartitionSpec()
+    mesh = Mesh(np.array(jax.devices()[:2]), "replica")
+    shared = PartitionSpec()
     loss, uses = CASES[name]
 
     def member(leaves: Any, t: Any) -> Any:
@@ -465,8 +473,8 @@ def test_a_loss_may_close_over_what_is_being_traced():
 def test_a_loss_may_draw_random_numbers():
     def f(p: Any) -> Any:
         keys = jax.random.split(jax.random.key(0), 2)
-        kept = jax.random.bernoulli(keys[0], 0.5, (2, 3))
-        return jnp.sum(jnp.where(kept, layer(p[0], X), jax.random.normal(keys[1], (2, 3)))), keys
+        mask = jax.random.bernoulli(keys[0], 0.5, (2, 3))
+        return jnp.sum(jnp.where(mask, layer(p[0], X), jax.random.normal(keys[1], (2, 3)))), keys
 
     np.testing.assert_array_equal(jax.jit(tracked(f))(LEAVES)[1][1], [True, False, False, False])
 
@@ -485,7 +493,7 @@ def root_of(a: Any, c: Any) -> Any:
 
     solve.defvjp(
         forward,
-        lambda kept, g: (-g * kept[1] / (2 * kept[1] + kept[0]), g / (2 * kept[1] + kept[0])),
+        lambda saved, g: (-g * saved[1] / (2 * saved[1] + saved[0]), g / (2 * saved[1] + saved[0])),
     )
     return solve(a, c)
 

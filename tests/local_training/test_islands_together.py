@@ -41,10 +41,10 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def gradient(p: Any, x: np.ndarray) -> Any:
-    """That of the loss, in NumPy."""
+    """The gradient of the loss, in NumPy."""
     h = np.tanh(x @ p["w"] + p["b"])
-    back = 2 * (h - 1) * (1 - h**2) / h.size
-    return {"w": x.T @ back, "b": back.sum(0)}
+    delta = 2 * (h - 1) * (1 - h**2) / h.size
+    return {"w": x.T @ delta, "b": delta.sum(0)}
 
 
 def by_hand(every: int, rate: float, momentum: float, nesterov: bool, islands: int = 2) -> Any:
@@ -52,20 +52,20 @@ def by_hand(every: int, rate: float, momentum: float, nesterov: bool, islands: i
     NumPy."""
     shared = {name: np.array(x) for name, x in PARAMS.items()}
     speed = {name: np.zeros_like(x) for name, x in PARAMS.items()}
-    own = [dict(shared) for _ in range(islands)]
+    local = [dict(shared) for _ in range(islands)]
     for number, batch in enumerate(BATCHES, start=1):
         for k, rows in enumerate(np.split(batch, islands)):
-            grads = gradient(own[k], rows)
-            own[k] = {name: own[k][name] - 0.1 * grads[name] for name in shared}
+            grads = gradient(local[k], rows)
+            local[k] = {name: local[k][name] - 0.1 * grads[name] for name in shared}
         if number % every == 0:
             for name in shared:
-                change = shared[name] - np.mean([one[name] for one in own], axis=0)
+                change = shared[name] - np.mean([params[name] for params in local], axis=0)
                 speed[name] = momentum * speed[name] + change
                 shared[name] = shared[name] - rate * (
                     change + momentum * speed[name] if nesterov else speed[name]
                 )
-            own = [dict(shared) for _ in range(islands)]
-    return {name: np.mean([one[name] for one in own], axis=0) for name in shared}, shared
+            local = [dict(shared) for _ in range(islands)]
+    return {name: np.mean([params[name] for params in local], axis=0) for name in shared}, shared
 
 
 def trained(
@@ -75,11 +75,11 @@ def trained(
     options = {"bucket_cap_mb": 0, **options}
     step = fddp.train_step(loss_fn, optimizer, group=group, **options)
     state = step.init(PARAMS)
-    sent = []
+    nbytes = []
     for batch in BATCHES:
         state, info = step(state, batch)
-        sent.append(info.sent.tolist())
-    return state, sent
+        nbytes.append(info.sent.tolist())
+    return state, nbytes
 
 
 @pytest.mark.quick("local SGD-whole", "DiLoCo-optimizer", "SlowMo-staged")
@@ -114,14 +114,14 @@ def test_an_island_is_as_good_as_one_replica_with_its_rows(group: Groups, x64: N
     local, options = CASES[case]
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     adam = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05))
-    one, _ = trained(group(2), {"outer": outer, **local}, adam)
+    single, _ = trained(group(2), {"outer": outer, **local}, adam)
     islands, _ = trained(group(4), {"outer": outer, "island": 2, **local}, adam, **options)
-    got, expected = (jax.device_get(fddp.whole(x)) for x in (islands, one))
-    parts = [
+    got, expected = (jax.device_get(fddp.whole(x)) for x in (islands, single))
+    pairs = [
         (x.params, x.opt_state.shared, x.opt_state.outer, x.opt_state.inner)
         for x in (got, expected)
     ]
-    close(*parts, rtol=0, atol=1e-10)
+    close(*pairs, rtol=0, atol=1e-10)
 
 
 def test_islands_are_the_nodes_of_a_group(group: Groups, x64: None):
@@ -159,13 +159,13 @@ def test_one_island_of_all_replicas_is_lookahead(group: Groups, x64: None):
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
 def test_between_islands_each_parameter_travels_once(group: Groups, x64: None, schedule: str):
     """Islands of four: a replica sends a quarter of the pseudo-gradient to the other island."""
-    _, sent = trained(group(8), {"every": 2, "island": 4}, schedule=schedule)
+    _, nbytes = trained(group(8), {"every": 2, "island": 4}, schedule=schedule)
     names = [bucket.names[0] for bucket in fddp.make_plan(PARAMS, bucket_cap_mb=0).buckets]
     size = {"b": 5, "w": 15}
-    for alone, sends in (sent[:2], sent[2:4]):
-        more = np.subtract(sends, alone)
+    for inner_bytes, outer_bytes in (nbytes[:2], nbytes[2:4]):
+        more = np.subtract(outer_bytes, inner_bytes)
         part = [-(-size[name] // 4) for name in names]
-        # 2 · 1/2 of a part between islands, 3 parts gathered inside; weight and count beside them.
+        # 2 · 1/2 of a part between islands, 3 parts gathered inside; also weight and count.
         assert more[: len(part)].sum() - sum(8 * (n + 3 * n) for n in part) in (0, 8)
 
 
@@ -187,10 +187,10 @@ def test_a_replica_alone_still_sends_nothing_between_two_synchronizations(group:
     optimizer = fddp.local_steps(optax.sgd(0.1), every=2, island=1)
     step = fddp.train_step(loss_fn, optimizer, group=group(4), schedule="staged")
     state, _ = step(step.init(PARAMS), BATCHES[0])
-    (sent,) = [
+    (message,) = [
         task for task in step.tasks(state, BATCHES[1]).tasks if isinstance(task, Communicate)
     ]
-    assert sent.reduction.level == "all"
+    assert message.reduction.level == "all"
 
 
 @pytest.mark.quick("state")
@@ -211,13 +211,13 @@ def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(
         state, _ = step(state, batch)
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
         checkpoints.save(state, now=True)
-    other = make()
-    with fddp.Checkpoints(tmp_path, other) as checkpoints:
-        back, _ = checkpoints.restore(other.init(PARAMS))
+    second_step = make()
+    with fddp.Checkpoints(tmp_path, second_step) as checkpoints:
+        restored_state, _ = checkpoints.restore(second_step.init(PARAMS))
     for batch in BATCHES[3:]:
         state, _ = step(state, batch)
-        back, _ = other(back, batch)
-    same_bits(back, state)
+        restored_state, _ = second_step(restored_state, batch)
+    same_bits(restored_state, state)
 
 
 @pytest.mark.parametrize("shard", [None, "state"])
@@ -227,11 +227,12 @@ def test_no_sync_and_micro_batches_come_before_an_islands_own_step(
     optimizer = fddp.local_steps(optax.sgd(0.1), every=2, island=2)
     step = fddp.train_step(loss_fn, optimizer, group=group(4), shard=shard)
     state = step.init(PARAMS)
-    one, two = np.split(BATCHES[0].reshape(4, 4, 3), 2, axis=1)
-    state, _ = step.no_sync(state, one.reshape(-1, 3))
+    first, two = np.split(BATCHES[0].reshape(4, 4, 3), 2, axis=1)
+    state, _ = step.no_sync(state, first.reshape(-1, 3))
     state, _ = step(state, two.reshape(-1, 3))
-    other, _ = fddp.train_step(loss_fn, optimizer, group=group(4)), None
-    expected, _ = other(other.init(PARAMS), BATCHES[0])
+    reference = fddp.train_step(loss_fn, optimizer, group=group(4))
+    _ = None
+    expected, _ = reference(reference.init(PARAMS), BATCHES[0])
     close(
         jax.device_get(fddp.whole(state.params)),
         jax.device_get(fddp.whole(expected.params)),
@@ -249,26 +250,26 @@ def test_a_wire_of_16_bits_carries_gradients_inside_and_changes_between(group: G
 
 
 def test_what_islands_cannot_be_is_refused(group: Groups):
-    def made(on: fddp.Group, island: Any, **options: Any) -> Any:
+    def island_step(on: fddp.Group, island: Any, **options: Any) -> Any:
         return fddp.train_step(
             loss_fn, fddp.local_steps(optax.sgd(0.1), island=island), group=on, **options
         )
 
     with pytest.raises(ValueError, match="a divisor of the 4 of this group; got 3"):
-        made(group(4), 3)
+        island_step(group(4), 3)
     with pytest.raises(ValueError, match="island='node' needs a group with nodes"):
-        made(group(4), "node")
+        island_step(group(4), "node")
     with pytest.raises(ValueError, match="island=4, and the nodes of this group have 2 replicas"):
-        made(group(4).hierarchical(2), 4)
+        island_step(group(4).hierarchical(2), 4)
     with pytest.raises(ValueError, match=r"fddp\.local_steps without island cannot go with shard"):
-        made(group(4), 1, shard="state")
+        island_step(group(4), 1, shard="state")
     with pytest.raises(
         ValueError, match=r"fddp\.local_steps with island cannot go with schedule='eager'"
     ):
-        made(group(4), 2, schedule="eager")
-    late = fddp.local_steps(optax.sgd(0.1), island=2, start=1)
+        island_step(group(4), 2, schedule="eager")
+    delayed = fddp.local_steps(optax.sgd(0.1), island=2, start=1)
     with pytest.raises(ValueError, match="start=1 cannot go with shard='state'"):
-        fddp.train_step(loss_fn, late, group=group(4), shard="state").init(PARAMS)
+        fddp.train_step(loss_fn, delayed, group=group(4), shard="state").init(PARAMS)
     for island in (0, 1.5, "host", True):
         with pytest.raises((ValueError, TypeError), match="island"):
             fddp.local_steps(optax.sgd(0.1), island=island)  # type: ignore

@@ -12,7 +12,7 @@ import optax
 import pytest
 import trees
 from every_schedule import SCHEDULES
-from problems import layer, of_fast
+from problems import layer, of_fast_params
 from truth import by_plain_jax
 
 import fddp
@@ -43,49 +43,50 @@ def oracle(
     """Each replica by itself in plain JAX, the outer step in NumPy: shared parameters, and those of
     each replica."""
     shared = {name: np.array(x) for name, x in PARAMS.items()}
-    own = [jax.tree.map(jnp.asarray, PARAMS) for _ in range(n)]
-    moments, velocity = (
-        [inner.init(p) for p in own],
-        {name: np.zeros_like(x) for name, x in shared.items()},
-    )
+    local = [jax.tree.map(jnp.asarray, PARAMS) for _ in range(n)]
+    moments = [inner.init(p) for p in local]
+    velocity = {name: np.zeros_like(x) for name, x in shared.items()}
     # The gradient of the bias is ready first.
-    parts = [["b", "w"]] if fragments == 1 else [["b"], ["w"]]
+    fragment_names = [["b", "w"]] if fragments == 1 else [["b"], ["w"]]
     for step in range(1, steps + 1):
-        alone = step - delay
+        local_count = step - delay
         due = [
             part
-            for k, part in enumerate(parts)
-            if alone > 0 and alone % every == k * every // fragments
+            for k, part in enumerate(fragment_names)
+            if local_count > 0 and local_count % every == k * every // fragments
         ]
-        before = [dict(p) for p in own]
+        before = [dict(p) for p in local]
         for k, rows in enumerate(np.split(ROWS[step - 1], n)):
-            updates, moments[k] = inner.update(jax.grad(layer)(own[k], rows), moments[k], own[k])
-            own[k] = optax.apply_updates(own[k], updates)
+            updates, moments[k] = inner.update(
+                jax.grad(layer)(local[k], rows), moments[k], local[k]
+            )
+            local[k] = optax.apply_updates(local[k], updates)
         for name in [name for part in due for name in part]:
-            sent = before if delay else own
-            change = shared[name] - np.mean([p[name] for p in sent], axis=0)
+            snapshot = before if delay else local
+            change = shared[name] - np.mean([p[name] for p in snapshot], axis=0)
             velocity[name] = momentum * velocity[name] + change
             shared[name] = shared[name] - rate * (
                 change + momentum * velocity[name] if nesterov else velocity[name]
             )
-            for p in own:
+            for p in local:
                 p[name] = mix * p[name] + (1 - mix) * shared[name]
-    return shared, own
+    return shared, local
 
 
 def train(step: fddp.TrainStep, steps: int) -> tuple[fddp.TrainState, list[int]]:
-    state, sent = step.init(PARAMS), []
+    state = step.init(PARAMS)
+    nbytes = []
     for k in range(steps):
         state, info = step(state, ROWS[k])
-        sent.append(int(info.sent.sum()))
-    return state, sent
+        nbytes.append(int(info.sent.sum()))
+    return state, nbytes
 
 
 NESTEROV = {"rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 
-def each(tree: Any) -> Any:
-    """What each replica has, along a first dim."""
+def values_of_replicas(tree: Any) -> Any:
+    """The values of each replica, along a first dim."""
     return jax.tree.map(
         lambda x: x.parts.reshape(-1, *x.shape), tree, is_leaf=lambda x: hasattr(x, "copies")
     )
@@ -118,11 +119,12 @@ def test_what_replicas_and_their_outer_optimizer_do_is_what_a_loop_over_them_doe
         layer, fddp.local_steps(inner, outer=outer, **chosen), group=group(3), bucket_cap_mb=0
     )
     state, _ = train(step, 9)
-    shared, own = oracle(3, 9, inner, **METHODS[method])
+    shared, local = oracle(3, 9, inner, **METHODS[method])
     close(state.opt_state.shared, shared)
-    close(each(state.params), jax.tree.map(lambda *x: np.stack(x), *own))
+    close(values_of_replicas(state.params), jax.tree.map(lambda *x: np.stack(x), *local))
     close(
-        fddp.whole(state.params, group=group(3)), jax.tree.map(lambda *x: np.mean(x, axis=0), *own)
+        fddp.whole(state.params, group=group(3)),
+        jax.tree.map(lambda *x: np.mean(x, axis=0), *local),
     )
 
 
@@ -145,30 +147,32 @@ def test_with_one_step_each_and_plain_descent_it_is_data_parallel_training(group
     def loss(w: Any, x: Any) -> Any:
         return jnp.mean(0.5 * (x - w) ** 2)
 
-    rows, ends = np.arange(16, dtype=np.float32), []
+    rows = np.arange(16, dtype=np.float32)
+    results = []
     for optimizer in (optax.sgd(0.5), fddp.local_steps(optax.sgd(0.5))):
         step = fddp.train_step(loss, optimizer, group=group(4))
         state = step.init(np.float32(3))
         for _ in range(4):
             state, _ = step(state, rows)
-        ends.append(np.asarray(fddp.whole(state.params, group=group(4))))
-    assert ends[0] == ends[1]
+        results.append(np.asarray(fddp.whole(state.params, group=group(4))))
+    assert results[0] == results[1]
 
 
 def test_before_it_starts_it_is_data_parallel_training_bit_for_bit(group: Groups):
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.05))
-    params, ends = jax.tree.map(np.float32, PARAMS), []
+    params = jax.tree.map(np.float32, PARAMS)
+    results = []
     for optimizer in (inner, fddp.local_steps(inner, every=2, start=3)):
         step = fddp.train_step(layer, optimizer, group=group(3))
         state, info = step(step.init(params), ROWS[0].astype(np.float32))
         for k in (1, 2):
             state, info = step(state, ROWS[k].astype(np.float32))
-        ends.append((state.params, info.loss, info.sent))
-    plain, (params, *told) = ends
-    jax.tree.map(np.testing.assert_array_equal, tuple(told), plain[1:])
+        results.append((state.params, info.loss, info.sent))
+    plain, (params, *reports) = results
+    jax.tree.map(np.testing.assert_array_equal, tuple(reports), plain[1:])
     jax.tree.map(
-        lambda mine, all: np.testing.assert_array_equal(mine, np.stack([all] * 3)),
-        each(params),
+        lambda copies, all: np.testing.assert_array_equal(copies, np.stack([all] * 3)),
+        values_of_replicas(params),
         plain[0],
     )
     jax.tree.map(np.testing.assert_array_equal, state.opt_state.shared, plain[0])
@@ -176,7 +180,8 @@ def test_before_it_starts_it_is_data_parallel_training_bit_for_bit(group: Groups
 
 
 def test_one_replica_is_lookahead(group: Groups, x64: None):
-    inner, rows = optax.sgd(0.1, momentum=0.9), ROWS[:, :4]
+    inner = optax.sgd(0.1, momentum=0.9)
+    rows = ROWS[:, :4]
     step = fddp.train_step(
         layer, fddp.local_steps(inner, outer=optax.sgd(0.5), every=3), group=group(1)
     )
@@ -186,7 +191,7 @@ def test_one_replica_is_lookahead(group: Groups, x64: None):
     lookahead = optax.lookahead(inner, sync_period=3, slow_step_size=0.5)
     start = optax.LookaheadParams.init_synced(PARAMS)
     ahead = lambda params, x: layer(params.fast, x)  # noqa: E731
-    both = by_plain_jax(ahead, of_fast(lookahead), start, rows[:9]).params
+    both = by_plain_jax(ahead, of_fast_params(lookahead), start, rows[:9]).params
     close(state.opt_state.shared, both.slow)
     close(fddp.whole(state.params, group=group(1)), both.fast)
 
@@ -206,12 +211,16 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(
     outer = optax.sgd(1.0, momentum=0.9, nesterov=True)
     optimizer = fddp.local_steps(optax.sgd(0.1), outer=outer, every=3, island=island)
     step = fddp.train_step(line, optimizer, group=group(2 * island))
-    state, losses = step.init({"kernel": np.array([[2.0], [1]]), "bias": np.ones(1)}), []
+    state = step.init({"kernel": np.array([[2.0], [1]]), "bias": np.ones(1)})
+    losses = []
     for _ in range(4):
-        mine = [jax.tree.map(lambda x, r=r: x[island * r], each(state.params)) for r in range(2)]
-        losses.append([float(line(mine[r], {"x": inputs[r], "y": labels[r]})) for r in range(2)])
+        local = [
+            jax.tree.map(lambda x, r=r: x[island * r], values_of_replicas(state.params))
+            for r in range(2)
+        ]
+        losses.append([float(line(local[r], {"x": inputs[r], "y": labels[r]})) for r in range(2)])
         state, _ = step(state, {"x": np.concatenate(inputs), "y": np.concatenate(labels)})
-    # The last one is made there of parameters that were rounded to four digits.
+    # MaxText computes the last loss from parameters rounded to four digits.
     np.testing.assert_allclose(
         [first for first, _ in losses], [1.0, 0.49, 0.2401, 0.207545], atol=2e-6
     )
@@ -219,33 +228,38 @@ def test_diloco_takes_the_way_that_maxtext_has_written_out_by_hand(
 
 
 def test_nothing_is_sent_between_synchronizations_and_a_fragment_at_most_in_a_step(group: Groups):
-    n, params = 2, jax.tree.map(np.float32, PARAMS)
-    tail, b, w = 4, 4 * 5, 4 * 15  # a weight goes with each fragment
-    sent = {}
+    n = 2
+    params = jax.tree.map(np.float32, PARAMS)
+    tail = 4  # the weight of a fragment
+    b = 4 * 5
+    w = 4 * 15
+    nbytes = {}
     for fragments, every, delay in ((1, 3, 0), (2, 3, 0), (2, 3, 1)):
         optimizer = fddp.local_steps(optax.sgd(0.1), every=every, fragments=fragments, delay=delay)
         step = fddp.train_step(layer, optimizer, group=group(n), bucket_cap_mb=0)
-        state, told = step.init(params), []
+        state = step.init(params)
+        step_bytes = []
         for k in range(7):
             state, info = step(state, ROWS[k].astype(np.float32))
-            told.append(int(info.sent.sum()))
-        sent[fragments, delay] = told
+            step_bytes.append(int(info.sent.sum()))
+        nbytes[fragments, delay] = step_bytes
     # Of two replicas each sends as many bytes as a message has.
-    whole = b + w + tail
-    assert sent[1, 0] == [0, 0, whole, 0, 0, whole, 0]
-    assert sent[2, 0] == [w + tail, 0, b + tail, w + tail, 0, b + tail, w + tail]
-    assert sent[2, 1] == [0, *sent[2, 0][:-1]]
+    total = b + w + tail
+    assert nbytes[1, 0] == [0, 0, total, 0, 0, total, 0]
+    assert nbytes[2, 0] == [w + tail, 0, b + tail, w + tail, 0, b + tail, w + tail]
+    assert nbytes[2, 1] == [0, *nbytes[2, 0][:-1]]
 
 
 def test_a_schedule_says_when_to_synchronize(group: Groups):
-    optimizer = fddp.local_steps(optax.sgd(0.1), every=lambda done: 1 if done < 4 else 3, start=2)
+    optimizer = fddp.local_steps(optax.sgd(0.1), every=lambda count: 1 if count < 4 else 3, start=2)
     step = fddp.train_step(layer, optimizer, group=group(2))
-    state, sent = step.init(jax.tree.map(np.float32, PARAMS)), []
+    state = step.init(jax.tree.map(np.float32, PARAMS))
+    synchronized = []
     for k in range(11):
         state, info = step(state, ROWS[k].astype(np.float32))
-        sent.append(bool(info.sent.sum()))
-    assert sent == [True] * 4 + [False, False, True] * 2 + [False]
-    # Ranks compare what they were given by its name.
+        synchronized.append(bool(info.sent.sum()))
+    assert synchronized == [True] * 4 + [False, False, True] * 2 + [False]
+    # Ranks compare arguments by their names.
     assert repr(fddp.local_steps(optax.sgd(0.1), every=abs)).startswith(
         "LocalSteps(every=abs, start=0"
     )
@@ -256,13 +270,16 @@ def test_a_replica_weighs_as_much_as_it_has_trained_on(group: Groups, x64: None)
         return fddp.Weighted(jnp.mean((x - w) ** 2), jnp.sum(x))
 
     step = fddp.train_step(loss, fddp.local_steps(optax.sgd(0.25), every=2), group=group(2))
-    state, own = step.init(np.float64(0)), [0.0, 0.0]
+    state = step.init(np.float64(0))
+    local = [0.0, 0.0]
     weights = [0.0, 0.0]
     for x in (np.array([1.0, 3.0]), np.array([2.0, 4.0])):
         state, _ = step(state, x)
-        own = [w + 0.25 * 2 * (mine - w) for w, mine in zip(own, x)]
-        weights = [weight + mine for weight, mine in zip(weights, x)]
-    np.testing.assert_allclose(state.opt_state.shared, np.average(own, weights=weights), rtol=1e-12)
+        local = [w + 0.25 * 2 * (value - w) for w, value in zip(local, x)]
+        weights = [weight + value for weight, value in zip(weights, x)]
+    np.testing.assert_allclose(
+        state.opt_state.shared, np.average(local, weights=weights), rtol=1e-12
+    )
 
 
 def test_buffers_are_each_replicas_own_and_their_mean_when_it_synchronizes(group: Groups):
@@ -272,27 +289,28 @@ def test_buffers_are_each_replicas_own_and_their_mean_when_it_synchronizes(group
     step = fddp.train_step(loss, fddp.local_steps(optax.sgd(0.1), every=2), group=group(2))
     state = step.init(np.float32(0), model_state={"seen": np.float32(0)})
     state, _ = step(state, np.array([1, 3], np.float32))
-    assert each(state.model_state)["seen"].tolist() == [1, 3]
+    assert values_of_replicas(state.model_state)["seen"].tolist() == [1, 3]
     assert float(fddp.whole(state, group=group(2)).model_state["seen"]) == 2
     state, _ = step(state, np.array([1, 3], np.float32))
-    assert each(state.model_state)["seen"].tolist() == [4, 4]
+    assert values_of_replicas(state.model_state)["seen"].tolist() == [4, 4]
 
 
 def test_accumulation_and_no_sync_come_before_a_replicas_own_step(group: Groups, x64: None):
-    ends = []
+    results = []
     for micro_batches in (1, 2):
         optimizer = fddp.local_steps(optax.adam(0.05), every=2)
         step = fddp.train_step(layer, optimizer, group=group(2), accumulation_steps=micro_batches)
         state = step.init(PARAMS)
         for k in range(0, 6, 2):
-            first, second = ROWS[k].reshape(2, 6, 3), ROWS[k + 1].reshape(2, 6, 3)
+            first = ROWS[k].reshape(2, 6, 3)
+            second = ROWS[k + 1].reshape(2, 6, 3)
             if micro_batches == 2:
                 state, _ = step(state, np.concatenate([first, second], axis=1).reshape(24, 3))
             else:
                 state, _ = step.no_sync(state, ROWS[k])
                 state, _ = step(state, ROWS[k + 1])
-        ends.append((each(state.params), state.opt_state.shared))
-    close(ends[0], ends[1])
+        results.append((values_of_replicas(state.params), state.opt_state.shared))
+    close(results[0], results[1])
 
 
 def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
@@ -303,7 +321,7 @@ def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
         loss, fddp.local_steps(fddp.dynamic_scale(optax.sgd(1.0)), every=2), group=group(2)
     )
     state, _ = step(step.init(np.float32(0)), np.array([1, np.inf], np.float32))
-    scale = each(state.opt_state.inner.scale)
+    scale = values_of_replicas(state.opt_state.inner.scale)
     assert scale[1] == scale[0] / 2
     state, _ = step(state, np.array([1, 1], np.float32))
     # -2 after two steps of one replica, -1 after one of the other, which skipped the first.
@@ -312,34 +330,38 @@ def test_each_replica_lowers_a_scale_of_its_own(group: Groups):
 
 def test_a_wire_of_16_bits_carries_changes(group: Groups):
     optimizer = fddp.local_steps(optax.sgd(0.1), every=2)
-    params, ends, sent = jax.tree.map(np.float32, PARAMS), [], list[int]()
+    params = jax.tree.map(np.float32, PARAMS)
+    results = []
+    nbytes = list[int]()
     for hook in (None, fddp.hooks.bf16()):
         step = fddp.train_step(layer, optimizer, group=group(2), hook=hook)
-        state, sent = step.init(params), []
+        state = step.init(params)
+        nbytes = []
         for k in range(4):
             state, info = step(state, ROWS[k].astype(np.float32))
-            sent.append(int(info.sent.sum()))
-        ends.append(state.opt_state.shared)
-    close(*ends, rtol=1e-7, atol=1e-2)
-    assert np.any(ends[0]["w"] != ends[1]["w"])
-    assert [bool(n) for n in sent] == [False, True] * 2
+            nbytes.append(int(info.sent.sum()))
+        results.append(state.opt_state.shared)
+    close(*results, rtol=1e-7, atol=1e-2)
+    assert np.any(results[0]["w"] != results[1]["w"])
+    assert [bool(n) for n in nbytes] == [False, True] * 2
 
 
 def test_who_has_no_more_data_stays_as_he_was(group: Groups, x64: None):
     step = fddp.train_step(
         layer, fddp.local_steps(optax.sgd(0.1, momentum=0.9), every=4), group=group(2)
     )
-    state, rows = step.init(PARAMS), ROWS[0][:4]
+    state = step.init(PARAMS)
+    rows = ROWS[0][:4]
     state, _ = step(state, fddp.Joined(rows, np.ones(4), np.ones(4)))
-    gone = np.array([1.0, 1, 0, 0])
-    before = each(state.params)
+    active = np.array([1.0, 1, 0, 0])
+    before = values_of_replicas(state.params)
     for divisor in (
-        gone,
+        active,
         np.ones(4),
     ):  # whether the others divide by all replicas, or by those that are left
-        after, _ = step(jax.tree.map(jnp.copy, state), fddp.Joined(rows, gone, divisor))
-        assert each(after.opt_state.weight).tolist() == [[2], [1]]
-        after = each(after.params)
+        after, _ = step(jax.tree.map(jnp.copy, state), fddp.Joined(rows, active, divisor))
+        assert values_of_replicas(after.opt_state.weight).tolist() == [[2], [1]]
+        after = values_of_replicas(after.params)
         np.testing.assert_array_equal(after["w"][1], before["w"][1])
         assert np.all(after["w"][0] != before["w"][0])
 
@@ -349,28 +371,29 @@ def test_a_checkpoint_between_synchronizations_goes_on_bit_for_bit(group: Groups
         optimizer = fddp.local_steps(optax.adam(0.05), every=4, fragments=2, delay=1, start=1)
         return fddp.train_step(layer, optimizer, group=group(n), bucket_cap_mb=0)
 
-    params, step = jax.tree.map(np.float32, PARAMS), make(2)
+    params = jax.tree.map(np.float32, PARAMS)
+    step = make(2)
     state = step.init(params)
     for k in range(8):
         state, _ = step(state, ROWS[k].astype(np.float32))
         if k == 3:
             with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
                 checkpoints.save(state, now=True)
-    again = make(2)
-    with fddp.Checkpoints(tmp_path / "saved", again, every=1) as checkpoints:
-        restored, _ = checkpoints.restore(again.init(params))
+    second_step = make(2)
+    with fddp.Checkpoints(tmp_path / "saved", second_step, every=1) as checkpoints:
+        restored, _ = checkpoints.restore(second_step.init(params))
     for k in range(4, 8):
-        restored, _ = again(restored, ROWS[k].astype(np.float32))
+        restored, _ = second_step(restored, ROWS[k].astype(np.float32))
     jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(restored), jax.tree.leaves(state))
-    other = make(3)
+    third_step = make(3)
     with (
-        fddp.Checkpoints(tmp_path / "saved", other, every=1) as checkpoints,
+        fddp.Checkpoints(tmp_path / "saved", third_step, every=1) as checkpoints,
         pytest.raises(
             ValueError,
             match=r"params/w float32\[2, 3, 5\].*params/w float32\[3, 3, 5\].*as many, 2",
         ),
     ):
-        checkpoints.restore(other.init(params))
+        checkpoints.restore(third_step.init(params))
 
 
 def test_what_does_not_go_with_it_is_refused(group: Groups):
@@ -415,11 +438,11 @@ def test_what_does_not_go_with_it_is_refused(group: Groups):
         plain(make().init(params), ROWS[0].astype(np.float32))
     with pytest.raises(ValueError, match=r"made with fddp\.local_steps"):
         make()(plain.init(params), ROWS[0].astype(np.float32))
-    other = fddp.train_step(layer, fddp.local_steps(optax.adam(0.1)), group=group(3))
+    larger = fddp.train_step(layer, fddp.local_steps(optax.adam(0.1)), group=group(3))
     with pytest.raises(
         ValueError, match=r"not in shards of 3 replicas, as a step with fddp\.local_steps has it"
     ):
-        other(make().init(params), ROWS[0].astype(np.float32))
+        larger(make().init(params), ROWS[0].astype(np.float32))
 
 
 def test_changes_of_16_bits_bear_large_weights(group: Groups):
@@ -458,8 +481,8 @@ def test_parameters_of_32_bits_synchronize_while_jax_goes_on_in_64(group: Groups
     for k in range(3):
         state, _ = step(state, ROWS[k].astype(np.float32))
     halves = np.split(ROWS[:3].astype(np.float32), 2, axis=1)
-    own = [by_plain_jax(layer, optax.sgd(0.1), params, rows).params for rows in halves]
-    close(state.opt_state.shared, jax.tree.map(lambda *x: np.mean(x, axis=0), *own), rtol=1e-5)
+    local = [by_plain_jax(layer, optax.sgd(0.1), params, rows).params for rows in halves]
+    close(state.opt_state.shared, jax.tree.map(lambda *x: np.mean(x, axis=0), *local), rtol=1e-5)
 
 
 def test_what_a_later_step_cannot_do_fails_before_the_first_one(group: Groups):

@@ -38,11 +38,11 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def gradient(p: Any, x: np.ndarray) -> Any:
-    """That of the loss, in NumPy."""
+    """The gradient of the loss, in NumPy."""
     h = np.tanh(x @ p["w"] + p["b"])
     out = 2 * (p["s"] * h - 1) / h.size
-    back = out * p["s"] * (1 - h**2)
-    return {"b": back.sum(0), "s": np.sum(out * h), "w": x.T @ back}
+    delta = out * p["s"] * (1 - h**2)
+    return {"b": delta.sum(0), "s": np.sum(out * h), "w": x.T @ delta}
 
 
 def mean_of(trees: Any) -> Any:
@@ -62,14 +62,17 @@ def by_hand(
     optimizer."""
     shared = {name: np.array(x) for name, x in PARAMS.items()}
     speed = {name: np.zeros_like(x) for name, x in shared.items()}
-    own = [dict(shared) for _ in range(islands)]
+    local = [dict(shared) for _ in range(islands)]
     moments: Any = {
-        key: [{name: np.zeros_like(x) for name, x in shared.items()} for _ in own] for key in BETA
+        key: [{name: np.zeros_like(x) for name, x in shared.items()} for _ in local] for key in BETA
     }
     for number, batch in enumerate(BATCHES, start=1):
-        before = [dict(one) for one in own]
-        moments_before = {key: [dict(one) for one in each] for key, each in moments.items()}
-        grads = [gradient(one, rows) for one, rows in zip(own, np.split(batch, islands))]
+        before = [dict(params) for params in local]
+        moments_before = {
+            key: [dict(moment) for moment in replica_moments]
+            for key, replica_moments in moments.items()
+        }
+        grads = [gradient(params, rows) for params, rows in zip(local, np.split(batch, islands))]
         grads = [mean_of(grads)] * islands if number <= start else grads
         for k, grad in enumerate(grads):
             for key, power in (("mu", 1), ("nu", 2)):
@@ -80,33 +83,37 @@ def by_hand(
             first, second = (moments[key][k] for key in BETA)
             corrected = {n: first[n] / (1 - BETA["mu"] ** number) for n in first}
             roots = {n: np.sqrt(second[n] / (1 - BETA["nu"] ** number)) for n in first}
-            own[k] = {n: own[k][n] - RATE * corrected[n] / (roots[n] + 1e-8) for n in first}
+            local[k] = {n: local[k][n] - RATE * corrected[n] / (roots[n] + 1e-8) for n in first}
         if number <= start:
-            shared = dict(own[0])
+            shared = dict(local[0])
             continue
-        alone = number - start - delay
-        due = [part for part, period in every.items() if alone > 0 and alone % period == 0]
-        sent = before if delay else own
+        local_count = number - start - delay
+        due = [
+            part for part, period in every.items() if local_count > 0 and local_count % period == 0
+        ]
+        snapshot = before if delay else local
         for key in set(due) & set(BETA):
             moments[key] = [mean_of(moments_before[key] if delay else moments[key])] * islands
         if "params" in due:
-            mean = mean_of(sent)
+            mean = mean_of(snapshot)
             for n in shared:
                 change = shared[n] - mean[n]
                 speed[n] = 0.9 * speed[n] + change
                 shared[n] = shared[n] - 0.7 * (change + 0.9 * speed[n])
-            own = [{n: shared[n] + mix * (one[n] - shared[n]) for n in shared} for one in own]
+            local = [
+                {n: shared[n] + mix * (params[n] - shared[n]) for n in shared} for params in local
+            ]
         elif "node" in due:
             means = [
-                mean_of(sent[first : first + node])
+                mean_of(snapshot[first : first + node])
                 for first in range(0, islands, node)
                 for _ in range(node)
             ]
-            own = [
-                {n: mean[n] + mix * (one[n] - mean[n]) for n in shared}
-                for one, mean in zip(own, means)
+            local = [
+                {n: mean[n] + mix * (params[n] - mean[n]) for n in shared}
+                for params, mean in zip(local, means)
             ]
-    return own, shared, moments
+    return local, shared, moments
 
 
 def trained(
@@ -116,20 +123,20 @@ def trained(
     options = {"bucket_cap_mb": 0, **options}
     step = fddp.train_step(loss_fn, optimizer, group=group, **options)
     state = step.init(PARAMS)
-    sent = []
+    nbytes = []
     for batch in BATCHES:
         state, info = step(state, batch)
-        sent.append(int(info.sent.sum()))
-    return state, sent
+        nbytes.append(int(info.sent.sum()))
+    return state, nbytes
 
 
 def check(state: Any, hand: Any, moments: Callable[[Any], Any] = lambda inner: inner[0]) -> None:
     """Compares shared parameters, and the means over islands of parameters and moments."""
-    own, shared, means = hand
-    whole = jax.device_get(fddp.whole(state))
-    close(whole.opt_state.shared, shared, rtol=0, atol=1e-10)
-    close(whole.params, mean_of(own), rtol=0, atol=1e-10)
-    adam = moments(whole.opt_state.inner)
+    local, shared, means = hand
+    gathered = jax.device_get(fddp.whole(state))
+    close(gathered.opt_state.shared, shared, rtol=0, atol=1e-10)
+    close(gathered.params, mean_of(local), rtol=0, atol=1e-10)
+    adam = moments(gathered.opt_state.inner)
     close((adam.mu, adam.nu), tuple(mean_of(means[key]) for key in BETA), rtol=0, atol=1e-10)
 
 
@@ -142,8 +149,8 @@ def test_four_replicas_average_each_moment_at_its_own_period(group: Groups, x64:
     state, _ = trained(group(4), {"every": periods, **local})
     hand = by_hand(4, periods, **local)
     check(state, hand)
-    each = state.params["w"].parts.reshape(4, 3, 5)
-    close(each, np.stack([one["w"] for one in hand[0]]), rtol=0, atol=1e-10)
+    copies = state.params["w"].parts.reshape(4, 3, 5)
+    close(copies, np.stack([params["w"] for params in hand[0]]), rtol=0, atol=1e-10)
 
 
 @pytest.mark.quick("whole", "optimizer")
@@ -162,24 +169,26 @@ def test_islands_in_shards_average_what_they_had_before_a_step(group: Groups, x6
 
 
 def test_equal_periods_of_all_parts_average_the_whole_state(group: Groups, x64: None):
-    """Local Adam: after each mean all replicas are as one that holds the mean of all their
+    """Local Adam: after each mean all replicas equal a single one that holds the mean of all their
     states."""
     optimizer = fddp.local_steps(optax.adam(RATE), every={"params": 3, "mu": 3, "nu": 3})
     step = fddp.train_step(loss_fn, optimizer, group=group(2))
     state = step.init(PARAMS)
     adam = optax.adam(RATE)
-    own: Any = [(jax.tree.map(jnp.asarray, PARAMS), adam.init(PARAMS)) for _ in range(2)]
+    local: Any = [(jax.tree.map(jnp.asarray, PARAMS), adam.init(PARAMS)) for _ in range(2)]
     for number, batch in enumerate(BATCHES, start=1):
         state, _ = step(state, batch)
         for k, rows in enumerate(np.split(batch, 2)):
-            params, moments = own[k]
+            params, moments = local[k]
             updates, moments = adam.update(jax.grad(loss_fn)(params, rows), moments, params)
-            own[k] = optax.apply_updates(params, updates), moments
+            local[k] = optax.apply_updates(params, updates), moments
         if number % 3 == 0:
-            mean = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), axis=0).astype(x[0].dtype), *own)
-            own = [mean, mean]
-    whole = fddp.whole(state)
-    close((whole.params, whole.opt_state.inner), own[0], rtol=0, atol=1e-10)
+            mean = jax.tree.map(
+                lambda *x: jnp.mean(jnp.stack(x), axis=0).astype(x[0].dtype), *local
+            )
+            local = [mean, mean]
+    gathered = fddp.whole(state)
+    close((gathered.params, gathered.opt_state.inner), local[0], rtol=0, atol=1e-10)
 
 
 def test_a_field_is_found_wherever_it_stands_in_the_state(group: Groups, x64: None):
@@ -191,14 +200,14 @@ def test_a_field_is_found_wherever_it_stands_in_the_state(group: Groups, x64: No
     check(state, by_hand(2, PERIODS), lambda inner: inner[1].inner_opt_state[0])
     # Two optimizers, each of its own leaves, have one each: all are meant.
     labels = {"b": "one", "s": "other", "w": "other"}
-    parts = optax.multi_transform({"one": optax.adam(RATE), "other": optax.adam(RATE)}, labels)
+    transforms = optax.multi_transform({"one": optax.adam(RATE), "other": optax.adam(RATE)}, labels)
     ways: Any = ({}, {"island": 2})
     for options in ways:
         state, _ = trained(
-            group(2 * options.get("island", 1)), {"every": PERIODS, **options}, parts
+            group(2 * options.get("island", 1)), {"every": PERIODS, **options}, transforms
         )
-        whole = jax.device_get(fddp.whole(state))
-        close(whole.params, mean_of(by_hand(2, PERIODS)[0]), rtol=0, atol=1e-10)
+        gathered = jax.device_get(fddp.whole(state))
+        close(gathered.params, mean_of(by_hand(2, PERIODS)[0]), rtol=0, atol=1e-10)
 
 
 def test_fields_of_the_parameters_are_none_of_the_state(group: Groups):
@@ -214,10 +223,12 @@ def test_fields_of_the_parameters_are_none_of_the_state(group: Groups):
 
 
 def test_moments_go_with_fragments(group: Groups, x64: None):
-    """The outer optimizer has no momentum here, so that fragments which leave together are one."""
+    """The outer optimizer has no momentum, so fragments that leave together are equal to one
+    fragment."""
     periods = {"params": 3, "mu": 2, "nu": 4}
-    inner, outer = optax.adam(RATE), optax.sgd(1.0)
-    own: Any = [(jax.tree.map(jnp.asarray, PARAMS), inner.init(PARAMS)) for _ in range(2)]
+    inner = optax.adam(RATE)
+    outer = optax.sgd(1.0)
+    local: Any = [(jax.tree.map(jnp.asarray, PARAMS), inner.init(PARAMS)) for _ in range(2)]
     step = fddp.train_step(
         loss_fn,
         fddp.local_steps(inner, outer=outer, every=periods, fragments=3),
@@ -228,23 +239,25 @@ def test_moments_go_with_fragments(group: Groups, x64: None):
     for number, batch in enumerate(BATCHES, start=1):
         state, _ = step(state, batch)
         for k, rows in enumerate(np.split(batch, 2)):
-            params, moments = own[k]
+            params, moments = local[k]
             updates, moments = inner.update(jax.grad(loss_fn)(params, rows), moments, params)
-            own[k] = optax.apply_updates(params, updates), moments
+            local[k] = optax.apply_updates(params, updates), moments
         turn = step.plan.buckets[number % 3].names
-        mean: Any = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), axis=0).astype(x[0].dtype), *own)
-        for k, (params, moments) in enumerate(own):
+        mean: Any = jax.tree.map(
+            lambda *x: jnp.mean(jnp.stack(x), axis=0).astype(x[0].dtype), *local
+        )
+        for k, (params, moments) in enumerate(local):
             params = {name: mean[0][name] if name in turn else x for name, x in params.items()}
             adam = moments[0]
             adam = adam._replace(mu=mean[1][0].mu) if number % 2 == 0 else adam
             adam = adam._replace(nu=mean[1][0].nu) if number % 4 == 0 else adam
-            own[k] = params, (adam, *moments[1:])
+            local[k] = params, (adam, *moments[1:])
     expected = jax.tree.map(
-        lambda *x: np.mean(x, axis=0), *[(params, m[0].mu, m[0].nu) for params, m in own]
+        lambda *x: np.mean(x, axis=0), *[(params, m[0].mu, m[0].nu) for params, m in local]
     )
-    whole = fddp.whole(state)
-    adam = whole.opt_state.inner[0]
-    close((whole.params, adam.mu, adam.nu), expected, rtol=0, atol=1e-10)
+    gathered = fddp.whole(state)
+    adam = gathered.opt_state.inner[0]
+    close((gathered.params, adam.mu, adam.nu), expected, rtol=0, atol=1e-10)
 
 
 ### Three levels
@@ -261,7 +274,7 @@ def test_replicas_of_a_node_average_parameters_beside_the_outer_optimizer(
     check(state, hand)
     close(
         state.params["w"].parts.reshape(4, 3, 5),
-        np.stack([one["w"] for one in hand[0]]),
+        np.stack([params["w"] for params in hand[0]]),
         rtol=0,
         atol=1e-10,
     )
@@ -282,7 +295,8 @@ def test_with_fragments_a_node_averages_all_parameters(group: Groups, x64: None)
     optimizer = fddp.local_steps(optax.sgd(0.1), every=every, fragments=3)
     step = fddp.train_step(loss_fn, optimizer, group=group(4).hierarchical(4), bucket_cap_mb=0)
     plain = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(4))
-    state, expected = step.init(PARAMS), plain.init(PARAMS)
+    state = step.init(PARAMS)
+    expected = plain.init(PARAMS)
     for batch in BATCHES:
         state, _ = step(state, batch)
         expected, _ = plain(expected, batch)
@@ -293,9 +307,9 @@ def test_with_fragments_a_node_averages_all_parameters(group: Groups, x64: None)
 @pytest.mark.parametrize("island", [4, "node"])
 def test_a_node_of_one_island_has_its_own_mean(group: Groups, x64: None, island: Any):
     nodes = group(8).hierarchical(4)
-    one, _ = trained(nodes, {"every": {"params": 3, "node": 2}, "island": island})
-    other, _ = trained(nodes, {"every": 3, "island": "node"})
-    close(fddp.whole(one.params), fddp.whole(other.params), rtol=0, atol=1e-10)
+    in_parts, _ = trained(nodes, {"every": {"params": 3, "node": 2}, "island": island})
+    at_once, _ = trained(nodes, {"every": 3, "island": "node"})
+    close(fddp.whole(in_parts.params), fddp.whole(at_once.params), rtol=0, atol=1e-10)
 
 
 def test_who_is_neighbour_of_whom(group: Groups):
@@ -326,17 +340,18 @@ def test_a_replica_weighs_in_a_mean_as_much_as_it_has_trained_on_since_the_last_
     )
     step = fddp.train_step(loss, optimizer, group=group(2).hierarchical(2))
     state = step.init(np.float64(0))
-    own, speed = np.zeros(2), np.zeros(2)
+    local = np.zeros(2)
+    speed = np.zeros(2)
     rows = np.array([[1.0, 3], [2, 4], [5, 1], [1, 1]])
     for number, x in enumerate(rows, start=1):
         state, _ = step(state, x)
-        speed = 0.5 * speed - 2 * (x - own)
-        own = own - 0.25 * speed
+        speed = 0.5 * speed - 2 * (x - local)
+        local = local - 0.25 * speed
         since = rows[number - 2 : number].sum(axis=0) if number % 2 == 0 else x
-        own[:] = np.average(own, weights=since)
+        local[:] = np.average(local, weights=since)
         if number == 3:
             speed[:] = np.average(speed, weights=rows[:3].sum(axis=0))
-    np.testing.assert_allclose(state.params.parts.ravel(), own, rtol=1e-12)
+    np.testing.assert_allclose(state.params.parts.ravel(), local, rtol=1e-12)
     np.testing.assert_allclose(state.opt_state.inner[0].trace.parts.ravel(), speed, rtol=1e-12)
 
 
@@ -358,40 +373,41 @@ def test_moments_stay_where_nobody_has_trained(group: Groups):
 
 
 def test_the_bytes_of_each_part_are_those_counted_by_hand(group: Groups):
-    """Of two replicas each sends as many bytes as a message has; a weight goes with each part."""
-    whole, weight = 4 * 21, 4
+    """Each of two replicas sends as many bytes as a message has; each part brings a weight."""
+    floats = 4 * 21
+    weight = 4
     step = fddp.train_step(
         loss_fn, fddp.local_steps(optax.adam(RATE), every=PERIODS), group=group(2)
     )
     state = step.init(jax.tree.map(np.float32, PARAMS))
-    sent = []
+    nbytes = []
     for batch in BATCHES.astype(np.float32)[:8]:
         state, info = step(state, batch)
-        sent.append(int(info.sent.sum()))
-    one = whole + weight
-    assert sent == [0, one, 0, 2 * one, 0, one, 0, 3 * one]
+        nbytes.append(int(info.sent.sum()))
+    message = floats + weight
+    assert nbytes == [0, message, 0, 2 * message, 0, message, 0, 3 * message]
 
 
 @pytest.mark.parametrize("shard", [None, "optimizer"])
 def test_between_islands_each_moment_travels_once(group: Groups, shard: Any):
-    """Islands of two: a replica sends half of a moment between islands; where it holds half,
-    nothing is gathered."""
+    """Islands of two: a replica sends half of a moment between islands; a half in shards is not
+    gathered."""
     params = jax.tree.map(np.float32, PARAMS)
-    sent = {}
+    nbytes = {}
     periods: Any = (100, {"params": 100, "mu": 1})
     for every in periods:
         optimizer = fddp.local_steps(optax.adam(RATE), every=every, island=2)
         step = fddp.train_step(loss_fn, optimizer, group=group(4), shard=shard)
         _, info = step(step.init(params), BATCHES[0].astype(np.float32))
-        sent[str(every)] = int(info.sent.sum())
+        nbytes[str(every)] = int(info.sent.sum())
     half = 3 + 1 + 8  # of 5, 1 and 15 numbers; a single number is whole on both
-    alone, more = sent.values()
-    assert more - alone == 4 * (half + 1) + (0 if shard else 4 * half)
+    params_bytes, more = nbytes.values()
+    assert more - params_bytes == 4 * (half + 1) + (0 if shard else 4 * half)
 
 
 @pytest.mark.parametrize("hook", ["nothing", "topk"])
 def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
-    """A second moment that few bits round to zero would be divided by."""
+    """If few bits rounded a second moment to zero, an update would divide by it."""
     nothing = fddp.Hook(
         lambda leaf: (), lambda comm, bucket, memory: (jnp.zeros_like(bucket.buffer), memory)
     )
@@ -399,16 +415,16 @@ def test_a_hook_sums_pseudo_gradients_alone(group: Groups, hook: str):
     options: Any = {"hook": nothing if hook == "nothing" else fddp.hooks.topk(0.01)}
     step = fddp.train_step(loss_fn, optimizer, group=group(4).hierarchical(2), **options)
     state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), BATCHES[0])
-    own = state.params["w"].parts.reshape(4, -1)
-    np.testing.assert_array_equal(own[0], own[1])
-    assert np.any(own[0] != own[2]) and np.any(own[0] != np.float32(PARAMS["w"].ravel()))
+    rows = state.params["w"].parts.reshape(4, -1)
+    np.testing.assert_array_equal(rows[0], rows[1])
+    assert np.any(rows[0] != rows[2]) and np.any(rows[0] != np.float32(PARAMS["w"].ravel()))
     state, _ = step(state, BATCHES[1])
     assert all(np.all(x > 0) for x in jax.tree.leaves(fddp.whole(state.opt_state.inner[0].nu)))
     if hook == "nothing":
         close(state.opt_state.shared, jax.tree.map(np.float32, PARAMS), rtol=0, atol=0)
 
 
-### What stays, and what is refused
+### Unchanged and refused options
 
 
 @pytest.mark.quick("state")
@@ -427,20 +443,20 @@ def test_a_checkpoint_between_two_means_goes_on_bit_for_bit(
         state, _ = step(state, batch)
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
         checkpoints.save(state, now=True)
-    other = make()
-    with fddp.Checkpoints(tmp_path, other) as checkpoints:
-        back, _ = checkpoints.restore(other.init(PARAMS))
+    second_step = make()
+    with fddp.Checkpoints(tmp_path, second_step) as checkpoints:
+        restored_state, _ = checkpoints.restore(second_step.init(PARAMS))
     for batch in BATCHES[3:]:
         state, _ = step(state, batch)
-        back, _ = other(back, batch)
-    close(back, state, rtol=0, atol=0)
+        restored_state, _ = second_step(restored_state, batch)
+    close(restored_state, state, rtol=0, atol=0)
 
 
 def test_parameters_alone_in_a_mapping_are_one_period(group: Groups):
     periods: Any = (3, {"params": 3}, {"params": lambda step: 3})
-    ends = [trained(group(2), {"every": every}) for every in periods]
-    for end in ends[1:]:
-        close(end, ends[0], rtol=0, atol=0)
+    results = [trained(group(2), {"every": every}) for every in periods]
+    for end in results[1:]:
+        close(end, results[0], rtol=0, atol=0)
 
 
 def test_periods_that_cannot_be_are_refused(group: Groups):

@@ -1,5 +1,5 @@
-"""What a hook loses of a pseudo-gradient comes when its fragment is sent again: held against loops
-in NumPy."""
+"""The residual of a pseudo-gradient is added when its fragment is sent again: against loops in
+NumPy."""
 
 import math
 from collections.abc import Callable
@@ -20,22 +20,23 @@ Groups = Callable[[int], fddp.Group]
 DRAW = np.random.default_rng(12)
 PARAMS = {"b": DRAW.normal(size=5), "w": DRAW.normal(size=(3, 5))}
 ROWS = DRAW.normal(size=(9, 12, 3))  # a batch for each step
-RATE, SHARE = 0.1, 0.4
+RATE = 0.1
+SHARE = 0.4
 
 
 class Sparse:
     """Sends a replica's largest numbers, and remembers the others."""
 
     def __init__(self) -> None:
-        self.left: Any = 0.0
+        self.residual: Any = 0.0
 
-    def sent(self, x: np.ndarray) -> np.ndarray:
-        x = x + self.left
+    def compress(self, x: np.ndarray) -> np.ndarray:
+        x = x + self.residual
         chosen = np.argsort(-np.abs(x))[: math.ceil(SHARE * x.size)]
-        sent = np.zeros_like(x)
-        sent[chosen] = x[chosen]
-        self.left = x - sent
-        return sent
+        message = np.zeros_like(x)
+        message[chosen] = x[chosen]
+        self.residual = x - message
+        return message
 
 
 def oracle(
@@ -48,36 +49,44 @@ def oracle(
         {name: [Sparse() for _ in range(n)] for name in PARAMS} for _ in range(2)
     )
     shared = {name: x.copy() for name, x in PARAMS.items()}
-    own = [{name: x.copy() for name, x in PARAMS.items()} for _ in range(islands)]
+    local = [{name: x.copy() for name, x in PARAMS.items()} for _ in range(islands)]
     weights = dict.fromkeys(PARAMS, 0.0)
     for number, batch in enumerate(ROWS, 1):
-        grads = [jax.grad(layer)(own[r // each], rows) for r, rows in enumerate(np.split(batch, n))]
+        grads = [
+            jax.grad(layer)(local[r // each], rows) for r, rows in enumerate(np.split(batch, n))
+        ]
         together = number <= start
         for name, x in PARAMS.items():
             # One replica alone sends no gradient.
             sends = together or each > 1
-            sent = [np.ravel(g[name]) for g in grads]
-            sent = [hook.sent(g) for hook, g in zip(of_gradients[name], sent)] if sends else sent
+            messages = [np.ravel(g[name]) for g in grads]
+            messages = (
+                [hook.compress(g) for hook, g in zip(of_gradients[name], messages)]
+                if sends
+                else messages
+            )
             for k in range(islands):
-                some = sent if together else sent[k * each : (k + 1) * each]
-                own[k][name] = own[k][name] - RATE * np.mean(some, axis=0).reshape(x.shape)
+                group_messages = messages if together else messages[k * each : (k + 1) * each]
+                local[k][name] = local[k][name] - RATE * np.mean(group_messages, axis=0).reshape(
+                    x.shape
+                )
             if together:
-                shared[name] = own[0][name].copy()
+                shared[name] = local[0][name].copy()
                 continue
             weights[name] += each
             if (number - start) % 2 == (name == "w"):
-                came = np.zeros((each, -(-x.size // each)))
+                received = np.zeros((each, -(-x.size // each)))
                 for r in range(n):
-                    change = np.ravel(shared[name] - own[r // each][name])
-                    parts = np.pad(weights[name] * change, (0, -x.size % each)).reshape(each, -1)
-                    came[r % each] += of_changes[name][r].sent(parts[r % each]) / (
+                    change = np.ravel(shared[name] - local[r // each][name])
+                    pieces = np.pad(weights[name] * change, (0, -x.size % each)).reshape(each, -1)
+                    received[r % each] += of_changes[name][r].compress(pieces[r % each]) / (
                         islands * weights[name]
                     )
-                shared[name] = shared[name] - came.reshape(-1)[: x.size].reshape(x.shape)
+                shared[name] = shared[name] - received.reshape(-1)[: x.size].reshape(x.shape)
                 weights[name] = 0.0
                 for k in range(islands):
-                    own[k][name] = shared[name].copy()
-    return own, of_gradients, of_changes
+                    local[k][name] = shared[name].copy()
+    return local, of_gradients, of_changes
 
 
 @pytest.mark.quick("fused-replicas-3", "fused-islands of two-3", "staged-replicas-0")
@@ -93,25 +102,25 @@ def test_what_is_lost_of_a_fragment_comes_when_it_is_sent_again(
     state = step.init(PARAMS)
     for rows in ROWS:
         state, _ = step(state, rows)
-    own, of_gradients, of_changes = oracle(islands, each, start)
+    local, of_gradients, of_changes = oracle(islands, each, start)
     for name in PARAMS:
         params = np.asarray(state.params[name].parts).reshape(islands * each, -1)
         close(
             params,
-            np.stack([own[r // each][name].ravel() for r in range(islands * each)]),
+            np.stack([local[r // each][name].ravel() for r in range(islands * each)]),
             atol=1e-12,
         )
-        kept = state.hook_state[name]
+        memory = state.hook_state[name]
         close(
-            np.asarray(kept["pseudo-gradient"]),
-            np.stack([x.left for x in of_changes[name]]),
+            np.asarray(memory["pseudo-gradient"]),
+            np.stack([x.residual for x in of_changes[name]]),
             atol=1e-12,
         )
         if start or each > 1:
-            left = np.asarray(kept["gradient"]).reshape(islands * each, -1)
-            close(left, np.stack([x.left for x in of_gradients[name]]), atol=1e-12)
+            residual = np.asarray(memory["gradient"]).reshape(islands * each, -1)
+            close(residual, np.stack([x.residual for x in of_gradients[name]]), atol=1e-12)
         else:
-            assert kept["gradient"] == ()
+            assert memory["gradient"] == ()
 
 
 def test_what_is_lost_of_numbers_of_16_bits_is_remembered_in_32(group: Groups):

@@ -1,4 +1,4 @@
-"""Batches that are no rows: taken as they are, or stacked, one for each replica and micro-batch."""
+"""Batches other than rows: taken unchanged, or stacked, one for each replica and micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,12 +18,14 @@ import fddp
 pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
-NODES, EDGES, GRAPHS = 9, 14, 3
+NODES = 9
+EDGES = 14
+GRAPHS = 3
 W = np.linspace(-1, 1, 3)
 
 
 class Graph(NamedTuple):
-    """As jraph has it: arrays of nodes, edges and graphs, and a number."""
+    """A graph as in jraph: arrays of nodes, edges and graphs, and a number."""
 
     nodes: Any
     edges: dict[str, Any]
@@ -38,11 +40,11 @@ class Packed:
     more: list[Any]
 
 
-def graph(seed: int, known: int = GRAPHS) -> Graph:
+def graph(seed: int, labelled: int = GRAPHS) -> Graph:
     numbers = np.random.default_rng(seed)
-    labels = np.where(np.arange(GRAPHS) < known, numbers.normal(size=GRAPHS), np.nan)
-    ends = {name: numbers.integers(0, NODES, EDGES) for name in ("senders", "receivers")}
-    return Graph(numbers.normal(size=(NODES, 3)), ends, labels, np.float64(1 + seed))
+    labels = np.where(np.arange(GRAPHS) < labelled, numbers.normal(size=GRAPHS), np.nan)
+    edge_nodes = {name: numbers.integers(0, NODES, EDGES) for name in ("senders", "receivers")}
+    return Graph(numbers.normal(size=(NODES, 3)), edge_nodes, labels, np.float64(1 + seed))
 
 
 def score(w: Any, g: Graph) -> Any:
@@ -55,25 +57,25 @@ def loss_fn(w: Any, g: Graph) -> Any:
 
 
 def weighted(w: Any, g: Graph) -> Any:
-    known = ~jnp.isnan(g.labels)
-    losses = jnp.where(known, score(w, g) - jnp.where(known, g.labels, 0), 0) ** 2
-    return fddp.Weighted(jnp.sum(losses) / jnp.maximum(known.sum(), 1), known.sum())
+    has_label = ~jnp.isnan(g.labels)
+    losses = jnp.where(has_label, score(w, g) - jnp.where(has_label, g.labels, 0), 0) ** 2
+    return fddp.Weighted(jnp.sum(losses) / jnp.maximum(has_label.sum(), 1), has_label.sum())
 
 
 def mean(graphs: list[Graph]) -> tuple[Any, Any]:
-    """Loss and gradient by hand, each graph weighing 1."""
-    each = [jax.value_and_grad(loss_fn)(jnp.asarray(W), g) for g in graphs]
-    return np.mean([loss for loss, _ in each]), np.mean([grad for _, grad in each], axis=0)
+    """Loss and gradient by hand, with weight 1 for each graph."""
+    results = [jax.value_and_grad(loss_fn)(jnp.asarray(W), g) for g in graphs]
+    return np.mean([loss for loss, _ in results]), np.mean([grad for _, grad in results], axis=0)
 
 
 @pytest.mark.parametrize(
-    "given", [lambda g: g, lambda g: fddp.Stacked([g])], ids=["as it is", "stacked"]
+    "wrap", [lambda g: g, lambda g: fddp.Stacked([g])], ids=["as it is", "stacked"]
 )
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
-def test_one_replica_takes_any_tree_as_it_is(group: Groups, x64: None, given: Any, schedule: str):
+def test_one_replica_takes_any_tree_as_it_is(group: Groups, x64: None, wrap: Any, schedule: str):
     f = fddp.value_and_grad(loss_fn, group=group(1), schedule=schedule)  # type: ignore
     for seed in range(2):
-        loss, grad = f(W, given(graph(seed)))
+        loss, grad = f(W, wrap(graph(seed)))
         close((loss, *grad), (mean([graph(seed)])[0], *mean([graph(seed)])[1]))
 
 
@@ -107,12 +109,12 @@ def test_stacked_batches_go_to_replicas_and_micro_batches_in_turn(
 
 
 def test_a_weight_counts_the_labels_that_are_known(group: Groups, x64: None):
-    graphs = [graph(0, known=1), graph(1, known=3)]
+    graphs = [graph(0, labelled=1), graph(1, labelled=3)]
     loss, grad = fddp.value_and_grad(weighted, group=group(2))(W, fddp.Stacked(graphs))
 
     def total(w: Any) -> Any:
-        each = [weighted(w, g) for g in graphs]
-        return sum(x.value * x.weight for x in each) / 4
+        weighted_losses = [weighted(w, g) for g in graphs]
+        return sum(x.value * x.weight for x in weighted_losses) / 4
 
     expected = jax.value_and_grad(total)(jnp.asarray(W))
     close((loss, *grad), (expected[0], *expected[1]))
@@ -140,10 +142,10 @@ def test_a_rank_that_joins_goes_on_with_its_last_graph(group: Groups, x64: None)
 
 
 def test_join_counts_no_rows_of_graphs_with_as_many_nodes_as_edges(group: Groups):
-    other = SimpleNamespace(
-        all_gather=lambda mine: np.stack([mine, np.ones_like(mine)])
+    peer = SimpleNamespace(
+        all_gather=lambda value: np.stack([value, np.ones_like(value)])
     )  # never runs out
-    two = replace(group(1), processes=2, hosts=other)
+    two = replace(group(1), processes=2, hosts=peer)
     graphs = [{"nodes": np.ones(4), "edges": np.ones(edges)} for edges in (5, 4, 5)]
     yielded = list(islice(fddp.join(graphs, two), 4))
     assert [float(np.mean(batch.share)) for batch in yielded] == [1, 1, 1, 0]
@@ -154,9 +156,9 @@ def test_an_evaluation_counts_each_of_them_once(group: Groups, x64: None):
     graphs = [graph(seed) for seed in range(3)]
     for batches in (graphs, [fddp.Stacked(graphs)], [fddp.Stacked(graphs[:2]), graphs[2]]):
         close(fddp.evaluate(loss_fn, W, batches, group=group(2)), mean(graphs)[0])
-    known = [graph(0, known=1), graph(1, known=3)]
-    want = sum(float(weighted(W, g).value) * w for g, w in zip(known, (1, 3))) / 4
-    close(fddp.evaluate(weighted, W, known, group=group(2)), want)
+    graphs_of_both = [graph(0, labelled=1), graph(1, labelled=3)]
+    want = sum(float(weighted(W, g).value) * w for g, w in zip(graphs_of_both, (1, 3))) / 4
+    close(fddp.evaluate(weighted, W, graphs_of_both, group=group(2)), want)
 
 
 def test_an_evaluation_does_not_count_the_rows_of_a_stacked_batch(group: Groups):
@@ -164,10 +166,10 @@ def test_an_evaluation_does_not_count_the_rows_of_a_stacked_batch(group: Groups)
         {"x": np.full(4, 3.0, np.float32), "y": np.zeros(4)},
         {"x": np.zeros(5, np.float32), "y": np.zeros(5)},
     ]
-    found = fddp.evaluate(
+    value = fddp.evaluate(
         lambda w, b: jnp.mean(w * b["x"]), 1.0, [fddp.Stacked([b]) for b in batches], group=group(2)
     )
-    assert found == (3 + 0) / 2
+    assert value == (3 + 0) / 2
 
 
 def test_a_constant_beside_the_rows_needs_a_batch_for_each_replica(group: Groups):
@@ -193,11 +195,11 @@ def test_stacked_batches_that_do_not_fit_are_named(group: Groups):
         ValueError, match="holds batches of equal forms, and it holds 3: this process has 2"
     ):
         f(W, fddp.Stacked([graph(0)] * 3))
-    other = graph(1)._replace(labels=np.zeros(5))
+    unequal = graph(1)._replace(labels=np.zeros(5))
     with pytest.raises(
         ValueError, match=r"labels is float32\[3\] in batch 0 and float32\[5\] in batch 1"
     ):
-        f(W, fddp.Stacked([graph(0), other]))
+        f(W, fddp.Stacked([graph(0), unequal]))
     with pytest.raises(ValueError, match="batch 1 has the structure"):
         f(W, fddp.Stacked([graph(0), {"nodes": 1}]))
 

@@ -35,11 +35,11 @@ def cast(params: Any, x: Any, dtype: Any = jnp.bfloat16) -> jax.Array:
     return two_layers(half, x.astype(dtype)).astype(jnp.float32)
 
 
-def by_hand(dtype: Any, parts: int = REPLICAS) -> tuple[Any, Any]:
+def by_hand(dtype: Any, count: int = REPLICAS) -> tuple[Any, Any]:
     """Loss and gradients of casts written by hand, averaged over replicas in float64."""
     gradient = jax.jit(jax.value_and_grad(partial(cast, dtype=dtype)))
-    found = [gradient(PARAMS, part) for part in np.split(X, parts)]
-    return jax.tree.map(lambda *x: np.mean(np.asarray(x, np.float64), axis=0), *found)
+    grads = [gradient(PARAMS, part) for part in np.split(X, count)]
+    return jax.tree.map(lambda *x: np.mean(np.asarray(x, np.float64), axis=0), *grads)
 
 
 def close(got: Any, expected: Any, rtol: float = 1e-6) -> None:
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_16_bits_summed_in_32(group, schedule, dtype):
     close((loss, grads), by_hand(dtype))
     assert dtypes((loss, grads)) == {"float32"}
     # The joined batch on one replica, as far as 16 bits tell.
-    close(grads, by_hand(dtype, parts=1)[1], rtol=4 * float(jnp.finfo(dtype).eps))
+    close(grads, by_hand(dtype, count=1)[1], rtol=4 * float(jnp.finfo(dtype).eps))
     # Sums in 16 bits would have lost these, and without a cast they would be others.
     assert all(np.any(g != g.astype(dtype)) for g in grads.values())
     exact = jax.grad(two_layers)(PARAMS, X)
@@ -95,19 +95,19 @@ def test_float64_stays_out(group, x64):
 
 
 def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group):
-    seen: dict[str, str] = {}
+    dtype_of: dict[str, str] = {}
 
     def loss(params: Any, batch: Any, *, model_state: Any, rng: Any) -> Any:
         for name, x in {**params, **batch, **model_state}.items():
-            seen[name] = str(x.dtype)
-        seen["rng"] = str(rng.dtype)
+            dtype_of[name] = str(x.dtype)
+        dtype_of["rng"] = str(rng.dtype)
         value = jnp.mean(batch["x"] * params["w"][batch["label"]])
         buffers = {
             "mean": model_state["mean"] + value,
             "half": model_state["half"] + 1,
             "count": model_state["count"],
         }
-        buffers["mean"] = buffers["mean"].astype(jnp.bfloat16)  # what a careless module returns
+        buffers["mean"] = buffers["mean"].astype(jnp.bfloat16)  # as a careless module returns it
         weight = jnp.sum(batch["mask"])
         return fddp.Weighted(value, weight), (
             buffers,
@@ -119,9 +119,9 @@ def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group)
     batch = {"x": np.ones(8, np.float32), "label": np.zeros(8, np.int32), "mask": np.ones(8, bool)}
     step = fddp.train_step(fddp.mixed_precision(loss), optax.sgd(1.0), group=group(2))
     state, info = step(step.init(params, model_state=model_state, rng=jax.random.key(0)), batch)
-    halves = {name for name, dtype in seen.items() if dtype == "bfloat16"}
+    halves = {name for name, dtype in dtype_of.items() if dtype == "bfloat16"}
     assert halves == {"w", "double", "x", "half"}
-    assert (seen["mean"], seen["count"], seen["mask"], seen["label"]) == (
+    assert (dtype_of["mean"], dtype_of["count"], dtype_of["mask"], dtype_of["label"]) == (
         "float32",
         "int32",
         "bool",
@@ -138,7 +138,7 @@ def test_a_loss_sees_16_bits_where_it_had_floats_and_nothing_else_changes(group)
 
 
 def test_weights_and_metrics_are_summed_in_32_bits(group):
-    """1 + 2⁻⁹ is no bfloat16; a mean over two replicas may be."""
+    """bfloat16 has no 1 + 2⁻⁹, but it may have a mean of two replicas."""
     loss = lambda w, x: (fddp.Weighted(jnp.mean(w * x), 256 * x[0]), {"x": x[0]})  # noqa: E731
     f = fddp.value_and_grad(fddp.mixed_precision(loss), group=group(2), has_aux=True)
     # Weights of 256 and 512: a sum of 768.
@@ -148,8 +148,8 @@ def test_weights_and_metrics_are_summed_in_32_bits(group):
 
 
 def test_batchnorms_statistics_stay_exact(group):
-    """Flax's BatchNorm computes its statistics in float32 whatever it is given, and keeps them
-    so."""
+    """Flax's BatchNorm computes and stores its statistics in float32 for any dtype of its
+    inputs."""
 
     class Net(nn.Module):
         @nn.compact

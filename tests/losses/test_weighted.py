@@ -1,4 +1,4 @@
-"""A loss that reports its weight is averaged over tokens, however unevenly these lie: Σ w·g / Σ
+"""A loss that reports its weight is averaged over tokens, for any distribution of them: Σ w·g / Σ
 w."""
 
 from typing import Any
@@ -29,7 +29,7 @@ def errors(p: Any, batch: Any) -> Any:
 
 
 def weighted(p: Any, batch: Any) -> tuple[fddp.Weighted, dict[str, Any]]:
-    """The mean over this part's tokens, with their number; finite where there are none."""
+    """The mean over this part's tokens, with their number; finite for zero tokens."""
     tokens = jnp.sum(batch["mask"])
     mean = lambda x: jnp.sum(jnp.where(batch["mask"], x, 0)) / jnp.maximum(tokens, 1)  # noqa: E731
     return fddp.Weighted(mean(errors(p, batch)), tokens), {"target": mean(batch["y"])}
@@ -94,7 +94,7 @@ def test_a_weight_per_row_is_refused(group):
 
 @pytest.mark.parametrize("count", [int, float])
 def test_a_flax_module_with_buffers_may_weigh_its_loss(group, count):
-    """A `Weighted` is a pair, and so is (loss, aux): neither may be taken for the other."""
+    """A `Weighted` is a pair, as is (loss, aux): neither may be taken for the other."""
 
     class Scaled(nn.Module):
         @nn.compact

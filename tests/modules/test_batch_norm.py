@@ -17,13 +17,15 @@ from trees import close
 import fddp
 
 RNG = np.random.default_rng(2)
-ROWS, FEATURES = 16, 3
+ROWS = 16
+FEATURES = 3
 X = RNG.normal(loc=[0, 1, 30], size=(ROWS, 4, FEATURES))
 Y = RNG.normal(size=(ROWS, 4, FEATURES))
 # So many rows count on eight replicas: 2, 1, none, 2, 2, 1, none, 2; on fewer they are as unequal.
 VALID = np.array([1, 1, 1, 0, 0, 0, 1, 1, 1, 1, 0, 1, 0, 0, 1, 1], bool)
 BATCH = {"x": np.where(VALID[:, None, None], X, np.nan), "y": Y, "valid": VALID}
-MOMENTUM, EPSILON = 0.9, 1e-5
+MOMENTUM = 0.9
+EPSILON = 1e-5
 
 
 class Net(nn.Module):
@@ -41,7 +43,7 @@ class Net(nn.Module):
 
 
 def loss(axis_name: str | None) -> Any:
-    """The mean over the rows that count, weighed by their number."""
+    """The mean over the rows that count, weighted by their number."""
 
     def loss_fn(params: Any, batch: Any, *, model_state: Any) -> Any:
         count = jnp.sum(batch["valid"])
@@ -66,8 +68,11 @@ STATE = {
 
 def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
     """Plain BatchNorm of the rows that count, and the running averages after it."""
-    x, norm, old = X[valid] * params["w"], params["norm"], state["batch_stats"]["norm"]
-    mean, var = jnp.mean(x, axis=(0, 1)), jnp.var(x, axis=(0, 1))
+    x = X[valid] * params["w"]
+    norm = params["norm"]
+    old = state["batch_stats"]["norm"]
+    mean = jnp.mean(x, axis=(0, 1))
+    var = jnp.var(x, axis=(0, 1))
     out = (
         jnp.tanh((x - mean) / jnp.sqrt(var + EPSILON) * norm["scale"] + norm["bias"]) + params["w"]
     )
@@ -112,7 +117,8 @@ def test_micro_batches_are_normalized_each_over_all_replicas(group, x64):
     micro_batches = [VALID & first, VALID & ~first]
 
     def joined(params: Any) -> tuple[Any, Any]:
-        total, averages = 0.0, STATE
+        total = 0.0
+        averages = STATE
         for valid in micro_batches:
             value, averages = truth(params, averages, valid)
             total += valid.sum() * value
@@ -178,15 +184,16 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("masked", [False, True])
 def test_alone_it_is_flaxs_batchnorm(form, masked):
     options = {"use_running_average": False, **FORMS[form]}
-    ours, theirs = fddp.BatchNorm(**options), nn.BatchNorm(**options, use_fast_variance=False)
+    norm = fddp.BatchNorm(**options)
+    flax_norm = nn.BatchNorm(**options, use_fast_variance=False)
     x = jnp.asarray(RNG.normal(size=(6, 4, FEATURES)), jnp.float32)
     mask = jnp.arange(6)[:, None, None] < 4 if masked else None
-    variables = theirs.init(jax.random.key(0), x)
+    variables = flax_norm.init(jax.random.key(0), x)
     assert jax.tree.map(
-        lambda x: (x.shape, x.dtype), ours.init(jax.random.key(0), x)
+        lambda x: (x.shape, x.dtype), norm.init(jax.random.key(0), x)
     ) == jax.tree.map(lambda x: (x.shape, x.dtype), variables)
-    got, state = ours.apply(variables, x, mask=mask, mutable=["batch_stats"])
-    expected, flaxs = theirs.apply(variables, x, mask=mask, mutable=["batch_stats"])
+    got, state = norm.apply(variables, x, mask=mask, mutable=["batch_stats"])
+    expected, flaxs = flax_norm.apply(variables, x, mask=mask, mutable=["batch_stats"])
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     rows = slice(None) if mask is None else slice(4)
     tolerance = 1e-2 if got.dtype == jnp.bfloat16 else 1e-5

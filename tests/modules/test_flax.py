@@ -55,7 +55,7 @@ def with_linen(group: fddp.Group, **options: Any) -> tuple[Any, fddp.TrainStep, 
 
 
 def by_hand(params: Any, buffers: Any) -> np.ndarray:
-    """What either net makes of X, outside training."""
+    """The outputs of either net for X, outside training."""
     x = X @ params["layer"]["kernel"] + params["layer"]["bias"]
     x = (x - buffers["mean"]) / np.sqrt(buffers["var"] + 1e-5)
     return x * params["norm"]["scale"] + params["norm"]["bias"]
@@ -87,9 +87,12 @@ def test_a_state_becomes_an_nnx_module_that_later_steps_leave_alone(group, size,
 
 def test_modules_of_one_state_are_independent_and_can_train_on(group):
     net, _, state = with_nnx(group(2))
-    a, b = net.module(state), net.module(state)
+    a = net.module(state)
+    b = net.module(state)
     before = on_host(nnx.state(b, nnx.Not(nnx.RngKey)))
-    first, second = a(X), a(X)  # in training: draws numbers, moves averages
+    # in training: draws numbers, moves averages
+    first = a(X)
+    second = a(X)
     assert not np.array_equal(first, second)
     jax.tree.map(np.testing.assert_array_equal, on_host(nnx.state(b, nnx.Not(nnx.RngKey))), before)
     np.testing.assert_array_equal(b(X), first)
@@ -148,9 +151,10 @@ def test_what_lies_in_parts_stays_in_parts(make):
 def test_a_state_in_shards_becomes_a_module_as_a_whole_one_does(group, make):
     net, step, state = make(group(4), shard="state")
     state, _ = step(state, X)
-    _, plain, whole = make(group(4))
-    whole, _ = plain(whole, X)
-    got, want = net.module(state), net.module(whole)
+    _, plain, plain_state = make(group(4))
+    plain_state, _ = plain(plain_state, X)
+    got = net.module(state)
+    want = net.module(plain_state)
     if make is with_nnx:
         got.eval()
         want.eval()
@@ -192,11 +196,13 @@ def test_each_scanned_layer_draws_from_a_stream_of_its_own(group):
     streams = jax.tree.leaves(nnx.state(drawn, nnx.RngKey))
     assert [x.shape for x in streams] == [(3,)]
     # By hand: layer k drops with the k-th key that the step's key is split into.
-    graph, rngs, rest = nnx.split(drawn, nnx.RngState, ...)
+    graph, rngs, variables = nnx.split(drawn, nnx.RngState, ...)
     is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(rngs)]
     keys = jax.random.split(jax.random.fold_in(key, is_key.index(True)), 3)
-    fresh = [keys if one else jnp.zeros_like(x) for one, x in zip(is_key, jax.tree.leaves(rngs))]
-    by_hand = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(rngs), fresh), rest)
+    fresh = [
+        keys if typed else jnp.zeros_like(x) for typed, x in zip(is_key, jax.tree.leaves(rngs))
+    ]
+    by_hand = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(rngs), fresh), variables)
     want = jnp.mean(by_hand(jnp.asarray(X)) ** 2)
     np.testing.assert_allclose(
         net.loss_fn(net.params, X, model_state=net.model_state, rng=key), want, rtol=1e-6
@@ -224,10 +230,10 @@ def test_a_linen_modules_functions_make_the_state_of_its_arrays(group, shard: An
     step = fddp.train_step(net.loss_fn, optax.adam(0.1), group=group(3), shard=shard)
     params, model_state = net.functions(jax.random.key(0), X)
     state = step.init(params, model_state=model_state)
-    given, buffers = jax.jit(net.init)(jax.random.key(0), X)
-    same_arrays(state, step.init(given, model_state=buffers))
+    linen_params, buffers = jax.jit(net.init)(jax.random.key(0), X)
+    same_arrays(state, step.init(linen_params, model_state=buffers))
     np.testing.assert_allclose(
-        net.module(state)(X), by_hand(given, buffers["batch_stats"]["norm"]), rtol=1e-5
+        net.module(state)(X), by_hand(linen_params, buffers["batch_stats"]["norm"]), rtol=1e-5
     )
     step(state, np.concatenate([X, X, X]))
 
@@ -264,7 +270,7 @@ def test_an_nnx_module_that_a_function_makes_needs_its_buffers():
 
 
 def test_a_module_of_a_state_in_shards_is_put_together_once(group):
-    """What replicas put together is nobody else's, and is not copied."""
+    """The gathered arrays have no other owner, and are not copied."""
     net, step, state = with_nnx(group(2), shard="state")
     module = net.module(state)
     before = on_host(nnx.to_pure_dict(nnx.state(module, nnx.Param)))

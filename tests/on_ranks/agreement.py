@@ -1,5 +1,5 @@
-"""Ranks that differ, or of which one fails, all raise the same error: it names what differs and
-each rank's value."""
+"""If ranks differ, or one fails, all raise the same error: it names the difference and each rank's
+value."""
 
 import contextlib
 import io
@@ -19,7 +19,7 @@ def loss(params: Any, x: Any) -> jax.Array:
 
 
 def odd(group: fddp.Group) -> bool:
-    """Whether this is the one rank that differs: the last."""
+    """True on the one rank that differs: the last."""
     return group.rank == group.size - 1
 
 
@@ -87,14 +87,16 @@ def very_different_trees_are_a_short_message(group: fddp.Group):
 
 @claim()
 def other_options_are_named_with_each_ranks(group: fddp.Group):
-    for name, most, other in (
+    for name, most, odd_value in (
         ("bucket_cap_mb", 25, 12.5),
         ("schedule", "fused", "after"),
         ("accumulation_steps", 1, 2),
         ("broadcast_buffers", True, False),
     ):
-        message = init_error(group, {"a": jnp.zeros(2)}, **{name: other if odd(group) else most})
-        assert_each_rank(group, message, f"{name}={most!r}", f"{name}={other!r}")
+        message = init_error(
+            group, {"a": jnp.zeros(2)}, **{name: odd_value if odd(group) else most}
+        )
+        assert_each_rank(group, message, f"{name}={most!r}", f"{name}={odd_value!r}")
 
 
 @claim(quick=("mpi",))
@@ -247,16 +249,18 @@ def ranks_train_on_after_an_error_that_they_caught(group: fddp.Group):
 def a_rank_that_gives_no_state_or_another_optimizers_fails_on_all(group: fddp.Group):
     step = fddp.train_step(loss, optax.sgd(0.1, momentum=0.9), group=group)
     state = step.init({"a": jnp.zeros(())})
-    other = fddp.train_step(loss, optax.adam(0.1), group=group).init({"a": jnp.zeros(())})
+    foreign_state = fddp.train_step(loss, optax.adam(0.1), group=group).init({"a": jnp.zeros(())})
     x = np.ones(4, np.float32)
-    for wrong, kind, says in (
+    for wrong, kind, error_message in (
         ((state, None), TypeError, "state must be a fddp.TrainState, got tuple"),
-        (other, ValueError, "the state belongs to another optimizer"),
+        (foreign_state, ValueError, "the state belongs to another optimizer"),
     ):
-        given: Any = wrong if odd(group) else state
-        for call in (step, step.tasks, lambda given, x: step.measure(given, [x])):
-            message = the_same(group, error_of(lambda call=call, given=given: call(given, x), kind))
-            assert f"rank {group.size - 1}: {kind.__name__}: {says}" in message, message
+        argument: Any = wrong if odd(group) else state
+        for call in (step, step.tasks, lambda state, x: step.measure(state, [x])):
+            message = the_same(
+                group, error_of(lambda call=call, argument=argument: call(argument, x), kind)
+            )
+            assert f"rank {group.size - 1}: {kind.__name__}: {error_message}" in message, message
     state, _ = step(state, x)
     assert float(state.params["a"]) > 0
 
@@ -308,15 +312,16 @@ def collectives_of_the_loss_that_only_some_ranks_have_are_told_before_they_hang(
 
 @claim()
 def ranks_that_read_the_same_rows_are_told_so_once(group: fddp.Group):
-    mine = np.random.default_rng(group.rank).normal(size=(4, 3)).astype(np.float32)
+    distinct = np.random.default_rng(group.rank).normal(size=(4, 3)).astype(np.float32)
     same = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
-    for rows, told in ((mine, False), (same, group.rank == 0)):
-        step, words = fddp.train_step(loss, optax.sgd(0.1), group=group), io.StringIO()
+    for rows, warned in ((distinct, False), (same, group.rank == 0)):
+        step = fddp.train_step(loss, optax.sgd(0.1), group=group)
+        words = io.StringIO()
         state = step.init({"a": jnp.zeros(3)})
         with contextlib.redirect_stderr(words):
             for _ in range(2):
                 state, _ = step(state, rows)
         ranks = ", ".join(map(str, range(group.size)))
-        assert words.getvalue().count(f"ranks {ranks} bring the same first rows") == told, (
+        assert words.getvalue().count(f"ranks {ranks} bring the same first rows") == warned, (
             words.getvalue()
         )

@@ -44,8 +44,8 @@ def without_broadcast_every_rank_keeps_its_buffers(group: fddp.Group):
         )
         for number in range(2):
             state, _ = step(state, rows(group.rank + number))
-        mine = state.model_state["seen"].addressable_shards[0].data
-        assert float(mine) == group.rank + 1, schedule
+        local = state.model_state["seen"].addressable_shards[0].data
+        assert float(local) == group.rank + 1, schedule
 
 
 @claim()
@@ -55,10 +55,11 @@ def random_keys_differ_between_ranks_and_steps(group: fddp.Group):
         return square(w, x), {"number": number}
 
     step = fddp.train_step(draw, optax.sgd(RATE), group=group, has_aux=True)
-    state, drawn = step.init(jnp.zeros(()), rng=jax.random.key(1)), []
+    state = step.init(jnp.zeros(()), rng=jax.random.key(1))
+    drawn = []
     for _ in range(2):
-        _, mine = step.no_sync(jax.tree.map(jnp.copy, state), rows(1.0))
-        drawn.extend(group.all_gather(np.asarray(mine.aux["number"])).tolist())
+        _, rank_info = step.no_sync(jax.tree.map(jnp.copy, state), rows(1.0))
+        drawn.extend(group.all_gather(np.asarray(rank_info.aux["number"])).tolist())
         state, info = step(state, rows(1.0))
         assert np.isclose(float(info.aux["number"]), np.mean(drawn[-group.size :])), (
             "the step draws the same"

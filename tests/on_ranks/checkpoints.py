@@ -1,5 +1,5 @@
-"""Ranks save and restore together: states in shards each its part; of others rank 0 alone need see
-the folder."""
+"""Ranks save and restore jointly: states in shards in parts; for others only rank 0 must see the
+folder."""
 
 import errno
 import io
@@ -27,7 +27,7 @@ ROWS = np.random.default_rng(3).normal(size=(12, 24, 3)).astype(np.float32)
 
 @contextmanager
 def folder(group: fddp.Group) -> Iterator[Path]:
-    """An empty folder of rank 0's; the others are given a place that does not exist."""
+    """An empty folder of rank 0's; the others get a path that does not exist."""
     path = Path(tempfile.mkdtemp()) if group.rank == 0 else Path("/nowhere/at/all")
     yield path
     group.barrier()
@@ -46,7 +46,7 @@ def shared_folder(group: fddp.Group) -> Iterator[Path]:
 
 
 def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step whose hook remembers something else on each rank."""
+    """A step with a hook whose memory differs between ranks."""
 
     def loss(p: Any, x: Any, *, rng: Any) -> Any:
         return jnp.mean((x * jax.random.normal(rng, x.shape) @ p["w"] + p["b"]) ** 2)
@@ -59,7 +59,7 @@ def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
 
 
 def in_shards(group: fddp.Group, shard: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step whose leaves are cut with padding, layer by layer, or into fewer parts than there are
+    """A step with leaves cut with padding, layer by layer, or into fewer parts than there are
     replicas."""
 
     def loss(p: Any, x: Any) -> jax.Array:
@@ -89,7 +89,7 @@ def train(
     return state
 
 
-def own(state: fddp.TrainState) -> list[bytes]:
+def local_bits(state: fddp.TrainState) -> list[bytes]:
     """The bits of all that this process has of a state."""
     words = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
     leaves: list[Any] = [words(x) for x in jax.tree.leaves(state)]
@@ -108,13 +108,13 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
             step, fresh = make(group)
             with (
                 fddp.Checkpoints(path, step, every=5) as checkpoints,
-                redirect_stderr(io.StringIO()) as told,
+                redirect_stderr(io.StringIO()) as printed,
             ):
                 state, data = checkpoints.restore(fresh)
-            assert ("training goes on from step 5" in told.getvalue()) == (group.rank == 0)
+            assert ("training goes on from step 5" in printed.getvalue()) == (group.rank == 0)
             assert data == {"shard": 3}
             assert int(state.step) == 5
-            assert own(train(group, step, state, 9)) == own(calm)
+            assert local_bits(train(group, step, state, 9)) == local_bits(calm)
 
 
 @claim(quick=("gloo",))
@@ -123,11 +123,11 @@ def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: f
     noisy = optax.chain(
         optax.add_noise(0.01, 0.55, key=0), optax.adam(0.1)
     )  # its state has a random key
-    alone = lambda: fddp.train_step(loss, fddp.local_steps(noisy, every=3), group=group)  # noqa: E731
+    local = lambda: fddp.train_step(loss, fddp.local_steps(noisy, every=3), group=group)  # noqa: E731
     together = lambda: fddp.train_step(loss, optax.adam(0.1), group=group, shard="optimizer")  # noqa: E731
     params = {"w": np.ones((3, 4), np.float32), "b": np.zeros(4, np.float32)}
     rows = np.split(ROWS[0], group.processes)[group.rank]
-    for make in (alone, together):
+    for make in (local, together):
         with shared_folder(group) as path:
             step = make()
             state, _ = step(step.init(params), rows)
@@ -137,19 +137,19 @@ def copies_that_train_alone_and_pending_gradients_come_back_bit_for_bit(group: f
                 like, _ = make().no_sync(like, 0 * rows)
             with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()):
                 checkpoints.save(state, now=True)
-                again, _ = checkpoints.restore(like)
-            assert own(again) == own(state) != own(like)
-            if make is alone:
-                noise, _ = fddp.whole(again.opt_state.inner)
+                restored_state, _ = checkpoints.restore(like)
+            assert local_bits(restored_state) == local_bits(state) != local_bits(like)
+            if make is local:
+                noise, _ = fddp.whole(restored_state.opt_state.inner)
                 assert same_on_all_ranks(group, jax.random.key_data(noise.rng_key))
 
 
 @claim(backends=("mpi",))
 def pending_gradients_of_unequal_rows_are_added_up_for_rank_0_alone(group: fddp.Group):
     loss = lambda w, x: jnp.mean((jnp.tanh(x @ w) - 1) ** 2)  # noqa: E731
-    first, later, rest = np.split(ROWS.reshape(-1, 3)[: 24 * 4], [24, 48])
+    first, later, last = np.split(ROWS.reshape(-1, 3)[: 24 * 4], [24, 48])
     start = np.ones(3, np.float32)
-    alone = group.subgroup([0]) if group.rank == 0 else None
+    single = group.subgroup([0]) if group.rank == 0 else None
     for place in (folder, shared_folder):
         step = fddp.train_step(loss, optax.sgd(0.5), group=group)
         with place(group) as path:
@@ -160,13 +160,13 @@ def pending_gradients_of_unequal_rows_are_added_up_for_rank_0_alone(group: fddp.
             state, _ = step.no_sync(state, np.split(later, cuts)[group.rank])
             with fddp.Checkpoints(path, step) as checkpoints:
                 checkpoints.save(state, now=True)
-            if alone is not None:
-                step = fddp.train_step(loss, optax.sgd(0.5), group=alone)
+            if single is not None:
+                step = fddp.train_step(loss, optax.sgd(0.5), group=single)
                 with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()):
                     state, _ = checkpoints.restore(step.init(start))
-                state, _ = step(state, rest)
+                state, _ = step(state, last)
                 by_plain_jax = start - 0.5 * jax.grad(loss)(
-                    start, np.concatenate([first, later, rest])
+                    start, np.concatenate([first, later, last])
                 )
                 np.testing.assert_allclose(state.params, by_plain_jax, rtol=1e-5, atol=1e-6)
 
@@ -191,10 +191,10 @@ def a_folder_that_rank_0_cannot_write_is_restored_from_and_save_is_an_error_on_e
             step, like = in_shards(group, shard)
             with mock.patch.object(Path, "mkdir", refuse), redirect_stderr(io.StringIO()):
                 checkpoints = fddp.Checkpoints(path, step)
-                again, _ = checkpoints.restore(like)
-                message = error_of(partial(checkpoints.save, again, now=True), OSError)
+                restored_state, _ = checkpoints.restore(like)
+                message = error_of(partial(checkpoints.save, restored_state, now=True), OSError)
                 checkpoints.close()
-            assert own(again) == own(state)
+            assert local_bits(restored_state) == local_bits(state)
             assert f"nothing can be saved in {path}: Read-only file system" in message, message
 
 
@@ -217,29 +217,31 @@ def a_state_in_shards_is_written_by_all_ranks_and_read_in_all_shards(group: fddp
             with fddp.Checkpoints(path, step) as checkpoints:
                 assert checkpoints.save(state, now=True)
             files = [file for file in path.rglob("*") if file.is_file()]
-            mine = sum(
+            nbytes = sum(
                 file.stat().st_size
                 for file in files
                 if file.relative_to(path).parts[1] == str(group.rank)
             )
-            assert (mine > 3000) == (saved is not None or group.rank == 0), mine
-            for wanted in sampled(group, kinds[kinds.index(saved) :] + kinds[: kinds.index(saved)]):
-                other, like = in_shards(group, wanted)
+            assert (nbytes > 3000) == (saved is not None or group.rank == 0), nbytes
+            for target in sampled(group, kinds[kinds.index(saved) :] + kinds[: kinds.index(saved)]):
+                second_step, like = in_shards(group, target)
                 for form in (
                     like,
-                    other.shapes(jax.tree.map(np.asarray, fddp.whole(like.params, group=group))),
+                    second_step.shapes(
+                        jax.tree.map(np.asarray, fddp.whole(like.params, group=group))
+                    ),
                 ):
                     with (
-                        fddp.Checkpoints(path, other) as checkpoints,
+                        fddp.Checkpoints(path, second_step) as checkpoints,
                         redirect_stderr(io.StringIO()),
                     ):
-                        again, _ = checkpoints.restore(form)
-                    assert jax.tree.structure(again) == jax.tree.structure(like)
-                    assert jax.tree.map(lambda x: x.sharding, again) == jax.tree.map(
+                        restored_state, _ = checkpoints.restore(form)
+                    assert jax.tree.structure(restored_state) == jax.tree.structure(like)
+                    assert jax.tree.map(lambda x: x.sharding, restored_state) == jax.tree.map(
                         lambda x: x.sharding, like
                     )
-                    assert bits(fddp.whole(again, group=group)) == expected
-                train(group, other, again, 3)
+                    assert bits(fddp.whole(restored_state, group=group)) == expected
+                train(group, second_step, restored_state, 3)
 
 
 @claim()
@@ -247,9 +249,9 @@ def a_folder_of_shards_that_a_rank_does_not_see_is_an_error_on_every_rank(group:
     step, _ = in_shards(group, "optimizer")
     with folder(group) as path:
         message = error_of(lambda: fddp.Checkpoints(path, step))
-    others = list(range(1, group.processes))
+    blind_ranks = list(range(1, group.processes))
     assert (
-        f"ranks {others} do not see" in message
+        f"ranks {blind_ranks} do not see" in message
         and "shard='optimizer' each rank writes its part" in message
     )
 
@@ -258,26 +260,26 @@ def a_folder_of_shards_that_a_rank_does_not_see_is_an_error_on_every_rank(group:
 def ranks_of_a_subgroup_save_and_restore_by_themselves(group: fddp.Group):
     if group.rank == 0:
         return
-    some = group.subgroup(range(1, group.size))
-    step, state = in_shards(some, "state")
-    state = train(some, step, state, 2)
-    with shared_folder(some) as path, redirect_stderr(io.StringIO()):
+    subgroup = group.subgroup(range(1, group.size))
+    step, state = in_shards(subgroup, "state")
+    state = train(subgroup, step, state, 2)
+    with shared_folder(subgroup) as path, redirect_stderr(io.StringIO()):
         with fddp.Checkpoints(path, step) as checkpoints:
             checkpoints.save(state, now=True)
-        step, like = in_shards(some, "state")
+        step, like = in_shards(subgroup, "state")
         with fddp.Checkpoints(path, step) as checkpoints:
-            again, _ = checkpoints.restore(like)
-    assert own(again) == own(state)
+            restored_state, _ = checkpoints.restore(like)
+    assert local_bits(restored_state) == local_bits(state)
 
 
-### What happens to ranks and their files
+### Damage to ranks and files
 
 
 @contextmanager
-def full_disk(here: bool) -> Iterator[None]:
-    """No file of this rank may have more than some bytes."""
+def full_disk(full: bool) -> Iterator[None]:
+    """Limits the size of this rank's files, if `full`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40 if here else before[0], before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40 if full else before[0], before[1]))
     try:
         yield
     finally:
@@ -290,26 +292,26 @@ def numbers(path: Path) -> list[str]:
 
 @contextmanager
 def two_checkpoints(group: fddp.Group) -> Iterator[tuple[Path, list[bytes], list[bytes]]]:
-    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and what this rank then
-    had."""
+    """A folder with the checkpoints of steps 1 and 2, of a state in shards, and this rank's bytes
+    of each."""
     step, state = in_shards(group, "state")
     with shared_folder(group) as path:
         with fddp.Checkpoints(path, step, every=1) as checkpoints:
             state = train(group, step, state, 1)
             checkpoints.save(state)
-            first = own(state)
+            first = local_bits(state)
             state = train(group, step, state, 2)
             checkpoints.save(state)
-            second = own(state)
+            second = local_bits(state)
         yield path, first, second
 
 
 def restored(group: fddp.Group, path: Path) -> tuple[fddp.TrainState, str]:
-    """The newest checkpoint, and what rank 0 says."""
+    """The newest checkpoint, and the lines of rank 0."""
     step, like = in_shards(group, "state")
-    with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()) as told:
+    with fddp.Checkpoints(path, step) as checkpoints, redirect_stderr(io.StringIO()) as printed:
         state, _ = checkpoints.restore(like)
-    return state, "".join(group.all_gather_object(told.getvalue()))
+    return state, "".join(group.all_gather_object(printed.getvalue()))
 
 
 @claim(quick=("gloo",))
@@ -317,7 +319,7 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
     group: fddp.Group,
 ):
     with two_checkpoints(group) as (path, first, second):
-        assert own(restored(group, path)[0]) == second
+        assert local_bits(restored(group, path)[0]) == second
         for rank in [*range(group.processes), "d", "manifest.ocdbt"]:
             place = path / "2" / str(rank)
             file = max(
@@ -330,11 +332,11 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
             if group.rank == 0:
                 file.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
             group.barrier()
-            state, told = restored(group, path)
-            assert own(state) == first
+            state, printed = restored(group, path)
+            assert local_bits(state) == first
             assert (
-                told.count(f"not whole: step 2 ({file.relative_to(path / '2')} is damaged)") == 1
-            ), told
+                printed.count(f"not whole: step 2 ({file.relative_to(path / '2')} is damaged)") == 1
+            ), printed
             group.barrier()
             if group.rank == 0:
                 file.write_bytes(data)
@@ -342,8 +344,8 @@ def a_byte_that_changed_in_any_ranks_part_sends_all_ranks_to_the_checkpoint_befo
         if group.rank == 0:
             shutil.rmtree(path / "2" / "1")
         group.barrier()
-        state, told = restored(group, path)
-        assert own(state) == first and "is missing" in told
+        state, printed = restored(group, path)
+        assert local_bits(state) == first and "is missing" in printed
 
 
 @claim()
@@ -351,7 +353,7 @@ def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(g
     for rank in sampled(group, (0, group.processes - 1)):
         with two_checkpoints(group) as (path, _, _):
             step, like = in_shards(group, "state")
-            with redirect_stderr(io.StringIO()) as told:
+            with redirect_stderr(io.StringIO()) as printed:
                 checkpoints = fddp.Checkpoints(path, step, every=1)
                 state, _ = checkpoints.restore(like)
                 with full_disk(group.rank == rank):
@@ -366,10 +368,10 @@ def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(g
             assert [name for name in numbers(path) if "." not in name] == ["1", "2", "4"], numbers(
                 path
             )
-            words = "".join(group.all_gather_object(told.getvalue()))
+            words = "".join(group.all_gather_object(printed.getvalue()))
             assert "the checkpoint of step 3 could not be written" in words
             assert (f"rank {rank} could not write its part" in words) == (rank != 0), words
-            assert own(restored(group, path)[0]) == own(state)
+            assert local_bits(restored(group, path)[0]) == local_bits(state)
             step, like = in_shards(group, "state")
             with redirect_stderr(io.StringIO()):
                 checkpoints = fddp.Checkpoints(path, step, every=1)
@@ -382,10 +384,10 @@ def a_disk_that_is_full_on_one_rank_costs_nothing_older_and_all_ranks_are_told(g
 
 @claim(quick=("gloo",))
 def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Group):
-    """As if it had died, or its files did not come through, and nobody had seen it."""
+    """The rank has died, in effect, or its files were lost, unseen by the others."""
     with two_checkpoints(group) as (path, _, second):
         step, like = in_shards(group, "state")
-        with redirect_stderr(io.StringIO()) as told:
+        with redirect_stderr(io.StringIO()) as printed:
             checkpoints = fddp.Checkpoints(path, step, every=1)
             state, _ = checkpoints.restore(like)
             state = train(group, step, state, 3)
@@ -399,15 +401,15 @@ def a_rank_that_writes_nothing_is_named_and_costs_nothing_older(group: fddp.Grou
             message = error_of(checkpoints.close, Exception)
         last = group.processes - 1
         assert f"rank {last} has not written its part" in message, message
-        assert ("could not be written: TimeoutError" in told.getvalue()) == (group.rank == 0)
+        assert ("could not be written: TimeoutError" in printed.getvalue()) == (group.rank == 0)
         state, _ = restored(group, path)
-        assert own(state) == second and numbers(path) == ["1", "2"]
+        assert local_bits(state) == second and numbers(path) == ["1", "2"]
 
 
-def silent(begun: Path, rank: int) -> None:
-    """Reports, but for the last rank of all."""
+def silent(folder: Path, rank: int) -> None:
+    """Writes the report of every rank except the last."""
     if rank < fddp.init().processes - 1:
-        reports.report(begun, rank)
+        reports.report(folder, rank)
 
 
 @claim(quick=("gloo",))

@@ -1,5 +1,5 @@
-"""Claims that every rank of a job asserts for itself; one job holds them all, so that processes
-start once."""
+"""Claims that every rank of a job asserts; all run in a single job, so that processes start
+once."""
 
 import faulthandler
 import json
@@ -31,15 +31,15 @@ STALLED_S = (
 
 @dataclass(frozen=True)
 class Claim:
-    """Something that is so on every rank of some kinds of jobs; its name says what."""
+    """A claim, in its name, that holds on every rank of some kinds of jobs."""
 
     check: Callable[[fddp.Group], None]
-    """Raises on each rank where it is not so."""
+    """Raises on each rank that does not meet the claim."""
     backends: tuple[str, ...]
     sizes: tuple[int, ...]
     quick: tuple[str, ...]
-    """Where it is held in the default tier: what compiles much is held there on one backend, and on
-    all in `slow`."""
+    """The jobs that run the claim in the default tier: one backend if it compiles much; `slow` has
+    all."""
 
 
 def claim(
@@ -103,7 +103,7 @@ def error_of(call: Callable[[], object], kind: type[Exception] = ValueError) -> 
 
 
 def same_on_all_ranks(group: fddp.Group, tree: Any) -> bool:
-    """Whether a tree has the same bits on every rank."""
+    """True if a tree has the same bits on every rank."""
     data = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(tree))
     gathered = group.all_gather(np.frombuffer(data, np.uint8))
     return bool(np.all(gathered == gathered[0]))

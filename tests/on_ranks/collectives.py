@@ -34,15 +34,17 @@ ROWS = 6
 
 
 def clip(p: Any, batch: Any, axis: str | None) -> jax.Array:
-    """Each image against everybody's texts, and each text against everybody's images."""
+    """Each image against all texts, and each text against all images."""
     image, text = (jnp.tanh(batch[name] @ p[name]) for name in ("image", "text"))
-    images, texts, first = image, text, 0
+    images = image
+    texts = text
+    first = 0
     if axis:
         images, texts = (jax.lax.all_gather(x, axis, tiled=True) for x in (image, text))
         first = jax.lax.axis_index(axis) * len(image)
-    own = first + jnp.arange(len(image))
+    labels = first + jnp.arange(len(image))
     entropy = optax.softmax_cross_entropy_with_integer_labels
-    return jnp.mean(entropy(image @ texts.T, own) + entropy(text @ images.T, own))
+    return jnp.mean(entropy(image @ texts.T, labels) + entropy(text @ images.T, labels))
 
 
 def normalized(p: Any, batch: Any, axis: str | None) -> jax.Array:
@@ -65,7 +67,7 @@ def below_the_largest(p: Any, batch: Any, axis: str | None) -> jax.Array:
 
 
 def in_loops(p: Any, batch: Any, axis: str | None) -> jax.Array:
-    """Sums over replicas in a scan, in a part that is computed anew, and in a branch."""
+    """Sums over replicas in a scan, in a rematerialized part, and in a branch."""
     mean = (lambda x: jax.lax.pmean(jnp.mean(x, 0), axis)) if axis else (lambda x: jnp.mean(x, 0))
 
     def layer(x: Any, w: Any) -> Any:
@@ -87,14 +89,14 @@ def holds(group: fddp.Group, loss: Any) -> None:
         draw = np.random.default_rng(0)
         params = {name: draw.normal(size=(6, 6)) for name in ("image", "text", "first", "second")}
         rows = {name: draw.normal(size=(ROWS * group.size, 6)) for name in ("image", "text")}
-        mine = jax.tree.map(lambda x: x[ROWS * group.rank :][:ROWS], rows)
+        local_rows = jax.tree.map(lambda x: x[ROWS * group.rank :][:ROWS], rows)
         value, grads = jax.jit(jax.value_and_grad(partial(loss, axis=None)))(params, rows)
         for schedule in schedules(group, SCHEDULES):
-            own = partial(loss, axis=group.axis_name)
-            f = fddp.value_and_grad(own, group=group, schedule=schedule, bucket_cap_mb=0)
-            got, found = f(params, mine)
+            with_axis = partial(loss, axis=group.axis_name)
+            f = fddp.value_and_grad(with_axis, group=group, schedule=schedule, bucket_cap_mb=0)
+            got, local_grads = f(params, local_rows)
             np.testing.assert_allclose(got, value, rtol=1e-10, err_msg=schedule)
-            close(found, grads)
+            close(local_grads, grads)
 
 
 @claim(quick=("gloo",))

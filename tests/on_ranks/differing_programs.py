@@ -100,19 +100,17 @@ def ranks_that_would_gather_in_different_orders_are_told(group: fddp.Group):
 
 @claim(quick=("mpi",))
 def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
-    """Rank 0 does not read one of the leaves, so its own program would tell it another order of
-    what is put off."""
+    """Rank 0 does not read one of the leaves, so its own program implies another order of the
+    delayed messages."""
 
     def loss(p: Any, x: Any) -> Any:
         return sum(
             jnp.mean((w - x[0]) ** 2) * (k + 1) for k, w in enumerate(p) if group.rank or k != 6
         )
 
-    params, batch, ended = (
-        [np.full(1000 + 7 * k, k, np.float32) for k in range(13)],
-        np.ones(2, np.float32),
-        [],
-    )
+    params = [np.full(1000 + 7 * k, k, np.float32) for k in range(13)]
+    batch = np.ones(2, np.float32)
+    results = []
     for schedule in ("staged", "eager"):
         step = fddp.train_step(
             loss, optax.sgd(0.5), group=group, schedule=schedule, bucket_cap_mb=0
@@ -120,6 +118,6 @@ def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Grou
         state = step.init(params)
         for _ in range(5):
             state, _ = step(state, batch)
-        ended.append(state.params)
-    close(*ended, rtol=1e-5, atol=1e-6)
-    assert same_on_all_ranks(group, ended[1])
+        results.append(state.params)
+    close(*results, rtol=1e-5, atol=1e-6)
+    assert same_on_all_ranks(group, results[1])

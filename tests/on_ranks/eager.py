@@ -33,7 +33,7 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
     }
     rows = draw.normal(size=(4 * group.size, 32)).astype(np.float32)
     optimizer = optax.adam(1e-3)
-    # In both orders of the messages, and in the one that stays.
+    # In both orders of the messages, and in the final order.
     batches = [np.roll(rows, k, axis=0) for k in range(4)]
     expected = by_plain_jax(loss, optimizer, params, batches)
     step = fddp.train_step(loss, optimizer, group=group, schedule="eager", bucket_cap_mb=0)
@@ -46,7 +46,7 @@ def what_is_used_first_and_ready_last_is_never_trained_on_stale(group: fddp.Grou
 
 @claim(quick=("mpi",))
 def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: fddp.Group):
-    """Gathers of the next step lie beside whatever a loop does: its results are right, and so is
+    """Gathers of the next step run next to the calls of a loop: their results are right, and so is
     the training."""
 
     def loss(p: Any, x: Any) -> jax.Array:
@@ -58,7 +58,8 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
         np.sin(np.arange(64.0 * 64, dtype=np.float32) + k).reshape(64, 64) / 8 for k in range(6)
     ]
     batch = np.cos(np.arange(2 * 64.0 * group.size, dtype=np.float32)).reshape(group.size, 2, 64)
-    large, ended = np.full(2**16, group.rank + 1.0, np.float32), []
+    large = np.full(2**16, group.rank + 1.0, np.float32)
+    results = []
     cases: Any = (("staged", "state"), ("eager", "state"), ("eager", None))
     for schedule, shard in sampled(group, cases):
         step = fddp.train_step(
@@ -69,7 +70,8 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
             shard=shard,
             bucket_cap_mb=0,
         )
-        state, losses = step.init(params), []
+        state = step.init(params)
+        losses = []
         for number in range(8):
             state, info = step(state, batch[group.rank])
             losses.append(float(info.loss))
@@ -82,10 +84,10 @@ def what_is_under_way_between_two_steps_meets_nothing_that_is_said_there(group: 
             if number == 6:
                 state = jax.tree.map(jnp.copy, state)
             assert np.isfinite(fddp.evaluate(loss, state, [batch[group.rank]], group=group))
-        ended.append((fddp.whole(state.params, group=group), losses))
-    first, *others = ended
-    for other in others:
-        close(other, first, rtol=1e-5, atol=1e-6)
+        results.append((fddp.whole(state.params, group=group), losses))
+    first, *later_results = results
+    for result in later_results:
+        close(result, first, rtol=1e-5, atol=1e-6)
 
 
 @claim()

@@ -13,8 +13,8 @@ import fddp
 ### Rows of all ranks
 
 
-def mine(group: fddp.Group, counts: list[int]) -> dict[str, np.ndarray]:
-    """Of rows that are numbered through over all ranks as many as this rank has."""
+def local_rows(group: fddp.Group, counts: list[int]) -> dict[str, np.ndarray]:
+    """This rank's share of rows that are numbered through over all ranks."""
     first = sum(counts[: group.rank])
     number = np.arange(first, first + counts[group.rank])
     return {"number": number, "pair": np.stack([number, -number], axis=1).astype(jnp.bfloat16)}
@@ -28,7 +28,8 @@ def the_rows_of_all_ranks_come_in_order_of_rank_however_many_each_has(group: fdd
         list(range(group.size, 0, -1)),
         [0] * group.size,
     ):
-        got, number = fddp.gather_rows(mine(group, counts), group=group), np.arange(sum(counts))
+        got = fddp.gather_rows(local_rows(group, counts), group=group)
+        number = np.arange(sum(counts))
         assert got["number"].tolist() == number.tolist()
         assert got["pair"].dtype == jnp.bfloat16 and got["pair"].shape == (len(number), 2)
         assert got["pair"].astype(int).tolist() == [[n, -n] for n in number]
@@ -36,8 +37,8 @@ def the_rows_of_all_ranks_come_in_order_of_rank_however_many_each_has(group: fdd
 
 @claim()
 def rows_of_another_form_on_one_rank_are_an_error_on_all(group: fddp.Group):
-    for other in (np.zeros((3, 2), np.float32), np.zeros((3, 4), np.float64)):
-        rows = other if group.rank == group.size - 1 else np.zeros((3, 4), np.float32)
+    for odd_rows in (np.zeros((3, 2), np.float32), np.zeros((3, 4), np.float64)):
+        rows = odd_rows if group.rank == group.size - 1 else np.zeros((3, 4), np.float32)
         message = error_of(lambda rows=rows: fddp.gather_rows({"x": rows}, group=group))
         assert "ranks differ in their rows" in message and "a row of x float32[4]" in message
     message = error_of(
@@ -56,10 +57,11 @@ ROWS = np.sin(np.arange(3.0 * sum(map(sum, COUNTS)))).reshape(-1, 3)
 
 
 def batches(group: fddp.Group) -> list[np.ndarray]:
-    """This rank's."""
-    ends = np.cumsum([0, *map(sum, COUNTS)])
-    counts, own = COUNTS[group.rank], ROWS[ends[group.rank] : ends[group.rank + 1]]
-    return np.split(own, np.cumsum(counts)[:-1]) if counts else []
+    """The batches of this rank."""
+    offsets = np.cumsum([0, *map(sum, COUNTS)])
+    counts = COUNTS[group.rank]
+    local_rows = ROWS[offsets[group.rank] : offsets[group.rank + 1]]
+    return np.split(local_rows, np.cumsum(counts)[:-1]) if counts else []
 
 
 def metrics(w: Any, x: Any) -> Any:
@@ -72,15 +74,21 @@ def metrics(w: Any, x: Any) -> Any:
 
 @claim()
 def metrics_are_means_over_the_rows_of_all_ranks_however_many_batches_each_has(group: fddp.Group):
-    rows, w = ROWS[: sum(map(sum, COUNTS[: group.size]))], np.array([1.0, -2.0, 0.5])
+    rows = ROWS[: sum(map(sum, COUNTS[: group.size]))]
+    w = np.array([1.0, -2.0, 0.5])
     with jax.enable_x64(True):
         for shard in (None, "state"):
             step = fddp.train_step(
                 lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group, shard=shard
             )
             got = fddp.evaluate(metrics, step.init(w), batches(group), group=group)
-            wanted = {"error": np.mean((rows @ w) ** 2), "where": np.mean(rows[rows[:, 0] > 0, 1])}
-            np.testing.assert_allclose([got["error"], got["where"]], [*wanted.values()], rtol=1e-14)
+            expected = {
+                "error": np.mean((rows @ w) ** 2),
+                "where": np.mean(rows[rows[:, 0] > 0, 1]),
+            }
+            np.testing.assert_allclose(
+                [got["error"], got["where"]], [*expected.values()], rtol=1e-14
+            )
             assert same_on_all_ranks(group, got)
 
 
@@ -101,8 +109,8 @@ def a_metric_that_fails_on_one_rank_is_an_error_on_all_which_may_go_on(group: fd
     ), message
     message = error_of(lambda: fddp.evaluate(metrics, np.ones(3), [], group=group))
     assert "no rank has a batch" in message
-    other = (lambda w, x: jnp.mean(x)) if group.rank == last else metrics
-    message = error_of(lambda: fddp.evaluate(other, np.ones(3), [ROWS[:2]], group=group))
+    failing = (lambda w, x: jnp.mean(x)) if group.rank == last else metrics
+    message = error_of(lambda: fddp.evaluate(failing, np.ones(3), [ROWS[:2]], group=group))
     assert (
         "ranks differ in their metrics" in message
         and f"rank {last}: metric value float64[]" in message

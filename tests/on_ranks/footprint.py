@@ -1,4 +1,4 @@
-"""The memory that a step is said to need, held against what the process takes."""
+"""The predicted memory of a step, against the memory of the process."""
 
 import ctypes
 from pathlib import Path
@@ -16,7 +16,7 @@ from fddp.buckets import MiB
 
 WIDTH = 1024
 LEAVES = 8
-CARRYING_MIB = 32  # what MPI and the heap keep beside
+CARRYING_MIB = 32  # other memory of MPI and the heap
 M_MMAP_THRESHOLD = (
     -3
 )  # of glibc's mallopt: larger blocks go back to the system as soon as they are free
@@ -43,14 +43,14 @@ def a_step_takes_about_the_memory_that_is_told(group: fddp.Group):
         options: dict[str, Any] = {"schedule": "staged", "bucket_cap_mb": 0} | way
         step = fddp.train_step(loss_fn, optax.adam(0.1), group=group, **options)
         state = step.init(lambda: {f"w{k}": jnp.full((WIDTH, WIDTH), 0.01) for k in range(LEAVES)})
-        told = fddp.audit(step, state, rows).memory
-        assert told is not None
+        predicted = fddp.audit(step, state, rows).memory
+        assert predicted is not None
         for _ in range(2):
             state = jax.block_until_ready(step(state, rows)[0])
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = resident_mib("VmRSS")
         state = jax.block_until_ready(step(state, rows)[0])
-        peak = told.given / MiB + resident_mib("VmHWM") - before
-        found = f"{way}: {peak:.1f} MiB, {told.peak / MiB:.1f} told"
+        peak = predicted.given / MiB + resident_mib("VmHWM") - before
+        summary = f"{way}: {peak:.1f} MiB, {predicted.peak / MiB:.1f} told"
         # XLA plans buffers that it does not always touch.
-        assert 0.75 * told.peak / MiB < peak < told.peak / MiB + CARRYING_MIB, found
+        assert 0.75 * predicted.peak / MiB < peak < predicted.peak / MiB + CARRYING_MIB, summary

@@ -55,8 +55,8 @@ def rank_0_alone_is_main_and_prints(group: fddp.Group):
 
 @claim()
 def all_gather_stacks_in_order_of_rank(group: fddp.Group):
-    mine = np.array([[group.rank, 10.0 * group.rank]], np.float64)
-    rows = group.all_gather(mine)
+    row = np.array([[group.rank, 10.0 * group.rank]], np.float64)
+    rows = group.all_gather(row)
     assert rows.dtype == np.float64
     assert rows.tolist() == [[[r, 10.0 * r]] for r in range(group.size)]
 
@@ -64,9 +64,9 @@ def all_gather_stacks_in_order_of_rank(group: fddp.Group):
 @claim()
 def all_gather_keeps_every_dtype(group: fddp.Group):
     for dtype in (bool, np.int8, np.uint64, np.float16, jnp.bfloat16, np.float64, np.complex128):
-        mine = np.full(3, group.rank, dtype)
-        rows = group.all_gather(mine)
-        assert rows.dtype == mine.dtype
+        local = np.full(3, group.rank, dtype)
+        rows = group.all_gather(local)
+        assert rows.dtype == local.dtype
         assert all(rows[r].tobytes() == np.full(3, r, dtype).tobytes() for r in range(group.size))
 
 
@@ -77,11 +77,11 @@ def all_gather_of_nothing_is_nothing(group: fddp.Group):
 
 @claim()
 def all_reduce_sums_and_finds_extremes(group: fddp.Group):
-    mine = np.array([group.rank, -group.rank], np.int64)
+    local = np.array([group.rank, -group.rank], np.int64)
     last = group.size - 1
-    assert group.all_reduce(mine).tolist() == [last * group.size // 2, -last * group.size // 2]
-    assert group.all_reduce(mine, "max").tolist() == [last, 0]
-    assert group.all_reduce(mine, "min").tolist() == [0, -last]
+    assert group.all_reduce(local).tolist() == [last * group.size // 2, -last * group.size // 2]
+    assert group.all_reduce(local, "max").tolist() == [last, 0]
+    assert group.all_reduce(local, "min").tolist() == [0, -last]
     assert group.all_reduce(0.5).tolist() == group.size / 2
 
 
@@ -92,14 +92,15 @@ def another_operation_is_an_error(group: fddp.Group):
 
 @claim(backends=("mpi",))
 def a_small_sum_is_not_slept_through(group: fddp.Group):
-    naps, counts = list[float](), list[int]()
-    here = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
+    naps = list[float]()
+    counts = list[int]()
+    local = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
     with mock.patch.object(
         mpi_transport, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))
     ):
         for _ in range(50):
             naps.clear()
-            assert np.unique(group.transport.all_reduce(here)).tolist() == [
+            assert np.unique(group.transport.all_reduce(local)).tolist() == [
                 sum(range(1, group.size + 1))
             ]
             counts.append(len(naps))
@@ -109,31 +110,34 @@ def a_small_sum_is_not_slept_through(group: fddp.Group):
 
 @claim()
 def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.Group):
-    replicas, own = group.size, group.placement.per_replica
+    replicas = group.size
+    per_replica = group.placement.per_replica
 
     def inside(comm: fddp.Communicator, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = comm.reduce_scatter(x.reshape(replicas, -1))
         return comm.all_gather(part).reshape(-1), comm.all_reduce(x)
 
     for dtype in (np.float32, np.float16, jnp.bfloat16):
-        # Whole numbers of which every sum is exact.
-        mine = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
+        # Whole numbers with exact sums.
+        local = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
         total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
-        x = group.placement.place(mine, own)
+        x = group.placement.place(local, per_replica)
         part = group.transport.reduce_scatter(x)
-        whole = group.transport.all_gather(part)
-        assert part.dtype == whole.dtype == mine.dtype
-        (here,) = [np.asarray(shard.data) for shard in part.addressable_shards]
-        np.testing.assert_array_equal(here, total.astype(dtype)[5 * group.rank :][:5])
-        np.testing.assert_array_equal(_mine(whole), total.astype(dtype))
+        gathered = group.transport.all_gather(part)
+        assert part.dtype == gathered.dtype == local.dtype
+        (local_part,) = [np.asarray(shard.data) for shard in part.addressable_shards]
+        np.testing.assert_array_equal(local_part, total.astype(dtype)[5 * group.rank :][:5])
+        np.testing.assert_array_equal(_first_shard(gathered), total.astype(dtype))
         # Those of a program of its own, which leave the core to others while they wait, do the
         # same.
         for comm in (group.communicator, group.transport.inside):
-            for came in group.placement.program(partial(inside, comm), (own,), REPLICATED)(x):
-                np.testing.assert_array_equal(_mine(came), total.astype(dtype))
+            for received in group.placement.program(
+                partial(inside, comm), (per_replica,), REPLICATED
+            )(x):
+                np.testing.assert_array_equal(_first_shard(received), total.astype(dtype))
 
 
-def _mine(x: jax.Array) -> np.ndarray:
+def _first_shard(x: jax.Array) -> np.ndarray:
     return np.asarray(x.addressable_shards[0].data)
 
 
@@ -143,7 +147,7 @@ def broadcast_gives_the_roots_bits(group: fddp.Group):
         np.float32
     )  # a NaN with a payload, and -0.0
     for root in (0, group.size - 1):
-        theirs = {
+        root_tree = {
             "bf16": jnp.full((2, 1), 1.5, jnp.bfloat16),
             "empty": np.zeros((0, 4), np.float32),
             "float64": np.array([1 / 3], np.float64),
@@ -152,18 +156,18 @@ def broadcast_gives_the_roots_bits(group: fddp.Group):
             "number": 3,
             "uint8": np.arange(5, dtype=np.uint8),
         }
-        mine = theirs if group.rank == root else jax.tree.map(_other, theirs)
-        got = group.broadcast(mine, root)
-        assert jax.tree.structure(got) == jax.tree.structure(theirs)
+        local = root_tree if group.rank == root else jax.tree.map(_changed, root_tree)
+        got = group.broadcast(local, root)
+        assert jax.tree.structure(got) == jax.tree.structure(root_tree)
         assert jnp.array_equal(
-            jax.random.key_data(got.pop("key")), jax.random.key_data(theirs.pop("key"))
+            jax.random.key_data(got.pop("key")), jax.random.key_data(root_tree.pop("key"))
         )
-        for name, value in theirs.items():
+        for name, value in root_tree.items():
             assert np.asarray(got[name]).dtype == np.asarray(value).dtype, name
             assert np.asarray(got[name]).tobytes() == np.asarray(value).tobytes(), name
 
 
-def _other(x):
+def _changed(x):
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.key(8)
     return np.zeros_like(np.asarray(x))
@@ -198,20 +202,20 @@ def a_subgroup_numbers_its_ranks_anew(group: fddp.Group):
 
 @claim()
 def a_subgroup_of_one_is_alone(group: fddp.Group):
-    alone = group.subgroup([group.rank])
-    assert (alone.rank, alone.size, alone.processes) == (0, 1, 1)
-    assert alone.all_gather(group.rank).tolist() == [group.rank]
+    single = group.subgroup([group.rank])
+    assert (single.rank, single.size, single.processes) == (0, 1, 1)
+    assert single.all_gather(group.rank).tolist() == [group.rank]
 
 
 @claim(sizes=(3, 4))
 def two_subgroups_do_not_hear_each_other(group: fddp.Group):
-    """Two pairs, or a pair and one that is alone."""
+    """Two pairs, or a pair and a single rank."""
     ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
-    mine = group.subgroup(ranks)
-    assert (mine.rank, mine.size) == (group.rank % 2, len(ranks))
-    assert mine.all_reduce(group.rank) == sum(ranks)
-    assert mine.broadcast(np.int64(group.rank), root=len(ranks) - 1) == ranks[-1]
-    mine.barrier()
+    subgroup = group.subgroup(ranks)
+    assert (subgroup.rank, subgroup.size) == (group.rank % 2, len(ranks))
+    assert subgroup.all_reduce(group.rank) == sum(ranks)
+    assert subgroup.broadcast(np.int64(group.rank), root=len(ranks) - 1) == ranks[-1]
+    subgroup.barrier()
 
 
 @claim()
@@ -221,13 +225,13 @@ def a_subgroup_has_the_groups_backend(group: fddp.Group):
 
 @claim()
 def a_subgroup_without_this_rank_is_an_error(group: fddp.Group):
-    others = [r for r in range(group.size) if r != group.rank]
-    assert f"rank {group.rank} is not in" in error_of(lambda: group.subgroup(others))
+    absent = [r for r in range(group.size) if r != group.rank]
+    assert f"rank {group.rank} is not in" in error_of(lambda: group.subgroup(absent))
     assert "different" in error_of(lambda: group.subgroup([group.rank, group.rank]))
     assert "different" in error_of(lambda: group.subgroup([group.rank, group.size]))
 
 
-### Who could hear them
+### Open ports
 
 
 # 127.0.0.1, the same for IPv6, and ::1, as Linux writes them
@@ -248,15 +252,15 @@ def a_job_that_is_killed_leaves_no_shared_memory_behind(group: fddp.Group):
 
 
 def listening() -> set[str]:
-    """Where this process listens, but for what it has from who started it."""
-    found = dict[str, str]()
+    """The addresses at which this process listens, without those of its launcher."""
+    addresses = dict[str, str]()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":
-                found[f"socket:[{fields[9]}]"] = fields[1].rpartition(":")[0]
-    mine, inherited = (open_files(process) for process in ("self", os.getppid()))
-    return {address for name, address in found.items() if name in mine - inherited}
+                addresses[f"socket:[{fields[9]}]"] = fields[1].rpartition(":")[0]
+    sockets, inherited = (open_files(process) for process in ("self", os.getppid()))
+    return {address for name, address in addresses.items() if name in sockets - inherited}
 
 
 def open_files(process: object) -> set[str]:

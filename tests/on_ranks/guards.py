@@ -1,5 +1,4 @@
-"""Ranks whose gradients are not finite or overflow, and ranks whose parameters differ from the
-others'."""
+"""Ranks with gradients that are not finite or overflow, and ranks with differing parameters."""
 
 import io
 from contextlib import redirect_stderr
@@ -19,7 +18,7 @@ import fddp
 @claim()
 def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group: fddp.Group):
     last = group.rank == group.size - 1
-    says = (
+    reason = (
         "its gradient of "
         if last
         else "the mean gradients are not finite"
@@ -29,19 +28,23 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
     for schedule in schedules(group):
         step = pull(group, schedule=schedule, skip_nonfinite=True)
         state = step.init(np.float32(0))
-        with redirect_stderr(io.StringIO()) as told:
+        with redirect_stderr(io.StringIO()) as printed:
             for ill in (False, True, False):
                 state, _ = step(state, rows(2, np.nan if ill and last else 1))
             assert float(state.params) == -3.0, "two steps of three, by a mean of 1.5"
             step(state, rows(2, 1))  # by then the others are over
-        wanted = (
-            f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {says}" if says else ""
+        expected = (
+            f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {reason}"
+            if reason
+            else ""
         )
         lines = [
-            line for line in told.getvalue().splitlines() if "bring the same first rows" not in line
+            line
+            for line in printed.getvalue().splitlines()
+            if "bring the same first rows" not in line
         ]
         words = "\n".join(lines)
-        assert words.startswith(wanted) and bool(words) == bool(says), told.getvalue()
+        assert words.startswith(expected) and bool(words) == bool(reason), printed.getvalue()
 
 
 @claim()
@@ -66,10 +69,10 @@ def a_rank_that_changes_its_parameters_alone_is_found_and_named_by_all(group: fd
     if group.rank == 1:
         (shard,) = state.params.addressable_shards
         changed = jax.device_put(np.asarray(shard.data) + 1, shard.device)
-        whole = jax.make_array_from_single_device_arrays(
+        altered = jax.make_array_from_single_device_arrays(
             state.params.shape, state.params.sharding, [changed]
         )
-        state = state._replace(params=whole)
+        state = state._replace(params=altered)
     message = error_of(lambda: step(state, rows(2, 1)), RuntimeError)
     assert "no longer equal after step 2: params of rank 1 differs from the others'" in message, (
         message
@@ -78,8 +81,8 @@ def a_rank_that_changes_its_parameters_alone_is_found_and_named_by_all(group: fd
 
 @claim(quick=("mpi",))
 def a_rank_that_overflows_stops_all_ranks(group: fddp.Group):
-    """In float16 the gradient is the scale times x: on the last rank too much for the scale to
-    begin with."""
+    """The gradient in float16 is the scale times x: on the last rank too much for the scale at the
+    start."""
     half = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32), jnp.float16)
     optimizer = fddp.dynamic_scale(optax.adamw(0.5, weight_decay=0.5), initial=2.0**14)
     x = rows(1, 16) if group.rank == group.size - 1 else rows(1, 1)

@@ -74,7 +74,7 @@ CLAIMS = claims_of(
 
 
 def claimed(backend: str, size: int) -> dict[str, Claim]:
-    """The claims made for a kind of job."""
+    """The claims for a kind of job."""
     return {
         name: claim
         for name, claim in CLAIMS.items()

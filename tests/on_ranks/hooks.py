@@ -1,4 +1,4 @@
-"""Sums that hooks make of the buckets of several processes, against values by hand or NumPy's."""
+"""Sums of hooks over several processes, against values by hand or NumPy's."""
 
 from typing import Any
 
@@ -16,20 +16,21 @@ from fddp.schedules import Span, Timeline
 WIDTH = 24
 
 
-def parts(group: fddp.Group) -> np.ndarray:
-    """Each rank's gradient of w under mean of w·x, when its row x is this."""
+def rows_of_ranks(group: fddp.Group) -> np.ndarray:
+    """Each rank's gradient of w under mean of w·x: its row x."""
     return np.random.default_rng(5).normal(size=(group.size, WIDTH)).astype(np.float32)
 
 
 def pulled(
     group: fddp.Group, hook: fddp.Hook, steps: int = 1, **options: Any
 ) -> tuple[fddp.TrainState, Any]:
-    """The mean gradient as a hook makes it: what SGD with rate 1 takes from zeros."""
+    """The mean gradient of a hook: the step of SGD with rate 1 from zeros."""
     loss = lambda w, x: jnp.sum(w * x) / len(x)  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, **options)
-    state, info = step.init(np.zeros(WIDTH, np.float32)), None
+    state = step.init(np.zeros(WIDTH, np.float32))
+    info = None
     for _ in range(steps):
-        state, info = step(state, parts(group)[group.rank][None])
+        state, info = step(state, rows_of_ranks(group)[group.rank][None])
     return state, info
 
 
@@ -39,21 +40,21 @@ def sixteen_bits_are_rounded_before_and_after_a_sum_in_float32(group: fddp.Group
         (hooks.bf16(), jnp.bfloat16, 1),
         (hooks.fp16(), jnp.float16, group.size),
     ):
-        rounded = (parts(group) / by).astype(dtype).astype(np.float32).sum(0)
+        rounded = (rows_of_ranks(group) / by).astype(dtype).astype(np.float32).sum(0)
         mean = by * rounded.astype(dtype).astype(np.float32) / group.size
         for schedule in schedules(group):
             state, info = pulled(group, hook, schedule=schedule)
             np.testing.assert_allclose(
                 state.params, -mean, rtol=1e-6, atol=2e-3 * float(jnp.finfo(dtype).eps)
             )
-            # Half of the 4-byte words, and loss and weight beside them.
+            # Half of the 4-byte words, and loss and weight.
             assert info.sent.tolist() == [on_the_wire(group, 2 * WIDTH), on_the_wire(group, 2 * 4)]
             assert same_on_all_ranks(group, state.params)
 
 
 @claim(quick=("gloo",))
 def eight_bits_travel_and_what_they_lose_comes_later(group: fddp.Group):
-    mean = parts(group).mean(0)
+    mean = rows_of_ranks(group).mean(0)
     for schedule in schedules(group):
         state, info = pulled(group, hooks.quantize(block=8), steps=8, schedule=schedule)
         np.testing.assert_allclose(state.params, -8 * mean, atol=0.05 * np.abs(mean).max() * 8)
@@ -64,7 +65,7 @@ def eight_bits_travel_and_what_they_lose_comes_later(group: fddp.Group):
 
 @claim()
 def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
-    rows = parts(group)
+    rows = rows_of_ranks(group)
     largest = np.argsort(-np.abs(rows), axis=1)[:, :3]
     sparse = np.zeros_like(rows)
     np.put_along_axis(sparse, largest, np.take_along_axis(rows, largest, 1), 1)
@@ -72,12 +73,12 @@ def every_rank_adds_the_largest_numbers_of_all(group: fddp.Group):
         state, info = pulled(group, hooks.topk(3 / WIDTH), schedule=schedule)
         np.testing.assert_allclose(state.params, -sparse.sum(0) / group.size, rtol=1e-5)
         assert int(info.sent[0]) == 3 * 8 * (group.size - 1)
-        own = np.asarray(
+        residual = np.asarray(
             state.hook_state.addressable_shards[0].data
             if group.backend == "gloo"
             else state.hook_state
         )
-        np.testing.assert_allclose(own.reshape(-1), (rows - sparse)[group.rank], rtol=1e-6)
+        np.testing.assert_allclose(residual.reshape(-1), (rows - sparse)[group.rank], rtol=1e-6)
         assert same_on_all_ranks(group, state.params)
 
 
@@ -94,10 +95,10 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
     def trained(**options: Any) -> Any:
         step = fddp.train_step(loss, optax.adam(0.05), group=group, bucket_cap_mb=0, **options)
         state = step.init(params)
-        for mine in rows:
-            state, _ = step(state, mine)
-        kept = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
-        return fddp.whole(state.params), kept
+        for local_rows in rows:
+            state, _ = step(state, local_rows)
+        memory = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
+        return fddp.whole(state.params), memory
 
     ways = (("eager", None), ("eager", "state"), ("staged", "optimizer"), ("fused", "state"))
     for hook in (hooks.bf16(), hooks.topk(0.3)):
@@ -115,7 +116,8 @@ def a_hook_goes_with_eager_steps_and_with_shards(group: fddp.Group):
 def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.Group):
     """The memory that a step promises is read by the next one, in whatever order their messages
     leave."""
-    kept, ways = [], []
+    results = []
+    ways = []
     names = [f"layer {k}" for k in range(6)]
     for schedule in ("staged", "eager"):
         step = fddp.train_step(
@@ -128,15 +130,15 @@ def a_hook_remembers_across_the_border_of_eager_steps_what_it_lost(group: fddp.G
         )
         state = step.init(dict.fromkeys(names, np.zeros(WIDTH, np.float32)))
         for k in range(6):
-            rows = parts(group)[group.rank][None] * (1 + k)
+            rows = rows_of_ranks(group)[group.rank][None] * (1 + k)
             state, _ = step(state, rows)
-            ways.append([one.name for one in step.tasks(state, rows).messages])
-        own = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
-        kept.append((jax.tree.map(np.asarray, state.params), own))
-    (staged, own), (eager, of_eager) = kept
-    jax.tree.map(np.testing.assert_array_equal, own, of_eager)
+            ways.append([message.name for message in step.tasks(state, rows).messages])
+        residual = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), state.hook_state)
+        results.append((jax.tree.map(np.asarray, state.params), residual))
+    (staged, residual), (eager, of_eager) = results
+    jax.tree.map(np.testing.assert_array_equal, residual, of_eager)
     close(eager, staged, rtol=1e-6)  # another program divides, by three say
-    assert all(np.any(own[name]["sent"] != 0) for name in names)
+    assert all(np.any(residual[name]["sent"] != 0) for name in names)
     assert ways[-1] != ways[0] or group.backend == "gloo"
 
 
@@ -148,12 +150,12 @@ def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fdd
     for schedule in schedules(group):
         step = fddp.train_step(loss, optax.sgd(1.0), group=group, hook=hook, schedule=schedule)
         state = step.init(np.zeros((6, 4), np.float32))
-        sent = []
+        nbytes = []
         for k in range(2):
             state, info = step(state, rows[group.rank][None])
             np.testing.assert_allclose(state.params, -(k + 1) * rows.mean(0), rtol=1e-4, atol=1e-5)
-            sent.append(int(info.sent[0]))
-        assert sent == [on_the_wire(group, 6 * 4 * 4), on_the_wire(group, (6 + 4) * 4 * 4)]
+            nbytes.append(int(info.sent[0]))
+        assert nbytes == [on_the_wire(group, 6 * 4 * 4), on_the_wire(group, (6 + 4) * 4 * 4)]
         assert same_on_all_ranks(group, state.params)
 
 
@@ -161,12 +163,12 @@ def powersgd_of_full_rank_is_the_plain_sum_after_its_start_and_before(group: fdd
 def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(group: fddp.Group):
     loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(p["b"])) / len(x)  # noqa: E731
     params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
-    good = parts(group)[group.rank][None]
+    good = rows_of_ranks(group)[group.rank][None]
     bad = np.where(
         (np.arange(WIDTH) == 5) & (group.rank == group.size - 1), np.float32(np.nan), good
     )
 
-    def own(state: Any) -> list[np.ndarray]:
+    def local_memory(state: Any) -> list[np.ndarray]:
         return [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state)]
 
     for hook, schedule in (
@@ -174,17 +176,15 @@ def what_overflows_on_one_rank_stops_all_and_no_hook_remembers_anything_of_it(gr
         (hooks.topk(0.1), "staged"),
         (hooks.quantize(), "fused"),
     ):
-        optimizer, options = (
-            fddp.dynamic_scale(optax.sgd(1.0), initial=4.0),
-            {"schedule": schedule, "donate": False},
-        )
+        optimizer = fddp.dynamic_scale(optax.sgd(1.0), initial=4.0)
+        options = {"schedule": schedule, "donate": False}
         step = fddp.train_step(loss, optimizer, group=group, hook=hook, bucket_cap_mb=0, **options)
         before, _ = step(step.init(params), good)
         after, _ = step(before, bad)
         assert float(after.opt_state.scale) == 2
-        np.testing.assert_array_equal(own(after), own(before))
+        np.testing.assert_array_equal(local_memory(after), local_memory(before))
         on, _ = step(after, good)
-        assert all(np.all(np.isfinite(x)) for x in (*jax.tree.leaves(on.params), *own(on)))
+        assert all(np.all(np.isfinite(x)) for x in (*jax.tree.leaves(on.params), *local_memory(on)))
         assert np.any(on.params["a"] != before.params["a"])
         assert same_on_all_ranks(group, on.params)
 
@@ -204,8 +204,8 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
         )
         state = step.init(params)
         for _ in range(2):
-            state, _ = step(state, parts(group)[group.rank][None])
-        np.testing.assert_allclose(state.params["w"], -2 * parts(group).mean(0), atol=0.1)
+            state, _ = step(state, rows_of_ranks(group)[group.rank][None])
+        np.testing.assert_allclose(state.params["w"], -2 * rows_of_ranks(group).mean(0), atol=0.1)
         assert state.params["empty"].shape == (0, 3)
         assert same_on_all_ranks(group, state.params["w"])
 
@@ -214,32 +214,34 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
 def all_ranks_choose_the_same_bits_though_they_have_seen_other_times(group: fddp.Group):
     params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
     loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(jnp.tanh(p["b"] * x))) / len(x)  # noqa: E731
-    mine = parts(group)[group.rank][None]
+    local_rows = rows_of_ranks(group)[group.rank][None]
     for schedule in sampled(group, ("staged", "eager")):
         options = {"schedule": schedule, "bucket_cap_mb": 0, "hook": hooks.adaptive((8,))}
         step = fddp.train_step(loss, optax.sgd(0.1), group=group, **options)
         state = step.init(params)
-        assert same_on_all_ranks(group, fddp.fit_bits(step, state, mine).bits)
+        assert same_on_all_ranks(group, fddp.fit_bits(step, state, local_rows).bits)
         for _ in range(2):
-            state, _ = step(state, mine)
+            state, _ = step(state, local_rows)
         stages = len(step.timeline().compute)
 
         step.lately.clear()
         step.lately.append(seen_alone(group, stages, 1000.0))
         fewer = fddp.refit_bits(step)
         assert fewer.options.hook is not None and fewer.options.hook.bits == (1, 1)
-        state, _ = fewer(state, mine)
+        state, _ = fewer(state, local_rows)
         step.lately[0] = seen_alone(group, stages, 1e-6)
         more = fddp.refit_bits(step)
         assert more.options.hook is not None and more.options.hook.bits == (32, 32)
-        state, _ = more(state, mine)
+        state, _ = more(state, local_rows)
         assert same_on_all_ranks(group, state.params)
         assert not any(np.any(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state))
 
 
 def seen_alone(group: fddp.Group, stages: int, seconds: float) -> Timeline:
-    """A step as each rank has seen it for itself, with two messages of so many seconds."""
+    """A step from the view of each rank, with two messages of so many seconds."""
     spans = [Span("compute", f"stage {k}", 0.0, 1.0 / (1 + group.rank)) for k in range(stages)]
     # The rank that comes last to a message does not wait in it: here the last one.
-    took = seconds * (group.size - group.rank)
-    return Timeline((*spans, *(Span("communication", f"bucket {k}", 0.0, took) for k in range(2))))
+    duration = seconds * (group.size - group.rank)
+    return Timeline(
+        (*spans, *(Span("communication", f"bucket {k}", 0.0, duration) for k in range(2)))
+    )

@@ -24,7 +24,7 @@ def batches_of(rank: int, count: int) -> np.ndarray:
     return np.sin(np.arange(4 * count, dtype=np.float32) + 100 * rank).reshape(count, 4)
 
 
-def mine(copies: Any) -> np.ndarray:
+def local_copy(copies: Any) -> np.ndarray:
     """This island's own array."""
     return np.asarray(copies.parts.addressable_shards[0].data).reshape(copies.shape)
 
@@ -47,17 +47,20 @@ def islands_that_do_not_wait_are_made_again_from_their_log_to_the_same_bits(grou
                 log=folder / "merges.jsonl",
             )
             step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
-            state, sent = step.init(jnp.zeros(())), []
+            state = step.init(jnp.zeros(()))
+            nbytes = []
             for x in batches[group.rank]:
                 state, info = step(state, x)
-                sent.append(int(info.sent.sum()))
-            assert sent[:4] == [0, 4, 0, 4]
+                nbytes.append(int(info.sent.sum()))
+            assert nbytes[:4] == [0, 4, 0, 4]
             state = fddp.meet(step, state)
-            assert same_on_all_ranks(group, (mine(state.opt_state.shared), mine(state.params)))
-            given: Any = (square, optimizer, jnp.zeros(()), batches)
-            again = fddp.replay_islands(folder / "merges.jsonl", *given, schedule=schedule)
-            same_bits(mine(state.opt_state.shared), again.params)
-            same_bits(mine(state.params), mine(again.states[group.rank].params))
+            assert same_on_all_ranks(
+                group, (local_copy(state.opt_state.shared), local_copy(state.params))
+            )
+            arguments: Any = (square, optimizer, jnp.zeros(()), batches)
+            replayed = fddp.replay_islands(folder / "merges.jsonl", *arguments, schedule=schedule)
+            same_bits(local_copy(state.opt_state.shared), replayed.params)
+            same_bits(local_copy(state.params), local_copy(replayed.states[group.rank].params))
 
 
 @claim(quick=("gloo",))
@@ -66,10 +69,10 @@ def an_island_that_is_stopped_stops_no_other_be_it_rank_0(group: fddp.Group):
         with shared_folder(group) as folder:
             train_while_one_is_stopped(group, stopped, folder)
             *merges, _ = read_log(folder / "merges.jsonl")
-            came = [
+            ranks = [
                 island for line in merges if isinstance(line, Merged) for island in line.islands
             ]
-            assert [came.count(rank) for rank in range(group.size)] == [
+            assert [ranks.count(rank) for rank in range(group.size)] == [
                 1 if rank == stopped else 21 for rank in range(group.size)
             ]
 
@@ -79,8 +82,10 @@ def an_island_whose_leader_is_stopped_is_late_as_a_whole(group: fddp.Group):
     with shared_folder(group) as folder:
         train_while_one_is_stopped(group, 2, folder, island=2)
         *merges, _ = read_log(folder / "merges.jsonl")
-        came = [island for line in merges if isinstance(line, Merged) for island in line.islands]
-        assert (came.count(0), came.count(1)) == (21, 1)
+        merged_islands = [
+            island for line in merges if isinstance(line, Merged) for island in line.islands
+        ]
+        assert (merged_islands.count(0), merged_islands.count(1)) == (21, 1)
 
 
 @claim(sizes=(4,), quick=())
@@ -100,19 +105,25 @@ def islands_of_two_are_made_again_from_their_log(group: fddp.Group):
         for x in batches[group.rank]:
             state, _ = step(state, x)
         state = fddp.meet(step, state)
-        assert same_on_all_ranks(group, (mine(state.params), mine(state.opt_state.outer[0].trace)))
+        assert same_on_all_ranks(
+            group, (local_copy(state.params), local_copy(state.opt_state.outer[0].trace))
+        )
         rows = [np.concatenate(batches[k : k + 2], axis=1) for k in (0, 2)]
-        again = fddp.replay_islands(folder / "merges.jsonl", square, optimizer, jnp.zeros(()), rows)
-        np.testing.assert_allclose(mine(state.opt_state.shared), again.params, rtol=1e-5, atol=1e-6)
+        replayed = fddp.replay_islands(
+            folder / "merges.jsonl", square, optimizer, jnp.zeros(()), rows
+        )
+        np.testing.assert_allclose(
+            local_copy(state.opt_state.shared), replayed.params, rtol=1e-5, atol=1e-6
+        )
 
 
 def train_while_one_is_stopped(
     group: fddp.Group, stopped: int, folder: Path, island: int = 1
 ) -> None:
-    """After its first step a rank is stopped until those of all other islands have made twenty
+    """Stops a rank after its first step until the ranks of all other islands have made twenty
     more."""
     pids = group.all_gather_object(os.getpid())
-    others = [rank for rank in range(group.size) if rank // island != stopped // island]
+    running = [rank for rank in range(group.size) if rank // island != stopped // island]
     optimizer = fddp.local_steps(
         optax.sgd(RATE), quorum=1, island=island, log=folder / "merges.jsonl"
     )
@@ -120,7 +131,7 @@ def train_while_one_is_stopped(
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
     if group.rank == stopped:
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif group.rank in others:
+    elif group.rank in running:
         wait(
             lambda: (
                 Path(f"/proc/{pids[stopped]}/stat").read_text().rpartition(") ")[2].startswith("T")
@@ -129,8 +140,8 @@ def train_while_one_is_stopped(
         for x in batches_of(group.rank, 20):
             state, _ = step(state, x)
         (folder / f"{group.rank}").touch()
-    if group.rank == others[0]:
-        wait(lambda: all((folder / f"{rank}").exists() for rank in others))
+    if group.rank == running[0]:
+        wait(lambda: all((folder / f"{rank}").exists() for rank in running))
         os.kill(pids[stopped], signal.SIGCONT)
     fddp.meet(step, state)
 
@@ -152,45 +163,47 @@ def a_server_that_dies_is_an_error_on_every_rank(group: fddp.Group):
 
 @claim(quick=("gloo",))
 def islands_go_on_from_a_checkpoint_with_the_newest_parameters(group: fddp.Group):
-    def made() -> fddp.TrainStep:
+    def quorum_step() -> fddp.TrainStep:
         return fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
 
     with shared_folder(group) as folder:
-        step = made()
+        step = quorum_step()
         state = step.init(jnp.zeros(()))
         for x in batches_of(group.rank, 3):
             state, _ = step(state, x)
-        met = fddp.meet(step, state)
+        merged_state = fddp.meet(step, state)
         with fddp.Checkpoints(folder, step) as checkpoints:
-            checkpoints.save(met, now=True)
-        step = made()
+            checkpoints.save(merged_state, now=True)
+        step = quorum_step()
         with redirect_stderr(io.StringIO()), fddp.Checkpoints(folder, step) as checkpoints:
             state, _ = checkpoints.restore(step.init(jnp.zeros(())))
-        same_bits(mine(state.params), mine(met.params))
+        same_bits(local_copy(state.params), local_copy(merged_state.params))
         state, _ = step(state, batches_of(group.rank, 1)[0])
-        assert mine(fddp.meet(step, state).opt_state.version) > mine(met.opt_state.version)
+        assert local_copy(fddp.meet(step, state).opt_state.version) > local_copy(
+            merged_state.opt_state.version
+        )
 
 
 @claim(quick=("gloo",))
 def a_state_that_is_not_the_last_is_no_islands(group: fddp.Group):
     step = fddp.train_step(square, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group)
     state, _ = step(step.init(jnp.zeros(())), batches_of(group.rank, 1)[0])
-    taken = int(mine(fddp.meet(step, state).opt_state.version))
+    version = int(local_copy(fddp.meet(step, state).opt_state.version))
     state = step.init(jnp.zeros(()))
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), ValueError)
     assert (
-        f"version 0 of the shared parameters, and the island has taken version {taken} last"
+        f"version 0 of the shared parameters, and the island has taken version {version} last"
         in words
     )
 
 
-def wait(done: Any) -> None:
-    while not done():
+def wait(condition: Any) -> None:
+    while not condition():
         time.sleep(0.01)
 
 
 def servers() -> list[int]:
-    """The servers that this process has started, in that order."""
+    """The servers of this process, in the order of their start."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [
         int(pid)

@@ -21,13 +21,14 @@ def uneven(group: fddp.Group) -> list[np.ndarray]:
 @claim()
 def a_rank_without_data_counts_for_nothing_until_all_are_done(group: fddp.Group):
     for schedule in schedules(group):
-        by_all, by_active = ([], [])
-        for taken, option in ((by_all, True), (by_active, False)):
+        by_all = []
+        by_active = []
+        for results, option in ((by_all, True), (by_active, False)):
             step = pull(group, schedule=schedule)
             state = step.init(np.float32(0))
             for batch in fddp.join(uneven(group), group, divide_by_initial_world_size=option):
                 state, _ = step(state, batch)
-                taken.append(float(state.params))
+                results.append(float(state.params))
         # In step k all but the first k ranks have a batch.
         np.testing.assert_allclose(by_active, -np.arange(1.0, group.size + 1), rtol=1e-6)
         np.testing.assert_allclose(
@@ -37,10 +38,10 @@ def a_rank_without_data_counts_for_nothing_until_all_are_done(group: fddp.Group)
 
 @claim()
 def join_ends_on_every_rank_at_once_if_asked(group: fddp.Group):
-    seen: list[Any] = []
+    batches_read: list[Any] = []
     batches = fddp.join(uneven(group), group, throw_on_early_termination=True)
-    assert "rank 0 has run out" in error_of(lambda: seen.extend(batches), RuntimeError)
-    assert len(seen) == 1
+    assert "rank 0 has run out" in error_of(lambda: batches_read.extend(batches), RuntimeError)
+    assert len(batches_read) == 1
 
 
 @claim()
@@ -68,13 +69,14 @@ def a_rank_that_ends_with_a_small_batch_counts_with_all_its_rows_afterwards(grou
     counts = (4, 4, 4) if group.rank == 0 else (4, 1)
     batches = [np.full(count, 1.0 + number, np.float32) for number, count in enumerate(counts)]
     step = fddp.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(1.0), group=group)
-    state, seen = step.init(jnp.zeros(())), [0.0]
+    state = step.init(jnp.zeros(()))
+    params_after = [0.0]
     for batch in fddp.join(batches, group):
         state, _ = step(state, batch)
-        seen.append(float(state.params))
+        params_after.append(float(state.params))
     # All rows of the first and the second step; of the third rank 0's four, divided by four rows of
     # each rank.
-    np.testing.assert_allclose(-np.diff(seen), [1, 2, 3 / group.size], rtol=1e-6)
+    np.testing.assert_allclose(-np.diff(params_after), [1, 2, 3 / group.size], rtol=1e-6)
 
 
 @claim()
@@ -85,14 +87,16 @@ def a_rank_without_data_goes_on_in_the_collectives_of_the_loss(group: fddp.Group
     middle = (
         group.size - 1
     ) / 2  # a rank that has run out brings its last rows, which weigh nothing
-    wanted = 1.0
+    expected = 1.0
     for k in range(group.size):  # in step k ranks k, k + 1, … have a batch
-        wanted -= (
-            RATE * sum(2 * (wanted - (rank - middle)) for rank in range(k, group.size)) / group.size
+        expected -= (
+            RATE
+            * sum(2 * (expected - (rank - middle)) for rank in range(k, group.size))
+            / group.size
         )
     for schedule in schedules(group, ("fused", "staged", "eager")):
         step = fddp.train_step(centred, optax.sgd(RATE), group=group, schedule=schedule)
         state = step.init(np.float32(1))
         for batch in fddp.join([rows(group.rank)] * (group.rank + 1), group):
             state, _ = step(state, batch)
-        np.testing.assert_allclose(state.params, wanted, rtol=1e-5)
+        np.testing.assert_allclose(state.params, expected, rtol=1e-5)

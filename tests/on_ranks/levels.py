@@ -18,21 +18,23 @@ FOUR = np.array([2**24, 1, 1, -(2**24)], np.float32)
 
 @claim()
 def sums_over_nodes_first_are_exact_between_programs_and_inside(group: fddp.Group):
-    here = group.size // group.processes
-    numbers = np.arange(here * group.rank, here * (group.rank + 1)) + 1
+    local_count = group.size // group.processes
+    numbers = np.arange(local_count * group.rank, local_count * (group.rank + 1)) + 1
     assert len(set(group.levels.find())) == 1, "all are on this host"
     for local in (n for n in range(1, group.size + 1) if group.size % n == 0):
         levels = group.hierarchical(local)
-        own = levels.placement.per_replica
+        per_replica = levels.placement.per_replica
         for dtype, size in (
             (np.float32, 23),
             (jnp.bfloat16, 1),
         ):  # no multiple of a node's replicas, and less
-            mine = (numbers[:, None] * np.arange(1, size + 1)).astype(dtype)
+            rank_values = (numbers[:, None] * np.arange(1, size + 1)).astype(dtype)
             total = (group.size * (group.size + 1) // 2 * np.arange(1, size + 1)).astype(dtype)
-            x = levels.placement.place(mine.reshape(-1), own)
+            x = levels.placement.place(rank_values.reshape(-1), per_replica)
             between = levels.transport.all_reduce(x)
-            inside = levels.placement.program(levels.communicator.all_reduce, (own,), REPLICATED)(x)
+            inside = levels.placement.program(
+                levels.communicator.all_reduce, (per_replica,), REPLICATED
+            )(x)
             for got in (between, inside):
                 assert got.dtype == dtype
                 for copy in got.addressable_shards:
@@ -43,10 +45,11 @@ def sums_over_nodes_first_are_exact_between_programs_and_inside(group: fddp.Grou
 
 @claim(sizes=(4,))
 def every_schedule_adds_over_nodes_first(group: fddp.Group):
-    levels, mine = group.hierarchical(local=2), np.split(FOUR, group.processes)[group.rank]
+    levels = group.hierarchical(local=2)
+    local_rows = np.split(FOUR, group.processes)[group.rank]
     for schedule in schedules(group):
         f = fddp.value_and_grad(lambda w, x: jnp.mean(w * x), group=levels, schedule=schedule)
-        loss, grad = f(np.zeros((), np.float32), mine)
+        loss, grad = f(np.zeros((), np.float32), local_rows)
         assert (float(loss), float(grad)) == (0, 1 / 4), schedule
 
 
@@ -55,12 +58,12 @@ def nodes_of_unequally_many_are_an_error_on_every_rank(group: fddp.Group):
     def on(find: Any) -> fddp.Group:
         return replace(group, levels=group.levels._replace(find=find)).hierarchical()
 
-    found = ["a"] * (group.size - 1) + ["b"]
-    says = (
+    names = ["a"] * (group.size - 1) + ["b"]
+    message = (
         f"the {group.size} replicas of this group lie on 2 nodes, on one 1 and on another "
         f"{group.size - 1}"
     )
-    assert says in error_of(lambda: on(lambda: found))
+    assert message in error_of(lambda: on(lambda: names))
     assert f"a divisor of the {group.size} of this group; got {group.size - 1}" in error_of(
         lambda: group.hierarchical(local=group.size - 1)
     )
@@ -70,7 +73,7 @@ def nodes_of_unequally_many_are_an_error_on_every_rank(group: fddp.Group):
 def ranks_that_give_nodes_another_size_all_hear_of_it(group: fddp.Group):
     message = error_of(lambda: group.hierarchical(local=1 if group.rank else group.size))
     assert f"rank 0: local={group.size}" in message and "rank 1: local=1" in message
-    # One that is wrong on one rank alone, too.
+    # An argument that is wrong on one rank only, too.
     assert f"1 of {group.size} ranks failed" in error_of(
         lambda: group.hierarchical(local=1 if group.rank else 0)
     )
@@ -89,9 +92,9 @@ def groups_that_sum_over_nodes_first_take_the_buckets_in_turn(group: fddp.Group)
     levels = [group.hierarchical(local=1)] * 3
     for turns in (fddp.round_robin(levels), fddp.round_robin([group] * 3).hierarchical(local=1)):
         assert len(turns.transport.clones) == (3 if group.backend == "mpi" else 1)
-        own = turns.placement.place(jnp.full(4, group.rank + 1.0), turns.placement.per_replica)
+        local = turns.placement.place(jnp.full(4, group.rank + 1.0), turns.placement.per_replica)
         for link in turns.transport.clones:
-            total = link.all_reduce(own)
+            total = link.all_reduce(local)
             assert (
                 np.asarray(jax.device_get(total)).tolist()
                 == [group.size * (group.size + 1) / 2] * 4

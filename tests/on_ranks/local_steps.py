@@ -20,26 +20,29 @@ def ranks_that_train_alone_send_nothing_and_then_agree(group: fddp.Group):
             optax.sgd(RATE, momentum=0.5), outer=optax.sgd(0.7), every=2, delay=delay
         )
         step = fddp.train_step(square, optimizer, group=group, schedule=schedule)
-        state, sent = step.init(jnp.zeros(())), []
-        own, speed, shared = np.zeros(group.size), np.zeros(group.size), 0.0
+        state = step.init(jnp.zeros(()))
+        synchronized = []
+        local = np.zeros(group.size)
+        speed = np.zeros(group.size)
+        shared = 0.0
         for number, batch in enumerate(batches, start=1):
             state, info = step(state, batch[group.rank])
-            sent.append(bool(np.asarray(info.sent).any()))
-            before = own
-            speed = 0.5 * speed + 2 * (own - batch.mean(axis=1))
-            own = own - RATE * speed
+            synchronized.append(bool(np.asarray(info.sent).any()))
+            before = local
+            speed = 0.5 * speed + 2 * (local - batch.mean(axis=1))
+            local = local - RATE * speed
             if number > delay and (number - delay) % 2 == 0:
-                shared -= 0.7 * (shared - np.mean(before if delay else own))
-                own = np.full(group.size, shared)
-        assert sent == (
+                shared -= 0.7 * (shared - np.mean(before if delay else local))
+                local = np.full(group.size, shared)
+        assert synchronized == (
             [False, False, True, False, True] if delay else [False, True, False, True, False]
         )
         np.testing.assert_allclose(float(state.opt_state.shared), shared, rtol=1e-5)
-        whole = fddp.whole(state, group=group)
-        np.testing.assert_allclose(whole.params, np.mean(own), rtol=1e-5)
-        mine = np.asarray(state.params.parts.addressable_shards[0].data)
-        np.testing.assert_allclose(mine, own[group.rank : group.rank + 1], rtol=1e-5)
-        assert same_on_all_ranks(group, whole)
+        gathered = fddp.whole(state, group=group)
+        np.testing.assert_allclose(gathered.params, np.mean(local), rtol=1e-5)
+        copy = np.asarray(state.params.parts.addressable_shards[0].data)
+        np.testing.assert_allclose(copy, local[group.rank : group.rank + 1], rtol=1e-5)
+        assert same_on_all_ranks(group, gathered)
 
 
 @claim(quick=("mpi",))
@@ -58,24 +61,26 @@ def ranks_average_moments_and_over_nodes_each_at_its_own_period(group: fddp.Grou
         )
         step = fddp.train_step(square, optimizer, group=group.hierarchical(node), schedule=schedule)
         state = step.init(jnp.zeros(()))
-        own, speed, shared = np.zeros(size), np.zeros(size), 0.0
+        local = np.zeros(size)
+        speed = np.zeros(size)
+        shared = 0.0
         for number, batch in enumerate(batches, start=1):
             state, _ = step(state, batch[group.rank])
-            before = own, speed
+            before = local, speed
             speed = 0.5 * speed + 2 * (
-                own - np.repeat(batch.reshape(size // island, -1).mean(axis=1), island)
+                local - np.repeat(batch.reshape(size // island, -1).mean(axis=1), island)
             )
-            own = own - RATE * speed
-            sent, pace = before if delay else (own, speed)
-            alone = number - delay
-            if alone and alone % 3 == 0:
+            local = local - RATE * speed
+            snapshot, pace = before if delay else (local, speed)
+            local_count = number - delay
+            if local_count and local_count % 3 == 0:
                 speed = np.full(size, pace.mean())
-            if alone and alone % 4 == 0:
-                shared -= 0.7 * (shared - sent.mean())
-                own = np.full(size, shared)
-            elif alone and alone % 2 == 0:
-                own = np.repeat(sent.reshape(-1, node).mean(axis=1), node)
-        mine = (state.params, state.opt_state.inner[0].trace)
-        mine = [float(np.asarray(x.parts.addressable_shards[0].data).ravel()[0]) for x in mine]
-        np.testing.assert_allclose(mine, [own[group.rank], speed[group.rank]], rtol=1e-5)
+            if local_count and local_count % 4 == 0:
+                shared -= 0.7 * (shared - snapshot.mean())
+                local = np.full(size, shared)
+            elif local_count and local_count % 2 == 0:
+                local = np.repeat(snapshot.reshape(-1, node).mean(axis=1), node)
+        copies = (state.params, state.opt_state.inner[0].trace)
+        copies = [float(np.asarray(x.parts.addressable_shards[0].data).ravel()[0]) for x in copies]
+        np.testing.assert_allclose(copies, [local[group.rank], speed[group.rank]], rtol=1e-5)
         np.testing.assert_allclose(float(state.opt_state.shared), shared, rtol=1e-5)

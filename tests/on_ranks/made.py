@@ -1,4 +1,4 @@
-"""A first state that a function makes, each rank its own part of it."""
+"""A function makes a first state, each rank its own part of it."""
 
 import time
 from pathlib import Path
@@ -14,9 +14,7 @@ import fddp
 
 MIB = 2**20
 LEAVES = 16
-BESIDE_MIB = (
-    64  # a leaf and what XLA keeps beside it, programs, and what the heap does not give back
-)
+BESIDE_MIB = 64  # a leaf and XLA's copies of it, programs, and memory that the heap retains
 
 
 def make() -> dict[str, jax.Array]:
@@ -37,7 +35,7 @@ def step_of(group: fddp.Group, **options: Any) -> fddp.TrainStep:
     return fddp.train_step(loss_fn, optax.adam(0.1), group=group, **options)
 
 
-def own_bits(state: Any) -> list[bytes]:
+def local_bits(state: Any) -> list[bytes]:
     """The bytes of this rank's part of each array."""
     return [np.asarray(x.addressable_data(0)).tobytes() for x in jax.tree.leaves(state)]
 
@@ -49,7 +47,7 @@ def a_state_that_a_function_makes_is_that_of_its_arrays(group: fddp.Group):
         state = step.init(make, model_state=lambda: {"mean": jnp.full(3, 0.5)})
         expected = step.init(jax.jit(make)(), model_state={"mean": np.full(3, 0.5, np.float32)})
         assert jax.tree.structure(state) == jax.tree.structure(expected)
-        assert own_bits(state) == own_bits(expected)
+        assert local_bits(state) == local_bits(expected)
         assert same_on_all_ranks(group, fddp.whole(state.params))
 
 
@@ -65,7 +63,7 @@ def ranks_whose_functions_make_different_values_say_so(group: fddp.Group):
         assert "made by a function of digest" in error_of(
             lambda function=function: step.init(function)
         )
-    rows = jnp.full((8, 4), float(group.rank))  # of which the parameters have the form alone
+    rows = jnp.full((8, 4), float(group.rank))  # only the structure of the parameters
     assert step.init(lambda: jnp.zeros_like(rows)).params.shape == (8, 4)
 
 
@@ -89,7 +87,7 @@ def a_rank_never_holds_the_model_whose_state_it_makes(group: fddp.Group):
     step = step_of(group, shard="state")
     jax.block_until_ready(step.init(lambda: layers(32)))  # all code is loaded
     whole_mib = 3 * 4 * LEAVES * 1024**2 / MIB
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_mib("VmRSS")
     state = jax.block_until_ready(step.init(lambda: layers(1024)))
     grown = resident_mib("VmHWM") - before

@@ -1,4 +1,4 @@
-"""Ranks that measure and tune find the same."""
+"""Ranks that measure and tune arrive at the same result."""
 
 from typing import Any
 
@@ -23,8 +23,8 @@ def all_ranks_pick_the_same_cap_from_the_same_numbers(group: fddp.Group):
     tuning = fddp.tune(
         two_layers, optax.sgd(0.1), PARAMS, batch, group=group, steps=1, caps_mb=(0, 1)
     )
-    told = str(tuning).ljust(2000).encode()
-    gathered = group.all_gather(np.frombuffer(told, np.uint8))
+    text = str(tuning).ljust(2000).encode()
+    gathered = group.all_gather(np.frombuffer(text, np.uint8))
     assert np.all(gathered == gathered[0])
     assert tuning.replicas == group.size
     assert tuning.link.seconds(2**20) > 0
@@ -36,11 +36,13 @@ def all_ranks_choose_the_same_for_gpus_that_are_not_here(group: fddp.Group):
     step = fddp.train_step(two_layers, optax.sgd(0.1), group=group, bucket_cap_mb=0)
     state = step.init(PARAMS)
     choice = fddp.tune(step, state, np.ones((4, 8), np.float32), target="h100:2", caps_mb=[25])
-    told = str(choice).ljust(2000).encode()
-    gathered = group.all_gather(np.frombuffer(told, np.uint8))
+    text = str(choice).ljust(2000).encode()
+    gathered = group.all_gather(np.frombuffer(text, np.uint8))
     assert np.all(gathered == gathered[0])
     # Each candidate was compiled by one rank, and all have its estimate.
-    assert len(choice.candidates) == 6 and all(one.seconds > 0 for one in choice.candidates)
+    assert len(choice.candidates) == 6 and all(
+        candidate.seconds > 0 for candidate in choice.candidates
+    )
     choice.step(state, np.ones((2, 8), np.float32))
 
 
@@ -62,8 +64,8 @@ def a_measured_step_of_processes_keeps_the_state_and_sends_each_bucket_once(grou
             two_layers, optax.sgd(0.1), group=group, schedule=schedule, bucket_cap_mb=0
         )
         state = step.init(PARAMS)
-        found = step.measure(state, [batch] * 2)
-        assert found.all_reduces == 2, schedule
+        measurement = step.measure(state, [batch] * 2)
+        assert measurement.all_reduces == 2, schedule
         assert np.all(np.asarray(state.params["a"]) == PARAMS["a"])
         step(state, batch)
 

@@ -46,10 +46,10 @@ def batchnorm_over_all_ranks_is_that_of_the_joined_rows(group: fddp.Group):
         return fddp.from_linen(Small(axis_name), lambda model, x: jnp.mean((model(x) - 1) ** 2))
 
     with jax.enable_x64(True):
-        each = np.random.default_rng(4).normal(
+        step_rows = np.random.default_rng(4).normal(
             size=(3, group.size, 4, 3)
         )  # batches, ranks, rows, features
-        params, first = pieces(None).init(jax.random.key(0), each[0, 0])
+        params, first = pieces(None).init(jax.random.key(0), step_rows[0, 0])
 
         @jax.jit
         def by_hand(params: Any, model_state: Any, x: Any) -> Any:
@@ -67,7 +67,7 @@ def batchnorm_over_all_ranks_is_that_of_the_joined_rows(group: fddp.Group):
             )
             state = step.init(params, model_state=first)
             expected = params, first
-            for x in each:
+            for x in step_rows:
                 state, _ = step(state, x[group.rank])
                 expected = by_hand(*expected, x.reshape(-1, 3))
             close((state.params, state.model_state), expected)

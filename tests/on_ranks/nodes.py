@@ -30,11 +30,11 @@ WAYS = (
 @claim(sizes=(4,))
 def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
-    mine = np.split(batch, group.processes)[group.rank]
+    local_rows = np.split(batch, group.processes)[group.rank]
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
     expected, opt_state, *_ = by_plain_jax(layer, optimizer, PARAMS, [batch] * 3)
     nodes = group.hierarchical(local=2)
-    for schedule, shard, micro_batches, again in WAYS:
+    for schedule, shard, micro_batches, reshard in WAYS:
         options: Any = {
             "schedule": schedule,
             "shard": shard,
@@ -42,41 +42,42 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
             "accumulation_steps": micro_batches,
         }
         step = fddp.train_step(
-            layer, optimizer, group=nodes, reshard_after_forward=again, **options
+            layer, optimizer, group=nodes, reshard_after_forward=reshard, **options
         )
         state = step.init(PARAMS)
         loss = None
         for _ in range(3):
-            state, info = step(state, mine)
+            state, info = step(state, local_rows)
             loss = jax.device_get(info.loss)
-        held = state.opt_state[1][0].mu["w"]
-        assert held.parts.addressable_shards[0].data.shape == (8,), "half of 15 numbers"
-        whole = fddp.whole(state, group=nodes)
-        for got, wanted in zip(
-            jax.tree.leaves((whole.params, whole.opt_state)), jax.tree.leaves((expected, opt_state))
+        momentum = state.opt_state[1][0].mu["w"]
+        assert momentum.parts.addressable_shards[0].data.shape == (8,), "half of 15 numbers"
+        gathered = fddp.whole(state, group=nodes)
+        for got, want in zip(
+            jax.tree.leaves((gathered.params, gathered.opt_state)),
+            jax.tree.leaves((expected, opt_state)),
         ):
-            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
-        assert same_on_all_ranks(group, (whole.params, whole.opt_state, loss))
+            np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-6)
+        assert same_on_all_ranks(group, (gathered.params, gathered.opt_state, loss))
 
 
 @claim(sizes=(4,), quick=("mpi",))
 def a_state_in_shards_of_nodes_is_written_once_and_goes_on_elsewhere(group: fddp.Group):
     folder = Path(group.broadcast_object(mkdtemp()))
-    mine = np.sin(np.arange(12, dtype=np.float32) + group.rank).reshape(4, 3)
+    local_rows = np.sin(np.arange(12, dtype=np.float32) + group.rank).reshape(4, 3)
     step = fddp.train_step(
         layer, optax.adam(0.05), group=group.hierarchical(local=2), shard="state"
     )
-    state, _ = step(step.init(PARAMS), mine)
+    state, _ = step(step.init(PARAMS), local_rows)
     with fddp.Checkpoints(folder, step) as checkpoints:
         checkpoints.save(state, now=True)
-    other = fddp.train_step(layer, optax.adam(0.05), group=group, shard="state")
-    with fddp.Checkpoints(folder, other) as checkpoints, redirect_stderr(io.StringIO()):
-        back, _ = checkpoints.restore(other.init(PARAMS))
-    for got, wanted in zip(
-        jax.tree.leaves(fddp.whole(back)), jax.tree.leaves(fddp.whole(state)), strict=True
+    ungrouped = fddp.train_step(layer, optax.adam(0.05), group=group, shard="state")
+    with fddp.Checkpoints(folder, ungrouped) as checkpoints, redirect_stderr(io.StringIO()):
+        restored_state, _ = checkpoints.restore(ungrouped.init(PARAMS))
+    for got, want in zip(
+        jax.tree.leaves(fddp.whole(restored_state)), jax.tree.leaves(fddp.whole(state)), strict=True
     ):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(wanted))
-    other(back, mine)
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    ungrouped(restored_state, local_rows)
 
 
 @claim(sizes=(4,))
@@ -99,12 +100,12 @@ def islands_of_two_train_together_inside_and_synchronize_now_and_then(group: fdd
         state = step.init(PARAMS)
         for batch in batches:
             state, _ = step(state, np.split(batch, group.processes)[group.rank])
-        whole = fddp.whole(state, group=group)
-        for got, wanted in zip(
-            jax.tree.leaves(whole.params), jax.tree.leaves(expected), strict=True
+        gathered = fddp.whole(state, group=group)
+        for got, want in zip(
+            jax.tree.leaves(gathered.params), jax.tree.leaves(expected), strict=True
         ):
-            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
-        assert same_on_all_ranks(group, whole.params)
+            np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-6)
+        assert same_on_all_ranks(group, gathered.params)
 
 
 def by_hand(batches: np.ndarray, inner: Any, outer: Any) -> Any:

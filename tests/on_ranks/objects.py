@@ -12,7 +12,7 @@ import fddp
 
 @dataclass
 class Found:
-    """Something of a user's own."""
+    """An object of a user's class."""
 
     rank: int
     words: list[str]
@@ -32,8 +32,8 @@ def _not_on_rank_0() -> None:
 
 @claim()
 def objects_of_any_size_are_gathered_in_order_of_rank(group: fddp.Group):
-    mine = Found(group.rank, ["word"] * 1000 * group.rank)
-    assert group.all_gather_object(mine) == [
+    local = Found(group.rank, ["word"] * 1000 * group.rank)
+    assert group.all_gather_object(local) == [
         Found(r, ["word"] * 1000 * r) for r in range(group.size)
     ]
     assert group.all_gather_object(None) == [None] * group.size
@@ -42,8 +42,8 @@ def objects_of_any_size_are_gathered_in_order_of_rank(group: fddp.Group):
 @claim()
 def every_rank_gets_the_roots_object(group: fddp.Group):
     for root in (0, group.size - 1):
-        mine = Found(group.rank, ["word"] * 1000) if group.rank == root else None
-        assert group.broadcast_object(mine, root) == Found(root, ["word"] * 1000)
+        local = Found(group.rank, ["word"] * 1000) if group.rank == root else None
+        assert group.broadcast_object(local, root) == Found(root, ["word"] * 1000)
 
 
 @claim()
@@ -56,12 +56,13 @@ def objects_stay_inside_a_subgroup(group: fddp.Group):
 @claim()
 def an_object_that_one_rank_cannot_pickle_is_an_error_on_every_rank(group: fddp.Group):
     last = group.size - 1
-    mine = (lambda: None) if group.rank == last else 1
+    local = (lambda: None) if group.rank == last else 1
     for call in (group.all_gather_object, lambda x: group.broadcast_object(x, root=last)):
-        said = error_of(lambda call=call: call(mine), TypeError)
+        message = error_of(lambda call=call: call(local), TypeError)
         assert (
-            f"rank {last}: TypeError: group." in said and "this function cannot be pickled" in said
-        ), said
+            f"rank {last}: TypeError: group." in message
+            and "this function cannot be pickled" in message
+        ), message
     assert "this function cannot be pickled" in error_of(
         lambda: group.all_gather_object(lambda: None), TypeError
     )
@@ -70,21 +71,22 @@ def an_object_that_one_rank_cannot_pickle_is_an_error_on_every_rank(group: fddp.
 
 @claim()
 def an_object_that_one_rank_cannot_read_is_an_error_on_every_rank(group: fddp.Group):
-    said = error_of(lambda: group.broadcast_object(Unreadable(), root=group.size - 1))
-    assert f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in said, (
-        said
-    )
+    message = error_of(lambda: group.broadcast_object(Unreadable(), root=group.size - 1))
+    assert (
+        f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in message
+    ), message
     assert group.broadcast_object("on") == "on"
 
 
 @claim()
 def an_object_that_is_signed_with_another_secret_is_not_read(group: fddp.Group):
-    others = {"FDDP_SECRET": "a guess"} if group.rank == group.size - 1 else {}
-    with mock.patch.dict(os.environ, others):
-        said = error_of(lambda: group.broadcast_object(Found(0, []), root=0))
+    variables = {"FDDP_SECRET": "a guess"} if group.rank == group.size - 1 else {}
+    with mock.patch.dict(os.environ, variables):
+        message = error_of(lambda: group.broadcast_object(Found(0, []), root=0))
     assert (
-        "rank 0 signed its object with another secret: give all ranks the same FDDP_SECRET" in said
-    ), said
+        "rank 0 signed its object with another secret: give all ranks the same FDDP_SECRET"
+        in message
+    ), message
     assert group.broadcast_object("on") == "on"
 
 

@@ -25,7 +25,7 @@ PLACES = ("before a message", "after a message", "in a stage", "in an update")
 
 
 def host(act: Callable[[], None]) -> Callable[[jax.Array], jax.Array]:
-    """The identity, for which a program asks the host to act."""
+    """The identity, with a call of a function on the host."""
 
     def pass_on(x: Any) -> Any:
         act()
@@ -35,8 +35,8 @@ def host(act: Callable[[], None]) -> Callable[[jax.Array], jax.Array]:
 
 
 def breakable(group: fddp.Group, lanes: int) -> tuple[fddp.TrainStep, set[str]]:
-    """A step that fails at places of one's choice, and the set of these; one rank is slower than
-    the other."""
+    """A step that fails at chosen places, and the set of these; one rank is slower than the
+    other."""
     broken = set[str]()
 
     def fail(place: str) -> None:
@@ -93,7 +93,7 @@ def rows(group: fddp.Group) -> np.ndarray:
 
 
 def trains(group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState) -> None:
-    """A step from the start gives what it must."""
+    """Runs a step from the start, and checks its result."""
     state, _ = step(state, rows(group))
     for w in state.params:
         np.testing.assert_array_equal(w, np.full(w.shape, np.arange(group.size).mean()))
@@ -101,7 +101,7 @@ def trains(group: fddp.Group, step: fddp.TrainStep, state: fddp.TrainState) -> N
 
 @contextmanager
 def no_log() -> Iterator[None]:
-    """JAX logs what a host's function raises."""
+    """Silences JAX's log of errors in functions on the host."""
     logger = logging.getLogger("jax._src.callback")
     logger.disabled = True
     yield
@@ -134,7 +134,7 @@ def after_an_error_on_one_of_several_lanes_the_next_attempt_trains(group: fddp.G
 def a_rank_whose_first_run_fails_alone_does_not_compare_its_program_again(group: fddp.Group):
     runs: list[int] = []
 
-    def late(*args: Any) -> Any:
+    def fails_once(*args: Any) -> Any:
         runner = fused(*args)
 
         def run(*args: Any) -> Any:
@@ -146,7 +146,11 @@ def a_rank_whose_first_run_fails_alone_does_not_compare_its_program_again(group:
         return runner._replace(run=run)
 
     step = fddp.train_step(
-        lambda w, x: jnp.sum((w - x) ** 2), optax.sgd(0.5), group=group, schedule=late, donate=False
+        lambda w, x: jnp.sum((w - x) ** 2),
+        optax.sgd(0.5),
+        group=group,
+        schedule=fails_once,
+        donate=False,
     )
     state = step.init(jnp.zeros(10))
     if group.rank == group.size - 1:

@@ -26,7 +26,8 @@ def trained(group: fddp.Group, schedule: Any) -> list[np.ndarray]:
         return jnp.mean(sum(x[0, : w.size] @ w**2 for w in leaves)) + jnp.mean(table[words] ** 2)
 
     step = fddp.train_step(loss, optax.sgd(1e-3), group=group, schedule=schedule, bucket_cap_mb=0)
-    state, rows = step.init(params), np.random.default_rng(group.rank)
+    state = step.init(params)
+    rows = np.random.default_rng(group.rank)
     for _ in range(STEPS):
         state, _ = step(state, rows.normal(size=(1, max(SIZES))).astype(np.float32))
     assert (
@@ -49,15 +50,15 @@ def groups_in_turn_train_as_one_does(group: fddp.Group):
         for count in counts:
             got = trained(fddp.round_robin(groups(group, count)), schedule)
             assert same_on_all_ranks(group, got), (schedule, count)
-            for ours, plain in zip(got, expected):
+            for in_turn, plain in zip(got, expected):
                 if group.backend == "mpi" or group.size == 2:
                     np.testing.assert_array_equal(
-                        ours, plain, err_msg=f"{schedule}, {count} groups"
+                        in_turn, plain, err_msg=f"{schedule}, {count} groups"
                     )
                 # Gloo adds devices in another order, and rounds sums of more than two otherwise
                 else:
                     np.testing.assert_allclose(
-                        ours, plain, rtol=1e-5, atol=1e-6, err_msg=f"{schedule}, {count} groups"
+                        in_turn, plain, rtol=1e-5, atol=1e-6, err_msg=f"{schedule}, {count} groups"
                     )
 
 
@@ -66,9 +67,11 @@ def as_many_sums_run_side_by_side_as_there_are_communicators(group: fddp.Group):
     for count in (1, 3, 5):
         lanes = fddp.round_robin([group] * count).transport.clones
         assert len(lanes) == (count if group.backend == "mpi" else min(count, group.size))
-        own = group.placement.place(jnp.full(4, group.rank + 1.0), group.placement.per_replica)
+        local = group.placement.place(jnp.full(4, group.rank + 1.0), group.placement.per_replica)
         for link in lanes:
-            assert np.asarray(link.all_reduce(own)).tolist() == [sum(range(1, group.size + 1))] * 4
+            assert (
+                np.asarray(link.all_reduce(local)).tolist() == [sum(range(1, group.size + 1))] * 4
+            )
 
 
 @claim()

@@ -30,7 +30,7 @@ def a_shorter_last_batch_on_one_rank_counts_by_its_rows(group: fddp.Group):
 def later_batches_may_have_unequally_many_rows(group: fddp.Group):
     counts = [4 + 2 * rank for rank in range(group.size)]
     data = np.random.default_rng(5).normal(size=(sum(counts), 3)).astype(np.float32)
-    mine = np.split(data, np.cumsum(counts)[:-1])[group.rank]
+    local_rows = np.split(data, np.cumsum(counts)[:-1])[group.rank]
 
     def loss(w: Any, x: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ w) - 1) ** 2), {"mean": jnp.mean(x)}
@@ -47,9 +47,9 @@ def later_batches_may_have_unequally_many_rows(group: fddp.Group):
         state, _ = step(state, np.zeros((4, 3), np.float32))
         old = np.asarray(state.params)
         (_, aux), grads = jax.value_and_grad(loss, has_aux=True)(old, data)
-        held, _ = step.no_sync(jax.tree.map(jnp.copy, state), mine[:2])
-        for before, rest in ((state, mine), (held, mine[2:])):
-            after, info = step(before, rest)
+        pending, _ = step.no_sync(jax.tree.map(jnp.copy, state), local_rows[:2])
+        for before, remaining in ((state, local_rows), (pending, local_rows[2:])):
+            after, info = step(before, remaining)
             np.testing.assert_allclose(
                 np.asarray(after.params), old - RATE * grads, rtol=1e-5, err_msg=schedule
             )
@@ -65,7 +65,8 @@ def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
     four."""
     lookups = [[(5 * rank + k) % 7 for k in range(3)] for rank in range(group.size)]
     more = [[0, 1, 2, 3, 4, 50, 59], *lookups[1:]]
-    expected, whole = np.zeros((20_000, 2)), 4 * 20_000 * 2
+    expected = np.zeros((20_000, 2))
+    dense_bytes = 4 * 20_000 * 2
     for step_rows in (lookups, more):
         joined = np.concatenate(step_rows)
         np.add.at(expected, joined, -1 / len(joined))
@@ -83,5 +84,8 @@ def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
         np.testing.assert_allclose(state.params, expected, rtol=1e-6, err_msg=schedule)
         assert same_on_all_ranks(group, state.params), schedule
         assert (
-            int(few.sent[0]) == (group.size - 1) * (3 * (2 + 1) + 1) * 4 < whole < int(many.sent[0])
+            int(few.sent[0])
+            == (group.size - 1) * (3 * (2 + 1) + 1) * 4
+            < dense_bytes
+            < int(many.sent[0])
         ), schedule

@@ -20,7 +20,7 @@ ADAM = optax.adam(1e-3)
 
 @claim(quick=("gloo",))
 def stacked_layers_are_trained_in_slices_as_by_plain_jax(group: fddp.Group):
-    """Under eager steps in both orders of the messages, and under staged ones."""
+    """Eager steps run in both orders of the messages, staged ones as well."""
     cases: Any = (("staged", 3), ("eager", 4))
     for schedule, steps in cases:
         trained_as_by_plain_jax(group, steps, schedule=schedule)
@@ -35,10 +35,10 @@ def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(gr
 
 @claim(quick=("gloo",))
 def stacked_layers_are_gathered_one_by_one_and_trained_as_by_plain_jax(group: fddp.Group):
-    """Under fused steps in the loops that read them, under staged ones slice by slice."""
-    again: Any = {"shard": "state", "reshard_after_forward": True}
+    """Fused steps gather in the loops that read the layers, staged ones slice by slice."""
+    resharding: Any = {"shard": "state", "reshard_after_forward": True}
     for schedule in schedules(group, ("fused", "staged")):
-        trained_as_by_plain_jax(group, 3, schedule=schedule, **again)
+        trained_as_by_plain_jax(group, 3, schedule=schedule, **resharding)
 
 
 def trained_as_by_plain_jax(group: fddp.Group, steps: int, **options: Any) -> None:
@@ -69,7 +69,7 @@ def loss(p: Any, x: Any) -> jax.Array:
 
 @claim(backends=("gloo",), quick=("gloo",))
 def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fddp.Group):
-    """The group is taken for one whose programs overlap, as those of GPUs do."""
+    """The programs of the group count as overlapping, like those of GPUs."""
     overlapping = replace(group, placement=group.placement._replace(overlaps=True))
     draw = np.random.default_rng(0)
     params = {
@@ -104,7 +104,8 @@ def a_scan_of_steps_over_global_arrays_gives_the_bits_of_a_loop(group: fddp.Grou
     step = fddp.train_step(square, ADAM, group=group, donate=False, schedule="fused")
     first = step.init(np.linspace(-1, 1, 7, dtype=np.float32))
     rows = np.sin(np.arange(3 * 4 * 7, dtype=np.float32)).reshape(3, 4, 7) + group.rank
-    state, losses = first, []
+    state = first
+    losses = []
     for batch in rows:
         state, info = step(state, batch)
         losses.append(float(info.loss))

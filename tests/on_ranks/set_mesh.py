@@ -1,4 +1,4 @@
-"""A mesh that ranks have set changes nothing, and what lies on a mesh of all ranks is taken,
+"""A mesh that ranks have set changes nothing, and arrays on a mesh of all ranks are accepted:
 against plain JAX."""
 
 import io
@@ -45,7 +45,7 @@ def mesh_of(devices: Sequence[Any], kind: AxisType) -> Mesh:
 
 
 def meshes() -> list[Mesh]:
-    """Of all devices, and of this process's."""
+    """A mesh of all devices, and one of this process's."""
     kinds = (AxisType.Explicit, AxisType.Auto)
     return [
         mesh_of(devices, kind) for kind in kinds for devices in (jax.devices(), jax.local_devices())
@@ -99,12 +99,15 @@ def under_a_mesh_that_is_set_all_else_is_as_without(group: fddp.Group):
                 assert checkpoints.save(state)
             with fddp.Checkpoints(folder, step) as checkpoints, redirect_stderr(io.StringIO()):
                 restored, _ = checkpoints.restore(step.init(PARAMS))
-            params, again = fddp.whole(state.params), fddp.whole(restored.params)
+            params = fddp.whole(state.params)
+            restored_params = fddp.whole(restored.params)
             assert fddp.audit(step.with_options(schedule="staged"), state, local_rows(group)).memory
         close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [all_rows(group)] * 1).params)
         close(loss, first_column(jax.device_get(params), all_rows(group)))
         jax.tree.map(
-            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), params, again
+            lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+            params,
+            restored_params,
         )
 
 

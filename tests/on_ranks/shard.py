@@ -17,7 +17,7 @@ import fddp
 def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     params = {"w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5), "b": np.float32(0.25)}
     batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
-    mine = batch.reshape(group.size, -1, 3)[group.rank]
+    local_rows = batch.reshape(group.size, -1, 3)[group.rank]
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
     expected, opt_state, *_ = by_plain_jax(layer, optimizer, params, [batch] * 3)
     ways = (
@@ -30,26 +30,27 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
         ("staged", "state", 2, True),
         ("after", "state", 1, True),
     )
-    for schedule, shard, micro_batches, again in sampled(group, ways):
+    for schedule, shard, micro_batches, reshard in sampled(group, ways):
         options: Any = {
             "schedule": schedule,
             "shard": shard,
             "bucket_cap_mb": 0,
             "accumulation_steps": micro_batches,
         }
-        options["reshard_after_forward"] = again
+        options["reshard_after_forward"] = reshard
         step = fddp.train_step(layer, optimizer, group=group, **options)
         state = step.init(params)
         for _ in range(3):
-            state, _ = step(state, mine)
-        held = state.opt_state[1][0].mu["w"] if shard == "optimizer" else state.params["w"]
-        assert held.parts.addressable_shards[0].data.shape == (-(-15 // group.size),)
-        whole = fddp.whole(state, group=group)
-        for got, wanted in zip(
-            jax.tree.leaves((whole.params, whole.opt_state)), jax.tree.leaves((expected, opt_state))
+            state, _ = step(state, local_rows)
+        cut = state.opt_state[1][0].mu["w"] if shard == "optimizer" else state.params["w"]
+        assert cut.parts.addressable_shards[0].data.shape == (-(-15 // group.size),)
+        gathered = fddp.whole(state, group=group)
+        for got, want in zip(
+            jax.tree.leaves((gathered.params, gathered.opt_state)),
+            jax.tree.leaves((expected, opt_state)),
         ):
-            np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-5, atol=1e-6)
-        assert same_on_all_ranks(group, (whole.params, whole.opt_state))
+            np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-6)
+        assert same_on_all_ranks(group, (gathered.params, gathered.opt_state))
 
 
 @claim(sizes=(3, 4))
@@ -68,15 +69,15 @@ def shards_of_a_subgroup_are_put_together_by_its_ranks(group: fddp.Group):
 
 @claim()
 def a_step_is_told_of_a_state_that_other_ranks_hold(group: fddp.Group):
-    """In another order: each rank holds a part, and it is another's."""
+    """The order differs: each rank holds a part, but that of another rank."""
     step = fddp.train_step(square, optax.adam(0.1), group=group, shard="state")
     state = step.init(np.arange(5, dtype=np.float32))
     batch = np.ones((2, 5), np.float32)
-    turned = step.on(group.subgroup(range(group.size)[::-1]))
-    assert "the state is in shards that" in error_of(lambda: turned(state, batch))
-    mine = turned.init(np.arange(5, dtype=np.float32))
-    mine, _ = turned(mine, batch)
-    assert "the state is in shards that" in error_of(lambda: turned(state, batch))
+    reversed_step = step.on(group.subgroup(range(group.size)[::-1]))
+    assert "the state is in shards that" in error_of(lambda: reversed_step(state, batch))
+    turned_state = reversed_step.init(np.arange(5, dtype=np.float32))
+    turned_state, _ = reversed_step(turned_state, batch)
+    assert "the state is in shards that" in error_of(lambda: reversed_step(state, batch))
     step(state, batch)
 
 
@@ -91,7 +92,7 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
         "b": np.ones(4),
     }
     batch = np.sin(np.arange(12.0 * group.size)).reshape(-1, 3)
-    mine = batch.reshape(group.size, -1, 3)[group.rank]
+    local_rows = batch.reshape(group.size, -1, 3)[group.rank]
     optimizer = optax.chain(
         optax.clip_by_global_norm(0.1), optax.contrib.muon(0.05, weight_decay=0.1)
     )
@@ -107,22 +108,22 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
             step = fddp.train_step(loss, optimizer, group=group, **options)
             state = step.init(params)
             for _ in range(2):
-                state, _ = step(state, mine)
-            whole = fddp.whole(state, group=group)
-            for got, wanted in zip(
-                jax.tree.leaves((whole.params, whole.opt_state)),
+                state, _ = step(state, local_rows)
+            gathered = fddp.whole(state, group=group)
+            for got, want in zip(
+                jax.tree.leaves((gathered.params, gathered.opt_state)),
                 jax.tree.leaves((expected, opt_state)),
             ):
-                np.testing.assert_allclose(np.asarray(got), wanted, rtol=1e-9, atol=1e-13)
-            assert same_on_all_ranks(group, (whole.params, whole.opt_state))
+                np.testing.assert_allclose(np.asarray(got), want, rtol=1e-9, atol=1e-13)
+            assert same_on_all_ranks(group, (gathered.params, gathered.opt_state))
     finally:
         jax.config.update("jax_enable_x64", False)
 
 
 @claim(quick=("gloo",))
 def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
-    """The leaf that is ready last is clipped alone: its update speaks with the others while nothing
-    else may."""
+    """The leaf that is ready last is clipped alone: its update communicates while nothing else
+    may."""
     params = {f"p{k:02}": np.full((8, 8), 0.1 + k / 100, np.float32) for k in range(8)}
     sgd = optax.sgd(0.01, momentum=0.5)
     labels: Any = {name: "clipped" if name == "p00" else "plain" for name in params}
@@ -133,13 +134,13 @@ def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
             x = jnp.tanh(x @ p[name])
         return jnp.mean(x**2)
 
-    ends = []
+    results = []
     for shard in (None, "optimizer"):
         options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
         step = fddp.train_step(loss, optax.multi_transform(rules, labels), group=group, **options)
         state = step.init(params)
         for _ in range(30):
             state, _ = step(state, np.full((4, 8), group.rank + 1.0, np.float32))
-        ends.append(state.params)
-    for got, wanted in zip(*map(jax.tree.leaves, ends)):
-        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-5)
+        results.append(state.params)
+    for got, want in zip(*map(jax.tree.leaves, results)):
+        np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-5)

@@ -15,7 +15,7 @@ def a_step_starts_from_rank_0s_values_bit_for_bit(group: fddp.Group):
     nan = np.array([0x7FC12345, 0x80000000], np.uint32).view(
         np.float32
     )  # a NaN with a payload, and -0.0
-    theirs = {
+    root_params = {
         "bf16": np.full((2, 1), 1.5, jnp.bfloat16),
         "empty": np.zeros((0, 2), np.float32),
         "float64": np.array([1 / 3], np.float64),
@@ -23,16 +23,16 @@ def a_step_starts_from_rank_0s_values_bit_for_bit(group: fddp.Group):
         "nan": nan,
         "scalar": np.float32(0.1),
     }
-    mine = theirs if group.rank == 0 else jax.tree.map(np.zeros_like, theirs)
+    local = root_params if group.rank == 0 else jax.tree.map(np.zeros_like, root_params)
     jax.config.update("jax_enable_x64", True)
     try:
         step = fddp.train_step(lambda p, x: jnp.mean(x), optax.sgd(0.1), group=group)
         state = step.init(
-            mine, model_state={"key": jax.random.key(group.rank)}, rng=jax.random.key(group.rank)
+            local, model_state={"key": jax.random.key(group.rank)}, rng=jax.random.key(group.rank)
         )
     finally:
         jax.config.update("jax_enable_x64", False)
-    for name, value in theirs.items():
+    for name, value in root_params.items():
         assert state.params[name].dtype == value.dtype, name
         assert np.asarray(state.params[name]).tobytes() == value.tobytes(), name
     for key in (state.rng, state.model_state["key"]):
@@ -41,8 +41,8 @@ def a_step_starts_from_rank_0s_values_bit_for_bit(group: fddp.Group):
 
 @claim()
 def init_leaves_the_callers_arrays_alone(group: fddp.Group):
-    mine = jnp.full(2, group.rank, jnp.float32)
+    local = jnp.full(2, group.rank, jnp.float32)
     step = towards_the_mean(group)
-    state, _ = step(step.init(mine), rows(1.0))
-    assert mine.tolist() == [group.rank] * 2
+    state, _ = step(step.init(local), rows(1.0))
+    assert local.tolist() == [group.rank] * 2
     assert same_on_all_ranks(group, state.params)

@@ -16,7 +16,7 @@ import fddp
 
 
 def numbers_of_ranks(group: fddp.Group) -> np.ndarray:
-    """One of each rank, of which the mean is a whole number, as is that of their squares."""
+    """A number for each rank; their mean and the mean of their squares are whole numbers."""
     return 6 * np.arange(group.size)
 
 
@@ -73,8 +73,8 @@ def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
 @claim()
 def no_sync_waits_for_the_next_step(group: fddp.Group):
     step = towards_the_mean(group)
-    state, own = step.no_sync(step.init(jnp.zeros(())), rows(group.rank))
-    assert float(own.loss) == group.rank**2, "of this rank's rows alone"
+    state, info = step.no_sync(step.init(jnp.zeros(())), rows(group.rank))
+    assert float(info.loss) == group.rank**2, "of this rank's rows alone"
     assert float(state.params) == 0
     state, _ = step(state, rows(group.rank + 1))
     assert float(state.params) == np.arange(group.size).mean() + 0.5
@@ -83,12 +83,12 @@ def no_sync_waits_for_the_next_step(group: fddp.Group):
 @claim()
 def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
     extra_args: Any = optax.GradientTransformationExtraArgs
-    seen = extra_args(
+    recording = extra_args(
         lambda params: jnp.zeros(()),
         lambda updates, state, params=None, *, value, **_: (updates, value),
     )
     for schedule in schedules(group):
-        step = fddp.train_step(product, seen, group=group, schedule=schedule)
+        step = fddp.train_step(product, recording, group=group, schedule=schedule)
         state, _ = step(step.init(np.float32(2)), rows(1 + group.rank))
         np.testing.assert_allclose(state.opt_state, 1 + group.size, rtol=1e-6)
         assert same_on_all_ranks(group, state)
@@ -132,11 +132,11 @@ def a_used_up_state_is_an_error_on_every_schedule(group: fddp.Group):
 
 @claim(sizes=(3, 4))
 def two_subgroups_train_apart(group: fddp.Group):
-    """Two pairs, or a pair and one that is alone; each starts from its own first rank."""
+    """Two pairs, or a pair and a single rank; each starts from its own first rank."""
     ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
-    mine = group.subgroup(ranks)
+    subgroup = group.subgroup(ranks)
     for schedule in schedules(group):
-        step = towards_the_mean(mine, schedule=schedule)
+        step = towards_the_mean(subgroup, schedule=schedule)
         state, info = step(step.init(jnp.float32(group.rank)), rows(group.rank))
         assert float(state.params) == np.mean(ranks), schedule
         assert float(info.loss) == np.mean(np.square(np.subtract(ranks, ranks[0]))), schedule
@@ -144,10 +144,12 @@ def two_subgroups_train_apart(group: fddp.Group):
 
 @claim()
 def two_jobs_of_one_group_do_not_meet(group: fddp.Group):
-    one, two = towards_the_mean(group), towards_the_mean(group.subgroup(range(group.size)))
-    a, b = one.init(jnp.zeros(())), two.init(jnp.ones(()))
+    first_job = towards_the_mean(group)
+    two = towards_the_mean(group.subgroup(range(group.size)))
+    a = first_job.init(jnp.zeros(()))
+    b = two.init(jnp.ones(()))
     for _ in range(2):
-        a, _ = one(a, rows(group.rank))
+        a, _ = first_job(a, rows(group.rank))
         b, _ = two(b, rows(group.rank + 1))
     assert float(b.params) == float(a.params) + 1
 
@@ -160,10 +162,11 @@ def a_step_of_several_programs_makes_no_transfer_that_nobody_asked_for(group: fd
     for options in ({}, {"hook": fddp.hooks.bf16()}):
         for schedule in schedules(group, ("staged", "after")):
             step = towards_the_mean(group, schedule=schedule, **options)
-            state, mine = step.init(np.zeros(())), jax.device_put(rows(group.rank))
-            state, _ = step(state, mine)
+            state = step.init(np.zeros(()))
+            local_rows = jax.device_put(rows(group.rank))
+            state, _ = step(state, local_rows)
             with jax.transfer_guard("disallow"):
-                state, _ = step(state, mine)
+                state, _ = step(state, local_rows)
             assert float(state.params) == np.arange(group.size).mean(), schedule
 
 

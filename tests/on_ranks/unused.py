@@ -48,13 +48,13 @@ def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
     width = 16
 
     def loss(params: Any, x: Any, *, rng: Any) -> Any:
-        kept = jax.random.bernoulli(rng, 0.5, (4,))
+        mask = jax.random.bernoulli(rng, 0.5, (4,))
         total = 0.0
         for k in range(4):
             total += jax.lax.cond(
-                kept[k], lambda w: jnp.sum(w * x), lambda w: jnp.float32(0), params[f"w{k}"]
+                mask[k], lambda w: jnp.sum(w * x), lambda w: jnp.float32(0), params[f"w{k}"]
             )
-        return total / len(x), jnp.sum(kept * 1.0)
+        return total / len(x), jnp.sum(mask * 1.0)
 
     params = {f"w{k}": np.zeros(width, np.float32) for k in range(4)}
     for schedule in schedules(group):
@@ -63,16 +63,16 @@ def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
             find_unused_parameters=True, skip_all_reduce_unused_params=True,
         )  # fmt: skip
         state = step.init(params, rng=fddp.Shared(jax.random.key(3)))
-        seen = set()
+        layer_counts = set()
         for _ in range(4):
             state, info = step(state, np.ones((1, width), np.float32))
             layers = int(info.aux)
-            seen.add(layers)
+            layer_counts.add(layers)
             expected = layers * [4 * width] + [
                 4 * 4 + 3 * 4
-            ]  # what is used travels with loss, weight and metric
+            ]  # used leaves travel with loss, weight and metric
             assert sorted(info.sent.tolist())[4 - layers :] == sorted(
                 on_the_wire(group, n) for n in expected
             )
-        assert len(seen) > 1
+        assert len(layer_counts) > 1
         assert same_on_all_ranks(group, state.params)

@@ -1,4 +1,4 @@
-"""Virtual replicas on real ranks: the bits are those that each rank finds alone with all rows."""
+"""Virtual replicas on real ranks have the bits of each rank alone with all rows."""
 
 from itertools import islice
 from typing import Any
@@ -11,16 +11,18 @@ from on_ranks.claims import claim
 
 import fddp
 
-VIRTUAL, BATCH, STEPS = 12, 24, 3
+VIRTUAL = 12
+BATCH = 24
+STEPS = 3
 DRAW = np.random.default_rng(29)
 ROWS = DRAW.normal(size=(50, 6)).astype(np.float32)
 PARAMS = {"b": np.zeros(4, np.float32), "w": DRAW.normal(size=(6, 4)).astype(np.float32)}
 
 
 def loss_fn(params: Any, rows: Any, rng: Any) -> Any:
-    kept = jax.random.bernoulli(rng, 0.8, rows.shape)
-    tokens = jnp.sum(kept)
-    value = jnp.sum(jnp.tanh((rows * kept) @ params["w"] + params["b"]) ** 2) / tokens
+    mask = jax.random.bernoulli(rng, 0.8, rows.shape)
+    tokens = jnp.sum(mask)
+    value = jnp.sum(jnp.tanh((rows * mask) @ params["w"] + params["b"]) ** 2) / tokens
     return fddp.Weighted(value, tokens), jnp.max(rows)
 
 
@@ -28,16 +30,17 @@ def trained(group: fddp.Group, **options: Any) -> list[bytes]:
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.01))
     chosen: Any = {"has_aux": True, "virtual_replicas": VIRTUAL, "accumulation_steps": 2} | options
     step = fddp.train_step(loss_fn, optimizer, group=group, **chosen)
-    state, told = step.init(PARAMS, rng=jax.random.key(0)), []
+    state = step.init(PARAMS, rng=jax.random.key(0))
+    reports = []
     share: Any = {"rank": group.rank, "size": group.processes}
     for rows in islice(fddp.samples(50, BATCH, virtual_replicas=VIRTUAL, **share), STEPS):
         state, info = step(state, ROWS[rows])
-        told += [np.asarray(x).tobytes() for x in (info.loss, info.aux)]
+        reports += [np.asarray(x).tobytes() for x in (info.loss, info.aux)]
     params: Any = (state.params, state.opt_state)
-    return [*told, *(np.asarray(x).tobytes() for x in jax.tree.leaves(params))]
+    return [*reports, *(np.asarray(x).tobytes() for x in jax.tree.leaves(params))]
 
 
 @claim(quick=("gloo",))
 def the_bits_are_those_of_one_replica_alone(group: fddp.Group):
-    alone = fddp.mesh_group(jax.make_mesh((1,), ("replica",), devices=jax.local_devices()[:1]))
-    assert trained(group, schedule="staged", bucket_cap_mb=0) == trained(alone)
+    single = fddp.mesh_group(jax.make_mesh((1,), ("replica",), devices=jax.local_devices()[:1]))
+    assert trained(group, schedule="staged", bucket_cap_mb=0) == trained(single)

@@ -1,7 +1,7 @@
-"""Clipping sees what one replica on the joined batch would see: the mean gradient, once a step.
+"""Clipping sees the mean gradient once a step, as on one replica with the joined batch.
 
-DDP's users clip between backward and step; here clipping is a part of the optimizer. Plain JAX and
-optax on the joined batch are the truth.
+DDP's users clip between backward and step; in fddp clipping is a part of the optimizer. Plain JAX
+and optax on the joined batch are the truth.
 """
 
 from functools import cache, partial
@@ -20,7 +20,8 @@ import fddp
 
 close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
-REPLICAS, STEPS = 4, 4
+REPLICAS = 4
+STEPS = 4
 RNG = np.random.default_rng(3)
 PARAMS = {"w": RNG.normal(size=(3, 5)), "b": RNG.normal(size=5), "head": RNG.normal(size=5)}
 # Steps and replicas have gradients of very different norms.
@@ -43,14 +44,14 @@ def norm(tree: Any) -> float:
     return float(np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree))))
 
 
-def alone(optimizer: optax.GradientTransformation) -> list[Any]:
+def by_one_replica(optimizer: optax.GradientTransformation) -> list[Any]:
     """Parameters after each step of one replica on the joined batches."""
     return by_plain_jax(first_column, optimizer, PARAMS, ROWS).history
 
 
 @cache
 def clipped(rule: str) -> list[Any]:
-    return alone(optax.chain(RULES[rule], ADAM))
+    return by_one_replica(optax.chain(RULES[rule], ADAM))
 
 
 @pytest.mark.steps
@@ -91,21 +92,21 @@ def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
     np.testing.assert_allclose(norm(moved), CAP, rtol=1e-12)
 
 
-### What the tests above can see
+### Sensitivity of the tests above
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_clipping_acts_in_the_reference(x64, rule):
-    free = alone(ADAM)[-1]
-    apart = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), clipped(rule)[-1], free)
-    assert max(jax.tree.leaves(apart)) > 1e-4
+    free = by_one_replica(ADAM)[-1]
+    difference = jax.tree.map(lambda a, b: np.max(np.abs(a - b)), clipped(rule)[-1], free)
+    assert max(jax.tree.leaves(difference)) > 1e-4
 
 
 def test_clipping_each_replicas_gradients_would_be_something_else(x64):
     gradient = jax.jit(jax.grad(first_column))
-    own = [gradient(PARAMS, part) for part in np.split(ROWS[0], REPLICAS)]
+    local_grads = [gradient(PARAMS, part) for part in np.split(ROWS[0], REPLICAS)]
     clip = RULES["by global norm"]
     first = jax.tree.map(
-        lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in own]
+        lambda *g: sum(g) / REPLICAS, *[clip.update(g, clip.init(PARAMS))[0] for g in local_grads]
     )
-    assert min(map(norm, own)) > CAP > 1.01 * norm(first)
+    assert min(map(norm, local_grads)) > CAP > 1.01 * norm(first)

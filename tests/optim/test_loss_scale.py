@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 import trees
 from every_schedule import SCHEDULES
-from problems import rows, two_layers
+from problems import product, rows, two_layers
 from trees import same_bits
 
 import fddp
@@ -26,10 +26,6 @@ close = partial(trees.close, rtol=1e-5, atol=1e-7)
 RNG = np.random.default_rng(9)
 PARAMS = {"w": np.float32(RNG.normal(size=(3, 8))), "head": np.float32(RNG.normal(size=8))}
 X = RNG.normal(size=(24, 3)).astype(np.float32)
-
-
-def product(w: Any, x: Any) -> jax.Array:
-    return jnp.mean(w * x)
 
 
 ### A scale that changes nothing
@@ -46,7 +42,8 @@ MEMORY = optax.GradientTransformation(
 @SCHEDULES
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
-    """Weighted, in micro-batches, over calls: what the optimizer sees, and clips, has no scale."""
+    """Weighted, in micro-batches, over calls: the optimizer sees, and clips, gradients without a
+    scale."""
 
     def loss(p: Any, x: Any) -> Any:
         return fddp.Weighted(two_layers(p, x), len(x) * jnp.abs(x[0, 0])), {"x": jnp.mean(x)}
@@ -58,17 +55,18 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
         "accumulation_steps": 2,
         "has_aux": True,
     }
-    ends = []
+    results = []
     for wrap in (lambda x: x, fddp.dynamic_scale):
         step = fddp.train_step(loss, wrap(optimizer), **options)
-        state, told = step.no_sync(step.init(PARAMS), X[:12])
+        state, call_info = step.no_sync(step.init(PARAMS), X[:12])
         state, info = step(state, X[12:])
-        ends.append((state, told, info))
-    (plain, *told), (scaled, *told_scaled) = ends
-    assert told[1].skipped is None and not told_scaled[1].skipped
-    told_scaled[1] = told_scaled[1]._replace(skipped=None)
+        results.append((state, call_info, info))
+    (plain, *call_info), (scaled, *scaled_call_info) = results
+    assert call_info[1].skipped is None and not scaled_call_info[1].skipped
+    scaled_call_info[1] = scaled_call_info[1]._replace(skipped=None)
     close(
-        (scaled.params, scaled.opt_state.inner, told_scaled), (plain.params, plain.opt_state, told)
+        (scaled.params, scaled.opt_state.inner, scaled_call_info),
+        (plain.params, plain.opt_state, call_info),
     )
     assert (float(scaled.opt_state.scale), int(scaled.opt_state.good_steps)) == (2.0**15, 1)
     moved = [
@@ -81,12 +79,12 @@ def test_a_scale_changes_nothing_that_anybody_sees(group, schedule, replicas):
 def test_a_scale_saves_gradients_that_float16_would_lose(group, schedule):
     tiny = 2.0**-26  # a quarter of float16's smallest number
     loss = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32) * tiny, jnp.float16)
-    ends = []
+    results = []
     for optimizer in (optax.sgd(1.0), fddp.dynamic_scale(optax.sgd(1.0))):
         step = fddp.train_step(loss, optimizer, group=group(2), schedule=schedule)
         state, _ = step(step.init(np.float32(0)), rows(1, 3))
-        ends.append(float(state.params))
-    assert ends == [0, -2 * tiny]
+        results.append(float(state.params))
+    assert results == [0, -2 * tiny]
 
 
 def test_a_constant_scale_is_a_weight(group):
@@ -162,7 +160,8 @@ def test_an_overflow_in_the_forward_pass_keeps_the_buffers_and_is_counted(
     options: Any = {"broadcast_buffers": buffers, "schedule": schedule}
     step = fddp.train_step(normed, SKIPPING[name], group=group(2), **options)
     state = step.init(np.float32(1), model_state={"mean": np.float32(0), "calls": np.int32(0)})
-    x, skipped = rows(1, 1), []
+    x = rows(1, 1)
+    skipped = []
     for batch in (x, rows(7e4, 7e4), x):  # float16 ends at 65,504
         state, info = step(state, batch)
         skipped.append(bool(info.skipped))
@@ -232,32 +231,39 @@ def test_a_scale_follows_the_rule_of_grad_scaler():
         optax.sgd(1.0), initial=8.0, growth_interval=3, minimum=2.0, maximum=32.0
     )
     update = jax.jit(optimizer.update)
-    state, scale, good, seen = optimizer.init(0.0), 8.0, 0, set()
+    state = optimizer.init(0.0)
+    scale = 8.0
+    good = 0
+    scales = set()
     for finite in np.repeat(RNG.random(100) < 0.7, RNG.integers(1, 8, 100)):
         updates, state = update(jnp.float32(1.0 if finite else np.inf), state)
         good = good + 1 if finite else 0
         scale = scale if finite else max(scale / 2, 2.0)
         if good == 3:
-            scale, good = min(scale * 2, 32.0), 0
+            scale = min(scale * 2, 32.0)
+            good = 0
         assert (float(state.scale), int(state.good_steps)) == (scale, good)
         assert float(updates) == (-1 if finite else 0)
-        seen.add(scale)
-    assert seen == {2.0, 4.0, 8.0, 16.0, 32.0}
+        scales.add(scale)
+    assert scales == {2.0, 4.0, 8.0, 16.0, 32.0}
 
 
 @pytest.mark.steps
 def test_float16_finds_its_scale_and_trains_as_float32_does(group):
-    """From a scale that is far too large."""
+    """The scale at the start is far too large."""
     plain = fddp.train_step(two_layers, optax.adam(0.02), group=group(2))
     optimizer = fddp.dynamic_scale(optax.adam(0.02), initial=2.0**24, growth_interval=10)
     half = fddp.train_step(fddp.mixed_precision(two_layers, jnp.float16), optimizer, group=group(2))
     states = [plain.init(PARAMS), half.init(PARAMS)]
-    losses, scales = [], []
+    losses = []
+    scales = []
     for _ in range(60):
-        (states[0], exact), (states[1], info) = plain(states[0], X), half(states[1], X)
+        (states[0], exact) = plain(states[0], X)
+        (states[1], info) = half(states[1], X)
         losses.append((float(exact.loss), float(info.loss)))
         scales.append(float(states[1].opt_state.scale))
-    first, last = np.array(losses[0]), np.array(losses[-1])
+    first = np.array(losses[0])
+    last = np.array(losses[-1])
     skipped = 60 - int(states[1].opt_state.inner[0].count)
     assert skipped == np.sum(np.diff([2.0**24, *scales]) < 0) >= 8
     np.testing.assert_allclose(first[1], first[0], rtol=1e-2)
@@ -270,15 +276,15 @@ def test_float16_finds_its_scale_and_trains_as_float32_does(group):
 @pytest.mark.parametrize("place", ["chain", "partition"])
 def test_a_scale_is_found_wherever_it_stands_in_the_optimizer(group, place):
     part = fddp.dynamic_scale(optax.sgd(1.0), initial=2.0**14)
-    # Not behind `optax.clip`, which would turn what is infinite into a number.
-    whole: Any = {
+    # Not behind `optax.clip`, which would make infinite values finite.
+    optimizer: Any = {
         "chain": lambda: optax.chain(part, optax.scale(0.5), optax.scale(2.0)),
         "partition": lambda: optax.partition(
             {"half": part, "rest": optax.sgd(1.0)}, {"a": "half", "b": "rest"}
         ),
     }[place]()
     loss = lambda p, x: overflowing(p["a"], x) + jnp.mean(p["b"] * x)  # noqa: E731
-    step = fddp.train_step(loss, whole, group=group(2))
+    step = fddp.train_step(loss, optimizer, group=group(2))
     state = step.init({"a": np.float32(0), "b": np.float32(0)})
     state, _ = step(state, rows(1, 3))
     assert {name: float(x) for name, x in state.params.items()} == {"a": -2, "b": -2}
@@ -302,7 +308,7 @@ def test_checkpoints_hold_the_scale(group, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"initial": 0.0}, "0 < minimum ≤ initial ≤ maximum"),
         ({"initial": 2.0**25}, "initial=33554432.0"),
@@ -313,14 +319,14 @@ def test_checkpoints_hold_the_scale(group, tmp_path: Path):
         ({"growth_interval": True}, "1 or more, got True"),
     ],
 )
-def test_numbers_out_of_range_are_refused(options, says):
-    with pytest.raises(ValueError, match=says):
+def test_numbers_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
         fddp.dynamic_scale(optax.sgd(1.0), **options)
 
 
 def test_parameters_in_float16_are_refused_for_want_of_room(group):
-    """As by GradScaler: the scale would be divided out in float16, where it is what does not
-    fit."""
+    """GradScaler refuses them too: float16 cannot hold the quotient of such a gradient by its
+    scale."""
     step = fddp.train_step(product, fddp.dynamic_scale(optax.sgd(1.0)), group=group(2))
     with pytest.raises(
         TypeError,

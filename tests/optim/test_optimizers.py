@@ -1,8 +1,7 @@
-"""Any optax transformation trains over replicas as plain JAX on the joined batch, or is refused
-where a step is made.
+"""An optax transformation trains as plain JAX on the joined batch, or `train_step` refuses it.
 
-All of optax's aliases and contrib's optimizers are asked, by whatever names these modules have; the
-parts that those are made of (`scale_by_…`) are in them.
+All of optax's aliases and contrib's optimizers are tested, by the names that these modules list.
+Their parts (`scale_by_…`) are tested in them.
 """
 
 import inspect
@@ -16,7 +15,7 @@ import optax
 import pytest
 import trees
 from optax._src import alias
-from problems import of_fast
+from problems import of_fast_params
 from truth import by_plain_jax
 
 import fddp
@@ -37,7 +36,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
     if not name.startswith(("_", "scale_by_")) and callable(make) and not inspect.isclass(make)
     if module is optax.contrib or isinstance(make, partial) or make.__module__ == alias.__name__
 }
-# What they are made with, beside a learning rate of 0.1 where they have one.
+# Their arguments, in addition to a learning rate of 0.1 if they take one.
 ARGUMENTS: dict[str, Callable[[Any], Any]] = {
     "differentially_private_aggregate": lambda make: make(1.0, 0.1, key=0),
     "dpsgd": lambda make: make(0.1, 1.0, 0.1, seed=0),
@@ -58,10 +57,10 @@ EXTRA_ARGS: Any = (
 )  # whose type knows no update with keywords of its own
 PER_EXAMPLE = "the gradient of each example"
 REFUSED = {
-    # its line search computes the loss at several lengths of a step; without one it trains
+    # its line search computes the loss at several lengths of a step; without the search it trains
     "lbfgs": "value_fn",
     "sophia": "obj_fn",  # differentiates the loss a second time, in random directions
-    "hutchinson_estimator_diag_hessian": "obj_fn",  # what sophia does it with
+    "hutchinson_estimator_diag_hessian": "obj_fn",  # the gradient estimate of sophia
     "dpsgd": PER_EXAMPLE,  # clips it, before the mean is made
     "differentially_private_aggregate": PER_EXAMPLE,
 }
@@ -92,7 +91,7 @@ def loss_fn(params: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ params["w"]) + params["b"] - 0.3) ** 2)
 
 
-def made(name: str) -> Any:
+def optimizer_by_name(name: str) -> Any:
     make = MAKERS[name]
     rate = {"learning_rate": 0.1} if "learning_rate" in inspect.signature(make).parameters else {}
     return ARGUMENTS[name](make) if name in ARGUMENTS else make(**rate)
@@ -100,8 +99,12 @@ def made(name: str) -> Any:
 
 @cache
 def expected(name: str) -> Any:
-    """Where an optimizer of optax arrives in plain JAX."""
-    optimizer = made(name) if name in WITH_VALUE else optax.GradientTransformation(*made(name))
+    """The parameters after training with an optimizer of optax in plain JAX."""
+    optimizer = (
+        optimizer_by_name(name)
+        if name in WITH_VALUE
+        else optax.GradientTransformation(*optimizer_by_name(name))
+    )
     return by_plain_jax(loss_fn, optimizer, PARAMS, BATCHES).params
 
 
@@ -131,23 +134,23 @@ def over_replicas(
 )
 def test_an_optimizer_of_optax_trains_as_in_plain_jax(group, name):
     assert not all(np.array_equal(x, PARAMS[leaf]) for leaf, x in expected(name).items())
-    close(over_replicas(group, made(name), PARAMS).params, expected(name))
+    close(over_replicas(group, optimizer_by_name(name), PARAMS).params, expected(name))
 
 
 @pytest.mark.parametrize("schedule", ["staged", "after"])
 @pytest.mark.parametrize("name", ["reduce_on_plateau", "momo_adam", "schedule_free_adamw", "sam"])
 def test_it_does_so_on_other_schedules(group, name, schedule):
     options = {"schedule": schedule, "bucket_cap_mb": 0, "donate": False}
-    close(over_replicas(group, made(name), PARAMS, **options).params, expected(name))
+    close(over_replicas(group, optimizer_by_name(name), PARAMS, **options).params, expected(name))
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(group, name):
     for optimizer in (
-        made(name),
-        optax.chain(optax.clip(1.0), made(name)),
-        fddp.dynamic_scale(made(name)),
+        optimizer_by_name(name),
+        optax.chain(optax.clip(1.0), optimizer_by_name(name)),
+        fddp.dynamic_scale(optimizer_by_name(name)),
     ):
         with pytest.raises(
             TypeError,
@@ -157,7 +160,7 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "wanted"),
+    ("optimizer", "argument"),
     [
         (optax.scale_by_backtracking_linesearch(5), "value_fn"),
         (optax.scale_by_zoom_linesearch(5), "value_fn"),
@@ -166,9 +169,9 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
     ],
     ids=["backtracking", "zoom", "opaque sam", "the user's own"],
 )
-def test_so_is_every_other_that_asks_for_a_function(group, optimizer, wanted):
+def test_so_is_every_other_that_asks_for_a_function(group, optimizer, argument):
     with pytest.raises(
-        TypeError, match=rf"asks for {wanted}, which a step does not have.*linesearch=None"
+        TypeError, match=rf"asks for {argument}, which a step does not have.*linesearch=None"
     ):
         fddp.train_step(loss_fn, optimizer, group=group(1))
 
@@ -214,12 +217,12 @@ def test_a_step_that_dynamic_scale_passes_over_leaves_the_extra_state_alone(grou
 
 def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(group):
     weighted = lambda p, x: fddp.Weighted(jnp.mean(p * x), jnp.sum(x))  # noqa: E731
-    seen = EXTRA_ARGS(
+    optimizer = EXTRA_ARGS(
         lambda params: jnp.zeros(()),
         lambda updates, state, params=None, *, value, grad, **_: (updates, value + 0 * grad),
     )
     state = over_replicas(
-        group, seen, np.float32(1), weighted, batches=[np.array([1.0, 3.0], np.float32)]
+        group, optimizer, np.float32(1), weighted, batches=[np.array([1.0, 3.0], np.float32)]
     )
     assert float(state.opt_state) == (1 + 9) / 4
 
@@ -229,11 +232,12 @@ def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(gro
 )
 def test_lookahead_trains_as_in_plain_jax(group, options):
     optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5)
-    start, scale = optax.LookaheadParams.init_synced(PARAMS), fddp.dynamic_scale(optimizer)
+    start = optax.LookaheadParams.init_synced(PARAMS)
+    scale = fddp.dynamic_scale(optimizer)
     ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
-    expected = by_plain_jax(ahead, of_fast(optimizer), start, BATCHES).params
-    for one in (optimizer, scale) if options == {} else (optimizer,):
-        close(over_replicas(group, one, start, ahead, **options).params, expected)
+    expected = by_plain_jax(ahead, of_fast_params(optimizer), start, BATCHES).params
+    for optimizer_or_scale in (optimizer, scale) if options == {} else (optimizer,):
+        close(over_replicas(group, optimizer_or_scale, start, ahead, **options).params, expected)
 
 
 def test_lookahead_leaves_alone_what_was_not_used(group):

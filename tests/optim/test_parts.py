@@ -1,5 +1,4 @@
-"""Claims about updates that are made from parts of the leaves: `fddp.optim.parts`, against optax on
-whole arrays."""
+"""Updates on parts of the leaves: `fddp.optim.parts`, against optax on whole arrays."""
 
 import inspect
 import re
@@ -14,13 +13,15 @@ import numpy as np
 import optax
 import pytest
 
+from fddp.buckets import Layout
 from fddp.comm.communicator import axis_communicator
 from fddp.jaxpr import Follows, Ranks, on_parts
 from fddp.optim import check_needs
 from fddp.optim.parts import divided
 from fddp.sharding.homes import at_home
 
-RANKS, STEPS = 4, 7
+RANKS = 4
+STEPS = 7
 Make = Callable[[], optax.GradientTransformation]
 
 CUT: dict[str, Make] = {
@@ -107,7 +108,7 @@ OF_EACH_KIND = {
 
 
 def problem() -> tuple[Any, list[Any]]:
-    """Parameters, none of whose sizes the ranks divide, and gradients for some steps."""
+    """Parameters with sizes that the ranks do not divide, and gradients for some steps."""
     draw = np.random.default_rng(0)
     params = {"b": draw.normal(size=7), "w": draw.normal(size=(3, 5))}
     return params, [jax.tree.map(lambda x: draw.normal(size=x.shape), params) for _ in range(STEPS)]
@@ -134,10 +135,11 @@ def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str
     with jax.enable_x64(True):
         params, grads = jax.tree.map(jnp.asarray, problem())
         optimizer = make()
-        found = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
-        assert found.refused == {}
-        assert {sorted(params)[leaf]: why for leaf, why in found.home.items()} == home
-        want, got = plain(optimizer, params, grads), on_ranks(optimizer, params, grads)
+        division = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
+        assert division.refused == {}
+        assert {sorted(params)[leaf]: reason for leaf, reason in division.home.items()} == home
+        want = plain(optimizer, params, grads)
+        got = on_ranks(optimizer, params, grads)
         for name in params:
             np.testing.assert_allclose(got[name], want[name], rtol=1e-12, atol=1e-14)
             assert np.max(np.abs(want[name] - params[name])) > 1e-9  # it has moved
@@ -146,9 +148,11 @@ def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str
 @pytest.mark.parametrize(("make", "refused"), REFUSED.values(), ids=REFUSED)
 def test_what_mixes_several_leaves_is_refused(make: Make, refused: dict[str, str]):
     params, _ = problem()
-    found = {sorted(params)[leaf]: why for leaf, why in divided(make(), params).refused.items()}
-    assert set(found) == set(refused)
-    assert all(refused[name] in why for name, why in found.items())
+    reasons = {
+        sorted(params)[leaf]: reason for leaf, reason in divided(make(), params).refused.items()
+    }
+    assert set(reasons) == set(refused)
+    assert all(refused[name] in reason for name, reason in reasons.items())
 
 
 def test_a_state_of_no_leaf_that_is_an_array_is_not_taken_for_one_number():
@@ -174,7 +178,8 @@ def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
 
 
 def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
-    state, update = optimizer.init(params), optax.with_extra_args_support(optimizer).update
+    state = optimizer.init(params)
+    update = optax.with_extra_args_support(optimizer).update
     for k, grad in enumerate(grads):
         updates, state = update(grad, state, params, value=jnp.asarray(k + 1.0), grad=grad)
         params = optax.apply_updates(params, updates)
@@ -182,13 +187,13 @@ def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[
 
 
 def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
-    """The same on ranks that hold a part of each leaf and of the state."""
-    found, forms = (
-        divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float)),
-        jax.tree.leaves(params),
-    )
-    count, comm = len(forms), axis_communicator("ranks", RANKS, "cpu")
-    state, kinds = jax.tree.leaves(optimizer.init(params)), found.inputs[count:-1]
+    """The same on ranks with a part of each leaf and of the state."""
+    division = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
+    forms = jax.tree.leaves(params)
+    count = len(forms)
+    comm = axis_communicator("ranks", RANKS, "cpu")
+    state = jax.tree.leaves(optimizer.init(params))
+    kinds = division.inputs[count:-1]
 
     def part(size: int) -> int:
         return -(-size // RANKS)
@@ -197,33 +202,38 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def there(leaf: int, size: int) -> Any:
+    def is_element(leaf: int, size: int) -> Any:
         del leaf
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
-    def parts(x: Any, kind: Any) -> Any:
+    def in_parts(x: Any, kind: Any) -> Any:
         if not isinstance(kind, Follows):
             return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
         return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
-    ranks = Ranks(there, put_together, partial(at_home, comm, {0: 3, 1: 1}, lambda leaf, size: 1))
-    run = jax.vmap(on_parts(found.program, found.inputs, ranks), axis_name="ranks")
-    held = [parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
+    work = partial(at_home, comm, {0: 3, 1: 1}, [Layout((), RANKS)] * count)
+    ranks = Ranks(is_element, put_together, work)
+    run = jax.vmap(on_parts(division.program, division.inputs, ranks), axis_name="ranks")
+    local_state = [in_parts(x, kind) for x, kind in zip([*state, *forms], kinds)]
     for k, grad in enumerate(grads):
-        mine = [parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), found.inputs)]
-        made = run(*mine, *held, jnp.full(RANKS, k + 1.0))
-        made = [
+        local_grads = [in_parts(x, kind) for x, kind in zip(jax.tree.leaves(grad), division.inputs)]
+        outputs = run(*local_grads, *local_state, jnp.full(RANKS, k + 1.0))
+        outputs = [
             jnp.broadcast_to(jnp.ravel(x)[0], old.shape) if x.shape != old.shape else x
-            for x, old in zip(made, [*held[len(state) :], *held[: len(state)]])
+            for x, old in zip(outputs, [*local_state[len(state) :], *local_state[: len(state)]])
         ]
-        held = [*made[count:], *(p + u for p, u in zip(held[len(state) :], made))]
-    whole = [
-        x.ravel()[: form.size].reshape(form.shape) for x, form in zip(held[len(state) :], forms)
+        local_state = [
+            *outputs[count:],
+            *(p + u for p, u in zip(local_state[len(state) :], outputs)),
+        ]
+    gathered = [
+        x.ravel()[: form.size].reshape(form.shape)
+        for x, form in zip(local_state[len(state) :], forms)
     ]
-    return jax.tree.unflatten(jax.tree.structure(params), whole)
+    return jax.tree.unflatten(jax.tree.structure(params), gathered)
 
 
-### What the documentation says
+### The documentation
 
 FORMS = {
     "b": jax.ShapeDtypeStruct((3,), "float32"),
@@ -233,8 +243,8 @@ NEEDED = {"learning_rate": 0.1, "key": 0}
 
 
 def aliases() -> dict[str, Callable[..., Any]]:
-    """All of optax's aliases, and what of its contrib wants nothing but a learning rate."""
-    made = {
+    """All of optax's aliases, and the optimizers of its contrib that need only a learning rate."""
+    functions = {
         name: f
         for name, f in vars(optax).items()
         if getattr(f, "__module__", "") == "optax._src.alias"
@@ -245,35 +255,40 @@ def aliases() -> dict[str, Callable[..., Any]]:
     named = {name: inspect.signature(f).parameters for name, f in contrib.items()}
     rates = {
         name: contrib[name]
-        for name, of in named.items()
-        if "learning_rate" in of and required(of) <= set(NEEDED)
+        for name, parameters in named.items()
+        if "learning_rate" in parameters and required(parameters) <= set(NEEDED)
     }
-    return {name: f for name, f in sorted((made | rates).items()) if inspect.isfunction(f)}
+    return {name: f for name, f in sorted((functions | rates).items()) if inspect.isfunction(f)}
 
 
 def required(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
-    """Those without a default; a key has one that warns."""
+    """The parameters without a default; a key has one that warns."""
     return {
         name
-        for name, one in parameters.items()
-        if one.default is inspect.Parameter.empty or name == "key"
+        for name, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty or name == "key"
     }
 
 
 def answer(make: Callable[..., Any]) -> str:
-    """Whether its state can be held in parts, as the table says it."""
+    """The table's entry: yes if the state can be held in parts."""
     parameters = inspect.signature(make).parameters
     optimizer = make(**{name: NEEDED[name] for name in required(parameters)})
     try:
         check_needs(optimizer, jax.tree.map(lambda x: jnp.zeros(x.shape), FORMS))
     except TypeError:
         return "no step takes it"
-    found = divided(optimizer, FORMS)
+    division = divided(optimizer, FORMS)
     leaves = ", ".join(
-        f"{sorted(FORMS)[leaf]} ({why})" for leaf, why in (found.refused or found.home).items()
+        f"{sorted(FORMS)[leaf]} ({reason})"
+        for leaf, reason in (division.refused or division.home).items()
     )
     return (
-        f"no: {leaves}" if found.refused else f"yes, with an owner: {leaves}" if leaves else "yes"
+        f"no: {leaves}"
+        if division.refused
+        else f"yes, with an owner: {leaves}"
+        if leaves
+        else "yes"
     )
 
 
@@ -281,12 +296,15 @@ def answer(make: Callable[..., Any]) -> str:
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 def test_the_table_of_optimizers_is_what_their_programs_say():
     text = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
-    told = dict(re.findall(r"^\| `optax\.([\w.]+)` \| (.+?) \|$", text, flags=re.MULTILINE))
-    found = {name: answer(make) for name, make in aliases().items()}
+    documented = dict(re.findall(r"^\| `optax\.([\w.]+)` \| (.+?) \|$", text, flags=re.MULTILINE))
+    answers = {name: answer(make) for name, make in aliases().items()}
     if f"optax {optax.__version__}," not in text:  # another one may have more, or fewer
-        told, found = ({name: some[name] for name in told.keys() & found} for some in (told, found))
-    rows = [f"| `optax.{name}` | {found[name]} |" for name in found]
-    assert told and told == found, "the table ought to be:\n" + "\n".join(rows)
+        documented, answers = (
+            {name: table[name] for name in documented.keys() & answers}
+            for table in (documented, answers)
+        )
+    rows = [f"| `optax.{name}` | {answers[name]} |" for name in answers]
+    assert documented and documented == answers, "the table ought to be:\n" + "\n".join(rows)
 
 
 def test_an_update_that_refuses_the_loss_is_divided_as_others():

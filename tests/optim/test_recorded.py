@@ -1,4 +1,4 @@
-"""A step tells what its optimizer writes down; against plain JAX on the joined batch."""
+"""A step reports the records of its optimizer: against plain JAX on the joined batch."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def recording() -> Any:
-    """Writes down the norm of the gradients that it gets, and its rate."""
+    """Records the norm of its gradients, and its rate."""
     adam = optax.inject_hyperparams(optax.adamw)(learning_rate=RATE)
     return optax.chain(
         optax.snapshot("grad_norm", optax.tree.norm), optax.clip_by_global_norm(0.1), adam
@@ -46,14 +46,16 @@ def test_a_step_tells_its_rate_and_norm_which_stay_when_training_goes_on(
 ):
     options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
     step = fddp.train_step(loss, recording(), group=group(4), **options)
-    state, told, norms = step.init(PARAMS), list[Any](), []
+    state = step.init(PARAMS)
+    infos = list[Any]()
+    norms = []
     for _ in range(3):
         norms.append(norm(fddp.whole(state.params, group=group(4))))
         state, info = step(state, ROWS)
-        told.append(info)
-    np.testing.assert_allclose([float(info.grad_norm) for info in told], norms, rtol=1e-12)
+        infos.append(info)
+    np.testing.assert_allclose([float(info.grad_norm) for info in infos], norms, rtol=1e-12)
     np.testing.assert_allclose(
-        [float(info.learning_rate) for info in told], [0.1, 0.09, 0.08], rtol=1e-6
+        [float(info.learning_rate) for info in infos], [0.1, 0.09, 0.08], rtol=1e-6
     )
 
 
@@ -70,11 +72,11 @@ def test_a_rate_that_never_changes_stays_when_its_state_is_given_away(group, sch
 def test_a_step_that_is_skipped_tells_the_norm_that_it_was_skipped_for(group):
     step = fddp.train_step(loss, recording(), group=group(2), skip_nonfinite=True)
     state, _ = step(step.init(PARAMS), ROWS)
-    kept = float(state.opt_state[0].measurement["grad_norm"])
+    recorded_norm = float(state.opt_state[0].measurement["grad_norm"])
     state, info = step(state, np.full_like(ROWS, np.nan))
     assert (
         np.isnan(np.asarray(info.grad_norm))
-        and float(state.opt_state[0].measurement["grad_norm"]) == kept
+        and float(state.opt_state[0].measurement["grad_norm"]) == recorded_norm
     )
 
 

@@ -1,4 +1,4 @@
-"""An update leaves alone what was not used, whatever the optimizer's state looks like."""
+"""An update leaves unused parameters alone, for any structure of the optimizer's state."""
 
 from functools import partial
 from typing import Any
@@ -50,12 +50,11 @@ CASES = {
 
 
 def numbers(tree: Any, path: str) -> list[np.ndarray]:
-    """What a tree, or a state that has such trees in it, holds for a leaf: floats below its
-    path."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
+    """The leaf's arrays in a tree, or in a state of such trees: floats below its path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     floats = [
         (jax.tree_util.keystr(name), np.asarray(x))
-        for name, x in found
+        for name, x in leaves
         if np.asarray(x).dtype.kind == "f"
     ]
     return [x for name, x in floats if name.endswith(path) and "hyperparams" not in name]
@@ -68,19 +67,26 @@ def test_what_was_not_used_keeps_its_value_and_its_moments(name):
     leaves, treedef = jax.tree.flatten(jax.tree.map(np.float32, params))
     params = treedef.unflatten(leaves)
     state = optimizer.init(params)
-    ones, nothing = jax.tree.map(np.ones_like, params), jax.tree.map(np.zeros_like, params)
+    ones = jax.tree.map(np.ones_like, params)
+    nothing = jax.tree.map(np.zeros_like, params)
     params, state = update(optimizer, ones, state, params, jax.tree.map(lambda _: 2, params))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     for chosen, path in enumerate(paths):
         used = treedef.unflatten([2 * (k == chosen) for k in range(len(leaves))])
         new, new_state = update(optimizer, nothing, state, params, used)
-        for other in paths:
+        for leaf_path in paths:
             same = [
                 np.array_equal(a, b)
                 for old_tree, new_tree in ((params, new), (state, new_state))
-                for a, b in zip(numbers(old_tree, other), numbers(new_tree, other), strict=True)
+                for a, b in zip(
+                    numbers(old_tree, leaf_path), numbers(new_tree, leaf_path), strict=True
+                )
             ]
-            assert same and (all(same) if other != path else not all(same)), (path, other, same)
+            assert same and (all(same) if leaf_path != path else not all(same)), (
+                path,
+                leaf_path,
+                same,
+            )
     none_used = jax.tree.map(lambda _: 0, params)
     new, _ = update(optimizer, nothing, state, params, none_used)
     jax.tree.map(np.testing.assert_array_equal, new, params)
@@ -116,10 +122,11 @@ def net(params: Any, x: Any) -> jax.Array:
 
 
 def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainState:
-    """Trains the net whose turn it is, as a flag in the batch says."""
+    """Trains one of two nets in each step, chosen by a flag in the batch."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        of_d, of_g = lambda: net(params["d"], batch["x"]), lambda: net(params["g"], batch["x"])
+        of_d = partial(net, params["d"], batch["x"])
+        of_g = partial(net, params["g"], batch["x"])
         return jax.lax.cond(batch["is_d"][0], of_d, of_g)
 
     step = fddp.train_step(loss, optimizer, group=group, find_unused_parameters=True, **options)
@@ -169,7 +176,8 @@ def test_one_count_for_all_parts_counts_every_step_that_uses_a_part(group):
             grads = jax.tree.map(np.asarray, jax.grad(net)(wide, np.float64(x)))
         for name, g in grads.items():
             mu, nu = moments[part][name]
-            mu, nu = 0.9 * mu + 0.1 * g, 0.999 * nu + 0.001 * g**2
+            mu = 0.9 * mu + 0.1 * g
+            nu = 0.999 * nu + 0.001 * g**2
             moments[part][name] = mu, nu
             step = mu / (1 - 0.9**count) / (np.sqrt(nu / (1 - 0.999**count)) + 1e-8)
             params[part][name] = params[part][name] - 0.05 * step

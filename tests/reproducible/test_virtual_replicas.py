@@ -31,7 +31,7 @@ VIRTUAL = 12
 
 
 class Net(nn.Module):
-    """All that makes the bits of replicas differ: sums over rows, buffers, random numbers,
+    """The causes of different bits in replicas: sums over rows, buffers, random numbers,
     weights."""
 
     @nn.compact
@@ -77,19 +77,20 @@ def first(step: fddp.TrainStep) -> fddp.TrainState:
 def train(
     step: fddp.TrainStep, state: fddp.TrainState, steps: Sequence[int]
 ) -> tuple[fddp.TrainState, Bits]:
-    """Trains, with the rows of steps of these numbers; also the bits of what each told."""
-    told = []
+    """Trains with the rows of the steps of these numbers; also returns the bits of each step's
+    report."""
+    reports = []
     for rows in islice(
         fddp.samples(64, 24, virtual_replicas=VIRTUAL, start_step=steps[0]), len(steps)
     ):
         state, info = step(state, (ROWS[rows], LABELS[rows]))
-        told.append(bits((info.loss, info.aux, info.used, info.skipped)))
-    return state, told
+        reports.append(bits((info.loss, info.aux, info.used, info.skipped)))
+    return state, reports
 
 
 def trained(step: fddp.TrainStep) -> Bits:
-    state, told = train(step, first(step), range(5))
-    return [*told, bits(state)]
+    state, reports = train(step, first(step), range(5))
+    return [*reports, bits(state)]
 
 
 ### The same bits
@@ -106,8 +107,8 @@ def step_of() -> Steps:
 
 
 @pytest.fixture(scope="module")
-def alone(step_of: Steps) -> Bits:
-    """What one replica makes of all rows."""
+def single_replica_bits(step_of: Steps) -> Bits:
+    """The bits of one replica with all rows."""
     return trained(step_of(1))
 
 
@@ -116,11 +117,11 @@ def alone(step_of: Steps) -> Bits:
     "replicas", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 6))]
 )
 def test_the_bits_do_not_depend_on_the_number_of_replicas(
-    step_of: Steps, alone: Bits, replicas: int
+    step_of: Steps, single_replica_bits: Bits, replicas: int
 ):
-    """Parameters, optimizer, loss scale, BatchNorm and what each step tells; with clipping, dropout
-    and weights."""
-    assert trained(step_of(replicas)) == alone
+    """The bits are those of parameters, optimizer, loss scale, BatchNorm and reports; with
+    clipping, dropout and weights."""
+    assert trained(step_of(replicas)) == single_replica_bits
 
 
 @pytest.mark.parametrize(
@@ -131,14 +132,18 @@ def test_the_bits_do_not_depend_on_the_number_of_replicas(
     ],
     ids=str,
 )
-def test_nor_on_how_it_is_sent(group: Groups, alone: Bits, options: Any):
-    told = trained(make(group(2), **options))
-    # How many replicas used a leaf is told besides.
-    assert told[-1] == alone[-1] if "find_unused_parameters" in options else told == alone
+def test_nor_on_how_it_is_sent(group: Groups, single_replica_bits: Bits, options: Any):
+    result = trained(make(group(2), **options))
+    # The number of replicas that used a leaf is reported as well.
+    assert (
+        result[-1] == single_replica_bits[-1]
+        if "find_unused_parameters" in options
+        else result == single_replica_bits
+    )
 
 
 def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
-    """Σ w is added in one dtype, whichever bucket is the last."""
+    """Σ w is added in one dtype, for any last bucket."""
     params = {
         "a": ROWS[:5].copy(),
         "b": np.ones(3),
@@ -152,18 +157,19 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
         )
         return fddp.Weighted(value, 1 + jnp.abs(x[0, 0])), (jnp.max(x), value.astype(jnp.bfloat16))
 
-    def ends(replicas: int, schedule: str) -> list[bytes]:
+    def results(replicas: int, schedule: str) -> list[bytes]:
         chosen: Any = {"schedule": schedule, "bucket_cap_mb": 0, "accumulation_steps": 2}
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen
         )
-        state, told = step.init(params), []
+        state = step.init(params)
+        reports = []
         for k in range(3):
             state, info = step(state, ROWS[k : k + 24])
-            told.append((info.loss, info.aux))
-        return bits((state, told))
+            reports.append((info.loss, info.aux))
+        return bits((state, reports))
 
-    assert ends(1, "after") == ends(2, "staged") == ends(3, "after")
+    assert results(1, "after") == results(2, "staged") == results(3, "after")
 
 
 def test_without_virtual_replicas_they_do(group: Groups):
@@ -171,28 +177,31 @@ def test_without_virtual_replicas_they_do(group: Groups):
     assert two[-1] != four[-1]
 
 
-def test_the_number_of_replicas_may_change_under_way(group: Groups, step_of: Steps, alone: Bits):
+def test_the_number_of_replicas_may_change_under_way(
+    group: Groups, step_of: Steps, single_replica_bits: Bits
+):
     steps = [
         step_of(3),
         step_of(1),
         make(group(2)),
     ]  # the last one is settled by a state that has been trained
-    state, told = train(steps[0], first(steps[0]), range(2))
+    state, reports = train(steps[0], first(steps[0]), range(2))
     for step, numbers in zip(steps[1:], (range(2, 4), range(4, 5))):
         state, more = train(step, jax.device_get(state), numbers)
-        told += more
-    assert [*told, bits(state)] == alone
+        reports += more
+    assert [*reports, bits(state)] == single_replica_bits
 
 
 def test_it_is_the_mean_over_slices_of_the_rows(group: Groups, x64: None):
     """Plain JAX, slice by slice, in float64."""
 
     def loss(params: Any, rows: Array, rng: Any) -> Array:
-        kept = jax.random.bernoulli(rng, 0.7, rows.shape)
-        return jnp.mean((jnp.tanh((rows * kept) @ params["w"]) + params["b"]) ** 2)
+        mask = jax.random.bernoulli(rng, 0.7, rows.shape)
+        return jnp.mean((jnp.tanh((rows * mask) @ params["w"]) + params["b"]) ** 2)
 
     params = {"b": np.ones(3), "w": DRAW.normal(size=(5, 3))}
-    rows, key = ROWS[:24].astype(np.float64), jax.random.key(3)
+    rows = ROWS[:24].astype(np.float64)
+    key = jax.random.key(3)
     step = fddp.train_step(
         loss, optax.sgd(0.1), group=group(2), virtual_replicas=6, accumulation_steps=2
     )
@@ -201,8 +210,8 @@ def test_it_is_the_mean_over_slices_of_the_rows(group: Groups, x64: None):
     total = jax.tree.map(np.zeros_like, params)
     for v, part in enumerate(np.split(rows, 6)):
         for k, half in enumerate(np.split(part, 2)):
-            own = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), k), v)
-            total = jax.tree.map(np.add, total, jax.grad(loss)(params, half, own))
+            slice_key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, 0), k), v)
+            total = jax.tree.map(np.add, total, jax.grad(loss)(params, half, slice_key))
     expected = jax.tree.map(lambda p, g: p - 0.1 * g / 12, params, total)
     close(dict(state.params), expected, rtol=1e-12, atol=0)
 
@@ -215,14 +224,16 @@ def pair(a: str, b: str) -> str:
 
 
 def test_sums_kept_on_a_stack_are_the_tree():
-    """For every size of a tree, letter by letter."""
+    """A tree of every size, letter by letter."""
     for count in range(1, 20):
-        letters, stack = [chr(ord("a") + k) for k in range(count)], list[str]()
+        letters = [chr(ord("a") + k) for k in range(count)]
+        stack = list[str]()
         for letter, halves in zip(letters, merges(count)):
             stack.append(letter)
             for _ in range(halves):
-                right, left = stack.pop(), stack.pop()
-                stack.append(pair(left, right))
+                right = stack.pop()
+                earlier = stack.pop()
+                stack.append(pair(earlier, right))
         assert stack == [tree_sum(letters, pair)]
 
 
@@ -231,25 +242,26 @@ def test_blocks_of_equal_size_are_subtrees():
         for each in (n for n in range(1, virtual + 1) if virtual % n == 0):
             block = block_of(virtual, each)
             blocks = [map(str, range(at, at + block)) for at in range(0, virtual, block)]
-            whole = tree_sum([str(k) for k in range(virtual)], pair)
+            total = tree_sum([str(k) for k in range(virtual)], pair)
             assert each % block == 0
-            assert whole == tree_sum([tree_sum(list(x), pair) for x in blocks], pair)
+            assert total == tree_sum([tree_sum(list(x), pair) for x in blocks], pair)
 
 
-def test_another_order_is_another_sum(step_of: Steps, alone: Bits):
+def test_another_order_is_another_sum(step_of: Steps, single_replica_bits: Bits):
     """The claims above are not blind: slices in another order give other bits."""
     step = step_of(1)
     state = first(step)
     for rows in islice(fddp.samples(64, 24, virtual_replicas=VIRTUAL), 5):
         rows = np.roll(rows.reshape(VIRTUAL, -1), 1, axis=0).reshape(-1)
         state, _ = step(state, (ROWS[rows], LABELS[rows]))
-    assert b"".join(bits(state.params)) not in b"".join(alone[-1])
+    assert b"".join(bits(state.params)) not in b"".join(single_replica_bits[-1])
 
 
 @pytest.mark.quick("3-4")
 @pytest.mark.parametrize("replicas, times", [(2, 1), (4, 1), (3, 4)])
 def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: int, times: int):
-    """And others more: each block to whoever adds a part of it, and the sum back."""
+    """Other numbers send more: each block goes to a replica that adds a part of it, and the sum
+    returns."""
     step = fddp.train_step(
         lambda w, x: jnp.mean((x @ w) ** 2),
         optax.sgd(0.1),
@@ -258,11 +270,11 @@ def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: 
     )
     _, info = step(step.init(np.ones(10, np.float32)), np.ones((24, 10), np.float32))
     # Loss and weight travel alone; all is padded to a multiple of the replicas.
-    parts = sum(-(-size // replicas) for size in (10, 2))
-    assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * parts * 4
+    part_sizes = sum(-(-size // replicas) for size in (10, 2))
+    assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * part_sizes * 4
 
 
-### What it refuses
+### Refused options
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

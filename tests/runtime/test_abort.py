@@ -1,4 +1,4 @@
-"""An error of one rank ends all, and is told once.
+"""An error of one rank ends all, and is printed once.
 
 `test_watcher.py` has ranks that die, leave or are stuck.
 """
@@ -6,7 +6,7 @@
 from pathlib import Path
 
 import pytest
-from processes import JOBS, PATIENT_S, case, ended, on
+from processes import JOBS, PATIENT_S, case, failed_outputs, on
 
 pytestmark = pytest.mark.ranks
 # The job and the rank that fails. Over Gloo rank 0 has the coordination service.
@@ -22,17 +22,17 @@ def test_an_error_on_one_rank_ends_all_and_is_shown(
     failing: int,
     tmp_path: Path,
 ):
-    outputs = ended(tmp_path, backend, f"raise:{failing}", size=size)
+    outputs = failed_outputs(tmp_path, backend, f"raise:{failing}", size=size)
     assert f"fddp: rank {failing} of {size} failed:\nTraceback" in outputs[failing]
     assert f"RuntimeError: rank {failing} has had enough" in outputs[failing]
-    others = "".join(text for rank, text in enumerate(outputs) if rank != failing)
-    assert "Traceback" not in others, "the others' errors only follow from it"
+    other_outputs = "".join(text for rank, text in enumerate(outputs) if rank != failing)
+    assert "Traceback" not in other_outputs, "the others' errors only follow from it"
 
 
 # On MPI `test_init` has an error of all ranks.
 @on("gloo")
 def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, tmp_path: Path):
-    first, last = ended(tmp_path, backend, "differ", grace_s=PATIENT_S)
+    first, last = failed_outputs(tmp_path, backend, "differ", grace_s=PATIENT_S)
     assert first.count("Traceback") == 1
     assert last.startswith("fddp: rank 1 of 2 failed as the others did: ValueError: ranks differ")
     for text in (first, last):
@@ -42,7 +42,7 @@ def test_an_error_of_all_ranks_ends_each_and_is_told_in_full_once(backend: str, 
 
 @on("gloo")
 def test_a_keyboards_interrupt_of_all_ranks_is_one_line(backend: str, tmp_path: Path):
-    assert ended(tmp_path, backend, "interrupted_all", grace_s=PATIENT_S) == (
+    assert failed_outputs(tmp_path, backend, "interrupted_all", grace_s=PATIENT_S) == (
         "fddp: rank 0 of 2 was interrupted.\n",
         "",
     )
@@ -52,6 +52,6 @@ def test_a_keyboards_interrupt_of_all_ranks_is_one_line(backend: str, tmp_path: 
 def test_a_keyboards_interrupt_of_one_rank_ends_all_without_a_traceback(
     backend: str, tmp_path: Path
 ):
-    outputs = ended(tmp_path, backend, "interrupted")
+    outputs = failed_outputs(tmp_path, backend, "interrupted")
     assert outputs[1].startswith("fddp: rank 1 of 2 was interrupted.\n")
     assert "Traceback" not in "".join(outputs)

@@ -1,5 +1,5 @@
-"""JAX's coordination service beside rank 0: it ends when nobody holds it, and says why it does not
-start."""
+"""JAX's coordination service next to rank 0: it ends with its last client, and reports why it does
+not start."""
 
 import os
 import socket
@@ -7,17 +7,12 @@ import time
 
 import jax
 import pytest
+from processes import free_port
 
 from fddp.runtime import coordinator
 from fddp.runtime.coordinator import LOOSE, start_coordinator
 
 WAIT_S = 300.0  # a last resort
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def listens(port: int) -> bool:
@@ -30,10 +25,10 @@ def listens(port: int) -> bool:
 
 def test_it_listens_until_all_who_hold_it_have_let_go():
     port = free_port()
-    bind, kept = start_coordinator(f"127.0.0.1:{port}", 0, 2)
+    bind, descriptors = start_coordinator(f"127.0.0.1:{port}", 0, 2)
     assert bind == LOOSE and listens(port)
-    watcher = os.dup(kept[0])  # who holds it too
-    os.close(kept[0])
+    watcher = os.dup(descriptors[0])  # another holder
+    os.close(descriptors[0])
     time.sleep(0.2)
     assert listens(port)
     os.close(watcher)
@@ -48,8 +43,8 @@ def test_only_rank_0_starts_one():
 
 
 def test_a_service_that_does_not_start_says_why():
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         with pytest.raises(
             RuntimeError, match=rf"coordination service did not start at 127.0.0.1:{port}: .+"
         ):

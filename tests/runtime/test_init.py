@@ -28,7 +28,7 @@ def test_under_mpiexec_gloo_needs_no_coordinator(tmp_path: Path):
 
 # `test_mpi_vendors` has the error of each misfit, without a job.
 @pytest.mark.parametrize(
-    ("mpi4jax", "why"),
+    ("mpi4jax", "reason"),
     [
         (
             "raise RuntimeError('MPI ABI incompatibility detected!\\n - built with')",
@@ -44,7 +44,7 @@ def test_under_mpiexec_gloo_needs_no_coordinator(tmp_path: Path):
     ],
 )
 def test_an_mpi4jax_that_does_not_fit_is_told_in_full_once_and_names_the_doctor(
-    tmp_path: Path, mpi4jax: str, why: str
+    tmp_path: Path, mpi4jax: str, reason: str
 ):
     packages = tmp_path / "packages"
     packages.mkdir()
@@ -56,7 +56,7 @@ def test_an_mpi4jax_that_does_not_fit_is_told_in_full_once_and_names_the_doctor(
     first, second = outcome.outputs
     error = (
         f"RuntimeError: backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib "
-        f"({why}); "
+        f"({reason}); "
         "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'.\n"
     )
     assert first.count("Traceback") == 1 and first.endswith(error)

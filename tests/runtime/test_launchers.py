@@ -1,4 +1,4 @@
-"""Every launcher's environment is read for what it says, and for nothing it does not say."""
+"""The variables of every launcher are read for their meaning, and for nothing more."""
 
 import importlib.util
 import os
@@ -29,8 +29,8 @@ JOB = {"SLURM_JOB_ID": "123456", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLU
 STEP = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "node[007-012,040],login"}
 SLURM = JOB | STEP | {"SLURM_PROCID": "9", "SLURM_LOCALID": "1"}
 
-# What Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 really set on rank 1 of two nodes, as far as
-# it is of interest.
+# The variables of Slurm 22.05, MPICH 4.0 and 5.0 and Open MPI 4.1 on rank 1 of two nodes, as far as
+# they are of interest.
 SRUN = {
     "SLURM_JOB_ID": "6",
     "SLURM_NTASKS": "2",
@@ -77,7 +77,7 @@ SRUN_CRAY = SRUN | {
     "PMI_LOCAL_RANK": "0",
 }
 TORCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
-# What torchrun of PyTorch 2.13 sets, as far as it is of interest.
+# The variables of torchrun of PyTorch 2.13, as far as they are of interest.
 TORCHRUN = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
 TORCH_MET = f"node1:{61440 + 29501 % 4096}"
 JAX = {"JAX_COORDINATOR_ADDRESS": "node1:4711", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
@@ -101,7 +101,7 @@ MVAPICH = {
     "MV2_COMM_WORLD_LOCAL_RANK": "1",
     "PMI_ID": "3",
 }
-# What prterun of PRRTE 3 sets; Open MPI's mpirun, which is made of it, adds its own.
+# The variables of prterun of PRRTE 3; Open MPI's mpirun, which contains it, adds its own.
 PRRTE = {"PMIX_RANK": "1", "PMIX_NAMESPACE": "prterun-n1-5003@1", "PRTE_LAUNCHED": "1"}
 INDEXED = {"JOB_COMPLETION_INDEX": "2"}
 PLACE = {"FDDP_SIZE": "3", "FDDP_COORDINATOR": "train-0.train:4711"}
@@ -151,17 +151,17 @@ def test_a_launcher_is_read_for_what_it_says(env, launch):
 
 
 def test_of_mpiexecs_socket_only_the_number_may_be_left(tmp_path: Path):
-    """As where a program between the two has closed it: nobody writes to the file that has its
-    number now."""
-    taken = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
-    ours, mpiexecs = socket.socketpair()
-    with ours, mpiexecs:
-        closed = ours.fileno()
-        assert taken(closed) == closed
+    """A program in between may have closed it: no process writes to the file that has its number by
+    then."""
+    socket_of = lambda number: pmi_socket(Launch("Hydra", 0, 2, pmi_fd=number))  # noqa: E731
+    rank_end, mpiexecs = socket.socketpair()
+    with rank_end, mpiexecs:
+        closed = rank_end.fileno()
+        assert socket_of(closed) == closed
     with (tmp_path / "log").open("w") as file:
-        assert taken(file.fileno()) is None
-    assert taken(closed) is None
-    assert taken(None) is None
+        assert socket_of(file.fileno()) is None
+    assert socket_of(closed) is None
+    assert socket_of(None) is None
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_rank_0_of_slurm_is_met_on_the_first_node_of_the_step(nodes, first):
 
 
 def test_steps_that_run_at_the_same_time_meet_at_ports_of_their_own():
-    """Those of 16 jobs that were started one after the other, each of up to 100 steps."""
+    """The ports of 16 jobs in succession, each of up to 100 steps."""
     steps = [
         {"SLURM_JOB_ID": str(4711 + job), "SLURM_STEP_ID": str(step)}
         for job in range(16)
@@ -197,7 +197,7 @@ def test_all_ranks_of_a_slurm_step_agree_on_a_port_that_differs_between_jobs():
     assert coordinator is not None and 1024 < int(coordinator.rsplit(":", 1)[1]) < 2**16
 
 
-# What Slurm 22.05 sets for a script of sbatch, and for the shell of salloc, which is no task.
+# The variables of Slurm 22.05 for a script of sbatch, and for the shell of salloc, not a task.
 SBATCH_N2 = {
     "SLURM_JOB_ID": "6",
     "SLURM_PROCID": "0",
@@ -240,8 +240,8 @@ def test_a_script_under_sbatch_without_srun_is_alone():
     ids=str,
 )
 def test_a_process_alone_in_a_job_of_several_tasks_is_told_of_srun(env, tasks):
-    told = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
-    assert hints(read_launch(env), env) == (() if tasks is None else (told,))
+    hint = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
+    assert hints(read_launch(env), env) == (() if tasks is None else (hint,))
 
 
 def test_the_users_own_variables_win_then_the_innermost_launcher():
@@ -253,8 +253,8 @@ def test_the_users_own_variables_win_then_the_innermost_launcher():
 
 
 def test_torchrun_wins_over_what_started_it_and_its_variables_over_nothing():
-    """Inside of srun or mpirun torchrun is the inner one; RANK that somebody has set beside them
-    may be anybody's."""
+    """Inside of srun or mpirun torchrun is the inner launcher; a RANK alone, without the others,
+    may come from any program."""
     for outer in (SRUN, HYDRA, OPEN_MPI, FLUX, PALS, JAX):
         assert read_launch(TORCHRUN | outer).launcher == "torchrun"
         assert read_launch(TORCH | outer) == read_launch(outer)
@@ -283,9 +283,11 @@ def test_ranks_of_torchrun_meet_beside_its_own_store(port):
         read_launch(TORCHRUN | {"RANK": rank, "MASTER_PORT": str(port)}).coordinator
         for rank in "01"
     }
-    (met,) = ranks
-    assert met is not None and met.startswith("node1:")
-    assert int(met.rsplit(":", 1)[1]) != port and 61440 <= int(met.rsplit(":", 1)[1]) < 2**16
+    (address,) = ranks
+    assert address is not None and address.startswith("node1:")
+    assert (
+        int(address.rsplit(":", 1)[1]) != port and 61440 <= int(address.rsplit(":", 1)[1]) < 2**16
+    )
 
 
 @pytest.mark.parametrize(
@@ -335,9 +337,9 @@ def test_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_n
 
 
 def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
-    known = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
-    said = spoken(known | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
-    assert said.items() <= known.items() and not {"HOME", "XRANK", "RANKS"} & set(said)
+    variables = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
+    shown = spoken(variables | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
+    assert shown.items() <= variables.items() and not {"HOME", "XRANK", "RANKS"} & set(shown)
     assert {
         "RANK",
         "MASTER_PORT",
@@ -345,7 +347,7 @@ def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
         "PALS_RANKID",
         "FLUX_JOB_SIZE",
         "PMIX_RANK",
-    } <= set(said)
+    } <= set(shown)
 
 
 def test_a_coordinator_can_be_told_to_the_ranks_of_any_launcher():
@@ -363,7 +365,7 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
 
 
 @pytest.mark.parametrize(
-    ("env", "says"),
+    ("env", "message"),
     [
         ({"FDDP_RANK": "0"}, "FDDP_RANK given but not FDDP_SIZE"),
         ({"FDDP_SIZE": "2"}, "FDDP_SIZE given but not FDDP_RANK"),
@@ -398,16 +400,16 @@ def test_only_an_mpiexec_promises_that_mpi_can_be_initialized():
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_variables_that_are_missing_or_contradict_each_other_are_named(env, says):
-    with pytest.raises(ValueError, match=says):
+def test_variables_that_are_missing_or_contradict_each_other_are_named(env, message):
+    with pytest.raises(ValueError, match=message):
         read_launch(env)
 
 
-### What `fddp.init` starts
+### Backends of `fddp.init`
 
 
 def started(env: Mapping[str, str], *, mpi_ranks: int = 1, **arguments: Any) -> tuple[str, Launch]:
-    """The backend and the launch that `fddp.init` starts on CPUs, where mpi4jax is installed."""
+    """The backend and launch of `fddp.init` on CPUs, with mpi4jax installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", dict(env))
         patch.setattr(importlib.util, "find_spec", lambda name: name)

@@ -1,4 +1,4 @@
-"""Whose MPI is what, read off what real programs say; and the command that makes an installation
+"""The vendor of an MPI, read from the output of real programs; and the command that installs
 one."""
 
 import importlib
@@ -12,7 +12,7 @@ import pytest
 
 from fddp.runtime import mpi_vendors
 
-# What `--version`, or mpicc's `-v` and `--showme:version`, print first.
+# The first lines of `--version`, or of mpicc's `-v` and `--showme:version`.
 SAY = {
     "mpiexec.openmpi": "mpiexec.openmpi (OpenRTE) 4.1.4",
     "mpiexec.hydra": "HYDRA build details:",
@@ -46,51 +46,51 @@ jax.local_devices = refuse
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An environment without anything of MPI, and nothing else on the PATH."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An environment without MPI, and nothing else on the PATH."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
     return tmp_path
 
 
-def program(folder: Path, name: str, says: str) -> str:
+def program(folder: Path, name: str, output: str) -> str:
     path = folder / name
-    path.write_text(f"#!/bin/sh\necho '{says}'\n")
+    path.write_text(f"#!/bin/sh\necho '{output}'\n")
     path.chmod(0o755)
     return str(path)
 
 
-def test_launchers_of_a_vendor_come_first(here):
-    plain = program(here, "mpiexec", SAY["mpiexec.openmpi"])
-    hydra = program(here, "mpiexec.hydra", SAY["mpiexec.hydra"])
+def test_launchers_of_a_vendor_come_first(folder):
+    plain = program(folder, "mpiexec", SAY["mpiexec.openmpi"])
+    hydra = program(folder, "mpiexec.hydra", SAY["mpiexec.hydra"])
     assert list(mpi_vendors.launchers("MPICH")) == [(hydra, "MPICH"), (plain, "Open MPI")]
     assert list(mpi_vendors.launchers("Open MPI")) == [(plain, "Open MPI"), (hydra, "MPICH")]
 
 
-def test_a_program_that_says_nothing_known_is_nobodys(here):
-    assert mpi_vendors.vendor_of(program(here, "mpiexec", "1.0"), "--version") is None
+def test_a_program_that_says_nothing_known_is_nobodys(folder):
+    assert mpi_vendors.vendor_of(program(folder, "mpiexec", "1.0"), "--version") is None
 
 
-def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(here):
-    program(here, "mpicc", SAY["mpicc.openmpi"])
-    own = program(here, "mpicc.mpich", SAY["mpicc.mpich"])
+def test_mpi4jax_is_built_anew_with_the_compiler_of_mpi4pys_mpi(folder):
+    program(folder, "mpicc", SAY["mpicc.openmpi"])
+    compiler = program(folder, "mpicc.mpich", SAY["mpicc.mpich"])
     first, command = mpi_vendors.rebuild("MPICH").split("; ")
     assert first == f"echo jaxlib=={version('jaxlib')} >jaxlib.txt"
-    assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={own} " in command
+    assert "_CONSTRAINT=jaxlib.txt" in command and f" MPI4JAX_BUILD_MPICC={compiler} " in command
     assert "mpi4jax must be built with Intel MPI's mpicc, which is not here" in mpi_vendors.rebuild(
         "Intel MPI"
     )
 
 
-def test_an_nvcc_without_headers_needs_a_cuda_path(here):
+def test_an_nvcc_without_headers_needs_a_cuda_path(folder):
     assert mpi_vendors.without_cuda() == []
-    (here / "bin").mkdir()
-    program(here / "bin", "nvcc", "nvcc")
+    (folder / "bin").mkdir()
+    program(folder / "bin", "nvcc", "nvcc")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PATH", str(here / "bin"))
+        patch.setenv("PATH", str(folder / "bin"))
         assert mpi_vendors.without_cuda() == ["CUDA_PATH=/usr/local/cuda"]
-        (here / "include").mkdir()
-        (here / "include" / "cuda_runtime.h").touch()
+        (folder / "include").mkdir()
+        (folder / "include" / "cuda_runtime.h").touch()
         assert mpi_vendors.without_cuda() == []
 
 
@@ -114,14 +114,14 @@ def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(
     (tmp_path / "mpi4py" / "__init__.py").write_text("class rc: initialize = True\n")
     (tmp_path / "mpi4py" / "MPI.py").write_text("get_vendor = lambda: ('Open MPI', (4, 1, 4))\n")
     (tmp_path / "mpi4jax.py").write_text(mpi4jax)
-    if mpi4jax:  # a process that loads JAX takes seconds, and one that does is enough
+    if mpi4jax:  # a process that loads JAX takes seconds, and a single one is enough
         (tmp_path / "jax.py").write_text(JAX)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert mpi_vendors.loaded() == ("Open MPI", problem)
 
 
 @pytest.mark.parametrize(
-    ("refuses", "why"),
+    ("refuses", "reason"),
     [
         (RuntimeError(MISMATCH), "MPI ABI incompatibility detected!"),
         (ImportError("libmpi.so.12: cannot open"), "libmpi.so.12: cannot open"),
@@ -129,7 +129,9 @@ def test_mpi4jax_is_loaded_beside_mpi4py_to_see_whether_they_belong_together(
     ],
     ids=["MPI", "library", "jaxlib"],
 )
-def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(monkeypatch, refuses, why):
+def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(
+    monkeypatch, refuses, reason
+):
     def find(name: str) -> ModuleType:
         if refuses:
             raise refuses
@@ -143,7 +145,7 @@ def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(monkeypa
     with pytest.raises(RuntimeError) as error:
         mpi_vendors.import_mpi4jax()
     assert str(error.value) == (
-        f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({why}); "
+        f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({reason}); "
         "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
     )
 

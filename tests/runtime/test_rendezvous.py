@@ -1,5 +1,5 @@
-"""Ranks meet before anything else starts, and say whom they wait for; nobody waits for ever, and
-all hear why."""
+"""Ranks meet before anything else starts and report the missing ones; none waits for ever, and all
+get the reason."""
 
 import hashlib
 import hmac
@@ -21,7 +21,7 @@ from fddp.watching import allow_files
 
 
 def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: float) -> list[str]:
-    """What meeting tells each (rank, size): '' if all have come."""
+    """The result of the rendezvous for each (rank, size): '' if all ranks were present."""
 
     def outcome(place: tuple[int, int]) -> str:
         try:
@@ -34,23 +34,23 @@ def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: floa
         return list(threads.map(outcome, ranks))
 
 
-def here() -> str:
+def free_address() -> str:
     return f"127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_ranks_that_all_come_go_on_and_leave_the_port_to_others(size):
-    coordinator = here()
+    coordinator = free_address()
     for _ in range(2):  # the second time as JAX's service, which takes the port over
         assert outcomes([(rank, size) for rank in range(size)], coordinator, 60) == [""] * size
 
 
 @pytest.mark.steps
 def test_who_has_not_come_is_the_same_error_on_all_who_have():
-    coordinator = here()
-    told = outcomes([(0, 4), (2, 4)], coordinator, 2)
+    coordinator = free_address()
+    messages = outcomes([(0, 4), (2, 4)], coordinator, 2)
     assert (
-        told
+        messages
         == [
             f"fddp.init(timeout_s=2) could not join the others at {coordinator}: ranks 1, 3 of 4 "
             f"have not come in time."
@@ -59,20 +59,21 @@ def test_who_has_not_come_is_the_same_error_on_all_who_have():
     )
 
 
-@pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_rank_that_cannot_join_tells_all_others_why_at_once(late):
-    coordinator, told = here(), dict[int, str]()
+@pytest.mark.parametrize("failing_rank", [0, 1, 2])
+def test_a_rank_that_cannot_join_tells_all_others_why_at_once(failing_rank):
+    coordinator = free_address()
+    errors = dict[int, str]()
 
     def come(rank: int) -> None:
         with pytest.raises(RuntimeError) as error:
-            meet_ranks(rank, 3, coordinator, 300, "it came too late" * (rank == late))
-        told[rank] = str(error.value)
+            meet_ranks(rank, 3, coordinator, 300, "it came too late" * (rank == failing_rank))
+        errors[rank] = str(error.value)
 
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(come, range(3)))
-    why = f"rank {late}: it came too late."
-    assert told == dict.fromkeys(
-        range(3), f"fddp.init(timeout_s=300) could not join the others at {coordinator}: {why}"
+    reason = f"rank {failing_rank}: it came too late."
+    assert errors == dict.fromkeys(
+        range(3), f"fddp.init(timeout_s=300) could not join the others at {coordinator}: {reason}"
     )
 
 
@@ -80,26 +81,27 @@ def test_a_rank_that_cannot_join_tells_all_others_why_at_once(late):
 def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
     monkeypatch.setattr(rendezvous, "TELL_S", 0.5)
     with pytest.raises(RuntimeError, match=f"rank {rank}: it came too late"):
-        meet_ranks(rank, 2, here(), 1e6, "it came too late")
+        meet_ranks(rank, 2, free_address(), 1e6, "it came too late")
 
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("host", "why"),
+    ("host", "reason"),
     [
         ("nowhere.invalid", "the name 'nowhere.invalid' does not resolve"),
         ("127.0.0.1", "connection refused, nobody listens there yet"),
     ],
 )
-def test_a_rank_that_cannot_reach_rank_0_says_why(host, why):
-    (told,) = outcomes([(1, 2)], f"{host}:{free_port()}", 1)
-    assert told.endswith(f": rank 1 of 2 has not reached rank 0 in time: {why}.")
+def test_a_rank_that_cannot_reach_rank_0_says_why(host, reason):
+    (message,) = outcomes([(1, 2)], f"{host}:{free_port()}", 1)
+    assert message.endswith(f": rank 1 of 2 has not reached rank 0 in time: {reason}.")
 
 
 @pytest.mark.steps
 def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 1.0)
-    coordinator, before = here(), threading.active_count()
+    coordinator = free_address()
+    before = threading.active_count()
     outcomes([(0, 3), (1, 3)], coordinator, 3)
     outcomes([(1, 2)], coordinator, 3)
     assert sorted(capsys.readouterr().err.splitlines()) == [
@@ -120,20 +122,21 @@ def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monk
     ],
 )
 def test_processes_that_do_not_belong_together_are_told_apart(ranks, problem):
-    told = outcomes(ranks, here(), 60)
-    assert told[0].endswith(f": {problem}.")
-    assert told[1] == told[0]
+    messages = outcomes(ranks, free_address(), 60)
+    assert messages[0].endswith(f": {problem}.")
+    assert messages[1] == messages[0]
 
 
 def test_a_port_that_is_taken_is_an_error_at_once():
-    with socket.create_server(("", 0)) as taken:
-        (told,) = outcomes([(0, 2)], f"127.0.0.1:{taken.getsockname()[1]}", 60)
-    why = "rank 0 cannot listen there (Address already in use); name another port on all ranks"
-    assert told.endswith(f": {why}: FDDP_COORDINATOR=host:port.")
+    with socket.create_server(("", 0)) as listener:
+        (message,) = outcomes([(0, 2)], f"127.0.0.1:{listener.getsockname()[1]}", 60)
+    reason = "rank 0 cannot listen there (Address already in use); name another port on all ranks"
+    assert message.endswith(f": {reason}: FDDP_COORDINATOR=host:port.")
 
 
 def test_strangers_and_ranks_that_leave_again_do_not_count():
-    host, port = "127.0.0.1", free_port()
+    host = "127.0.0.1"
+    port = free_port()
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(meet_ranks, 0, 3, f"{host}:{port}", 60)
         for call in (b"GET / HTTP/1.1\r\n\r\n", b"", b"fddp: rank 1 of 3\n"):
@@ -145,7 +148,7 @@ def test_strangers_and_ranks_that_leave_again_do_not_count():
 
 
 def test_ranks_of_another_job_do_not_count_and_hear_that_it_is_another():
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(meet_ranks, 0, 2, coordinator, 60, job="777.0 of a cluster")
         for job in ("", "777.1"):
@@ -170,7 +173,7 @@ def connected(host: str, port: int) -> socket.socket:
 
 
 def calls(coordinator: str, words: str, secret: str = "") -> str:
-    """What rank 0 answers to a call that is signed with some secret."""
+    """Rank 0's answer to a call that is signed with a secret."""
     host, port = coordinator.rsplit(":", 1)
     return calls_through(connected(host, int(port)), words, secret)
 
@@ -178,8 +181,8 @@ def calls(coordinator: str, words: str, secret: str = "") -> str:
 def calls_through(caller: socket.socket, words: str, secret: str = "") -> str:
     with caller, caller.makefile("rb") as lines:
         challenge = lines.readline().decode().split()[1]
-        parts = [part.encode() for part in ("", challenge, "mine", words)]
-        signed = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+        fields = [part.encode() for part in ("", challenge, "mine", words)]
+        signed = b"".join(len(part).to_bytes(8, "big") + part for part in fields)
         proof = hmac.new(secret.encode(), signed, hashlib.sha256).hexdigest()
         caller.sendall(f"fddp: {proof} mine {words}\n".encode())
         return lines.readline().decode()
@@ -187,7 +190,7 @@ def calls_through(caller: socket.socket, words: str, secret: str = "") -> str:
 
 @pytest.mark.parametrize("rank", ["7", "0", "2", "9" * 900, "-1"])
 def test_a_rank_out_of_range_does_not_count(rank):
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(meet_ranks, 0, 2, coordinator, 60)
         assert calls(coordinator, f"rank {rank} of 2 on here") == ""
@@ -197,7 +200,7 @@ def test_a_rank_out_of_range_does_not_count(rank):
 
 def test_who_does_not_know_the_secret_is_no_rank(monkeypatch):
     monkeypatch.setenv("FDDP_SECRET", "swordfish")
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(meet_ranks, 0, 2, coordinator, 60)
         for secret in ("", "guessed"):
@@ -208,8 +211,8 @@ def test_who_does_not_know_the_secret_is_no_rank(monkeypatch):
 
 
 def answers(*lines: bytes, every_s: float = 0.0) -> tuple[str, float]:
-    """What rank 1 says of a service that answers so, after three seconds at most, and how long that
-    took."""
+    """Rank 1's report on a service with these answers, after three seconds at most, and its
+    duration."""
     with socket.create_server(("127.0.0.1", 0)) as service, ThreadPoolExecutor(1) as threads:
         port = service.getsockname()[1]
         began = time.monotonic()
@@ -240,14 +243,14 @@ def answers(*lines: bytes, every_s: float = 0.0) -> tuple[str, float]:
     ],
 )
 def test_a_service_that_is_not_rank_0_holds_no_rank_longer_than_it_waits(lines, every_s):
-    said, seconds = answers(*lines, every_s=every_s)
-    assert "rank 1 of 2 has not reached rank 0 in time: " in said
+    message, seconds = answers(*lines, every_s=every_s)
+    assert "rank 1 of 2 has not reached rank 0 in time: " in message
     assert seconds < 1 + 1 + len(lines) * every_s
 
 
 def test_silent_strangers_are_dropped_before_files_run_out(monkeypatch):
     monkeypatch.setattr(reception, "allow_files", lambda count: None)
-    coordinator = here()
+    coordinator = free_address()
     host, port = coordinator.rsplit(":", 1)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ThreadPoolExecutor(2) as threads, ExitStack() as stack:
@@ -280,19 +283,19 @@ def test_rank_0_raises_the_number_of_files_that_it_may_open():
 
 @pytest.mark.steps
 def test_a_size_beyond_all_measure_is_counted_and_not_listed():
-    (told,) = outcomes([(0, 10**30)], here(), 1)
-    assert told.endswith(
+    (message,) = outcomes([(0, 10**30)], free_address(), 1)
+    assert message.endswith(
         f": ranks 1, 2, 3, 4, 5, 6, 7, 8 and {10**30 - 9} more of {10**30} have not come in time."
     )
 
 
 def test_a_name_that_is_too_long_to_be_one_does_not_resolve():
-    (told,) = outcomes([(1, 2)], f"{'x' * 5000}:1", 0.5)
-    assert told.endswith(" does not resolve.")
+    (message,) = outcomes([(1, 2)], f"{'x' * 5000}:1", 0.5)
+    assert message.endswith(" does not resolve.")
 
 
 def test_what_a_rank_says_changes_no_terminal():
-    coordinator = here()
+    coordinator = free_address()
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(outcomes, [(0, 2)], coordinator, 10)
         calls(coordinator, "rank 1 of 2 on here: \x1b[2Jgone")
@@ -310,7 +313,7 @@ def test_ranks_of_one_host_meet_at_its_loopback_device_whatever_the_host_is_call
             for rank in (0, 1)
         ]
     loopback = f"127.0.0.1:{port}"
-    assert [one.result() for one in both] == [
+    assert [future.result() for future in both] == [
         ServiceAddresses(loopback, loopback),
         ServiceAddresses(loopback, ""),
     ]
@@ -326,7 +329,7 @@ def test_ranks_of_one_host_meet_at_its_loopback_device_whatever_the_host_is_call
     ],
 )
 def test_ranks_of_other_hosts_find_the_service_where_they_came_in(addresses, meeting):
-    came = {socket.socket(): Guest(1, "another host", address, ("", "")) for address in addresses}
-    for guest in came:
+    guests = {socket.socket(): Guest(1, "another host", address, ("", "")) for address in addresses}
+    for guest in guests:
         guest.close()
-    assert reception._places(came, 7) == ("", meeting)
+    assert reception._places(guests, 7) == ("", meeting)

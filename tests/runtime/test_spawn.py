@@ -30,7 +30,7 @@ slow = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def on_a_path(monkeypatch: pytest.MonkeyPatch):
-    """Where the ranks find fddp."""
+    """Puts fddp on the path of the ranks."""
     monkeypatch.setenv("PYTHONPATH", f"{TESTS.parent}{os.pathsep}{TESTS}")
     monkeypatch.setenv("FDDP_GRACE_S", "1")
 
@@ -52,7 +52,7 @@ def trained(start: float, names: Sequence[str]) -> Trained:
 
 
 def noted(folder: str, how: str) -> None:
-    """Rank 1 fails in this way once both have written down who they are; rank 0 waits for it."""
+    """Rank 1 fails in this way once both have written down their numbers; rank 0 waits for it."""
     group = fddp.init()
     (Path(folder) / f"rank{group.rank}").write_text(str(os.getpid()))
     group.barrier()
@@ -69,7 +69,7 @@ def noted(folder: str, how: str) -> None:
 
 
 def shut(folder: str) -> None:
-    """Closes all files but the one that tells it of its caller's end, then says so, and stays."""
+    """Closes all files but the one for its caller's end, then prints so, and stays."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     os.closerange(3, caller.sentinel)
@@ -82,8 +82,8 @@ def a_lock(_: object) -> object:
     return threading.Lock()
 
 
-def ended(folder: Path) -> bool:
-    """Whether all ranks that have written their numbers down are gone, soon."""
+def all_gone(folder: Path) -> bool:
+    """True if all ranks that have written their numbers down are gone, soon."""
     numbers = [int(path.read_text()) for path in folder.glob("rank*")]
     until = time.monotonic() + END_S
     while numbers and time.monotonic() < until:
@@ -113,7 +113,7 @@ def test_ranks_train_though_their_caller_has_used_jax_and_leave_its_variables_al
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         ("raises", "rank 1 of 2 failed:\nTraceback .*in noted\n.*ArithmeticError: on purpose"),
         ("killed", "rank 1 of 2 ended by SIGKILL and has not returned"),
@@ -126,16 +126,16 @@ def test_ranks_train_though_their_caller_has_used_jax_and_leave_its_variables_al
     ],
 )
 def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(
-    how: str, told: str, tmp_path: Path
+    how: str, message: str, tmp_path: Path
 ):
-    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: {told}"):
+    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: {message}"):
         fddp.launch(noted, 2, str(tmp_path), how, timeout_s=END_S)
-    assert len(list(tmp_path.iterdir())) == 2 and ended(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 2 and all_gone(tmp_path)
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("leave", "code", "says"),
+    ("leave", "code", "message"),
     [
         (os._exit, 0, "ended with exit code 0 and has not returned from the function"),
         (sys.exit, 3, "failed:\nTraceback .*SystemExit: 3"),
@@ -143,18 +143,18 @@ def test_the_rank_that_fails_is_named_with_its_traceback_and_all_end(
     ids=["os._exit", "sys.exit"],
 )
 def test_a_rank_that_leaves_without_a_result_has_failed_whatever_its_exit_code(
-    leave: Callable[[int], None], code: int, says: str, monkeypatch: pytest.MonkeyPatch
+    leave: Callable[[int], None], code: int, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(spawn, "WATCHERS_S", 0.0)  # a rank alone has none
-    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: rank 0 of 1 {says}"):
+    with pytest.raises(RuntimeError, match=f"(?s)^fddp.launch: rank 0 of 1 {message}"):
         fddp.launch(leave, 1, code, timeout_s=END_S)
 
 
 @pytest.mark.ranks
 def test_ranks_that_have_not_ended_in_time_are_ended():
     before = multiprocessing.active_children()
-    late = r"fddp.launch\(timeout_s=0.5\): ranks 0, 1 of 2 have not ended in time"
-    with pytest.raises(TimeoutError, match=late):
+    pattern = r"fddp.launch\(timeout_s=0.5\): ranks 0, 1 of 2 have not ended in time"
+    with pytest.raises(TimeoutError, match=pattern):
         fddp.launch(time.sleep, 2, 600, timeout_s=0.5)
     assert set(multiprocessing.active_children()) <= set(before)
 
@@ -166,13 +166,13 @@ def test_the_time_holds_for_a_rank_that_has_closed_its_files_and_seems_to_have_e
     written = tmp_path / "rank0"
 
     def elapsed() -> float:
-        """All of the time has passed once the rank has closed its files."""
+        """The whole time has passed once the rank has closed its files."""
         return 2 * END_S if written.exists() and written.read_text() else 0.0
 
     monkeypatch.setattr(spawn, "time", SimpleNamespace(monotonic=elapsed, sleep=time.sleep))
     with pytest.raises(TimeoutError, match="ranks 0 of 1 have not ended in time"):
         fddp.launch(shut, 1, str(tmp_path), timeout_s=END_S)
-    assert ended(tmp_path)
+    assert all_gone(tmp_path)
 
 
 # For the ranks SIGTERM, which no handler of their caller takes, is the same as SIGKILL.
@@ -200,7 +200,7 @@ def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(
             time.sleep(0.05)
         assert len(list(tmp_path.glob("rank*"))) == 2
         os.kill(caller.pid, number)
-        assert ended(tmp_path)
+        assert all_gone(tmp_path)
         caller.wait(END_S)
     finally:
         caller.kill()
@@ -219,10 +219,10 @@ def test_functions_without_a_name_need_cloudpickle_and_one_of_a_prompt_as_well(
         "1, 1))"
     )
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", prompt], env=env, capture_output=True, text=True, timeout=END_S
     )
-    assert (done.stdout, done.returncode) == ("[2]\n", 0), done.stderr
+    assert (completed.stdout, completed.returncode) == ("[2]\n", 0), completed.stderr
     without = lambda name: None if name == "cloudpickle" else importlib.util.find_spec(name)  # noqa: E731
     monkeypatch.setattr(spawn, "find_spec", without)
     with pytest.raises(
@@ -251,17 +251,17 @@ def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told
     script = tmp_path / "unguarded.py"
     script.write_text(UNGUARDED)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=END_S
     )
-    assert done.returncode == 1
-    assert done.stderr.endswith(
+    assert completed.returncode == 1
+    assert completed.stderr.endswith(
         "while it started: a script calls fddp.launch below `if __name__ == '__main__':`.\n"
     )
 
 
 @pytest.mark.parametrize(
-    ("processes", "timeout_s", "says"),
+    ("processes", "timeout_s", "message"),
     [
         (0, None, "processes must be a whole number of 1 or more, got 0"),
         ("2", None, "processes must be a whole number of 1 or more, got '2'"),
@@ -271,8 +271,8 @@ def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told
         (1, "60", "timeout_s must be more than 0 seconds, got '60'"),
     ],
 )
-def test_numbers_out_of_range_are_refused(processes: Any, timeout_s: Any, says: str):
-    with pytest.raises(ValueError, match=f"^fddp.launch: {says}"):
+def test_numbers_out_of_range_are_refused(processes: Any, timeout_s: Any, message: str):
+    with pytest.raises(ValueError, match=f"^fddp.launch: {message}"):
         fddp.launch(os.getpid, processes, timeout_s=timeout_s)
 
 

@@ -27,17 +27,19 @@ ENV = {
 
 
 def run(*words: str, timeout_s: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
-    """`python -m fddp run WORDS`; what it says is shown when the test fails."""
+    """Runs `python -m fddp run WORDS`; its output is shown if the test fails."""
     command = [sys.executable, "-m", "fddp", "run", *words]
-    done = subprocess.run(
+    completed = subprocess.run(
         command, env=os.environ | ENV | env, capture_output=True, text=True, timeout=timeout_s
     )
-    print(done.stdout, done.stderr)
-    return done
+    print(completed.stdout, completed.stderr)
+    return completed
 
 
-def ends(capfd: pytest.CaptureFixture[str], script: str, **job: Any) -> tuple[int, str, str]:
-    """What becomes of ranks that run a script of Python's alone; `rank` is in it."""
+def end_of_ranks(
+    capfd: pytest.CaptureFixture[str], script: str, **job: Any
+) -> tuple[int, str, str]:
+    """The end of ranks that run a script of plain Python; the script knows its `rank`."""
     code = supervise(
         Job(
             [
@@ -55,7 +57,7 @@ def ends(capfd: pytest.CaptureFixture[str], script: str, **job: Any) -> tuple[in
 
 
 def test_lines_have_their_rank_in_front_and_success_is_0(capfd: pytest.CaptureFixture[str]):
-    code, out, err = ends(
+    code, out, err = end_of_ranks(
         capfd, "print('out'); print(os.environ['FDDP_SIZE'], file=sys.stderr)", ranks=2
     )
     assert code == 0
@@ -67,8 +69,8 @@ def test_a_progress_bar_is_shown_as_it_grows_and_a_long_line_in_pieces(
     capfd: pytest.CaptureFixture[str],
 ):
     bar = "[print(f'{k} %', end='\\r', flush=True) for k in (10, 20)]"
-    assert ends(capfd, bar, ranks=1) == (0, "10 %\r20 %\r", "")
-    code, out, _ = ends(capfd, "print('x' * 300_000)", ranks=2)
+    assert end_of_ranks(capfd, bar, ranks=1) == (0, "10 %\r20 %\r", "")
+    code, out, _ = end_of_ranks(capfd, "print('x' * 300_000)", ranks=2)
     assert code == 0 and out.count("x") == 600_000 and out.count("[") > 2
 
 
@@ -79,11 +81,15 @@ def test_ranks_go_on_when_nothing_takes_their_output(tmp_path: Path):
         f"for k in range(1000): print('x' * 100)\nopen({str(tmp_path / 'end')!r}, 'w')"
     )
     run = f"{sys.executable} -m fddp run --by processes -n 1 {script}"
-    for behind, words in (("> /dev/full", "No space left on device"), (">&-", ""), ("| true", "")):
-        done = subprocess.run(
-            f"{run} {behind}", shell=True, env=os.environ | ENV, capture_output=True, text=True
+    for redirection, words in (
+        ("> /dev/full", "No space left on device"),
+        (">&-", ""),
+        ("| true", ""),
+    ):
+        completed = subprocess.run(
+            f"{run} {redirection}", shell=True, env=os.environ | ENV, capture_output=True, text=True
         )
-        assert done.returncode == 0 and words in done.stderr, done.stderr
+        assert completed.returncode == 0 and words in completed.stderr, completed.stderr
         (tmp_path / "end").unlink()
 
 
@@ -107,8 +113,11 @@ def test_no_rank_outlives_fddp_run_though_it_is_killed(tmp_path: Path):
 
 
 def test_a_command_that_is_not_there_is_refused():
-    done = run("-n", "2", "--by", "processes", "--", "no-such-command")
-    assert done.returncode == 2 and "there is no command 'no-such-command' here" in done.stderr
+    completed = run("-n", "2", "--by", "processes", "--", "no-such-command")
+    assert (
+        completed.returncode == 2
+        and "there is no command 'no-such-command' here" in completed.stderr
+    )
 
 
 def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(
@@ -140,7 +149,7 @@ def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(
         "rank = os.environ['PMI_RANK']; [(os.write(1, text), time.sleep(0.05)) for text in pieces]"
     )
     pieces = "pieces = [b'10 s ', b'so far', b'\\n', b'loss [1] 0.5\\nend ', b'without a newline']"
-    code, out, _ = ends(capfd, f"{pieces}; {write}", ranks=2, mpiexec=launcher("MPICH"))
+    code, out, _ = end_of_ranks(capfd, f"{pieces}; {write}", ranks=2, mpiexec=launcher("MPICH"))
     by_rank = ("10 s so far", "end without a newline", "loss [1] 0.5")
     lines = [f"[{rank}] {line}" for rank in range(2) for line in by_rank]
     assert (code, sorted(out.replace("newline[", "newline\n[").splitlines())) == (0, lines)
@@ -151,7 +160,7 @@ def test_ranks_under_mpiexec_share_a_secret(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("FDDP_SECRET", raising=False)
-    code, out, _ = ends(
+    code, out, _ = end_of_ranks(
         capfd, "print(os.environ['FDDP_SECRET'])", ranks=2, mpiexec=launcher("MPICH")
     )
     first, second = sorted(line.split()[1] for line in out.splitlines())
@@ -163,11 +172,11 @@ def test_greetings_of_gloo_are_not_shown(capfd: pytest.CaptureFixture[str]):
         "print('[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer "
         "ranks is : 1')"
     )
-    assert ends(capfd, f"{greets}; print('trained')", ranks=1) == (0, "trained\n", "")
+    assert end_of_ranks(capfd, f"{greets}; print('trained')", ranks=1) == (0, "trained\n", "")
 
 
 def test_one_rank_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]):
-    assert ends(capfd, "print('out')", ranks=1) == (0, "out\n", "")
+    assert end_of_ranks(capfd, "print('out')", ranks=1) == (0, "out\n", "")
 
 
 def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
@@ -176,9 +185,9 @@ def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
     monkeypatch.setattr("fddp.runtime.supervisor.END_S", 0.5)
     goes_on = tmp_path / "rank 0 goes on"
     rank_0 = f"(time.sleep(600), open({str(goes_on)!r}, 'w')) if rank == 0"
-    code, _, err = ends(capfd, f"{rank_0} else sys.exit(7)", ranks=2)
+    code, _, err = end_of_ranks(capfd, f"{rank_0} else sys.exit(7)", ranks=2)
     assert (code, err) == (7, "fddp run: rank 1 ended with exit code 7.\n")
-    code, _, err = ends(capfd, f"{rank_0} else os.kill(os.getpid(), 9)", ranks=2)
+    code, _, err = end_of_ranks(capfd, f"{rank_0} else os.kill(os.getpid(), 9)", ranks=2)
     assert (code, err) == (128 + 9, "fddp run: rank 1 ended by SIGKILL.\n")
     assert not goes_on.exists()
 
@@ -187,18 +196,22 @@ def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
 def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """It waits for those behind a wire that is cut."""
+    """It waits for ranks behind a cut wire."""
     monkeypatch.setattr("fddp.runtime.supervisor.END_S", 0.5)
     stays = tmp_path / "mpiexec"
     stays.write_text('#!/bin/sh\nshift 4\n"$@"\nexec sleep $LONG\n')
     stays.chmod(0o755)
-    says = "print('fddp: `python -m fddp flight /tmp/x` tells what each rank sent last.')"
+    script_text = "print('fddp: `python -m fddp flight /tmp/x` tells what each rank sent last.')"
     monkeypatch.setenv("LONG", "600")
-    code, _, err = ends(capfd, says, ranks=1, mpiexec=(str(stays), None))
+    code, _, err = end_of_ranks(capfd, script_text, ranks=1, mpiexec=(str(stays), None))
     assert (code, err) == (128 + 15, "fddp run: the job ended by SIGTERM.\n")
-    # One whose ranks have ended well has all the time.
+    # A job with ranks that have ended well has unlimited time.
     monkeypatch.setenv("LONG", "3")
-    assert ends(capfd, "print('done')", ranks=1, mpiexec=(str(stays), None)) == (0, "done\n", "")
+    assert end_of_ranks(capfd, "print('done')", ranks=1, mpiexec=(str(stays), None)) == (
+        0,
+        "done\n",
+        "",
+    )
 
 
 @pytest.mark.steps
@@ -207,7 +220,7 @@ def test_it_is_started_again_so_often_and_no_more(
 ):
     monkeypatch.setattr("fddp.runtime.supervisor.PAUSE_S", 0.0)
     script = f"path = '{tmp_path}/' + str(time.time()); open(path, 'w').close(); sys.exit(3)"
-    code, _, err = ends(capfd, script, ranks=1, restarts=2)
+    code, _, err = end_of_ranks(capfd, script, ranks=1, restarts=2)
     assert code == 3 and len(list(tmp_path.iterdir())) == 3
     assert err.splitlines() == [
         "fddp run: rank 0 ended with exit code 3: restart 1 of 2, with 1 ranks.",
@@ -247,7 +260,7 @@ def test_it_goes_on_with_the_hosts_that_answer_and_not_with_too_few(
 
 
 @pytest.mark.parametrize(
-    ("job", "says"),
+    ("job", "message"),
     [
         ({"ranks": 0}, "-n must be 1 or more"),
         ({"ranks": 2, "least": 3}, "--min from 1 to it, got -n 2 and --min 3"),
@@ -263,8 +276,8 @@ def test_it_goes_on_with_the_hosts_that_answer_and_not_with_too_few(
         ),
     ],
 )
-def test_what_cannot_be_started_is_refused(job: dict[str, Any], says: str):
-    with pytest.raises(ValueError, match=re.escape(says)):
+def test_what_cannot_be_started_is_refused(job: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
         Job(["train"], **job)
 
 
@@ -279,15 +292,15 @@ def supervised(
     faults: tuple[str, ...] = (),
     **env: Any,
 ) -> tuple[Any, str]:
-    """What a training under `run WORDS` ends with, though ranks are killed, and what it says."""
+    """The end of a training under `run WORDS`, with ranks being killed, and its output."""
     folder.mkdir()
-    done = run(*words, "--", sys.executable, SCRIPT, str(folder), "14", *faults, **env)
-    assert done.returncode == 0
-    return json.loads((folder / "end.json").read_text()), done.stderr
+    completed = run(*words, "--", sys.executable, SCRIPT, str(folder), "14", *faults, **env)
+    assert completed.returncode == 0
+    return json.loads((folder / "end.json").read_text()), completed.stderr
 
 
 def calm(folder: Path, backend: str, size: int, **env: Any) -> Any:
-    """What the same training ends with where no rank is killed, and nothing supervises it."""
+    """The end of the same training without a supervisor and without killed ranks."""
     folder.mkdir()
     assert launch(backend, size, SCRIPT, folder, "14", folder=folder, **env).succeeded
     return json.loads((folder / "end.json").read_text())
@@ -321,9 +334,9 @@ def test_a_training_that_is_killed_twice_ends_with_the_bits_of_one_that_was_not(
         pytest.skip("there is no mpiexec: install the extra 'mpi'.")
     env: Any = {"SHARD": shard, "BEFORE_KILL_S": before_kill_s}
     words = ("--by", by, "-n", str(size), "--restarts", "2")
-    killed, said = supervised(tmp_path / "killed", *words, faults=faults, **env)
-    assert said.count("training goes on from step") == 2
-    assert "restart 2 of 2" in said
+    killed, printed = supervised(tmp_path / "killed", *words, faults=faults, **env)
+    assert printed.count("training goes on from step") == 2
+    assert "restart 2 of 2" in printed
     assert killed == calm(tmp_path / "calm", backend, size, **env)
 
 
@@ -363,7 +376,8 @@ def test_who_is_told_to_end_saves_and_ends_all_well(
     ]
     command += [sys.executable, SCRIPT, str(tmp_path), "1000000"]
     job = subprocess.Popen(command, env=os.environ | ENV, stderr=subprocess.PIPE, text=True)
-    saved, until = tmp_path / "saved", time.monotonic() + 60
+    saved = tmp_path / "saved"
+    until = time.monotonic() + 60
     while not (saved.exists() and any(saved.glob("*/fddp.json"))) and time.monotonic() < until:
         time.sleep(0.1)
     job.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""`fddp.preempted`: SIGTERM asks a rank to stop, and no process that it has forked."""
+"""`fddp.preempted`: SIGTERM stops a rank, but no process that it has forked."""
 
 import os
 import subprocess
@@ -49,12 +49,12 @@ for before in (None, lambda *_: os._exit(7)):
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """What two ranks print: one without a handler, and one whose handler exits with 7."""
+    """The output of two ranks: one without a handler, and one with a handler that exits with 7."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     words = [sys.executable, "-c", FORKS]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=900)
-    print(done.stderr)
-    return done.stdout.splitlines()
+    completed = subprocess.run(words, env=env, capture_output=True, text=True, timeout=900)
+    print(completed.stderr)
+    return completed.stdout.splitlines()
 
 
 @pytest.mark.ranks

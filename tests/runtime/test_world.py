@@ -26,7 +26,7 @@ def srun(rank: int, port: int) -> dict[str, str]:
 
 
 def open_mpi(rank: int, port: int) -> dict[str, str]:
-    """The variables of an mpiexec whose MPI is not the one of mpi4py."""
+    """The variables of an mpiexec of another MPI than mpi4py's."""
     world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SIZE": "2"}
     variables = {f"OMPI_COMM_WORLD_{name}": text for name, text in world.items()}
     return variables | {"FDDP_COORDINATOR": f"127.0.0.1:{port}"}
@@ -43,13 +43,13 @@ def torchrun(rank: int, port: int) -> dict[str, str]:
 
 
 def jax_variables(rank: int, port: int) -> dict[str, str]:
-    here = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
-    return here | {"JAX_PROCESS_ID": str(rank)}
+    variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    return variables | {"JAX_PROCESS_ID": str(rank)}
 
 
 def job_of_kubernetes(rank: int, port: int) -> dict[str, str]:
-    here = {"FDDP_COORDINATOR": f"127.0.0.1:{port}", "FDDP_SIZE": "2"}
-    return here | {"JOB_COMPLETION_INDEX": str(rank)}
+    variables = {"FDDP_COORDINATOR": f"127.0.0.1:{port}", "FDDP_SIZE": "2"}
+    return variables | {"JOB_COMPLETION_INDEX": str(rank)}
 
 
 def flux(rank: int, port: int) -> dict[str, str]:
@@ -120,33 +120,34 @@ def test_init_after_a_computation_is_the_same_error_on_all_ranks_though_one_is_l
 
 
 @pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+def leave_outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Three ranks, which join by arguments in reverse order, train, and leave."""
-    port, folder = free_port(), tmp_path_factory.mktemp("left")
+    port = free_port()
+    folder = tmp_path_factory.mktemp("left")
     return launch("gloo", 3, "doors.py", "leave", port, folder=folder)
 
 
 @ranks
-def test_arguments_of_init_win_over_variables(left: Outcome):
-    lines = [text.partition("\n")[0] for text in left.outputs]
+def test_arguments_of_init_win_over_variables(leave_outcome: Outcome):
+    lines = [text.partition("\n")[0] for text in leave_outcome.outputs]
     assert lines == [f"gloo {rank} of 3, 3 replicas, 1.0" for rank in (2, 1, 0)]
 
 
 @ranks
-def test_who_has_left_the_world_is_not_ended_with_a_rank_that_fails_later(left: Outcome):
-    assert left.codes[1:] == (1, 0)
-    _, failed, computed = (text.partition("\n")[2] for text in left.outputs)
+def test_who_has_left_the_world_is_not_ended_with_a_rank_that_fails_later(leave_outcome: Outcome):
+    assert leave_outcome.codes[1:] == (1, 0)
+    _, failed, computed = (text.partition("\n")[2] for text in leave_outcome.outputs)
     assert computed == "1 process, 2.0\n"
     assert failed.startswith("Traceback") and "ValueError: on its own" in failed
 
 
 @ranks
-def test_sigterm_ends_a_process_that_has_left(left: Outcome):
-    assert left.codes[0] == -signal.SIGTERM
+def test_sigterm_ends_a_process_that_has_left(leave_outcome: Outcome):
+    assert leave_outcome.codes[0] == -signal.SIGTERM
 
 
 def test_one_process_may_leave_and_join_again():
-    fddp.shutdown()  # what another test of this process has joined
+    fddp.shutdown()  # the world of another test of this process
     first = fddp.init()
     fddp.shutdown()
     assert fddp.init() is not first

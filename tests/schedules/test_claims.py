@@ -1,4 +1,4 @@
-"""A program that a neighbour compiles is waited for last, and no neighbour keeps it from being
+"""A rank waits last for a program that a neighbour compiles, and no neighbour keeps it from being
 compiled."""
 
 import subprocess
@@ -52,10 +52,10 @@ def neighbour(cache: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.ranks
 def test_what_a_neighbour_compiles_is_made_last(cache):
     with neighbour(cache) as process:
-        made = list[int]()
+        calls = list[int]()
 
         def make(number: int) -> int:
-            made.append(number)
+            calls.append(number)
             if number == 1:  # the neighbour is done
                 assert process.stdin
                 process.stdin.write("\n")
@@ -63,7 +63,7 @@ def test_what_a_neighbour_compiles_is_made_last(cache):
             return 10 * number
 
         assert each_by_one(["a", "b"], make) == [0, 10]
-        assert made == [1, 0]
+        assert calls == [1, 0]
 
 
 @pytest.mark.ranks
@@ -88,9 +88,9 @@ def test_an_error_gives_claims_back_and_is_raised(cache):
 
 
 def test_without_a_cache_programs_are_made_in_their_order():
-    made = list[int]()
-    each_by_one(["b", "a"], made.append)
-    assert made == [0, 1]
+    calls = list[int]()
+    each_by_one(["b", "a"], calls.append)
+    assert calls == [0, 1]
 
 
 def test_where_no_claim_can_be_written_each_process_compiles_for_itself(cache):

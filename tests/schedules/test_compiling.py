@@ -1,5 +1,4 @@
-"""Rank 0 says what compiles, and for how long already, where it takes long; else nobody says
-anything."""
+"""Rank 0 reports long compilations, with their duration so far; the other ranks report nothing."""
 
 import re
 from collections.abc import Iterator
@@ -30,14 +29,14 @@ def net(params: Any, batch: Any) -> jax.Array:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first word is said at once."""
+    """The first report is printed at once."""
     monkeypatch.setattr(MODULE, "FIRST_WORD_S", 0.0)
     monkeypatch.setattr(MODULE, "NEXT_WORD_S", 0.001)
 
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "pattern"),
     [
         ({"schedule": "staged"}, r"program \d of \d \((stage|update) \d\)"),
         ({"schedule": "eager"}, r"program \d of \d \((stage|update) \d\)"),
@@ -48,14 +47,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=str,
 )
 def test_every_schedule_says_what_compiles(
-    group, impatient, capsys, options: dict[str, Any], said: str
+    group, impatient, capsys, options: dict[str, Any], pattern: str
 ):
     step = fddp.train_step(net, optax.sgd(0.1), group=group(2), bucket_cap_mb=0, **options)
     state, _ = step(step.init(PARAMS), ROWS)
     lines = capsys.readouterr().err.splitlines()
-    found = [line for line in lines if re.fullmatch(rf"fddp: compiling {said}, \d+ s so far", line)]
-    assert found and lines[-len(found) :] == found
-    before = lines[: -len(found)]  # programs are traced before the first one is compiled
+    reports = [
+        line for line in lines if re.fullmatch(rf"fddp: compiling {pattern}, \d+ s so far", line)
+    ]
+    assert reports and lines[-len(reports) :] == reports
+    before = lines[: -len(reports)]  # programs are traced before the first one is compiled
     assert all(re.fullmatch(r"fddp: compiling a step, \d+ s so far", line) for line in before)
     state, _ = step(state, ROWS)
     jax.block_until_ready(state)
@@ -91,11 +92,11 @@ def test_an_error_of_the_compiler_is_the_error_and_the_next_call_compiles_again(
             raise RuntimeError("out of memory while compiling")
         return x
 
-    said = list[Any]()
+    reports = list[Any]()
 
     @contextmanager
     def noted(what: Any) -> Iterator[None]:
-        said.append(what)
+        reports.append(what)
         with says(group(1), what):
             yield
 
@@ -103,4 +104,4 @@ def test_an_error_of_the_compiler_is_the_error_and_the_next_call_compiles_again(
     with pytest.raises(RuntimeError, match="out of memory while compiling"):
         run(1)
     assert [run(2), run(3)] == [2, 3]
-    assert said == ["and starting the step"] * 2
+    assert reports == ["and starting the step"] * 2

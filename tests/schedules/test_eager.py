@@ -1,5 +1,5 @@
-"""Claims about steps that return before their last sums are back: on paper, in training, for who
-holds the state."""
+"""Steps that return before their last sums arrive: on paper, in training, and for owners of the
+state."""
 
 import copy
 import math
@@ -40,24 +40,29 @@ def layers(n: int, *, asks: int | None = None) -> TaskList:
     tasks: list[Task] = [Compute(f"forward {k}", (params[k], x[k]), (x[k + 1],)) for k in range(n)]
     message, total = ([Value(kind, k) for k in range(n)] for kind in ("message", "sum"))
     for number, k in enumerate(reversed(range(n))):
-        asked = (total[asks],) if asks is not None and number > asks else ()
-        told = (BYTES,) if number == n - 1 else ()
-        how = Reduction(asks=Asks(asks or 0, (0,)) if asked else None)
+        requests = (total[asks],) if asks is not None and number > asks else ()
+        nbytes = (BYTES,) if number == n - 1 else ()
+        reduction = Reduction(asks=Asks(asks or 0, (0,)) if requests else None)
         tasks += [
             Compute(
                 f"backward {k}", (y[k + 1] if number else x[n], params[k]), (y[k], message[number])
             )
         ]
         tasks += [
-            Communicate(f"bucket {number}", (message[number], *asked), (total[number], *told), how)
+            Communicate(
+                f"bucket {number}",
+                (message[number], *requests),
+                (total[number], *nbytes),
+                reduction,
+            )
         ]
     weight = Value("weight")
     for number, k in enumerate(reversed(range(n))):
         reads = total[number], params[k], *((weight,) if number else ())
-        others = () if number else (weight, Value("result", path="1/loss"))
-        writes = Value("result", path=f"0/params/{k}"), *others
+        results = () if number else (weight, Value("result", path="1/loss"))
+        writes = Value("result", path=f"0/params/{k}"), *results
         tasks += [Compute(f"update {number}", reads, writes, kind="update")]
-    return TaskList(tuple(tasks), lambda *given: {}, lambda values: ((), ()))
+    return TaskList(tuple(tasks), lambda *args: {}, lambda values: ((), ()))
 
 
 def uses(n: int) -> dict[str, int]:
@@ -108,14 +113,16 @@ def test_the_order_is_that_of_the_uses_that_all_ranks_share():
 
 
 def test_neither_the_carrier_nor_gradients_that_are_returned_are_put_off():
-    told = {name: use for name, use in uses(4).items() if name != "bucket 1"}  # it carries the loss
-    assert order(trailed(layers(4), told)) == [0, 1, 2, 3]
+    known_uses = {
+        name: use for name, use in uses(4).items() if name != "bucket 1"
+    }  # it carries the loss
+    assert order(trailed(layers(4), known_uses)) == [0, 1, 2, 3]
     listed = layers(8)
-    kept = [
+    remaining_tasks = [
         task._replace(reads=tuple(x for x in task.reads if "state" not in x))
         for task in listed.tasks
     ]
-    assert order(trailed(listed._replace(tasks=tuple(kept)), uses(8))) == list(range(8))
+    assert order(trailed(listed._replace(tasks=tuple(remaining_tasks)), uses(8))) == list(range(8))
 
 
 def test_a_put_off_sum_lies_under_the_next_forward_pass():
@@ -123,18 +130,18 @@ def test_a_put_off_sum_lies_under_the_next_forward_pass():
 
     Messages are ready at 6, 8, 10 and 12, and leave in the order 0, 2, 3, 1: at 6, 10, 13 and 16.
     The next forward pass needs 3 (layer 0) first, and begins at 16; layer 2 waits from 18 to 19 for
-    message 1. So message 0 is ready anew at 23: 17 seconds a step, where all that wait for all take
-    18.
+    message 1. So message 0 is ready again at 23: 17 seconds a step, where all that wait for all
+    take 18.
     """
-    took = {
+    seconds_of = {
         f"{word} {k}": time
         for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0))
         for k in range(4)
     }
     assert steady_seconds(
-        trailed(layers(4), uses(4)).tasks, took, attrgetter("replaces")
+        trailed(layers(4), uses(4)).tasks, seconds_of, attrgetter("replaces")
     ) == pytest.approx(17.0)
-    assert steady_seconds(layers(4).tasks, took) == pytest.approx(18.0)
+    assert steady_seconds(layers(4).tasks, seconds_of) == pytest.approx(18.0)
 
 
 ### In training
@@ -153,34 +160,41 @@ def assert_close(got: Any, expected: Any) -> None:
 
 
 def trainer(replicas: fddp.Group, **options: Any) -> fddp.TrainStep:
-    given: dict[str, Any] = {"schedule": "eager", "bucket_cap_mb": 0} | options
-    return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **given)
+    defaults: dict[str, Any] = {"schedule": "eager", "bucket_cap_mb": 0} | options
+    return fddp.train_step(tied_net, optax.adam(0.05), group=replicas, **defaults)
 
 
 class Wire:
-    """A transport of one replica whose sums come back when they are let."""
+    """A transport of one replica with sums that arrive on demand."""
 
     def __init__(self, replicas: fddp.Group) -> None:
-        self.let, self.most, self.sent, self.seconds, self.broken = math.inf, 0, 0, 0.0, False
-        self._now, self._own, self._changed = 0, replicas.transport, threading.Condition()
-        lanes = self._own, self._own._replace(all_reduce=self.all_reduce)
+        self.let = math.inf
+        self.most = 0
+        self.sent = 0
+        self.seconds = 0.0
+        self.broken = False
+        self._under_way = 0
+        self._transport = replicas.transport
+        self._changed = threading.Condition()
+        lanes = self._transport, self._transport._replace(all_reduce=self.all_reduce)
         self.group = replace(replicas, clone=lambda count: lanes, journal=Journal(), lane=Lane())
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
-        self._now += 1
-        self.most = max(self.most, self._now)
+        self._under_way += 1
+        self.most = max(self.most, self._under_way)
         with self._changed:
             assert self._changed.wait_for(lambda: self.let > 0, 60)
             self.let -= 1
         time.sleep(self.seconds)
-        self._now, self.sent = self._now - 1, self.sent + 1
+        self._under_way = self._under_way - 1
+        self.sent = self.sent + 1
         if self.broken:
             raise ArithmeticError("the wire is broken")
-        return self._own.all_reduce(x)
+        return self._transport.all_reduce(x)
 
     @contextmanager
     def letting(self, messages: int) -> Iterator[None]:
-        """So many come back, and those behind them at the end."""
+        """Lets so many messages arrive, and the others at the end."""
         self.let = messages
         try:
             yield
@@ -190,8 +204,8 @@ class Wire:
                 self._changed.notify_all()
 
 
-def begun(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    """A step that is compiled, and a state of which all is there."""
+def compiled_step(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+    """A compiled step, and a state that is ready on the device."""
     step = trainer(wire.group, **options)
     state, _ = step(step.init(PARAMS), batch(0))
     return step, jax.block_until_ready(state)
@@ -218,7 +232,7 @@ LOOKS: dict[str, Callable[[fddp.TrainState], Any]] = {
 @pytest.mark.steps
 def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: Groups, x64: None):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     looked = list[str]()
     with wire.letting(1):
         state, info = step(state, batch(1))
@@ -247,21 +261,22 @@ def test_the_next_forward_pass_begins_before_the_last_sum_is_back(
     group: Groups, x64: None, monkeypatch
 ):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     jax.block_until_ready(state)
-    said, messages = list[str](), len(step.plan.buckets)
-    monkeypatch.setattr(wire.group.journal, "say", said.append)
+    journal_words = list[str]()
+    messages = len(step.plan.buckets)
+    monkeypatch.setattr(wire.group.journal, "say", journal_words.append)
     with wire.letting(messages - 1):
         state, _ = step(state, batch(1))
-        said.clear()
-        ended = list[Any]()
+        journal_words.clear()
+        results = list[Any]()
         thread = threading.Thread(
-            target=with_configuration(lambda: ended.append(step(state, batch(2))))
+            target=with_configuration(lambda: results.append(step(state, batch(2))))
         )
         thread.start()
-        assert poll(lambda: "stage 3" in said, 60) and not ended
+        assert poll(lambda: "stage 3" in journal_words, 60) and not results
     thread.join(60)
-    ((state, _),) = ended
+    ((state, _),) = results
     assert_close(state.params, plain(PARAMS, 3))
 
 
@@ -279,7 +294,7 @@ def test_replicas_of_one_process_are_trained_as_one_is(group: Groups, x64: None,
 def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Groups, x64: None):
     wire = Wire(group(1))
     wire.seconds = 0.02
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     returned = list[bool]()
     for k in range(1, 6):
         state, _ = step(state, batch(k))
@@ -290,15 +305,15 @@ def test_what_is_used_first_and_ready_last_is_never_trained_on_stale(group: Grou
 
 @pytest.mark.steps
 def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: None):
-    """An earlier one, a copy, one that was changed."""
+    """An earlier state, a copy, and a changed one."""
     wire = Wire(group(1))
     wire.seconds = 0.02
     step = trainer(wire.group, donate=False)
     first = step.init(PARAMS)
     second, _ = step(first, batch(0))
     third, _ = step(second, batch(1))
-    again, _ = step(first, batch(0))  # third was under way
-    copied, _ = step(jax.tree.map(jnp.copy, again), batch(1))
+    second_state, _ = step(first, batch(0))  # third was under way
+    copied, _ = step(jax.tree.map(jnp.copy, second_state), batch(1))
     jax.tree.map(np.testing.assert_array_equal, copied, third)
     halved = third._replace(params=jax.tree.map(lambda x: x / 2, third.params))
     got, info = step(halved, TOKENS)
@@ -311,19 +326,19 @@ def test_a_step_that_is_given_another_state_trains_that_one(group: Groups, x64: 
 @pytest.mark.steps
 def test_any_other_step_may_go_on_with_such_a_state(group: Groups, x64: None, schedule: Any):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     with wire.letting(1):
         state, _ = step(state, batch(1))
-    other = fddp.train_step(tied_net, optax.adam(0.05), group=group(1), schedule=schedule)
+    other_step = fddp.train_step(tied_net, optax.adam(0.05), group=group(1), schedule=schedule)
     for k in (2, 3):
-        state, _ = other(state, batch(k))
+        state, _ = other_step(state, batch(k))
     assert_close(state.params, plain(PARAMS, 4))
 
 
 @pytest.mark.steps
 def test_a_state_that_a_step_will_write_to_is_used_up_at_once(group: Groups):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     for _ in range(2):  # of arrays at first, and of promises then
         with wire.letting(1):
             later, _ = step(state, batch(1))
@@ -341,7 +356,7 @@ def test_a_state_that_a_step_will_write_to_is_used_up_at_once(group: Groups):
 @pytest.mark.steps
 def test_an_error_between_two_steps_loses_no_update(group: Groups, x64: None):
     wire = Wire(group(1))
-    step, state = begun(wire)
+    step, state = compiled_step(wire)
     with pytest.raises(ArithmeticError, match="the user's own"), wire.letting(1):
         state, _ = step(state, batch(1))
         raise ArithmeticError("the user's own")
@@ -355,55 +370,56 @@ def test_an_error_between_two_steps_loses_no_update(group: Groups, x64: None):
 @pytest.mark.steps
 def test_a_sum_that_fails_is_an_error_for_whoever_looks_and_for_the_next_step(group: Groups):
     wire = Wire(group(1))
-    step, state = begun(wire, donate=False)
+    step, state = compiled_step(wire, donate=False)
     with wire.letting(1):
-        late, _ = step(state, batch(1))
+        late_state, _ = step(state, batch(1))
         wire.broken = True
     with pytest.raises(ArithmeticError, match="the wire is broken"):
-        print(late.params)
+        print(late_state.params)
     wire.broken = False
     with pytest.raises(ArithmeticError, match="the wire is broken"):
-        step(late, batch(2))
-    again, _ = step(state, batch(1))
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(again.params))
+        step(late_state, batch(2))
+    next_state, _ = step(state, batch(1))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(next_state.params))
 
 
 def waits_for_all(wire: Wire, call: Callable[[], Any]) -> list[Any]:
-    """Makes a call while nothing but the first sum comes back; what it returned or raised when all
-    were let."""
-    ended = list[Any]()
+    """Makes a call while only the first sum arrives; returns its result or error after the
+    others."""
+    results = list[Any]()
 
     def run() -> None:
         try:
-            ended.append(call())
+            results.append(call())
         except ArithmeticError as error:
-            ended.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=with_configuration(run))
     with wire.letting(1):
         thread.start()
         time.sleep(0.5)
-        assert not ended
+        assert not results
     thread.join(60)
-    return ended
+    return results
 
 
 @pytest.mark.steps
 def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Groups, monkeypatch):
-    wire, told = Wire(group(1)), list[str]()
-    step, state = begun(wire, donate=False)
+    wire = Wire(group(1))
+    doings = list[str]()
+    step, state = compiled_step(wire, donate=False)
     last = max(
         int(task.name.split()[1])
         for task in step.tasks(state, TOKENS).tasks
         if task.kind == "compute"
     )
 
-    def say(doing: str) -> None:
-        told.append(doing)
-        if doing == f"stage {last}" and told.count(doing) == 1:
+    def fail_at_last_stage(doing: str) -> None:
+        doings.append(doing)
+        if doing == f"stage {last}" and doings.count(doing) == 1:
             raise ArithmeticError("on purpose")
 
-    monkeypatch.setattr(wire.group.journal, "say", say)
+    monkeypatch.setattr(wire.group.journal, "say", fail_at_last_stage)
     (error,) = waits_for_all(wire, lambda: step(state, TOKENS))
     assert isinstance(error, ArithmeticError) and str(error) == "on purpose"
     jax.block_until_ready(step(state, TOKENS))
@@ -413,8 +429,8 @@ def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Gro
 @pytest.mark.steps
 def test_without_a_communicator_of_its_own_a_step_leaves_nothing(group: Groups):
     wire = Wire(group(1))
-    own = wire.group.transport._replace(all_reduce=wire.all_reduce)
-    step = trainer(replace(wire.group, transport=own, clone=lambda count: (own,)))
+    transport = wire.group.transport._replace(all_reduce=wire.all_reduce)
+    step = trainer(replace(wire.group, transport=transport, clone=lambda count: (transport,)))
     state, _ = step(step.init(PARAMS), batch(0))
     waits_for_all(wire, lambda: step(state, batch(1)))
     assert wire.most == 1
@@ -425,7 +441,8 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(
     group: Groups, x64: None, monkeypatch
 ):
     """A clip by the global norm."""
-    optimizer, wire = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5)), Wire(group(1))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.5))
+    wire = Wire(group(1))
     step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
     state = step.init(PARAMS)
     for k in range(3):
@@ -433,16 +450,17 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(
     expected = by_plain_jax(tied_net, optimizer, PARAMS, map(batch, range(3))).params
     assert_close(state.params, expected)
     jax.block_until_ready(state)
-    said, messages = list[str](), len(step.plan.buckets)
+    journal_words = list[str]()
+    messages = len(step.plan.buckets)
     with wire.letting(messages - 1):
         state, _ = step(state, batch(3))
-        monkeypatch.setattr(wire.group.journal, "say", said.append)
+        monkeypatch.setattr(wire.group.journal, "say", journal_words.append)
         thread = threading.Thread(target=with_configuration(lambda: step(state, batch(4))))
         thread.start()
         time.sleep(0.5)
-        assert "stage 1" not in said, "the first stage that reads a parameter"
+        assert "stage 1" not in journal_words, "the first stage that reads a parameter"
     thread.join(60)
-    assert "stage 1" in said
+    assert "stage 1" in journal_words
 
 
 @pytest.mark.steps

@@ -40,9 +40,9 @@ def test_a_loss_with_collectives_is_that_of_the_joined_batch(group, x64, loss, r
         schedule=schedule,
         bucket_cap_mb=0,
     )
-    got, found = f(PARAMS, batch(replicas))
+    got, summed_grads = f(PARAMS, batch(replicas))
     np.testing.assert_allclose(got, value, rtol=1e-10)
-    close(found, jax.tree.map(jnp.asarray, grads))
+    close(summed_grads, jax.tree.map(jnp.asarray, grads))
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -65,9 +65,9 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("options", "schedule"),
     [
-        pytest.param(options, schedule, marks=[pytest.mark.slow] if (k + late) % 2 else [])
+        pytest.param(options, schedule, marks=[pytest.mark.slow] if (k + offset) % 2 else [])
         for k, options in enumerate(OPTIONS)
-        for late, schedule in enumerate(("eager", "staged"))
+        for offset, schedule in enumerate(("eager", "staged"))
         if (options, schedule) != ({"shard": "optimizer"}, "eager")  # which is refused
     ],
     ids=str,
@@ -145,8 +145,8 @@ def test_each_collective_is_a_task_by_its_name_and_a_span(group):
     assert spoken[0].startswith("all_gather") and any(
         name.startswith("psum_scatter") for name in spoken
     )
-    made = {name: at for at, task in enumerate(tasks) for name in task.writes}
+    written_at = {name: at for at, task in enumerate(tasks) for name in task.writes}
     for at, task in enumerate(tasks):  # no task stands before what it waits for
-        assert all(made[name] < at for name in task.reads if name in made)
+        assert all(written_at[name] < at for name in task.reads if name in written_at)
     step(state, rows)
     assert set(spoken) <= {span.name for span in step.timeline().communication}

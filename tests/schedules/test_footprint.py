@@ -1,4 +1,4 @@
-"""The memory of a list of tasks is the largest sum along it of what is there at once."""
+"""The memory of a list of tasks is the largest sum of the values alive at a task."""
 
 from typing import Any
 
@@ -31,17 +31,20 @@ RESTS = 1000 + 500 + 50
 
 
 def at(planned: dict[str, Planned]) -> list[int]:
-    found = footprint(STEP, SIZES, planned, {W, M, ROWS}, {NEW})
-    assert found.rests == RESTS
-    return [nbytes - RESTS for _, nbytes in found.moments]
+    computed = footprint(STEP, SIZES, planned, {W, M, ROWS}, {NEW})
+    assert computed.rests == RESTS
+    return [nbytes - RESTS for _, nbytes in computed.moments]
 
 
 def test_a_value_takes_memory_from_its_writer_to_its_last_reader():
-    kept, message, total, new = 7, 100, 100, 1000
+    residual = 7
+    message = 100
+    total = 100
+    new = 1000
     assert at({}) == [
-        kept + message,
-        kept + message + total,
-        kept + total + message,
+        residual + message,
+        residual + message + total,
+        residual + total + message,
         total + message + total,
         total + total + new,
     ]
@@ -62,8 +65,8 @@ def test_a_value_that_nobody_reads_is_there_while_it_is_written():
 
 
 def test_the_peak_is_at_the_fullest_task():
-    found = Footprint(5, (Moment("a", 7), Moment("b", 9), Moment("c", 8)))
-    assert (found.fullest.task, found.peak) == ("b", 9)
+    summary = Footprint(5, (Moment("a", 7), Moment("b", 9), Moment("c", 8)))
+    assert (summary.fullest.task, summary.peak) == ("b", 9)
     assert Footprint(5, ()).peak == 5
 
 
@@ -107,14 +110,14 @@ def test_what_rests_is_the_state_and_the_rows(schedule: str):
 
 @pytest.mark.steps
 def test_a_staged_step_in_shards_holds_two_buckets_at_once_if_it_gathers_twice():
-    told = {
+    audits = {
         way: fddp.audit(step := step_of(schedule="staged", **o), step.init(PARAMS), BATCH)
         for way, o in WAYS.items()
     }
-    more = {way: audit.memory.more / LEAF for way, audit in told.items() if audit.memory}
+    more = {way: audit.memory.more / LEAF for way, audit in audits.items() if audit.memory}
     assert more["state"] > 8  # all are gathered before the first stage
     assert more["gathered twice"] < more["state"] < more["whole"]
-    audit = told["gathered twice"]
+    audit = audits["gathered twice"]
     assert audit.tasks is not None
     assert {task for task, _ in audit.tasks.moments} >= {"tail", "bucket 0", "stage 0"}
     assert str(audit).endswith(f"memory of a device: {audit.memory}, in {audit.tasks.fullest.task}")

@@ -1,5 +1,4 @@
-"""Claims about lists of tasks: what is in them, without anything run; and any launcher runs any
-list."""
+"""Lists of tasks: their contents, without running anything; and any launcher runs any list."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -45,7 +44,7 @@ def listed(group: fddp.Group, schedule: Any, **options: Any) -> TaskList:
     return step.tasks(step.shapes(PARAMS), jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype))
 
 
-### What is in a list
+### Contents of a list
 
 
 def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(group):
@@ -62,7 +61,7 @@ def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(gro
 
 @pytest.mark.parametrize("options", [{}, {"virtual_replicas": 4}], ids=str)
 def test_a_list_for_numpy_s_rows_of_64_bits_is_that_of_the_rows_as_jax_takes_them(group, options):
-    """And the forms of none are made that JAX would have to shorten, of which it warns."""
+    """No forms are built that JAX would have to shorten with a warning."""
     step = fddp.train_step(
         net, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options
     )
@@ -132,13 +131,13 @@ def test_a_list_is_printed_with_what_each_task_reads_and_writes(group):
 def test_names_of_paths_that_read_alike_differ(group):
     params = {"a": {"b": np.ones(2, np.float32)}, "a/b": np.full(2, 3, np.float32)}
     loss = lambda p, x: jnp.mean((x * p["a"]["b"] - p["a/b"]) ** 2)  # noqa: E731
-    ends = []
+    results = []
     for schedule in ("staged", "fused"):
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0
         )
-        ends.append(step(step.init(params), np.ones((4, 2), np.float32))[0].params)
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+        results.append(step(step.init(params), np.ones((4, 2), np.float32))[0].params)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 ### Any launcher runs any list
@@ -155,11 +154,11 @@ LAUNCHERS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.steps
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("made", LISTS)
+@pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("n", [1, 2])
-def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, made, launcher):
+def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, name, launcher):
     def schedule(group: fddp.Group, pieces: Pieces, donate: bool) -> Any:
-        return LAUNCHERS[launcher](group, partial(LISTS[made], group.placement, pieces), donate)
+        return LAUNCHERS[launcher](group, partial(LISTS[name], group.placement, pieces), donate)
 
     step = fddp.train_step(
         net, SGD, group=group(n), schedule=schedule, bucket_cap_mb=0, donate=False
@@ -177,22 +176,22 @@ def test_every_launcher_gives_what_plain_jax_gives_for_every_list(group, n, made
 @pytest.mark.steps
 @pytest.mark.parametrize("n", [1, 4])
 def test_messages_in_xlas_order_give_the_bits_of_messages_in_their_own(group, n):
-    ends = []
+    results = []
     for schedule in ("fused", "held", "unordered"):
         step = fddp.train_step(
             net, optax.adam(0.1), group=group(n), schedule=schedule, bucket_cap_mb=0
         )
         state, _ = step(step.init(PARAMS), ROWS)
         state, info = step(state, ROWS)
-        ends.append((state.params, info.loss))
-    for other in ends[1:]:
-        jax.tree.map(np.testing.assert_array_equal, ends[0], other)
+        results.append((state.params, info.loss))
+    for result in results[1:]:
+        jax.tree.map(np.testing.assert_array_equal, results[0], result)
 
 
 ### Compiled stages
 
 
-def made(
+def list_of_program(
     group: Callable[[int], fddp.Group],
     f: Any,
     args: Sequence[Any],
@@ -207,9 +206,9 @@ def made(
     results = [Value("result", path=str(k)) for k in range(len(closed.out_avals))]
     tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
-    whole = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
+    listed = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
     gives = freed(tasks, lambda task: HERE) if donate else {}
-    programs = compiled(placement, whole, values, gives, lambda what: nullcontext())
+    programs = compiled(placement, listed, values, gives, lambda what: nullcontext())
     for task in tasks:
         values.update(zip(task.writes, programs[task.name](*(values[name] for name in task.reads))))
     return [values[name] for name in results], programs, leaves
@@ -226,7 +225,9 @@ WEIGHTS = [np.random.default_rng(k).normal(size=(3, 3)) for k in range(4)]
 
 @pytest.mark.parametrize("groups", [[[0, 1, 2, 3]], [[0], [1], [2], [3]], [[2], [0, 3], [1]]])
 def test_outputs_are_those_of_the_program_in_any_order(group, groups):
-    outputs, _, _ = made(group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], groups)
+    outputs, _, _ = list_of_program(
+        group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], groups
+    )
     for got, want in zip(
         outputs, chain(jnp.ones((2, 3)), *(jnp.asarray(w, jnp.float32) for w in WEIGHTS))
     ):
@@ -235,25 +236,25 @@ def test_outputs_are_those_of_the_program_in_any_order(group, groups):
 
 def test_equal_stages_are_compiled_once(group):
     """Layers of equal shape: a network ten times as deep compiles no longer."""
-    _, programs, _ = made(
+    _, programs, _ = list_of_program(
         group, lambda *a: list(chain(*a)), [np.ones((2, 3)), *WEIGHTS], [[0], [1], [2], [3]]
     )
-    first, *others, last = programs.values()
-    assert len(set(map(id, others))) == 1
+    first, *middle, last = programs.values()
+    assert len(set(map(id, middle))) == 1
     # The first reads an input, the last hands nothing on.
-    assert len({id(first), id(others[0]), id(last)}) == 3
+    assert len({id(first), id(middle[0]), id(last)}) == 3
 
 
 def test_stages_that_differ_in_a_constant_are_different_programs(group):
     def f(x):
         return [jnp.sin(x) + np.arange(3.0), jnp.sin(x) + np.array([0.0, 1.0, 5.0])]
 
-    (a, b), _, _ = made(group, f, [np.zeros(3)], [[0], [1]])
+    (a, b), _, _ = list_of_program(group, f, [np.zeros(3)], [[0], [1]])
     assert (a.tolist(), b.tolist()) == ([0, 1, 2], [0, 1, 5])
 
 
 def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
-    outputs, _, (a, b) = made(
+    outputs, _, (a, b) = list_of_program(
         group,
         lambda a, b: [jnp.sin(a), jnp.sin(a * b)],
         [np.ones(3), np.ones(3)],
@@ -265,16 +266,18 @@ def test_a_donated_input_lives_until_the_last_stage_that_reads_it(group):
 
 
 def test_an_input_is_donated_only_where_an_output_can_have_its_memory(group):
-    """A warning of JAX's ends a test: nothing here may be donated in vain."""
+    """A warning of JAX's ends a test: no donation may be in vain."""
     f = lambda n, x: [n + 1, x * n]  # noqa: E731
-    _, _, (n, x) = made(group, f, [np.zeros(()), np.ones(3)], [[0], [1]], donate=True)
+    _, _, (n, x) = list_of_program(group, f, [np.zeros(()), np.ones(3)], [[0], [1]], donate=True)
     assert x.is_deleted() and not n.is_deleted()
-    _, _, (a, b) = made(group, lambda a, b: [a + b], [np.ones(3), np.ones(3)], [[0]], donate=True)
+    _, _, (a, b) = list_of_program(
+        group, lambda a, b: [a + b], [np.ones(3), np.ones(3)], [[0]], donate=True
+    )
     assert [a.is_deleted(), b.is_deleted()] == [True, False]
 
 
 def test_a_stage_for_which_there_is_nothing_to_do_does_nothing(group):
-    outputs, programs, _ = made(group, lambda a: [a + 1], [np.ones(3)], [[], [0], []])
+    outputs, programs, _ = list_of_program(group, lambda a: [a + 1], [np.ones(3)], [[], [0], []])
     assert outputs[0].tolist() == [2, 2, 2]
     assert programs["stage 0"]() == programs["stage 2"]() == ()
 
@@ -285,5 +288,7 @@ def test_stages_that_call_different_functions_of_the_host_are_different_programs
     def on_host(number):
         return lambda x: jax.pure_callback(lambda x: np.asarray(x + np.float32(number)), form, x)
 
-    (a, b), _, _ = made(group, lambda x: [on_host(1)(x), on_host(2)(x)], [np.zeros(3)], [[0], [1]])
+    (a, b), _, _ = list_of_program(
+        group, lambda x: [on_host(1)(x), on_host(2)(x)], [np.zeros(3)], [[0], [1]]
+    )
     assert (a.tolist(), b.tolist()) == ([1] * 3, [2] * 3)

@@ -48,13 +48,14 @@ def test_a_value_is_let_go_of_by_its_last_reader():
         pass
 
     tasks = [Compute("a", (), (X,)), Compute("b", (X,), (Y,)), Compute("c", (X, Y), (Z,))]
-    queues, alive = Queues(routed(tasks, lambda task: HERE, [Z]), {}, {}), list[Any]()
+    queues = Queues(routed(tasks, lambda task: HERE, [Z]), {}, {})
+    alive = list[Any]()
 
     def do(task: Task, read: Any) -> Any:
         if task.name == "a":
-            made = Big()
-            alive.append(weakref.ref(made))
-            return (made,)
+            value = Big()
+            alive.append(weakref.ref(value))
+            return (value,)
         read.clear()
         alive.append(alive[0]() is not None)
         return (0,)
@@ -64,7 +65,8 @@ def test_a_value_is_let_go_of_by_its_last_reader():
 
 
 def test_a_timeline_is_told_while_other_threads_note_their_tasks(monkeypatch: pytest.MonkeyPatch):
-    log, module = StepLog(), sys.modules[StepLog.__module__]
+    log = StepLog()
+    module = sys.modules[StepLog.__module__]
     log.begin()
     log.add(Span("communication", "gather 0", 0.0, time.perf_counter()))
     log.end()
@@ -78,7 +80,8 @@ def test_a_timeline_is_told_while_other_threads_note_their_tasks(monkeypatch: py
 
 
 def test_of_a_task_that_goes_on_beyond_its_step_each_step_tells_its_part():
-    log, task = StepLog(), Compute("bucket 3", (), ())
+    log = StepLog()
+    task = Compute("bucket 3", (), ())
     log.begin()
     with log.under_way(task):
         log.end()

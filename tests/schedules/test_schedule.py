@@ -41,7 +41,7 @@ def test_staged_gives_what_fused_gives(group, module):
     loss_fn, params, model_state, batch = problem(module)
     # Language models have much to compile: fewer stages.
     caps = {name: 8 * cap for name, cap in CAPS.items()} if module in (bert, gpt) else CAPS
-    ends = {}
+    results = {}
     for schedule in ("fused", "staged"):
         step = fddp.train_step(
             loss_fn,
@@ -57,15 +57,15 @@ def test_staged_gives_what_fused_gives(group, module):
             state, _ = step(state, batch)
         state, _ = step.no_sync(state, batch)
         state, info = step(state, batch)
-        ends[schedule] = (state.params, state.model_state, info.loss)
+        results[schedule] = (state.params, state.model_state, info.loss)
         assert len(step.plan.buckets) > 1
-    for got, want in zip(jax.tree.leaves(ends["staged"]), jax.tree.leaves(ends["fused"])):
+    for got, want in zip(jax.tree.leaves(results["staged"]), jax.tree.leaves(results["fused"])):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 ### All features at once
 
-# What a feature does is claimed in its own file, under "fused".
+# A feature's own file claims its effect, under "fused".
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "parts": {"shard": "state"},
@@ -118,21 +118,23 @@ def params_of_everything(rows: int) -> Any:
 
 
 def batches_of_everything() -> list[fddp.Joined]:
-    """The first call is of no_sync; in the third something overflows, in the last one replica has
+    """The first call is of no_sync; in the third a number overflows, in the last one replica has
     run out of data."""
-    rng, found = np.random.default_rng(3), []
+    rng = np.random.default_rng(3)
+    batches = []
     for number, choices in enumerate([(0, 0), (0, 1), (1, 1), (2, 2), (0, 2)]):
-        x, choice = rng.normal(size=(8, 3)), np.repeat(np.array(choices, np.int32), 4)
+        x = rng.normal(size=(8, 3))
+        choice = np.repeat(np.array(choices, np.int32), 4)
         if number == 2:
             x[5] = np.inf
         share = np.ones(8) if number < 4 else np.repeat([1.0, 0.0], 4)
         rows = {"x": x, "choice": choice, "row": np.arange(8) * (number + 1)}
-        found.append(fddp.Joined(rows, share, share, np.arange(8) == 0))
-    return found
+        batches.append(fddp.Joined(rows, share, share, np.arange(8) == 0))
+    return batches
 
 
 def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[str, Any]) -> Any:
-    """The state after each step, as arrays, and what the steps told."""
+    """The state after each step, as arrays, and the steps' reports."""
     clipped = optax.chain(
         optax.clip_by_global_norm(0.5), optax.add_decayed_weights(0.1), optax.sgd(0.1, momentum=0.9)
     )
@@ -154,19 +156,20 @@ def trained_with_everything(replicas: fddp.Group, schedule: Any, features: dict[
         model_state={"mean": np.zeros(()), "calls": np.int32(2**24)},
         rng={"own": jax.random.key(0), "common": fddp.Shared(jax.random.key(1))},
     )
-    first, *rest = batches_of_everything()
-    state, told = step.no_sync(state, first)
-    found: list[Any] = [
-        told._replace(sent=None)
-    ]  # what is not exact in 16 bits travels in another bucket
-    for batch in rest:
+    first, *remaining = batches_of_everything()
+    state, call_info = step.no_sync(state, first)
+    results: list[Any] = [
+        call_info._replace(sent=None)
+    ]  # leaves that are not exact in 16 bits travel in another bucket
+    for batch in remaining:
         state, info = step(state, batch)
-        found += [jax.device_get(state._replace(rng=None)), info._replace(sent=None)]
-    return found
+        results += [jax.device_get(state._replace(rng=None)), info._replace(sent=None)]
+    return results
 
 
 def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
-    got, expected = np.asarray(got), np.asarray(expected)
+    got = np.asarray(got)
+    expected = np.asarray(expected)
     assert (got.shape, got.dtype) == (expected.shape, expected.dtype)
     if jnp.issubdtype(got.dtype, jnp.inexact) and got.size:
         wide = np.complex128 if jnp.iscomplexobj(got) else np.float64
@@ -175,7 +178,7 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
             expected.astype(wide),
             float(jnp.finfo(got.dtype).eps),
         )
-        # What a hook remembers is a difference of numbers of about 1.
+        # A hook's residual is a difference of numbers of about 1.
         np.testing.assert_allclose(
             got, expected, rtol=16 * eps, atol=16 * eps * max(1, np.max(np.abs(expected)))
         )
@@ -187,7 +190,7 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
 @pytest.mark.parametrize("features", FEATURES)
 def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, x64, features):
     schedules = ("fused", "staged", "after", *(() if "hook" in FEATURES[features] else ("eager",)))
-    fused, *others = (
+    fused, *other_ends = (
         trained_with_everything(group(2), schedule, FEATURES[features]) for schedule in schedules
     )
     assert [float(state.opt_state.scale) for state in fused[1::2]] == [4, 2, 2, 2], (
@@ -201,12 +204,12 @@ def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, 
         "right": 0,
         "never": 0,
     }
-    for found in others:
-        assert jax.tree.structure(found) == jax.tree.structure(fused)
-        jax.tree.map(assert_as_near_as_dtypes_are, found, fused)
+    for results in other_ends:
+        assert jax.tree.structure(results) == jax.tree.structure(fused)
+        jax.tree.map(assert_as_near_as_dtypes_are, results, fused)
 
 
-### What is special
+### Special cases
 
 
 @cache
@@ -232,23 +235,25 @@ def test_a_timeline_has_a_stage_and_an_all_reduce_for_each_bucket(group):
 
 
 def test_a_bucket_is_used_while_the_next_one_travels(group):
-    alone: fddp.Group = group(1)
-    sent: list[int] = []
+    single: fddp.Group = group(1)
+    sizes: list[int] = []
 
     def reduce(x: jax.Array) -> jax.Array:
-        sent.append(x.size)
-        if len(sent) == len(params):  # the last bucket comes back when all others have been used
+        sizes.append(x.size)
+        if len(sizes) == len(params):  # the last bucket comes back when all others have been used
             end = time.monotonic() + 60
             while len(step.timeline().updates) < len(params) - 1 and time.monotonic() < end:
                 time.sleep(0.01)
             used.append(len(step.timeline().updates))
-        return alone.transport.all_reduce(x)
+        return single.transport.all_reduce(x)
 
     used: list[int] = []
     params = {name: jnp.ones(4) for name in "abc"}
     loss = lambda p, x: sum(jnp.mean(w**2) for w in p.values()) * jnp.mean(x)  # noqa: E731
-    one = replace(alone, transport=alone.transport._replace(all_reduce=reduce))
-    step = fddp.train_step(loss, optax.adam(0.1), group=one, schedule="staged", bucket_cap_mb=0)
+    replicas = replace(single, transport=single.transport._replace(all_reduce=reduce))
+    step = fddp.train_step(
+        loss, optax.adam(0.1), group=replicas, schedule="staged", bucket_cap_mb=0
+    )
     state, _ = step(step.init(params), np.ones(2, np.float32))
     assert used == [2]
     assert [span.name for span in step.timeline().updates] == ["update 0", "update 1", "update 2"]
@@ -270,8 +275,8 @@ def test_a_staged_step_uses_the_memory_of_the_state_it_was_given(group):
     step, params, batch = staged_gpt(group)
     state = step.init(params)
     new, _ = step(state, batch)
-    gone = [x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
-    assert all(gone) and not any(x.is_deleted() for x in jax.tree.leaves(new))
+    deleted = [x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
+    assert all(deleted) and not any(x.is_deleted() for x in jax.tree.leaves(new))
 
 
 def test_a_fused_step_says_that_it_has_no_timeline(group):
@@ -282,8 +287,8 @@ def test_a_fused_step_says_that_it_has_no_timeline(group):
 
 
 def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_begins(group):
-    """XLA:CPU's threads would all wait in all-reduces of different steps for devices that have none
-    left."""
+    """All threads of XLA:CPU would wait in all-reduces of different steps, with none left for a
+    device."""
     step = fddp.train_step(
         lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), schedule="fused"
     )
@@ -301,24 +306,24 @@ def test_threads_begin_with_the_first_call_of_a_step_and_end_with_the_step(group
     def threads():
         return {
             thread for thread in threading.enumerate() if thread.name.startswith("fddp")
-        } - others
+        } - earlier
 
-    others: set[threading.Thread] = set()
-    others = threads()
+    earlier: set[threading.Thread] = set()
+    earlier = threads()
     step = fddp.train_step(
         lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1), **options
     )
     state = step.init(np.zeros(3))
     assert not threads()
     state, _ = step(state, np.ones((4, 3)))
-    ours = threads()
+    step_threads = threads()
     for _ in range(8):
         state, _ = step(state, np.ones((4, 3)))
-    assert set() < ours <= threads() and len(threads()) <= 3
-    ours = threads()
+    assert set() < step_threads <= threads() and len(threads()) <= 3
+    step_threads = threads()
     del step, state
     gc.collect()
-    for thread in ours:
+    for thread in step_threads:
         thread.join(timeout=20)
     assert not threads()
 
@@ -361,10 +366,8 @@ def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, opti
         schedule=schedule,
         **options,
     )
-    state, rows = (
-        step.init(np.zeros(())),
-        group(n).placement.place(np.full(4, 2.0), group(n).placement.per_replica),
-    )
+    state = step.init(np.zeros(()))
+    rows = group(n).placement.place(np.full(4, 2.0), group(n).placement.per_replica)
     with jax.transfer_guard("disallow"):
         for _ in range(2):
             state, _ = step(state, rows)
@@ -387,38 +390,36 @@ def test_without_jit_a_step_runs_as_jax_runs_it_or_says_why_not(group):
             else:
                 state, _ = step(state, np.full(2, 4.0, np.float32))
                 assert float(state.params) == 4
-        state, _ = step(state, np.full(2, 8.0, np.float32))  # what failed has used nothing up
+        state, _ = step(state, np.full(2, 8.0, np.float32))  # the failed call has donated nothing
         assert float(state.params) == 8
 
 
 def test_a_schedule_may_be_a_function_of_the_users_own(group):
-    made = []
+    reductions = []
 
     def noted(group, pieces, donate):
-        made.append([reduction.name for reduction in pieces.reductions])
+        reductions.append([reduction.name for reduction in pieces.reductions])
         return after(group, pieces, donate)
 
     def loss(p, x):
         return jnp.mean((x @ p["a"]) ** 2) + jnp.sum(p["b"] ** 2)
 
-    params, rows = (
-        {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)},
-        np.ones((4, 3), np.float32),
-    )
-    ends = []
+    params = {"a": np.ones((3, 1), np.float32), "b": np.ones(2, np.float32)}
+    rows = np.ones((4, 3), np.float32)
+    results = []
     for schedule in (noted, "fused"):
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(2), schedule=schedule, bucket_cap_mb=0
         )
-        ends.append(step(step.init(params), rows)[0].params)
-    assert made == [["bucket 0", "bucket 1"]]
-    jax.tree.map(np.testing.assert_array_equal, *ends)
+        results.append(step(step.init(params), rows)[0].params)
+    assert reductions == [["bucket 0", "bucket 1"]]
+    jax.tree.map(np.testing.assert_array_equal, *results)
     for schedule in (noted, partial(noted)):  # ranks compare options by these names
         assert "schedule=noted" in repr(fddp.Options(schedule=schedule))
     step = fddp.train_step(
         loss, optax.sgd(0.1), group=group(2), schedule=partial(after), bucket_cap_mb=0
     )
-    jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, ends[0])
+    jax.tree.map(np.testing.assert_array_equal, step(step.init(params), rows)[0].params, results[0])
     with pytest.raises(
         ValueError,
         match="schedule must be one of auto, fused, held, unordered, staged, eager, after, got 3",
@@ -430,8 +431,8 @@ def test_an_error_of_the_communication_thread_reaches_the_caller(group):
     def broken(wire):
         raise ConnectionError("the wire is cut")
 
-    alone = group(1)
-    cut_off = replace(alone, transport=alone.transport._replace(all_reduce=broken))
+    single = group(1)
+    cut_off = replace(single, transport=single.transport._replace(all_reduce=broken))
     loss_fn, params, _, batch = problem(gpt)
     step = fddp.train_step(
         loss_fn, optax.sgd(0.1), group=cut_off, has_aux=True, schedule="staged", **CAPS
@@ -466,7 +467,7 @@ def test_a_loss_may_hold_collectives_under_every_schedule(group, schedule):
     np.testing.assert_allclose(info.loss, np.mean((np.arange(4.0) - 1.5 - 1) ** 2), rtol=1e-6)
 
 
-### What is sent although an error comes: the same on every rank, whichever thread is faster there
+### Messages sent despite an error: equal on every rank, whichever thread is faster
 
 
 MESSAGES = 6
@@ -481,23 +482,23 @@ def chain(p: Any, x: Any, between: Callable[[Any], Any] = lambda x: x) -> Any:
 
 
 def sent_before(
-    group: fddp.Group, error: str, reduce: Callable[[int], None], lanes: int = 1, **parts: Any
+    group: fddp.Group, error: str, reduce: Callable[[int], None], lanes: int = 1, **arguments: Any
 ) -> list[int]:
-    """The messages of a step that have left when its error comes; `reduce(k)` is called when
+    """The messages of a step that have left at the time of its error; `reduce(k)` is called as
     message k leaves."""
-    sent: list[int] = []
+    numbers: list[int] = []
 
     def noted(wire: jax.Array) -> jax.Array:
         k = MESSAGES - wire.size // 10  # loss and weight, two numbers more, ride along somewhere
         reduce(k)
-        sent.append(k)
+        numbers.append(k)
         return wire
 
-    one = group.transport._replace(all_reduce=noted)
-    group = replace(group, transport=one._replace(clones=(one,) * lanes))
+    transport = group.transport._replace(all_reduce=noted)
+    group = replace(group, transport=transport._replace(clones=(transport,) * lanes))
     step = fddp.train_step(
-        parts.get("loss", chain),
-        parts.get("optimizer", optax.sgd(0.1)),
+        arguments.get("loss", chain),
+        arguments.get("optimizer", optax.sgd(0.1)),
         group=group,
         schedule="staged",
         bucket_cap_mb=0,
@@ -507,11 +508,11 @@ def sent_before(
             step.init([jnp.full(10 * (k + 1), 0.01) for k in range(MESSAGES)]),
             np.ones(2, np.float32),
         )
-    return sorted(sent)
+    return sorted(numbers)
 
 
 def exploding(called: threading.Event) -> Callable[[jax.Array], jax.Array]:
-    """A host's function inside a program that fails."""
+    """A program with a failing function on the host."""
 
     def explode(x: Any) -> Any:
         called.set()
@@ -522,7 +523,7 @@ def exploding(called: threading.Event) -> Callable[[jax.Array], jax.Array]:
 
 @pytest.fixture
 def quiet(monkeypatch):
-    """JAX logs what a host's function raises."""
+    """Silences JAX's log of errors in functions on the host."""
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
 
 

@@ -1,4 +1,4 @@
-"""A profiler's trace has the tasks of a step by name, on every thread that does some."""
+"""A profiler's trace has the tasks of a step by name, on every thread with tasks."""
 
 from collections import Counter
 from pathlib import Path
@@ -41,15 +41,15 @@ def test_a_trace_has_every_task_of_a_step_by_name(group, tmp_path: Path, options
     step = fddp.train_step(net, optax.adam(0.1), group=group(2), bucket_cap_mb=0, **options)
     state, _ = step(step.init(PARAMS), ROWS)
     tasks = step.tasks(state, ROWS).tasks
-    how = jax.profiler.ProfileOptions()
-    how.python_tracer_level = 0
-    with jax.profiler.trace(str(tmp_path), profiler_options=how):
+    profiler_options = jax.profiler.ProfileOptions()
+    profiler_options.python_tracer_level = 0
+    with jax.profiler.trace(str(tmp_path), profiler_options=profiler_options):
         state, _ = step(state, ROWS)
         jax.block_until_ready(state)
     (path,) = tmp_path.rglob("*.xplane.pb")
     shown = Counter(event.name for plane in read_profile(path) for event in plane.events)
     assert len(tasks) >= 4
     assert {task.name for task in tasks} <= set(shown)
-    # A message is on its way once; what is computed shows where it is launched and where it is
+    # A message is on its way once; a computation shows where it is launched and where it is
     # waited for.
     assert all(shown[task.name] == 1 for task in tasks if isinstance(task, Communicate))

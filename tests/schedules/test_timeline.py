@@ -89,10 +89,11 @@ def test_a_pace_slows_both_only_while_both_are_under_way():
 
 def test_the_pace_that_was_simulated_is_the_pace_that_is_observed():
     pace = Pace(compute=0.8, communication=0.6)
-    stages, sends = [2.0, 1.5, 1.0, 4.0], [1.0, 2.0, 0.5, 1.0]
-    seen = observed_pace(simulate(*outline(stages, sends), pace=pace), sum(stages), sum(sends))
-    assert abs(seen.compute - pace.compute) < 1e-9
-    assert abs(seen.communication - pace.communication) < 1e-9
+    stages = [2.0, 1.5, 1.0, 4.0]
+    sends = [1.0, 2.0, 0.5, 1.0]
+    observed = observed_pace(simulate(*outline(stages, sends), pace=pace), sum(stages), sum(sends))
+    assert abs(observed.compute - pace.compute) < 1e-9
+    assert abs(observed.communication - pace.communication) < 1e-9
 
 
 def test_without_overlap_or_loss_the_pace_is_one():
@@ -112,13 +113,16 @@ def test_no_order_of_events_beats_the_bound(stages, data):
     later."""
     sends = data.draw(st.lists(st.floats(0.01, 5), min_size=len(stages), max_size=len(stages)))
     gap = data.draw(st.floats(0, 1))
-    clock, link, computed, traffic = 0.0, 0.0, [], []
-    for length, sent in zip(stages, sends):
+    clock = 0.0
+    link = 0.0
+    computed = []
+    traffic = []
+    for length, duration in zip(stages, sends):
         computed.append((clock, clock + length))
         clock += length + gap
         start = max(clock, link)
-        traffic.append((start, start + sent))
-        link = start + sent
+        traffic.append((start, start + duration))
+        link = start + duration
     line = step(computed, traffic)
     assert line.bound() <= line.seconds + 1e-9
     assert 0 <= line.overlap_share <= 1 + 1e-9
@@ -139,7 +143,7 @@ def test_the_printed_timeline_tells_the_end_and_what_is_exposed():
 
 
 def test_a_list_on_paper_waits_for_what_it_reads_and_for_nothing_else():
-    """A gather of this step's shards under the next forward pass: what one step cannot hide."""
+    """A gather of this step's shards runs under the next forward pass: one step cannot hide it."""
     tasks = [
         Compute("forward 0", (Value("whole", 0),), (Value("x"),)),
         Compute("forward 1", (Value("whole", 1), Value("x")), (Value("y"),)),

@@ -1,5 +1,4 @@
-"""Stacked layers that are gathered for each pass: one layer after the other, in the loop that reads
-it."""
+"""Stacked layers are gathered for each pass, one after the other, in the loop that reads them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,16 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import layer, net, slices, with_rng
 from test_scanned_shards import (
     CAP,
     INNER,
     LAYERS,
     SLICES,
     WIDTH,
-    layer,
-    net,
     plain,
-    slices,
     trained,
     weights,
 )
@@ -32,15 +29,6 @@ pytestmark = pytest.mark.steps
 Groups = Callable[[int], fddp.Group]
 FEW = np.random.default_rng(7).normal(size=(24, WIDTH))
 STACK = LAYERS * WIDTH * WIDTH
-
-
-def with_rng(x: Any, p: Any) -> Any:
-    def one(carried: Any, w: Any) -> tuple[Any, None]:
-        x, key = carried
-        key, mine = jax.random.split(key)
-        return (layer(x, w)[0] * jax.random.bernoulli(mine, 0.5, (WIDTH,)), key), None
-
-    return jax.lax.scan(one, (x, jax.random.key(3)), p["layers"])[0][0]
 
 
 def by_copies(x: Any, p: Any) -> Any:
@@ -72,24 +60,24 @@ ALONE = {
 def shared(
     group: fddp.Group, inner: Any, optimizer: Any, schedule: Any = "fused", **options: Any
 ) -> fddp.TrainStep:
-    wanted = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": CAP} | options
-    return fddp.train_step(net(inner), optimizer, group=group, schedule=schedule, **wanted)
+    settings = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": CAP} | options
+    return fddp.train_step(net(inner), optimizer, group=group, schedule=schedule, **settings)
 
 
 def gathering_loops(module: Any) -> int:
-    """The number of loops that gather, beside products."""
-    loops = [some.lines for some in module.schedules() if some.loops]
+    """The number of loops with both gathers and products."""
+    loops = [schedule.lines for schedule in module.schedules() if schedule.loops]
     gather = [
-        some
-        for some in loops
-        if any(sends(module, line) and "gather" in line.opcode for line, _ in some)
+        lines_of_loop
+        for lines_of_loop in loops
+        if any(sends(module, line) and "gather" in line.opcode for line, _ in lines_of_loop)
     ]
-    return sum(any(work(module, line, body) for line, body in some) for some in gather)
+    return sum(any(work(module, line, body) for line, body in loop) for loop in gather)
 
 
 def largest(module: Any) -> int:
-    """The most elements that an array has in a program."""
-    lines = (line for some in module.computations.values() for line in some.values())
+    """The largest number of elements of an array in a program."""
+    lines = (line for computation in module.computations.values() for line in computation.values())
     return max(x.size for line in lines for x in line.result)
 
 
@@ -173,17 +161,18 @@ def test_a_stack_that_more_reads_than_a_loop_over_its_layers_comes_whole(
 
 
 def test_a_step_with_other_options_gathers_as_they_say(group: Groups, x64: None):
-    def sent(step: fddp.TrainStep) -> int:
+    def bytes_sent(step: fddp.TrainStep) -> int:
         _, info = step(step.init(weights()), FEW)
         return int(info.sent.sum())
 
-    def made(again: bool) -> fddp.TrainStep:
-        return shared(group(2), ALONE["plainly"], optax.sgd(0.05), reshard_after_forward=again)
+    def resharded(reshard: bool) -> fddp.TrainStep:
+        return shared(group(2), ALONE["plainly"], optax.sgd(0.05), reshard_after_forward=reshard)
 
-    once, twice = sent(made(False)), sent(made(True))
+    once = bytes_sent(resharded(False))
+    twice = bytes_sent(resharded(True))
     assert once < twice
-    assert sent(made(True).with_options(reshard_after_forward=False)) == once
-    assert sent(made(False).with_options(reshard_after_forward=True)) == twice
+    assert bytes_sent(resharded(True).with_options(reshard_after_forward=False)) == once
+    assert bytes_sent(resharded(False).with_options(reshard_after_forward=True)) == twice
 
 
 MORE = [
@@ -199,24 +188,24 @@ MORE = [
     [
         ("fused", {"accumulation_steps": 2}),
         *(
-            pytest.param("staged", one, marks=pytest.mark.slow)
-            for one in ({"accumulation_steps": 2}, *MORE)
+            pytest.param("staged", more_options, marks=pytest.mark.slow)
+            for more_options in ({"accumulation_steps": 2}, *MORE)
         ),
-        *(pytest.param("fused", one, marks=pytest.mark.slow) for one in MORE),
+        *(pytest.param("fused", more_options, marks=pytest.mark.slow) for more_options in MORE),
     ],
     ids=str,
 )
 def test_options_do_what_they_do_without(
     group: Groups, x64: None, schedule: str, options: dict[str, Any]
 ):
-    ends = []
-    for again in (True, False):
+    results = []
+    for reshard in (True, False):
         clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
         step = shared(
-            group(2), ALONE["plainly"], clipped, schedule, reshard_after_forward=again, **options
+            group(2), ALONE["plainly"], clipped, schedule, reshard_after_forward=reshard, **options
         )
-        ends.append(fddp.whole(trained(step, 2)))
-    close(*ends)
+        results.append(fddp.whole(trained(step, 2)))
+    close(*results)
 
 
 @pytest.mark.parametrize(
@@ -236,10 +225,12 @@ def test_a_schedule_that_cuts_the_loop_gathers_slices(group: Groups, x64: None, 
 def test_a_slice_is_gathered_behind_the_one_before_it_for_each_pass(group: Groups, x64: None):
     step = shared(group(2), ALONE["plainly"], optax.sgd(0.05), "staged")
     state, info = step(step.init(weights()), FEW)
-    sent = {bucket.names: int(n) for bucket, n in zip(step.plan.buckets, info.sent) if bucket.slice}
+    nbytes = {
+        bucket.names: int(n) for bucket, n in zip(step.plan.buckets, info.sent) if bucket.slice
+    }
     layer = -(-WIDTH * WIDTH // 2) * 8
     # The last slice stays, as it is read last and first.
-    assert sent == {(SLICES[2],): 2 * layer, (SLICES[1],): 6 * layer, (SLICES[0],): 6 * layer}
+    assert nbytes == {(SLICES[2],): 2 * layer, (SLICES[1],): 6 * layer, (SLICES[0],): 6 * layer}
     names = [task.name for task in step.tasks(state, FEW).tasks]
     assert sum(name.startswith("all_gather") for name in names) == 6
     assert names.index("bucket 0") < names.index("all_gather 5")

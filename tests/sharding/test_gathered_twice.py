@@ -1,5 +1,5 @@
-"""Parameters that are gathered for each pass, and dropped between: the same training, never whole
-at once."""
+"""Parameters gathered for each pass, and dropped between: the same training, never whole at
+once."""
 
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +71,9 @@ def branching(p: Any, x: Any) -> jax.Array:
 LOSSES = [deep, of_scaled_weights, penalised, rematerialised, looped, branching]
 
 
-def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
-    wanted = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0} | options
-    return fddp.train_step(loss, ADAM, group=group, **wanted)
+def resharded_step(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
+    settings = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 0} | options
+    return fddp.train_step(loss, ADAM, group=group, **settings)
 
 
 @pytest.mark.quick("3-staged", "1-fused", "2-after", "4-fused")
@@ -84,7 +84,7 @@ def again(loss: Any, group: fddp.Group, **options: Any) -> fddp.TrainStep:
 def test_a_net_with_tied_and_skipped_layers_is_trained(
     group: Groups, x64: None, n: int, schedule: str
 ):
-    step = again(tied_net, group(n), schedule=schedule)
+    step = resharded_step(tied_net, group(n), schedule=schedule)
     state = step.init(tied_params(LAYERS))
     for k in range(3):
         state, _ = step(state, np.roll(TOKENS, k, axis=0))
@@ -95,7 +95,7 @@ def test_a_net_with_tied_and_skipped_layers_is_trained(
 @SCHEDULES
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_losses_of_all_kinds_are_trained(group: Groups, x64: None, loss: Any, schedule: str):
-    step = again(loss, group(2), schedule=schedule)
+    step = resharded_step(loss, group(2), schedule=schedule)
     state = step.init(weights())
     for k in range(2):
         state, _ = step(state, ROWS + k)
@@ -106,10 +106,10 @@ def test_losses_of_all_kinds_are_trained(group: Groups, x64: None, loss: Any, sc
 
 @SCHEDULES
 def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, schedule: str):
-    step = again(centred, group(2), schedule=schedule)
+    step = resharded_step(centred, group(2), schedule=schedule)
     state, _ = step(step.init(weights()), ROWS)
-    one = fddp.train_step(centred, ADAM, group=group(1))
-    close(fddp.whole(state.params), one(one.init(weights()), ROWS)[0].params)
+    reference = fddp.train_step(centred, ADAM, group=group(1))
+    close(fddp.whole(state.params), reference(reference.init(weights()), ROWS)[0].params)
 
 
 @pytest.mark.quick("skip_nonfinite, accumulation_steps-fused", "hook-fused")
@@ -128,18 +128,20 @@ def test_gathers_mix_with_collectives_of_the_loss(group: Groups, x64: None, sche
 def test_options_do_what_they_do_without(
     group: Groups, x64: None, schedule: str, options: dict[str, Any]
 ):
-    ends = []
+    results = []
     for reshard in (True, False):
-        step = again(deep, group(2), schedule=schedule, reshard_after_forward=reshard, **options)
+        step = resharded_step(
+            deep, group(2), schedule=schedule, reshard_after_forward=reshard, **options
+        )
         state = step.init(weights())
         state, _ = step(state, ROWS)
         state, info = step(state, ROWS + 1)
-        ends.append((fddp.whole(state), info._replace(sent=None)))
-    close(*ends)
+        results.append((fddp.whole(state), info._replace(sent=None)))
+    close(*results)
 
 
 def test_what_is_pending_after_no_sync_is_added(group: Groups, x64: None):
-    step = again(deep, group(2))
+    step = resharded_step(deep, group(2))
     state, _ = step.no_sync(step.init(weights()), ROWS[:12])
     state, _ = step(state, ROWS[12:])
     close(fddp.whole(state.params), by_plain_jax(deep, ADAM, weights(), [ROWS]).params)
@@ -153,35 +155,39 @@ def test_a_batch_norm_keeps_its_statistics(group: Groups, x64: None):
         model_state = 0.9 * model_state + 0.1 * jnp.mean(x, axis=0)
         return jnp.mean((x @ p["w1"] - 1) ** 2), (model_state, None)
 
-    ends = []
+    results = []
     for reshard in (True, False):
-        step = again(loss, group(2), reshard_after_forward=reshard, broadcast_buffers="mean")
+        step = resharded_step(
+            loss, group(2), reshard_after_forward=reshard, broadcast_buffers="mean"
+        )
         state = step.init(
             {name: weights()[name] for name in ("w0", "w1")}, model_state=np.zeros(WIDTH)
         )
         for k in range(2):
             state, _ = step(state, ROWS + k)
-        ends.append(fddp.whole(state))
-    close(*ends)
+        results.append(fddp.whole(state))
+    close(*results)
 
 
 @SCHEDULES
 def test_each_bucket_is_gathered_for_each_pass_but_one_that_both_read_together(
     group: Groups, schedule: str
 ):
-    step = again(deep, group(4), schedule=schedule)
+    step = resharded_step(deep, group(4), schedule=schedule)
     params = {name: np.asarray(w, np.float32) for name, w in weights().items()}
     _, info = step(step.init(params), np.asarray(ROWS, np.float32))
-    sent = dict(zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist()))
+    nbytes = dict(
+        zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist())
+    )
     part = 3 * 4 * WIDTH * WIDTH // 4  # of four replicas each sends its part to three
     # Scattered once; w3 stays, as it is read last and first.
-    assert sent == {("w3",): 2 * part, ("w2",): 3 * part, ("w1",): 3 * part, ("w0",): 2 * part}
+    assert nbytes == {("w3",): 2 * part, ("w2",): 3 * part, ("w1",): 3 * part, ("w0",): 2 * part}
 
 
 def test_no_more_than_two_buckets_are_whole_at_once(group: Groups):
     counts = []
     for reshard in (True, False):
-        step = again(deep, group(2), schedule="staged", reshard_after_forward=reshard)
+        step = resharded_step(deep, group(2), schedule="staged", reshard_after_forward=reshard)
         state = step.init({name: np.asarray(w, np.float32) for name, w in weights().items()})
         rows = np.asarray(ROWS, np.float32)
         counts.append(most_whole(step, state, rows))
@@ -189,8 +195,7 @@ def test_no_more_than_two_buckets_are_whole_at_once(group: Groups):
 
 
 def most_whole(step: fddp.TrainStep, state: Any, rows: Any) -> int:
-    """The most values with the size of a whole weight that are there between two tasks of the
-    forward pass."""
+    """The largest number of whole weights alive between two tasks of the forward pass."""
     listed = step.tasks(state, rows)
     equal, shards = take_apart(state)
     of_one = of_one_replica((shards, rows), 2)
@@ -202,19 +207,19 @@ def most_whole(step: fddp.TrainStep, state: Any, rows: Any) -> int:
             return most
         read = [values[name] for name in task.reads]
         if isinstance(task, Communicate) or task.speaks:
-            made = [doubled(x) for x in read]
+            outputs = [doubled(x) for x in read]
         else:
-            made = trace(step.group.placement, task.run, *read)[1]
-        values.update(zip(task.writes, made))
-        whole = [
+            outputs = trace(step.group.placement, task.run, *read)[1]
+        values.update(zip(task.writes, outputs))
+        gathered = [
             x for name, x in values.items() if x.size == WIDTH * WIDTH and last.get(name, 0) > at
         ]
-        most = max(most, len(whole))
+        most = max(most, len(gathered))
     raise AssertionError(f"no message of loss and metrics: {listed}")
 
 
 def doubled(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What two replicas gather."""
+    """The gathered array of two replicas."""
     return jax.ShapeDtypeStruct((*x.shape[:-1], 2 * x.shape[-1]), x.dtype)
 
 
@@ -223,6 +228,6 @@ def test_it_is_for_parameters_that_rest_in_shards(group: Groups):
         with pytest.raises(
             ValueError, match=r"drops parameters that rest in shards.*give shard='state'"
         ):
-            again(deep, group(2), shard=shard)
+            resharded_step(deep, group(2), shard=shard)
     with pytest.raises(ValueError, match="reshard_after_forward must be True or False, got 1"):
-        again(deep, group(2), reshard_after_forward=1)
+        resharded_step(deep, group(2), reshard_after_forward=1)

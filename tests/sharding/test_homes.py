@@ -1,4 +1,4 @@
-"""Leaves that an update needs whole: each at one replica's, and all else in parts."""
+"""Leaves that an update needs whole: each at one replica, and all others in parts."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import fddp
+from fddp.buckets import Layout
 from fddp.comm.communicator import axis_communicator
 from fddp.hlo import parse, work
 from fddp.jaxpr import AtHome
@@ -39,7 +40,7 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def bound(costs: Sequence[int], n: int) -> float:
-    """Graham's, for the fullest of n homes: a third more than in the best of all ways to deal."""
+    """Graham's bound for the fullest of n homes: a third more than in the best distribution."""
     ways = product(range(n), repeat=len(costs))
     fullest = (
         max(sum(c for c, k in zip(costs, way) if k == home) for home in range(n)) for way in ways
@@ -60,8 +61,9 @@ def test_the_fullest_home_has_at_most_a_third_more_than_it_must(n: int):
 
 def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
     """More homes than leaves, sizes that the ranks do not divide, and an array without elements."""
-    n, comm = 4, axis_communicator("ranks", 4, "cpu")
-    given = {
+    n = 4
+    comm = axis_communicator("ranks", 4, "cpu")
+    inputs = {
         7: [np.arange(10, dtype=np.float32).reshape(2, 5), np.arange(3, dtype=np.int32)],
         2: [
             np.array([[True, False, True]]),
@@ -74,59 +76,59 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
         2: lambda xs: [~xs[0], xs[1].T, jnp.sort(-xs[2])[:6]],
     }
 
-    def parts(x: np.ndarray) -> np.ndarray:
+    def in_parts(x: np.ndarray) -> np.ndarray:
         return np.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
 
-    def run(mine: dict[int, list[Any]]) -> Any:
+    def run(inputs_of_rank: dict[int, list[Any]]) -> Any:
         visits = [
             AtHome(
                 leaf,
-                mine[leaf],
+                inputs_of_rank[leaf],
                 [x.shape for x in xs],
                 makes[leaf],
                 jax.eval_shape(makes[leaf], xs),
             )
-            for leaf, xs in given.items()
+            for leaf, xs in inputs.items()
         ]
-        return at_home(comm, {7: 2, 2: 0}, lambda leaf, size: 1, visits)
+        return at_home(comm, {7: 2, 2: 0}, [Layout((), n)] * 8, visits)
 
-    made = jax.vmap(run, axis_name="ranks")(jax.tree.map(parts, given))
-    for (leaf, xs), got in zip(given.items(), made):
+    outputs = jax.vmap(run, axis_name="ranks")(jax.tree.map(in_parts, inputs))
+    for (leaf, xs), got in zip(inputs.items(), outputs):
         for want, x in zip(makes[leaf]([jnp.asarray(x) for x in xs]), got):
             assert x.dtype == want.dtype
-            np.testing.assert_array_equal(x, parts(np.asarray(want)))
+            np.testing.assert_array_equal(x, in_parts(np.asarray(want)))
 
 
 @pytest.mark.quick("3")
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_each_matrix_is_orthogonalised_once_over_all_replicas(group: Groups, n: int):
-    """The host sees which matrices come, from all devices together."""
-    seen: Counter[tuple[int, ...]] = Counter()
+    """The host sees the matrices of all devices."""
+    shapes: Counter[tuple[int, ...]] = Counter()
 
     def orthogonal(x: np.ndarray) -> np.ndarray:
-        seen[x.shape] += 1
+        shapes[x.shape] += 1
         u, _, v = np.linalg.svd(x, full_matrices=False)
         return (u @ v).astype(x.dtype)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
-        made = [
+        directions = [
             jax.pure_callback(orthogonal, x, x) if x.ndim == 2 else x
             for x in jax.tree.leaves(updates)
         ]
-        return jax.tree.unflatten(jax.tree.structure(updates), made), state
+        return jax.tree.unflatten(jax.tree.structure(updates), directions), state
 
     direction = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
     optimizer = optax.chain(optax.trace(0.9), direction, optax.sgd(0.1))
-    ends = []
+    results = []
     for shard in (None, "optimizer"):
-        seen.clear()
+        shapes.clear()
         step = fddp.train_step(loss_fn, optimizer, group=group(n), shard=shard)
         state = step.init(jax.tree.map(np.float32, PARAMS))
         for _ in range(2):
             state, _ = jax.block_until_ready(step(state, ROWS.astype(np.float32)))
-        ends.append(fddp.whole(state, group=group(n)))
-        assert seen == dict.fromkeys(SHAPES, 2 if shard else 2 * n)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *ends)
+        results.append(fddp.whole(state, group=group(n)))
+        assert shapes == dict.fromkeys(SHAPES, 2 if shard else 2 * n)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *results)
 
 
 @pytest.mark.quick("4")
@@ -135,31 +137,33 @@ def test_the_branches_of_a_program_share_out_the_products_of_muon(group: Groups,
     step = fddp.train_step(loss_fn, optax.contrib.muon(0.1), group=group(n), shard="optimizer")
     lowered = step.lower(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
     module = parse(lowered.compile().as_text() or "")
-    found: list[list[int]] = []
+    lengths: list[list[int]] = []
     for computation in module.computations.values():
         for instruction in computation.values():
             if instruction.opcode == "conditional" and len(instruction.calls) == n:
                 branches = [module.computations[name] for name in instruction.calls]
-                found.append(
+                lengths.append(
                     [sum(w.flops for i in b.values() for w in work(module, i, b)) for b in branches]
                 )
-    (branches,) = found
+    (branches,) = lengths
     assert sum(branches) == sum(PRODUCTS) and max(branches) <= bound(PRODUCTS, n)
 
 
 def test_the_exchanges_with_the_homes_are_told_among_the_bytes(group: Groups):
-    n, sent = 4, []
+    n = 4
+    nbytes = []
     for optimizer in (optax.adam(0.1), optax.contrib.muon(0.1)):
         step = fddp.train_step(loss_fn, optimizer, group=group(n), shard="optimizer")
         _, info = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
-        sent.append(int(np.asarray(info.sent).sum()))
-    homes, sizes = dealt(dict(enumerate(PRODUCTS)), n), [-(-m * k // n) for m, k in SHAPES]
+        nbytes.append(int(np.asarray(info.sent).sum()))
+    homes = dealt(dict(enumerate(PRODUCTS)), n)
+    sizes = [-(-m * k // n) for m, k in SHAPES]
     fullest = max(
         sum(size for leaf, size in enumerate(sizes) if homes[leaf] == home) for home in range(n)
     )
     # There and back, to each of the others; and the norms of three matrices that are not transposed
     # before.
-    assert sent[1] - sent[0] == 4 * (n - 1) * (2 * fullest + 3)
+    assert nbytes[1] - nbytes[0] == 4 * (n - 1) * (2 * fullest + 3)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
@@ -168,10 +172,10 @@ def test_the_momentum_of_a_leaf_that_goes_home_is_held_in_equal_parts(group: Gro
     step = fddp.train_step(loss_fn, optax.contrib.muon(0.1), group=group(n), shard=shard)
     state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
     mu = state.opt_state.inner_states["muon"].inner_state[0].mu
-    held = Counter[Any]()
+    elements = Counter[Any]()
     for x in jax.tree.leaves(mu):
-        held.update({part.device: part.data.size for part in x.addressable_shards})
-    assert list(held.values()) == [sum(-(-m * k // n) for m, k in SHAPES)] * n
+        elements.update({part.device: part.data.size for part in x.addressable_shards})
+    assert list(elements.values()) == [sum(-(-m * k // n) for m, k in SHAPES)] * n
 
 
 def test_a_checkpoint_of_muon_goes_on_on_other_numbers_of_replicas(
@@ -202,28 +206,28 @@ def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
     group: Groups, x64: None
 ):
     """Mutants of Adam: one divides each row by its norm, one all by the norm of two leaves, and
-    neither tells."""
+    neither declares it."""
 
     def rows(updates: Any, state: Any, params: Any = None) -> Any:
         return jax.tree.map(
             lambda g: g / (1 + jnp.linalg.norm(g, axis=-1, keepdims=True)), updates
         ), state
 
-    def some(updates: Any, state: Any, params: Any = None) -> Any:
+    def norm_of_some(updates: Any, state: Any, params: Any = None) -> Any:
         norm = jnp.sqrt(sum(jnp.sum(updates[name] ** 2) for name in ("w0", "b")))
         return jax.tree.map(lambda g: g / (1 + norm), updates), state
 
-    for update, goes_home in ((rows, True), (some, False)):
+    for update, goes_home in ((rows, True), (norm_of_some, False)):
         mutant = optax.chain(
             optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update)
         )
-        ends = []
+        results = []
         for shard in (None, "optimizer"):
             step = fddp.train_step(loss_fn, mutant, group=group(3), shard=shard)
             state = step.init(PARAMS)
             for k in range(2):
                 state, _ = step(state, ROWS * (k + 1))
-            ends.append(fddp.whole(state, group=group(3)).params)
+            results.append(fddp.whole(state, group=group(3)).params)
             text = step.lower(state, ROWS).as_text()
             assert ("stablehlo.case" in text) == (goes_home and shard is not None)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *ends)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *results)

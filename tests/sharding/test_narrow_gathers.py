@@ -1,5 +1,4 @@
-"""Parameters in shards travel in the bits in which the loss reads them, and the loss is the same
-bit for bit."""
+"""Parameters in shards travel in the bits of the loss, which is the same bit for bit."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +28,8 @@ def loss_fn(p: Any, x: Any) -> Any:
     return jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"] - 1) ** 2)
 
 
-def apart(p: Any, x: Any) -> Any:
-    """In 16 bits with the one half of its parameters, in 32 with the other."""
+def half_in_16_bits(p: Any, x: Any) -> Any:
+    """Half of the parameters compute in 16 bits, the other half in 32."""
     return jnp.mean(
         (jnp.tanh(x.astype(jnp.bfloat16) @ p["a"].astype(jnp.bfloat16)) @ p["b"] - 1) ** 2
     )
@@ -50,12 +49,12 @@ def trained(
     step = fddp.train_step(loss, optimizer, group=group, bucket_cap_mb=bucket_cap_mb, **options)
     state = step.init(params)
     losses = list[float]()
-    sent = 0
+    nbytes = 0
     for batch in rows:
         state, info = step(state, batch)
         losses.append(float(info.loss))
-        sent = int(np.sum(info.sent))
-    return losses, fddp.whole(state.params), sent
+        nbytes = int(np.sum(info.sent))
+    return losses, fddp.whole(state.params), nbytes
 
 
 @pytest.mark.quick("fused")
@@ -65,24 +64,24 @@ def trained(
 def test_gathers_take_half_the_bytes_and_the_loss_has_the_same_bits(group: Groups, schedule: Any):
     loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
     step = {"shard": "state", "schedule": schedule}
-    losses, params, sent = trained(group(2), loss, **step)
+    losses, params, nbytes = trained(group(2), loss, **step)
     # A second use of the parameters, in 32 bits and of no weight, keeps the gathers whole.
-    whole = lambda p, x: loss(p, x) + 0 * (jnp.sum(p["a"]) + jnp.sum(p["b"]))  # noqa: E731
-    wanted, masters, before = trained(group(2), whole, **step)
-    assert losses == wanted
+    wide_gathers = lambda p, x: loss(p, x) + 0 * (jnp.sum(p["a"]) + jnp.sum(p["b"]))  # noqa: E731
+    expected, masters, before = trained(group(2), wide_gathers, **step)
+    assert losses == expected
     same_bits(params, masters)
     assert params["a"].dtype == np.float32
-    # Of two replicas each sends its half of what is gathered.
-    assert before - sent == GATHERED // 2 * (4 - 2)
+    # Each of two replicas sends its half of the gathered leaves.
+    assert before - nbytes == GATHERED // 2 * (4 - 2)
 
 
 def test_parameters_that_are_gathered_twice_take_half_the_bytes_both_times(group: Groups):
     loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
-    given: dict[str, Any] = {"shard": "state", "reshard_after_forward": True}
-    losses, _, sent = trained(group(2), loss, **given)
-    wanted, _, whole = trained(group(2), loss_fn, **given)
-    np.testing.assert_allclose(losses, wanted, rtol=0.02)
-    assert 0 < whole - sent <= 2 * GATHERED // 2 * (4 - 2)
+    settings: dict[str, Any] = {"shard": "state", "reshard_after_forward": True}
+    losses, _, nbytes = trained(group(2), loss, **settings)
+    expected, _, wide_bytes = trained(group(2), loss_fn, **settings)
+    np.testing.assert_allclose(losses, expected, rtol=0.02)
+    assert 0 < wide_bytes - nbytes <= 2 * GATHERED // 2 * (4 - 2)
 
 
 LAYERS = 4
@@ -103,17 +102,17 @@ def scanned(p: Any, x: Any) -> Any:
 def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(
     group: Groups, schedule: Any, way: Any
 ):
-    """Against replicas that hold all, whose programs compute the same in the same 16 bits."""
+    """The other replicas hold all parameters, and their programs compute in the same 16 bits."""
     nodes = group(6).hierarchical(2)
     loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
-    losses, params, sent = trained(nodes, loss, schedule=schedule, **way)
-    wanted, masters, _ = trained(nodes, loss, schedule=schedule)
-    _, _, whole = trained(nodes, loss_fn, schedule=schedule, **way)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    losses, params, nbytes = trained(nodes, loss, schedule=schedule, **way)
+    expected, masters, _ = trained(nodes, loss, schedule=schedule)
+    _, _, wide_bytes = trained(nodes, loss_fn, schedule=schedule, **way)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
     close(params, masters, rtol=1e-5, atol=1e-6)
-    # Of the two replicas of a node each sends its half of what is gathered, once or for one bucket
+    # Each of a node's two replicas sends its half of the gathered leaves, once or for one bucket
     # of two twice.
-    assert whole - sent in (GATHERED // 2 * (4 - 2), 3 * GATHERED // 4 * (4 - 2))
+    assert wide_bytes - nbytes in (GATHERED // 2 * (4 - 2), 3 * GATHERED // 4 * (4 - 2))
 
 
 @pytest.mark.quick("fused-at once")
@@ -126,14 +125,14 @@ def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule
         "params": STACK,
         "bucket_cap_mb": 2 * WIDTH * WIDTH * 4 / 2**20,
     }
-    losses, params, sent = trained(replicas, loss, **options, **TWICE)
-    wanted, masters, _ = trained(replicas, loss, **options)
-    _, _, whole = trained(replicas, scanned, **options, **TWICE)
-    np.testing.assert_allclose(losses, wanted, rtol=1e-6)
+    losses, params, nbytes = trained(replicas, loss, **options, **TWICE)
+    expected, masters, _ = trained(replicas, loss, **options)
+    _, _, wide_bytes = trained(replicas, scanned, **options, **TWICE)
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
     close(params, masters, rtol=1e-5, atol=1e-6)
     # Each layer is gathered once, and those that the backward pass drops again.
     layer = WIDTH * WIDTH // 2 * (4 - 2)
-    assert LAYERS * layer <= whole - sent <= 2 * LAYERS * layer
+    assert LAYERS * layer <= wide_bytes - nbytes <= 2 * LAYERS * layer
 
 
 @pytest.mark.quick("layers-fused-state")
@@ -152,20 +151,20 @@ def test_in_nodes_scatters_take_fewer_bits_and_lose_nothing_of_small_integers(
         "optimizer": optax.sgd(1.0),
         **way,
     }
-    _, got, sent = trained(nodes, linear, hook=fddp.hooks.bf16(), **options)
+    _, got, nbytes = trained(nodes, linear, hook=fddp.hooks.bf16(), **options)
     _, _, plain = trained(nodes, linear, **options)
     jax.tree.map(
         lambda new, old: np.testing.assert_allclose(new, old - np.mean(rows[0, :, 0]), rtol=1e-6),
         got,
         params,
     )
-    assert sent < plain
+    assert nbytes < plain
 
 
 def test_a_parameter_that_is_read_whole_travels_whole(group: Groups):
-    _, _, half = trained(group(2), apart, shard="state")
-    _, _, whole = trained(group(2), loss_fn, shard="state")
-    assert whole - half == GATHERED // 4 * (4 - 2)
+    _, _, half = trained(group(2), half_in_16_bits, shard="state")
+    _, _, wide_bytes = trained(group(2), loss_fn, shard="state")
+    assert wide_bytes - half == GATHERED // 4 * (4 - 2)
 
 
 def test_a_later_batch_that_reads_more_is_refused(group: Groups):
@@ -204,5 +203,5 @@ def test_a_later_batch_that_reads_more_is_refused(group: Groups):
 )
 def test_a_program_tells_in_which_bits_it_reads_its_inputs(f: Any, dtypes: Any):
     assert read_in(jax.make_jaxpr(f)(jnp.ones(4))) == [
-        None if one is None else np.dtype(one) for one in dtypes
+        None if dtype is None else np.dtype(dtype) for dtype in dtypes
     ]

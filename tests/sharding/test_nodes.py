@@ -84,8 +84,8 @@ def trained(group: fddp.Group, optimizer: Any, steps: int, **options: Any) -> tu
 def test_training_in_nodes_is_training(group: Groups, x64: None, case: Any, way: Any):
     n, local, options = case
     _, state, _ = trained(group(n).hierarchical(local), clipped, 3, **way, **options)
-    whole = fddp.whole(state)
-    close((whole.params, whole.opt_state), plain(clipped, 3), rtol=0, atol=1e-10)
+    gathered = fddp.whole(state)
+    close((gathered.params, gathered.opt_state), plain(clipped, 3), rtol=0, atol=1e-10)
 
 
 @pytest.mark.quick("fused")
@@ -97,11 +97,11 @@ def test_leaves_that_go_home_do_so_in_each_node(group: Groups, x64: None, schedu
 
 
 def test_each_replica_holds_a_part_of_its_nodes_size(group: Groups):
-    for local, whole in ((1, 1), (2, 2), (4, 4)):
+    for local, count in ((1, 1), (2, 2), (4, 4)):
         step, state, _ = trained(group(4).hierarchical(local), clipped, 0, shard="state")
         shards = [x for x in jax.tree.leaves(state, is_leaf=is_shard) if is_shard(x)]
-        held = {x.shape: x.parts.addressable_shards[0].data.size for x in shards}
-        assert held[3, 7] == -(-21 // whole) and held[3, 7, 37] == 3 * -(-259 // whole)
+        elements = {x.shape: x.parts.addressable_shards[0].data.size for x in shards}
+        assert elements[3, 7] == -(-21 // count) and elements[3, 7, 37] == 3 * -(-259 // count)
         # Every node has all of it.
         first, second = (np.asarray(shards[0].parts).reshape(4 // local, -1)[k] for k in (0, -1))
         np.testing.assert_array_equal(first, second)
@@ -111,22 +111,22 @@ def test_each_replica_holds_a_part_of_its_nodes_size(group: Groups):
 @pytest.mark.parametrize("schedule", ["fused", "staged"])
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
 def test_parts_cross_the_network_once_and_gathers_do_not(group: Groups, schedule: Any, shard: Any):
-    """Of 8 replicas in nodes of 4 each sends 3/4 of a bucket to its node, a part to the other node,
+    """Each of 8 replicas in nodes of 4 sends 3/4 of a bucket to its node, a part to the other node,
     and gathers 3/4."""
-    parts = [-(-21 // 4), -(-7 // 4), 3 * -(-259 // 4), 1]
+    part_sizes = [-(-21 // 4), -(-7 // 4), 3 * -(-259 // 4), 1]
     _, _, info = trained(
         group(8).hierarchical(4), optax.sgd(0.1), 1, shard=shard, schedule=schedule
     )
     # Scattered among four, summed between two (2 · 1/2 of a part), gathered from four; four bytes a
     # number.
     assert sorted(info.sent.tolist()[:4]) == sorted(
-        4 * (3 * part + part + 3 * part) for part in parts
+        4 * (3 * part + part + 3 * part) for part in part_sizes
     )
 
 
 def test_the_network_carries_the_parts_alone(group: Groups):
-    """In the compiled program what goes between nodes of two is half of each bucket, and no gather
-    goes there."""
+    """Half of each bucket travels between nodes of two in the compiled program, and no gather
+    does."""
     step, state, _ = trained(
         group(4).hierarchical(2), optax.sgd(0.1), 0, shard="state", reshard_after_forward=True
     )
@@ -147,8 +147,8 @@ def test_a_hook_speaks_with_the_replicas_of_all_nodes(group: Groups, way: Any):
     levels = group(4).hierarchical(2)
     for hook in (hooks.bf16(), hooks.quantize(error_feedback=False), hooks.allreduce()):
         _, state, _ = trained(levels, optax.sgd(0.1), 2, hook=hook, **way)
-        _, other, _ = trained(group(4), optax.sgd(0.1), 2, hook=hook)
-        close(fddp.whole(state).params, other.params, rtol=1e-4, atol=1e-5)
+        _, info, _ = trained(group(4), optax.sgd(0.1), 2, hook=hook)
+        close(fddp.whole(state).params, info.params, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.quick("state")
@@ -163,9 +163,10 @@ def test_sums_that_are_pending_join_the_next_step(group: Groups, x64: None, way:
 
 def test_a_function_makes_the_parts_of_each_node(group: Groups):
     step = fddp.train_step(loss_fn, clipped, group=group(4).hierarchical(2), shard="state")
-    made, given = step.init(lambda: jax.tree.map(jnp.asarray, PARAMS)), step.init(PARAMS)
-    assert jax.tree.structure(made) == jax.tree.structure(given)
-    close(made, given, rtol=0, atol=0)
+    from_function = step.init(lambda: jax.tree.map(jnp.asarray, PARAMS))
+    from_arrays = step.init(PARAMS)
+    assert jax.tree.structure(from_function) == jax.tree.structure(from_arrays)
+    close(from_function, from_arrays, rtol=0, atol=0)
 
 
 def test_a_state_is_put_together_inside_of_jit(group: Groups):
@@ -184,29 +185,27 @@ def test_nodes_of_one_replica_share_nothing_and_say_so(group: Groups, capfd: Any
 
 def test_the_state_of_other_nodes_is_refused(group: Groups):
     _, state, _ = trained(group(4).hierarchical(2), clipped, 1, shard="state")
-    other, _, _ = trained(group(4), clipped, 0, shard="state")
+    flat_step, _, _ = trained(group(4), clipped, 0, shard="state")
     with pytest.raises(ValueError, match="not in shards of 4 replicas"):
-        other(state, ROWS)
+        flat_step(state, ROWS)
 
 
 def test_a_checkpoint_is_written_once_and_restored_in_other_nodes(group: Groups, tmp_path: Path):
-    nodes, others = (
-        group(4).hierarchical(2),
-        (group(3), group(8).hierarchical(4), group(4).hierarchical(4)),
-    )
+    nodes = group(4).hierarchical(2)
+    groups = (group(3), group(8).hierarchical(4), group(4).hierarchical(4))
     expected = {
         shard: does(nodes, tmp_path / "nodes", f"save:{shard}") for shard in ("optimizer", "state")
     }
-    for other in others:
+    for replicas in groups:
         for shard, digest in expected.items():
-            for wanted in ("None", "optimizer", "state"):
-                assert does(other, tmp_path / "nodes", f"restore:{shard}:{wanted}") == digest
+            for target in ("None", "optimizer", "state"):
+                assert does(replicas, tmp_path / "nodes", f"restore:{shard}:{target}") == digest
     plain = does(group(3), tmp_path / "plain", "save:state")
     assert does(nodes, tmp_path / "plain", "restore:state:state") == plain
     # Each part is in it once: the bytes are those of a state whose parts all replicas hold.
     assert does(group(2), tmp_path / "two", "save:state")
     nbytes = [
-        sum(x.stat().st_size for x in (tmp_path / of).rglob("*") if x.is_file())
-        for of in ("nodes/state", "two")
+        sum(x.stat().st_size for x in (tmp_path / name).rglob("*") if x.is_file())
+        for name in ("nodes/state", "two")
     ]
     assert nbytes[0] < 1.2 * nbytes[1]

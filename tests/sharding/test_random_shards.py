@@ -1,8 +1,7 @@
-"""States in shards train as plain JAX does in float64, whatever else is asked for; or fddp says why
-that cannot be.
+"""Random states in shards train as plain JAX does in float64, or fddp explains why they cannot.
 
-What is drawn, and what plain JAX makes of it, stands in `bench/`: `bench/configurations.py
---shards` asks for more.
+`bench/` draws the configurations and computes plain JAX's results: `bench/configurations.py
+--shards` draws more.
 """
 
 import jax
@@ -25,26 +24,31 @@ FEW = range(3)
 def test_a_random_configuration_trains_as_plain_jax_or_is_refused(seed: int):
     drawn = draw_shards(seed)
     with jax.enable_x64(drawn.x64):
-        trained(drawn)  # what differs, and an error that is not fddp's own, is raised
+        trained(drawn)  # raises differences, and errors from outside of fddp
 
 
 def test_what_is_drawn_has_all_that_shards_go_with():
     drawn = [draw_shards(seed) for seed in range(MANY)]
-    assert {one.options["shard"] for one in drawn} == {"optimizer", "state"}
-    assert {one.options["schedule"] for one in drawn} == {"fused", "staged", "eager", "after"}
-    assert {"", "bf16", "fp16"} <= {one.hook for one in drawn}
-    assert {1, 2, 4} <= {one.hosts for one in drawn}
-    assert {"multi_transform", "decay of some", "momentum of some"} <= {
-        one.optimizer for one in drawn
+    assert {configuration.options["shard"] for configuration in drawn} == {"optimizer", "state"}
+    assert {configuration.options["schedule"] for configuration in drawn} == {
+        "fused",
+        "staged",
+        "eager",
+        "after",
     }
-    assert {"rows", "joined"} <= {one.rows for one in drawn}
+    assert {"", "bf16", "fp16"} <= {configuration.hook for configuration in drawn}
+    assert {1, 2, 4} <= {configuration.hosts for configuration in drawn}
+    assert {"multi_transform", "decay of some", "momentum of some"} <= {
+        configuration.optimizer for configuration in drawn
+    }
+    assert {"rows", "joined"} <= {configuration.rows for configuration in drawn}
     for has in (
-        lambda one: "reshard_after_forward" in one.options,
-        lambda one: "accumulation_steps" in one.options,
-        lambda one: "bucket_cap_mb" in one.options,
-        lambda one: "statistics" in one.form,
-        lambda one: one.narrow,
-        lambda one: {"complex64", "complex128"} & {*one.dtypes.values()},
-        lambda one: {"float32", "bfloat16"} <= {*one.dtypes.values()},
+        lambda configuration: "reshard_after_forward" in configuration.options,
+        lambda configuration: "accumulation_steps" in configuration.options,
+        lambda configuration: "bucket_cap_mb" in configuration.options,
+        lambda configuration: "statistics" in configuration.form,
+        lambda configuration: configuration.narrow,
+        lambda configuration: {"complex64", "complex128"} & {*configuration.dtypes.values()},
+        lambda configuration: {"float32", "bfloat16"} <= {*configuration.dtypes.values()},
     ):
         assert any(map(has, drawn))

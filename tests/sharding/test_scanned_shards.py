@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import layer, net, scanned, slices
 from trees import close
 from truth import by_plain_jax
 
@@ -41,18 +42,6 @@ def weights() -> dict[str, Any]:
     }
 
 
-def layer(x: Any, w: Any) -> tuple[Any, None]:
-    return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
-
-
-def scanned(x: Any, layers: Any, **options: Any) -> Any:
-    return jax.lax.scan(layer, x, layers, **options)[0]
-
-
-def net(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], jax.Array]:
-    return lambda p, rows: jnp.mean((inner(rows @ p["in"], p) @ p["out"]) ** 2)
-
-
 INNER: dict[str, Callable[[Any, Any], Any]] = {
     "plainly": lambda x, p: scanned(x, p["layers"]),
     "in reverse": lambda x, p: scanned(x, p["layers"], reverse=True),
@@ -79,10 +68,6 @@ def trained(step: fddp.TrainStep, steps: int = 3) -> fddp.TrainState:
 
 def plain(loss: Any, optimizer: optax.GradientTransformation, steps: int = 3) -> tuple[Any, Any]:
     return by_plain_jax(loss, optimizer, weights(), [ROWS + k for k in range(steps)])[:2]
-
-
-def slices(step: fddp.TrainStep) -> list[str]:
-    return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]
 
 
 def case(
@@ -142,14 +127,14 @@ def test_stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_j
     )
     state = fddp.whole(trained(step), group=group(n))
     assert sorted(slices(step)) == SLICES
-    params, held = plain(loss, make())
+    params, opt_state = plain(loss, make())
     if (
         "find_unused_parameters" in options
     ):  # such a leaf stays, where plain JAX lets its weight decay
         params["unused"] = weights()["unused"]
     close(state.params, params)
     if "find_unused_parameters" not in options:
-        close(state.opt_state, held)
+        close(state.opt_state, opt_state)
 
 
 @pytest.mark.quick("3-state")
@@ -167,7 +152,7 @@ def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(
 
 
 @pytest.mark.parametrize(
-    ("n", "options", "why"),
+    ("n", "options", "reason"),
     [
         (2, {"hook": fddp.hooks.topk(0.5)}, "the hook chooses among a leaf's elements"),
         (2, {"bucket_cap_mb": 25}, "all of it fits into a bucket"),
@@ -177,9 +162,9 @@ def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_a_stack_is_scattered_whole_where_slices_are_of_no_use(
-    group: Groups, n: int, options: Any, why: str
+    group: Groups, n: int, options: Any, reason: str
 ):
-    del why
+    del reason
     width = options.pop("width", WIDTH)
     params = {"layers": {"bias": np.zeros((5, width)), "kernel": np.ones((5, width, width))}}
     options = {"bucket_cap_mb": CAP / 2, "schedule": "staged"} | options
@@ -204,9 +189,9 @@ def test_slices_are_scattered_by_a_hook_that_sums_each_element_by_itself(
 
     def params(hook: fddp.Hook) -> Any:
         step = fddp.train_step(loss, optimizer, group=group(2), hook=hook, **options)
-        held = fddp.whole(trained(step), group=group(2)).params
+        gathered = fddp.whole(trained(step), group=group(2)).params
         assert slices(step) == SLICES[::-1]
-        return held
+        return gathered
 
     exact = params(fddp.hooks.allreduce())
     close(exact, plain(loss, optimizer)[0])
@@ -236,9 +221,11 @@ def test_slices_leave_while_the_loop_goes_on_and_come_back_while_others_are_upda
     assert slices(step) == SLICES[::-1]
     names = [task.name for task in tasks]
     for k in range(3):
-        behind = names[names.index(f"bucket {k}") :]
-        assert any(name.startswith("stage") for name in behind)  # the loop, or what is before it
-        assert behind.index(f"gather {k}") < behind.index(f"gather {k + 1}")
+        later_names = names[names.index(f"bucket {k}") :]
+        assert any(
+            name.startswith("stage") for name in later_names
+        )  # the loop, or a stage before it
+        assert later_names.index(f"gather {k}") < later_names.index(f"gather {k + 1}")
     gathered = [names.index(f"gather {k}") for k in range(4)]
     assert all(any(name.startswith("update") for name in names[a:b]) for a, b in pairwise(gathered))
     assert {task.reduction.carries for task in tasks if task.name in ("bucket 1", "gather 1")} == {
@@ -263,7 +250,7 @@ def test_a_round_of_the_forward_loop_waits_for_its_own_layers_alone(
     ]
     # The first weights, then layer by layer; the last weights came with the first.
     assert [
-        name for some in waits for names in some for name in names if "kernel" in name
+        name for round_names in waits for names in round_names for name in names if "kernel" in name
     ] == SLICES
 
 
@@ -280,7 +267,7 @@ def test_each_slice_is_written_into_memory_that_nobody_reads_later(
     assert len(chains) == 2  # of three slices the last one makes the new shards
     for task in chains:
         for value in (value for value in task.reads if value.kind in ("shards", "written")):
-            readers = [other.name for other in tasks if value in other.reads]
+            readers = [reader.name for reader in tasks if value in reader.reads]
             assert readers[-1] == task.name, value
 
 
@@ -302,8 +289,8 @@ def test_a_checkpoint_of_a_stack_goes_on_on_other_numbers_of_replicas_and_whole(
     state = trained(step, 1)
     with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
         checkpoints.save(state)
-    for n, other in ((2, shard), (3, None)):
-        step = make(n, other)
+    for n, other_shard in ((2, shard), (3, None)):
+        step = make(n, other_shard)
         with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
             state, _ = checkpoints.restore(step.init(weights()))
         state, _ = step(state, ROWS + 1)

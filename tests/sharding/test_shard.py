@@ -121,7 +121,8 @@ def test_training_in_shards_is_training_under_every_schedule(
 
 @both
 def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard: Any):
-    n, params = 4, {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
+    n = 4
+    params = {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
     step = fddp.train_step(
         lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
         optax.adam(0.1),
@@ -138,16 +139,17 @@ def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard
     for device in (
         group(n).placement.place(jnp.ones(()), group(n).placement.per_replica.__class__()).devices()
     ):
-        held = sum(shard.data.nbytes for shard in shards if shard.device == device)
+        nbytes = sum(shard.data.nbytes for shard in shards if shard.device == device)
         # Two moments of 165 and 3 floats, and the parameters, each filled up to a multiple of the
         # replicas.
-        assert held == (3 if shard == "state" else 2) * 4 * (42 + 1)
+        assert nbytes == (3 if shard == "state" else 2) * 4 * (42 + 1)
 
 
 @SCHEDULES
 def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, schedule: str):
-    n, params = 4, {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
-    sent = []
+    n = 4
+    params = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
+    step_bytes = []
     for shard in (None, "optimizer", "state"):
         options = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
         step = fddp.train_step(
@@ -160,11 +162,11 @@ def test_scattered_and_gathered_bytes_are_those_of_an_all_reduce(group: Groups, 
         by_name = dict(
             zip([bucket.names for bucket in step.plan.buckets], np.asarray(info.sent).tolist())
         )
-        sent.append(by_name)
+        step_bytes.append(by_name)
     # Loss and metrics ride in the first bucket of an ordinary step, and alone here.
-    carrier = next(iter(sent[0]))
-    assert sent[1] | {carrier: 0} == sent[0] | {carrier: 0}
-    assert sent[2] == sent[1] == {("w",): 2 * 3 * 40, ("b",): 2 * 3 * 16}
+    carrier = next(iter(step_bytes[0]))
+    assert step_bytes[1] | {carrier: 0} == step_bytes[0] | {carrier: 0}
+    assert step_bytes[2] == step_bytes[1] == {("w",): 2 * 3 * 40, ("b",): 2 * 3 * 16}
 
 
 @both
@@ -175,8 +177,8 @@ def test_no_sum_of_gradients_comes_back_whole(group: Groups, shard: Any):
         lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.adam(0.1), group=group(4), shard=shard
     )
     compiled = step.lower(step.init(params), np.ones((4, 64), np.float32)).compile()
-    found = [one.kind for one in find_collectives(parse(compiled.as_text() or ""))]
-    assert sorted(found) == ["all-gather", "all-reduce", "all-to-all"]
+    kinds = [collective.kind for collective in find_collectives(parse(compiled.as_text() or ""))]
+    assert sorted(kinds) == ["all-gather", "all-reduce", "all-to-all"]
 
 
 @both
@@ -233,13 +235,11 @@ def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
 
 @both
 def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, shard: Any):
-    """Counted on paper: what tasks before a micro-batch have made that its tasks, or later ones,
+    """Counted on paper: values of tasks before a micro-batch that its tasks, or later ones,
     read."""
-    n, size, options = (
-        8,
-        64 * 64 * 4,
-        {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0},
-    )
+    n = 8
+    size = 64 * 64 * 4
+    options = {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0}
     params = {name: np.ones((64, 64), np.float32) for name in "wv"}
     step = fddp.train_step(
         lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]),
@@ -248,19 +248,18 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
         shard=shard,
         **options,
     )
-    state, batch = step.init(params), np.ones((4 * n, 64), np.float32)
+    state = step.init(params)
+    batch = np.ones((4 * n, 64), np.float32)
     listed = step.tasks(state, batch)
     equal, shards = take_apart(state)
-    given = listed.enter(equal, None, *of_one_replica((shards, batch), n))
-    forms, held = (
-        {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in given.items()},
-        [],
-    )
+    values = listed.enter(equal, None, *of_one_replica((shards, batch), n))
+    forms = {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in values.items()}
+    live_bytes = []
     last = max(at for at, task in enumerate(listed.tasks) if task.kind == "compute")
     for at, task in enumerate(listed.tasks[:last]):
         if task.name.endswith("stage 0"):
-            later = {name for other in listed.tasks[at:] for name in other.reads} - set(given)
-            held.append(sum(forms[name].size * 4 for name in later & set(forms)))
+            later = {name for task in listed.tasks[at:] for name in task.reads} - set(values)
+            live_bytes.append(sum(forms[name].size * 4 for name in later & set(forms)))
         if isinstance(task, Communicate):
             forms.update(zip(task.writes, (task.reduction.back(forms[task.reads[0]]),)))
         else:
@@ -270,16 +269,17 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
                     trace(group(n).placement, task.run, *(forms[name] for name in task.reads))[1],
                 )
             )
-    whole = 2 * size if shard == "state" else 0  # parameters, which are gathered once
+    gathered_bytes = 2 * size if shard == "state" else 0  # parameters, which are gathered once
     part = 2 * size // n
-    # What has come last is not added yet.
-    for had, most in zip(held, [0, part, 2 * part, 2 * part], strict=True):
-        assert had - whole <= most + 64, held
+    # The last arrival is not added yet.
+    for had, most in zip(live_bytes, [0, part, 2 * part, 2 * part], strict=True):
+        assert had - gathered_bytes <= most + 64, live_bytes
 
 
 @both
 def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups, shard: Any):
-    params, sent = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}, []
+    params = {"w": np.ones((8, 5), np.float32), "b": np.ones(16, np.float32)}
+    nbytes = []
     for steps in (1, 2, 3):
         step = fddp.train_step(
             lambda p, x: jnp.mean(x @ p["w"]) + jnp.mean(p["b"]),
@@ -290,13 +290,13 @@ def test_what_micro_batches_send_is_a_scatter_each_and_one_gather(group: Groups,
             bucket_cap_mb=0,
         )
         _, info = step(step.init(params), np.ones((24, 8), np.float32))
-        sent.append(np.asarray(info.sent).tolist())
+        nbytes.append(np.asarray(info.sent).tolist())
     leaves = [40 if bucket.names == ("w",) else 16 for bucket in step.plan.buckets]
-    for steps, each in zip((1, 2, 3), sent):
-        assert each[:2] == [
+    for steps, nbytes_of_step in zip((1, 2, 3), nbytes):
+        assert nbytes_of_step[:2] == [
             (steps + 1) * 3 * size for size in leaves
         ]  # three parts of a quarter of 4 bytes each
-        assert each[2] == sent[0][2]
+        assert nbytes_of_step[2] == nbytes[0][2]
 
 
 @both
@@ -388,8 +388,8 @@ def test_a_checkpoint_of_shards_is_whole_and_goes_on_on_other_numbers_of_replica
         step, like = make(n, shard)
         with fddp.Checkpoints(tmp_path / "saved", step, every=1) as checkpoints:
             state, _ = checkpoints.restore(like)
-        whole = fddp.whole(state, group=group(n))
-        close((whole.params, whole.opt_state), expected)
+        gathered = fddp.whole(state, group=group(n))
+        close((gathered.params, gathered.opt_state), expected)
         state, _ = step(state, 2 * ROWS)
         close(fddp.whole(state, group=group(n)).params, plain(optax.adamw(0.05), 2)[0])
 
@@ -403,8 +403,8 @@ def test_forms_are_those_of_the_state(group: Groups, shard: Any):
 
 
 def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_them(group: Groups):
-    """Tied embeddings are ready last and used first; what is cast at the beginning is used where it
-    is multiplied."""
+    """Tied embeddings are ready last and used first; leaves that are cast at the beginning are used
+    at their multiplication."""
 
     def loss(p: Any, x: Any) -> Any:
         narrow = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
@@ -419,17 +419,17 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     square = np.full((4, 4), 0.1, np.float32)
     params = dict.fromkeys(("a", "b", "remat"), square) | {"scanned": np.stack([square] * 3)}
     params["embedding"] = np.linspace(-1, 1, 40, dtype=np.float32).reshape(10, 4)
-    ends = []
+    results = []
     for shard in (None, "state"):
         options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
         step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), **options)
         state = step.init(params)
         for _ in range(3):
             state, _ = step(state, np.arange(8, dtype=np.int32))
-        ends.append(fddp.whole(state, group=group(2)).params)
-    # What is kept in 16 bits, and what is not rounded inside a stage, depends on where a program is
+        results.append(fddp.whole(state, group=group(2)).params)
+    # Rounding to 16 bits, and omitted rounding inside a stage, depend on where a program is
     # cut.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *ends)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *results)
     listed = step.tasks(state, np.arange(8, dtype=np.int32))
     first = [task.name for task in listed.messages][:5]
     names = {f"gather {k}": bucket.names[0] for k, bucket in enumerate(step.plan.buckets)}
@@ -437,7 +437,7 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     # No stage waits for a message that it does not need.
     stages = [task for task in listed.tasks if task.name.startswith("stage")]
     waits = [{name for name in task.reads if name.startswith("whole")} for task in stages]
-    assert [max(some) for some in waits if some][:5] == [f"whole {k}" for k in range(5)]
+    assert [max(names) for names in waits if names][:5] == [f"whole {k}" for k in range(5)]
 
 
 @both
@@ -449,12 +449,13 @@ def test_a_plan_says_that_it_is_scattered_and_gathered_and_how_much_of_it_is_pad
         step.init(jax.tree.map(np.float32, PARAMS))
         return step.plan
 
-    whole, cut = plan(4, None), plan(4, shard)
+    uncut = plan(4, None)
+    cut = plan(4, shard)
     # 21, 2, 14 and 1 elements are filled up to 24, 4, 16 and 4.
     line = f"each is scattered to 4 replicas and gathered, with {4 * 10} bytes of padding"
     assert cut.padding == 40 and line in str(cut).splitlines()
-    assert "scattered" not in str(whole) and (whole.padding, whole.buckets) == (0, cut.buckets)
-    assert len({whole.digest, cut.digest, plan(3, shard).digest}) == 3
+    assert "scattered" not in str(uncut) and (uncut.padding, uncut.buckets) == (0, cut.buckets)
+    assert len({uncut.digest, cut.digest, plan(3, shard).digest}) == 3
     # One replica has it all.
     assert "scattered" not in str(plan(1, shard)) and plan(1, shard).padding == 0
 
@@ -487,14 +488,17 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
 
 @both
 def test_a_state_that_is_not_in_the_steps_shards_is_refused(group: Groups, shard: Any):
-    params, x = jax.tree.map(np.float32, PARAMS), ROWS.astype(np.float32)
+    params = jax.tree.map(np.float32, PARAMS)
+    x = ROWS.astype(np.float32)
     step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(3), shard=shard, donate=False)
     state, _ = step(step.init(params), x)
-    other = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard=shard, donate=False)
+    other_step = fddp.train_step(
+        loss_fn, optax.adam(0.1), group=group(2), shard=shard, donate=False
+    )
     for wrong, with_step in (
         (fddp.whole(state, group=group(3)), step),
-        (other.init(params), step),
-        (state, other),
+        (other_step.init(params), step),
+        (state, other_step),
     ):
         with pytest.raises(ValueError, match=r"not in shards of \d replicas"):
             with_step(wrong, x)
@@ -516,25 +520,23 @@ def test_forms_and_copies_of_the_host_are_put_together_too(group: Groups):
 
 ### Nothing to save
 
-MATRIX, SMALL = (
-    {"w": np.ones((8, 3), np.float32)},
-    {"b": np.ones(3, np.float32), "s": np.float32(1)},
-)
+MATRIX = {"w": np.ones((8, 3), np.float32)}
+SMALL = {"b": np.ones(3, np.float32), "s": np.float32(1)}
 
 
-def begun(
+def warnings_and_savings(
     group: fddp.Group, shard: Any, optimizer: optax.GradientTransformation, params: Any, capfd: Any
 ) -> tuple[list[str], int]:
-    """What `step.init` says, and how many bytes it saves."""
+    """The warnings of `step.init`, and the number of bytes that it saves."""
     step = fddp.train_step(lambda p, x: jnp.mean(x), optimizer, group=group, shard=shard)
     capfd.readouterr()
     step.init(params)
-    told = step.stats().replica_bytes
-    return capfd.readouterr().err.splitlines(), sum(told.whole) - sum(told.held)
+    replica_bytes = step.stats().replica_bytes
+    return capfd.readouterr().err.splitlines(), sum(replica_bytes.whole) - sum(replica_bytes.held)
 
 
 @pytest.mark.parametrize(
-    ("n", "shard", "optimizer", "params", "why"),
+    ("n", "shard", "optimizer", "params", "reason"),
     [
         (
             4,
@@ -555,13 +557,18 @@ def begun(
     ],
 )
 def test_where_sharing_saves_nothing_the_first_rank_says_so_in_a_line(
-    group: Groups, capfd: Any, n: int, shard: str, optimizer: Any, params: Any, why: str
+    group: Groups, capfd: Any, n: int, shard: str, optimizer: Any, params: Any, reason: str
 ):
-    lines, saved = begun(group(n), shard, optimizer, params, capfd)
+    lines, saved = warnings_and_savings(group(n), shard, optimizer, params, capfd)
     assert (
-        saved == 0 and len(lines) == 1 and f"fddp: shard={shard!r} saves nothing: {why}" in lines[0]
+        saved == 0
+        and len(lines) == 1
+        and f"fddp: shard={shard!r} saves nothing: {reason}" in lines[0]
     )
-    assert begun(replace(group(n), rank=1), shard, optimizer, params, capfd) == ([], 0)
+    assert warnings_and_savings(replace(group(n), rank=1), shard, optimizer, params, capfd) == (
+        [],
+        0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -577,12 +584,12 @@ def test_where_sharing_saves_nothing_the_first_rank_says_so_in_a_line(
 def test_where_sharing_saves_something_nothing_is_said(
     group: Groups, capfd: Any, shard: str, optimizer: Any, params: Any
 ):
-    lines, saved = begun(group(4), shard, optimizer, params, capfd)
+    lines, saved = warnings_and_savings(group(4), shard, optimizer, params, capfd)
     assert lines == [] and saved > 0
 
 
 def test_where_no_sharing_was_asked_for_nothing_is_said(group: Groups, capfd: Any):
-    assert begun(group(1), None, optax.sgd(0.1), MATRIX, capfd) == ([], 0)
+    assert warnings_and_savings(group(1), None, optax.sgd(0.1), MATRIX, capfd) == ([], 0)
 
 
 def test_a_group_that_does_not_hold_the_shards_is_told_so(group: Groups):

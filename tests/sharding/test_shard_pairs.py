@@ -1,4 +1,4 @@
-"""States in shards go with parameters, losses and groups of all kinds: training is that of whole
+"""States in shards work with parameters, losses and groups of all kinds: they train as whole
 states."""
 
 from collections.abc import Callable
@@ -84,8 +84,8 @@ def test_a_loss_in_16_bits_with_whole_masters(group: Groups, way: dict[str, Any]
     loss = fddp.mixed_precision(deep, jnp.bfloat16)
     params, opt_state, _ = trained(group(3), loss, WEIGHTS, **way)
     assert {str(x.dtype) for x in jax.tree.leaves(params)} == {"float32"}
-    whole = trained(group(3), loss, WEIGHTS)
-    alike((params, opt_state), whole[:2])
+    expected = trained(group(3), loss, WEIGHTS)
+    alike((params, opt_state), expected[:2])
 
 
 @pytest.mark.quick("state")
@@ -120,8 +120,13 @@ def test_statistics_of_all_rows(group: Groups, way: dict[str, Any]):
 
     net = fddp.from_linen(Net(), lambda model, x: jnp.mean((model(x)[:, 0] - x[:, 0]) ** 2))
     params, buffers = net.init(jax.random.key(0), ROWS)
-    given: Any = {"model_state": buffers, "broadcast_buffers": "mean"}
-    alike(*(trained(group(2), net.loss_fn, params, **given, **options) for options in (way, {})))
+    buffer_options: Any = {"model_state": buffers, "broadcast_buffers": "mean"}
+    alike(
+        *(
+            trained(group(2), net.loss_fn, params, **buffer_options, **options)
+            for options in (way, {})
+        )
+    )
 
 
 @pytest.mark.quick("optimizer")

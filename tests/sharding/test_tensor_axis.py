@@ -1,5 +1,4 @@
-"""Replicas of several devices share a state: of each device's parts of the leaves every replica
-holds its share.
+"""Replicas of several devices share a state: each replica holds its share of each device's parts.
 
 Every claim is held against plain JAX on the joined batch, in float64.
 """
@@ -68,7 +67,7 @@ def placed(group: fddp.Group, params: Any, where: Any) -> Any:
     }
 
 
-def begun(
+def first_step(
     shape: tuple[int, int], optimizer: Any = CLIPPED, where: Any = None, **options: Any
 ) -> Any:
     """A step over (replicas, devices of each), and its first state."""
@@ -83,7 +82,7 @@ def trained(state: Any, call: Callable[..., Any]) -> Any:
     return fddp.whole(state)
 
 
-def alone(optimizer: Any = CLIPPED) -> tuple[Any, Any]:
+def by_one_replica(optimizer: Any = CLIPPED) -> tuple[Any, Any]:
     params = {name: x for name, x in PARAMS.items() if name != "frozen"}
     return by_plain_jax(loss_fn, optimizer, params, [ROWS + k / 10 for k in range(3)])[:2]
 
@@ -99,7 +98,7 @@ def trains_alike(state: Any, expected: tuple[Any, Any]) -> None:
     np.testing.assert_array_equal(state.params["frozen"], PARAMS["frozen"])
     got = [
         x for x in jax.tree.leaves(jax.device_get(state.opt_state)) if x.shape != (4,)
-    ]  # those of what is trained
+    ]  # those of trained leaves
     close(got, jax.tree.leaves(opt_state), rtol=1e-10, atol=1e-12)
 
 
@@ -115,7 +114,7 @@ SHAPES = [
 def test_replicas_of_several_devices_train_in_shards_as_plain_jax_does(
     x64: None, shape: tuple[int, int]
 ):
-    trains_alike(trained(*reversed(begun(shape, shard="state"))), alone())
+    trains_alike(trained(*reversed(first_step(shape, shard="state"))), by_one_replica())
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -134,7 +133,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.quick("accumulated", "optimizer")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_shards_of_parts_go_with_options(x64: None, options: dict[str, Any]):
-    trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
+    trains_alike(trained(*reversed(first_step((2, 2), **options))), by_one_replica())
 
 
 def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
@@ -144,7 +143,7 @@ def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
         "bucket_cap_mb": 0,
         "accumulation_steps": 2,
     }
-    trains_alike(trained(*reversed(begun((2, 2), **options))), alone())
+    trains_alike(trained(*reversed(first_step((2, 2), **options))), by_one_replica())
 
 
 @pytest.mark.quick("(2, 2)")
@@ -153,28 +152,30 @@ def test_leaves_that_an_optimizer_needs_whole_are_gathered_by_each_replica(
     x64: None, shape: tuple[int, int]
 ):
     muon = optax.contrib.muon(0.02)
-    trains_alike(trained(*reversed(begun(shape, muon, shard="state"))), alone(muon))
+    trains_alike(trained(*reversed(first_step(shape, muon, shard="state"))), by_one_replica(muon))
 
 
 def test_gradients_that_wait_are_added_before_they_are_scattered(x64: None):
-    step, state = begun((2, 2), shard="state")
+    step, state = first_step((2, 2), shard="state")
 
     def call(state: Any, rows: Any) -> Any:
         state, _ = step.no_sync(state, rows[:8])
         return step(state, rows[8:])
 
-    trains_alike(trained(state, call), alone())
+    trains_alike(trained(state, call), by_one_replica())
 
 
 def test_each_device_holds_its_share_of_its_part_and_no_more():
-    step, first = begun((2, 2), shard="state", donate=False)
+    step, first = first_step((2, 2), shard="state", donate=False)
     for state in (first, step(first, ROWS)[0]):
         for tree in (state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu):
-            held = {
+            by_leaf = {
                 name: tree[name].parts.addressable_shards for name in PARAMS if name != "frozen"
             }
-            elements = {name: {part.data.size for part in parts} for name, parts in held.items()}
-            # Half of a half, and half of what all devices of a replica hold: a number of padding is
+            elements = {
+                name: {part.data.size for part in shards} for name, shards in by_leaf.items()
+            }
+            # Half of a half, and half of the numbers on all devices of a replica: one of padding is
             # the rest of 7.
             assert elements == {
                 "columns": {6},
@@ -187,17 +188,17 @@ def test_each_device_holds_its_share_of_its_part_and_no_more():
 
 
 def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
-    step, state = begun((4, 2), shard="state", bucket_cap_mb=0)
-    sent = find_collectives(parse(step.lower(state, ROWS).compile().as_text()))
+    step, state = first_step((4, 2), shard="state", bucket_cap_mb=0)
+    collectives = find_collectives(parse(step.lower(state, ROWS).compile().as_text()))
     on_replicas = ((0, 2, 4, 6), (1, 3, 5, 7))
     for kind in ("all-gather", "all-to-all"):  # on CPUs an exchange, and then a sum
-        sizes = [int(np.prod(x.arrays[0].dims)) for x in sent if x.kind == kind]
-        # A quarter of half of each leaf, and of what all devices of a replica hold; the last gather
+        sizes = [int(np.prod(x.arrays[0].dims)) for x in collectives if x.kind == kind]
+        # A quarter of half of each leaf, and of the numbers on a replica's devices; the last gather
         # is of norms.
         assert sorted(sizes)[-5:] == [1, 2, 3, 5, 120]
-        assert {x.devices for x in sent if x.kind == kind} == {on_replicas}
+        assert {x.devices for x in collectives if x.kind == kind} == {on_replicas}
     # Among the devices of a replica nothing moves but sums of activations, and of norms.
-    among_parts = [x for x in sent if x.devices != on_replicas]
+    among_parts = [x for x in collectives if x.devices != on_replicas]
     assert {x.kind for x in among_parts} == {"all-reduce"}
     assert {x.arrays[0].dims for x in among_parts} == {(4, 40), (4, 5), ()}
 
@@ -219,46 +220,46 @@ def test_leaves_of_several_dtypes_lie_in_parts(x64: None):
             jnp.abs(jnp.tanh(x @ p["wide"]) @ p["narrow"].astype(jnp.float64) @ p["complex"]) ** 2
         )
 
-    ends = []
+    results = []
     for shard in (None, "state"):
         group = fddp.mesh_group(two_axes(2, 2))
         step = fddp.train_step(loss, optax.adam(0.05), group=group, shard=shard)
-        ends.append(trained(step.init(placed(group, params, where)), step).params)
+        results.append(trained(step.init(placed(group, params, where)), step).params)
     for name in params:
-        assert ends[0][name].dtype == ends[1][name].dtype == jnp.asarray(params[name]).dtype
-        eps = float(jnp.finfo(ends[0][name].dtype).eps)
-        a, b = (np.asarray(end[name], np.complex128) for end in ends)
+        assert results[0][name].dtype == results[1][name].dtype == jnp.asarray(params[name]).dtype
+        eps = float(jnp.finfo(results[0][name].dtype).eps)
+        a, b = (np.asarray(end[name], np.complex128) for end in results)
         np.testing.assert_allclose(a, b, rtol=8 * eps, atol=8 * eps)
 
 
 def test_a_last_batch_with_fewer_rows_counts_as_many(x64: None):
     batches = [ROWS, ROWS[:6]]
-    ends = []
+    results = []
     for shard in (None, "state"):
-        step, state = begun((2, 2), shard=shard)
+        step, state = first_step((2, 2), shard=shard)
         for batch in fddp.join(batches, step.group):
             state, _ = step(state, batch)
-        ends.append(jax.device_get(fddp.whole(state).params))
-    close(ends[1], ends[0], rtol=1e-10, atol=1e-12)
+        results.append(jax.device_get(fddp.whole(state).params))
+    close(results[1], results[0], rtol=1e-10, atol=1e-12)
 
 
 def test_a_state_is_put_together_where_its_parts_lie():
-    _, state = begun((2, 2), shard="state")
-    whole = fddp.whole(state.params)
+    _, state = first_step((2, 2), shard="state")
+    gathered = fddp.whole(state.params)
     for name, spec in WHERE.items():
         if name != "frozen":
-            assert whole[name].sharding.spec == spec
-    for params in (whole, jax.jit(fddp.whole)(state.params)):
+            assert gathered[name].sharding.spec == spec
+    for params in (gathered, jax.jit(fddp.whole)(state.params)):
         for name, x in PARAMS.items():
             np.testing.assert_array_equal(params[name], x.astype(params[name].dtype))
 
 
 def test_parameters_that_lie_in_another_way_need_a_step_of_their_own():
-    step, state = begun((2, 2), shard="state")
-    _, other = begun((2, 2), where=OTHER, shard="state")
+    step, state = first_step((2, 2), shard="state")
+    _, other_step = first_step((2, 2), where=OTHER, shard="state")
     step(state, ROWS)
     with pytest.raises(ValueError, match=r"Shard of float32\[8, 5\] of the state lies along P"):
-        step(other, ROWS)
+        step(other_step, ROWS)
 
 
 ELSEWHERE: list[tuple[tuple[int, int], Any, Any]] = [
@@ -274,20 +275,20 @@ def test_a_checkpoint_is_restored_on_other_meshes_and_in_other_parts(tmp_path: P
     def bits(state: Any) -> list[bytes]:
         return [np.asarray(x).tobytes() for x in jax.tree.leaves(fddp.whole(state))]
 
-    step, state = begun((2, 2), shard="state")
+    step, state = first_step((2, 2), shard="state")
     state, _ = step(state, ROWS)
     with fddp.Checkpoints(tmp_path, step) as checkpoints:
         checkpoints.save(state, now=True)
     saved = bits(state)
     for shape, shard, where in ELSEWHERE:
-        other, like = begun(shape, shard=shard, where=where)
-        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", other) as again:
-            with fddp.Checkpoints(tmp_path, other) as checkpoints:
+        other_step, like = first_step(shape, shard=shard, where=where)
+        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", other_step) as checkpoints_again:
+            with fddp.Checkpoints(tmp_path, other_step) as checkpoints:
                 restored, _ = checkpoints.restore(like)
             assert bits(restored) == saved
-            again.save(restored, now=True)
-        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", step) as again:
-            assert bits(again.restore(state)[0]) == saved
+            checkpoints_again.save(restored, now=True)
+        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", step) as checkpoints_again:
+            assert bits(checkpoints_again.restore(state)[0]) == saved
 
 
 ### Over processes
@@ -301,14 +302,15 @@ def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
         "gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", JAX_NUM_CPU_DEVICES="2"
     )
     assert outcome.succeeded
-    start, rows = parts_in_shards.START, parts_in_shards.ROWS
+    start = parts_in_shards.START
+    rows = parts_in_shards.ROWS
     params = by_plain_jax(parts_in_shards.loss, optax.adam(0.1), start, [rows, rows]).params
     for text in outcome.outputs:
-        end, held, *_ = text.splitlines()
+        end, sizes, *_ = text.splitlines()
         close(
             {name: np.array(x, np.float32) for name, x in json.loads(end).items()},
             params,
             rtol=1e-4,
             atol=1e-5,
         )
-        assert held == "{'bias': 2, 'first': 6, 'second': 2} True"
+        assert sizes == "{'bias': 2, 'first': 6, 'second': 2} True"

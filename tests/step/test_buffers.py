@@ -41,15 +41,15 @@ def on_each(x: Any) -> list[float]:
 
 @SCHEDULES
 @pytest.mark.parametrize(
-    ("mode", "seen"),
+    ("mode", "expected"),
     [(True, [2.0] * 4), ("mean", [8.0] * 4), (False, [2.0, 4.0, 8.0, 18.0])],
     ids=str,
 )
 def test_after_two_steps_the_buffers_are_replica_0s_or_the_mean_or_each_replicas_own(
-    group, schedule, mode, seen
+    group, schedule, mode, expected
 ):
     state = buffers(group, mode, schedule)
-    assert on_each(state["seen"]) == seen
+    assert on_each(state["seen"]) == expected
     assert on_each(state["count"]) == [2.0] * 4
 
 
@@ -74,13 +74,13 @@ def test_buffers_of_any_dtype_are_replica_0s_bit_for_bit(group, schedule):
     """Replica 0's rows are ones, the others' twos: only ones may be seen."""
 
     def loss(w: Any, x: Any, *, model_state: Any) -> Any:
-        mine = jnp.all(x == 1)
-        kept = {
-            name: jnp.where(mine, jnp.asarray(old), jnp.ones_like(old))
+        is_first = jnp.all(x == 1)
+        leaves = {
+            name: jnp.where(is_first, jnp.asarray(old), jnp.ones_like(old))
             for name, old in model_state["odd"].items()
         }
-        key = jnp.where(mine, jax.random.key(7), jax.random.key(8))
-        return jnp.mean((x - w) ** 2), ({"odd": kept, "key": key}, None)
+        key = jnp.where(is_first, jax.random.key(7), jax.random.key(8))
+        return jnp.mean((x - w) ** 2), ({"odd": leaves, "key": key}, None)
 
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)
     state = step.init(np.float32(0), model_state={"odd": ODD, "key": jax.random.key(0)})

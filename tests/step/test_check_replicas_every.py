@@ -1,4 +1,5 @@
-"""Replicas are compared bit for bit, now and then: the leaf and the rank that differ are named."""
+"""Replicas are compared bit for bit, now and then: an error names the leaf and the rank that
+differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,8 +42,9 @@ def test_any_bit_that_flips_changes_the_digest(dtype: str, size: int, data: Any)
         data.draw(st.binary(min_size=size * kind.itemsize, max_size=size * kind.itemsize)), kind
     )
     bit = data.draw(st.integers(0, x.nbytes * 8 - 1))
-    if dtype == "bool":  # it has one bit in each byte
-        x, bit = x.view(np.uint8) % 2 == 1, bit // 8 * 8
+    if dtype == "bool":  # with one bit set in each byte
+        x = x.view(np.uint8) % 2 == 1
+        bit = bit // 8 * 8
     assert int(_digest(jnp.asarray(x))) != int(_digest(jnp.asarray(flipped(x, bit))))
 
 
@@ -61,13 +63,13 @@ def make(group: fddp.Group) -> tuple[fddp.TrainStep, fddp.TrainState]:
 
 
 def with_one_bit(x: jax.Array, replica: int) -> jax.Array:
-    """The array, of which one replica has another last bit somewhere."""
+    """The array with another last bit on one replica."""
     shards = [np.asarray(shard.data) for shard in x.addressable_shards]
     shards[replica] = flipped(shards[replica], 8 * (x.nbytes - 4))
-    there = [
+    arrays = [
         jax.device_put(part, shard.device) for part, shard in zip(shards, x.addressable_shards)
     ]
-    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, there)
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, arrays)
 
 
 X = np.ones((8, 3), np.float32)
@@ -92,9 +94,9 @@ def test_a_bit_that_flips_on_one_replica_is_found_and_named(group: Callable[[int
 def test_the_state_of_the_optimizer_is_compared_too(group: Callable[[int], fddp.Group]):
     step, state = make(group(2))
     state, _ = step(state, X)
-    (adam, rest) = state.opt_state
+    (adam, tail) = state.opt_state
     state = state._replace(
-        opt_state=(adam._replace(nu=adam.nu | {"b": with_one_bit(adam.nu["b"], 1)}), rest)
+        opt_state=(adam._replace(nu=adam.nu | {"b": with_one_bit(adam.nu["b"], 1)}), tail)
     )
     with pytest.raises(RuntimeError, match="opt_state/0/nu/b differs, and not more of them"):
         step(state, X)

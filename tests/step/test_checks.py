@@ -1,4 +1,4 @@
-"""A fault in what a person passes is said at once, by name, with what was got."""
+"""A faulty argument is reported at once, by its name and value."""
 
 import ast
 import dataclasses
@@ -37,8 +37,8 @@ def make(group) -> Callable[..., fddp.TrainStep]:
     )
 
 
-def refused(kind: type[Exception], says: str, call: Callable[[], Any]) -> None:
-    with pytest.raises(kind, match=says):
+def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(kind, match=message):
         call()
 
 
@@ -79,10 +79,10 @@ def test_a_batch_that_cannot_be_shared_out_is_refused_and_spoils_nothing(make):
     step = make()
     state = step.init(W)
     for _ in range(2):  # before and after the program exists
-        for batch, says in BATCHES:
-            kind = TypeError if "not numeric" in says else ValueError
-            refused(kind, says, partial(step, state, batch))
-            refused(kind, says, partial(step.no_sync, state, batch))
+        for batch, message in BATCHES:
+            kind = TypeError if "not numeric" in message else ValueError
+            refused(kind, message, partial(step, state, batch))
+            refused(kind, message, partial(step.no_sync, state, batch))
         state, info = step(state, X)
         assert info.loss > 0
 
@@ -110,8 +110,8 @@ def test_params_without_arrays_are_refused(make, params):
 
 def test_params_without_floats_are_refused_by_what_they_hold(make):
     params = {"count": np.int32(1), "mask": np.zeros(2, bool)}
-    says = r"no float arrays, so there is nothing to train: got count int32\[\]; mask bool\[2\]"
-    refused(ValueError, says, lambda: make().init(params))
+    message = r"no float arrays, so there is nothing to train: got count int32\[\]; mask bool\[2\]"
+    refused(ValueError, message, lambda: make().init(params))
 
 
 def test_params_that_are_no_arrays_are_refused(make):
@@ -126,11 +126,12 @@ def test_a_random_key_among_the_params_is_refused_by_its_name(make):
 def test_params_of_another_model_are_refused_by_their_leaves(make, group):
     total = lambda p, x: sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p)) + jnp.mean(x)  # noqa: E731
     step = make(total)
-    state, other = step.init({"w": np.ones(3)}), step.init({"y": np.ones(3), "z": np.ones(2)})
-    says = r"they have y float32\[3\]; z float32\[2\], and lack w float32\[3\]"
+    state = step.init({"w": np.ones(3)})
+    other_state = step.init({"y": np.ones(3), "z": np.ones(2)})
+    message = r"they have y float32\[3\]; z float32\[2\], and lack w float32\[3\]"
     state, _ = step(state, X)
-    refused(ValueError, says, lambda: step(other, X))
-    refused(ValueError, says, lambda: step.no_sync(other, X))
+    refused(ValueError, message, lambda: step(other_state, X))
+    refused(ValueError, message, lambda: step.no_sync(other_state, X))
     f = fddp.value_and_grad(total, group=group(4))
     f({"w": np.ones(3)}, X)
     refused(ValueError, r"they have 0 float32\[3\], and lack w", lambda: f([np.ones(3)], X))
@@ -140,8 +141,8 @@ def test_what_is_no_group_is_refused(group):
     two: Any = 2
     all_of_them: Any = "all"
     for call in (fddp.train_step, partial(fddp.tune, params=W, batch=X)):
-        says = r"group must be a fddp.Group, .* got 2"
-        refused(TypeError, says, lambda call=call: call(square, optax.sgd(0.1), group=two))
+        message = r"group must be a fddp.Group, .* got 2"
+        refused(TypeError, message, lambda call=call: call(square, optax.sgd(0.1), group=two))
     refused(
         TypeError,
         r"group must be a fddp.Group, .* got 'all'",
@@ -173,9 +174,9 @@ def test_what_is_not_a_state_is_refused_by_every_call_that_takes_one(make):
     for _ in range(2):  # before and after the program exists
         for wrong in ((state, info), info, W, {"w": W}, None):
             kind = type(wrong).__name__
-            says = f"state must be a fddp.TrainState, got {kind}: .* a step returns .state, info"
+            message = f"state must be a fddp.TrainState, got {kind}: .* a step returns .state, info"
             for call in calls_with(step, wrong):
-                refused(TypeError, says, call)
+                refused(TypeError, message, call)
         state, _ = step(state, X)
     pair: Any = (state, info)
     refused(TypeError, "got tuple: .* returns .state, info", lambda: fddp.meet(step, pair))
@@ -186,11 +187,11 @@ def test_a_state_among_the_parameters_is_refused(make, group):
     pair = step(step.init(W), X)
     mean: Any = lambda w, x: jnp.mean(w * x)  # noqa: E731
     for wrong, kind in ((pair, "TrainState"), (pair[0], "TrainState"), (pair[1], "StepInfo")):
-        says = f"params must be a tree of arrays, and holds a fddp.{kind}: a step returns"
-        refused(TypeError, says, partial(step.init, wrong))
+        message = f"params must be a tree of arrays, and holds a fddp.{kind}: a step returns"
+        refused(TypeError, message, partial(step.init, wrong))
     for wrong in pair[1], pair:
-        says = "state must be a tree of arrays, and holds a fddp"
-        refused(TypeError, says, partial(fddp.evaluate, mean, wrong, [X], group=group(4)))
+        message = "state must be a tree of arrays, and holds a fddp"
+        refused(TypeError, message, partial(fddp.evaluate, mean, wrong, [X], group=group(4)))
 
 
 BOTH = {"w": np.ones(3, np.float32), "b": np.ones((), np.float32)}
@@ -243,11 +244,11 @@ OTHER_STATES: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
 @pytest.mark.steps
 @pytest.mark.parametrize("name", OTHER_STATES)
 def test_a_state_of_another_optimizer_is_refused_by_what_differs(group, name):
-    other, optimizer, options, says = OTHER_STATES[name]
+    other_optimizer, optimizer, options, message = OTHER_STATES[name]
     step = fddp.train_step(line, optimizer, group=group(4), **options)
-    wrong = fddp.train_step(line, other, group=group(4), **options).init(BOTH)
+    wrong = fddp.train_step(line, other_optimizer, group=group(4), **options).init(BOTH)
     for _ in range(2):  # before and after the program exists
-        refused(ValueError, f"to another optimizer, .*opt_state {says}", lambda: step(wrong, X))
+        refused(ValueError, f"to another optimizer, .*opt_state {message}", lambda: step(wrong, X))
         step(step(step.init(BOTH), X)[0], X)
 
 
@@ -271,7 +272,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ids=str,
 )
 def test_parameters_that_change_their_form_are_refused_by_leaf(group, name, options):
-    change, says = CHANGES[name]
+    change, message = CHANGES[name]
     step = fddp.train_step(line, optax.adam(0.1), group=group(4), donate=False, **options)
     state, _ = step(step.init(BOTH), X)
 
@@ -283,7 +284,9 @@ def test_parameters_that_change_their_form_are_refused_by_leaf(group, name, opti
 
     wrong = state._replace(params=changed(state.params))
     for call in (step, step.no_sync):
-        refused(ValueError, f"not those of the model .*they have {says}", partial(call, wrong, X))
+        refused(
+            ValueError, f"not those of the model .*they have {message}", partial(call, wrong, X)
+        )
     step(state, X)
 
 
@@ -299,7 +302,7 @@ def test_numpy_parameters_of_64_bits_are_accepted_as_the_same(make):
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("loss", "has_aux", "kind", "says"),
+    ("loss", "has_aux", "kind", "message"),
     [
         (
             lambda w, x: (x - w) ** 2,
@@ -360,15 +363,15 @@ def test_numpy_parameters_of_64_bits_are_accepted_as_the_same(make):
         ),
     ],
 )
-def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_aux, kind, says):
+def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_aux, kind, message):
     step = make(loss, has_aux=has_aux)
-    refused(kind, says, lambda: step(step.init(W), X))
-    refused(kind, says, lambda: step.no_sync(step.init(W), X))
-    refused(kind, says, lambda: fddp.value_and_grad(loss, group=group(4), has_aux=has_aux)(W, X))
+    refused(kind, message, lambda: step(step.init(W), X))
+    refused(kind, message, lambda: step.no_sync(step.init(W), X))
+    refused(kind, message, lambda: fddp.value_and_grad(loss, group=group(4), has_aux=has_aux)(W, X))
 
 
 @pytest.mark.parametrize(
-    ("loss", "kind", "says"),
+    ("loss", "kind", "message"),
     [
         (
             lambda w, x, *, model_state: w,
@@ -392,9 +395,9 @@ def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_au
         ),
     ],
 )
-def test_a_loss_that_loses_the_model_state_is_refused(make, loss, kind, says):
+def test_a_loss_that_loses_the_model_state_is_refused(make, loss, kind, message):
     step = make(loss)
-    refused(kind, says, lambda: step(step.init(W, model_state={"mean": W}), X))
+    refused(kind, message, lambda: step(step.init(W, model_state={"mean": W}), X))
 
 
 @pytest.mark.parametrize("new", [np.zeros(3, np.float32), np.int32(0)], ids=["shape", "dtype"])
@@ -424,7 +427,7 @@ def test_an_error_of_the_loss_itself_comes_through(make):
 
 
 @pytest.mark.parametrize(
-    ("options", "kind", "says"),
+    ("options", "kind", "message"),
     [
         ({"bucket_cap_mb": -1}, ValueError, "bucket_cap_mb must be 0 or more MiB, got -1"),
         (
@@ -481,10 +484,10 @@ def test_an_error_of_the_loss_itself_comes_through(make):
     ],
     ids=str,
 )
-def test_an_option_is_checked_where_it_is_given(make, group, options, kind, says):
-    refused(kind, says, lambda: make(**options))
+def test_an_option_is_checked_where_it_is_given(make, group, options, kind, message):
+    refused(kind, message, lambda: make(**options))
     if "donate" not in options:
-        refused(kind, says, lambda: fddp.value_and_grad(square, group=group(1), **options))
+        refused(kind, message, lambda: fddp.value_and_grad(square, group=group(1), **options))
 
 
 def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
@@ -503,7 +506,7 @@ def test_a_loss_and_an_optimizer_are_what_they_should_be(make, group):
 
 
 def test_every_argument_of_ddp_is_an_option_or_answered(group):
-    """Those of PyTorch 2.15, and of the one that is installed here, if one is."""
+    """The arguments of DDP in PyTorch 2.15, and in the installed version, if any."""
     ddp = (
         "device_ids output_device dim broadcast_buffers init_sync process_group bucket_cap_mb "
         "find_unused_parameters "
@@ -524,7 +527,7 @@ def test_every_argument_of_ddp_is_an_option_or_answered(group):
 
 
 def arguments_of_installed_ddp() -> list[str]:
-    """Read in its source: importing PyTorch takes seconds."""
+    """Reads the arguments in the source: importing PyTorch takes seconds."""
     torch = find_spec("torch")
     if torch is None or not torch.submodule_search_locations:
         return []
@@ -553,12 +556,12 @@ def arguments_of_installed_ddp() -> list[str]:
 )
 def test_a_module_in_the_place_of_the_loss_is_told_what_makes_one_of_it(group, module, adapter):
     """DDP takes a module, and Flax's can be called."""
-    says = (
+    message = (
         rf"loss_fn must be a loss, .* got the module (Dense|Linear); fddp\.{adapter}\(module, "
         rf"loss\)"
     )
-    refused(TypeError, says, lambda: fddp.train_step(module, optax.sgd(0.1), group=group(1)))
-    refused(TypeError, says, lambda: fddp.value_and_grad(module, group=group(1)))
+    refused(TypeError, message, lambda: fddp.train_step(module, optax.sgd(0.1), group=group(1)))
+    refused(TypeError, message, lambda: fddp.value_and_grad(module, group=group(1)))
 
 
 def test_what_nnx_compiled_is_a_function(group):
@@ -583,7 +586,7 @@ def test_a_plan_before_a_state_and_a_look_at_several_programs_are_refused(make):
 
 NOT_A_STEP = "step must be a step, from fddp.train_step, got function"
 NOT_A_PLAN = r"plan must be a fddp.BucketPlan, from fddp.make_plan, got dict {}"
-given: Any = partial  # of values that no type allows
+untyped: Any = partial  # of values that no type allows
 OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.stats, (square,), NOT_A_STEP),
     (fddp.measure, (square, None, [X]), NOT_A_STEP),
@@ -595,45 +598,45 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.round_robin, (["a"],), "each of groups must be a fddp.Group, got str 'a'"),
     (fddp.pack, ({}, W), NOT_A_PLAN),
     (fddp.unpack, ({}, [W]), NOT_A_PLAN),
-    (given(fddp.all_reduce, axis_name="x"), (W, {}), NOT_A_PLAN),
+    (untyped(fddp.all_reduce, axis_name="x"), (W, {}), NOT_A_PLAN),
     (
-        given(fddp.all_reduce, axis_name="x", hook="bf16"),
+        untyped(fddp.all_reduce, axis_name="x", hook="bf16"),
         (W, fddp.make_plan(W)),
         "hook must be a fddp.Hook",
     ),
     (fddp.hooks.bf16, (8,), "bf16: hook must be a fddp.Hook, one of fddp.hooks, got int 8"),
     (fddp.hooks.fp16, (8,), "fp16: hook must be a fddp.Hook"),
     (fddp.hooks.starting, (8, "bf16"), "starting: hook must be a fddp.Hook"),
-    (given(fddp.hooks.momentum, start=1), (None,), "momentum: hook must be a fddp.Hook"),
+    (untyped(fddp.hooks.momentum, start=1), (None,), "momentum: hook must be a fddp.Hook"),
     (
-        given(fddp.hooks.topk, error_feedback="no"),
+        untyped(fddp.hooks.topk, error_feedback="no"),
         (),
         "error_feedback must be True or False, got 'no'",
     ),
-    (given(fddp.hooks.sign, error_feedback=1), (), "error_feedback must be True or False, got 1"),
+    (untyped(fddp.hooks.sign, error_feedback=1), (), "error_feedback must be True or False, got 1"),
     (fddp.dynamic_scale, ("adam",), "optimizer must be an optax transformation, got str 'adam'"),
     (
-        given(fddp.train_step, has_aux="metrics"),
+        untyped(fddp.train_step, has_aux="metrics"),
         (square, optax.sgd(0.1)),
         "has_aux must be True or False",
     ),
-    (given(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
+    (untyped(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
     (
         fddp.tune,
         (square, optax.sgd(0.1)),
         r"fddp.tune\(loss_fn, optimizer, params, batch\), which measures",
     ),
-    (given(fddp.hooks.topk, "half"), (), "ratio must be a number, got 'half'"),
-    (given(fddp.hooks.fp16, predivide="x"), (), "predivide must be a number, got 'x'"),
+    (untyped(fddp.hooks.topk, "half"), (), "ratio must be a number, got 'half'"),
+    (untyped(fddp.hooks.fp16, predivide="x"), (), "predivide must be a number, got 'x'"),
     (
-        given(fddp.dynamic_scale, initial="x"),
+        untyped(fddp.dynamic_scale, initial="x"),
         (optax.sgd(0.1),),
         "initial must be a number, got 'x'",
     ),
     (fddp.hooks.adaptive, (8,), r"bits must be a sequence of numbers, \[8\], got int 8"),
-    (given(fddp.make_plan, order="ready"), (W,), "order must be the numbers of leaves"),
+    (untyped(fddp.make_plan, order="ready"), (W,), "order must be the numbers of leaves"),
     (
-        given(fddp.join, throw_on_early_termination="no"),
+        untyped(fddp.join, throw_on_early_termination="no"),
         ([X],),
         "throw_on_early_termination must be True or False",
     ),
@@ -643,7 +646,7 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.from_linen, (None, square), "module must be a flax.linen.Module, got NoneType"),
     (fddp.from_linen, (linen.Dense(1), None), "loss must be a function, got NoneType"),
     (
-        given(fddp.from_linen, rngs=5),
+        untyped(fddp.from_linen, rngs=5),
         (linen.Dense(1), square),
         "rngs must be a sequence of names, got 5",
     ),
@@ -658,8 +661,8 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
 
 @pytest.mark.parametrize("case", range(len(OF_ANOTHER_KIND)))
 def test_a_value_of_another_kind_is_refused_by_name(case: int):
-    call, arguments, says = OF_ANOTHER_KIND[case]
-    refused(TypeError, says, lambda: call(*arguments))
+    call, arguments, message = OF_ANOTHER_KIND[case]
+    refused(TypeError, message, lambda: call(*arguments))
 
 
 def test_text_among_buffers_or_keys_and_a_group_that_is_none_are_refused(make):
@@ -687,18 +690,18 @@ def test_text_among_buffers_or_keys_and_a_group_that_is_none_are_refused(make):
 def test_a_step_under_jit_is_refused(make):
     step = make()
     state = step.init(W)
-    says = "cannot be called under jax.jit, grad or vmap"
-    refused(TypeError, says, lambda: jax.jit(lambda state, x: step(state, x)[1].loss)(state, X))
-    refused(TypeError, says, lambda: jax.jit(lambda x: step(state, x)[1].loss)(X))
-    refused(TypeError, says, lambda: jax.jit(lambda x: step.no_sync(state, x)[1].loss)(X))
+    message = "cannot be called under jax.jit, grad or vmap"
+    refused(TypeError, message, lambda: jax.jit(lambda state, x: step(state, x)[1].loss)(state, X))
+    refused(TypeError, message, lambda: jax.jit(lambda x: step(state, x)[1].loss)(X))
+    refused(TypeError, message, lambda: jax.jit(lambda x: step.no_sync(state, x)[1].loss)(X))
 
 
 @pytest.mark.parametrize("transform", [jax.jit, jax.grad], ids=["jit", "grad"])
 def test_value_and_grad_under_a_transformation_is_refused(group, transform):
     f = fddp.value_and_grad(square, group=group(4))
-    says = "cannot be called under jax.jit, grad or vmap"
-    refused(TypeError, says, lambda: transform(lambda w: f(w, X)[0])(W))
-    refused(TypeError, says, lambda: transform(lambda x: f(W, x)[0])(X))
+    message = "cannot be called under jax.jit, grad or vmap"
+    refused(TypeError, message, lambda: transform(lambda w: f(w, X)[0])(W))
+    refused(TypeError, message, lambda: transform(lambda x: f(W, x)[0])(X))
 
 
 @pytest.mark.parametrize("scope", ["bucket3", "tail", "gather1", "micro-batch0bucket1"])

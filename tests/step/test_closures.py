@@ -1,5 +1,4 @@
-"""What a loss closes over, and what it says about meshes, changes nothing for a replica of one
-device."""
+"""The closures of a loss, and its use of meshes, change nothing for a replica of one device."""
 
 import re
 from collections.abc import Callable
@@ -40,7 +39,7 @@ def net(params: Any, x: Any) -> Any:
 
 
 def distilled(teacher: Any) -> Callable[..., Any]:
-    """The teacher is read by the loss, by a loop, by a branch and by an inner jit."""
+    """The loss, a loop, a branch and an inner jit read the teacher."""
 
     def loss(params: Any, x: Any) -> Any:
         offset = jax.lax.fori_loop(0, 2, lambda _, total: total + teacher["v"][0], jnp.float32(0))
@@ -136,7 +135,7 @@ def test_a_shard_is_refused_by_name():
         trained(lambda p, x: jnp.mean((net(p, x) - net(shards.params, x)) ** 2), optax.sgd(0.1))
 
 
-### What a loss says about meshes
+### Losses that use meshes
 
 
 def auto() -> NamedSharding:

@@ -1,4 +1,4 @@
-"""Options that do not go together are refused by one table, which the docs show."""
+"""One table refuses combinations of options, and the docs show it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +44,7 @@ def centred(w: Any, x: Any) -> Any:
     return jnp.mean((x @ w - jax.lax.pmean(jnp.mean(x @ w), "replica")) ** 2)
 
 
-# How each feature of the table is asked for.
+# The arguments for each feature of the table.
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"shard": "state"},
     "shard='optimizer'": {"shard": "optimizer"},
@@ -71,7 +71,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
-    """Does what a user would do who wants these two features."""
+    """Makes the calls of a user of these two features."""
     options: dict[str, Any] = {}
     for feature in features:
         options |= OPTIONS.get(feature, {})

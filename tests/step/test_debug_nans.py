@@ -1,4 +1,4 @@
-"""With `jax_debug_nans` a step that makes a NaN raises, and training goes on from the state before
+"""A step that makes a NaN raises with `jax_debug_nans`, and training goes on from the state before
 it."""
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def loss(params: Any, x: Any) -> Any:
-    # What a branch that is not taken makes of bad rows is no mistake.
+    # A NaN of a branch that is not taken is not an error.
     unused = jnp.where(x > 0, jnp.log(jnp.abs(x) * 0 + jnp.sqrt(jnp.where(x > 0, x, 1))), 0)
     return jnp.mean(jnp.log(x @ params["w"] + 1)) + jnp.mean((params["b"] - unused) ** 2)
 

@@ -31,10 +31,10 @@ def double(x: Any) -> np.ndarray:
 
 
 def mean_of_parts(loss: Callable[[Any, Any], Any], params: Any, x: Any) -> Any:
-    """What plain JAX makes of each replica's rows, averaged in double precision."""
+    """The gradients of each replica's rows by plain JAX, averaged in double precision."""
     gradient = jax.jit(jax.grad(loss))
     grads = [jax.tree.map(double, gradient(params, part)) for part in np.split(x, REPLICAS)]
-    return jax.tree.map(lambda *parts: sum(parts) / REPLICAS, *grads)
+    return jax.tree.map(lambda *replica_grads: sum(replica_grads) / REPLICAS, *grads)
 
 
 def close(got: Any, expected: Any, form: Any, ulps: float = 4) -> None:
@@ -169,7 +169,8 @@ def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, 
     step = fddp.train_step(
         spectrum, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0
     )
-    state, gradient = step.init(params), jax.jit(jax.value_and_grad(spectrum))
+    state = step.init(params)
+    gradient = jax.jit(jax.value_and_grad(spectrum))
     expected = params
     for _ in range(3):
         state, info = step(state, x)
@@ -187,8 +188,9 @@ def test_complex_parameters_are_trained_as_on_one_replica(group, x64, schedule, 
 @pytest.mark.parametrize("cap", [0, 25])
 @pytest.mark.parametrize("where", ["first", "last", "alone"])
 def test_an_empty_parameter_is_trained_like_any_other(group, schedule, cap, where):
-    """A layer without outputs; it is ready first, last, or there is nothing else."""
-    empty, full = np.zeros((3, 0), np.float32), np.ones(3, np.float32)
+    """A layer without outputs is ready first, last, or alone."""
+    empty = np.zeros((3, 0), np.float32)
+    full = np.ones(3, np.float32)
     params = {"empty": empty} if where == "alone" else {"empty": empty, "full": full}
 
     def loss(params: Any, x: Any) -> jax.Array:
@@ -276,12 +278,12 @@ def test_a_tree_of_all_dtypes_keeps_them_and_averages_each_as_precisely_as_it_ca
     } | {"count": jnp.int32(3)}
 
     def loss(params: Any, x: Any) -> jax.Array:
-        parts = [
+        terms = [
             jnp.mean(jnp.abs(x.astype(p.dtype) * p - 1) ** 2)
             for name, p in params.items()
             if name != "count"
         ]
-        return sum(part.astype(np.float64) for part in parts) * params["count"]
+        return sum(part.astype(np.float64) for part in terms) * params["count"]
 
     f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=cap)
     value, grads = f(params, X)

@@ -1,4 +1,4 @@
-"""Embeddings whose gradients touch few rows: these travel, and training is that of one device on
+"""Gradients that touch few rows of an embedding travel as rows; training is that of one device on
 the joined batch."""
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ pytestmark = pytest.mark.steps
 
 Groups = Callable[[int], fddp.Group]
 DRAW = np.random.default_rng(7)
-ALL, WIDTH = 6000, 4
+ALL = 6000
+WIDTH = 4
 PARAMS = {"embed": DRAW.normal(size=(ALL, WIDTH)), "out": DRAW.normal(size=(WIDTH, 2))}
 # Moments and decay move rows that no gradient touches.
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.02, weight_decay=0.1))
@@ -36,14 +37,14 @@ def batch_of(rows: int, seed: int) -> Any:
     return {"ids": random.integers(ALL, size=rows), "y": random.normal(size=(rows, 2))}
 
 
-def alone(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> Any:
+def by_one_replica(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> Any:
     """Plain JAX on the joined batches."""
     return by_plain_jax(loss, OPTIMIZER, PARAMS, batches).params
 
 
 def nbytes(replicas: int, rows: int) -> int:
-    """What each replica sends to all others: rows of float64 with their numbers, and whether there
-    are more."""
+    """Bytes of each replica to all others: rows of float64 with their numbers, and a flag for more
+    rows."""
     return (replicas - 1) * (rows * (WIDTH + 1) + 1) * 8
 
 
@@ -60,24 +61,25 @@ def test_few_rows_travel_and_all_others_are_updated_too(
         state, info = step(state, batch)
         names = [bucket.names for bucket in step.plan.buckets]
         assert int(info.sent[names.index(("embed",))]) == nbytes(replicas, 8)
-    close(state.params, alone(batches))
+    close(state.params, by_one_replica(batches))
     assert f"embed (8 of {ALL} rows, with their numbers)" in str(step.plan)
 
 
 @pytest.mark.quick("staged", "fused")
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: None, schedule: Any):
-    """On one replica alone, on both, and on none again."""
+    """Rows travel on one replica alone, on both, and on none again."""
     batches = [batch_of(rows, rows) for rows in (8, 32, 8)]
     batches[1]["ids"] = np.concatenate([np.arange(16), np.full(16, 3)])
     step = fddp.train_step(loss_fn, OPTIMIZER, group=group(2), schedule=schedule)
-    state, sent = step.init(PARAMS), []
+    state = step.init(PARAMS)
+    nbytes_sent = []
     for batch in batches:
         state, info = step(state, batch)
-        sent.append(int(info.sent[-1]))
-    whole = 8 * ALL * WIDTH  # an all-reduce of two replicas
-    assert sent == [nbytes(2, 4), nbytes(2, 4) + whole, nbytes(2, 4)]
-    close(state.params, alone(batches))
+        nbytes_sent.append(int(info.sent[-1]))
+    dense_bytes = 8 * ALL * WIDTH  # an all-reduce of two replicas
+    assert nbytes_sent == [nbytes(2, 4), nbytes(2, 4) + dense_bytes, nbytes(2, 4)]
+    close(state.params, by_one_replica(batches))
 
 
 def test_rows_of_micro_batches_and_of_calls_without_synchronization_come_together(
@@ -90,7 +92,7 @@ def test_rows_of_micro_batches_and_of_calls_without_synchronization_come_togethe
     state, _ = step.no_sync(state, batches[1])
     state, info = step(state, batches[2])
     joined = {name: np.concatenate([batch[name] for batch in batches[1:]]) for name in batches[0]}
-    close(state.params, alone([batches[0], joined]))
+    close(state.params, by_one_replica([batches[0], joined]))
 
 
 def tied(p: Any, batch: Any) -> Any:
@@ -106,7 +108,7 @@ def test_a_table_that_is_read_otherwise_too_travels_whole(group: Groups, x64: No
     for batch in batches:
         state, _ = step(state, batch)
     assert all(bucket.rows is None for bucket in step.plan.buckets)
-    close(state.params, alone(batches, tied))
+    close(state.params, by_one_replica(batches, tied))
 
 
 @pytest.mark.parametrize(

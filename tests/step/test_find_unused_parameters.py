@@ -1,8 +1,7 @@
-"""Parameters that a step does not use are found by the program and left alone;
-`find_unused_parameters` of DDP.
+"""The program finds the unused parameters of a step, as DDP's `find_unused_parameters` does.
 
-Four replicas in this process, each with its own rows, which choose what it uses; ranks with
-branches of their own are in `on_ranks/unused.py`, the dataflow alone in test_used.py.
+Four replicas in this process use parameters that depend on their rows. `on_ranks/unused.py` has
+ranks with branches of their own, test_used.py the dataflow alone.
 """
 
 from collections.abc import Callable
@@ -37,8 +36,8 @@ OPTIMIZERS = {
 
 
 def branching(params: Any, batch: Any) -> Any:
-    """Uses "left" where the first row says 0, "right" where it says 1; "never" in a branch that is
-    never taken."""
+    """Uses "left" for a first row of 0, "right" for 1; "never" is in a branch that is never
+    taken."""
     branches = [lambda p, x, name=name: jnp.mean(p[name] * x) for name in NAMES]
     return jax.lax.switch(batch["choice"][0], branches, params, batch["x"])
 
@@ -68,9 +67,9 @@ def counts(info: fddp.StepInfo) -> dict[str, int]:
 
 
 def of_leaf(opt_state: Any, name: str) -> list[np.ndarray]:
-    """The optimizer's numbers for a leaf."""
-    found = jax.tree_util.tree_leaves_with_path(opt_state)
-    return [np.asarray(x) for path, x in found if f"'{name}'" in jax.tree_util.keystr(path)]
+    """The optimizer's arrays for a leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state)
+    return [np.asarray(x) for path, x in leaves if f"'{name}'" in jax.tree_util.keystr(path)]
 
 
 @SCHEDULES
@@ -154,7 +153,8 @@ def test_a_dropped_layer_is_left_alone_and_the_next_step_finds_it_again(make):
     state = step.init(weights)
     for keep in ([1, 0, 1], [0, 1, 1]):
         data = {"x": rng.standard_normal((4, 4), np.float32), "keep": np.array([keep] * 4, bool)}
-        before, (state, info) = state, step(state, data)
+        before = state
+        (state, info) = step(state, data)
         assert list(counts(info).values()) == [4 * k for k in keep]
         same = [np.array_equal(before.params[name], state.params[name]) for name in weights]
         assert same == [not k for k in keep]
@@ -162,29 +162,29 @@ def test_a_dropped_layer_is_left_alone_and_the_next_step_finds_it_again(make):
 
 @pytest.mark.slow
 def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
-    """Each replica leaves out its own layers. Which ones, plain JAX tells: their gradients are
-    zero."""
+    """Each replica leaves out its own layers; plain JAX knows them by their gradients of zero."""
     model = gpt.PRESETS["tiny"].clone(layers=3, layer_drop=0.7)
     data = gpt.batch(model, 4, length=8)
-    start, loss = gpt.init(model, jax.random.key(0), data)[0], gpt.loss_fn(model)
+    start = gpt.init(model, jax.random.key(0), data)[0]
+    loss = gpt.loss_fn(model)
     step = make(loss, schedule="staged", has_aux=True, donate=False)
     state = step.init(start, rng=jax.random.key(2))
     after, info = step(state, data)
 
     gradient = jax.jit(jax.grad(lambda p, rows, key: loss(p, rows, rng=key)[0]))
-    found = []
+    ran_layers = []
     for replica in range(4):
         key = jax.random.key(2)
         for number in (0, 0, replica):  # the step, the micro-batch, the replica
             key = jax.random.fold_in(key, number)
         rows = {"tokens": data["tokens"][replica : replica + 1]}
-        found.append(jax.tree.map(lambda g: int(np.any(g)), gradient(start, rows, key)))
-    expected = jax.tree.map(lambda *ran: sum(ran), *found)
+        ran_layers.append(jax.tree.map(lambda g: int(np.any(g)), gradient(start, rows, key)))
+    expected = jax.tree.map(lambda *counts: sum(counts), *ran_layers)
     assert jax.tree.map(int, info.used) == expected
     layers = {expected[f"layer_{i}"]["attention"]["out"]["kernel"] for i in range(3)}
     assert 0 in layers and layers & {1, 2, 3}
-    for before, now in ((start, after.params), (state.opt_state[0].mu, after.opt_state[0].mu)):
-        same = jax.tree.map(np.array_equal, before, now)
+    for before, current in ((start, after.params), (state.opt_state[0].mu, after.opt_state[0].mu)):
+        same = jax.tree.map(np.array_equal, before, current)
         assert same == jax.tree.map(lambda count: count == 0, expected)
 
 
@@ -202,12 +202,12 @@ def test_finding_sends_nothing_more(make, group):
     for step in (plain, make(schedule="fused")):
         state = step.init(params())
         texts.append(step.lower(state, batch(0, 1, 1, 1)).compile().as_text())
-    sent = [text.count(" all-reduce(") for text in texts]
-    assert sent[0] == sent[1] > 0
+    counts = [text.count(" all-reduce(") for text in texts]
+    assert counts[0] == counts[1] > 0
 
 
 def two_tasks(params: Any, batch: Any) -> Any:
-    """A branch in Python: a batch of either task has a program of its own."""
+    """A branch in Python: a batch of either task has a separate program."""
     hidden = batch["x"] * params["body"]
     return (
         jnp.mean((hidden * params["a"] - 1) ** 2)

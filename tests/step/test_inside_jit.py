@@ -82,11 +82,11 @@ def test_a_scan_of_steps_gives_the_bits_of_a_loop(group: Callable[[int], fddp.Gr
     scanned, scanned_infos = in_a_scan(step, first)
     assert bits(scanned) == bits(state)
     assert bits(scanned_infos) == bits(infos)
-    assert step.steps == STEPS  # what the host counts, it counts outside
-    again, _ = step(
+    assert step.steps == STEPS  # the host counts outside of the program
+    copied, _ = step(
         scanned, BATCHES[0]
-    )  # what a program of the user's returned is a state as any other
-    assert bits(again) == bits(step(state, BATCHES[0])[0])
+    )  # the result of a user's program is a state like any other
+    assert bits(copied) == bits(step(state, BATCHES[0])[0])
 
 
 def test_buffers_and_random_numbers_are_those_of_a_loop(group: Callable[[int], fddp.Group]):
@@ -110,30 +110,30 @@ def test_a_step_is_a_part_of_a_program_inside_a_context_mesh(kind: AxisType):
 
 
 def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int], fddp.Group]):
-    def refused(step: fddp.TrainStep, call: Callable[..., Any], says: str) -> None:
+    def refused(step: fddp.TrainStep, call: Callable[..., Any], message: str) -> None:
         with pytest.raises(
-            TypeError, match=f"cannot be called under jax.jit, grad or vmap: .*{says}"
+            TypeError, match=f"cannot be called under jax.jit, grad or vmap: .*{message}"
         ):
             call(step)(step.init(weights()), BATCHES[0])
 
-    def made(**options: Any) -> fddp.TrainStep:
+    def settled_step(**options: Any) -> fddp.TrainStep:
         step = fddp.train_step(loss, ADAM, group=group(2), donate=False, **options)
         step.tasks(step.init(weights()), BATCHES[0])
         return step
 
     refused(fddp.train_step(loss, ADAM, group=group(2)), jax.jit, "its first batch settles it")
-    refused(made(schedule="staged"), jax.jit, "schedule='fused'")
+    refused(settled_step(schedule="staged"), jax.jit, "schedule='fused'")
     refused(
-        made(),
+        settled_step(),
         lambda step: lambda state, x: jax.grad(lambda x: step(state, x)[1].loss)(x),
         "jax.lax.scan alone",
     )
     refused(
-        made(),
+        settled_step(),
         lambda step: lambda state, x: jax.vmap(lambda x: step(state, x)[1].loss)(x[None]),
         "all replicas",
     )
-    step = made()
+    step = settled_step()
     with pytest.raises(ValueError, match="15 rows cannot be divided into 2"):
         jax.jit(step)(step.init(weights()), BATCHES[0][:15])
     with pytest.raises(TypeError, match=r"state must be a fddp\.TrainState"):

@@ -25,7 +25,8 @@ close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
 pytestmark = pytest.mark.steps
 
-REPLICAS, STEPS = 4, 3
+REPLICAS = 4
+STEPS = 3
 RNG = np.random.default_rng(5)
 LAYERS = {
     "first": {"w": RNG.normal(size=(3, 4)), "b": RNG.normal(size=4)},
@@ -43,7 +44,7 @@ Apply = Callable[[Any, Any], jax.Array]
 
 
 class Program(NamedTuple):
-    """A loss, and what it is trained on."""
+    """A loss, its parameters and its data."""
 
     loss: Callable[[Any, Any], jax.Array]
     params: Any = LAYERS
@@ -68,9 +69,9 @@ def mean_square(params: Any, x: Any, model: Apply = net) -> jax.Array:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(*parts: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def program(*fields: Any, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(loss: Callable[..., Any]) -> Callable[..., Any]:
-        PROGRAMS[loss.__name__.replace("_", " ")] = Program(loss, *parts, **more)
+        PROGRAMS[loss.__name__.replace("_", " ")] = Program(loss, *fields, **more)
         return loss
 
     return register
@@ -123,11 +124,11 @@ def a_branch_on_the_data_and_a_loop(params: Any, x: Any) -> jax.Array:
 
 @program()
 def one_compiled_layer_called_three_times(params: Any, x: Any) -> jax.Array:
-    again = jax.jit(dense)
-    h = again(params["first"], x)
+    compiled = jax.jit(dense)
+    h = compiled(params["first"], x)
     for _ in range(2):
-        h = again(params["second"], h)
-    return jnp.mean((again(params["third"], h) - x[:, :2]) ** 2)
+        h = compiled(params["second"], h)
+    return jnp.mean((compiled(params["third"], h) - x[:, :2]) ** 2)
 
 
 ### Tied weights
@@ -149,8 +150,8 @@ def an_embedding_tied_with_the_output(params: Any, tokens: Any) -> jax.Array:
 @program()
 def one_layer_used_first_and_last(params: Any, x: Any) -> jax.Array:
     h = net(params, x)
-    back = jnp.tanh(h @ params["third"]["w"].T) @ params["first"]["w"].T
-    return jnp.mean((back - x) ** 2)
+    decoded = jnp.tanh(h @ params["third"]["w"].T) @ params["first"]["w"].T
+    return jnp.mean((decoded - x) ** 2)
 
 
 ### Several forwards and one backward
@@ -158,8 +159,9 @@ def one_layer_used_first_and_last(params: Any, x: Any) -> jax.Array:
 
 @program()
 def two_views_of_a_batch(params: Any, x: Any) -> jax.Array:
-    one, two = net(params, x), net(params, 2 * x[:, ::-1])
-    return jnp.mean((one - two) ** 2) - 0.1 * jnp.mean(one * two)
+    first_view = net(params, x)
+    two = net(params, 2 * x[:, ::-1])
+    return jnp.mean((first_view - two) ** 2) - 0.1 * jnp.mean(first_view * two)
 
 
 @program()
@@ -189,8 +191,8 @@ def scaled_forward(layer: Any, x: Any) -> Any:
     return y, (layer, x, y)
 
 
-def scaled_backward(kept: Any, g: Any) -> Any:
-    layer, x, y = kept
+def scaled_backward(saved: Any, g: Any) -> Any:
+    layer, x, y = saved
     g = 3 * g * (1 - y**2)
     return {"w": x.T @ g, "b": jnp.sum(g, axis=0)}, g @ layer["w"].T
 
@@ -274,28 +276,28 @@ def partitions_that_optax_leaves_alone(params: Any, x: Any) -> jax.Array:
 
 
 def parted(tree: Any) -> tuple[Any, Any]:
-    """Floats, and the rest; each with None in the other's places."""
+    """Floats, and all other leaves; each tree has None in place of the other's leaves."""
     floats = jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, tree)
     return floats, jax.tree.map(
         lambda x: None if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
     )
 
 
-def together(floats: Any, rest: Any) -> Any:
+def together(floats: Any, integers: Any) -> Any:
     return jax.tree.map(
-        lambda a, b: b if a is None else a, floats, rest, is_leaf=lambda x: x is None
+        lambda a, b: b if a is None else a, floats, integers, is_leaf=lambda x: x is None
     )
 
 
 @cache
-def alone(name: str) -> tuple[Any, list[Any]]:
+def by_one_replica(name: str) -> tuple[Any, list[Any]]:
     """Parameters after the last step, and the loss of each, of one replica on the joined
     batches."""
     loss, params, batches, optimizer = PROGRAMS[name]
-    floats, rest = parted(params)
-    of_floats = lambda floats, batch: loss(together(floats, rest), batch)  # noqa: E731
+    floats, integers = parted(params)
+    of_floats = lambda floats, batch: loss(together(floats, integers), batch)  # noqa: E731
     result = by_plain_jax(of_floats, optimizer, floats, batches)
-    return jax.device_get((together(result.params, rest), result.losses))
+    return jax.device_get((together(result.params, integers), result.losses))
 
 
 @pytest.mark.quick(
@@ -317,11 +319,12 @@ def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):
     step = fddp.train_step(
         loss, optimizer, group=group(REPLICAS), schedule=schedule, bucket_cap_mb=0
     )
-    state, losses = step.init(params), []
+    state = step.init(params)
+    losses = []
     for batch in batches:
         state, info = step(state, batch)
         losses.append(info.loss)
-    close((state.params, losses), alone(name))
+    close((state.params, losses), by_one_replica(name))
     # Each leaf travels alone, or with the others of some layers in a loop.
     buckets = step.plan.buckets
     assert all(len(bucket.leaves) == 1 or bucket.slice for bucket in buckets)
@@ -332,7 +335,7 @@ def test_a_program_trains_as_on_one_replica(group, x64, schedule, name):
 
 def test_the_references_move_what_is_not_frozen(x64):
     for name, (_, params, _, _) in PROGRAMS.items():
-        moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), alone(name)[0], params)
+        moved = jax.tree.map(lambda a, b: bool(np.any(a != b)), by_one_replica(name)[0], params)
         still = [jax.tree_util.keystr(path, simple=True, separator="/") for path, x in
                  jax.tree_util.tree_leaves_with_path(moved) if not x]  # fmt: skip
         expected = {
@@ -380,41 +383,43 @@ def judged(params: Any, x: Any) -> jax.Array:
 
 
 def player_loss(player: str, params: Any, x: Any) -> jax.Array:
-    made = judged(params, dense(params["generator"], x[:, ::-1]))
+    generated = judged(params, dense(params["generator"], x[:, ::-1]))
     if player == "generator":
-        return jnp.mean(jax.nn.softplus(-made))
-    return jnp.mean(jax.nn.softplus(made) + jax.nn.softplus(-judged(params, x)))
+        return jnp.mean(jax.nn.softplus(-generated))
+    return jnp.mean(jax.nn.softplus(generated) + jax.nn.softplus(-judged(params, x)))
 
 
 @SCHEDULES
 def test_two_players_freeze_and_thaw_each_other(group, x64, schedule):
-    steps, states = {}, {}
-    for player, other in OTHERS.items():
+    steps = {}
+    states = {}
+    for player, opponent in OTHERS.items():
         steps[player] = fddp.train_step(
             partial(player_loss, player),
             OPTIMIZERS[player],
             group=group(REPLICAS),
             schedule=schedule,
             bucket_cap_mb=0,
-            ignore=lambda path, other=other: path.startswith(f"{other}/"),
+            ignore=lambda path, opponent=opponent: path.startswith(f"{opponent}/"),
         )
         states[player] = steps[player].init(GAN)
-    expected, opt_states = GAN, {player: OPTIMIZERS[player].init(GAN[player]) for player in OTHERS}
+    expected = GAN
+    opt_states = {player: OPTIMIZERS[player].init(GAN[player]) for player in OTHERS}
     params = states["discriminator"].params
     for x in X:
-        for player, other in OTHERS.items():
+        for player, opponent in OTHERS.items():
             states[player], info = steps[player](states[player]._replace(params=params), x)
             params = states[player].params
             loss, grads = jax.value_and_grad(
-                lambda own, player=player, x=x, whole=expected: player_loss(
-                    player, whole | {player: own}, x
+                lambda player_params, player=player, x=x, all_params=expected: player_loss(
+                    player, all_params | {player: player_params}, x
                 )
             )(expected[player])
             updates, opt_states[player] = OPTIMIZERS[player].update(
                 grads, opt_states[player], expected[player]
             )
-            frozen = expected[other]
-            expected = {player: optax.apply_updates(expected[player], updates), other: frozen}
+            frozen = expected[opponent]
+            expected = {player: optax.apply_updates(expected[player], updates), opponent: frozen}
             close((params, info.loss), (expected, loss))
     assert [bucket.names[0].split("/")[0] for bucket in steps["generator"].plan.buckets] == [
         "generator"

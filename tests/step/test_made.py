@@ -1,4 +1,4 @@
-"""A first state that a function makes, leaf by leaf: `step.init(make)`."""
+"""A function makes a first state leaf by leaf: `step.init(make)`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -72,7 +72,7 @@ def test_an_optimizer_that_looks_at_parameters_sees_those_of_the_function(
     step = step_of(group(3), OPTIMIZERS[name](), shard=shard)
     state = step.init(make)
     same_arrays(state, step.init(jax.jit(make)()))
-    step(state, np.ones(3, np.float32))  # and every array can be given away
+    step(state, np.ones(3, np.float32))  # and every array can be donated
 
 
 def test_replicas_that_train_alone_begin_with_copies_of_what_the_function_makes(group: Groups):
@@ -139,8 +139,11 @@ def test_leaves_that_come_of_one_large_value_are_made_together(group: Groups):
 def test_a_loop_over_layers_makes_each_stack_by_itself(group: Groups):
     def function() -> Any:
         def layer(key: Any, _: None) -> tuple[Any, Any]:
-            key, one, two = jax.random.split(key, 3)
-            return key, {"w": jax.random.normal(one, (6, 5)), "v": jax.random.uniform(two, (5, 3))}
+            key, first_key, two = jax.random.split(key, 3)
+            return key, {
+                "w": jax.random.normal(first_key, (6, 5)),
+                "v": jax.random.uniform(two, (5, 3)),
+            }
 
         return jax.lax.scan(layer, jax.random.key(2), length=4)[1]
 
@@ -157,7 +160,7 @@ def test_a_module_that_is_a_pytree_is_no_function_even_if_it_can_be_called(group
     same_arrays(step.init(lambda: equinox.nn.Linear(3, 2, key=jax.random.key(0))), state)
 
 
-### What is refused
+### Refused arguments
 
 
 def numbers() -> Any:
@@ -210,15 +213,15 @@ def test_a_step_is_told_of_shards_that_other_devices_hold(group: Groups, shard: 
     state = step.init(make)
     batch = np.ones(2, np.float32)
     for devices in ([2, 3], [1, 0]):
-        other = step.on(
+        moved = step.on(
             fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices())[devices], "replica"))
         )
         with pytest.raises(
             ValueError, match=r"shards that devices \[0, 1\] hold, and .* are devices"
         ):
-            other(state, batch)
-        own, _ = other(other.init(make), batch)
+            moved(state, batch)
+        moved_state, _ = moved(moved.init(make), batch)
         with pytest.raises(ValueError, match=r"shards that devices \[0, 1\] hold"):
-            other(state, batch)
-        other(own, batch)
+            moved(state, batch)
+        moved(moved_state, batch)
     step(state, batch)

@@ -1,7 +1,7 @@
 """Replicas can be anything JAX has devices for: parts of a mesh that has other axes too.
 
 A replica of several devices holds its parameters in parts (tensor parallelism); every claim is held
-against plain JAX on the joined batch, and what is sent is read off the compiled program.
+against plain JAX on the joined batch, and messages are read off the compiled program.
 """
 
 import re
@@ -28,7 +28,8 @@ from models import gpt, tensor_parallel
 pytestmark = pytest.mark.steps
 
 ROOT = Path(__file__).parents[2]
-ON_REPLICAS, ON_PARTS = ((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7))
+ON_REPLICAS = ((0, 2, 4, 6), (1, 3, 5, 7))
+ON_PARTS = ((0, 1), (2, 3), (4, 5), (6, 7))
 
 
 @cache
@@ -37,7 +38,7 @@ def mesh() -> Mesh:
 
 
 def in_halves(tree: Any) -> set[str]:
-    """Names of the leaves of which every device holds one half."""
+    """Names of the leaves that every device holds half of."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     keys = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in named}
     return {
@@ -60,7 +61,7 @@ def test_four_replicas_of_two_devices_end_where_one_device_does(run: Run):
     with trainings.precision(run.rule):
         params = tensor_parallel.placed(trainings.start(run.model, run.rule)[0], mesh())
         result = train(fddp.mesh_group(mesh()), run, (params, None))
-        expected = trainings.alone(run.model, run.rule)
+        expected = trainings.on_one_device(run.model, run.rule)
         assert (
             trainings.relative_error(jax.device_get(result), expected)
             <= trainings.RULES[run.rule].tolerance
@@ -97,38 +98,38 @@ def test_each_device_holds_its_part_of_parameters_and_moments():
     assert {name.split("/")[-2] for name in halves} == MATRICES
     moments = state.opt_state[0]
     assert in_halves(moments.mu) == in_halves(moments.nu) == halves
-    whole, held = tensor_parallel.size_mib(state.params)
-    assert held < 0.51 * whole
+    total_mib, local_mib = tensor_parallel.size_mib(state.params)
+    assert local_mib < 0.51 * total_mib
 
 
 def all_reduces(text: str) -> list[tuple[int, Devices]]:
     """Elements and groups of devices of every all-reduce in a compiled program."""
-    found = re.findall(
+    matches = re.findall(
         r"= \w+\[([\d,]*)\]\S* all-reduce\(.*?replica_groups=(.+?), use_global", text
     )
     return [
         (int(np.prod([int(n) for n in shape.split(",") if n])), device_groups(groups))
-        for shape, groups in found
+        for shape, groups in matches
     ]
 
 
 def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
     step, state, batch = trained()
     text = step.lower(state, batch).compile().as_text()
-    sent = all_reduces(text)
-    assert len(sent) == len(re.findall(r" all-reduce(-start)?\(", text))
-    assert all(groups in (ON_REPLICAS, ON_PARTS) for _, groups in sent)
-    assert any(groups == ON_PARTS for _, groups in sent)
-    among_replicas = [size for size, groups in sent if groups == ON_REPLICAS]
+    sums = all_reduces(text)
+    assert len(sums) == len(re.findall(r" all-reduce(-start)?\(", text))
+    assert all(groups in (ON_REPLICAS, ON_PARTS) for _, groups in sums)
+    assert any(groups == ON_PARTS for _, groups in sums)
+    among_replicas = [size for size, groups in sums if groups == ON_REPLICAS]
     loss_accuracy_and_weight = 3
     sizes = [bucket.size for bucket in step.plan.buckets]
     assert len(sizes) >= 3
     assert sorted(among_replicas) == sorted([sizes[0] + loss_accuracy_and_weight, *sizes[1:]])
-    parts = [
+    part_sizes = [
         part.data.size for part in (x.addressable_shards[0] for x in jax.tree.leaves(state.params))
     ]
-    assert sum(sizes) == sum(parts)
-    # Nothing else moves but the accuracy's largest logits, of which each part finds one for every
+    assert sum(sizes) == sum(part_sizes)
+    # Nothing else moves but the accuracy's largest logits: each part finds one for every
     # token.
     gathered = re.findall(r"\[([\d,]*)\]\S* all-gather\(", text)
     assert set(gathered) == {"2,8,2"}
@@ -137,17 +138,17 @@ def test_a_device_sends_the_parts_that_it_holds_to_those_that_hold_the_same():
 
 def test_a_second_step_finds_everything_where_the_first_did():
     step, state, batch = trained()
-    again, _ = step(state, batch)
+    next_state, _ = step(state, batch)
     where = partial(jax.tree.map, lambda x: x.sharding)
-    assert where(again.params) == where(state.params)
-    assert where(again.opt_state) == where(state.opt_state)
+    assert where(next_state.params) == where(state.params)
+    assert where(next_state.opt_state) == where(state.opt_state)
 
 
 ### Other forms of the same
 
 
 def loss(params: Any, x: Any) -> jax.Array:
-    """One that says itself how it is to be partitioned."""
+    """A loss that constrains its own partitioning."""
     hidden = jax.lax.with_sharding_constraint(
         jnp.tanh(x @ params["first"]), PartitionSpec(None, "part")
     )
@@ -191,10 +192,11 @@ def test_a_loss_may_use_a_parameter_in_parts_in_a_loop(x64):
     def looped(w: Any, x: Any) -> jax.Array:
         return jnp.mean(jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=3)[0] ** 2)
 
-    w, x = X[:4] @ X[:4].T / 4, X @ X[:4].T
+    w = X[:4] @ X[:4].T / 4
+    x = X @ X[:4].T
     f = fddp.value_and_grad(looped, group=fddp.mesh_group(mesh()))
-    found = f(jax.device_put(w, NamedSharding(mesh(), PartitionSpec("part"))), x)
-    close(found, jax.value_and_grad(looped)(w, x), rtol=1e-12, atol=0)
+    results = f(jax.device_put(w, NamedSharding(mesh(), PartitionSpec("part"))), x)
+    close(results, jax.value_and_grad(looped)(w, x), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("schedule", ["fused", "after"])
@@ -244,7 +246,8 @@ def test_an_optimizers_factors_need_not_have_the_shape_of_a_parameter(x64):
         loss, optimizer, group=fddp.mesh_group(mesh()), ignore=lambda name: name == "bias"
     )
     state, _ = step(step.init(in_parts(mesh())), X)
-    trained, bias = {name: PARAMS[name] for name in ("first", "second")}, PARAMS["bias"].copy()
+    trained = {name: PARAMS[name] for name in ("first", "second")}
+    bias = PARAMS["bias"].copy()
     # A copy: JAX remembers a constant of a program by its object, in 64 bits here and in 32 in
     # other tests.
     expected = by_plain_jax(
@@ -268,7 +271,7 @@ def test_a_replica_in_parts_cannot_be_staged(schedule: Any):
         fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
 
 
-# What each rounds a gradient by, of the largest gradient.
+# The rounding error of each, relative to the largest gradient.
 HOOKS = [(fddp.hooks.allreduce(), 1e-12), (fddp.hooks.bf16(), 2**-7), (fddp.hooks.fp16(), 2**-10)]
 
 
@@ -289,20 +292,19 @@ def test_a_hook_of_single_elements_sums_the_parts_of_each_device(
 
 
 def test_a_hook_cannot_have_whole_leaves_of_a_replica_in_parts():
-    says, hook = (
-        "several devices, along 'part': each device sends the parts",
-        fddp.hooks.quantize(error_feedback=False),
-    )
-    parts, whole = fddp.mesh_group(mesh()), fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
+    message = "several devices, along 'part': each device sends the parts"
+    hook = fddp.hooks.quantize(error_feedback=False)
+    part_group = fddp.mesh_group(mesh())
+    plain_group = fddp.mesh_group(jax.make_mesh((8,), ("replica",)))
     for call in (
         partial(fddp.train_step, loss, optax.sgd(1.0)),
         partial(fddp.value_and_grad, loss),
     ):
-        with pytest.raises(ValueError, match=says):
-            call(group=parts, hook=hook)
-    step = fddp.train_step(loss, optax.sgd(1.0), group=whole, hook=hook)
-    with pytest.raises(ValueError, match=says):
-        step.on(parts)
+        with pytest.raises(ValueError, match=message):
+            call(group=part_group, hook=hook)
+    step = fddp.train_step(loss, optax.sgd(1.0), group=plain_group, hook=hook)
+    with pytest.raises(ValueError, match=message):
+        step.on(part_group)
 
 
 def test_a_subgroup_keeps_the_axes_of_its_mesh():
@@ -318,18 +320,16 @@ def test_a_subgroup_keeps_the_axes_of_its_mesh():
 def test_processes_hold_their_replicas_in_parts(tmp_path):
     outcome = launch("gloo", 2, "parts.py", folder=tmp_path, JAX_NUM_CPU_DEVICES="2")
     assert outcome.succeeded
-    ends, spread, subgroups, refused = zip(*(text.splitlines() for text in outcome.outputs))
+    results, spread, subgroups, refused = zip(*(text.splitlines() for text in outcome.outputs))
     # By hand: of rows [1, 1] and [2, 2], and weights that start at 0.5, 0.25 and 1.
-    params, x = (
-        {"first": np.full((2, 4), 0.5), "second": np.full((4, 2), 0.25), "bias": np.ones(2)},
-        np.ones((4, 2)),
-    )
+    params = {"first": np.full((2, 4), 0.5), "second": np.full((4, 2), 0.25), "bias": np.ones(2)}
+    x = np.ones((4, 2))
     x = np.concatenate([x, 2 * x])
     linear = lambda p: jnp.mean(((x @ p["first"]) @ p["second"] + p["bias"]) ** 2)  # noqa: E731
     params = jax.tree.map(lambda p, g: p - 0.125 * g, params, jax.grad(linear)(params))
     value, grads = jax.value_and_grad(linear)(params)
     params = jax.tree.map(lambda p, g: p - 0.125 * g, params, grads)
-    for end in ends:
+    for end in results:
         numbers = [float(n) for n in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", end)]
         expected = [params["first"][0, 0], params["second"][0, 0], params["bias"][0], value]
         np.testing.assert_allclose(sorted(numbers), sorted(expected), rtol=1e-5)

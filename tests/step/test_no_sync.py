@@ -1,8 +1,8 @@
 """Any number of calls, then a step, are one step on all their rows.
 
 Nothing is sent in between. Plain JAX on the joined batch is the truth, and a loop over replicas
-where each has its own buffers. What a call tells about its rows, and what is pending then, is
-tested in `test_value_and_grad.py`.
+where each has its own buffers. `test_value_and_grad.py` tests the report of a call on its rows and
+pending gradients.
 """
 
 import re
@@ -19,7 +19,7 @@ import pytest
 import trees
 from every_schedule import SCHEDULES
 from problems import first_column
-from trees import bits
+from trees import bits, on_each_device
 from truth import by_plain_jax
 
 import fddp
@@ -39,24 +39,16 @@ ADAM = optax.adam(1e-2)
 
 
 def batches(count: int) -> Iterator[np.ndarray]:
-    """Rows of so many calls, the same each time."""
+    """The rows of so many calls, the same each time."""
     random = np.random.default_rng(2)
     return (random.normal(size=(ROWS, 3)) for _ in range(count))
 
 
-def shards(x: jax.Array) -> list[Any]:
-    """What each replica has, in order."""
-    return [
-        np.asarray(shard.data)
-        for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
-    ]
-
-
 @cache
-def alone() -> list[tuple[Any, Any]]:
+def by_one_replica() -> list[tuple[Any, Any]]:
     """Parameters and loss after each step of one replica on all rows since the last."""
     rows = batches(CALLS)
-    joined = [np.concatenate([next(rows) for _ in range(held + 1)]) for held in HELD]
+    joined = [np.concatenate([next(rows) for _ in range(calls + 1)]) for calls in HELD]
     result = by_plain_jax(first_column, ADAM, PARAMS, joined)
     return list(zip(result.history, result.losses))
 
@@ -67,9 +59,11 @@ def alone() -> list[tuple[Any, Any]]:
 def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x64, schedule, steps):
     options: Any = {"schedule": schedule, "accumulation_steps": steps, "bucket_cap_mb": 0}
     step = fddp.train_step(first_column, ADAM, group=group(REPLICAS), **options)
-    state, rows = step.init(PARAMS), batches(CALLS)
-    for number, (held, expected) in enumerate(zip(HELD, alone())):
-        before, turn = bits((state.params, state.opt_state)), [next(rows) for _ in range(held + 1)]
+    state = step.init(PARAMS)
+    rows = batches(CALLS)
+    for number, (calls, expected) in enumerate(zip(HELD, by_one_replica())):
+        before = bits((state.params, state.opt_state))
+        turn = [next(rows) for _ in range(calls + 1)]
         for part in turn[:-1]:
             state, _ = step.no_sync(state, part)
             assert bits((state.params, state.opt_state)) == before and int(state.step) == number
@@ -89,11 +83,11 @@ MESSAGE = re.compile(
 def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
     """The group, and the names of the messages it sends from now on: inside programs when these are
     traced."""
-    sent: list[str] = []
+    messages: list[str] = []
 
     def noted(name: str, message: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            sent.append(name)
+            messages.append(name)
             return message(*args)
 
         return call
@@ -103,42 +97,44 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
     )
     transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
     hosts = Hosts(*(noted(name, f) for name, f in group.hosts._asdict().items()))
-    return replace(group, communicator=communicator, transport=transport, hosts=hosts), sent
+    return replace(group, communicator=communicator, transport=transport, hosts=hosts), messages
 
 
 @SCHEDULES
 def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(group, x64, schedule):
-    """Also where what is pending goes on with a step of its own first batch, as after a restart."""
-    data, counts = np.concatenate(list(batches(3))), (8, 24, 16)
-    parts = np.split(data, np.cumsum(counts)[:-1])
+    """The pending gradients may also go on with a step of its own first batch, as after a
+    restart."""
+    data = np.concatenate(list(batches(3)))
+    counts = (8, 24, 16)
+    pieces = np.split(data, np.cumsum(counts)[:-1])
     options: Any = {"group": group(REPLICAS), "schedule": schedule}
-    step, other = (fddp.train_step(first_column, optax.sgd(0.1), **options) for _ in range(2))
-    state, _ = step.no_sync(step.init(PARAMS), parts[0])
-    state, _ = step.no_sync(state, parts[1])
-    state, _ = other(state, parts[2])
+    step, second_step = (fddp.train_step(first_column, optax.sgd(0.1), **options) for _ in range(2))
+    state, _ = step.no_sync(step.init(PARAMS), pieces[0])
+    state, _ = step.no_sync(state, pieces[1])
+    state, _ = second_step(state, pieces[2])
     grads = jax.grad(first_column)(PARAMS, data)
     close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
 def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, schedule):
-    four, sent = recorded(group(REPLICAS))
+    four, messages = recorded(group(REPLICAS))
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
     step = fddp.train_step(first_column, optax.sgd(0.1), group=four, **options)
     rows = np.ones((ROWS, 3), np.float32)
     state, _ = step(
         step.init(jax.tree.map(np.float32, PARAMS)), rows
     )  # which also compares the ranks
-    assert sent
-    sent.clear()
+    assert messages
+    messages.clear()
     for _ in range(3):
         state, _ = step.no_sync(state, rows)
-    assert sent == []
+    assert messages == []
     step(state, rows)
     assert (
-        sent
+        messages
         == ["inside" if schedule == "fused" else "all_reduce"] * 3
-        == sent[:1] * len(step.plan.buckets)
+        == messages[:1] * len(step.plan.buckets)
     )
 
 
@@ -161,10 +157,10 @@ def test_xla_puts_no_collective_into_no_sync_either(group):
     )
     second, _ = step.no_sync(first, rows)
     for state in (first, second):
-        held = step.settled.accumulate.lower(
+        lowered = step.settled.accumulate.lower(
             state._replace(accumulated=None), [], state.accumulated, rows
         )
-        text = held.compile().as_text() or ""
+        text = lowered.compile().as_text() or ""
         assert " while(" in text and not MESSAGE.search(text)
     assert MESSAGE.search(step.lower(second, rows).compile().as_text() or "")
 
@@ -178,16 +174,17 @@ def by_hand(
     """Mean gradient at PARAMS over all rows, each replica with its own buffers; and the buffers
     after each call."""
     gradient = jax.jit(jax.value_and_grad(running, has_aux=True))
-    grads, history = [], []
+    grads = []
+    history = []
     for part in rows:
-        for k, own in enumerate(np.split(part, REPLICAS)):
-            for micro in np.split(own, steps):
+        for k, local_rows in enumerate(np.split(part, REPLICAS)):
+            for micro in np.split(local_rows, steps):
                 (_, (model_states[k], _)), grad = gradient(
                     PARAMS, micro, model_state=model_states[k]
                 )
                 grads.append(grad)
         history.append(list(model_states))
-    return jax.tree.map(lambda *parts: sum(parts) / len(parts), *grads), history
+    return jax.tree.map(lambda *leaf_grads: sum(leaf_grads) / len(leaf_grads), *grads), history
 
 
 @SCHEDULES
@@ -200,7 +197,8 @@ def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadca
         "bucket_cap_mb": 0,
     }
     step = fddp.train_step(running, optax.sgd(1.0), group=group(REPLICAS), **options)
-    start, rows = np.ones(3), list(batches(3))
+    start = np.ones(3)
+    rows = list(batches(3))
     state = step.init(PARAMS, model_state=start)
     grads, history = by_hand(rows, [start] * REPLICAS, steps=2)
     for part, buffers in zip(rows[:-1], history):
@@ -208,22 +206,23 @@ def test_buffers_are_not_broadcast_before_the_step(group, x64, schedule, broadca
         assert state.accumulated is not None
         close(np.asarray(state.accumulated.model_state), np.stack(buffers))
         assert len(np.unique(state.accumulated.model_state, axis=0)) == REPLICAS
-        assert bits(shards(state.model_state)) == [start.tobytes()] * REPLICAS
+        assert bits(on_each_device(state.model_state)) == [start.tobytes()] * REPLICAS
     state, _ = step(state, rows[-1])
     last = [np.asarray(x) for x in history[-1]]
-    close(shards(state.model_state), [last[0]] * REPLICAS if broadcast else last)
+    close(on_each_device(state.model_state), [last[0]] * REPLICAS if broadcast else last)
     close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
 
 
 def test_in_turns_with_steps_nothing_is_checked_anew(
     group: Callable[[int], fddp.Group], monkeypatch: Any
 ):
-    """What a call is given differs from what the next one is; to look through a large state takes
-    its time."""
+    """The arguments of a call differ from those of the next; a check of a large state would take
+    long."""
     checked = []
-    monkeypatch.setattr("fddp.step.settle.check_params", lambda *given: checked.append(given))
+    monkeypatch.setattr("fddp.step.settle.check_params", lambda *args: checked.append(args))
     step = fddp.train_step(first_column, ADAM, group=group(2))
-    state, rows = step.init(PARAMS), np.ones((ROWS, 3))
+    state = step.init(PARAMS)
+    rows = np.ones((ROWS, 3))
     for _ in range(3):
         for call in (step.no_sync, step.no_sync, step):
             state, _ = call(state, rows)

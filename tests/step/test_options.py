@@ -1,4 +1,4 @@
-"""The options of a step as type checkers know them; how a step and its state show themselves."""
+"""The options of a step for type checkers; the printed forms of a step and its state."""
 
 import re
 import subprocess
@@ -45,9 +45,11 @@ def test_pyright_lets_every_right_call_pass_and_no_wrong_one(tmp_path: Path):
         str(CALLS),
         str(bare),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    found = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", done.stdout)
-    assert found == [("bare", str(number)) for number in wrong], done.stdout + done.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    errors = re.findall(r"/(\w+)\.py:(\d+):\d+ - error", completed.stdout)
+    assert errors == [("bare", str(number)) for number in wrong], (
+        completed.stdout + completed.stderr
+    )
 
 
 ### Options that change later
@@ -80,7 +82,9 @@ def by_hand(optimizer: Any, ignored: tuple[Any, Any]) -> Any:
         trained = {name: x for name, x in params.items() if ignore is None or not ignore(name)}
         state = optimizer.init(trained)
         for x in batches:
-            grads = jax.grad(lambda some, rest, x: two_layers(rest | some, x))(trained, params, x)
+            grads = jax.grad(lambda trainable, frozen, x: two_layers(frozen | trainable, x))(
+                trained, params, x
+            )
             updates, state = optimizer.update(grads, state, trained)
             trained = optax.apply_updates(trained, updates)
         params = params | trained
@@ -99,7 +103,7 @@ def by_hand(optimizer: Any, ignored: tuple[Any, Any]) -> Any:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("change", IGNORED)
 def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name, shard):
-    """By `step.init` of the current parameters; `with_options` works for an optimizer without
+    """`step.init` of the current parameters does it; `with_options` works for an optimizer without
     state."""
     before, after = IGNORED[change]
     optimizer = OPTIMIZERS[name]
@@ -112,8 +116,10 @@ def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name,
         with pytest.raises(ValueError, match=r"how a state is held, got ignore: use train_step"):
             step.with_options(ignore=after)
     elif name != "sgd":
-        says = r"to other trained parameters \(ignore=\).*step.init\(fddp.whole\(state.params\)\)"
-        with pytest.raises(ValueError, match=says):
+        message = (
+            r"to other trained parameters \(ignore=\).*step.init\(fddp.whole\(state.params\)\)"
+        )
+        with pytest.raises(ValueError, match=message):
             step.with_options(ignore=after)(state, ROWS[3])
     later = fddp.train_step(two_layers, optimizer, ignore=after, **options)
     phases = [(later, later.init(fddp.whole(state.params)))]
@@ -129,12 +135,12 @@ def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name,
 
 def test_a_misspelt_option_of_with_options_is_answered(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
-    says = r"fddp.TrainStep.with_options has no option .*did you mean schedule\?$"
-    with pytest.raises(TypeError, match=says):
+    message = r"fddp.TrainStep.with_options has no option .*did you mean schedule\?$"
+    with pytest.raises(TypeError, match=message):
         step.with_options(shedule="staged")  # pyright: ignore[reportCallIssue]
 
 
-### What shows
+### Printed options
 
 
 def test_a_step_shows_its_loss_its_replicas_its_schedule_and_its_buckets(group):

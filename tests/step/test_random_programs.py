@@ -17,11 +17,12 @@ from truth import by_plain_jax
 
 import fddp
 
-ROWS, WIDTH = 6, 4  # of a replica; two and three replicas divide the rows
+ROWS = 6  # of a replica; two and three replicas divide them
+WIDTH = 4
 CAP = 0.0003  # MiB: two layers
 
 
-### Collectives over the replicas, and what they are on the joined rows
+### Collectives over the replicas, and their equivalents on the joined rows
 
 # (x, axis or None, replicas) → x, changed by something that all replicas know
 Word = Callable[[Any, str | None, int], Any]
@@ -91,15 +92,15 @@ class Loop(NamedTuple):
     unroll: int
     remat: bool
     inside: Word | None
-    """What each layer does with all rows; not over a part of the replicas' rows alone."""
+    """The operation of each layer on all rows; not over a part of the replicas' rows alone."""
     results: bool
-    """Whether what each round makes is used, too."""
+    """True if the results of each round are used, too."""
 
 
 class Drawn(NamedTuple):
-    """A loss, and how it is trained."""
+    """A loss and the options of its training."""
 
-    parts: tuple[Loop | Word, ...]
+    layers: tuple[Loop | Word, ...]
     replicas: int
     options: dict[str, Any]
 
@@ -118,7 +119,7 @@ LOOPS = st.builds(
 @st.composite
 def programs(draw: Any) -> Drawn:
     """Up to three loops and five collectives, in any order."""
-    parts = draw(st.lists(LOOPS, max_size=3)) + draw(st.lists(st.sampled_from(WORDS), max_size=5))
+    layers = draw(st.lists(LOOPS, max_size=3)) + draw(st.lists(st.sampled_from(WORDS), max_size=5))
     options = draw(
         st.fixed_dictionaries(
             {
@@ -135,17 +136,17 @@ def programs(draw: Any) -> Drawn:
     )
     if "shard" in options and options["schedule"] != "eager":
         options["reshard_after_forward"] = draw(st.booleans())
-    return Drawn(tuple(draw(st.permutations(parts))), draw(st.integers(1, 3)), options)
+    return Drawn(tuple(draw(st.permutations(layers))), draw(st.integers(1, 3)), options)
 
 
 def params_of(drawn: Drawn) -> dict[str, Any]:
-    make = np.random.default_rng(len(drawn.parts)).normal
+    make = np.random.default_rng(len(drawn.layers)).normal
     stacks = {
         f"layers {at}": {
             "kernel": make(size=(part.length, WIDTH, WIDTH)) / 3,
             "bias": make(size=(part.length, WIDTH)) / 9,
         }
-        for at, part in enumerate(drawn.parts)
+        for at, part in enumerate(drawn.layers)
         if isinstance(part, Loop)
     }
     return {"first": make(size=(WIDTH, WIDTH)) / 2, "last": make(size=WIDTH)} | stacks
@@ -153,7 +154,7 @@ def params_of(drawn: Drawn) -> dict[str, Any]:
 
 def loss(drawn: Drawn, axis: str | None, params: Any, rows: Any) -> jax.Array:
     x = rows @ params["first"]
-    for at, part in enumerate(drawn.parts):
+    for at, part in enumerate(drawn.layers):
         x = (
             looped(part, params[f"layers {at}"], x, axis)
             if isinstance(part, Loop)
@@ -179,8 +180,8 @@ def looped(loop: Loop, layers: Any, x: Any, axis: str | None) -> Any:
 def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
     """Three steps take the parameters to where plain JAX takes them.
 
-    Some of these programs multiply a rounding by many thousands. By how much, plain JAX tells that
-    begins with parameters which are a rounding off.
+    Some of these programs multiply a rounding by many thousands. Plain JAX from parameters that are
+    a rounding off measures the factor.
     """
     optimizer = optax.sgd(0.01, momentum=0.9)
     batches = [
@@ -195,17 +196,17 @@ def holds(group: Callable[[int], fddp.Group], drawn: Drawn) -> None:
         state, _ = step(state, rows)
     joined = partial(loss, drawn, None)
     expected = by_plain_jax(joined, optimizer, params, batches).params
-    beside = jax.tree.map(lambda x: x * (1 + 4 * np.finfo(x.dtype).eps), params)
-    off = by_plain_jax(joined, optimizer, beside, batches).params
-    apart = max(
+    perturbed = jax.tree.map(lambda x: x * (1 + 4 * np.finfo(x.dtype).eps), params)
+    off = by_plain_jax(joined, optimizer, perturbed, batches).params
+    distance = max(
         float(np.max(np.abs(a - b)))
         for a, b in zip(jax.tree.leaves(off), jax.tree.leaves(expected))
     )
-    close(fddp.whole(state.params), expected, atol=1e-12 + 4 * apart)
+    close(fddp.whole(state.params), expected, atol=1e-12 + 4 * distance)
 
 
 def drawn_often(count: int) -> Callable[[Any], Any]:
-    """So many programs, the same ones in each run."""
+    """Three hundred programs, the same in each run."""
     return hypothesis.settings(
         max_examples=count,
         deadline=None,

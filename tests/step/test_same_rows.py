@@ -1,5 +1,4 @@
-"""Ranks that bring the same rows are told so once; what each rank tells beside a comparison may
-differ."""
+"""Ranks with the same rows are reported once; the other data in a comparison may differ."""
 
 from collections.abc import Callable
 from typing import Any
@@ -39,19 +38,21 @@ def test_of_rows_that_are_made_up_nothing_is_told(batch: Any):
 def test_rank_0_names_the_ranks_that_bring_the_same_rows(
     group: Callable[[int], fddp.Group], capfd: Any
 ):
-    same, other, nothing = digest(X), digest(X[1:]), bytes(BESIDE)
-    tell_same_rows(group(1), [same, other, nothing, same, nothing])
+    same = digest(X)
+    other_digest = digest(X[1:])
+    nothing = bytes(BESIDE)
+    tell_same_rows(group(1), [same, other_digest, nothing, same, nothing])
     words = capfd.readouterr().err
     assert (
         words.startswith("fddp: ranks 0, 3 bring the same first rows") and "fddp.samples" in words
     )
-    tell_same_rows(group(1), [same, other, nothing, nothing])
+    tell_same_rows(group(1), [same, other_digest, nothing, nothing])
     assert capfd.readouterr().err == ""
 
 
 def test_what_travels_beside_a_comparison_comes_back_filled_up(group: Callable[[int], fddp.Group]):
-    assert verify_beside(group(1), "nothing", list, list, lambda found: b"abc") == (
+    assert verify_beside(group(1), "nothing", list, list, lambda verdicts: b"abc") == (
         [],
         [b"abc" + bytes(13)],
     )
-    assert verify_beside(group(1), "nothing", list, list, lambda found: b"") == ([], [bytes(16)])
+    assert verify_beside(group(1), "nothing", list, list, lambda verdicts: b"") == ([], [bytes(16)])

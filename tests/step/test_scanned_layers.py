@@ -1,7 +1,6 @@
 """Layers under `lax.scan`: their gradients leave, and are used, slice by slice, and nothing else
 changes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import layer, net, scanned, slices, with_rng
 from trees import close
 from truth import by_plain_jax
 
@@ -35,38 +35,17 @@ def weights() -> dict[str, Any]:
     return {"in": make(size=(WIDTH, WIDTH)), "layers": stack(LAYERS), "out": make(size=(WIDTH, 2))}
 
 
-def layer(x: Any, w: Any) -> tuple[Any, None]:
-    return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
-
-
-def scanned(x: Any, layers: Any, **options: Any) -> Any:
-    return jax.lax.scan(layer, x, layers, **options)[0]
-
-
-def net(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], jax.Array]:
-    return lambda p, rows: jnp.mean((inner(rows @ p["in"], p) @ p["out"]) ** 2)
-
-
 def tied(x: Any, p: Any) -> Any:
-    """The first matrix stands in each layer as well."""
+    """The first matrix is also in each layer."""
     return jax.lax.scan(lambda x, w: layer(x @ p["in"], w), x, p["layers"])[0]
 
 
 def with_results(x: Any, p: Any) -> Any:
-    def one(x: Any, w: Any) -> tuple[Any, Any]:
+    def round_of_layer(x: Any, w: Any) -> tuple[Any, Any]:
         return (y := layer(x, w)[0]), y
 
-    x, each = jax.lax.scan(one, x, p["layers"])
-    return x + jnp.mean(each**2, 0)
-
-
-def with_rng(x: Any, p: Any) -> Any:
-    def one(carried: Any, w: Any) -> tuple[Any, None]:
-        x, key = carried
-        key, mine = jax.random.split(key)
-        return (layer(x, w)[0] * jax.random.bernoulli(mine, 0.5, (WIDTH,)), key), None
-
-    return jax.lax.scan(one, (x, jax.random.key(3)), p["layers"])[0][0]
+    x, outputs = jax.lax.scan(round_of_layer, x, p["layers"])
+    return x + jnp.mean(outputs**2, 0)
 
 
 SLICED = {
@@ -104,13 +83,9 @@ def trained(step: Any, params: Any, steps: int = 3) -> tuple[Any, Any]:
     return step, jax.device_get(state.params)
 
 
-def plain(loss: Any, optimizer: Any, params: Any, steps: int = 3, parts: int = 2) -> Any:
+def plain(loss: Any, optimizer: Any, params: Any, steps: int = 3, replicas: int = 2) -> Any:
     batches = [ROWS + k for k in range(steps)]
-    return by_plain_jax(loss, optimizer, params, batches, parts=parts).params
-
-
-def slices(step: Any) -> list[str]:
-    return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]
+    return by_plain_jax(loss, optimizer, params, batches, parts=replicas).params
 
 
 def compare(got: Any, expected: Any) -> None:
@@ -150,12 +125,12 @@ def test_stacked_layers_leave_in_slices_and_are_trained_as_by_plain_jax(
 
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])
-@pytest.mark.parametrize("made", JOINED)
+@pytest.mark.parametrize("name", JOINED)
 def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices(
-    group, x64, made, schedule
+    group, x64, name, schedule
 ):
     def pruned(x: Any, p: Any) -> Any:
-        return scanned(x, p["layers"] | {"kernel": p["layers"]["kernel"] * JOINED[made](p)})
+        return scanned(x, p["layers"] | {"kernel": p["layers"]["kernel"] * JOINED[name](p)})
 
     options = {"schedule": schedule, "bucket_cap_mb": CAP}
     step, params = trained(
@@ -167,17 +142,21 @@ def test_an_array_that_is_joined_beside_the_layers_is_not_taken_for_their_slices
 
 @pytest.mark.steps
 def test_a_stack_of_no_layers_is_trained_beside_others(group, x64):
-    def beside(x: Any, p: Any) -> Any:
+    def with_empty_stack(x: Any, p: Any) -> Any:
         return scanned(scanned(x, p["none"]), p["layers"])
 
     params = weights() | {"none": stack(0)}
     _, got = trained(
         fddp.train_step(
-            net(beside), optax.adamw(0.1), group=group(2), schedule="staged", bucket_cap_mb=CAP
+            net(with_empty_stack),
+            optax.adamw(0.1),
+            group=group(2),
+            schedule="staged",
+            bucket_cap_mb=CAP,
         ),
         params,
     )
-    compare(got, plain(net(beside), optax.adamw(0.1), params))
+    compare(got, plain(net(with_empty_stack), optax.adamw(0.1), params))
 
 
 @pytest.mark.steps
@@ -220,7 +199,9 @@ def test_slices_go_with_other_options(group, x64, options):
         weights(),
     )
     assert slices(step)
-    compare(params, plain(loss, clipped, weights(), parts=2 * options.get("accumulation_steps", 1)))
+    compare(
+        params, plain(loss, clipped, weights(), replicas=2 * options.get("accumulation_steps", 1))
+    )
 
 
 @pytest.mark.quick("staged")
@@ -239,8 +220,8 @@ def test_slices_travel_in_sixteen_bits_as_whole_stacks_do(group, schedule):
         return trained(step, jax.tree.map(np.float32, weights()))
 
     sliced, got = run(schedule)
-    whole, expected = run("fused")
-    assert slices(sliced) and not slices(whole)
+    unsliced, expected = run("fused")
+    assert slices(sliced) and not slices(unsliced)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-3), got, expected)
 
 
@@ -275,7 +256,7 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
 
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("options", "why"),
+    ("options", "reason"),
     [
         ({"schedule": "fused"}, "one program has no slices to send early"),
         (
@@ -290,8 +271,8 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_stack_travels_whole_where_slices_are_of_no_use(group, options, why):
-    del why
+def test_a_stack_travels_whole_where_slices_are_of_no_use(group, options, reason):
+    del reason
     step = fddp.train_step(
         net(SLICED["plainly"]), optax.sgd(0.1), group=group(2), **({"bucket_cap_mb": CAP} | options)
     )
@@ -330,8 +311,8 @@ def test_a_state_is_whole_whenever_somebody_looks(group, x64, schedule):
     )
     shapes = [[x.shape for x in jax.tree.leaves(state)] for state in states]
     assert all(shape == shapes[0] for shape in shapes)
-    again, _ = step(states[3], ROWS + 3)
-    compare(again.params, states[4].params)
+    resumed, _ = step(states[3], ROWS + 3)
+    compare(resumed.params, states[4].params)
 
 
 @pytest.mark.steps

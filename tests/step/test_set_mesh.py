@@ -1,4 +1,4 @@
-"""Inside of `jax.set_mesh` everything ends where it ends outside, whatever mesh is set."""
+"""Inside of `jax.set_mesh` training ends as outside, for any mesh."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +32,7 @@ Check = Callable[[fddp.Group, Path], None]
 
 
 class Context(NamedTuple):
-    """A mesh that is set, and the replicas that train inside of it."""
+    """The mesh in force, and the replicas that train inside of it."""
 
     mesh: Mesh
     group: fddp.Group
@@ -125,8 +125,11 @@ def evaluates_rows_that_are_made_under_the_mesh(group: fddp.Group, folder: Path)
 
 def group_calls(group: fddp.Group, folder: Path) -> None:
     assert group.all_reduce(np.int32(3)).tolist() == 3 and group.all_gather(4).tolist() == [4]
-    sent = group.broadcast({"key": jax.random.key(3), "x": jnp.ones(2)})
-    assert jax.random.key_data(sent["key"]).tolist() == [0, 3] and sent["x"].tolist() == [1, 1]
+    received = group.broadcast({"key": jax.random.key(3), "x": jnp.ones(2)})
+    assert jax.random.key_data(received["key"]).tolist() == [0, 3] and received["x"].tolist() == [
+        1,
+        1,
+    ]
     assert group.broadcast_object({"a": 1}) == {"a": 1} and group.subgroup([0]).size == group.size
     assert fddp.gather_rows(jnp.arange(3), group=group).tolist() == [0, 1, 2]
     assert group.hierarchical().size == group.size
@@ -162,9 +165,9 @@ def measured(group: fddp.Group, folder: Path) -> None:
 
 
 def tuned(group: fddp.Group, folder: Path) -> None:
-    alone = fddp.mesh_group(mesh_of(1, AxisType.Auto), "data")
+    single = fddp.mesh_group(mesh_of(1, AxisType.Auto), "data")
     tuning = fddp.tune(
-        first_column, OPTIMIZER, PARAMS, ROWS, group=alone, caps_mb=[0.0, 25.0], steps=1
+        first_column, OPTIMIZER, PARAMS, ROWS, group=single, caps_mb=[0.0, 25.0], steps=1
     )
     assert len(tuning.candidates) == 2
 
@@ -183,7 +186,7 @@ def joined(group: fddp.Group, folder: Path) -> None:
     close(state.params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 1).params)
 
 
-def made_by_a_function(group: fddp.Group, folder: Path) -> None:
+def state_from_function(group: fddp.Group, folder: Path) -> None:
     for shard in (None, "state"):
         step = fddp.train_step(first_column, OPTIMIZER, group=group, shard=shard)
         state = step.init(lambda: {name: jnp.asarray(x) + 1 for name, x in PARAMS.items()})
@@ -249,7 +252,16 @@ CHECKS: dict[str, Check] = {
     },
     **{
         f.__name__: f
-        for f in (group_calls, saved, audited, measured, tuned, checked, joined, made_by_a_function)
+        for f in (
+            group_calls,
+            saved,
+            audited,
+            measured,
+            tuned,
+            checked,
+            joined,
+            state_from_function,
+        )
     },
     **{f.__name__: f for f in (modules, islands, in_local_steps)},
 }
@@ -288,7 +300,7 @@ def test_a_step_is_not_compiled_again_when_a_mesh_is_set(
     assert caplog.text.count("Compiling jit") == 1
 
 
-### What lies on a mesh of the user's
+### Arrays on a mesh of the user
 
 
 def lying(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
@@ -326,7 +338,7 @@ def test_results_go_on_in_programs_of_the_groups_own_mesh(options: dict[str, Any
         params = fddp.whole(state.params)
         difference = jax.jit(lambda params, w, loss: (params["w"] - w) * loss)(params, w, info.loss)
         assert difference.shape == params["w"].shape and jax.typeof(difference) == jax.typeof(w)
-        # The loop of those who keep their own optimizer, on parameters that they have placed.
+        # A user's loop with a separate optimizer, on parameters that the user has placed.
         params = lying(PARAMS, mesh, PartitionSpec())
         opt_state = OPTIMIZER.init(params)
         gradients_of = fddp.value_and_grad(first_column, group=group)
@@ -370,13 +382,13 @@ def trained_on_ones(group: fddp.Group) -> fddp.TrainState:
 
 def test_init_takes_the_axis_of_a_mesh_that_has_its_devices(kind: AxisType):
     devices = jax.devices()
-    others = (
+    other_meshes = (
         mesh_of(2, kind),
         Mesh(np.array(devices).reshape(2, -1), ("data", "model"), axis_types=(kind,) * 2),
     )
     for mesh, axis in (
         (mesh_of(len(devices), kind), "data"),
-        *((other, "replica") for other in others),
+        *((other_mesh, "replica") for other_mesh in other_meshes),
     ):
         fddp.shutdown()
         try:

@@ -18,21 +18,24 @@ from fddp import hooks
 
 pytestmark = pytest.mark.steps
 
-REPLICAS, LAYERS, WIDTH = 4, 5, 6
+REPLICAS = 4
+LAYERS = 5
+WIDTH = 6
 RNG = np.random.default_rng(4)
 X = RNG.normal(size=(16, WIDTH)).astype(np.float32)
 PARAMS = {
     f"layer{k}": RNG.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 3 for k in range(LAYERS)
 }
-MASK, TAIL = 4 * LAYERS, 3 * 4  # a float for each leaf; loss, weight and one metric
+MASK = 4 * LAYERS  # a float for each leaf
+TAIL = 3 * 4  # loss, weight and a metric
 ONE = 4 * WIDTH**2
 
 
-def network(params: Any, x: Any, kept: Any) -> Any:
-    """A residual network whose layers are left out where `kept` is false."""
+def network(params: Any, x: Any, mask: Any) -> Any:
+    """A residual network that leaves out the layers with a false `mask`."""
     for k in range(LAYERS):
         x = x + jax.lax.cond(
-            kept[k],
+            mask[k],
             lambda x, w: jnp.tanh(x @ w),
             lambda x, w: jnp.zeros_like(x),
             x,
@@ -42,8 +45,8 @@ def network(params: Any, x: Any, kept: Any) -> Any:
 
 
 def dropping(params: Any, x: Any, *, rng: Any) -> Any:
-    kept = jax.random.bernoulli(rng, 0.5, (LAYERS,))
-    return network(params, x, kept), {"kept": jnp.sum(kept * 1.0)}
+    mask = jax.random.bernoulli(rng, 0.5, (LAYERS,))
+    return network(params, x, mask), {"kept": jnp.sum(mask * 1.0)}
 
 
 def steps(
@@ -60,7 +63,8 @@ def steps(
         find_unused_parameters=True,
         **options,
     )
-    state, infos = step.init(PARAMS, rng=fddp.Shared(key) if shared else key), []
+    state = step.init(PARAMS, rng=fddp.Shared(key) if shared else key)
+    infos = []
     for _ in range(count):
         state, info = step(state, X)
         infos.append(info)
@@ -68,9 +72,11 @@ def steps(
 
 
 def assert_same(schedule: Any, got: Any, want: Any) -> None:
-    """To the bit; but a staged step cuts its update where wires come back, and of other wires it
-    makes other programs, in which XLA may join a product and a sum that it rounds one by one
-    elsewhere."""
+    """Compares to the bit, except a staged step, which cuts its update at the arriving wires.
+
+    With other wires it compiles other programs, in which XLA may fuse a product and a sum that it
+    rounds one by one elsewhere.
+    """
     tolerances: dict[str, Any] = (
         {"rtol": 1e-6, "atol": 3e-8} if schedule == "staged" else {"rtol": 0, "atol": 0}
     )
@@ -86,12 +92,12 @@ def test_layers_that_all_replicas_drop_are_not_sent_and_nothing_else_changes(gro
     state, infos = steps(group, True, schedule, skip_all_reduce_unused_params=True)
     plain, plain_infos = steps(group, True, schedule)
     assert_same(schedule, state.params, plain.params)
-    kept = [int(info.aux["kept"]) for info in infos]
-    assert len(set(kept)) > 1 and min(kept) < LAYERS
-    for info, plain_info, layers in zip(infos, plain_infos, kept):
+    layer_counts = [int(info.aux["kept"]) for info in infos]
+    assert len(set(layer_counts)) > 1 and min(layer_counts) < LAYERS
+    for info, plain_info, layers in zip(infos, plain_infos, layer_counts):
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + layers * ONE)
         assert int(plain_info.sent.sum()) == on_the_wire(MASK + TAIL + LAYERS * ONE)
-        # Whole layers: their sums are there or not; what tells of them travels alone.
+        # Whole layers: their sums are present or not; the flags for them travel alone.
         assert (
             sorted(info.sent.tolist()[:-1]) == [0] * (LAYERS - layers) + [on_the_wire(ONE)] * layers
         )
@@ -113,7 +119,7 @@ def test_a_layer_that_one_replica_keeps_is_sent(group, schedule):
 
 
 def test_used_once_in_a_step_is_used(group):
-    """By one of the micro-batches, or in a call of no_sync."""
+    """One of the micro-batches uses it, or a call of no_sync."""
     several: dict[str, Any] = {"accumulation_steps": 2}
     for options in (several, {}):
         step = fddp.train_step(
@@ -140,30 +146,36 @@ def test_used_once_in_a_step_is_used(group):
 
 def test_a_shared_key_draws_alike_on_all_replicas_and_anew_in_each_step(group):
     def loss(w: Any, x: Any, *, rng: Any) -> Any:
-        mine, ours = (jax.random.uniform(rng[name]) for name in ("own", "shared"))
-        return jnp.mean(w * x), {"own": mine, "own²": mine**2, "shared": ours, "shared²": ours**2}
+        local_draw, shared_draw = (jax.random.uniform(rng[name]) for name in ("own", "shared"))
+        return jnp.mean(w * x), {
+            "own": local_draw,
+            "own²": local_draw**2,
+            "shared": shared_draw,
+            "shared²": shared_draw**2,
+        }
 
     keys = {"own": jax.random.key(1), "shared": fddp.Shared(jax.random.key(2))}
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), has_aux=True)
-    state, seen = step.init(np.float32(1), rng=keys), []
+    state = step.init(np.float32(1), rng=keys)
+    draws = []
     for _ in range(2):
         state, info = step(state, np.ones(4, np.float32))
         variance = {name: float(info.aux[f"{name}²"] - info.aux[name] ** 2) for name in keys}
         assert variance["own"] > 1e-3 and abs(variance["shared"]) < 1e-6
-        seen.append(float(info.aux["shared"]))
-    assert seen[0] != seen[1]
+        draws.append(float(info.aux["shared"]))
+    assert draws[0] != draws[1]
 
 
 def test_dropped_layers_and_hooks_go_together(group):
     both = {"skip_all_reduce_unused_params": True, "hook": hooks.bf16()}
-    ends = {
+    results = {
         schedule: steps(group, True, schedule, **both) for schedule in ("fused", "staged", "after")
     }
-    for info in ends["fused"][1]:
+    for info in results["fused"][1]:
         layers = int(info.aux["kept"])
         assert int(info.sent.sum()) == on_the_wire(MASK + TAIL + layers * ONE / 2)
-    for schedule, (state, _) in ends.items():
-        assert_same(schedule, state.params, ends["fused"][0].params)
+    for schedule, (state, _) in results.items():
+        assert_same(schedule, state.params, results["fused"][0].params)
 
 
 def test_it_needs_to_know_what_is_used():

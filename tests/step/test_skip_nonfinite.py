@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite change nothing, on any replica, and who made them so is
+"""Steps with gradients that are not finite change nothing on any replica, and their origin is
 named."""
 
 from collections.abc import Callable
@@ -15,19 +15,20 @@ import fddp
 from fddp.hlo import find_collectives, parse
 
 START = {"bias": np.zeros(3, np.float32), "root": np.ones((), np.float32)}
-WELL, ILL = np.full((4, 3), 0.5, np.float32), np.array([[1, 1, 1]] * 3 + [[0, 1, 1]], np.float32)
+WELL = np.full((4, 3), 0.5, np.float32)
+ILL = np.array([[1, 1, 1]] * 3 + [[0, 1, 1]], np.float32)
 
 
 def loss_fn(params: Any, x: Any, *, model_state: Any) -> Any:
-    """Finite, but for a row that begins with 0 the derivative by `root` is infinite; BatchNorm's
-    mean goes along."""
+    """The loss is finite, but the derivative by `root` is infinite for a row that begins with 0;
+    BatchNorm's mean moves too."""
     loss = jnp.mean(jnp.sqrt(params["root"] * x[:, 0])) + jnp.mean((params["bias"] - x) ** 2)
     return loss, (0.9 * model_state + jnp.mean(x), None)
 
 
 def make(group: fddp.Group, **options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
-    given: Any = {"skip_nonfinite": True, "bucket_cap_mb": 0} | options
-    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group, **given)
+    settings: Any = {"skip_nonfinite": True, "bucket_cap_mb": 0} | options
+    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group, **settings)
     return step, step.init(START, model_state=np.float32(0))
 
 
@@ -42,16 +43,16 @@ def bits(state: fddp.TrainState) -> list[bytes]:
 def test_training_goes_on_as_if_the_batch_had_not_been(
     group: Any, schedule: str, accumulation_steps: int
 ):
-    ends = []
+    results = []
     for batches in ([WELL, ILL, 2 * WELL], [WELL, 2 * WELL]):
         step, state = make(group(2), schedule=schedule, accumulation_steps=accumulation_steps)
         skipped = list[bool]()
         for x in batches:
             state, info = step(state, x)
             skipped.append(bool(info.skipped))
-        ends.append((bits(state), int(state.step), skipped, step.stats().skipped_steps))
-    assert ends[0] == (ends[1][0], 3, [False, True, False], 1)
-    assert ends[1][1:] == (2, [False, False], 0)
+        results.append((bits(state), int(state.step), skipped, step.stats().skipped_steps))
+    assert results[0] == (results[1][0], 3, [False, True, False], 1)
+    assert results[1][1:] == (2, [False, False], 0)
 
 
 def test_without_the_option_it_poisons_everything(group: Callable[[int], fddp.Group]):
@@ -124,15 +125,15 @@ def test_a_loss_scale_goes_down_all_the_same(group: Callable[[int], fddp.Group])
 
 
 def test_it_costs_no_further_collective(group: Callable[[int], fddp.Group]):
-    found = []
+    operations = []
     for skip in (False, True):
         step, state = make(group(2), skip_nonfinite=skip, schedule="fused")
-        found.append(
+        operations.append(
             list(
                 map(str, find_collectives(parse(step.lower(state, WELL).compile().as_text() or "")))
             )
         )
-    assert found[0] == found[1] != []
+    assert operations[0] == operations[1] != []
 
 
 def test_where_there_is_no_step_there_is_none_to_skip():

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from problems import square
-from trees import same_bits
+from trees import on_each_device, same_bits
 
 import fddp
 from fddp.jaxpr import refuse_deleted
@@ -20,14 +20,6 @@ from fddp.jaxpr import refuse_deleted
 pytestmark = pytest.mark.steps
 
 X = np.arange(16, dtype=np.float32) / 8
-
-
-def shards(x: jax.Array) -> list[Any]:
-    """What each replica has, in order."""
-    return [
-        np.asarray(shard.data)
-        for shard in sorted(x.addressable_shards, key=lambda shard: shard.device.id)
-    ]
 
 
 @pytest.fixture
@@ -53,7 +45,7 @@ def test_loss_and_metrics_are_means_over_all_rows(group, n, steps):
     np.testing.assert_allclose(info.aux["mean"], np.mean(X), rtol=1e-6)
     np.testing.assert_allclose(info.aux["parts"], np.array([np.mean(X**3), 0.5]), rtol=1e-6)
     np.testing.assert_allclose(state.params, 0.5 * np.mean(X), rtol=1e-6)
-    assert len({x.tobytes() for x in shards(info.loss)}) == 1
+    assert len({x.tobytes() for x in on_each_device(info.loss)}) == 1
 
 
 def test_losses_of_16_bits_are_averaged_in_32(make):
@@ -81,23 +73,29 @@ def start() -> dict[str, Any]:
 def test_buffers_are_those_of_replica_0_at_the_next_forward(make):
     step = make(averaging)
     state = step.init(np.float32(0), model_state=start())
-    first, others = np.mean(X[:4]), [np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)]
+    first = np.mean(X[:4])
+    local_means = [np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)]
     for mean, count in ((first, 2**24 + 1), (1.5 * first, 2**24 + 2)):
-        before, w = state.model_state["mean"], state.params
-        expected = np.mean((X - np.asarray(w)) ** 2) + 0.5 * np.asarray(before) + np.mean(others)
+        before = state.model_state["mean"]
+        w = state.params
+        expected = (
+            np.mean((X - np.asarray(w)) ** 2) + 0.5 * np.asarray(before) + np.mean(local_means)
+        )
         state, info = step(state, X)
-        np.testing.assert_allclose(shards(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
-        assert shards(state.model_state["count"]) == [count] * 4
+        np.testing.assert_allclose(on_each_device(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
+        assert on_each_device(state.model_state["count"]) == [count] * 4
         np.testing.assert_allclose(info.loss, expected, rtol=1e-6)
 
 
 def test_without_broadcasts_every_replica_keeps_its_own_buffers(make):
     step = make(averaging, broadcast_buffers=False)
     state = step.init(np.float32(0), model_state=start())
-    own = np.array([np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)])
+    local_means = np.array([np.mean(X[k : k + 4]) for k in (0, 4, 8, 12)])
     for factor in (1, 1.5, 1.75):
         state, _ = step(state, X)
-        np.testing.assert_allclose(shards(state.model_state["mean"]), factor * own, rtol=1e-6)
+        np.testing.assert_allclose(
+            on_each_device(state.model_state["mean"]), factor * local_means, rtol=1e-6
+        )
 
 
 def test_buffers_go_through_micro_batches_and_no_sync_in_order(make):
@@ -108,7 +106,7 @@ def test_buffers_go_through_micro_batches_and_no_sync_in_order(make):
     mean = 0.0
     for part in (X[:2], X[2:4], X[:2], X[2:4]):
         mean = 0.5 * mean + np.mean(part)
-    np.testing.assert_allclose(shards(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
+    np.testing.assert_allclose(on_each_device(state.model_state["mean"]), [mean] * 4, rtol=1e-6)
     assert int(state.model_state["count"]) == 2**24 + 4
 
 
@@ -116,8 +114,9 @@ def test_buffers_go_through_micro_batches_and_no_sync_in_order(make):
 
 
 def noting(w: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
-    """Writes down the key of each call."""
-    keys, at = model_state["keys"], model_state["at"]
+    """Records the key of each call."""
+    keys = model_state["keys"]
+    at = model_state["at"]
     return square(w, x), ({"keys": keys.at[at].set(jax.random.key_data(rng)), "at": at + 1}, None)
 
 
@@ -129,15 +128,15 @@ def test_keys_are_folded_with_step_then_micro_batch_then_replica(make):
     state, _ = step(state, X)  # step 0: micro-batches 0, 1
     state, _ = step.no_sync(state, X)  # step 1: 0, 1
     state, _ = step(state, X)  # still step 1: 2, 3
-    seen = shards(state.model_state["keys"])
+    keys = on_each_device(state.model_state["keys"])
     fold = jax.random.fold_in
     for replica in range(4):
         expected = [
             jax.random.key_data(fold(fold(fold(rng, number), micro), replica))
             for number, micro in ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (1, 3))
         ]
-        same_bits(seen[replica], np.stack(expected))
-    assert len(np.unique(np.concatenate(seen), axis=0)) == 24
+        same_bits(keys[replica], np.stack(expected))
+    assert len(np.unique(np.concatenate(keys), axis=0)) == 24
     same_bits(jax.random.key_data(state.rng), jax.random.key_data(rng))
 
 
@@ -161,12 +160,12 @@ def test_the_same_key_gives_the_same_run(make, key):
 def test_a_step_gives_up_the_state_but_never_what_the_user_passed_to_init(make):
     loss = lambda w, x, *, model_state, rng: (square(w["a"], x), (model_state, None))  # noqa: E731
     step = make(loss, optax.adam(0.1))
-    mine: Any = ({"a": jnp.float32(1)}, jnp.ones(2), jax.random.key(1))
-    state = step.init(mine[0], model_state=mine[1], rng=mine[2])
+    inputs: Any = ({"a": jnp.float32(1)}, jnp.ones(2), jax.random.key(1))
+    state = step.init(inputs[0], model_state=inputs[1], rng=inputs[2])
     after, _ = step(state, X)
     assert all(x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)))
-    assert not any(x.is_deleted() for x in jax.tree.leaves((mine, after)))
-    assert float(mine[0]["a"]) == 1
+    assert not any(x.is_deleted() for x in jax.tree.leaves((inputs, after)))
+    assert float(inputs[0]["a"]) == 1
 
 
 def test_without_donation_a_state_can_be_used_again(make):
@@ -180,16 +179,16 @@ def test_without_donation_a_state_can_be_used_again(make):
 
 
 def test_a_used_up_state_that_numpy_still_looks_at_is_no_other(group):
-    """What NumPy looks at stays, on the first device alone."""
+    """Arrays that NumPy looks at stay, on the first device only."""
     step = fddp.train_step(square, optax.adam(0.1), group=group(4))
     state, _ = step(step.init(np.ones(16, np.float32)), X[:, None])
-    seen = jax.tree.map(np.asarray, state)
+    views = jax.tree.map(np.asarray, state)
     later, _ = step(state, X[:, None])
     for call in (refuse_deleted, lambda state: step(state, X[:, None])):
         with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
             call(state)
     step(later, X[:, None])
-    assert int(seen.step) == 1
+    assert int(views.step) == 1
 
 
 @pytest.mark.parametrize("n", [1, 4])
@@ -228,15 +227,16 @@ def test_numbers_and_arrays_that_a_user_puts_into_a_state_are_taken(make, schedu
         "one array": state._replace(params=np.asarray(state.params)),
     }
     assert same["a number"].opt_state.hyperparams["learning_rate"] == 0.5
-    for how, given in same.items():
-        assert jax.tree.structure(given) == jax.tree.structure(state), how
-        same_bits(step(given, X[:, None]), expected)
-        accumulated, _ = step.no_sync(given, X[:, None])
-        assert accumulated.accumulated is not None, how
+    for case_name, same_state in same.items():
+        assert jax.tree.structure(same_state) == jax.tree.structure(state), case_name
+        same_bits(step(same_state, X[:, None]), expected)
+        accumulated, _ = step.no_sync(same_state, X[:, None])
+        assert accumulated.accumulated is not None, case_name
 
 
 def test_value_and_grad_leaves_its_arguments_alone(group):
-    w, x = jnp.float32(1), jnp.asarray(X)
+    w = jnp.float32(1)
+    x = jnp.asarray(X)
     f = fddp.value_and_grad(square, group=group(4))
     same_bits(f(w, x), f(w, x))
     assert not w.is_deleted() and not x.is_deleted()
@@ -257,9 +257,9 @@ def keeping(average: Callable[[Any, Any], Any]) -> optax.GradientTransformation:
 @pytest.mark.parametrize(
     ("average", "expected"),
     [
-        (lambda kept, new: 0.5 * kept + 0.5 * new, 0.6875),
-        (lambda kept, new: new, 0.875),
-        (lambda kept, new: kept, 0.0),
+        (lambda buffer, new: 0.5 * buffer + 0.5 * new, 0.6875),
+        (lambda buffer, new: new, 0.875),
+        (lambda buffer, new: buffer, 0.0),
     ],
     ids=["average", "new", "first"],
 )
@@ -314,15 +314,15 @@ def test_a_state_counts_synchronized_steps(make):
 
 
 def test_fused_and_after_compute_the_same(make):
-    ends = []
+    results = []
     for schedule in ("fused", "after"):
         step = make(
             averaging, optax.adam(0.1), schedule=schedule, accumulation_steps=2, bucket_cap_mb=0
         )
         state, _ = step.no_sync(step.init(np.float32(0), model_state=start()), X)
         state, _ = step(state, X)
-        ends.append(step(state, X))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *ends)
+        results.append(step(state, X))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *results)
 
 
 @pytest.mark.parametrize("schedule", ["fused", "staged", "eager", "after"])

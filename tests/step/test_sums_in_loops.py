@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_net import net
 from test_scanned_layers import (
     CAP,
     LAYERS,
     ROWS,
     SLICED,
     compare,
-    net,
     plain,
     stack,
     trained,
@@ -27,7 +27,7 @@ from fddp.hlo import parse, sends, work
 
 
 def overlapping(group: Any) -> Any:
-    """The same replicas, taken for ones whose programs overlap, as those of GPUs do."""
+    """The same replicas, with programs that count as overlapping, like those of GPUs."""
     return replace(group, placement=group.placement._replace(overlaps=True))
 
 
@@ -46,11 +46,11 @@ def in_rounds(step: Any) -> dict[str, int]:
 
 
 def sums_in_loops(step: Any, params: Any) -> int:
-    """The number of loops of the compiled program that hold a sum beside products."""
+    """The number of loops of the compiled program with both a sum and products."""
     module = parse(step.lower(step.init(params), ROWS).compile().as_text())
-    lines = [some.lines for some in module.schedules() if some.loops]
-    summing = [some for some in lines if any(sends(module, line) for line, _ in some)]
-    return sum(any(work(module, line, body) for line, body in some) for some in summing)
+    lines = [schedule.lines for schedule in module.schedules() if schedule.loops]
+    summing = [loop for loop in lines if any(sends(module, line) for line, _ in loop)]
+    return sum(any(work(module, line, body) for line, body in loop) for loop in summing)
 
 
 @pytest.mark.quick(
@@ -64,7 +64,7 @@ def test_stacked_layers_are_summed_in_their_loop_as_by_plain_jax(group, x64, wri
     step, params = trained(fused(loss, optimizer, group(8)), weights())
     assert in_rounds(step) == {"layers/kernel": LAYERS, "layers/bias": LAYERS}
     assert sums_in_loops(step, weights()) == 1
-    compare(params, plain(loss, optimizer, weights(), parts=8))
+    compare(params, plain(loss, optimizer, weights(), replicas=8))
 
 
 @pytest.mark.steps
@@ -80,7 +80,7 @@ def test_what_is_pending_or_asked_of_gradients_does_not_keep_sums_out_of_the_loo
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1))
     step, params = trained(fused(loss, optimizer, group(4), **options), weights())
     assert in_rounds(step) and sums_in_loops(step, weights()) == 1
-    compare(params, plain(loss, optimizer, weights(), parts=8))
+    compare(params, plain(loss, optimizer, weights(), replicas=8))
 
 
 @pytest.mark.steps

@@ -1,4 +1,4 @@
-"""Replicas on parts of a batch arrive where one device arrives that sees all of it.
+"""Replicas on parts of a batch arrive at the parameters of one device with all of it.
 
 Five steps of every model, by SGD with momentum in float32 and by AdamW in float64, on eight
 replicas in this process and on two to four processes under MPI and Gloo. The other side is plain
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.steps
 
 
 def assert_equivalent(result: trainings.Result, run: Run) -> None:
-    expected = trainings.alone(run.model, run.rule)
+    expected = trainings.on_one_device(run.model, run.rule)
     assert jax.tree.map(form, result) == jax.tree.map(form, expected)
     assert trainings.relative_error(result, expected) <= trainings.RULES[run.rule].tolerance
 
@@ -37,9 +37,9 @@ def form(x: Any) -> tuple[Any, ...]:
 ### Eight replicas in this process
 
 
-def here(run: Run) -> ParameterSet:
-    """What other schedules make of the models is seen on processes, and SGD on the MLP: here they
-    are slow."""
+def in_this_process(run: Run) -> ParameterSet:
+    """Other schedules of the models, and SGD on the MLP, run on processes: in this process they are
+    slow."""
     quick = run.schedule == "fused" and (run.rule == "adamw" or run.model == "mlp")
     return pytest.param(run, marks=[] if quick else [pytest.mark.slow])
 
@@ -47,7 +47,7 @@ def here(run: Run) -> ParameterSet:
 @pytest.mark.quick(
     "resnet-bn-adamw-fused", "gpt-adamw-fused-2_micro_batches", "mlp-adamw-fused", "mlp-sgd-fused"
 )
-@pytest.mark.parametrize("run", [here(run) for run in RUNS], ids=str)
+@pytest.mark.parametrize("run", [in_this_process(run) for run in RUNS], ids=str)
 def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):
     with trainings.precision(run.rule):
         result = train(group(8), run, trainings.start(run.model, run.rule))
@@ -59,7 +59,7 @@ def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int
 
 
 def test_the_references_have_moved_from_their_start():
-    expected = trainings.alone("gpt", "sgd")
+    expected = trainings.on_one_device("gpt", "sgd")
     moved = jax.tree.map(
         lambda a, b: np.max(np.abs(a - b)), expected.params, trainings.start("gpt", "sgd")[0]
     )
@@ -86,8 +86,8 @@ Results = Callable[[str, int], tuple[Outcome, list[dict[str, trainings.Result]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    """`results(backend, size)`: what every rank of a job ended with; started once for all selected
-    runs."""
+    """`results(backend, size)`: the results of every rank of a job, which starts once for all
+    selected runs."""
 
     @cache
     def job(backend: str, size: int) -> tuple[Outcome, list[dict[str, trainings.Result]]]:
@@ -131,7 +131,9 @@ def test_a_training_ends_well_and_prints_nothing(backend: str, size: int, result
 )
 def test_processes_end_where_one_device_does(backend: str, size: int, run: Run, results: Results):
     _, ranks = results(backend, size)
-    ends = [rank[str(run)] for rank in ranks]
-    assert_equivalent(ends[0], run)
-    for other in ends[1:]:
-        assert jax.tree.map(np.ndarray.tobytes, other) == jax.tree.map(np.ndarray.tobytes, ends[0])
+    outcomes = [rank[str(run)] for rank in ranks]
+    assert_equivalent(outcomes[0], run)
+    for result in outcomes[1:]:
+        assert jax.tree.map(np.ndarray.tobytes, result) == jax.tree.map(
+            np.ndarray.tobytes, outcomes[0]
+        )

@@ -32,8 +32,7 @@ close = partial(trees.close, rtol=1e-12, atol=1e-14)
 
 
 def net(params: Any, batch: Any) -> Any:
-    """Mean squared error of a small net, and metrics beside it; complex and integer parameters take
-    part."""
+    """Mean squared error of a small net, and metrics; complex and integer parameters take part."""
     x = jnp.real(batch["x"] * params["phase"])
     h = jnp.tanh(x @ params["layer"]["w"] + params["layer"]["b"]) * params["layer"]["count"]
     error = h @ params["head"] - batch["y"]
@@ -44,9 +43,9 @@ def net_loss(params: Any, batch: Any) -> Any:
     return net(params, batch)[0]
 
 
-def rows(k: int, of: int = 4) -> Any:
-    """The k-th of so many parts of the batch."""
-    size = 64 // of
+def rows(k: int, count: int = 4) -> Any:
+    """Part k of `count` parts of the batch."""
+    size = 64 // count
     return jax.tree.map(lambda x: x[k * size : (k + 1) * size], BATCH)
 
 
@@ -92,13 +91,15 @@ def test_no_option_changes_the_mathematics(group, reference, schedule, options):
 
 def test_value_and_grad_passes_model_state_and_keys(group, x64):
     def loss(w: Any, x: Any, *, model_state: Any, rng: Any) -> Any:
-        kept = jax.random.bernoulli(rng, shape=x.shape)
-        return jnp.mean((x * kept - w) ** 2), (
+        mask = jax.random.bernoulli(rng, shape=x.shape)
+        return jnp.mean((x * mask - w) ** 2), (
             {"seen": model_state["seen"] + 1},
-            {"kept": jnp.mean(kept * 1.0)},
+            {"kept": jnp.mean(mask * 1.0)},
         )
 
-    w, x, key = np.float64(0.5), BATCH["y"], jax.random.key(3)
+    w = np.float64(0.5)
+    x = BATCH["y"]
+    key = jax.random.key(3)
     f = fddp.value_and_grad(loss, group=group(2), has_aux=True)
     state = {"seen": np.int32(41)}
     (value, (new, aux)), grad = f(w, x, model_state=state, rng=key)
@@ -113,7 +114,7 @@ def test_value_and_grad_passes_model_state_and_keys(group, x64):
         for k, half in enumerate(np.split(x, 2))
     ]
     mean = jax.tree.map(
-        lambda *parts: sum(parts) / 2, *[((v, a["kept"]), g) for (v, (_, a)), g in halves]
+        lambda *values: sum(values) / 2, *[((v, a["kept"]), g) for (v, (_, a)), g in halves]
     )
     close(((value, aux["kept"]), grad), mean)
     assert int(new["seen"]) == 42
@@ -126,7 +127,8 @@ def test_a_loss_with_its_own_collective_sees_the_whole_batch(group, x64):
     f = fddp.value_and_grad(
         partial(centred, over=lambda m: jax.lax.pmean(m, "replica")), group=group(4)
     )
-    w, x = np.float64(2), BATCH["y"]
+    w = np.float64(2)
+    x = BATCH["y"]
     close(f(w, x), jax.value_and_grad(partial(centred, over=lambda m: m))(w, x))
 
 
@@ -161,7 +163,7 @@ def test_no_sync_and_a_step_equal_the_joined_batch(group, reference, n, steps):
     for k in range(3):
         state, info = step.no_sync(state, rows(k))
         close(state.params, PARAMS)
-        # What this process's first replica saw, and nobody else.
+        # The buffers of this process's first replica only.
         part = jax.tree.map(lambda x: x[: 16 // n], rows(k))
         close(info.loss, net_loss(PARAMS, part))
     state, info = step(state, rows(3))
@@ -248,11 +250,11 @@ def test_no_sync_sends_nothing_itself_and_nothing_more_later(group):
     step = fddp.train_step(net_loss, optax.sgd(0.1), group=group(4))
     state = step.init(PARAMS)
     state, _ = step.no_sync(state, BATCH)
-    held = step.settled.accumulate.lower(
+    lowered = step.settled.accumulate.lower(
         state._replace(accumulated=None), [], state.accumulated, BATCH
     )
-    assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(held))
-    # And what it left adds nothing to what the next step sends.
+    assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(lowered))
+    # And its pending gradients add nothing to the next step's messages.
     assert len(all_reduces(compiled(step.lower(state, BATCH)))) == len(step.plan.buckets)
 
 

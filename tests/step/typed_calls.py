@@ -20,7 +20,7 @@ def loss_fn(w: Any, batch: Any) -> Any:
 
 
 SGD = optax.sgd(0.1)
-OPTIONS: dict[str, Any] = {"bucket_cap_mb": 4}  # read from a file, say
+OPTIONS: dict[str, Any] = {"bucket_cap_mb": 4}  # for example read from a file
 
 fddp.train_step(loss_fn, SGD)
 fddp.train_step(loss_fn, SGD, **OPTIONS)

@@ -43,21 +43,21 @@ def last_line(*records: dict[str, Any]) -> str:
 
 def test_the_first_message_that_ranks_sent_differently_is_named():
     same = [message(number) for number in range(5)]
-    for other in (message(5, name="tail"), message(5, nbytes=16)):
-        said = last_line(
-            record(0, *same, message(5), message(6)), record(1, *same, other, message(6))
+    for differing in (message(5, name="tail"), message(5, nbytes=16)):
+        line = last_line(
+            record(0, *same, message(5), message(6)), record(1, *same, differing, message(6))
         )
-        assert said.startswith("first difference, in message 5: rank 0 bucket 0, 8 bytes; rank 1 ")
+        assert line.startswith("first difference, in message 5: rank 0 bucket 0, 8 bytes; rank 1 ")
 
 
 def test_a_message_that_one_rank_never_sent_is_the_difference():
-    said = last_line(record(0, message(0), message(1, took_s=None)), record(1, message(0)))
-    assert said == "first difference, in message 1: rank 0 bucket 0, 8 bytes; rank 1 not sent"
+    line = last_line(record(0, message(0), message(1, took_s=None)), record(1, message(0)))
+    assert line == "first difference, in message 1: rank 0 bucket 0, 8 bytes; rank 1 not sent"
 
 
 def test_a_message_that_did_not_come_back_is_named():
-    said = last_line(record(0, message(7, took_s=None)), record(1, message(7, took_s=None)))
-    assert said == "message 7, bucket 0, 8 bytes, did not come back on rank 0, 1"
+    line = last_line(record(0, message(7, took_s=None)), record(1, message(7, took_s=None)))
+    assert line == "message 7, bucket 0, 8 bytes, did not come back on rank 0, 1"
 
 
 def test_what_only_some_still_remember_is_no_difference():
@@ -74,10 +74,10 @@ def test_of_a_folder_that_was_kept_only_the_newest_jobs_records_are_read(tmp_pat
     jobs = [(4, 100.5, range(4)), (4, 200.5, (0, 1, 2)), (2, 300.5, (0, 1))]
     for size, began, ranks in jobs:
         for rank in ranks:
-            told_it = record(rank, message(size), size=size) | {"began": began}
-            (tmp_path / f"rank_{rank}.json").write_text(json.dumps(told_it))
-        found = read_flights([tmp_path])
-        assert [(one["rank"], one["size"], one["began"]) for one in found] == [
+            flight_record = record(rank, message(size), size=size) | {"began": began}
+            (tmp_path / f"rank_{rank}.json").write_text(json.dumps(flight_record))
+        flights = read_flights([tmp_path])
+        assert [(flight["rank"], flight["size"], flight["began"]) for flight in flights] == [
             (rank, size, began) for rank in ranks
         ]
     (tmp_path / "rank_1.json").unlink()
@@ -87,7 +87,7 @@ def test_of_a_folder_that_was_kept_only_the_newest_jobs_records_are_read(tmp_pat
 def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
     for rank in (1, 0):
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(record(rank)))
-    assert [one["rank"] for one in read_flights([tmp_path])] == [0, 1]
+    assert [flight["rank"] for flight in read_flights([tmp_path])] == [0, 1]
     with pytest.raises(ValueError, match="no record"):
         read_flights([tmp_path / "rank_0.json", tmp_path.parent / "nothing.json"])
     messages = {"messages": [{"number": "1"}]}
@@ -115,15 +115,16 @@ def test_a_record_of_huge_numbers_and_codes_for_the_terminal_is_told_in_few_word
 
 
 def test_a_record_takes_the_place_of_a_link_and_is_for_its_owner_alone(tmp_path: Path):
-    folder, other = tmp_path / "flight", tmp_path / "other"
+    folder = tmp_path / "flight"
+    target = tmp_path / "other"
     job = {"rank": 0, "size": 1, "flight": str(folder), "began": 1.0}
-    own = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
-    write = partial(write_record, mmap(-1, SIZE), job, own, "rank 0 died")
+    head_of_rank = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
+    write = partial(write_record, mmap(-1, SIZE), job, head_of_rank, "rank 0 died")
     write()
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "rank_0.json").unlink()
-    other.write_text("mine")
-    (folder / "rank_0.json").symlink_to(other)
+    target.write_text("mine")
+    (folder / "rank_0.json").symlink_to(target)
     write()
-    assert other.read_text() == "mine"
-    assert [one["why"] for one in read_flights([folder])] == ["rank 0 died"]
+    assert target.read_text() == "mine"
+    assert [flight["why"] for flight in read_flights([folder])] == ["rank 0 died"]

@@ -1,4 +1,4 @@
-"""Claims about what a rank writes down for its watcher: `fddp.watching.recorder`."""
+"""The journal that a rank writes for its watcher: `fddp.watching.recorder`."""
 
 import os
 import subprocess
@@ -48,7 +48,8 @@ def test_no_two_records_share_a_byte():
     records += [message(number) for number in range(1, MESSAGES)]
     records.sort(key=lambda record: record.place)
     assert (
-        all(one.end <= other.place for one, other in pairwise(records)) and records[-1].end == SIZE
+        all(earlier.end <= later.place for earlier, later in pairwise(records))
+        and records[-1].end == SIZE
     )
     names = [field.name for record in records[:-MESSAGES] for field in record.fields]
     assert len(set(names)) == len(names)  # a report has them all
@@ -80,7 +81,8 @@ def test_a_step_of_all_ranks_is_told_apart_from_one_of_some():
 
 
 def test_the_pace_is_what_three_of_four_steps_take_at_least():
-    pace, clock = StepTimes(), 0.0
+    pace = StepTimes()
+    clock = 0.0
     for number in range(1 + STEPS + 1):
         clock += 1.0 if number % 2 else 0.25  # between two steps
         pace.add(clock, clock + 2.0, 1.5, hidden=False)
@@ -89,7 +91,8 @@ def test_the_pace_is_what_three_of_four_steps_take_at_least():
 
 
 def test_a_pause_is_no_pace_and_the_first_step_which_compiles_neither():
-    pace, clock = StepTimes(), 0.0
+    pace = StepTimes()
+    clock = 0.0
     for number in range(60):
         clock += 100.0 if number in (0, 25) else 0.5
         began = clock
@@ -128,17 +131,17 @@ def test_batches_that_were_added_are_told_as_of_the_last_two_calls():
 @pytest.mark.steps
 def test_a_step_of_several_programs_tells_how_long_it_computed(group: Callable[[int], fddp.Group]):
     recorder = Recorder(bytearray(SIZE))
-    own = replace(group(2), journal=recorder.journal())
+    journaled = replace(group(2), journal=recorder.journal())
     step = fddp.train_step(
-        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=own, schedule="after"
+        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=journaled, schedule="after"
     )
     state = step.init(jnp.zeros(()))
     for _ in range(STEPS):
         state, _ = step(state, jnp.ones(8))
-    told = head(recorder)
-    assert 0 < told["computing"] < told["inside"]
+    record = head(recorder)
+    assert 0 < record["computing"] < record["inside"]
     assert (
-        told["typical"] > 0
+        record["typical"] > 0
     )  # of the steps before: it is not comparable with those of the last ones
 
 
@@ -174,15 +177,16 @@ def test_the_last_messages_are_kept_with_their_times():
         with recorder.message(f"bucket {number}", 8 * number):
             assert text(recorder, SENDING) == f"bucket {number}"
     assert text(recorder, SENDING) == ""
-    kept = [message(number).read(recorder.memory) for number in range(MESSAGES)]
-    assert sorted(one["number"] for one in kept) == list(range(3, MESSAGES + 3))
-    for one in kept:
-        assert 0 < one["begin"] <= one["end"] and one["nbytes"] == 8 * one["number"]
-        assert one["name"] == f"bucket {one['number']}"
+    records = [message(number).read(recorder.memory) for number in range(MESSAGES)]
+    assert sorted(record["number"] for record in records) == list(range(3, MESSAGES + 3))
+    for record in records:
+        assert 0 < record["begin"] <= record["end"] and record["nbytes"] == 8 * record["number"]
+        assert record["name"] == f"bucket {record['number']}"
 
 
 def test_messages_of_two_threads_keep_their_own_places():
-    recorder, entered = Recorder(bytearray(SIZE)), threading.Barrier(2)
+    recorder = Recorder(bytearray(SIZE))
+    entered = threading.Barrier(2)
 
     def send(name: str) -> None:
         with recorder.message(name, 1):
@@ -193,13 +197,13 @@ def test_messages_of_two_threads_keep_their_own_places():
         thread.start()
     for thread in threads:
         thread.join()
-    kept = [message(number).read(recorder.memory) for number in range(2)]
-    assert {one["name"] for one in kept} == {"a", "b"}
-    assert all(one["end"] >= one["begin"] > 0 for one in kept)
+    records = [message(number).read(recorder.memory) for number in range(2)]
+    assert {record["name"] for record in records} == {"a", "b"}
+    assert all(record["end"] >= record["begin"] > 0 for record in records)
 
 
 class Later:
-    """An array that is on its way."""
+    """An array that is not ready yet."""
 
     ready = False
 
@@ -208,7 +212,8 @@ class Later:
 
 
 def test_a_step_that_was_launched_lasts_until_its_result_is_there():
-    recorder, result = Recorder(bytearray(SIZE)), Later()
+    recorder = Recorder(bytearray(SIZE))
+    result = Later()
     with recorder.step(1):
         recorder.launched(result)
     recorder.live()
@@ -229,8 +234,8 @@ def test_a_sign_of_life_tells_what_the_watchers_found():
 
 
 def test_another_process_never_sees_a_half_written_journal():
-    """It would take a rank that has just begun a step for one that has begun none, and has not
-    moved since the boot."""
+    """By a half-written journal a rank that has begun a step would seem not to have moved since the
+    boot."""
     file = os.memfd_create("journal")
     os.ftruncate(file, SIZE)
     memory = mmap(file, SIZE)
@@ -298,7 +303,7 @@ def test_a_training_that_goes_on_counts_from_where_it_was_saved():
 
 
 class OnItsWay:
-    """What a step will have made; over when it is told so."""
+    """The future result of a step; ready when the test sets it."""
 
     over = False
 
@@ -308,7 +313,8 @@ class OnItsWay:
 
 @pytest.mark.parametrize("end", ["finished", "failed", "left the world"])
 def test_a_script_that_has_ended_stays_so_while_its_last_step_is_under_way(end: str):
-    recorder, result = Recorder(bytearray(SIZE), 2), OnItsWay()
+    recorder = Recorder(bytearray(SIZE), 2)
+    result = OnItsWay()
     with recorder.step(2):
         recorder.launched(result)
     recorder.say(end)

@@ -1,5 +1,5 @@
-"""Ranks that die, are stopped, spin or leave early: all end, and every rank says who, where and
-why."""
+"""If ranks die, are stopped, spin or leave early, all end, and every rank names rank, place and
+reason."""
 
 import fcntl
 import hashlib
@@ -34,7 +34,7 @@ from fddp.watching.watcher.mpiexec import leave_last
 from fddp.watching.watcher.remarks import remarks
 from fddp.watching.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge, judge_alone, unheard
 
-### What the watchers conclude
+### Conclusions of the watchers
 
 GOING = {
     "steps": 52,
@@ -61,19 +61,25 @@ GOING = {
 NOW = 100.0
 
 
-def rank(number: int, **told: Any) -> dict[str, Any]:
-    return GOING | {"rank": number} | told
+def rank(number: int, **fields: Any) -> dict[str, Any]:
+    return GOING | {"rank": number} | fields
 
 
 def waiting(number: int, still: float) -> dict[str, Any]:
-    there = {"steps": 53, "calls": 56, "messages": 105, "doing": "update 1", "sending": "bucket 2"}
-    return rank(number, together=True, still=still, **there)
+    position = {
+        "steps": 53,
+        "calls": 56,
+        "messages": 105,
+        "doing": "update 1",
+        "sending": "bucket 2",
+    }
+    return rank(number, together=True, still=still, **position)
 
 
 def conclude(
-    *ranks: dict[str, Any], stall_s: float | None = 10.0, now: float = NOW
+    *ranks: dict[str, Any], stall_s: float | None = 10.0, time: float = NOW
 ) -> Verdict | None:
-    return judge({one["rank"]: one for one in ranks}, now, stall_s)
+    return judge({record["rank"]: record for record in ranks}, time, stall_s)
 
 
 def test_ranks_that_move_or_are_all_between_steps_are_well():
@@ -93,33 +99,35 @@ def test_the_first_step_may_take_any_time():
 @pytest.mark.parametrize("steps", [2, 3])
 def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_long(steps: int):
     stuck = {"stopped": True, "lifeless": 1e4, "steps": steps}
-    late = lambda still, **told: conclude(  # noqa: E731
+    verdict_after = lambda still, **fields: conclude(  # noqa: E731
         waiting(0, still) | {"steps": steps, "typical": 0.0},
-        waiting(1, still) | stuck | told,
+        waiting(1, still) | stuck | fields,
         stall_s=None,
     )
     least = PATIENCE * 30.0
-    assert late(least - 1) is None
-    first, second = late(least + 1), late(2 * least + 1)
+    assert verdict_after(least - 1) is None
+    first = verdict_after(least + 1)
+    second = verdict_after(2 * least + 1)
     assert first is not None and second is not None
     assert first.words.startswith(f"nothing has moved for 600 s: rank 1 is stopped in step {steps}")
     assert (first.end, second.end) == (False, True)
-    compiles = late(least + 1, doing="step", messages=104, stopped=False, lifeless=0.1)
+    compiles = verdict_after(least + 1, doing="step", messages=104, stopped=False, lifeless=0.1)
     assert (
         compiles is not None
         and not compiles.end
         and "If this goes on for 1200 s all ranks end" in compiles.words
     )
-    lost = late(61.0, heard=NOW - 61.0)  # its watcher is heard of in any step
+    lost = verdict_after(61.0, heard=NOW - 61.0)  # its watcher is heard of in any step
     assert lost is not None and lost.end and "rank 1 has not been heard of" in lost.words
 
 
 def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():
-    late = lambda still, heard: conclude(  # noqa: E731
+    verdict_after = lambda still, heard: conclude(  # noqa: E731
         waiting(0, still) | {"steps": 1}, rank(1, steps=0, still=0.1, heard=NOW - heard)
     )
-    assert late(11.0, 9.0) is None  # it may compile, and its watcher have stumbled
-    first, second = late(11.0, 11.0), late(21.0, 21.0)
+    assert verdict_after(11.0, 9.0) is None  # it may compile, and its watcher have stumbled
+    first = verdict_after(11.0, 11.0)
+    second = verdict_after(21.0, 21.0)
     assert first is not None and second is not None
     assert "rank 1 has not been heard of, before its first step" in first.words
     assert (first.end, second.end) == (False, True)
@@ -133,12 +141,16 @@ def test_a_rank_never_heard_of_is_named_once_the_others_wait_in_a_later_step():
 
 
 def test_who_no_longer_hears_of_rank_0_judges_alone_but_in_the_first_step():
-    late = waiting(1, 21.0)
-    for own, met in ((late, True), (late, False), (late | {"steps": 1}, True)):
-        verdict = judge_alone(own, NOW - 21.0, NOW, 10.0, met=met)
+    waiting_report = waiting(1, 21.0)
+    for report, met in (
+        (waiting_report, True),
+        (waiting_report, False),
+        (waiting_report | {"steps": 1}, True),
+    ):
+        verdict = judge_alone(report, NOW - 21.0, NOW, 10.0, met=met)
         assert verdict is not None and verdict.end
         assert "rank 0 has not been heard of, since it fell silent" in verdict.words
-    assert judge_alone(late | {"steps": 1}, NOW - 21.0, NOW, 10.0, met=False) is None
+    assert judge_alone(waiting_report | {"steps": 1}, NOW - 21.0, NOW, 10.0, met=False) is None
 
 
 def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
@@ -149,9 +161,9 @@ def test_a_rank_that_lives_between_steps_is_named_at_once_and_ended_late():
         "for bucket 2. If this "
         "goes on for 200 s all ranks end; call fddp.alive()"
     )
-    late = PATIENCE * 10.0 + 1
-    ended = conclude(waiting(0, late), rank(1, still=late))
-    assert ended is not None and ended.end and "for 200 s" in ended.words
+    patience_s = PATIENCE * 10.0 + 1
+    ended_verdict = conclude(waiting(0, patience_s), rank(1, still=patience_s))
+    assert ended_verdict is not None and ended_verdict.end and "for 200 s" in ended_verdict.words
 
 
 def test_a_rank_that_waits_in_another_call_after_one_step_is_named_too():
@@ -173,7 +185,7 @@ def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("fields", "words"),
     [
         ({"stopped": True, "lifeless": 11.0}, "rank 1 is stopped between steps 52 and 53"),
         ({"lifeless": 11.0}, "rank 1 does not run Python between steps 52 and 53 (a debugger"),
@@ -183,9 +195,11 @@ def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
         ),
     ],
 )
-def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(told: dict[str, Any], words: str):
+def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(
+    fields: dict[str, Any], words: str
+):
     first, second = (
-        conclude(waiting(0, still), rank(1, still=still, **told)) for still in (11.0, 21.0)
+        conclude(waiting(0, still), rank(1, still=still, **fields)) for still in (11.0, 21.0)
     )
     assert first is not None and second is not None
     assert words in first.words and words in second.words
@@ -219,11 +233,11 @@ def test_steps_are_those_of_the_training_and_what_a_rank_does_between_them_is_to
 
 
 def test_without_a_number_a_stall_is_30_seconds_or_ten_steps():
-    late = lambda still, typical: conclude(  # noqa: E731
+    verdict_after = lambda still, typical: conclude(  # noqa: E731
         waiting(0, still) | {"typical": typical}, rank(1, still=still), stall_s=None
     )
-    assert late(29.0, 0.01) is None and late(31.0, 0.01) is not None
-    assert late(59.0, 6.0) is None and late(61.0, 6.0) is not None
+    assert verdict_after(29.0, 0.01) is None and verdict_after(31.0, 0.01) is not None
+    assert verdict_after(59.0, 6.0) is None and verdict_after(61.0, 6.0) is not None
 
 
 def test_a_message_in_which_all_ranks_wait_is_told():
@@ -238,7 +252,7 @@ def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
         rank(0, gone=then + 0.01), rank(1, gone=then, steps=53, together=True, doing="stage 1")
     )
     assert verdict == Verdict("rank 1 died in step 53, stage 1", True)
-    assert conclude(rank(0), rank(1, gone=NOW)) is None  # who else died is not known yet
+    assert conclude(rank(0), rank(1, gone=NOW)) is None  # other deaths are not known yet
 
 
 def test_of_ranks_that_mpiexec_killed_at_once_the_one_that_did_not_wait_is_named():
@@ -279,10 +293,8 @@ def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
 
 
 def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step():
-    over, work = (
-        rank(0, doing="finished", done=True, still=1e4),
-        {"still": 1e4, "place": "evaluate (train.py:9)"},
-    )
+    over = rank(0, doing="finished", done=True, still=1e4)
+    work = {"still": 1e4, "place": "evaluate (train.py:9)"}
     waits = ", and rank 0 has finished and waits for it"
     place = "between steps 52 and 53, evaluate (train.py:9)"
     assert conclude(over, rank(1, **work)) is None
@@ -294,17 +306,18 @@ def test_ranks_that_have_finished_wait_for_a_lost_rank_no_longer_than_in_a_step(
         )
         stopped = conclude(over, rank(1, stopped=True, lifeless=so_far, **work))
         assert stopped == Verdict(f"rank 1 is stopped {place}{waits}", end)
-        held = conclude(
+        verdict = conclude(
             over, rank(1, lifeless=so_far, **work)
         )  # XLA may hold the interpreter for long
-        assert held is not None and not held.end
+        assert verdict is not None and not verdict.end
 
 
 def test_who_has_finished_waits_from_then_on_for_a_rank_long_unheard():
-    own = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
-    late = lambda still: judge_alone(own(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
-    assert late(1.0) is None and late(9.0) is None
-    first, second = late(11.0), late(21.0)
+    report_after = lambda still: rank(3, doing="finished", done=True, still=still)  # noqa: E731
+    verdict_after = lambda still: judge_alone(report_after(still), NOW - 1e4, NOW, 10.0)  # noqa: E731
+    assert verdict_after(1.0) is None and verdict_after(9.0) is None
+    first = verdict_after(11.0)
+    second = verdict_after(21.0)
     assert first is not None and second is not None
     assert (
         "rank 0 has not been heard of" in first.words
@@ -326,56 +339,56 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
     )  # it took part in that step
 
 
-### What they tell of ranks that go on
+### Remarks on ranks that go on
 
 
-def told_of(*ranks: dict[str, Any]) -> list[str]:
-    return list(remarks({one["rank"]: one for one in ranks}).values())
+def remarks_on(*ranks: dict[str, Any]) -> list[str]:
+    return list(remarks({record["rank"]: record for record in ranks}).values())
 
 
 def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
     slow = {"between": 0.001, "computing": 0.034, "typical": 0.04}
-    assert told_of(rank(0), rank(1), rank(2, **slow)) == [
+    assert remarks_on(rank(0), rank(1), rank(2, **slow)) == [
         "rank 2 is slow: its own part of a step takes 35.0 ms, 5.0 times as long as the others "
         "(7.0 ms), most of it "
         "computing"
     ]
-    (words,) = told_of(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
+    (words,) = remarks_on(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
     assert words.startswith("rank 0 is slow: its own part of a step takes 1.0 s, 147.7 times")
     assert words.endswith("most of it between steps (its input, say)")
 
 
 def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
-    one = {"computing": 0.0, "typical": 0.06}
+    times = {"computing": 0.0, "typical": 0.06}
     ranks = [
-        rank(0, inside=0.055, **one),
-        rank(1, inside=0.055, **one),
-        rank(2, inside=0.01, between=0.05, **one),
+        rank(0, inside=0.055, **times),
+        rank(1, inside=0.055, **times),
+        rank(2, inside=0.01, between=0.05, **times),
     ]
-    (words,) = told_of(*ranks)
+    (words,) = remarks_on(*ranks)
     assert words.startswith(
         "rank 2 is slow: its own part of a step takes 60.0 ms, 5.5 times as long as the others "
         "(11.0 ms)"
     )
-    assert told_of(*ranks[:2]) == []
+    assert remarks_on(*ranks[:2]) == []
 
 
 @pytest.mark.parametrize(
-    "told",
+    "fields",
     [
         {"computing": 0.017},  # less than three times
-        {"computing": 0.034, "typical": 0.2},  # nobody waits for it
+        {"computing": 0.034, "typical": 0.2},  # no rank waits for it
         {"computing": 0.034, "typical": 0.04, "steps": 19},  # not known for long
         {"computing": 0.034, "typical": 0.04, "gone": 99.0},
     ],
 )
-def test_no_other_rank_is_called_slow(told: dict[str, Any]):
-    assert told_of(rank(0), rank(1), rank(2, **told)) == []
+def test_no_other_rank_is_called_slow(fields: dict[str, Any]):
+    assert remarks_on(rank(0), rank(1), rank(2, **fields)) == []
 
 
 def test_a_few_milliseconds_that_the_operating_system_took_make_no_rank_slow():
     short = {"between": 0.0, "computing": 0.001, "inside": 0.004, "typical": 0.004}
-    assert told_of(rank(0, **short), rank(1, **short | {"computing": 0.0035})) == []
+    assert remarks_on(rank(0, **short), rank(1, **short | {"computing": 0.0035})) == []
 
 
 def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
@@ -384,14 +397,14 @@ def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
         "on each rank, or they "
         "will not have equally many steps"
     )
-    assert told_of(rank(0, added=9), rank(1, added=9)) == []
-    assert told_of(rank(0, added=6), rank(1, added=9)) == [words]
+    assert remarks_on(rank(0, added=9), rank(1, added=9)) == []
+    assert remarks_on(rank(0, added=6), rank(1, added=9)) == [words]
     waits = {"calls": 56, "steps": 52, "added": 12}  # in the next step
-    assert told_of(rank(0, added=9), rank(1, added_before=9, **waits)) == []
-    assert told_of(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
+    assert remarks_on(rank(0, added=9), rank(1, added_before=9, **waits)) == []
+    assert remarks_on(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
     assert (
-        told_of(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []
-    )  # a step that nobody remembers
+        remarks_on(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []
+    )  # a step without a record
 
 
 def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
@@ -407,7 +420,7 @@ def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
 
 @contextmanager
 def files(most: int) -> Iterator[None]:
-    """So many files may be open, until the numbers are used up."""
+    """Limits the number of open files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, before[1]))
     try:
@@ -417,15 +430,15 @@ def files(most: int) -> Iterator[None]:
 
 
 def test_a_watcher_of_more_than_1024_ranks_hears_the_last():
-    ours, theirs = socket.socketpair()
+    watcher_end, rank_end = socket.socketpair()
     with (
-        ours,
-        theirs,
+        watcher_end,
+        rank_end,
         files(2048),
-        socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD, 2000)) as last,
+        socket.socket(fileno=fcntl.fcntl(watcher_end, fcntl.F_DUPFD, 2000)) as last,
     ):
         assert wait_readable([last], 0.0) == set()
-        theirs.sendall(b"{}\n")
+        rank_end.sendall(b"{}\n")
         assert wait_readable([last], 10.0) == {last}
 
 
@@ -446,13 +459,13 @@ def test_a_watcher_that_may_open_no_more_files_goes_on_and_lets_others_in_later(
     links: Links = {}
     with (
         socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as other,
+        socket.create_connection(door.getsockname()) as connection,
     ):
         with files(3):
             welcome(door, newcomers)
         assert not newcomers
         welcome(door, newcomers)
-        proves(other, "token")
+        proves(connection, "token")
         let_in(door, newcomers, links)
         (link,) = links
         link.close()
@@ -464,12 +477,12 @@ def test_a_report_that_arrives_with_the_proof_is_read():
     links: Links = {}
     with (
         socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as other,
+        socket.create_connection(door.getsockname()) as connection,
     ):
         let_in(door, newcomers, links)
-        challenge = other.recv(32)
+        challenge = connection.recv(32)
         answer = hmac.new(b"token", challenge, hashlib.sha256).digest()
-        other.sendall(answer + b'{"rank": 1}\n')
+        connection.sendall(answer + b'{"rank": 1}\n')
         let_in(door, newcomers, links)
         (link,) = links
         assert wait_readable([link], 10.0) == {link}
@@ -494,9 +507,9 @@ def test_strangers_that_are_slow_or_silent_or_wrong_keep_no_watcher_waiting():
                 proves(stranger, "another token")
             elif number % 4 == 3:
                 stranger.sendall(b"token\n" * 100)
-        other = stack.enter_context(socket.create_connection(door.getsockname()))
+        connection = stack.enter_context(socket.create_connection(door.getsockname()))
         let_in(door, newcomers, links)
-        proves(other, "token")
+        proves(connection, "token")
         let_in(door, newcomers, links)
         assert len(links) == 1 and len(newcomers) == 5  # the silent ones still have time
         assert time.monotonic() - began < 1.0
@@ -507,7 +520,8 @@ def test_strangers_that_are_slow_or_silent_or_wrong_keep_no_watcher_waiting():
 
 
 def test_what_strangers_overhear_does_not_let_them_in():
-    token, challenge = "token", b"c" * 32
+    token = "token"
+    challenge = b"c" * 32
     assert token.encode() not in proof(token, challenge)
     assert proof(token, challenge) != proof(token, b"d" * 32)
 
@@ -515,7 +529,8 @@ def test_what_strangers_overhear_does_not_let_them_in():
 ### Real ranks
 
 TOLD_S = 60.0
-MPI, GLOO = ("mpi", 3), ("gloo", 2)
+MPI = ("mpi", 3)
+GLOO = ("gloo", 2)
 
 
 def on_ranks(
@@ -524,17 +539,18 @@ def on_ranks(
     slow: Sequence[tuple[Any, ...]] = (),
 ) -> pytest.MarkDecorator:
     """Some faults by default; the others, and each on the other backend, in the tier `slow`."""
-    others = [(GLOO if job == MPI else MPI, *rest) for job, *rest in (*quick, *slow)]
-    rest = [fault for fault in dict.fromkeys((*slow, *others)) if fault not in quick]
+    other_backend = [(GLOO if job == MPI else MPI, *fault) for job, *fault in (*quick, *slow)]
+    slow_faults = [fault for fault in dict.fromkeys((*slow, *other_backend)) if fault not in quick]
     return pytest.mark.parametrize(
-        names, [*(case(*fault) for fault in quick), *(case(*fault, slow=True) for fault in rest)]
+        names,
+        [*(case(*fault) for fault in quick), *(case(*fault, slow=True) for fault in slow_faults)],
     )
 
 
 def broken(
     folder: Path, backend: str, size: int, how: str, schedule: str = "staged"
 ) -> tuple[str, list[str]]:
-    """What all ranks of a job wrote that ends badly, and the lines of it in which they say why."""
+    """The outputs of all ranks of a failed job, and their lines with the reason."""
     env: Any = {"FDDP_FLIGHT_DIR": str(folder / "flight")}
     outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, **env)
     assert outcome.ended and outcome.codes[0] != 0
@@ -558,7 +574,7 @@ def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(
     text, lines = broken(tmp_path, backend, size, how)
     last = size - 1
     assert f"rank 0 of {size}: rank {last} died between steps 20 and 21." in lines
-    assert not any(f"rank {other} died" in line for line in lines for other in range(last))
+    assert not any(f"rank {rank} died" in line for line in lines for rank in range(last))
     assert "Traceback" not in text
 
 
@@ -575,18 +591,18 @@ def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(t
 
 
 def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
-    mpiexec, held = socket.socketpair()
+    mpiexec, link_end = socket.socketpair()
     link, first = socket.socketpair()
-    with mpiexec, held, link, first:
+    with mpiexec, link_end, link, first:
         holds = Thread(
             target=leave_last,
-            args=(held.fileno(), {link: bytearray()}, 60.0),
+            args=(link_end.fileno(), {link: bytearray()}, 60.0),
             kwargs={"abort": False},
         )
         holds.start()
         assert first.recv(1) == b""  # rank 0's watcher does not wait for this one
         assert holds.is_alive()
-        leave_last(held.fileno(), {}, 60.0, abort=True)
+        leave_last(link_end.fileno(), {}, 60.0, abort=True)
         assert mpiexec.recv(100) == b"cmd=abort exitcode=1\n"
         mpiexec.close()
         holds.join(60.0)
@@ -611,13 +627,13 @@ def test_a_rank_that_is_stuck_is_named_and_ended(
     }
     (tmp_path / "flight" / "rank_7.json").write_text(json.dumps(earlier))
     text, lines = broken(tmp_path, backend, size, how)
-    told = (
+    pattern = (
         rf"rank 0 of {size}: nothing has moved for 2 s: rank {size - 1} {says} between steps 20 "
         rf"and 21"
     )
-    told += r".*wait.* in step 21 for bucket 0 \(b\)"
-    assert any(re.match(told, line) for line in lines)
-    assert any(re.match(told.replace("for 2 s", "for 4 s"), line) for line in lines)
+    pattern += r".*wait.* in step 21 for bucket 0 \(b\)"
+    assert any(re.match(pattern, line) for line in lines)
+    assert any(re.match(pattern.replace("for 2 s", "for 4 s"), line) for line in lines)
     assert (
         f"first difference, in message 40: rank 0 bucket 0 (b), 24 bytes; rank {size - 1} not sent"
         in flight(read_flights([tmp_path / "flight"])).replace(
@@ -660,7 +676,7 @@ def test_a_rank_that_raises_leaves_a_record_of_its_messages(
 def test_a_rank_that_raises_system_exit_ends_the_others(
     backend: str, size: int, how: str, tmp_path: Path
 ):
-    """Also before its first step, when the others compare themselves with it."""
+    """The same before its first step, when the others compare themselves with it."""
     _, lines = broken(tmp_path, backend, size, how)
     steps = 20 if how == "raise_exit" else 0
     assert any(
@@ -711,7 +727,7 @@ def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
 def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
     text, _ = broken(tmp_path, "gloo", 2, "kill_0")
     assert "fddp: rank 1 of 2: rank 0 died between steps 20 and 21." in text.splitlines()[-3:]
-    # JAX's coordination service outlives rank 0, and nobody says anything else.
+    # JAX's coordination service outlives rank 0, and no rank prints anything else.
     assert [
         line
         for line in text.splitlines()
@@ -734,13 +750,15 @@ def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
     assert outcome.succeeded
     lines = "\n".join(written(tmp_path, size)).splitlines()
     for number in range(size):
-        mine = [line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")]
-        (slow,) = [line for line in mine if f"rank {size - 1} is slow" in line]
+        lines_of_rank = [
+            line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")
+        ]
+        (slow,) = [line for line in lines_of_rank if f"rank {size - 1} is slow" in line]
         assert "between steps (its input, say)" in slow
-        (more,) = [line for line in mine if "no_sync" in line]
+        (more,) = [line for line in lines_of_rank if "no_sync" in line]
         assert f"rank {size - 1} has called no_sync 1 times by step" in more
         assert more.endswith("they will not have equally many steps.")
-    # What was said last stands in the step's own numbers.
+    # The last report stands in the step's own numbers.
     assert all("slow" in output or "no_sync" in output for output in outcome.outputs)
 
 
@@ -751,18 +769,24 @@ def test_a_rank_that_is_preempted_stops_all_after_the_same_step(
 ):
     outcome = launch(backend, size, "faults.py", "preempt", "staged", folder=tmp_path)
     assert outcome.succeeded
-    first, *others = outcome.outputs
+    first, *other_outputs = outcome.outputs
     assert re.fullmatch(r"saved \d+\n", first) and int(first.split()[1]) > 20
-    assert set(others) == {first}
+    assert set(other_outputs) == {first}
 
 
 ### Where all stop
 
 
 def going(
-    asks: int, agreed: int = 0, *, told: bool = False, between_s: float = 0.1
+    asks: int, agreed: int = 0, *, announced: bool = False, between_s: float = 0.1
 ) -> dict[str, Any]:
-    return {"asks": asks, "agreed": agreed, "told": told, "between_s": between_s, "done": False}
+    return {
+        "asks": asks,
+        "agreed": agreed,
+        "told": announced,
+        "between_s": between_s,
+        "done": False,
+    }
 
 
 def test_nobody_stops_unless_a_rank_was_told_to():
@@ -770,17 +794,17 @@ def test_nobody_stops_unless_a_rank_was_told_to():
 
 
 def test_a_question_is_proposed_that_no_rank_has_reached_and_settled_when_all_agree():
-    first = stop_of({0: going(5), 1: going(6, told=True)}, Stop(0, False))
+    first = stop_of({0: going(5), 1: going(6, announced=True)}, Stop(0, False))
     assert first == Stop(6 + 1 + int(STOP_S / 0.1), False)
     assert (
-        stop_of({0: going(7, first.step), 1: going(7, told=True)}, first) == first
-    )  # one has not answered yet
-    both = {0: going(7, first.step), 1: going(8, first.step, told=True)}
+        stop_of({0: going(7, first.step), 1: going(7, announced=True)}, first) == first
+    )  # a rank has not answered yet
+    both = {0: going(7, first.step), 1: going(8, first.step, announced=True)}
     assert stop_of(both, first) == Stop(first.step, True)
     assert stop_of({}, Stop(first.step, True)) == Stop(first.step, True)
 
 
 def test_who_has_passed_a_question_gets_another():
-    late = {0: going(30, -22), 1: going(22, 22, told=True)}
-    again = stop_of(late, Stop(22, False))
-    assert again.step > 30 and not again.settled
+    late_requests = {0: going(30, -22), 1: going(22, 22, announced=True)}
+    second_stop = stop_of(late_requests, Stop(22, False))
+    assert second_stop.step > 30 and not second_stop.settled

@@ -52,16 +52,16 @@ def make(group: fddp.Group, shard: str) -> tuple[fddp.TrainStep, fddp.TrainState
 
 def digest(group: fddp.Group, state: fddp.TrainState) -> str:
     bits = hashlib.sha256()
-    whole = fddp.whole(state, group=group)
-    for x in jax.tree.leaves(whole._replace(rng=jax.random.key_data(whole.rng))):
+    gathered = fddp.whole(state, group=group)
+    for x in jax.tree.leaves(gathered._replace(rng=jax.random.key_data(gathered.rng))):
         bits.update(f"{x.dtype}{x.shape}".encode() + np.asarray(x).tobytes())
     return bits.hexdigest()
 
 
 def does(group: fddp.Group, folder: Path, word: str) -> str:
     """Saves or restores; the digest."""
-    act, saved, *other = word.split(":")
-    step, state = make(group, other[0] if other else saved)
+    act, saved, *targets = word.split(":")
+    step, state = make(group, targets[0] if targets else saved)
     with fddp.Checkpoints(folder / saved, step) as checkpoints:
         if act == "save":
             for _ in range(1 + SHARDS.index(saved)):

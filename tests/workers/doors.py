@@ -1,6 +1,6 @@
 """Ranks join a world, train a step, and print a line for their group: `doors.py HOW [WORD]`.
 
-- join: by what has started the ranks; WORD is a backend.
+- join: by the launcher of the ranks; WORD is a backend.
 - adopt: each calls `jax.distributed.initialize` before.
 - late: rank WORD, or each for `all`, uses JAX before.
 - leave: in the reverse order of their variables, at port WORD. All leave the world. Then rank 0
@@ -51,8 +51,8 @@ def join(how: str, word: str) -> fddp.Group:
 
 def leave(group: fddp.Group, mean: jax.Array) -> None:
     numbers = [int(number) for number in group.all_gather(os.getpid())]
-    others = [os.pidfd_open(number) for number in numbers if number != os.getpid()]
-    fddp.preempted()  # from now on a SIGTERM only asks the training to stop
+    processes = [os.pidfd_open(number) for number in numbers if number != os.getpid()]
+    fddp.preempted()  # from now on a SIGTERM only requests the end of the training
     time.sleep(0.5 * group.rank)
     fddp.shutdown()
     fddp.shutdown()  # no world is left
@@ -61,11 +61,11 @@ def leave(group: fddp.Group, mean: jax.Array) -> None:
     if group.rank == 2:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-    for process in others:
+    for process in processes:
         select.select([process], [], [])  # ready when the process has ended
     time.sleep(WATCHERS_S)
-    alone = fddp.init("local")
-    print(f"{alone.processes} process, {mean + jnp.ones(())}")
+    single = fddp.init("local")
+    print(f"{single.processes} process, {mean + jnp.ones(())}")
 
 
 if __name__ == "__main__":

@@ -17,17 +17,17 @@ def end(how: str, group: fddp.Group) -> None:
     if how.startswith("interrupted"):
         signal.signal(
             signal.SIGINT, signal.default_int_handler
-        )  # shells let what they start behind them ignore it
+        )  # shells let background processes ignore it
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def main(how: str, rank: str = "") -> None:
     group = fddp.init()
-    ends = group.rank == int(rank or group.size - 1) or how == "interrupted_all"
+    fails = group.rank == int(rank or group.size - 1) or how == "interrupted_all"
     step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group)
-    state = step.init(jnp.zeros(2 if how == "differ" and ends else 1))
+    state = step.init(jnp.zeros(2 if how == "differ" and fails else 1))
     for number in range(100_000):
-        if ends and number == 3:
+        if fails and number == 3:
             end(how, group)
         state, _ = step(state, np.zeros((4, 1), np.float32))
 

@@ -1,5 +1,4 @@
-"""A training whose process lives on for a while after its last step, whose end nobody waits for:
-`ends_well.py`."""
+"""A training with a process that lives on after its last step, unobserved: `ends_well.py`."""
 
 import atexit
 import time

@@ -15,8 +15,11 @@ import optax
 
 import fddp
 
-STALL_S, SLOW_S = 2.0, 0.05
-PAUSE_S, LONG_STALL_S = 1.5, 20.0  # a pause is no stall, however busy the machine is
+STALL_S = 2.0
+SLOW_S = 0.05
+# A pause is not a stall, however busy the machine is.
+PAUSE_S = 1.5
+LONG_STALL_S = 20.0
 
 
 def spin() -> None:
@@ -28,7 +31,7 @@ HOW: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(0),
-    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),  # and nobody asks fddp.preempted
+    "term": lambda: os.kill(os.getpid(), signal.SIGTERM),  # and no code calls fddp.preempted
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
     "spin": spin,
@@ -56,8 +59,8 @@ def main(how: str, schedule: Any) -> None:
         bucket_cap_mb=0,
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
-    ends = {"early": 200, "pause": 200, "slow": 80, "late": 20, "late_stop": 20}
-    for number in range(ends.get(how, 100_000)):
+    last_steps = {"early": 200, "pause": 200, "slow": 80, "late": 20, "late_stop": 20}
+    for number in range(last_steps.get(how, 100_000)):
         if broken and how == "slow" and number >= 20:
             if number == 20:
                 state, _ = step.no_sync(state, np.ones((4, 4), np.float32))

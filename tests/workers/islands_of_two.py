@@ -45,8 +45,8 @@ def first_params() -> dict[str, np.ndarray]:
 
 def main(folder: Path, *names: str) -> None:
     group = fddp.init()
-    told = {name: trained(group, folder / name, name, *CASES[name]) for name in names}
-    print(json.dumps(told))
+    results = {name: trained(group, folder / name, name, *CASES[name]) for name in names}
+    print(json.dumps(results))
 
 
 def trained(
@@ -66,33 +66,38 @@ def trained(
         **local,
     }
 
-    def made() -> fddp.TrainStep:
+    def island_step() -> fddp.TrainStep:
         return fddp.train_step(
             layer, fddp.local_steps(optax.sgd(RATE), **chosen), group=group, **options
         )
 
-    step = made()
+    step = island_step()
     state = step.init(first_params())
-    each = group.processes // 2  # ranks of an island
-    island, place = divmod(group.rank, each)
+    island_size = group.processes // 2  # ranks of an island
+    island, place = divmod(group.rank, island_size)
     start = chosen.get("start", 0)
-    mine = iter(
-        [np.split(rows, each)[place] for rows in draws(island, start + 2 * ORDER.count(island))]
+    batches_of_island = iter(
+        [
+            np.split(rows, island_size)[place]
+            for rows in draws(island, start + 2 * ORDER.count(island))
+        ]
     )
     for _ in range(start):
-        state, _ = step(state, next(mine))
+        state, _ = step(state, next(batches_of_island))
     for number, turn in enumerate(ORDER):
         if name == "restored" and number == MET:
             state = fddp.meet(step, state)
             with fddp.Checkpoints(folder / "saved", step) as checkpoints:
                 checkpoints.save(state, now=True)
-            step = made()
+            step = island_step()
             with fddp.Checkpoints(folder / "saved", step) as checkpoints:
                 state, _ = checkpoints.restore(step.init(first_params()))
         if turn == island:
-            state, _ = step(state, next(mine))  # the first one of all islands is settled together
+            state, _ = step(
+                state, next(batches_of_island)
+            )  # the first one of all islands is settled together
             wait(folder / f"{number - 1}")
-            state, _ = step(state, next(mine))
+            state, _ = step(state, next(batches_of_island))
             (folder / f"{number}").touch()
     state = fddp.meet(step, state)
     log = [line.islands for line in read_log(folder / "log") if isinstance(line, Merged)]

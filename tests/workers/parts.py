@@ -1,6 +1,6 @@
 """Two processes of two devices train a model in two parts: `parts.py`.
 
-Prints where each ends and what it holds, its subgroups, and what is refused.
+Prints the results and the memory of each, its subgroups, and the refused calls.
 """
 
 from typing import Any
@@ -41,19 +41,19 @@ def main() -> None:
     rows = np.full((4, 2), group.rank + 1.0, np.float32)
     state, _ = step(state, rows)
     state, info = step(state, rows)
-    held = {
+    copies = {
         name: [np.asarray(part.data) for part in x.addressable_shards]
         for name, x in state.params.items()
     }
-    assert all(np.ptp(parts) == 0 for parts in held.values()), "by symmetry"
-    ends = [float(parts[0].flat[0]) for parts in held.values()]
-    print(ends, float(info.loss), {name: parts[0].shape for name, parts in held.items()})
+    assert all(np.ptp(shards) == 0 for shards in copies.values()), "by symmetry"
+    results = [float(shards[0].flat[0]) for shards in copies.values()]
+    print(results, float(info.loss), {name: shards[0].shape for name, shards in copies.items()})
 
     spread = Mesh(np.array(jax.devices()).reshape(1, 4), ("replica", "part"))
     print(error_of(lambda: fddp.mesh_group(spread)))
     print("alone", group.subgroup([group.rank]).size, "backwards", group.subgroup([1, 0]).rank)
-    other = {**params, "first": placed(0.5, (2, 4), None, "part" if group.rank else None)}
-    print("parts of first" in error_of(lambda: step.init(other)))
+    misplaced = {**params, "first": placed(0.5, (2, 4), None, "part" if group.rank else None)}
+    print("parts of first" in error_of(lambda: step.init(misplaced)))
 
 
 if __name__ == "__main__":

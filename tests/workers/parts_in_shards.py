@@ -1,7 +1,7 @@
-"""Two processes of two devices share a state, whose leaves their devices hold in parts:
+"""Two processes of two devices share a state, with leaves in parts on their devices:
 `parts_in_shards.py FOLDER`.
 
-Prints the parameters that each ends with, and what its devices hold; both write and read a
+Prints the final parameters of each and the contents of its devices; both write and read a
 checkpoint in FOLDER.
 """
 
@@ -52,16 +52,16 @@ def main() -> None:
             state, _ = step(state, ROWS[4 * group.rank : 4 * group.rank + 4].astype(np.float32))
         checkpoints.save(state, now=True)
         like = step.init({name: placed(name, 0 * x) for name, x in START.items()})
-        again, _ = checkpoints.restore(like)
+        restored_state, _ = checkpoints.restore(like)
     copied = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    ends, restored = (
+    trained, restored = (
         jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(x))
-        for x in (state, again)
+        for x in (state, restored_state)
     )
-    print(json.dumps(ends.params))
+    print(json.dumps(trained.params))
     print(
         {name: x.parts.addressable_shards[0].data.size for name, x in state.params.items()},
-        restored == ends,
+        restored == trained,
     )
 
 

@@ -28,7 +28,8 @@ def main(how: str) -> None:
             raise ArithmeticError("on purpose")
         return group.transport.all_reduce(wire)
 
-    say, stages = group.journal.say, list[str]()
+    say = group.journal.say
+    stages = list[str]()
 
     def begin(doing: str) -> None:
         stages.extend([doing] * (doing == "stage 0"))
@@ -55,7 +56,8 @@ def main(how: str) -> None:
         return step, step.init([jnp.zeros(n) for n in range(1, 8 if how == "before, whole" else 4)])
 
     train, state = step()
-    errors, failed = set[str](), False
+    errors = set[str]()
+    failed = False
     for _ in range(100):
         try:
             if failed and how.startswith("new"):

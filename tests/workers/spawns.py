@@ -1,5 +1,4 @@
-"""A script that starts two ranks and waits for them, which tell their numbers and stay: `spawns.py
-FOLDER`."""
+"""Starts two ranks, which print their numbers and stay, and waits for them: `spawns.py FOLDER`."""
 
 import os
 import signal

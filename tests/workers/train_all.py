@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
     @property
     def needs_mesh(self) -> bool:
-        """Whether the loss itself has collectives: cross-replica BatchNorm."""
+        """True if the loss itself has collectives: cross-replica BatchNorm."""
         return self.model == "resnet-bn"
 
 
@@ -56,7 +56,7 @@ RUNS = [
 # A run is a second of compiling on every rank, so the jobs divide the schedules: each has one for
 # each rule.
 QUICK = {("mpi", 3): ("mlp", "gpt"), ("gloo", 2): ("resnet-gn", "resnet-bn", "bert")}
-"""Of which models a job's runs are in the default tier; all are in `slow`."""
+"""The models with runs in the default tier; all are in `slow`."""
 SCHEDULES = {
     ("mpi", 3): {"sgd": "staged", "adamw": "fused"},
     ("gloo", 2): {"sgd": "after", "adamw": "staged"},
@@ -69,14 +69,14 @@ SCHEDULES = {
 def runs(backend: str, size: int) -> list[Run]:
     """A job's share of the runs: every model by every rule."""
 
-    def mine(run: Run) -> bool:
+    def in_this_job(run: Run) -> bool:
         return (
             backend != "mpi"
             if run.needs_mesh
             else run.schedule == SCHEDULES[backend, size][run.rule]
         )
 
-    return [run for run in RUNS if mine(run)]
+    return [run for run in RUNS if in_this_job(run)]
 
 
 def train(group: fddp.Group, run: Run, start: Any) -> Result:
@@ -94,7 +94,8 @@ def train(group: fddp.Group, run: Run, start: Any) -> Result:
         first_bucket_mb=1 / 256,
         last_bucket_mb=1 / 256,
     )
-    state, losses = step.init(params, model_state=model_state), []
+    state = step.init(params, model_state=model_state)
+    losses = []
     for number in range(STEPS):
         rows = jax.tree.map(
             lambda x: np.split(x, group.processes)[group.rank], batch(run.model, number)

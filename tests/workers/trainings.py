@@ -1,5 +1,5 @@
-"""Trainings of every model in plain JAX and optax: where replicas must arrive. Nothing here knows
-of the library."""
+"""Trainings of every model in plain JAX and optax, the truth for replicas; this file does not use
+the library."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 
 class Rule(NamedTuple):
-    """How a model is trained, and how near to each other two ways to do it must end."""
+    """The options of a model's training, and the tolerance between two ways of it."""
 
     optimizer: optax.GradientTransformation
     dtype: Any
@@ -45,7 +45,7 @@ RULES = {
 
 
 class Result(NamedTuple):
-    """Where a training arrived."""
+    """The result of a training."""
 
     params: Any
     model_state: Any
@@ -55,7 +55,7 @@ class Result(NamedTuple):
 
 @contextmanager
 def precision(rule: str) -> Iterator[None]:
-    """Allows float64 where the rule asks for it, in all threads of this process."""
+    """Allows float64 in all threads of this process if the rule has it."""
     before = jax.config.read("jax_enable_x64")
     jax.config.update("jax_enable_x64", RULES[rule].dtype == jnp.float64)
     try:
@@ -76,7 +76,7 @@ def loss_fn(model: str, rule: str, axis_name: str | None = None) -> Callable[...
 
 
 def batch(model: str, step: int) -> Any:
-    """The joined batch of one step; another for each."""
+    """The joined batch of a step; another one for each."""
     package, module = MODELS[model]
     return package.batch(module, ROWS, seed=step)
 
@@ -84,7 +84,8 @@ def batch(model: str, step: int) -> Any:
 @cache
 def start(model: str, rule: str) -> tuple[Any, Any]:
     """Parameters and buffers before the first step, as numpy arrays."""
-    package, rows = MODELS[model][0], batch(model, 0)
+    package = MODELS[model][0]
+    rows = batch(model, 0)
     with precision(rule):
         init = jax.jit(
             lambda key: package.init(linen(model, rule), key, rows), compiler_options=UNOPTIMIZED
@@ -93,7 +94,7 @@ def start(model: str, rule: str) -> tuple[Any, Any]:
 
 
 @cache
-def alone(model: str, rule: str) -> Result:
+def on_one_device(model: str, rule: str) -> Result:
     """The training on one device that sees the joined batch."""
     with precision(rule):
         return _trained(loss_fn(model, rule), RULES[rule].optimizer, model, *start(model, rule))
@@ -120,7 +121,8 @@ def _trained(
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), model_state, opt_state, value
 
-    opt_state, losses = optimizer.init(params), []
+    opt_state = optimizer.init(params)
+    losses = []
     for number in range(STEPS):
         params, model_state, opt_state, value = step(
             params, model_state, opt_state, batch(model, number)
@@ -133,12 +135,12 @@ def relative_error(result: Result, expected: Result) -> float:
     """The largest max|a - b| / max|b| of any leaf: relative to the leaf, for single elements may be
     near zero.
 
-    A leaf that must be zero is, or its error is infinite; what is no number is no number here
-    either.
+    If a leaf must be zero and is not, its error is infinite; a NaN makes the error NaN.
     """
 
     def error(a: Any, b: Any) -> float:
-        off, size = float(np.max(np.abs(a - b))), float(np.max(np.abs(b)))
+        off = float(np.max(np.abs(a - b)))
+        size = float(np.max(np.abs(b)))
         return off / size if size else off and np.inf
 
     return float(np.max(jax.tree.leaves(jax.tree.map(error, result, expected))))

@@ -1,4 +1,4 @@
-"""Layout of an optimizer's state on the devices of a replica."""
+"""Maps functions over the leaves of an optimizer's state, by the parameters they belong to."""
 
 from collections.abc import Callable
 from typing import Any

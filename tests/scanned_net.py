@@ -1,0 +1,38 @@
+"""A net of residual layers under `lax.scan`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import fddp
+
+
+def layer(x: Any, w: Any) -> tuple[Any, None]:
+    return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
+
+
+def scanned(x: Any, layers: Any, **options: Any) -> Any:
+    return jax.lax.scan(layer, x, layers, **options)[0]
+
+
+def with_rng(x: Any, p: Any) -> Any:
+    """Layers with dropout, with a key in the carry."""
+
+    def round_of_layer(carried: Any, w: Any) -> tuple[Any, None]:
+        x, key = carried
+        key, layer_key = jax.random.split(key)
+        return (layer(x, w)[0] * jax.random.bernoulli(layer_key, 0.5, x.shape[-1:]), key), None
+
+    return jax.lax.scan(round_of_layer, (x, jax.random.key(3)), p["layers"])[0][0]
+
+
+def net(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], jax.Array]:
+    """The loss of a net with these inner layers."""
+    return lambda p, rows: jnp.mean((inner(rows @ p["in"], p) @ p["out"]) ** 2)
+
+
+def slices(step: fddp.TrainStep) -> list[str]:
+    """The names of the slices that a step sends."""
+    return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]
