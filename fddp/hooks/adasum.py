@@ -5,8 +5,15 @@ from jaxtyping import Array, Float
 
 from fddp.buckets import of_rows, split_into_shards
 from fddp.comm import Communicator
-from fddp.hooks.hook import GradBucket, Hook, State, nothing, split_bucket
-from fddp.hooks.narrow import is_float
+from fddp.hooks.hook import (
+    GradBucket,
+    Hook,
+    State,
+    join_leaves,
+    nothing,
+    of_floats,
+    split_leaves,
+)
 
 
 def adasum() -> Hook:
@@ -24,9 +31,8 @@ def adasum() -> Hook:
     """
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        if not is_float(bucket.buffer.dtype):
-            return comm.all_reduce(bucket.buffer), memory
-        leaves = [split_into_shards(leaf, comm.size) for leaf in split_bucket(bucket)]
+        whole_leaves = split_leaves(bucket.buffer, bucket.leaves)
+        leaves = [split_into_shards(leaf, comm.size) for leaf in whole_leaves]
         sizes = [leaf.shape[1] for leaf in leaves]
         # Row i is this replica's shard of the gradients of replica i.
         shards = comm.all_to_all(jnp.concatenate(leaves, axis=1))
@@ -39,11 +45,11 @@ def adasum() -> Hook:
         rows = jnp.split(
             comm.all_gather(shards[0].astype(bucket.buffer.dtype)), _ends(sizes), axis=1
         )
-        sums = [of_rows(row, leaf.shape).reshape(-1) for row, leaf in zip(rows, bucket.leaves)]
+        sums = (of_rows(row, leaf.shape) for row, leaf in zip(rows, bucket.leaves))
         # The step divides by the weight of all replicas, as for a sum.
-        return comm.size * jnp.concatenate(sums), memory
+        return comm.size * join_leaves(sums), memory
 
-    return Hook(nothing, apply, "adasum")
+    return of_floats(Hook(nothing, apply, "adasum"))
 
 
 def _of_pairs(

@@ -11,11 +11,13 @@ Memory = tuple[Any, ...]
 def by_message(plan: BucketPlan, hook_state: Any) -> Memory:
     """Rearranges a tree of memories, one per parameter, into the memories of each message."""
     leaves = plan.treedef.flatten_up_to(hook_state)
-    indices = [
-        () if message.bucket is None else plan.buckets[message.bucket].leaves
-        for message in plan.messages
-    ]
-    return tuple(tuple(leaves[i] for i in message_leaves) for message_leaves in indices)
+    memory = list[Any]()
+    for message in plan.messages:
+        if message.bucket is None:
+            memory.append(())
+        else:
+            memory.append(tuple(leaves[leaf] for leaf in plan.buckets[message.bucket].leaves))
+    return tuple(memory)
 
 
 def by_leaf(plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
