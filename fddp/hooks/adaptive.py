@@ -14,7 +14,7 @@ from jaxtyping import Array
 from fddp.comm import Communicator
 from fddp.hooks.coded import coded
 from fddp.hooks.codes import floats, integers, signs
-from fddp.hooks.hook import GradBucket, GradRows, Hook, State, join_leaves, of_floats
+from fddp.hooks.hook import GradBucket, GradRows, Hook, State, flat_buffer, of_floats
 from fddp.wording import check_has
 
 BLOCK = 256
@@ -76,7 +76,7 @@ def _plain(init: Callable[[jax.ShapeDtypeStruct], Any]) -> Hook:
         return [leaf["sent"] + leaf["summed"] for leaf in memory]
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        compensated = bucket.buffer + join_leaves(errors(memory))
+        compensated = bucket.buffer + flat_buffer(errors(memory))
         return comm.all_reduce(compensated), jax.tree.map(jnp.zeros_like, memory)
 
     def scatter(comm: Communicator, bucket: GradRows, memory: State) -> tuple[Array, State]:

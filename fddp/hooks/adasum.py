@@ -9,10 +9,10 @@ from fddp.hooks.hook import (
     GradBucket,
     Hook,
     State,
-    join_leaves,
+    flat_buffer,
+    leaves_of_buffer,
     nothing,
     of_floats,
-    split_leaves,
 )
 
 
@@ -31,7 +31,7 @@ def adasum() -> Hook:
     """
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        whole_leaves = split_leaves(bucket.buffer, bucket.leaves)
+        whole_leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
         leaves = [split_into_shards(leaf, comm.size) for leaf in whole_leaves]
         sizes = [leaf.shape[1] for leaf in leaves]
         # Row i is this replica's shard of the gradients of replica i.
@@ -47,7 +47,7 @@ def adasum() -> Hook:
         )
         sums = (of_rows(row, leaf.shape) for row, leaf in zip(rows, bucket.leaves))
         # The step divides by the weight of all replicas, as for a sum.
-        return comm.size * join_leaves(sums), memory
+        return comm.size * flat_buffer(sums), memory
 
     return of_floats(Hook(nothing, apply, "adasum"))
 

@@ -117,12 +117,12 @@ def is_float(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating)
 
 
-def join_leaves(leaves: Iterable[Array]) -> Shaped[Array, " n"]:
+def flat_buffer(leaves: Iterable[Array]) -> Shaped[Array, " n"]:
     """Joins leaves into a flat buffer."""
     return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
 
 
-def split_leaves(
+def leaves_of_buffer(
     buffer: Shaped[Array, " n"], leaves: Sequence[Array | jax.ShapeDtypeStruct]
 ) -> list[Array]:
     """Splits a flat buffer into arrays with the shapes of `leaves`."""
@@ -132,7 +132,7 @@ def split_leaves(
 
 def join_memory(memory: State, name: str) -> Shaped[Array, " n"]:
     """Joins the entry `name` of each leaf's memory into a flat buffer."""
-    return join_leaves([leaf[name] for leaf in memory])
+    return flat_buffer([leaf[name] for leaf in memory])
 
 
 def split_memory(
@@ -141,7 +141,7 @@ def split_memory(
     buffers: Iterable[Shaped[Array, " n"]],
 ) -> State:
     """Splits flat buffers into the memory of each leaf, a dict with a name for each buffer."""
-    entries = [split_leaves(buffer, leaves) for buffer in buffers]
+    entries = [leaves_of_buffer(buffer, leaves) for buffer in buffers]
     return tuple(dict(zip(names, values)) for values in zip(*entries))
 
 

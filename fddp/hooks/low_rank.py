@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from fddp.comm import Communicator
 from fddp.hooks.first_steps import starting
-from fddp.hooks.hook import GradBucket, Hook, State, is_float, join_leaves, split_leaves
+from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, is_float, leaves_of_buffer
 from fddp.wording import check_number, check_switch, check_whole
 
 
@@ -103,7 +103,7 @@ class _LowRank:
         return memory
 
     def apply(self, comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        leaves = split_leaves(bucket.buffer, bucket.leaves)
+        leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
         new_memory = list(memory)
         compressed = [i for i, leaf in enumerate(bucket.leaves) if self.columns(leaf)]
         plain = [i for i in range(len(leaves)) if i not in compressed]
@@ -118,7 +118,7 @@ class _LowRank:
         for i, start, m, p, q in zip(compressed, starts, matrices, bases, q_sums):
             leaves[i] = (p @ q.T).reshape(bucket.leaves[i].shape)
             new_memory[i] = self._next_memory(memory[i], start, m, p, q, leaves[i].shape)
-        return join_leaves(leaves), tuple(new_memory)
+        return flat_buffer(leaves), tuple(new_memory)
 
     def _matrix(self, form: jax.ShapeDtypeStruct, leaf: Array, memory: Any) -> Array:
         """A replica's matrix, with its error of the last step."""
@@ -182,4 +182,4 @@ def _sums(comm: Communicator, arrays: Sequence[Array]) -> list[Array]:
     """Sums arrays over replicas in one message."""
     if not arrays:
         return []
-    return split_leaves(comm.all_reduce(join_leaves(arrays)), arrays)
+    return leaves_of_buffer(comm.all_reduce(flat_buffer(arrays)), arrays)

@@ -15,7 +15,7 @@ from jaxtyping import Array
 
 from fddp.comm import Communicator
 from fddp.hooks.first_steps import one_phase
-from fddp.hooks.hook import GradBucket, Hook, State, check_hook, join_memory, split_leaves
+from fddp.hooks.hook import GradBucket, Hook, State, check_hook, join_memory, leaves_of_buffer
 from fddp.wording import check_whole
 
 
@@ -63,7 +63,7 @@ def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
         total, new_momentum, hook_memory = one_phase(
             comm, step < start, plain, through_hook, hook_memory
         )
-        leaves = zip(split_leaves(new_momentum, bucket.leaves), hook_memory)
+        leaves = zip(leaves_of_buffer(new_momentum, bucket.leaves), hook_memory)
         return total, tuple({"step": step + 1, "momentum": m, "hook": x} for m, x in leaves)
 
     return Hook(init, apply, f"momentum({hook.name}, start={start}, b1={b1})")

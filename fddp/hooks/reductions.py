@@ -29,6 +29,9 @@ from fddp.comm import (
 )
 from fddp.hooks.hook import GradBucket, Hook, State
 
+# The memory for each message of a plan; empty without a hook.
+Memory = tuple[Any, ...]
+
 
 class Asks(NamedTuple):
     """The condition for sending a message: an earlier sum is nonzero at one of these places."""
@@ -126,10 +129,7 @@ def reductions(
             return reduction
         leaves = plan.travelling(bucket)
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-
-        def apply(comm: Communicator, buffer: Array, memory: State) -> tuple[Array, State]:
-            return hook.apply(comm, GradBucket(buffer, forms, message.bucket), memory)
-
+        apply = partial(_hooked, hook, forms, message.bucket)
         return reduction._replace(apply=apply, memory=index)
 
     return tuple(reduction_of(index, message) for index, message in enumerate(plan.messages))
@@ -211,3 +211,36 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTyp
 def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
     """True if a sum is finite. Replicas have equal sums, so they agree."""
     return jnp.all(jnp.isfinite(total))
+
+
+def by_message(plan: BucketPlan, hook_state: Any) -> Memory:
+    """Rearranges a tree of memories, one per parameter, into the memories of each message."""
+    leaves = plan.treedef.flatten_up_to(hook_state)
+    memory = list[Any]()
+    for message in plan.messages:
+        if message.bucket is None:
+            memory.append(())
+        else:
+            memory.append(tuple(leaves[leaf] for leaf in plan.buckets[message.bucket].leaves))
+    return tuple(memory)
+
+
+def by_leaf(plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
+    """Returns memories to their tree: the inverse of `by_message`. Unsent leaves keep theirs."""
+    leaves = plan.treedef.flatten_up_to(hook_state)
+    for message, leaf_memories in zip(plan.messages, memory):
+        if message.bucket is not None:
+            for i, leaf_memory in zip(plan.buckets[message.bucket].leaves, leaf_memories):
+                leaves[i] = leaf_memory
+    return plan.treedef.unflatten(leaves)
+
+
+def _hooked(
+    hook: Hook,
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+    number: int,
+    comm: Communicator,
+    buffer: Shaped[Array, " n"],
+    memory: State,
+) -> tuple[Array, State]:
+    return hook.apply(comm, GradBucket(buffer, leaves, number), memory)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fddp.comm import Communicator
-from fddp.hooks.hook import GradBucket, Hook, State, join_leaves, of_floats, split_leaves
+from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, leaves_of_buffer, of_floats
 from fddp.wording import check_number, check_switch
 
 
@@ -64,8 +64,8 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
         buffer = bucket.buffer
         if not error_feedback:
             return reduce(comm, buffer)[0], memory
-        compensated = buffer + join_leaves(memory)
+        compensated = buffer + flat_buffer(memory)
         total, payload = reduce(comm, compensated)
-        return total, tuple(split_leaves(compensated - payload, bucket.leaves))
+        return total, tuple(leaves_of_buffer(compensated - payload, bucket.leaves))
 
     return of_floats(Hook(init, apply, f"topk({ratio}, error_feedback={error_feedback})"))
