@@ -25,6 +25,6 @@ from fddp.optim.quorum import Arrival as Arrival
 from fddp.optim.quorum import Quorum as Quorum
 from fddp.optim.quorum import due_at as due_at
 from fddp.optim.recorded import recorded as recorded
-from fddp.optim.skipped import skipped as skipped
+from fddp.optim.recorded import skipped as skipped
 from fddp.optim.updates import check_needs as check_needs
 from fddp.optim.updates import update as update
