@@ -15,9 +15,9 @@ from fddp.comm.agreement import shortened as shortened
 from fddp.comm.agreement import verify as verify
 from fddp.comm.agreement import verify_beside as verify_beside
 from fddp.comm.allgatherv import gather_bytes as gather_bytes
-from fddp.comm.by_level import Level as Level
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
+from fddp.comm.communicator import Level as Level
 from fddp.comm.communicator import add_bytes as add_bytes
 from fddp.comm.communicator import add_rows as add_rows
 from fddp.comm.communicator import all_reduce_bytes as all_reduce_bytes

@@ -91,14 +91,18 @@ def described(title: str, tree: PyTree) -> list[str]:
 
 def shortened(lines: Sequence[str], between: str = "; ", most: int = 6) -> str:
     """Joins the first `most` lines, and counts the remaining ones."""
-    more = f", and {len(lines) - most} more" if len(lines) > most else ""
-    return between.join(lines[:most]) + more
+    text = between.join(lines[:most])
+    if len(lines) > most:
+        text += f", and {len(lines) - most} more"
+    return text
 
 
 def _form(x: Any) -> str:
     if isinstance(x, PartitionSpec):
         return str(x)
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+    if hasattr(x, "dtype"):
+        return f"{x.dtype}{list(x.shape)}"
+    return type(x).__name__
 
 
 def _disagreement(subject: str, reports: list[dict[str, Any]], most: int = 6) -> Exception:

@@ -34,12 +34,11 @@ def gather_in_pieces(
 
 def _length(x: Array, piece_bytes: int | None) -> int:
     """Returns the number of elements of a piece, equal for all pieces."""
-    length = x.shape[-1]
-    return (
-        -(-length // max(1, -(-length * x.dtype.itemsize // piece_bytes)))
-        if piece_bytes and length
-        else max(1, length)
-    )
+    length = max(1, x.shape[-1])
+    if piece_bytes is None:
+        return length
+    pieces = max(1, -(-length * x.dtype.itemsize // piece_bytes))
+    return -(-length // pieces)
 
 
 def _cut(x: Array, piece_bytes: int | None) -> Array:
@@ -50,4 +49,6 @@ def _cut(x: Array, piece_bytes: int | None) -> Array:
 
 def _each(f: Callable[[Array], Array], pieces: Array) -> Array:
     """Applies a collective to pieces in order: two at once would mix on one communicator."""
-    return f(pieces[0])[None] if len(pieces) == 1 else jax.lax.map(f, pieces)
+    if len(pieces) == 1:
+        return f(pieces[0])[None]
+    return jax.lax.map(f, pieces)

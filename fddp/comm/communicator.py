@@ -6,7 +6,7 @@ All traffic inside a program goes through a `Communicator`; `count_bytes` counts
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,26 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, Shaped, UInt32
 
-from fddp.comm.by_level import ByLevel, Level
-
 MOST = 2**32 - 1
+# The replicas of a collective: all of a group, or subsets of them. Where sums go over nodes first,
+# the subsets are the replicas of one node, and the replicas at one position on each node.
+Level: TypeAlias = Literal["all", "shards", "node", "network", "neighbours"]
+Carrier = TypeVar("Carrier")
+
+
+class ByLevel(NamedTuple, Generic[Carrier]):
+    """Collectives of one replica at each level below all replicas."""
+
+    shards: Carrier
+    """All replicas, with parts per node: a sum that is scattered over a node continues between
+    nodes."""
+    node: Carrier
+    """The replicas of this replica's node."""
+    network: Carrier
+    """The replicas at this replica's position, one on each node."""
+    neighbours: Carrier | None = None
+    """The replicas at this replica's position, one in each island of its node; None: a node is one
+    island, see `islands_in_nodes`."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +77,14 @@ class Communicator:
         """Selects the collectives of a level.
 
         Args:
-          level: the replicas that take part; see `fddp.comm.by_level`.
+          level: the replicas that take part; see `ByLevel`.
 
         Returns:
           Their communicator; this one, if all replicas are one node.
         """
-        return self if level == "all" or self.levels is None else getattr(self.levels, level)
+        if level == "all" or self.levels is None:
+            return self
+        return getattr(self.levels, level)
 
 
 def axis_communicator(
@@ -82,11 +101,14 @@ def axis_communicator(
 
     def replica_index() -> Array:
         index = jax.lax.axis_index(axis_name)
-        return (
-            index
-            if among is None
-            else jnp.asarray(np.argsort(np.ravel(among)) % size, jnp.int32)[index]
-        )
+        if among is None:
+            return index
+        return jnp.asarray(np.argsort(np.ravel(among)) % size, jnp.int32)[index]
+
+    def reduce_scatter(rows: Array) -> Array:
+        if platform == "cpu":  # Gloo's own reduce-scatter gives wrong numbers (jax#40830)
+            return _exchanged_and_added(exchange, rows)
+        return jax.lax.psum_scatter(rows, axis_name, axis_index_groups=among)
 
     communicator = Communicator(
         size=size,
@@ -94,10 +116,7 @@ def axis_communicator(
         all_reduce=lambda x: jax.lax.psum(x, axis_name, axis_index_groups=among),
         all_to_all=exchange,
         all_gather=lambda x: jax.lax.all_gather(x, axis_name, axis_index_groups=among),
-        # Gloo's own reduce-scatter gives wrong numbers (jax#40830).
-        reduce_scatter=partial(_exchanged_and_added, exchange)
-        if platform == "cpu"
-        else lambda rows: jax.lax.psum_scatter(rows, axis_name, axis_index_groups=among),
+        reduce_scatter=reduce_scatter,
         native16=platform != "cpu",
     )
     return _of_one(communicator)
@@ -169,7 +188,9 @@ def add_bytes(comm: Communicator, nbytes: int | Array) -> None:
 
 def as_uint32(nbytes: int | Array) -> UInt32[Array, ""]:
     """Converts a count of bytes into a program's number; a Python number is capped at 2³² − 1."""
-    return jnp.asarray(min(nbytes, MOST) if isinstance(nbytes, int) else nbytes, jnp.uint32)
+    if isinstance(nbytes, int):
+        nbytes = min(nbytes, MOST)
+    return jnp.asarray(nbytes, jnp.uint32)
 
 
 def all_reduce_bytes(comm: Communicator, size: int, dtype: DTypeLike) -> int:
@@ -192,12 +213,16 @@ def _sum_bytes(replicas: int, nbytes: int) -> int:
 def _word(comm: Communicator, dtype: DTypeLike) -> int:
     """Returns the bytes of a number in a sum's messages."""
     itemsize = jnp.dtype(dtype).itemsize
-    return 4 if itemsize == 2 and not comm.native16 else itemsize
+    if itemsize == 2 and not comm.native16:
+        return 4
+    return itemsize
 
 
 def mpi_word(x: jax.Array) -> jax.Array:
     """Widens 16-bit floats to float32: MPI has no such dtype, and float32 sums are more exact."""
-    return x.astype(jnp.float32) if x.dtype in (jnp.float16, jnp.bfloat16) else x
+    if x.dtype in (jnp.float16, jnp.bfloat16):
+        return x.astype(jnp.float32)
+    return x
 
 
 def exact_bits(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -261,9 +286,6 @@ def _counting(comm: Communicator) -> Communicator:
 
 def _scattered_bytes(comm: Communicator, rows: Array) -> int:
     # On one level 16-bit floats are sent unchanged, and added in 32 bits after the exchange.
-    one_level = comm.nodes == 1
-    return (
-        rows.nbytes * (comm.size - 1) // comm.size
-        if one_level
-        else reduce_scatter_bytes(comm, rows.size, rows.dtype)
-    )
+    if comm.nodes == 1:
+        return rows.nbytes * (comm.size - 1) // comm.size
+    return reduce_scatter_bytes(comm, rows.size, rows.dtype)

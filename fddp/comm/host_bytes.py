@@ -26,7 +26,9 @@ def one_array(x: Any) -> np.ndarray:
 
 def hosted(x: Any) -> np.ndarray:
     """Copies an array to the host; random keys become their words."""
-    return np.asarray(whole_here(jax.random.key_data(x) if _is_key(x) else x))
+    if _is_key(x):
+        x = jax.random.key_data(x)
+    return np.asarray(whole_here(x))
 
 
 def from_hosted(value: np.ndarray, like: Any) -> Any:

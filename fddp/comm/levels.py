@@ -17,7 +17,6 @@ import platform
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -25,8 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from fddp.comm.by_level import ByLevel
-from fddp.comm.communicator import Communicator, mpi_word
+from fddp.comm.communicator import ByLevel, Communicator, mpi_word
 from fddp.comm.transport import Hosts, Transport
 
 if TYPE_CHECKING:  # a group has levels
@@ -57,7 +55,7 @@ class Levels(NamedTuple):
         """
         communicator, clone = self.make(nodes, neighbours)
         lanes = clone(max(1, turns))
-        return communicator, lanes[0]._replace(clones=lanes if turns else ()), clone
+        return communicator, lanes[0]._replace(clones=lanes[:turns]), clone
 
 
 def in_two_levels(
@@ -135,12 +133,13 @@ def islands_of(nodes: Nodes, size: int) -> tuple[Nodes, Nodes]:
     >>> islands_of(((0, 1, 2, 3), (4, 5, 6, 7)), 2)
     (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)))
     """
-    islands = [
-        tuple(node[begin : begin + size] for begin in range(0, len(node), size)) for node in nodes
-    ]
-    return tuple(chain.from_iterable(islands)), tuple(
-        chain.from_iterable(map(same_places, islands))
-    )
+    islands = list[tuple[int, ...]]()
+    neighbours = list[tuple[int, ...]]()
+    for node in nodes:
+        node_islands = tuple(node[begin : begin + size] for begin in range(0, len(node), size))
+        islands += node_islands
+        neighbours += same_places(node_islands)
+    return tuple(islands), tuple(neighbours)
 
 
 def same_places(nodes: Nodes) -> Nodes:
@@ -151,7 +150,9 @@ def same_places(nodes: Nodes) -> Nodes:
 def hosts_of(hosts: Hosts, processes: Sequence[int]) -> list[bytes]:
     """Returns a key of the host of each replica, given their processes; every process calls it."""
     # Machines may share a name, and containers of one machine share its boot id: a key is both.
-    boot = BOOT.read_text() if BOOT.exists() else ""
+    boot = ""
+    if BOOT.exists():
+        boot = BOOT.read_text()
     key = sha256(f"{platform.node()} {boot}".encode()).digest()[:8]
     keys = hosts.all_gather(np.frombuffer(key, np.uint8))
     return [keys[process].tobytes() for process in processes]

@@ -42,11 +42,9 @@ def _report(state: Callable[[], str], done: threading.Event, first_s: float, nex
             seconds = next_s
             text = f"fddp: {state()}"
             rewritten = sys.stderr.isatty() and len(text) < shutil.get_terminal_size().columns
-            print(
-                f"\r{text}{CLEAR}" if rewritten else text,
-                end="" if rewritten else "\n",
-                file=sys.stderr,
-                flush=True,
-            )
+            if rewritten:
+                print(f"\r{text}{CLEAR}", end="", file=sys.stderr, flush=True)
+            else:
+                print(text, file=sys.stderr, flush=True)
         if rewritten:
             print(file=sys.stderr, flush=True)

@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
-from fddp.comm.by_level import ByLevel
 from fddp.comm.chunked_collectives import GLOO_BYTES, gather_in_pieces, scattered
-from fddp.comm.communicator import Communicator, axis_communicator
+from fddp.comm.communicator import ByLevel, Communicator, axis_communicator
 from fddp.comm.group import Group
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
@@ -74,13 +73,19 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
     def clone(count: int) -> tuple[Transport, ...]:
         # Programs of several threads may reach the devices of one process in different orders, and
         # then wait for each other forever: such a process has one transport.
-        turns = min(count, len(processes)) if len(processes) == mesh.size else 1
-        return tuple(
-            _turned(mesh, axis_name, piece, turn) if turn else transport for turn in range(turns)
-        )
+        if len(processes) < mesh.size:
+            return (transport,)
+        turns = range(1, min(count, len(processes)))
+        return (transport, *(_turned(mesh, axis_name, piece, turn) for turn in turns))
 
     placement = mesh_placement(mesh, axis_name)
-    piece = GLOO_BYTES if platform == "cpu" and len(processes) > 1 else None
+    backend = "nccl"
+    piece = None
+    if len(processes) == 1:
+        backend = "local"
+    elif platform == "cpu":
+        backend = "gloo"
+        piece = GLOO_BYTES
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
     transport = mesh_transport(placement, communicator, piece)
     hosts = mesh_hosts(mesh)
@@ -89,7 +94,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         rank=processes.index(jax.process_index()),
         processes=len(processes),
         size=mesh.shape[axis_name],
-        backend="local" if len(processes) == 1 else "gloo" if platform == "cpu" else "nccl",
+        backend=backend,
         global_ranks=tuple(processes),
         placement=placement,
         communicator=communicator,
@@ -165,9 +170,10 @@ def mesh_transport(
     def blocking(
         f: Callable[[jax.Array], jax.Array], out: PartitionSpec, blocks: int = 1
     ) -> Callable[[jax.Array], jax.Array]:
+        if placement.axis_size * blocks == 1:
+            return lambda x: x
         program = placement.program(f, (placement.per_replica,), out)
-        trivial = placement.axis_size * blocks == 1
-        return lambda x: x if trivial else jax.block_until_ready(program(x))
+        return lambda x: jax.block_until_ready(program(x))
 
     @functools.cache
     def in_tree(blocks: int) -> Callable[[jax.Array], jax.Array]:
@@ -241,11 +247,9 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
     @without_context_mesh
     def broadcast(data: Bytes, root: int) -> Bytes:
         # A broadcast is a sum of bytes to which only the root contributes: exact for any dtype.
-        summand = (
-            data
-            if jax.process_index() == hosts.devices.flat[root].process_index
-            else np.zeros_like(data)
-        )
+        summand = data
+        if jax.process_index() != hosts.devices.flat[root].process_index:
+            summand = np.zeros_like(data)
         with jax.disable_jit(False):
             return np.asarray(join(from_process(NamedSharding(hosts, row), summand[None])))
 

@@ -42,7 +42,9 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         )
     per_replica = PartitionSpec(axis_name)
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    options = CPU_OPTIONS if on_cpu else GPU_OPTIONS
+    options = GPU_OPTIONS
+    if on_cpu:
+        options = CPU_OPTIONS
     sharding = functools.cache(partial(NamedSharding, mesh))
     fed_by_programs = single and sharding(per_replica).is_fully_addressable
     view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
@@ -75,9 +77,9 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         return place(rows, per_replica)
 
     def together(arrays: Sequence[jax.Array], where: PartitionSpec) -> Any:
-        first, *more = arrays[0].shape or (1,)
-        times = 1 if where == REPLICATED else mesh.shape[axis_name]
-        shape = (times * first, *more) if arrays[0].shape else ()
+        shape = arrays[0].shape
+        if shape and where != REPLICATED:
+            shape = (mesh.shape[axis_name] * shape[0], *shape[1:])
         return jax.make_array_from_single_device_arrays(shape, sharding(where), list(arrays))
 
     return Placement(
@@ -128,8 +130,11 @@ def _with_replicas(where: PartitionSpec, along_others: PartitionSpec) -> Partiti
         return along_others
     (axis,) = where
     first, *more = along_others or (None,)
-    within = first if isinstance(first, tuple) else () if first is None else (first,)
-    return PartitionSpec((axis, *within), *more)
+    if first is None:
+        first = ()
+    elif not isinstance(first, tuple):
+        first = (first,)
+    return PartitionSpec((axis, *first), *more)
 
 
 def _same_devices(candidate: object, mesh: Mesh) -> bool:
@@ -144,7 +149,9 @@ def _without(entry: Any, axis_name: str) -> Any:
     """Drops an axis from an entry of a spec: the array is equal along it."""
     if isinstance(entry, tuple):
         return tuple(axis for axis in entry if axis != axis_name) or None
-    return None if entry == axis_name else entry
+    if entry == axis_name:
+        return None
+    return entry
 
 
 def _committed(tree: PyTree) -> bool:

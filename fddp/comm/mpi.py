@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from fddp.comm.by_level import ByLevel
-from fddp.comm.communicator import Communicator, mpi_communicator, mpi_word
+from fddp.comm.communicator import ByLevel, Communicator, mpi_communicator, mpi_word
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, in_two_levels, same_places
 from fddp.comm.mpi_programs import mpi_placement

@@ -39,7 +39,9 @@ def mpi_words(comm: Any, communicator: Communicator) -> Words:
     def rows_of(eqn: JaxprEqn, x: Array) -> Rows:
         """Gathers the arrays of this replica's subset."""
         rows = communicator.all_gather(x)
-        return rows if sets_of(eqn) is None else jnp.stack([rows[k] for k in others(eqn)])
+        if sets_of(eqn) is None:
+            return rows
+        return jnp.stack([rows[k] for k in others(eqn)])
 
     def exchanged(eqn: JaxprEqn, rows: Rows) -> Rows:
         """Sends row k to the k-th replica of the subset; row k of the result is from it."""
@@ -49,7 +51,9 @@ def mpi_words(comm: Any, communicator: Communicator) -> Words:
 
     def psum(eqn: JaxprEqn, x: Array) -> Array:
         x = jnp.sum(x, _dims(eqn), x.dtype)
-        return communicator.all_reduce(x) if sets_of(eqn) is None else _added(rows_of(eqn, x))
+        if sets_of(eqn) is None:
+            return communicator.all_reduce(x)
+        return _added(rows_of(eqn, x))
 
     def extreme(reduction: Callable[..., Array], eqn: JaxprEqn, x: Array) -> Array:
         # MPI's own maximum ignores NaN.
@@ -58,13 +62,17 @@ def mpi_words(comm: Any, communicator: Communicator) -> Words:
     def all_gather(eqn: JaxprEqn, x: Array) -> Array:
         dim, tiled = gathered_dim(eqn)
         rows = rows_of(eqn, x)
-        return jnp.concatenate(list(rows), dim) if tiled else jnp.moveaxis(rows, 0, dim)
+        if tiled:
+            return jnp.concatenate(list(rows), dim)
+        return jnp.moveaxis(rows, 0, dim)
 
     def psum_scatter(eqn: JaxprEqn, x: Array) -> Array:
         dim, tiled = scattered_dim(eqn)
         rows = jnp.stack(jnp.split(x, len(others(eqn)), dim))
         total = _added(exchanged(eqn, rows))
-        return total if tiled else jnp.squeeze(total, dim)
+        if tiled:
+            return total
+        return jnp.squeeze(total, dim)
 
     def all_to_all(eqn: JaxprEqn, x: Array) -> Array:
         cut, joined = exchanged_dims(eqn)

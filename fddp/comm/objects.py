@@ -37,11 +37,13 @@ def all_gather_object(group: "Group", obj: Any) -> list[Any]:
 
 def broadcast_object(group: "Group", obj: Any, root: int) -> Any:
     """Implements `Group.broadcast_object`."""
-    data = _alike(
-        group,
-        f"root={root}",
-        lambda: _pickled("broadcast_object", obj) if group.rank == root else b"",
-    )
+
+    def data_of_root() -> bytes:
+        if group.rank != root:
+            return b""
+        return _pickled("broadcast_object", obj)
+
+    data = _alike(group, f"root={root}", data_of_root)
     length = int(group.broadcast(np.int64(len(data)), root))
     message = group.broadcast(np.frombuffer(data.ljust(length), np.uint8), root).tobytes()
     return _alike(group, f"root={root}", lambda: _read("broadcast_object", root, message))

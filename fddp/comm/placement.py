@@ -165,7 +165,9 @@ def of_one_replica(tree: PyTree, replicas: int) -> Any:
     """Returns one replica's shapes and JAX dtypes of arrays with all replicas' rows along dim 0."""
 
     def form(x: Any) -> jax.ShapeDtypeStruct:
-        shape = (x.shape[0] // replicas, *x.shape[1:]) if x.shape else ()
+        shape = x.shape
+        if shape:
+            shape = (shape[0] // replicas, *shape[1:])
         return jax.ShapeDtypeStruct(shape, jax.typeof(x).dtype)
 
     return jax.tree.map(form, tree)
@@ -231,7 +233,8 @@ def from_process(sharding: Sharding, x: Any) -> jax.Array:
     The transfer is explicit to JAX's transfer guard.
     """
     with asked_for():
-        x = whole_here(x) if sharding.is_fully_replicated else x
+        if sharding.is_fully_replicated:
+            x = whole_here(x)
         return jax.make_array_from_process_local_data(sharding, np.asarray(jax.device_get(x)))
 
 

@@ -66,9 +66,9 @@ def _described(groups: Sequence[Group]) -> list[str]:
 
 
 def _form(group: Group) -> str:
-    along = f" along {group.axis_name!r}" if group.axis_name else ""
-    nodes = f", over nodes of {group.local} first," if group.local else ""
-    return (
-        f"{group.size} replicas of backend {group.backend!r}{along}{nodes} on processes "
-        f"{list(group.global_ranks)}"
-    )
+    form = f"{group.size} replicas of backend {group.backend!r}"
+    if group.axis_name:
+        form += f" along {group.axis_name!r}"
+    if group.local:
+        form += f", over nodes of {group.local} first,"
+    return f"{form} on processes {list(group.global_ranks)}"

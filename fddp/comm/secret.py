@@ -19,13 +19,16 @@ def signature(*values: str | bytes) -> str:
     """Signs values with the job's secret; without a secret the signature proves nothing."""
     signing = hmac.new(os.fsencode(os.environ.get(SECRET, "")), digestmod="sha256")
     for value in values:
-        data = value.encode(errors="surrogateescape") if isinstance(value, str) else value
-        signing.update(len(data).to_bytes(8, "big"))  # 'ab', 'c' are not 'a', 'bc'
-        signing.update(data)
+        if isinstance(value, str):
+            value = value.encode(errors="surrogateescape")
+        signing.update(len(value).to_bytes(8, "big"))  # 'ab', 'c' are not 'a', 'bc'
+        signing.update(value)
     return signing.hexdigest()
 
 
 def signed(claim: object, *values: str | bytes) -> bool:
     """Returns True if `claim` is the values' signature, in equal time for all false claims."""
-    text = claim.encode(errors="replace") if isinstance(claim, str) else b""
+    text = b""
+    if isinstance(claim, str):
+        text = claim.encode(errors="replace")
     return hmac.compare_digest(text, signature(*values).encode())

@@ -30,7 +30,9 @@ def block_of(virtual: int, each: int) -> int:
     """
     block = virtual
     while each % block:
-        block = block // 2 if block % 2 == 0 else 1
+        if block % 2:
+            return 1
+        block //= 2
     return block
 
 

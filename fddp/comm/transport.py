@@ -7,8 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from fddp.comm.by_level import ByLevel, Level
-from fddp.comm.communicator import Communicator
+from fddp.comm.communicator import ByLevel, Communicator, Level
 
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
@@ -34,7 +33,9 @@ class Transport(NamedTuple):
 
     def at(self, level: Level) -> "Transport":
         """Returns the collectives of a level; those of all replicas if all are one node."""
-        return self if level == "all" or self.levels is None else getattr(self.levels, level)
+        if level == "all" or self.levels is None:
+            return self
+        return getattr(self.levels, level)
 
 
 class Hosts(NamedTuple):

@@ -14,8 +14,7 @@ from jaxtyping import Array
 from fddp.comm import Communicator
 from fddp.hooks.coded import coded
 from fddp.hooks.codes import floats, integers, signs
-from fddp.hooks.hook import GradBucket, GradRows, Hook, State
-from fddp.hooks.narrow import is_float
+from fddp.hooks.hook import GradBucket, GradRows, Hook, State, flat_buffer, of_floats
 from fddp.wording import check_has
 
 BLOCK = 256
@@ -77,15 +76,11 @@ def _plain(init: Callable[[jax.ShapeDtypeStruct], Any]) -> Hook:
         return [leaf["sent"] + leaf["summed"] for leaf in memory]
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        if not is_float(bucket.buffer.dtype):
-            return comm.all_reduce(bucket.buffer), memory
-        residual = jnp.concatenate([x.reshape(-1) for x in errors(memory)])
-        return comm.all_reduce(bucket.buffer + residual), jax.tree.map(jnp.zeros_like, memory)
+        compensated = bucket.buffer + flat_buffer(errors(memory))
+        return comm.all_reduce(compensated), jax.tree.map(jnp.zeros_like, memory)
 
     def scatter(comm: Communicator, bucket: GradRows, memory: State) -> tuple[Array, State]:
-        if not is_float(bucket.buffer.dtype):
-            return comm.reduce_scatter(bucket.buffer), memory
         rows = bucket.buffer + bucket.rows_of(errors(memory))
         return comm.reduce_scatter(rows), jax.tree.map(jnp.zeros_like, memory)
 
-    return Hook(init, apply, "plain", scatter=scatter)
+    return of_floats(Hook(init, apply, "plain", scatter=scatter))

@@ -5,8 +5,15 @@ from jaxtyping import Array, Float
 
 from fddp.buckets import Layout
 from fddp.comm import Communicator
-from fddp.hooks.hook import GradBucket, Hook, State, nothing, split_bucket
-from fddp.hooks.narrow import is_float
+from fddp.hooks.hook import (
+    GradBucket,
+    Hook,
+    State,
+    flat_buffer,
+    leaves_of_buffer,
+    nothing,
+    of_floats,
+)
 
 
 def adasum() -> Hook:
@@ -24,10 +31,9 @@ def adasum() -> Hook:
     """
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        if not is_float(bucket.buffer.dtype):
-            return comm.all_reduce(bucket.buffer), memory
+        whole_leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
         layouts = [Layout(leaf.shape, comm.size) for leaf in bucket.leaves]
-        leaves = [layout.split(x) for layout, x in zip(layouts, split_bucket(bucket))]
+        leaves = [layout.split(leaf) for layout, leaf in zip(layouts, whole_leaves)]
         sizes = [leaf.shape[1] for leaf in leaves]
         # Row i is this replica's shard of the gradients of replica i.
         shards = comm.all_to_all(jnp.concatenate(leaves, axis=1))
@@ -40,11 +46,11 @@ def adasum() -> Hook:
         rows = jnp.split(
             comm.all_gather(shards[0].astype(bucket.buffer.dtype)), _ends(sizes), axis=1
         )
-        sums = [layout.join(row).reshape(-1) for layout, row in zip(layouts, rows)]
+        sums = (layout.join(row) for layout, row in zip(layouts, rows))
         # The step divides by the weight of all replicas, as for a sum.
-        return comm.size * jnp.concatenate(sums), memory
+        return comm.size * flat_buffer(sums), memory
 
-    return Hook(nothing, apply, "adasum")
+    return of_floats(Hook(nothing, apply, "adasum"))
 
 
 def _of_pairs(

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from fddp.comm import Communicator
-from fddp.hooks.hook import GradBucket, Hook, State, split_bucket
-from fddp.hooks.narrow import is_float
+from fddp.hooks.hook import GradBucket, Hook, State, join_memory, of_floats, split_memory
 from fddp.wording import check_whole
 
 
@@ -42,28 +41,23 @@ def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) ->
     if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
         raise ValueError(f"chunks: momentum must be 0 or more and below 1, got {momentum!r}.")
 
+    names = ("left", "speed") if momentum else ("left",)
+
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
-        if not is_float(leaf.dtype):
-            return ()
-        zeros = jnp.zeros(leaf.shape, leaf.dtype)
-        return {"left": zeros} | ({"speed": zeros} if momentum else {})
+        return dict.fromkeys(names, jnp.zeros(leaf.shape, leaf.dtype))
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        if not is_float(bucket.buffer.dtype):
-            return comm.all_reduce(bucket.buffer), memory
-        velocity = (
-            bucket.buffer + momentum * _joined(memory, "speed") if momentum else bucket.buffer
-        )
-        compensated = velocity + _joined(memory, "left")
+        velocity = bucket.buffer
+        if momentum:
+            velocity = velocity + momentum * join_memory(memory, "speed")
+        compensated = velocity + join_memory(memory, "left")
         total, mask = _largest(comm, compensated, share, chunk)
-        residuals = {"left": compensated} | ({"speed": velocity} if momentum else {})
-        leaves = {
-            name: split_bucket(bucket._replace(buffer=jnp.where(mask, 0, x)))
-            for name, x in residuals.items()
-        }
-        return total, tuple(dict(zip(leaves, values)) for values in zip(*leaves.values()))
+        residuals = (compensated, velocity)[: len(names)]
+        unsent = (jnp.where(mask, 0, x) for x in residuals)
+        return total, split_memory(bucket.leaves, names, unsent)
 
-    return Hook(init, apply, f"chunks({share}, chunk={chunk}, momentum={momentum})")
+    name = f"chunks({share}, chunk={chunk}, momentum={momentum})"
+    return of_floats(Hook(init, apply, name))
 
 
 def _largest(comm: Communicator, x: Array, share: float, chunk: int) -> tuple[Array, Array]:
@@ -79,7 +73,3 @@ def _largest(comm: Communicator, x: Array, share: float, chunk: int) -> tuple[Ar
     mask = jnp.zeros(len(rows), bool).at[places].set(True)
     total = jnp.zeros_like(rows).at[places].set(sums)
     return total.reshape(-1)[: x.size], jnp.repeat(mask, chunk)[: x.size]
-
-
-def _joined(memory: State, name: str) -> Array:
-    return jnp.concatenate([leaf[name].reshape(-1) for leaf in memory])

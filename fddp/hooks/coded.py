@@ -19,8 +19,16 @@ from jaxtyping import Array, Float, Int
 
 from fddp.comm import Communicator, add_rows
 from fddp.hooks.codes import Code, integers, signs
-from fddp.hooks.hook import GradBucket, GradRows, Hook, State, split_bucket
-from fddp.hooks.narrow import is_float, padded_rows
+from fddp.hooks.hook import (
+    GradBucket,
+    GradRows,
+    Hook,
+    State,
+    join_memory,
+    of_floats,
+    split_memory,
+)
+from fddp.hooks.narrow import padded_rows
 from fddp.wording import check_switch, check_whole
 
 
@@ -75,15 +83,12 @@ def sign(*, block: int = 256, error_feedback: bool = True) -> Hook:
       [-2.0, 2.0, 2.0, -2.0]
     """
     _check_block("sign", block, 8)
-    return coded(
-        signs(block),
-        f"sign(block={block}, error_feedback={error_feedback})",
-        error_feedback=error_feedback,
-    )
+    name = f"sign(block={block}, error_feedback={error_feedback})"
+    return coded(signs(block), name, error_feedback=error_feedback)
 
 
 def coded(code: Code, name: str, *, error_feedback: bool) -> Hook:
-    """Returns a hook that sends floats in a code; integers and complex numbers are summed plainly.
+    """Returns a hook that sends floats in a code.
 
     With error feedback its memory holds, for each leaf, the errors of this replica's numbers
     ("sent"), and of the sums of its row ("summed").
@@ -91,20 +96,18 @@ def coded(code: Code, name: str, *, error_feedback: bool) -> Hook:
     check_switch("error_feedback", error_feedback)
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
-        if not (error_feedback and is_float(leaf.dtype)):
+        if not error_feedback:
             return ()
         return {kind: jnp.zeros(leaf.shape, leaf.dtype) for kind in ("sent", "summed")}
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        buffer = bucket.buffer
-        if not is_float(buffer.dtype):
-            return comm.all_reduce(buffer), memory
-        rows = padded_rows(
-            buffer + _flat(memory, "sent") if error_feedback else buffer, comm.size, code.block
-        )
-        sum_errors = (
-            padded_rows(_flat(memory, "summed"), comm.size, code.block) if error_feedback else None
-        )
+        buffer = compensated = bucket.buffer
+        if error_feedback:
+            compensated = buffer + join_memory(memory, "sent")
+        rows = padded_rows(compensated, comm.size, code.block)
+        sum_errors = None
+        if error_feedback:
+            sum_errors = padded_rows(join_memory(memory, "summed"), comm.size, code.block)
         begins = np.arange(0, rows.size, code.block)
         counts = np.clip(buffer.size - begins, 0, code.block).reshape(comm.size, -1)
         index = comm.replica_index()
@@ -113,7 +116,8 @@ def coded(code: Code, name: str, *, error_feedback: bool) -> Hook:
             # sends the errors of those sums.
             rows = rows + jnp.where(jnp.arange(comm.size)[:, None] == index, 0, sum_errors)
         row_sum, decoded = _scattered(comm, code, rows, counts)
-        row_sum = row_sum if sum_errors is None else row_sum + sum_errors[index]
+        if sum_errors is not None:
+            row_sum = row_sum + sum_errors[index]
         row_sum = jnp.where(
             index * row_sum.size + jnp.arange(row_sum.size) < buffer.size, row_sum, 0
         )
@@ -124,17 +128,12 @@ def coded(code: Code, name: str, *, error_feedback: bool) -> Hook:
         row_errors = (
             jnp.zeros_like(rows).at[index].set((row_sum - code.decode(words)).astype(rows.dtype))
         )
-        errors = {"sent": (rows - decoded).astype(rows.dtype), "summed": row_errors}
-        leaves = {
-            kind: split_bucket(bucket._replace(buffer=x.reshape(-1)[: buffer.size]))
-            for kind, x in errors.items()
-        }
-        return total, _by_leaf(leaves)
+        errors = (rows - decoded).astype(rows.dtype), row_errors
+        flat = (x.reshape(-1)[: buffer.size] for x in errors)
+        return total, split_memory(bucket.leaves, ("sent", "summed"), flat)
 
     def scatter(comm: Communicator, bucket: GradRows, memory: State) -> tuple[Array, State]:
         rows = bucket.buffer
-        if not is_float(rows.dtype):
-            return comm.reduce_scatter(rows), memory
         if error_feedback:
             rows = rows + bucket.rows_of([leaf["sent"] for leaf in memory])
         width = rows.shape[1]
@@ -147,7 +146,7 @@ def coded(code: Code, name: str, *, error_feedback: bool) -> Hook:
         errors = bucket.leaves_of((rows - decoded[:, :width]).astype(rows.dtype))
         return row_sum, tuple(leaf | {"sent": x} for leaf, x in zip(memory, errors))
 
-    return Hook(init, apply, name, scatter=scatter)
+    return of_floats(Hook(init, apply, name, scatter=scatter))
 
 
 def _scattered(
@@ -159,14 +158,6 @@ def _scattered(
     """Reduce-scatters encoded rows; returns this replica's sum, and its decoded rows."""
     words = code.encode(rows, counts)
     return add_rows(code.decode(comm.all_to_all(words))), code.decode(words)
-
-
-def _flat(memory: State, kind: str) -> Float[Array, " n"]:
-    return jnp.concatenate([leaf[kind].reshape(-1) for leaf in memory])
-
-
-def _by_leaf(leaves: dict[str, list[Array]]) -> State:
-    return tuple(dict(zip(leaves, values)) for values in zip(*leaves.values()))
 
 
 def _check_block(hook: str, block: int, per_byte: int) -> None:

@@ -8,11 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from fddp.buckets import BucketPlan, Message, check_plan, pack, unpack
 from fddp.comm import Group, axis_communicator
-from fddp.hooks.hook import Hook, check_hook
+from fddp.hooks.hook import Hook, State, check_hook
 from fddp.hooks.reductions import reductions, summed
 
 
@@ -64,7 +64,9 @@ def all_reduce(
     if hook is not None:
         check_hook("fddp.all_reduce: hook", hook)
     forms = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
-    memory = [hook.init(form) if hook else () for form in forms]
+    memory: list[State] = [()] * len(forms)
+    if hook is not None:
+        memory = list(map(hook.init, forms))
     if jax.tree.leaves(memory):
         raise ValueError(f"{hook} remembers things from step to step: use it with fddp.train_step.")
     if group is not None:
@@ -78,13 +80,15 @@ def all_reduce(
         buckets=tuple(replace(bucket, rows=None) for bucket in plan.buckets),
         messages=tuple(map(Message, range(len(plan.buckets)))),
     )
-    sums = [
-        summed(comm, reduction, None, buffer, tuple(memory[i] for i in bucket.leaves))[0]
-        for reduction, bucket, buffer in zip(
-            reductions(dense_plan, hook, None), plan.buckets, pack(plan, tree)
-        )
-    ]
-    reduced = unpack(plan, [total / comm.size for total in sums] if op == "mean" else sums)
+    sums = list[Array]()
+    bucket_reductions = reductions(dense_plan, hook, None)
+    for bucket, reduction, buffer in zip(plan.buckets, bucket_reductions, pack(plan, tree)):
+        bucket_memory = tuple(memory[leaf] for leaf in bucket.leaves)
+        total, _, _ = summed(comm, reduction, None, buffer, bucket_memory)
+        sums.append(total)
+    if op == "mean":
+        sums = [total / comm.size for total in sums]
+    reduced = unpack(plan, sums)
     return jax.tree.map(
         lambda old, new: old if new is None else new, tree, reduced, is_leaf=lambda x: x is None
     )

@@ -1,15 +1,19 @@
 """A hook that starts with another hook: compression harms early gradients most."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
-from fddp.hooks.hook import GradBucket, GradRows, Hook, State, allreduce, check_hook
+from fddp.hooks.hook import Hook, Reduce, State, allreduce, check_hook
 from fddp.wording import check_whole
+
+# (communicator, memory) → outputs
+Phase: TypeAlias = Callable[[Communicator, State], Any]
 
 
 def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
@@ -30,7 +34,9 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
     """
     check_whole("starting: step", step, 0)
     check_hook("starting: hook", hook)
-    first = allreduce() if first is None else check_hook("starting: first", first)
+    if first is None:
+        first = allreduce()
+    check_hook("starting: first", first)
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return {
@@ -39,33 +45,34 @@ def starting(step: int, hook: Hook, first: Hook | None = None) -> Hook:
             "then": hook.init(leaf),
         }
 
-    def of_step(first: Callable[..., Any], then: Callable[..., Any]) -> Any:
-        """Selects one of two functions of hooks by the number of the step."""
+    def reduce(
+        before: Reduce, after: Reduce, comm: Communicator, bucket: Any, memory: State
+    ) -> tuple[Array, State]:
+        def phase(name: str, reduce: Reduce, comm: Communicator, memory: State) -> Any:
+            total, new = reduce(comm, bucket, tuple(leaf[name] for leaf in memory))
+            return total, tuple(leaf | {name: x} for leaf, x in zip(memory, new))
 
-        def apply(
-            comm: Communicator, bucket: GradBucket | GradRows, memory: State
-        ) -> tuple[Array, State]:
-            def phase(reduce: Callable[..., Any], name: str) -> Callable[[State], Any]:
-                def run(memory: State) -> Any:
-                    hook_memory = tuple(leaf[name] for leaf in memory)
-                    (total, hook_memory), nbytes = count_aside(comm, reduce, bucket, hook_memory)
-                    return (
-                        total,
-                        tuple(leaf | {name: new} for leaf, new in zip(memory, hook_memory)),
-                        as_uint32(nbytes),
-                    )
+        early = memory[0]["step"] < step
+        phases = partial(phase, "first", before), partial(phase, "then", after)
+        total, memory = one_phase(comm, early, *phases, memory)
+        return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in memory)
 
-                return run
-
-            early = memory[0]["step"] < step
-            total, memory, nbytes = jax.lax.cond(
-                early, phase(first, "first"), phase(then, "then"), memory
-            )
-            add_bytes(comm, nbytes)
-            return total, tuple(leaf | {"step": leaf["step"] + 1} for leaf in memory)
-
-        return apply
-
-    scatter = of_step(first.scatter, hook.scatter) if first.scatter and hook.scatter else None
+    scatter = None
+    if first.scatter and hook.scatter:
+        scatter = partial(reduce, first.scatter, hook.scatter)
     name = f"starting({step}, {hook.name}, {first.name})"
-    return Hook(init, of_step(first.apply, hook.apply), name, scatter=scatter)
+    return Hook(init, partial(reduce, first.apply, hook.apply), name, scatter=scatter)
+
+
+def one_phase(
+    comm: Communicator, early: Bool[Array, ""], first: Phase, then: Phase, memory: State
+) -> Any:
+    """Runs one of two phases, and counts the bytes of that one."""
+
+    def counted(phase: Phase, memory: State) -> Any:
+        outputs, nbytes = count_aside(comm, phase, memory)
+        return outputs, as_uint32(nbytes)
+
+    outputs, nbytes = jax.lax.cond(early, partial(counted, first), partial(counted, then), memory)
+    add_bytes(comm, nbytes)
+    return outputs

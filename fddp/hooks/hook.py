@@ -8,17 +8,22 @@ Source: `register_comm_hook` and `GradBucket` in PyTorch.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Shaped
 
 from fddp.comm import Communicator
 from fddp.wording import check_has
 
 State = tuple[Any, ...]
+# (communicator, bucket or rows, memory of its leaves) → (sum, new memory)
+Reduce: TypeAlias = Callable[[Communicator, Any, State], tuple[Array, State]]
 
 
 class GradBucket(NamedTuple):
@@ -87,19 +92,57 @@ class Hook(NamedTuple):
 
 def allreduce() -> Hook:
     """Sums buckets plainly (PyTorch's `allreduce_hook`)."""
-    return Hook(
-        nothing,
-        lambda comm, bucket, memory: (comm.all_reduce(bucket.buffer), memory),
-        "allreduce",
-        by_element=True,
-        scatter=lambda comm, rows, memory: (comm.reduce_scatter(rows.buffer), memory),
-    )
+    return Hook(nothing, _all_reduced, "allreduce", by_element=True, scatter=_scattered)
 
 
-def split_bucket(bucket: GradBucket) -> list[Array]:
-    """Splits the buffer of a bucket into its leaves."""
-    pieces = jax.lax.split(bucket.buffer, [math.prod(leaf.shape) for leaf in bucket.leaves])
-    return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, bucket.leaves)]
+def of_floats(hook: Hook) -> Hook:
+    """Uses a hook for floats; integers and complex numbers are summed plainly, without memory."""
+
+    def init(leaf: jax.ShapeDtypeStruct) -> Any:
+        return hook.init(leaf) if is_float(leaf.dtype) else ()
+
+    def guarded(
+        reduce: Reduce, plain: Reduce, comm: Communicator, bucket: Any, memory: State
+    ) -> tuple[Array, State]:
+        if is_float(bucket.buffer.dtype):
+            return reduce(comm, bucket, memory)
+        return plain(comm, bucket, memory)
+
+    apply = partial(guarded, hook.apply, _all_reduced)
+    scatter = hook.scatter and partial(guarded, hook.scatter, _scattered)
+    return hook._replace(init=init, apply=apply, scatter=scatter)
+
+
+def is_float(dtype: DTypeLike) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def flat_buffer(leaves: Iterable[Array]) -> Shaped[Array, " n"]:
+    """Joins leaves into a flat buffer."""
+    return jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
+
+
+def leaves_of_buffer(
+    buffer: Shaped[Array, " n"], leaves: Sequence[Array | jax.ShapeDtypeStruct]
+) -> list[Array]:
+    """Splits a flat buffer into arrays with the shapes of `leaves`."""
+    pieces = jax.lax.split(buffer, [math.prod(leaf.shape) for leaf in leaves])
+    return [piece.reshape(leaf.shape) for piece, leaf in zip(pieces, leaves)]
+
+
+def join_memory(memory: State, name: str) -> Shaped[Array, " n"]:
+    """Joins the entry `name` of each leaf's memory into a flat buffer."""
+    return flat_buffer([leaf[name] for leaf in memory])
+
+
+def split_memory(
+    leaves: Sequence[jax.ShapeDtypeStruct],
+    names: Sequence[str],
+    buffers: Iterable[Shaped[Array, " n"]],
+) -> State:
+    """Splits flat buffers into the memory of each leaf, a dict with a name for each buffer."""
+    entries = [leaves_of_buffer(buffer, leaves) for buffer in buffers]
+    return tuple(dict(zip(names, values)) for values in zip(*entries))
 
 
 def nothing(leaf: jax.ShapeDtypeStruct) -> tuple[()]:
@@ -112,3 +155,11 @@ def check_hook(name: str, hook: Any) -> Hook:
     """Returns a hook unchanged, and raises TypeError for other values."""
     check_has("apply", name, hook, "a fddp.Hook, one of fddp.hooks")
     return hook
+
+
+def _all_reduced(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+    return comm.all_reduce(bucket.buffer), memory
+
+
+def _scattered(comm: Communicator, rows: GradRows, memory: State) -> tuple[Array, State]:
+    return comm.reduce_scatter(rows.buffer), memory

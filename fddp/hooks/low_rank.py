@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from fddp.comm import Communicator
 from fddp.hooks.first_steps import starting
-from fddp.hooks.hook import GradBucket, Hook, State, split_bucket
+from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, is_float, leaves_of_buffer
 from fddp.wording import check_number, check_switch, check_whole
 
 
@@ -83,12 +83,13 @@ class _LowRank:
 
     def columns(self, leaf: jax.ShapeDtypeStruct) -> int:
         """Number of columns of a leaf's factors; 0 if it is not compressed."""
-        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-        if len(leaf.shape) < 2 or not is_float or not math.prod(leaf.shape):
+        if len(leaf.shape) < 2 or not is_float(leaf.dtype) or not math.prod(leaf.shape):
             return 0
         n, m = _matrix_shape(leaf)
         columns = min(self.rank, n, m)
-        return columns if columns * (n + m) * self.min_compression_rate < n * m else 0
+        if columns * (n + m) * self.min_compression_rate >= n * m:
+            return 0
+        return columns
 
     def init(self, leaf: jax.ShapeDtypeStruct) -> Any:
         columns = self.columns(leaf)
@@ -102,7 +103,7 @@ class _LowRank:
         return memory
 
     def apply(self, comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        leaves = split_bucket(bucket)
+        leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
         new_memory = list(memory)
         compressed = [i for i, leaf in enumerate(bucket.leaves) if self.columns(leaf)]
         plain = [i for i in range(len(leaves)) if i not in compressed]
@@ -117,7 +118,7 @@ class _LowRank:
         for i, start, m, p, q in zip(compressed, starts, matrices, bases, q_sums):
             leaves[i] = (p @ q.T).reshape(bucket.leaves[i].shape)
             new_memory[i] = self._next_memory(memory[i], start, m, p, q, leaves[i].shape)
-        return jnp.concatenate([leaf.reshape(-1) for leaf in leaves]), tuple(new_memory)
+        return flat_buffer(leaves), tuple(new_memory)
 
     def _matrix(self, form: jax.ShapeDtypeStruct, leaf: Array, memory: Any) -> Array:
         """A replica's matrix, with its error of the last step."""
@@ -181,6 +182,4 @@ def _sums(comm: Communicator, arrays: Sequence[Array]) -> list[Array]:
     """Sums arrays over replicas in one message."""
     if not arrays:
         return []
-    total = comm.all_reduce(jnp.concatenate([x.reshape(-1) for x in arrays]))
-    pieces = jax.lax.split(total, [x.size for x in arrays])
-    return [piece.reshape(x.shape) for piece, x in zip(pieces, arrays)]
+    return leaves_of_buffer(comm.all_reduce(flat_buffer(arrays)), arrays)

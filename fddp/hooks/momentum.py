@@ -7,15 +7,15 @@ Source: Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training w
 Convergence Speed" (ICML 2021), algorithm 1.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
-from fddp.hooks.hook import GradBucket, Hook, State, check_hook, split_bucket
+from fddp.comm import Communicator
+from fddp.hooks.first_steps import one_phase
+from fddp.hooks.hook import GradBucket, Hook, State, check_hook, join_memory, leaves_of_buffer
 from fddp.wording import check_whole
 
 
@@ -47,7 +47,7 @@ def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
         return {"step": jnp.zeros((), jnp.int32), "momentum": zeros, "hook": hook.init(leaf)}
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        old_momentum = jnp.concatenate([leaf["momentum"].reshape(-1) for leaf in memory])
+        old_momentum = join_memory(memory, "momentum")
 
         def plain(comm: Communicator, hook_memory: State) -> Any:
             total = comm.all_reduce(bucket.buffer)
@@ -58,20 +58,12 @@ def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
             total, hook_memory = hook.apply(comm, summand, hook_memory)
             return total, total, hook_memory
 
-        def counted(phase: Callable[[Communicator, State], Any]) -> Callable[[State], Any]:
-            def run(hook_memory: State) -> Any:
-                outputs, nbytes = count_aside(comm, phase, hook_memory)
-                return *outputs, as_uint32(nbytes)
-
-            return run
-
         step = memory[0]["step"]
         hook_memory = tuple(leaf["hook"] for leaf in memory)
-        total, new_momentum, hook_memory, nbytes = jax.lax.cond(
-            step < start, counted(plain), counted(through_hook), hook_memory
+        total, new_momentum, hook_memory = one_phase(
+            comm, step < start, plain, through_hook, hook_memory
         )
-        add_bytes(comm, nbytes)
-        leaves = zip(split_bucket(bucket._replace(buffer=new_momentum)), hook_memory)
+        leaves = zip(leaves_of_buffer(new_momentum, bucket.leaves), hook_memory)
         return total, tuple({"step": step + 1, "momentum": m, "hook": x} for m, x in leaves)
 
     return Hook(init, apply, f"momentum({hook.name}, start={start}, b1={b1})")

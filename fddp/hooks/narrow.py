@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from fddp.comm import Communicator, add_rows
-from fddp.hooks.hook import GradBucket, Hook, State, allreduce, check_hook, nothing
+from fddp.hooks.hook import Hook, Reduce, State, allreduce, check_hook, is_float, nothing
 from fddp.wording import check_number
 
 
@@ -39,9 +39,10 @@ def bf16(hook: Hook | None = None) -> Hook:
       one part of every replica's words (all-to-all), adds them in float32, and sends the sum to all
       replicas (all-gather).
     """
-    hook = allreduce() if hook is None else check_hook("bf16: hook", hook)
-
-    return _narrow(hook, f"bf16({hook.name})", lambda comm: {"dtype": jnp.bfloat16})
+    if hook is None:
+        hook = allreduce()
+    check_hook("bf16: hook", hook)
+    return _narrow(hook, f"bf16({hook.name})", jnp.bfloat16, predivide=1)
 
 
 def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
@@ -63,66 +64,65 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
     """
     if predivide is not None:
         check_number("fp16: predivide", predivide)
-    if predivide is not None and not predivide > 0:
-        raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
-    hook = allreduce() if hook is None else check_hook("fp16: hook", hook)
-
+        if not predivide > 0:
+            raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
+    if hook is None:
+        hook = allreduce()
+    check_hook("fp16: hook", hook)
     name = f"fp16({hook.name}, predivide={predivide})"
-    return _narrow(hook, name, lambda comm: {"dtype": jnp.float16, "by": predivide or comm.size})
+    return _narrow(hook, name, jnp.float16, predivide)
 
 
-def is_float(dtype: DTypeLike) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating)
-
-
-def _narrow(hook: Hook, name: str, options: Callable[[Communicator], dict[str, Any]]) -> Hook:
+def _narrow(hook: Hook, name: str, dtype: DTypeLike, predivide: float | None) -> Hook:
     """Returns the hook with a communicator that sends sums and scatters in 16 bits."""
 
     def narrow(comm: Communicator) -> Communicator:
-        kwargs = options(comm)
-        all_reduce = partial(_narrow_all_reduce, comm, **kwargs)
-        scatter = partial(_narrow_scatter, comm, **kwargs)
+        by = predivide or comm.size
         return replace(
-            comm, all_reduce=all_reduce, reduce_scatter=scatter, unrounded=comm.exact_sum
+            comm,
+            all_reduce=_of_floats(comm.all_reduce, partial(_all_reduce, comm, by), dtype),
+            reduce_scatter=_of_floats(comm.reduce_scatter, partial(_scatter, comm, by), dtype),
+            unrounded=comm.exact_sum,
         )
 
-    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
-        return hook.apply(narrow(comm), bucket, memory)
+    def run(reduce: Reduce, comm: Communicator, bucket: Any, memory: State) -> tuple[Array, State]:
+        return reduce(narrow(comm), bucket, memory)
 
-    half = hook.scatter
-    scatter = None if half is None else lambda comm, rows, memory: half(narrow(comm), rows, memory)
-    return Hook(hook.init, apply, name, hook.by_element, scatter)
+    scatter = hook.scatter and partial(run, hook.scatter)
+    return Hook(hook.init, partial(run, hook.apply), name, hook.by_element, scatter)
 
 
-def _narrow_scatter(
-    comm: Communicator, rows: Shaped[Array, "replicas n"], dtype: DTypeLike, by: float = 1
+def _of_floats(
+    plain: Callable[[Array], Array], narrow: Callable[[Array, DTypeLike], Array], dtype: DTypeLike
+) -> Callable[[Array], Array]:
+    """Sends floats by `narrow` in `dtype`, or in their dtype of 16 bits; integers by `plain`."""
+
+    def send(x: Array) -> Array:
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            components = send(jnp.concatenate([jnp.real(x), jnp.imag(x)], axis=-1))
+            return jax.lax.complex(*jnp.split(components, 2)).astype(x.dtype)
+        if not is_float(x.dtype):
+            return plain(x)
+        if x.dtype.itemsize == 2:
+            return narrow(x, x.dtype)
+        return narrow(x, dtype)
+
+    return send
+
+
+def _scatter(
+    comm: Communicator, by: float, rows: Shaped[Array, "replicas n"], dtype: DTypeLike
 ) -> Shaped[Array, " n"]:
     """Reduce-scatters floats as 16-bit words, and adds them in float32."""
-    if jnp.issubdtype(rows.dtype, jnp.complexfloating):
-        components = _narrow_scatter(
-            comm, jnp.concatenate([jnp.real(rows), jnp.imag(rows)], axis=1), dtype, by
-        )
-        return jax.lax.complex(*jnp.split(components, 2)).astype(rows.dtype)
-    if not is_float(rows.dtype):
-        return comm.reduce_scatter(rows)
-    dtype = rows.dtype if rows.dtype.itemsize == 2 else dtype
     words = jax.lax.bitcast_convert_type((rows / by).astype(dtype), jnp.uint16)
     received = jax.lax.bitcast_convert_type(comm.all_to_all(words), dtype)
     return (by * add_rows(received.astype(jnp.float32))).astype(rows.dtype)
 
 
-def _narrow_all_reduce(
-    comm: Communicator, x: Shaped[Array, " n"], dtype: DTypeLike, by: float = 1
+def _all_reduce(
+    comm: Communicator, by: float, x: Shaped[Array, " n"], dtype: DTypeLike
 ) -> Shaped[Array, " n"]:
-    """All-reduces floats as 16-bit words; 16-bit floats keep their dtype, integers are not cast."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        components = _narrow_all_reduce(
-            comm, jnp.concatenate([jnp.real(x), jnp.imag(x)]), dtype, by
-        )
-        return jax.lax.complex(*jnp.split(components, 2)).astype(x.dtype)
-    if not is_float(x.dtype):
-        return comm.all_reduce(x)
-    dtype = x.dtype if x.dtype.itemsize == 2 else dtype
+    """All-reduces floats as 16-bit words."""
     summand = (x / by).astype(dtype)
     if comm.native16:
         return by * comm.all_reduce(summand).astype(x.dtype)

@@ -29,6 +29,9 @@ from fddp.comm import (
 )
 from fddp.hooks.hook import GradBucket, Hook, State
 
+# The memory for each message of a plan; empty without a hook.
+Memory = tuple[Any, ...]
+
 
 class Asks(NamedTuple):
     """The condition for sending a message: an earlier sum is nonzero at one of these places."""
@@ -103,31 +106,31 @@ def reductions(
     `mask` lists the leaves whose use is counted in the sum of message 0: buckets that no replica
     used are then not sent. None: all are sent. `replicas` is read for table rows only.
     """
-    place = {leaf: k for k, leaf in enumerate(mask or ())}
+    places = {leaf: k for k, leaf in enumerate(mask or ())}
 
     def reduction_of(index: int, message: Message) -> Reduction:
         if message.bucket is None:
             return PLAIN
         bucket = plan.buckets[message.bucket]
-        first = bucket.names[0]
-        more = f" and {len(bucket.names) - 1} more" if len(bucket.names) > 1 else ""
+        carries, *more = bucket.names
+        if more:
+            carries += f" and {len(more)} more"
         reduction = Reduction(
-            message.name, bucket=message.bucket, carries=f"{first}{more}", rounds=bucket.rounds
+            message.name, bucket=message.bucket, carries=carries, rounds=bucket.rounds
         )
         if message.rows:
             return reduction._replace(collective="all_gather", replicas=replicas)
         if bucket.rows:  # the previous message holds the rows, and the flags of overflow
             return reduction._replace(asks=Asks(index - 1, flags(bucket, replicas)))
-        forms = tuple(
-            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(bucket)
-        )
-        asks = None if mask is None else Asks(0, tuple(place[i] for i in bucket.leaves))
-        hook_fields = (
-            {}
-            if hook is None
-            else {"apply": partial(_hooked, hook, forms, message.bucket), "memory": index}
-        )
-        return reduction._replace(asks=asks, **hook_fields)
+        if mask is not None:
+            asks = Asks(0, tuple(places[leaf] for leaf in bucket.leaves))
+            reduction = reduction._replace(asks=asks)
+        if hook is None:
+            return reduction
+        leaves = plan.travelling(bucket)
+        forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
+        apply = partial(_hooked, hook, forms, message.bucket)
+        return reduction._replace(apply=apply, memory=index)
 
     return tuple(reduction_of(index, message) for index, message in enumerate(plan.messages))
 
@@ -165,8 +168,9 @@ def summed(
     `earlier_sum` is the sum of the message in `reduction.asks`.
     """
     plain = COLLECTIVES[reduction.collective]
-    reduce = plain if reduction.rounds == 1 else partial(_round_by_round, plain, reduction.rounds)
-    apply = reduction.apply or (lambda comm, message, memory: (reduce(comm, message), memory))
+    if reduction.rounds > 1:
+        plain = partial(_round_by_round, plain, reduction.rounds)
+    apply = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
 
     def send() -> tuple[Array, Any, Array]:
         (total, new), nbytes = count_bytes(comm.at(reduction.level), apply, message, memory)
@@ -199,8 +203,9 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTyp
     if reduction.collective == "tree_reduce":
         part = -(-size // (reduction.blocks * comm.size))
         return (comm.size - 1) * part * (reduction.blocks + 1) * jnp.dtype(dtype).itemsize
-    nbytes = all_reduce_bytes if reduction.collective == "all_reduce" else reduce_scatter_bytes
-    return nbytes(comm, size, dtype)
+    if reduction.collective == "reduce_scatter":
+        return reduce_scatter_bytes(comm, size, dtype)
+    return all_reduce_bytes(comm, size, dtype)
 
 
 def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
@@ -208,12 +213,34 @@ def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
     return jnp.all(jnp.isfinite(total))
 
 
+def by_message(plan: BucketPlan, hook_state: Any) -> Memory:
+    """Rearranges a tree of memories, one per parameter, into the memories of each message."""
+    leaves = plan.treedef.flatten_up_to(hook_state)
+    memory = list[Any]()
+    for message in plan.messages:
+        if message.bucket is None:
+            memory.append(())
+        else:
+            memory.append(tuple(leaves[leaf] for leaf in plan.buckets[message.bucket].leaves))
+    return tuple(memory)
+
+
+def by_leaf(plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
+    """Returns memories to their tree: the inverse of `by_message`. Unsent leaves keep theirs."""
+    leaves = plan.treedef.flatten_up_to(hook_state)
+    for message, leaf_memories in zip(plan.messages, memory):
+        if message.bucket is not None:
+            for i, leaf_memory in zip(plan.buckets[message.bucket].leaves, leaf_memories):
+                leaves[i] = leaf_memory
+    return plan.treedef.unflatten(leaves)
+
+
 def _hooked(
     hook: Hook,
-    forms: tuple[jax.ShapeDtypeStruct, ...],
-    index: int,
+    leaves: tuple[jax.ShapeDtypeStruct, ...],
+    number: int,
     comm: Communicator,
-    message: Shaped[Array, " n"],
+    buffer: Shaped[Array, " n"],
     memory: State,
-) -> tuple[Array, Any]:
-    return hook.apply(comm, GradBucket(message, forms, index), memory)
+) -> tuple[Array, State]:
+    return hook.apply(comm, GradBucket(buffer, leaves, number), memory)

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from fddp.comm import Communicator
-from fddp.hooks.hook import GradBucket, Hook, State, split_bucket
-from fddp.hooks.narrow import is_float
+from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, leaves_of_buffer, of_floats
 from fddp.wording import check_number, check_switch
 
 
@@ -59,16 +58,14 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
         return total, jnp.zeros_like(x).at[local_places].set(x[local_places])
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
-        return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback and is_float(leaf.dtype) else ()
+        return jnp.zeros(leaf.shape, leaf.dtype) if error_feedback else ()
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
         buffer = bucket.buffer
-        if not is_float(buffer.dtype):
-            return comm.all_reduce(buffer), memory
         if not error_feedback:
             return reduce(comm, buffer)[0], memory
-        compensated = buffer + jnp.concatenate([residual.reshape(-1) for residual in memory])
+        compensated = buffer + flat_buffer(memory)
         total, payload = reduce(comm, compensated)
-        return total, tuple(split_bucket(bucket._replace(buffer=compensated - payload)))
+        return total, tuple(leaves_of_buffer(compensated - payload, bucket.leaves))
 
-    return Hook(init, apply, f"topk({ratio}, error_feedback={error_feedback})")
+    return of_floats(Hook(init, apply, f"topk({ratio}, error_feedback={error_feedback})"))

@@ -43,7 +43,9 @@ def with_parts_listed(arrays: Arrays) -> Arrays:
 def resharded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None = None) -> jax.Array:
     """Lays out an array along Explicit axes inside a program; leaves Auto axes to XLA."""
     target = mesh or jax.typeof(x).sharding.mesh
-    return jax.sharding.reshard(x, NamedSharding(target, spec)) if target.explicit_axes else x
+    if not target.explicit_axes:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(target, spec))
 
 
 def rows_here(x: Any) -> Any:
@@ -62,12 +64,16 @@ def rows_here(x: Any) -> Any:
             f"a batch may be cut along its first dim alone, got an array with {x.sharding}: "
             "no process has whole rows of it."
         )
-    return rows[0] if len(rows) == 1 else np.concatenate(rows)
+    if len(rows) == 1:
+        return rows[0]
+    return np.concatenate(rows)
 
 
 def on_mesh(x: jax.Array, mesh: Mesh) -> jax.Array:
     """Returns this process's parts of an array as an array over another mesh, without a copy."""
-    spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec()
+    spec = PartitionSpec()
+    if isinstance(x.sharding, NamedSharding):
+        spec = x.sharding.spec
     return jax.make_array_from_single_device_arrays(
         x.shape, NamedSharding(mesh, spec), [shard.data for shard in x.addressable_shards]
     )

@@ -18,7 +18,9 @@ def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:
     Relies on `axes` and `axis_name`.
     """
     axes = eqn.params.get("axes", eqn.params.get("axis_name", ()))
-    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+    if isinstance(axes, tuple | list):
+        return tuple(axes)
+    return (axes,)
 
 
 def sets_of(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...] | None:
@@ -27,7 +29,9 @@ def sets_of(eqn: JaxprEqn) -> tuple[tuple[int, ...], ...] | None:
     Relies on `axis_index_groups`.
     """
     sets = eqn.params.get("axis_index_groups")
-    return None if sets is None else tuple(map(tuple, sets))
+    if sets is None:
+        return None
+    return tuple(map(tuple, sets))
 
 
 def gathered_dim(eqn: JaxprEqn) -> tuple[int, bool]:

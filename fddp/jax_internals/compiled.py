@@ -18,12 +18,9 @@ def compile_to_read(lowered: Any, options: dict[str, Any] | None = None) -> jax.
     JAX would write a program for absent devices into its compilation cache, and warn at each later
     run that it cannot be loaded. Relies on the backend that a lowered program names.
     """
-    elsewhere = lowered._lowering.compile_args["backend"].runtime_type == "compile_only_runtime"
-    return (
-        _compile_unsaved(lowered, options)
-        if elsewhere
-        else lowered.compile(compiler_options=options)
-    )
+    if lowered._lowering.compile_args["backend"].runtime_type == "compile_only_runtime":
+        return _compile_unsaved(lowered, options)
+    return lowered.compile(compiler_options=options)
 
 
 def packed(f: Callable[..., Any], *forms: Any) -> bytes:

@@ -33,25 +33,17 @@ LEFT = {"jax_thread_guard"}
 # XLA of JAX 0.11.1 has its own kernels for all-reduces of a few MiB between GPUs of a host, and
 # computes nothing during those of 16 bits: their traffic is not hidden. The option leaves them to
 # NCCL; earlier versions do not know it.
-OVERLAP_OPTIONS: dict[str, str] = (
-    {"xla_gpu_experimental_use_collective_kernels": ""}
-    if jax.__version_info__ >= (0, 11, 1)
-    else {}
-)
-
-
+OVERLAP_OPTIONS = dict[str, str]()
 # With these options a loop awaits the messages of a round in the next round, and gathers the inputs
 # of a round in the round before. JAX 0.11.1 renamed them.
-PIPELINED_ROUNDS: dict[str, str] = (
-    {
-        f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"
-        for kind in ("all_reduce", "all_gather", "reduce_scatter")
-    }
-    if jax.__version_info__ >= (0, 11, 1)
-    else {
-        f"xla_gpu_enable_pipelined_{kind}": "True"
-        for kind in ("all_reduce", "all_gather", "reduce_scatter")
-    }
+PIPELINED = "xla_gpu_enable_pipelined_{}"
+ON = "True"
+if jax.__version_info__ >= (0, 11, 1):
+    OVERLAP_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
+    PIPELINED = "xla_gpu_pipeline_{}"
+    ON = "COLLECTIVE_PIPELINING_MODE_ON"
+PIPELINED_ROUNDS = dict.fromkeys(
+    map(PIPELINED.format, ("all_reduce", "all_gather", "reduce_scatter")), ON
 )
 
 
@@ -94,7 +86,9 @@ def without_jit() -> bool:
 
 def compilation_cache() -> str | None:
     """Returns the folder of JAX's compilation cache, or None if it is not used."""
-    return config.compilation_cache_dir.value if config.enable_compilation_cache.value else None
+    if not config.enable_compilation_cache.value:
+        return None
+    return config.compilation_cache_dir.value
 
 
 def cache_small_programs() -> float:
@@ -155,6 +149,6 @@ def without_context_mesh(f: Callable[Args, Result]) -> Callable[Args, Result]:
 def _set(setting: Any, value: Any) -> Any:
     """Makes a context in which a setting has a value in this thread."""
     # Named settings may do more than store a value: transfer guards are stored elsewhere, too.
-    return (
-        setting(value) if isinstance(setting, config.State) else config.UserContext(setting, value)
-    )
+    if isinstance(setting, config.State):
+        return setting(value)
+    return config.UserContext(setting, value)

@@ -27,7 +27,9 @@ def form_of_program(closed: ClosedJaxpr) -> Hashable:
     numbers = {var: number for number, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
 
     def atom_form(atom: Var | Literal) -> Hashable:
-        return (atom.aval, _bits(atom.val)) if isinstance(atom, Literal) else numbers[atom]
+        if isinstance(atom, Literal):
+            return atom.aval, _bits(atom.val)
+        return numbers[atom]
 
     equations = list[Hashable]()
     for eqn in jaxpr.eqns:

@@ -130,7 +130,9 @@ def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
 
 def callbacks(eqn: JaxprEqn) -> list[Any]:
     """Returns the host functions that an equation calls. Relies on the parameter `callback`."""
-    return [eqn.params["callback"]] if "callback" in eqn.params else []
+    if "callback" not in eqn.params:
+        return []
+    return [eqn.params["callback"]]
 
 
 def called_program(eqn: JaxprEqn) -> ClosedJaxpr:
@@ -138,8 +140,10 @@ def called_program(eqn: JaxprEqn) -> ClosedJaxpr:
 
     Relies on the parameters `jaxpr` and `call_jaxpr`, open or closed.
     """
-    inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+    inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    if isinstance(inner, ClosedJaxpr):
+        return inner
+    return ClosedJaxpr(inner, ())
 
 
 def run_as_it_is(program: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -176,9 +180,13 @@ def barrier_before(eqn: JaxprEqn) -> ClosedJaxpr:
     Its barrier keeps XLA from merging the recomputation with the first computation. Relies on the
     parameters `differentiated` and `prevent_cse`, and on the barrier in JAX's lowering of them.
     """
-    twice = eqn.params["differentiated"] and eqn.params["prevent_cse"]
-    hand_on = jax.lax.optimization_barrier if twice else tuple
-    return jax.make_jaxpr(lambda *args: hand_on(args))(*called_program(eqn).in_avals)
+
+    def hand_on(*args: Any) -> Any:
+        if eqn.params["differentiated"] and eqn.params["prevent_cse"]:
+            return jax.lax.optimization_barrier(args)
+        return args
+
+    return jax.make_jaxpr(hand_on)(*called_program(eqn).in_avals)
 
 
 def branches(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
@@ -201,8 +209,9 @@ def along_first_dim(eqn: JaxprEqn) -> tuple[int, int] | None:
     starts = eqn.params["start_indices"]
     limits = eqn.params["limit_indices"]
     operand: Any = eqn.invars[0].aval
-    full_rows = not any(starts[1:]) and tuple(limits[1:]) == tuple(operand.shape[1:])
-    return (starts[0], limits[0]) if starts and full_rows else None
+    if starts and not any(starts[1:]) and tuple(limits[1:]) == tuple(operand.shape[1:]):
+        return starts[0], limits[0]
+    return None
 
 
 def joins_first_dim(eqn: JaxprEqn) -> bool:
@@ -239,8 +248,9 @@ def scattered_rows(eqn: JaxprEqn) -> int:
     """
     operand_dims, index_dims = (list(getattr(var.aval, "shape", ())) for var in eqn.invars[:2])
     dims = eqn.params["dimension_numbers"]
-    chosen = 0 in dims.scatter_dims_to_operand_dims and 0 in dims.inserted_window_dims
-    return math.prod(index_dims[:-1]) if chosen else operand_dims[0]
+    if 0 in dims.scatter_dims_to_operand_dims and 0 in dims.inserted_window_dims:
+        return math.prod(index_dims[:-1])
+    return operand_dims[0]
 
 
 def permutes(eqn: JaxprEqn) -> bool:

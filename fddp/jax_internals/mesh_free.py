@@ -57,13 +57,12 @@ def line_of_mesh(error: BaseException) -> str:
     lines = traceback.extract_tb(error.__traceback__)
     line = [line for line in lines if source_info_util.is_user_filename(line.filename)][-1]
     # A line of fddp is that of a derivative, or of fddp's own error.
-    if Path(__file__).parents[1] in Path(line.filename).parents:
-        return "a loss or an optimizer" if isinstance(error, core.ShardingTypeError) else ""
-    return (
-        f"{line.filename}:{line.lineno}"
-        if re.search("mesh|[Ss]hard|PartitionSpec", str(error))
-        else ""
-    )
+    in_fddp = Path(__file__).parents[1] in Path(line.filename).parents
+    if in_fddp and isinstance(error, core.ShardingTypeError):
+        return "a loss or an optimizer"
+    if not in_fddp and re.search("mesh|[Ss]hard|PartitionSpec", str(error)):
+        return f"{line.filename}:{line.lineno}"
+    return ""
 
 
 def _rewritten(jaxpr: Jaxpr, cache: dict[Jaxpr, Jaxpr]) -> Jaxpr:
@@ -79,8 +78,12 @@ def _rewritten(jaxpr: Jaxpr, cache: dict[Jaxpr, Jaxpr]) -> Jaxpr:
         aval = _type(old.aval)
         if isinstance(old, Literal):
             value = _one_copy(old.val)
-            return old if value is old.val else Literal(value, aval)
-        return renamed.setdefault(old, old if aval is old.aval else new_variable(old, aval))
+            if value is old.val:
+                return old
+            return Literal(value, aval)
+        if old not in renamed and aval is not old.aval:
+            renamed[old] = new_variable(old, aval)
+        return renamed.setdefault(old, old)
 
     def parameter(old: Any, eqn: JaxprEqn) -> Any:
         if isinstance(old, ClosedJaxpr):
@@ -89,9 +92,12 @@ def _rewritten(jaxpr: Jaxpr, cache: dict[Jaxpr, Jaxpr]) -> Jaxpr:
             return _rewritten(old, cache)
         if type(old) in (tuple, list):
             new = [parameter(x, eqn) for x in old]
-            return old if _same(new, old) else type(old)(new)
+            if not _same(new, old):
+                return type(old)(new)
         if isinstance(old, NamedSharding):
-            return UNSPECIFIED if "in_shardings" in eqn.params else None
+            if "in_shardings" in eqn.params:
+                return UNSPECIFIED
+            return None
         return old
 
     ends = {name: [atom(var) for var in getattr(jaxpr, name)] for name in ("constvars", "invars")}
@@ -106,20 +112,23 @@ def _rewritten(jaxpr: Jaxpr, cache: dict[Jaxpr, Jaxpr]) -> Jaxpr:
             params = {name: parameter(value, eqn) for name, value in params.items()}
         outputs = list(map(atom, eqn.outvars))
         new = (*inputs, *outputs, *params.values())
-        same = _same(new, (*eqn.invars, *eqn.outvars, *eqn.params.values()))
-        eqns.append(eqn if same else eqn.replace(invars=inputs, outvars=outputs, params=params))
+        if not _same(new, (*eqn.invars, *eqn.outvars, *eqn.params.values())):
+            eqn = eqn.replace(invars=inputs, outvars=outputs, params=params)
+        eqns.append(eqn)
     ends["outvars"] = list(map(atom, jaxpr.outvars))
-    same = _same(eqns, jaxpr.eqns) and all(
-        _same(new, getattr(jaxpr, name)) for name, new in ends.items()
-    )
-    return cache.setdefault(jaxpr, jaxpr if same else jaxpr.replace(**ends, eqns=eqns))
+    new = jaxpr
+    before = {name: getattr(jaxpr, name) for name in ends}
+    if not _same(eqns, jaxpr.eqns) or not all(map(_same, ends.values(), before.values())):
+        new = jaxpr.replace(**ends, eqns=eqns)
+    return cache.setdefault(jaxpr, new)
 
 
 def _closed(closed: ClosedJaxpr, cache: dict[Jaxpr, Jaxpr]) -> ClosedJaxpr:
     jaxpr = _rewritten(closed.jaxpr, cache)
     consts = list(map(_one_copy, closed.consts))
-    same = jaxpr is closed.jaxpr and _same(consts, closed.consts)
-    return closed if same else ClosedJaxpr(jaxpr, consts)
+    if jaxpr is closed.jaxpr and _same(consts, closed.consts):
+        return closed
+    return ClosedJaxpr(jaxpr, consts)
 
 
 def _same(new: Sequence[object], old: Sequence[object]) -> bool:

@@ -69,15 +69,21 @@ def rows_of_batch(batch: PyTree, count: int, *, undivided: bool | None = None) -
         return batch._replace(rows=rows_of_batch(batch.rows, count, undivided=undivided))
     if isinstance(batch, Stacked):
         batches = list(batch.batches)
-        return _stacked(batches) if len(batches) == count and not unlike(batches) else batch
-    is_undivided = not is_rows(batch) if undivided is None else undivided
-    single = is_undivided and count == 1 and jax.tree.leaves(batch) and not lists_of_numbers(batch)
-    return _stacked([batch]) if single else batch
+        if len(batches) == count and not unlike(batches):
+            return _stacked(batches)
+        return batch
+    if undivided is None:
+        undivided = not is_rows(batch)
+    if undivided and count == 1 and jax.tree.leaves(batch) and not lists_of_numbers(batch):
+        return _stacked([batch])
+    return batch
 
 
 def unjoined(batch: PyTree) -> Any:
     """Returns a batch without the factors of `fddp.join`."""
-    return batch.rows if isinstance(batch, Joined) else batch
+    if isinstance(batch, Joined):
+        return batch.rows
+    return batch
 
 
 def is_rows(batch: PyTree) -> bool:
@@ -91,7 +97,9 @@ def count_rows(batch: PyTree) -> int:
     if isinstance(batch, Stacked):
         return len(batch.batches)
     leaves = jax.tree.leaves(batch)
-    return jnp.shape(leaves[0])[0] if leaves and is_rows(batch) else min(1, len(leaves))
+    if leaves and is_rows(batch):
+        return jnp.shape(leaves[0])[0]
+    return min(1, len(leaves))
 
 
 def lists_of_numbers(batch: PyTree) -> list[str]:
@@ -106,17 +114,18 @@ def lists_of_numbers(batch: PyTree) -> list[str]:
 
 def not_numeric(batch: PyTree) -> list[str]:
     """Returns the names of leaves that no program takes: text, dates, objects."""
-    rows = batch.rows if isinstance(batch, Undivided) else batch
-    leaves = jax.tree_util.tree_leaves_with_path(rows)
+    if isinstance(batch, Undivided):
+        batch = batch.rows
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
     return [f"{leaf_name(path)} {x!r:.40}".strip() for path, x in leaves if not _is_numeric(x)]
 
 
 def unlike(batches: Sequence[PyTree]) -> str:
     """Describes the first difference in structure, shape or dtype between batches; "" if none."""
-    first = jax.tree_util.tree_leaves_with_path(batches[0]) if batches else []
     for number, batch in enumerate(batches[1:], 1):
         if jax.tree.structure(batch) != jax.tree.structure(batches[0]):
             return f"batch {number} has the structure {jax.tree.structure(batch)}, batch 0 another"
+        first = jax.tree_util.tree_leaves_with_path(batches[0])
         for (path, x), y in zip(first, jax.tree.leaves(batch)):
             if _form(x) != _form(y):
                 name = leaf_name(path) or "the array"
@@ -129,9 +138,13 @@ def _stacked(batches: Sequence[PyTree]) -> Undivided:
         if isinstance(leaves[0], jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct((len(leaves), *leaves[0].shape), leaves[0].dtype)
         on_host = not any(isinstance(x, jax.Array) for x in leaves)
+        if len(leaves) == 1 and on_host:
+            return np.asarray(leaves[0])[None]
         if len(leaves) == 1:
-            return (np.asarray(leaves[0]) if on_host else leaves[0])[None]
-        return np.stack(leaves) if on_host else jnp.stack(leaves)
+            return leaves[0][None]
+        if on_host:
+            return np.stack(leaves)
+        return jnp.stack(leaves)
 
     return Undivided(jax.tree.map(stack, *batches))
 

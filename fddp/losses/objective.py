@@ -63,22 +63,28 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
     def objective(
         params: PyTree, model_state: PyTree, rng: PyTree, batch: PyTree, unit: int | None = None
     ) -> tuple[Array, Evaluated]:
-        batch, share, divisor, _ = batch if isinstance(batch, Joined) else Joined(batch, 1, 1)
+        if not isinstance(batch, Joined):
+            batch = Joined(batch, 1, 1)
+        batch, share, divisor, _ = batch
         rows = _rows(batch)  # 1 for an undivided batch
-        batch = jax.tree.map(lambda x: x[0], batch.rows) if isinstance(batch, Undivided) else batch
+        if isinstance(batch, Undivided):
+            batch = jax.tree.map(lambda x: x[0], batch.rows)
         extra = {"model_state": model_state, "rng": rng}
         value = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None})
         aux = None
-        if has_aux or model_state is not None:
-            value, aux = _pair(
-                value, "(loss, (model_state, aux))" if model_state is not None else "(loss, aux)"
-            )
         if model_state is not None:
             before = model_state
-            model_state, aux = _pair(aux, "(loss, (model_state, aux))")
+            value, buffers_and_aux = _pair(value, "(loss, (model_state, aux))")
+            model_state, aux = _pair(buffers_and_aux, "(loss, (model_state, aux))")
             _check_alike(before, model_state)
-        unit = 1 if isinstance(value, Weighted) else unit or rows
-        value, weight = value if isinstance(value, Weighted) else (value, rows / unit)
+        elif has_aux:
+            value, aux = _pair(value, "(loss, aux)")
+        if isinstance(value, Weighted):
+            unit = 1
+            value, weight = value
+        else:
+            unit = unit or rows
+            weight = rows / unit
         loss = _exact(_scalar(value))
         weight = jax.lax.stop_gradient(_weight(weight, loss.dtype))
         share, divisor = (weight * jnp.mean(jnp.asarray(x, loss.dtype)) for x in (share, divisor))
@@ -94,7 +100,9 @@ def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
 
     Modules are callable, and PyTorch's DDP takes them.
     """
-    kind = value if isinstance(value, type) else type(value)
+    kind = value
+    if not isinstance(kind, type):
+        kind = type(value)
     modules = [f"{parent.__module__}.{parent.__name__}" for parent in kind.__mro__]
     for module, adapter in (
         ("flax.linen.module.Module", "from_linen"),
@@ -188,8 +196,10 @@ def _exact(x: ArrayLike) -> Array:
 
 def _shown(value: Any) -> str:
     if isinstance(value, tuple):
-        name = "Weighted" if isinstance(value, Weighted) else ""
-        return f"{name}({', '.join(map(_shown, value))})"
+        text = f"({', '.join(map(_shown, value))})"
+        if isinstance(value, Weighted):
+            return f"Weighted{text}"
+        return text
     if hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return type(value).__name__

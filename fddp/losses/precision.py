@@ -56,7 +56,7 @@ def mixed_precision(
 
     @wraps(loss_fn)
     def cast_loss(params: PyTree, batch: PyTree, **extra: Any) -> Any:
-        params, batch = jax.tree.map(lambda x: x.astype(dtype) if _float(x) else x, (params, batch))
+        params, batch = _cast_floats(lambda x: dtype, (params, batch))
         return _returned(loss_fn(params, batch, **extra), extra.get("model_state"))
 
     return cast_loss
@@ -71,9 +71,7 @@ def _is_float_dtype(dtype: DTypeLike | None) -> bool:
 
 def _returned(value: Any, model_state: PyTree) -> Any:
     """Widens the results of a loss to float32, and casts buffers to the dtypes of its inputs."""
-    exact = jax.tree.map(
-        lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _float(x) else x, value
-    )
+    exact = _cast_floats(lambda x: jnp.promote_types(x.dtype, jnp.float32), value)
     match value, exact:
         case (_, (buffers, _)), (loss, (_, aux)) if model_state is not None:
             return loss, (_as_given(model_state, buffers), aux)
@@ -83,12 +81,15 @@ def _returned(value: Any, model_state: PyTree) -> Any:
 def _as_given(model_state: PyTree, buffers: Any) -> Any:
     if jax.tree.structure(model_state) != jax.tree.structure(buffers):
         return buffers  # the step raises an error
-    return jax.tree.map(
-        lambda old, new: new.astype(jnp.result_type(old)) if _float(new) else new,
-        model_state,
-        buffers,
-    )
+    return _cast_floats(lambda new, old: jnp.result_type(old), buffers, model_state)
 
 
-def _float(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating)
+def _cast_floats(dtype_of: Callable[..., DTypeLike], tree: PyTree, *more: PyTree) -> Any:
+    """Casts float arrays to `dtype_of(x, *more)`, and returns other leaves unchanged."""
+
+    def cast(x: Any, *more: Any) -> Any:
+        if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating):
+            return x.astype(dtype_of(x, *more))
+        return x
+
+    return jax.tree.map(cast, tree, *more)

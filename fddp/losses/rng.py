@@ -4,6 +4,7 @@ Source: `seed + rank` in PyTorch's scripts; LayerDrop (Fan et al. 2020) for a dr
 must share.
 """
 
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -35,10 +36,8 @@ def folded(
     """
 
     def fold(key: Any) -> Any:
-        numbers = (step, micro_batch) if isinstance(key, Shared) else (step, micro_batch, replica)
-        key = key.key if isinstance(key, Shared) else key
-        for number in numbers:
-            key = jax.random.fold_in(key, number)
-        return key
+        if isinstance(key, Shared):
+            return reduce(jax.random.fold_in, (step, micro_batch), key.key)
+        return reduce(jax.random.fold_in, (step, micro_batch, replica), key)
 
     return jax.tree.map(fold, rng, is_leaf=lambda x: isinstance(x, Shared))

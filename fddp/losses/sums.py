@@ -64,21 +64,23 @@ def contribute(
     """
     loss, trainable = _of_leaves(objective, chosen, params, pending, key, micro_batch)
 
-    def untracked(trainable: Sequence[Array]) -> tuple[Array, tuple[Evaluated, None]]:
-        weighted, value = loss(trainable)
-        return weighted, (value, None)
-
-    f = tracked(loss) if find_unused else untracked
-    (_, (value, used)), grads = jax.value_and_grad(f, has_aux=True)(trainable)
+    used = None
+    if find_unused:
+        graded = jax.value_and_grad(tracked(loss), has_aux=True)
+        (_, (value, used)), grads = graded(trainable)
+    else:
+        (_, value), grads = jax.value_and_grad(loss, has_aux=True)(trainable)
     weight = value.weight
     sums = Sums(
         grads=tuple(grads),
         weight=value.divisor,
         loss=weight * value.loss,
         aux=jax.tree.map(lambda x: weight.astype(x.dtype) * x, value.aux),
-        # A rank without data only takes part in the collectives: its results do not count.
-        used=None if used is None else jnp.where(weight > 0, used, False).astype(jnp.float32),
     )
+    if used is not None:
+        # A rank without data only takes part in the collectives: its results do not count.
+        used = jnp.where(weight > 0, used, False).astype(jnp.float32)
+        sums = sums._replace(used=used)
     return Pending(
         plus(pending.sums, sums), value.model_state, pending.micro_batches + 1, value.unit
     )
@@ -124,7 +126,9 @@ def plus(a: Sums | None, b: Sums) -> Sums:
     """Adds the sums of one replica; None and gradients of () are neutral."""
     if a is None:
         return b
-    grads = add_trees(a.grads, b.grads) if a.grads else b.grads
+    grads = b.grads
+    if a.grads:
+        grads = add_trees(a.grads, b.grads)
     sums = add_trees(a._replace(grads=()), b._replace(grads=()))
     return sums._replace(grads=grads, used=jax.tree.map(jnp.maximum, a.used, b.used))
 
@@ -154,8 +158,12 @@ def mean(sums: Sums) -> Sums:
 
     def divided(x: Array) -> Array:
         # The weight, such as the number of all tokens, may exceed the largest float16.
-        wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
-        divisor = or_infinite if jnp.issubdtype(wide, jnp.floating) else weight
+        wide = x.dtype
+        if x.dtype.itemsize < 4:
+            wide = jnp.float32
+        divisor = weight
+        if jnp.issubdtype(wide, jnp.floating):
+            divisor = or_infinite
         return (x.astype(wide) / divisor.astype(wide)).astype(x.dtype)
 
     return jax.tree.map(divided, sums)._replace(used=sums.used)

@@ -12,7 +12,7 @@ from fddp.optim.loss_scale import scaled as scaled
 from fddp.optim.parts import divided as divided
 from fddp.optim.parts import kinds_of_state as kinds_of_state
 from fddp.optim.recorded import recorded as recorded
-from fddp.optim.skipped import skipped as skipped
+from fddp.optim.recorded import skipped as skipped
 from fddp.optim.state_leaves import map_state as map_state
 from fddp.optim.state_leaves import optimizer_laid_out as optimizer_laid_out
 from fddp.optim.updates import check_needs as check_needs

@@ -97,7 +97,9 @@ def kinds_of_state(opt_state: PyTree, params: PyTree, param_kinds: Any = None) -
     def of(x: Any, param: Any, follows: Follows) -> Any:
         if masked(x):
             return x
-        return follows if jnp.shape(x) == jnp.shape(param) or x.size != 1 else Same()
+        if jnp.shape(x) == jnp.shape(param) or x.size != 1:
+            return follows
+        return Same()
 
     def of_part(subtree: Any) -> Any:
         return jax.tree.map(of, subtree, params, param_kinds, is_leaf=masked)

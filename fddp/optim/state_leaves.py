@@ -23,9 +23,9 @@ def optimizer_laid_out(
     def put(x: Any, param: Any, spec: PartitionSpec) -> Any:
         if masked(x):
             return x
-        return jax.lax.with_sharding_constraint(
-            x, spec if jnp.shape(x) == jnp.shape(param) else PartitionSpec()
-        )
+        if jnp.shape(x) != jnp.shape(param):
+            spec = PartitionSpec()
+        return jax.lax.with_sharding_constraint(x, spec)
 
     return map_state(
         lambda subtree: jax.tree.map(put, subtree, params, param_specs, is_leaf=masked),
@@ -62,11 +62,12 @@ def map_state(
             or jnp.issubdtype(subtree.dtype, jnp.inexact)
         )
 
-    return jax.tree.map(
-        lambda *subtrees: (map_params if like_params(subtrees[0]) else map_leaf)(*subtrees),
-        *states,
-        is_leaf=like_params,
-    )
+    def map_subtree(*subtrees: Any) -> Any:
+        if like_params(subtrees[0]):
+            return map_params(*subtrees)
+        return map_leaf(*subtrees)
+
+    return jax.tree.map(map_subtree, *states, is_leaf=like_params)
 
 
 def masked(x: Any) -> bool:

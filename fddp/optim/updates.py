@@ -70,12 +70,10 @@ def update(
         pick = lambda new, old, n: new if masked(new) else jnp.where(n > 0, new, old)  # noqa: E731
         return jax.tree.map(pick, new, old, _fast(used), is_leaf=masked)
 
-    lookahead = isinstance(params, optax.LookaheadParams)
-    merged_params = (
-        optax.LookaheadParams(*map(chosen, new_params, params))
-        if lookahead
-        else chosen(new_params, params)
-    )
+    if isinstance(params, optax.LookaheadParams):
+        merged_params = optax.LookaheadParams(*map(chosen, new_params, params))
+    else:
+        merged_params = chosen(new_params, params)
     counts = jax.tree.leaves(_fast(used))
     inputs = inputs_of_outputs(jax.make_jaxpr(lambda state: updated(state)[0])(opt_state))
 
@@ -166,7 +164,9 @@ def _first_updates(
 def _missing(message: str) -> str:
     """Extracts missing keyword arguments from Python's error message; '' if it has none."""
     match = re.search(r"missing \d+ required keyword-only arguments?: (.*)", message)
-    names = re.findall(r"'(\w+)'", match[1]) if match else []
+    if match is None:
+        return ""
+    names = re.findall(r"'(\w+)'", match[1])
     return " and ".join(name for name in names if name not in ("value", "grad"))
 
 
@@ -189,4 +189,6 @@ def _other_form(updates: PyTree, params: PyTree) -> str:
 
 def _fast(params: PyTree) -> Any:
     """Returns the parameters with gradients: all but the slow ones of `optax.LookaheadParams`."""
-    return params.fast if isinstance(params, optax.LookaheadParams) else params
+    if isinstance(params, optax.LookaheadParams):
+        return params.fast
+    return params

@@ -22,7 +22,7 @@ from fddp.comm import Placement, merges, of_one_replica, trace
 from fddp.jaxpr import arrivals, ready_order
 from fddp.losses import add_trees
 from fddp.schedules import Pieces
-from fddp.schedules.lists import forms_of, names_of
+from fddp.schedules.lists import forms_of
 from fddp.schedules.stage_tasks import stages_of
 from fddp.schedules.tasks import (
     BYTES,
@@ -35,6 +35,7 @@ from fddp.schedules.tasks import (
     TaskList,
     Value,
     communications,
+    names_of,
 )
 
 # A stage ends after this many bytes of gradients; no option moves that place.

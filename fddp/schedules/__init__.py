@@ -31,7 +31,6 @@ from fddp.schedules.planned_memory import of_one_program as of_one_program
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.queues import Promise as Promise
 from fddp.schedules.queues import awaited as awaited
-from fddp.schedules.rehearsal import rehearse as rehearse
 from fddp.schedules.send import by_bucket as by_bucket
 from fddp.schedules.send import more_sent as more_sent
 from fddp.schedules.send import sent_by_bucket as sent_by_bucket
@@ -48,4 +47,5 @@ from fddp.schedules.timeline import Timeline as Timeline
 from fddp.schedules.timeline import observed_pace as observed_pace
 from fddp.schedules.timeline import outline as outline
 from fddp.schedules.timeline import simulate as simulate
+from fddp.schedules.uncut import rehearse as rehearse
 from fddp.schedules.uncut import shorter_loops as shorter_loops

@@ -47,11 +47,8 @@ def compiled(
         traced = list(traces.known.values())
         programs = dict(zip(traces.known, each_by_one([t.text for t in traced], make)))
     # A stage that writes nothing has nothing to do: other stages use the values it waits for.
-    return {
-        task.name: programs[keys[task.name]] if task.writes else task.run
-        for task in listed.tasks
-        if isinstance(task, Compute)
-    }
+    idle = {task.name: task.run for task in listed.computations if not task.writes}
+    return idle | {name: programs[key] for name, key in keys.items()}
 
 
 @dataclass(frozen=True)
@@ -109,9 +106,10 @@ class _Traces:
             key = (text, tree, *shapes, *identities)
             # A program that is compiled ahead of time takes no arrays of less than 8 bits, to which
             # JAX gives another layout, nor the token of MPI's collectives.
-            ahead = not traced.jaxpr.effects and not any(sub_byte(dtype) for _, dtype in shapes)
-            on_call = partial(CompiledOnCall, first_call(jit, task.name, self._says), lowered)
-            make = lowered.compile if ahead else on_call
+            make = lowered.compile
+            if traced.jaxpr.effects or any(sub_byte(dtype) for _, dtype in shapes):
+                run = first_call(jit, task.name, self._says)
+                make = partial(CompiledOnCall, run, lowered)
             self.known.setdefault(key, _Traced(task.name, text, traced.jaxpr.consts, make))
             self._keys[call, donated] = key
         return self._keys[call, donated]

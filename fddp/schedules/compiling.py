@@ -22,9 +22,14 @@ def compiling(group: Group, what: str | Callable[[], str]) -> AbstractContextMan
     start = monotonic()
 
     def state() -> str:
-        return f"compiling {what() if callable(what) else what}, {monotonic() - start:.0f} s so far"
+        text = what
+        if callable(text):
+            text = text()
+        return f"compiling {text}, {monotonic() - start:.0f} s so far"
 
-    return reports(state, FIRST_WORD_S, NEXT_WORD_S) if group.is_main else nullcontext()
+    if group.is_main:
+        return reports(state, FIRST_WORD_S, NEXT_WORD_S)
+    return nullcontext()
 
 
 def first_call(program: Callable[..., Any], what: str, says: Compiling) -> Callable[..., Any]:

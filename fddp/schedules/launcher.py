@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+from jax.profiler import TraceAnnotation
 
 from fddp.comm import Group, Recovery
 from fddp.hooks import Memory
@@ -25,7 +26,6 @@ from fddp.jax_internals import asked_for, given_away, with_configuration, with_p
 from fddp.schedules.programs import Prepared
 from fddp.schedules.queues import HERE, Do, Queues, awaited, speaks
 from fddp.schedules.send import Sent, bytes_of
-from fddp.schedules.shown import wait_for
 from fddp.schedules.step_log import StepLog
 from fddp.schedules.tasks import BYTES, Communicate, Task, Value
 from fddp.schedules.timeline import Span
@@ -109,7 +109,8 @@ class Launcher:
     def failed(self) -> bool:
         """True if a queue of the last launch has failed since; reports each failure once."""
         failed = any(job.done() and job.exception() for job in self._jobs.values())
-        self._jobs = {} if failed else self._jobs
+        if failed:
+            self._jobs = {}
         return failed
 
     def _start(self, work: Callable[[str, Do], None], queue: str, do: Do) -> Future[None]:
@@ -133,7 +134,7 @@ class Launcher:
             while len(launched) > at_most:
                 task, outputs, since = launched.popleft()
                 # The next task may have overwritten an output; then that task is waited for next.
-                wait_for(task.name, [x for x in jax.tree.leaves(outputs) if not given_away(x)])
+                _wait_for(task.name, [x for x in jax.tree.leaves(outputs) if not given_away(x)])
                 observed = [ready_at[value] for value in task.writes if value in ready_at]
                 end = min([perf_counter(), *observed])
                 begin = max(since, clock)
@@ -157,7 +158,7 @@ class Launcher:
         def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
             # A collective of MPI takes a token, and each thread has its own.
             with self.log.under_way(task), asked_for():
-                return wait_for(task.name, prepared.programs[task.name](*inputs))
+                return _wait_for(task.name, prepared.programs[task.name](*inputs))
 
         return do
 
@@ -170,7 +171,7 @@ class Launcher:
             nbytes = sum(x.nbytes for x in inputs) // self._group.placement.replicas_in_array
             journal = self._group.journal.message(task.name, nbytes)
             with self.log.under_way(task), journal, asked_for():
-                return wait_for(task.name, prepared.programs[task.name](*inputs))
+                return _wait_for(task.name, prepared.programs[task.name](*inputs))
 
         return do
 
@@ -201,7 +202,9 @@ class Launcher:
                 memory[index] = result.memory
             # Without the sum, which lives no longer than its last reader needs it.
             arrived[task.reads[0]] = result._replace(total=None, memory=None)
-            return result.total, *([all_bytes()] if BYTES in task.writes else [])
+            if BYTES in task.writes:
+                return result.total, all_bytes()
+            return (result.total,)
 
         def all_bytes() -> Any:
             for job in other_jobs():
@@ -228,6 +231,14 @@ def _by_kind(sending: Do, computing: Do, exchanging: Do) -> Do:
     def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
         if isinstance(task, Communicate):
             return sending(task, inputs)
-        return (exchanging if speaks(task) else computing)(task, inputs)
+        if speaks(task):
+            return exchanging(task, inputs)
+        return computing(task, inputs)
 
     return do
+
+
+def _wait_for(name: str, outputs: Any) -> Any:
+    """Waits for the outputs of a task; a profiler shows the wait under the task's name."""
+    with TraceAnnotation(name):
+        return jax.block_until_ready(outputs)

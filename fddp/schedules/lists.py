@@ -16,11 +16,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import Messages
-from fddp.comm import Placement, as_program, trace
-from fddp.jax_internals import ClosedJaxpr, Literal
+from fddp.comm import Placement, as_program
 from fddp.jaxpr import arrivals, collectives, take_more
 from fddp.schedules.exchange_tasks import exchanged, in_turn
-from fddp.schedules.pieces import Pieces, Round
+from fddp.schedules.pieces import ARGUMENTS, Pieces, Round
 from fddp.schedules.stage_tasks import stages_of
 from fddp.schedules.tasks import (
     BEGIN,
@@ -30,17 +29,23 @@ from fddp.schedules.tasks import (
     RESULT,
     SHARDS,
     STATE,
-    Communicate,
     Compute,
     Task,
     TaskList,
     Value,
     communications,
+    inputs_of,
+    names_of,
+    sums_of,
 )
-from fddp.schedules.uncut import Late, Program, all_ready, arrival_times, with_split_loops
-from fddp.wording import leaf_name
-
-ARGUMENTS = (STATE, "pending", SHARDS, "rows")
+from fddp.schedules.uncut import (
+    Late,
+    Program,
+    all_ready,
+    arrival_times,
+    traced_programs,
+    with_split_loops,
+)
 
 
 def in_one_piece(
@@ -55,7 +60,9 @@ def in_one_piece(
     def run_round(piece: Round, *values: Any) -> Sequence[Any]:
         arguments = values[: len(piece.reads)]
         returned = values[len(piece.reads) :]
-        received = _received(*returned) if returned else (None, None)
+        received: tuple[Any, Any] = (None, None)
+        if returned:
+            received = _received(*returned)
         return _leaving(*piece.run(*arguments, *received))
 
     def finish(state: Any, shards: PyTree, nbytes: Any, *returned: Any) -> Sequence[Any]:
@@ -66,10 +73,10 @@ def in_one_piece(
     for piece, sends in zip(pieces.rounds, communications([r.reductions for r in pieces.rounds])):
         saved = Value(f"kept by {piece.name}")
         reads = *map(Value, piece.reads), *returned
-        writes = *_inputs(sends), saved
+        writes = *inputs_of(sends), saved
         run = as_program(placement, partial(run_round, piece))
         tasks += [Compute(piece.name, reads, writes, run, piece.kind), *sends]
-        returned = saved, *_sums(sends)
+        returned = saved, *sums_of(sends)
     result = Value(RESULT)
     new_shards = Value(NEW)
     reads = Value(STATE), Value(SHARDS), BYTES, *returned
@@ -109,7 +116,8 @@ def in_stages(
     shards, rows) and in the result.
     """
     arguments = forms_of((state, pending, shards, rows))
-    programs, sends, results, treedef = _traced(placement, pieces, arguments)
+    programs, sends, treedef = traced_programs(placement, pieces, arguments)
+    results = programs[-1].writes
     *rounds, update = (with_split_loops(placement, program) for program in programs)
     arriving = late(rounds[0], update)
 
@@ -136,43 +144,6 @@ def in_stages(
         lambda *arguments: dict(zip(names, jax.tree.leaves(arguments))) | constants,
         lambda values: treedef.unflatten([values[name] for name in results]),
     )
-
-
-def _traced(
-    placement: Placement, pieces: Pieces, arguments: Sequence[Any]
-) -> tuple[list[Program], list[list[Communicate]], list[Value], Any]:
-    """Returns the traced programs, the messages of each round, and the result's names and tree."""
-    by_word: dict[str, Any] = dict(zip(ARGUMENTS, arguments))
-    names = {word: names_of(word, tree) for word, tree in by_word.items()}
-    all_sends = communications([piece.reductions for piece in pieces.rounds])
-    programs = list[Program]()
-    received: tuple[Any, Any] = (None, None)
-    sends = list[Communicate]()
-    saved_names = list[Value]()
-    for piece, leaving in zip(pieces.rounds, all_sends):
-        inputs = [by_word[word] for word in piece.reads]
-        closed, (messages, saved) = trace(placement, piece.run, *inputs, *received)
-        input_names = [name for word in piece.reads for name in names[word]]
-        sums = {len(input_names) + k: k for k in range(len(sends))}
-        reads = [*input_names, *_sums(sends), *saved_names]
-        first = len(jax.tree.leaves(messages))
-        saved_names = _saved(closed, reads, first, names_of(f"kept by {piece.name}", saved))
-        writes = [*_inputs(leaving), *saved_names]
-        programs.append(Program(piece.name, piece.kind, closed, reads, sums, writes))
-        received = _summed_forms(leaving, messages), saved
-        sends = leaving
-
-    nbytes = jax.ShapeDtypeStruct((len(pieces.reductions),), np.uint32)
-    inputs = by_word[STATE], by_word[SHARDS]
-    closed, (result, new) = trace(placement, pieces.finish, *inputs, *received, nbytes)
-    input_names = [*names[STATE], *names[SHARDS]]
-    sums = {len(input_names) + k: k for k in range(len(sends))}
-    reads = [*input_names, *_sums(sends), *saved_names, BYTES]
-    results = [*names_of(RESULT, result), *names_of(NEW, new)]
-    programs.append(Program(pieces.name, "update", closed, reads, sums, results))
-    alias = _new_shards_of(closed, reads, results)
-    programs = [_renamed(program, alias) for program in programs]
-    return programs, all_sends, results, jax.tree.structure((result, new))
 
 
 def _by_message(
@@ -207,59 +178,27 @@ def _by_arrival(used: Callable[[int, int], int], program: Program) -> list[Compu
     count = max(1, len(program.sums))
     last = count - 1
     times = program.sums | {at: last for at, name in enumerate(program.reads) if name == BYTES}
-    # Equal slices of an output share a program, so each has a stage.
-    used = (lambda k, count: k) if program.begins else used
+    stage_of = arrivals(program.closed, times)
     if collectives(program.closed):
-        stage_of = [last for _ in program.writes]
-    else:
-        stage_of = [used(k, count) for k in arrivals(program.closed, times)]
+        stage_of = [last] * len(stage_of)
+    elif not program.begins:  # equal slices of an output share a program, so each has a stage
+        stage_of = [used(k, count) for k in stage_of]
     # Messages leave in order: a message that could leave before an earlier one waits for it.
     earliest = 0
     for number, value in enumerate(program.writes):
         if value.kind == MESSAGE:
             earliest = stage_of[number] = max(earliest, stage_of[number])
-    groups = [[n for n, stage in enumerate(stage_of) if stage == k] for k in range(count)]
+    groups: list[list[int]] = [[] for _ in range(count)]
+    for number, stage in enumerate(stage_of):
+        groups[stage].append(number)
     return stages_of(program.name, "update", program.closed, program.reads, program.writes, groups)
-
-
-def _saved(
-    closed: ClosedJaxpr, reads: Sequence[Value], first: int, names: Sequence[Value]
-) -> list[Value]:
-    """Names the outputs from `first` on; an output that is an input unchanged keeps that name."""
-    inputs = dict(zip(closed.jaxpr.invars, reads))
-    outputs = closed.jaxpr.outvars[first:]
-    return [
-        name if isinstance(var, Literal) else inputs.get(var, name)
-        for var, name in zip(outputs, names)
-    ]
-
-
-def _new_shards_of(
-    closed: ClosedJaxpr, reads: Sequence[Value], results: Sequence[Value]
-) -> dict[Value, Value]:
-    """Name of an input that the update returns unchanged as a new shard → name of that shard."""
-    inputs = {
-        var: name
-        for var, name in zip(closed.jaxpr.invars, reads)
-        if name.kind not in (STATE, SHARDS)
-    }
-    new = [
-        (var, name)
-        for var, name in zip(closed.jaxpr.outvars, results)
-        if name.kind == NEW and not isinstance(var, Literal) and var in inputs
-    ]
-    return {inputs[var]: name for var, name in reversed(new)}
-
-
-def _renamed(program: Program, alias: Mapping[Value, Value]) -> Program:
-    reads = [alias.get(name, name) for name in program.reads]
-    writes = [alias.get(name, name) for name in program.writes]
-    return program._replace(reads=reads, writes=writes)
 
 
 def _no_messages(pieces: Pieces) -> dict[Value, Any]:
     """The bytes of a step without messages, which no task writes."""
-    return {} if pieces.reductions else {BYTES: np.zeros(0, np.uint32)}
+    if pieces.reductions:
+        return {}
+    return {BYTES: np.zeros(0, np.uint32)}
 
 
 def _leaving(messages: Messages, saved: PyTree) -> Sequence[Any]:
@@ -271,29 +210,6 @@ def _received(saved: PyTree, *sums: Any) -> tuple[Messages, Any]:
     return replace(messages, arrays=sums), saved
 
 
-def _summed_forms(sends: Sequence[Communicate], messages: Messages) -> Messages:
-    """The shapes of the sums of messages."""
-    sums = [task.reduction.back(x) for task, x in zip(sends, messages.arrays)]
-    return replace(messages, arrays=tuple(sums))
-
-
-def _inputs(sends: Sequence[Communicate]) -> tuple[Value, ...]:
-    return tuple(task.reads[0] for task in sends)
-
-
-def _sums(sends: Sequence[Communicate]) -> tuple[Value, ...]:
-    return tuple(task.writes[0] for task in sends)
-
-
 def forms_of(tree: PyTree) -> Any:
     """Shapes and dtypes of arrays; NumPy arrays get the dtypes that JAX would give them."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), tree)
-
-
-def names_of(kind: str, tree: PyTree) -> list[Value]:
-    """A value of a kind for each leaf of a tree, by its path."""
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    names = [leaf_name(path) for path in paths]
-    # Two paths may read alike: {"a/b": …} and {"a": {"b": …}}.
-    names = [name if names.count(name) == 1 else f"{name} {at}" for at, name in enumerate(names)]
-    return [Value(kind, path=name) for name in names]

@@ -45,8 +45,9 @@ def trailed(listed: TaskList, first_use: Mapping[str, int]) -> TaskList:
     """
     updates = [task for task in listed.tasks if task.kind == "update"]
     replaced = any(value.replaces in task.reads for task in updates for value in task.writes)
-    # Gradients that are returned have no next step: none of them is deferred.
-    return leaving_in(listed, _ordered(listed.messages, first_use if replaced else {}))
+    if not replaced:  # gradients that are returned have no next step: none of them is deferred
+        first_use = {}
+    return leaving_in(listed, _ordered(listed.messages, first_use))
 
 
 def leaving_in(listed: TaskList, messages: Sequence[Communicate]) -> TaskList:

@@ -24,41 +24,23 @@ from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
 Hold: TypeAlias = Callable[[list[Value], int, bool], list[Value]]
 
 
-def _fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs one XLA program with an all-reduce per bucket; XLA overlaps where it can (GPU, TPU).
-
-    If `donate`, the program may reuse the state's memory.
-    """
-    return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
-
-
-def _held(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs the program of `fused`, in which all updates wait until the last message can leave."""
-    return _program(group, partial(in_one_piece, group.placement, pieces), donate, _until_the_last)
-
-
-def _unordered(group: Group, pieces: Pieces, donate: bool) -> Runner:
-    """Runs the program of `fused`, in which XLA's scheduler orders the all-reduces."""
-    return _program(group, partial(in_one_piece, group.placement, pieces), donate, _at_any_time)
-
-
-fused = Schedule("fused", _fused, one_program=True, cuts=False)
-held = Schedule("held", _held, one_program=True, cuts=False)
-unordered = Schedule("unordered", _unordered, one_program=True, cuts=False)
-
-
 def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     """Traces the tasks of a list, in order, into one program."""
     return _program(group, make, donate, _in_turn)
 
 
 def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
-    """Traces a list into one program, in which a message waits for the sums that `hold` names."""
+    """Traces a list into one program, in which a message waits for the sums that `hold` names.
+
+    If `donate`, the program may reuse the state's memory.
+    """
     per_replica = group.placement.per_replica
     in_specs = REPLICATED, per_replica, per_replica, per_replica, per_replica
     out_specs = REPLICATED, per_replica, per_replica
-    donated = (0, 2, 3) if donate else ()
     step = partial(traced, group, make, hold)
+    donated: tuple[int, ...] = ()
+    if donate:
+        donated = (0, 2, 3)
     program = group.placement.program(step, in_specs, out_specs, donate=donated)
     launch = first_call(program, "the step", partial(compiling, group))
 
@@ -75,7 +57,9 @@ def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
             group.recovery.sends()
             raise
         group.recovery.sends()
-        return jax.block_until_ready(result) if group.placement.shares_cores else result
+        if group.placement.shares_cores:
+            jax.block_until_ready(result)
+        return result
 
     def lower(inputs: StepInputs) -> jax.stages.Lowered:
         return program.lower(*fed(inputs))
@@ -87,8 +71,10 @@ def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
         # A program inside another one cannot have compiler options.
         return StepOutputs(*program.__wrapped__(*inputs))  # pyright: ignore[reportAttributeAccessIssue]
 
-    on_mesh = group.placement.on_mesh
-    return Runner(run, lower, None, make, footprint, inside=inside if on_mesh else None)
+    runner = Runner(run, lower, None, make, footprint)
+    if group.placement.on_mesh:
+        return runner._replace(inside=inside)
+    return runner
 
 
 def traced(
@@ -104,8 +90,9 @@ def traced(
     """Runs the tasks of one replica; gradients made in the rounds of a loop are summed in them."""
     listed = make(state, pending, shards, rows)
     run = partial(_run, group.communicator, listed, hold)
-    in_rounds = any(task.reduction.rounds > 1 for task in listed.messages)
-    return (fused_loops(run) if in_rounds else run)(state, pending, shards, memory, rows)
+    if any(task.reduction.rounds > 1 for task in listed.messages):
+        run = fused_loops(run)
+    return run(state, pending, shards, memory, rows)
 
 
 def _run(
@@ -132,12 +119,12 @@ def _run(
     last = next((task for task in reversed(listed.messages) if task.reduction.rounds == 1), None)
     all_bytes = list[Any]()
     for task in listed.tasks:
-        inputs = [values[name] for name in task.reads]
+        inputs = (values[name] for name in task.reads)
         if not isinstance(task, Communicate):
             values.update(zip(task.writes, task.run(*inputs)))
             continue
-        message = inputs[0]
-        flags = inputs[1] if len(inputs) > 1 else None
+        message, *more = inputs
+        flags = next(iter(more), None)
         with jax.named_scope(scope(task.name)):
             # A barrier hides the message's origin from XLA, and keeps the order. XLA drops the sum
             # of a constant, such as the zeros of a bucket that this rank's branch leaves unused,
@@ -154,7 +141,8 @@ def _run(
             hook_memory = current.get(index, ())
             total, hook_memory, nbytes = summed(comm, task.reduction, flags, message, hook_memory)
             values[task.writes[0]] = total
-            current |= {index: hook_memory} if index in previous else {}
+            if index in previous:
+                current[index] = hook_memory
         sums.append(task.writes[0])
         all_bytes.append(nbytes)
         if BYTES in task.writes:
@@ -167,7 +155,7 @@ def _run(
 
 
 def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
-    """Lets messages leave one after the other."""
+    """Lets messages leave one after the other; XLA overlaps where it can (GPU, TPU)."""
     del last
     return sums[waited:]
 
@@ -178,7 +166,9 @@ def _until_the_last(sums: list[Value], waited: int, last: bool) -> list[Value]:
     On GPUs before Hopper, XLA puts updates that are ready early where the backward pass would hide
     a message.
     """
-    return sums if last else sums[waited:]
+    if last:
+        return sums
+    return sums[waited:]
 
 
 def _at_any_time(sums: list[Value], waited: int, last: bool) -> list[Value]:
@@ -190,3 +180,15 @@ def _at_any_time(sums: list[Value], waited: int, last: bool) -> list[Value]:
 def scope(name: str) -> str:
     """The name of a message inside a compiled program."""
     return name.replace(" ", "")
+
+
+def _schedule(name: str, hold: Hold) -> Schedule:
+    def make(group: Group, pieces: Pieces, donate: bool) -> Runner:
+        return _program(group, partial(in_one_piece, group.placement, pieces), donate, hold)
+
+    return Schedule(name, make, one_program=True, cuts=False)
+
+
+fused = _schedule("fused", _in_turn)
+held = _schedule("held", _until_the_last)
+unordered = _schedule("unordered", _at_any_time)

@@ -16,8 +16,11 @@ from fddp.buckets import Messages
 from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
 from fddp.schedules.footprint import Footprint
-from fddp.schedules.tasks import TaskList
+from fddp.schedules.tasks import SHARDS, STATE, TaskList
 from fddp.schedules.timeline import Timeline
+
+# The arguments that a round may take.
+ARGUMENTS = (STATE, "pending", SHARDS, "rows")
 
 
 class Round(NamedTuple):
@@ -25,7 +28,7 @@ class Round(NamedTuple):
 
     name: str
     reads: tuple[str, ...]
-    """The arguments that it takes, of "state", "pending", "shards" and "rows"."""
+    """The arguments that it takes, some of `ARGUMENTS`."""
     run: Callable[..., tuple[Messages, Any]]
     """(*arguments, sums, saved values) → this replica's messages, and the values it saves for the
     next round. In the first round the sums and the saved values are None."""

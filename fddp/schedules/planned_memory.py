@@ -1,6 +1,6 @@
 """The memory of compiled programs, as XLA has planned it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ from fddp.schedules.ahead_of_time import CompiledOnCall
 from fddp.schedules.footprint import Footprint, Moment, Planned, footprint
 from fddp.schedules.pieces import StepInputs
 from fddp.schedules.programs import Prepare
-from fddp.schedules.tasks import Compute, Task, Value
+from fddp.schedules.tasks import Task, Value
 
 
 def of_tasks(group: Group, prepare: Prepare) -> Callable[[StepInputs], Footprint | None]:
@@ -26,28 +26,26 @@ def of_tasks(group: Group, prepare: Prepare) -> Callable[[StepInputs], Footprint
     def report(inputs: StepInputs) -> Footprint | None:
         prepared, values = prepare(inputs)
         tasks = prepared.listed.tasks
-        compiled = {
-            task.name: prepared.unwrapped[task.name]
-            for task in tasks
-            if isinstance(task, Compute) and task.writes
-        }
-        planned = {name: _memory(program) for name, program in compiled.items()}
-        if not all(planned.values()):
-            return None
-        programs = {
-            name: program.lowered if isinstance(program, CompiledOnCall) else program
-            for name, program in compiled.items()
-        }
-        forms = _forms(tasks, programs) | values
+        forms = dict[Value, Any]()
+        planned = dict[str, Planned]()
+        for task in prepared.listed.computations:
+            if not task.writes:
+                continue
+            program: Any = prepared.unwrapped[task.name]
+            compiled = program
+            if isinstance(program, CompiledOnCall):
+                program = program.lowered
+                compiled = compile_to_read(program)
+            memory = _memory(compiled)
+            if memory is None:
+                return None
+            forms |= zip(task.reads, program.args_info[0])
+            forms |= zip(task.writes, program.out_info)
+            planned[task.name] = Planned(memory.temp_size_in_bytes, _donated(task, program))
+        forms |= values
         sizes = {value: _nbytes(group.placement, value, x) for value, x in forms.items()}
-        written = {value for task in tasks for value in task.writes}
-        works = dict[str, Planned]()
-        for task in tasks:
-            if task.name in programs:
-                donated = _donated(task, programs[task.name])
-                works[task.name] = Planned(planned[task.name].temp_size_in_bytes, donated)
-        initial = forms.keys() - written
-        return footprint(tasks, sizes, works, initial, set(prepared.listed.results))
+        initial = forms.keys() - {value for task in tasks for value in task.writes}
+        return footprint(tasks, sizes, planned, initial, set(prepared.listed.results))
 
     return report
 
@@ -69,18 +67,9 @@ def of_one_program(program: jax.stages.Compiled) -> Footprint | None:
 
 def _memory(program: Any) -> Any:
     """Memory of a program, if it is known for which arguments it is compiled."""
-    compiled = compile_to_read(program.lowered) if isinstance(program, CompiledOnCall) else program
-    return compiled.memory_analysis() if isinstance(compiled, jax.stages.Compiled) else None
-
-
-def _forms(tasks: Sequence[Task], programs: Mapping[str, Any]) -> dict[Value, Any]:
-    """Shapes of the values that programs read and write."""
-    forms = dict[Value, Any]()
-    for task in tasks:
-        if task.name in programs:
-            forms |= zip(task.reads, programs[task.name].args_info[0])
-            forms |= zip(task.writes, programs[task.name].out_info)
-    return forms
+    if isinstance(program, jax.stages.Compiled):
+        return program.memory_analysis()
+    return None
 
 
 def _donated(task: Task, program: Any) -> list[Value]:
@@ -91,5 +80,7 @@ def _donated(task: Task, program: Any) -> list[Value]:
 
 def _nbytes(placement: Placement, value: Value, tree: PyTree) -> int:
     """Bytes of one replica's arrays."""
-    copies = 1 if value.equal_everywhere else placement.replicas_in_array
-    return sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)) // copies
+    nbytes = sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    if value.equal_everywhere:
+        return nbytes
+    return nbytes // placement.replicas_in_array

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+from jax.profiler import TraceAnnotation
 from jax.sharding import PartitionSpec
 
 from fddp.comm import REPLICATED, Group, Placement, of_one_replica
@@ -13,8 +14,7 @@ from fddp.schedules.compiling import Compiling, compiling, first_call
 from fddp.schedules.pieces import MakeList, StepInputs
 from fddp.schedules.queues import Arrange, Arranged, forms_promised
 from fddp.schedules.send import Sent, sending
-from fddp.schedules.shown import named
-from fddp.schedules.tasks import MESSAGE, SHARDS, STATE, Compute, TaskList, Value
+from fddp.schedules.tasks import MESSAGE, SHARDS, STATE, Compute, TaskList, Value, inputs_of
 
 # Task name -> its program: (inputs) -> outputs.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]
@@ -68,15 +68,27 @@ def preparing(
         replicas = group.placement.replicas_in_array
         listed = make(of_one_replica(state, 1), *of_one_replica(per_replica, replicas))
         arranged = arrange(listed)
-        arranged = arranged if donate else replace(arranged, freed={})
+        if not donate:
+            arranged = replace(arranged, freed={})
         values = listed.enter(state, *per_replica)
         report = partial(compiling, group)
         unwrapped = programs(group.placement, listed, values, arranged.freed, report)
         send = sending(group, [task.reduction for task in listed.messages])
-        numbers = {task.reads[0]: number for number, task in enumerate(listed.messages)}
-        return Prepared(listed, arranged, named(unwrapped), unwrapped, send, numbers)
+        numbers = {name: number for number, name in enumerate(inputs_of(listed.messages))}
+        named = {name: partial(_shown, name, program) for name, program in unwrapped.items()}
+        return Prepared(listed, arranged, named, unwrapped, send, numbers)
 
     return prepare
+
+
+def _shown(name: str, program: Callable[..., Sequence[Any]], *inputs: Any) -> Sequence[Any]:
+    """Shows a launch in `jax.profiler`; a name costs less than 1 µs if no profiler runs.
+
+    A launched program runs on threads of XLA's own. So a task shows while it is launched, and again
+    while a thread waits for it.
+    """
+    with TraceAnnotation(name):
+        return program(*inputs)
 
 
 def jitted(
@@ -90,11 +102,10 @@ def jitted(
     del values
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
-        reusable = freed.get(task.name, ())
-        donate = [at for at, name in enumerate(task.reads) if name in reusable and of_state(name)]
-        return first_call(program_of(placement, task, donate), task.name, says)
+        jit = program_of(placement, task, _donated(task, freed))
+        return first_call(jit, task.name, says)
 
-    return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
+    return {task.name: program(task) for task in listed.computations}
 
 
 def on_each_device(
@@ -114,12 +125,10 @@ def on_each_device(
     programs = dict[Any, Callable[..., Sequence[Any]]]()
 
     def program(task: Compute) -> Callable[..., Sequence[Any]]:
+        donate = tuple(range(task.reuses))
         # Only updates donate: a stage that did would not share a program with equal stages.
-        reusable = freed.get(task.name, ()) if task.kind == "update" else ()
-        donate = tuple(
-            at for at, name in enumerate(task.reads) if name in reusable and of_state(name)
-        )
-        donate += tuple(range(task.reuses))
+        if task.kind == "update":
+            donate = *_donated(task, freed), *donate
         if (task.run, donate) not in programs:
             jit = jax.jit(task.run, donate_argnums=donate)
             programs[task.run, donate] = first_call(jit, task.name, says)
@@ -132,14 +141,22 @@ def on_each_device(
 
         return run
 
-    return {task.name: program(task) for task in listed.tasks if isinstance(task, Compute)}
+    return {task.name: program(task) for task in listed.computations}
+
+
+def _donated(task: Compute, freed: Freed) -> list[int]:
+    """The positions of the arrays of the state whose memory a task may reuse."""
+    reusable = freed.get(task.name, ())
+    return [at for at, name in enumerate(task.reads) if name in reusable and of_state(name)]
 
 
 def _joined(placement: Placement, value: Value, arrays: tuple[Any, ...]) -> Any:
     """Joins the replicas' arrays of a message or of a replicated value; other values stay apart."""
     if value.equal_everywhere:
         return placement.together(arrays, REPLICATED)
-    return placement.together(arrays, placement.per_replica) if value.kind == MESSAGE else arrays
+    if value.kind == MESSAGE:
+        return placement.together(arrays, placement.per_replica)
+    return arrays
 
 
 def program_of(

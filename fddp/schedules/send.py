@@ -61,9 +61,11 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             journal = group.journal.message(reduction.title, size * message.dtype.itemsize)
             with TraceAnnotation(reduction.name), journal:
                 if reduction.apply is None:
-                    blocks = (reduction.blocks,) if reduction.collective == "tree_reduce" else ()
                     collective = getattr(transport.at(reduction.level), reduction.collective)
-                    total = collective(message, *blocks)
+                    if reduction.collective == "tree_reduce":
+                        total = collective(message, reduction.blocks)
+                    else:
+                        total = collective(message)
                     sent = plain_bytes(group.communicator, reduction, size, message.dtype)
                 else:
                     with asked_for():  # a collective of MPI takes a token; each thread has its own
@@ -86,8 +88,9 @@ def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
         )
         return total, add_replica_dim(memory), sent, all_finite(total)
 
-    scattered = reduction.among_some or reduction.collective == "reduce_scatter"
-    sum_spec = per_replica if scattered else REPLICATED
+    sum_spec = REPLICATED
+    if reduction.among_some or reduction.collective == "reduce_scatter":
+        sum_spec = per_replica
     out_specs = sum_spec, per_replica, REPLICATED, REPLICATED
     # The memory is not donated: `remembered` may return it.
     return group.placement.program(run, (per_replica, per_replica), out_specs)
@@ -106,7 +109,9 @@ def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transpo
     parts lie in one order of the replicas, and tree-reduces, which add in one order.
     """
     ordered = any(r.apply or r.collective != "all_reduce" for r in reductions)
-    return (group.transport,) if ordered or not group.transport.clones else group.transport.clones
+    if ordered or not group.transport.clones:
+        return (group.transport,)
+    return group.transport.clones
 
 
 def bytes_of(group: Group, messages: Sequence[Sent]) -> UInt32[Array, " messages"]:
@@ -122,7 +127,9 @@ def sent_by_bucket(
     """Bytes of each of `count` buckets over all its messages; the last also counts the scalars."""
     total = jnp.zeros(count, jnp.uint32)
     for reduction, nbytes in zip(reductions, sent):
-        at = count - 1 if reduction.bucket is None else reduction.bucket
+        at = reduction.bucket
+        if at is None:
+            at = count - 1
         total = total.at[at].set(more_sent(total[at], nbytes))
     return total
 
@@ -141,7 +148,9 @@ def by_bucket(plan: BucketPlan, sent: Array) -> Array:
     """Bytes of each bucket of a plan over all its messages, followed by those of the scalars."""
     numbers: dict[int, list[int]] = {}
     for number, message in enumerate(plan.messages):
-        bucket = len(plan.buckets) if message.bucket is None else message.bucket
+        bucket = message.bucket
+        if bucket is None:
+            bucket = len(plan.buckets)
         numbers.setdefault(bucket, []).append(number)
     first, last = (np.array([numbers[b][end] for b in sorted(numbers)]) for end in (0, -1))
     more = jnp.where(first == last, 0, sent[last])

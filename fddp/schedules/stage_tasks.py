@@ -70,17 +70,14 @@ def _without_other_outputs(closed: ClosedJaxpr, numbers: Sequence[int]) -> Close
 
 def _names_between(title: str, kind: str, stages: Sequence[Stage], inputs: int) -> list[Value]:
     """Names the values that stages pass to later ones, which are numbered from `inputs` on."""
-    # A value of an update is equal on all replicas if all its inputs are.
-    equal = set[int]()
-    for stage in stages if kind == "update" else ():
-        equal |= {n for n, alike in zip(stage.writes, stage.alike) if alike}
     names = list[Value]()
     for k, stage in enumerate(stages):
-        for number, written_in_slices in zip(stage.writes, stage.between):
+        for number, alike, in_slices in zip(stage.writes, stage.alike, stage.between):
             position = number - inputs
-            if number in equal:
+            # A value of an update is equal on all replicas if all its inputs are.
+            if alike and kind == "update":
                 names.append(Value(HANDED, k, f"{title}/{position}"))
-            elif written_in_slices:
+            elif in_slices:
                 names.append(Value(WRITTEN, k, f"{title}/{position}"))
             else:
                 names.append(Value(title, k, str(position)))

@@ -45,9 +45,9 @@ def on_threads(
 
     def queues_of(listed: TaskList) -> QueueOf:
         count = len(side_by_side(group, [task.reduction for task in listed.messages]))
-        queues = {task.name: f"all-reduce {k % count}" for k, task in enumerate(listed.messages)}
-        first = "all-reduce 0"
-        return heard(group, lambda task: queues.get(task.name, first if speaks(task) else HERE))
+        queues = {task.name: "all-reduce 0" for task in listed.tasks if speaks(task)}
+        queues |= {task.name: f"all-reduce {k % count}" for k, task in enumerate(listed.messages)}
+        return heard(group, lambda task: queues.get(task.name, HERE))
 
     check = partial(refuse_without_jit, "staged")
     return _launched(group, make, queues_of, donate, programs, check, Launcher(group))

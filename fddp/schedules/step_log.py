@@ -47,7 +47,7 @@ class StepLog:
             yield finished.append
         finally:
             stopped = replace(self._spans[number], end=perf_counter())
-            self._spans[number] = finished[0] if finished else stopped
+            self._spans[number] = next(iter(finished), stopped)
 
     def timeline(self) -> Timeline:
         """The spans of the last step, cut at its start and its end."""

@@ -6,13 +6,16 @@ computations are launched and messages leave, equal on all ranks. A list is made
 anything; it can be launched, simulated, and compared with a compiled program.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
+import jax
+from jaxtyping import PyTree
 
 from fddp.hooks import Reduction
-from fddp.wording import preformatted, table
+from fddp.wording import leaf_name, preformatted, table
 
 # The replicated arrays of the state that a step takes.
 STATE = "state"
@@ -52,8 +55,12 @@ class Value(str):
     """Its path in a tree."""
 
     def __new__(cls, kind: str, number: int | None = None, path: str = "") -> "Value":
-        label = kind if number is None else f"{kind} {number}"
-        value = super().__new__(cls, f"{label}/{path}" if path else label)
+        text = kind
+        if number is not None:
+            text += f" {number}"
+        if path:
+            text += f"/{path}"
+        value = super().__new__(cls, text)
         value.kind = kind
         value.number = number
         value.path = path
@@ -70,7 +77,9 @@ class Value(str):
         if self.kind == NEW:
             return Value(SHARDS, path=self.path)
         head, _, path = self.path.partition("/")
-        return Value(STATE, path=path) if self.kind == RESULT and head == "0" else None
+        if self.kind == RESULT and head == "0":
+            return Value(STATE, path=path)
+        return None
 
 
 # The bytes sent for each message of a list, in order; known once the last message has arrived.
@@ -124,6 +133,11 @@ class TaskList(NamedTuple):
         return tuple(task for task in self.tasks if isinstance(task, Communicate))
 
     @property
+    def computations(self) -> tuple[Compute, ...]:
+        """The programs, in the order in which they are launched."""
+        return tuple(task for task in self.tasks if isinstance(task, Compute))
+
+    @property
     def results(self) -> tuple[Value, ...]:
         """The values that a step returns: its result, and the shards of the next state."""
         return tuple(v for task in self.tasks for v in task.writes if v.kind in (RESULT, NEW))
@@ -138,26 +152,51 @@ class TaskList(NamedTuple):
     _repr_html_ = preformatted
 
 
+def names_of(kind: str, tree: PyTree) -> list[Value]:
+    """A value of a kind for each leaf of a tree, by its path."""
+    paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    counts = Counter(paths)
+    values = list[Value]()
+    for at, path in enumerate(paths):
+        if counts[path] > 1:  # two paths may read alike: {"a/b": …} and {"a": {"b": …}}
+            path += f" {at}"
+        values.append(Value(kind, path=path))
+    return values
+
+
 def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:
     """Makes the tasks of messages, numbered through all rounds: "message k" becomes "sum k"."""
-    first_numbers = np.cumsum([0, *map(len, rounds)]).tolist()
-    last = first_numbers[-1] - 1
+    count = sum(map(len, rounds))
+    numbers = itertools.count()
+    tasks = list[list[Communicate]]()
+    for reductions in rounds:
+        sends = list[Communicate]()
+        for reduction, number in zip(reductions, numbers):
+            reads = [Value(MESSAGE, number)]
+            if reduction.asks is not None:
+                reads.append(sends[reduction.asks.message].writes[0])
+            writes = [Value(_kind_received(reduction), number)]
+            if number == count - 1:
+                writes.append(BYTES)
+            sends.append(Communicate(reduction.name, tuple(reads), tuple(writes), reduction))
+        tasks.append(sends)
+    return tasks
 
-    def tasks(first: int, reductions: Sequence[Reduction]) -> list[Communicate]:
-        sums = [
-            Value("part" if reduction.among_some else BACK[reduction.collective], k)
-            for k, reduction in enumerate(reductions, first)
-        ]
 
-        def task(k: int, reduction: Reduction) -> Communicate:
-            flags = () if reduction.asks is None else (sums[reduction.asks.message],)
-            nbytes = (BYTES,) if first + k == last else ()
-            reads = Value(MESSAGE, first + k), *flags
-            return Communicate(reduction.name, reads, (sums[k], *nbytes), reduction)
+def inputs_of(sends: Sequence[Communicate]) -> tuple[Value, ...]:
+    """The messages that tasks send."""
+    return tuple(task.reads[0] for task in sends)
 
-        return [task(k, reduction) for k, reduction in enumerate(reductions)]
 
-    return [tasks(first, reductions) for first, reductions in zip(first_numbers, rounds)]
+def sums_of(sends: Sequence[Communicate]) -> tuple[Value, ...]:
+    """The results of messages."""
+    return tuple(task.writes[0] for task in sends)
+
+
+def _kind_received(reduction: Reduction) -> str:
+    if reduction.among_some:
+        return "part"
+    return BACK[reduction.collective]
 
 
 def _abridged(values: Sequence[Value], most: int = 3) -> str:
@@ -167,6 +206,7 @@ def _abridged(values: Sequence[Value], most: int = 3) -> str:
         kinds.setdefault(value.kind, []).append(value)
     shown = list[str]()
     for group in kinds.values():
-        more = f" … ({len(group)})" if len(group) > most else ""
-        shown.append(", ".join(group[:most]) + more)
+        shown.append(", ".join(group[:most]))
+        if len(group) > most:
+            shown[-1] += f" … ({len(group)})"
     return ", ".join(shown) or "–"

@@ -58,9 +58,11 @@ class Timeline:
     @property
     def seconds(self) -> float:
         """Seconds from the first start to the last end."""
-        return max((s.end for s in self.spans), default=0) - min(
-            (s.start for s in self.spans), default=0
-        )
+        return max((span.end for span in self.spans), default=0) - self._begin
+
+    @property
+    def _begin(self) -> float:
+        return min((span.start for span in self.spans), default=0)
 
     @property
     def computing(self) -> float:
@@ -86,31 +88,30 @@ class Timeline:
     def overlap_share(self) -> float:
         """Share of the communication that lies under computation, 0 to 1; 0 without messages."""
         total = self.communicating
-        return 1 - self.exposed / total if total else 0.0
+        if not total:
+            return 0.0
+        return 1 - self.exposed / total
 
     def bound(self) -> float:
         """The earliest end that these tasks allow if each takes as long as it took: see `simulate`.
 
-        Concurrent all-reduces (`fddp.round_robin`) are simulated one after the other, each as long
-        as it took next to the others.
-
-        Returns:
-          Seconds from the start of the first task.
+        In seconds from the start of the first task. Concurrent all-reduces (`fddp.round_robin`) are
+        simulated one after the other, each as long as it took next to the others.
         """
         return simulate(self.tasks, {span.name: span.seconds for span in self.spans}).seconds
 
     def __str__(self) -> str:
-        begin = min((span.start for span in self.spans), default=0)
         rows = list[str]()
         for span in sorted(self.spans, key=lambda span: span.start):
-            start = 1e3 * (span.start - begin)
-            end = 1e3 * (span.end - begin)
+            start = 1e3 * (span.start - self._begin)
+            end = 1e3 * (span.end - self._begin)
             rows.append(f"{span.kind:<13}  {span.name:<10}  {start:8.2f} … {end:8.2f} ms")
         foot = (
             f"{1e3 * self.seconds:.2f} ms, {1e3 * self.exposed:.2f} ms of communication exposed, "
             f"{self.overlap_share:.0%} of all under computation"
         )
-        foot += f"; bound {1e3 * self.bound():.2f} ms" if self.tasks else ""
+        if self.tasks:
+            foot += f"; bound {1e3 * self.bound():.2f} ms"
         return "\n".join([*rows, foot])
 
     _repr_html_ = preformatted
@@ -136,17 +137,9 @@ def simulate(
 
     The tasks of one queue run in order, each as soon as its inputs are written. Computations run on
     the replica, messages on the link. Several queues of computations share the replica equally;
-    several queues of messages share the link.
-
-    Args:
-      tasks: the list.
-      seconds: task name → its duration alone, 0 if omitted.
-      pace: how computation and traffic slow each other down; None: not at all, the bound of any
-        launcher.
-      queue: (task) → its queue.
-
-    Returns:
-      The step's timeline, from 0.
+    several queues of messages share the link. `seconds` maps a task's name to its duration alone, 0
+    if omitted. Without a pace, computation and traffic do not slow each other down: the bound of
+    any launcher.
 
     Example:
       >>> tasks, seconds = outline([2.0, 1.0], [2.0, 1.0])
@@ -205,15 +198,8 @@ def outline(
     """A staged step without its programs, and the seconds of its tasks, for `simulate`.
 
     Stage k makes message k, and the last stage makes all remaining ones. The last update needs the
-    last sum, and the update before it the sum before that.
-
-    Args:
-      stages: seconds of each stage alone.
-      sends: seconds of each all-reduce alone.
-      updates: seconds of each update alone.
-
-    Returns:
-      The tasks, named as those of the staged schedule, and their seconds by name.
+    last sum, and the update before it the sum before that. The arguments are the seconds of each
+    stage, all-reduce and update alone; the tasks are named as those of the staged schedule.
 
     Example:
       >>> tasks, seconds = outline([2.0, 1.0], [2.0, 1.0], [0.5])
@@ -221,21 +207,24 @@ def outline(
       ['stage 0', 'bucket 0', 'stage 1', 'bucket 1', 'update 0']
     """
     tasks = list[Task]()
-    last = len(stages) - 1
+    messages = [Value(MESSAGE, k) for k in range(len(sends))]
+    sums = [Value("sum", k) for k in range(len(sends))]
     for k in range(max(len(stages), len(sends))):
-        numbers = range(len(sends)) if k == last else range(k, k + 1)
-        if k <= last:
-            writes = tuple(Value(MESSAGE, n) for n in numbers if k <= n < len(sends))
-            tasks.append(Compute(f"stage {k}", (), writes))
+        if k < len(stages) - 1:
+            tasks.append(Compute(f"stage {k}", (), tuple(messages[k : k + 1])))
+        elif k == len(stages) - 1:
+            tasks.append(Compute(f"stage {k}", (), tuple(messages[k:])))
         if k < len(sends):
-            tasks.append(Communicate(f"bucket {k}", (Value(MESSAGE, k),), (Value("sum", k),)))
+            tasks.append(Communicate(f"bucket {k}", (messages[k],), (sums[k],)))
     for k in range(len(updates)):
         message = len(sends) - len(updates) + k
-        reads = (Value("sum", message),) if message >= 0 else ()
+        reads: tuple[Value, ...] = ()
+        if message >= 0:
+            reads = (sums[message],)
         tasks.append(Compute(f"update {k}", reads, (), kind="update"))
-    seconds = {f"stage {k}": x for k, x in enumerate(stages)}
-    seconds |= {f"bucket {k}": x for k, x in enumerate(sends)}
-    seconds |= {f"update {k}": x for k, x in enumerate(updates)}
+    seconds = dict[str, float]()
+    for title, durations in (("stage", stages), ("bucket", sends), ("update", updates)):
+        seconds |= {f"{title} {k}": x for k, x in enumerate(durations)}
     return tuple(tasks), seconds
 
 
@@ -246,13 +235,8 @@ SLOWEST = 0.05
 def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
     """Estimates the pace of a run from the work that was missed while both sides were busy.
 
-    Args:
-      line: the run.
-      stages: seconds that its computation takes alone.
-      sends: seconds that its all-reduces take alone.
-
-    Returns:
-      The pace; 1 where nothing overlapped or nothing was lost.
+    `stages` and `sends` are the seconds that its computation and its all-reduces take alone. The
+    pace is 1 where nothing overlapped or nothing was lost.
 
     Example:
       >>> stage, send = Span("compute", "stage", 0, 5), Span("communication", "bucket", 1, 5)
@@ -262,7 +246,9 @@ def observed_pace(line: Timeline, stages: float, sends: float) -> Pace:
     both = line.overlap
 
     def speed(took: float, alone: float) -> float:
-        return min(1.0, max(SLOWEST, 1 - (took - alone) / both)) if both else 1.0
+        if not both:
+            return 1.0
+        return min(1.0, max(SLOWEST, 1 - (took - alone) / both))
 
     return Pace(speed(line.computing, stages), speed(line.communicating, sends))
 
