@@ -219,10 +219,10 @@ def _members(
             at = pending.pop()
             if at not in assigned and at not in positions:
                 positions.add(at)
-                eqn = jaxpr.eqns[at]
-                pending += _makers(maker, eqn.invars)
+                pending += _makers(maker, jaxpr.eqns[at].invars)
                 # Effects stay in order.
-                pending += [a for a in acting if a < at and jaxpr.eqns[a].effects & eqn.effects]
+                effects = jaxpr.eqns[at].effects
+                pending += [a for a in acting if a < at and jaxpr.eqns[a].effects & effects]
         assigned |= positions
         members.append(positions)
     return members
