@@ -219,10 +219,10 @@ def _members(
             at = pending.pop()
             if at not in assigned and at not in positions:
                 positions.add(at)
-                pending += _makers(maker, jaxpr.eqns[at].invars)
+                eqn = jaxpr.eqns[at]
+                pending += _makers(maker, eqn.invars)
                 # Effects stay in order.
-                effects = jaxpr.eqns[at].effects
-                pending += [a for a in acting if a < at and jaxpr.eqns[a].effects & effects]
+                pending += [a for a in acting if a < at and jaxpr.eqns[a].effects & eqn.effects]
         assigned |= positions
         members.append(positions)
     return members
