@@ -46,6 +46,7 @@ from fddp.jax_internals.jaxprs import JaxprEqn as JaxprEqn
 from fddp.jax_internals.jaxprs import Literal as Literal
 from fddp.jax_internals.jaxprs import Var as Var
 from fddp.jax_internals.jaxprs import acts as acts
+from fddp.jax_internals.jaxprs import acts_alike as acts_alike
 from fddp.jax_internals.jaxprs import along_first_dim as along_first_dim
 from fddp.jax_internals.jaxprs import barrier_before as barrier_before
 from fddp.jax_internals.jaxprs import branches as branches

@@ -118,6 +118,11 @@ def acts(eqn: JaxprEqn) -> bool:
     return bool(eqn.effects)
 
 
+def acts_alike(eqn: JaxprEqn, earlier: JaxprEqn) -> bool:
+    """True if two equations have an effect in common, so that their order counts."""
+    return bool(eqn.effects & earlier.effects)
+
+
 def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
     """Returns all programs inside an equation. Relies on `jaxprs_in_params`."""
     return list(jaxprs_in_params(eqn.params))

@@ -18,6 +18,7 @@ from fddp.jax_internals import (
     Literal,
     Var,
     acts,
+    acts_alike,
     form_of_program,
     inner_programs,
     jaxpr_as_fun,
@@ -222,7 +223,7 @@ def _members(
                 eqn = jaxpr.eqns[at]
                 pending += _makers(maker, eqn.invars)
                 # Effects stay in order.
-                pending += [a for a in acting if a < at and jaxpr.eqns[a].effects & eqn.effects]
+                pending += [a for a in acting if a < at and acts_alike(eqn, jaxpr.eqns[a])]
         assigned |= positions
         members.append(positions)
     return members
