@@ -36,7 +36,9 @@ def flow(
     facts: dict[Var, Fact] = dict(zip(jaxpr.invars, inputs))
 
     def fact(atom: Var | Literal) -> Fact:
-        return facts[atom] if not isinstance(atom, Literal) and atom in facts else source(atom)
+        if isinstance(atom, Literal) or atom not in facts:
+            return source(atom)
+        return facts[atom]
 
     for eqn in jaxpr.eqns:
         facts.update(zip(eqn.outvars, through(eqn, list(map(fact, eqn.invars)))))

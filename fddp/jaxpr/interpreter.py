@@ -28,7 +28,7 @@ def interpret(closed: ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]
     """
     values = Values(closed, args)
     values.run(closed.jaxpr.eqns, rule)
-    return values.outputs()
+    return values.read_all(closed.jaxpr.outvars)
 
 
 class Values(dict[Var, Any]):
@@ -48,7 +48,7 @@ class Values(dict[Var, Any]):
             self.update(zip(eqn.outvars, outputs))
 
     def outputs(self) -> list[Any]:
-        """Returns the program's outputs."""
+        """Returns the program's outputs, literals as arrays."""
         outputs = self.read_all(self._program.jaxpr.outvars)
         for k, atom in enumerate(self._program.jaxpr.outvars):
             if isinstance(atom, Literal):

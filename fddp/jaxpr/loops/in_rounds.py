@@ -68,7 +68,7 @@ def in_rounds(
         values.run(main, values.make)
         between = values.write(targets, when)
         values.run(final, values.make)
-        return [*values.outputs(), *between]
+        return [*values.read_all(jaxpr.outvars), *between]
 
     return InRounds(run, tuple(begins))
 
@@ -92,8 +92,10 @@ def _reading_last(
     main = list[JaxprEqn]()
     final = list[JaxprEqn]()
     for eqn in jaxpr.eqns:
-        last = bool(eqn.outvars) and reads_slice(eqn.outvars[0])
-        (final if last else main).append(eqn)
+        if any(map(reads_slice, eqn.outvars[:1])):
+            final.append(eqn)
+        else:
+            main.append(eqn)
     return main, final
 
 
@@ -232,5 +234,5 @@ class _SlicedValues(Values):
 
     def _sliced(self, atom: Var | Literal) -> _Sliced | None:
         """The slices of a value that is computed slice by slice, or None."""
-        value = self.get(atom) if isinstance(atom, Var) else None
+        value = isinstance(atom, Var) and self.get(atom)
         return value if isinstance(value, _Sliced) else None

@@ -77,7 +77,7 @@ def _run(program: ClosedJaxpr, args: Sequence[Array]) -> list[Any]:
 
     values = Values(program, args)
     values.run(_in_order(jaxpr, guests, read_values), run_host)
-    return values.outputs()
+    return values.read_all(jaxpr.outvars)
 
 
 def _fusions(jaxpr: Jaxpr) -> Iterator[tuple[int, Origin]]:

@@ -79,12 +79,12 @@ def in_slices(
 
     def run(*arrays: Any) -> list[Any]:
         remaining = iter(arrays)
-        whole = list[Any]()
+        joined = list[Any]()
         for count in counts:
             slices = list(islice(remaining, count))
-            whole.append(jnp.concatenate(slices) if count > 1 else slices[0])
+            joined.append(jnp.concatenate(slices) if count > 1 else slices[0])
         outputs_in_slices = list[Any]()
-        for position, x in enumerate(jaxpr_as_fun(closed)(*whole)):
+        for position, x in enumerate(jaxpr_as_fun(closed)(*joined)):
             slices = [jax.lax.slice_in_dim(x, *span) for span in outputs.get(position, ())]
             outputs_in_slices += slices or [x]
         return outputs_in_slices
@@ -102,12 +102,9 @@ def _made_in_rounds(jaxpr: Jaxpr) -> Callable[[Var | Literal], Stack | None]:
             carried = len(loop_parts(eqn, eqn.invars)[1])
             stacked = len(eqn.outvars) - carried
             return [None] * carried + [Stack(positions[id(eqn)], length)] * stacked
-        if eqn.primitive.name not in ELEMENTWISE:
-            return [None] * len(eqn.outvars)
-        sliced = with_slices(eqn)
-        return [
-            next((stack for stack, x in zip(stacks, eqn.invars) if stack and x in sliced), None)
-        ]
+        sliced = _sliced_inputs(eqn)
+        stack = next((stack for stack, x in zip(stacks, eqn.invars) if stack and x in sliced), None)
+        return [stack] * len(eqn.outvars)
 
     return flow(jaxpr, [None] * len(jaxpr.invars), through, lambda atom: None)
 

@@ -80,14 +80,9 @@ def constants(closed: ClosedJaxpr) -> dict[Var, Kind]:
     return dict(zip(closed.jaxpr.constvars, map(Same, map(_uniform, closed.consts))))
 
 
-def kind_of(kinds: Mapping[Var, Kind], atom: Var | Literal) -> Kind:
-    """The kind of a variable or a literal."""
-    return Same(np.size(atom.val) == 1) if isinstance(atom, Literal) else kinds[atom]
-
-
 def kinds_of(kinds: Mapping[Var, Kind], atoms: Iterable[Var | Literal]) -> list[Kind]:
     """The kinds of variables and literals."""
-    return list(map(partial(kind_of, kinds), atoms))
+    return [Same(np.size(x.val) == 1) if isinstance(x, Literal) else kinds[x] for x in atoms]
 
 
 def made(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
@@ -178,8 +173,8 @@ def _keeps_parts(eqn: JaxprEqn, inputs: Sequence[Kind], out: tuple[int, ...]) ->
     if name == "broadcast_in_dim":
         return prod(out) == form_of(eqn.invars[0]).size
     # An operand of another shape is broadcast, for which a part is not enough.
-    parts = (x for x, kind in zip(eqn.invars, inputs) if isinstance(kind, Follows))
-    return name in ELEMENTWISE and all(form_of(x).shape == out for x in parts)
+    operands = (x for x, kind in zip(eqn.invars, inputs) if isinstance(kind, Follows))
+    return name in ELEMENTWISE and all(form_of(x).shape == out for x in operands)
 
 
 def _is_dot(eqn: JaxprEqn) -> bool:
@@ -205,8 +200,10 @@ def _total(eqn: JaxprEqn, inputs: Sequence[Kind]) -> Total | None:
         inputs = [kind for kind, atom in zip(inputs, eqn.invars) if not _zero(atom)]
     totals = [kind for kind in inputs if isinstance(kind, Total)]
     same = [kind for kind in inputs if isinstance(kind, Same)]
+    if not totals or len(totals) + len(same) < len(inputs):
+        return None
     result = form_of(eqn.outvars[0])
-    if not totals or len(totals) + len(same) < len(inputs) or result.size != 1:
+    if result.size != 1:
         return None
     if name == "copy" or (name in RESHAPES and not permutes(eqn)):
         return totals[0]

@@ -99,8 +99,8 @@ def _at_home(program: ClosedJaxpr, visit: Visit, values: Values) -> AtHome:
 
     takes = list(map(_struct, visit.takes))
     forms = list(map(_struct, visit.brings))
-    parts = values.read_all(visit.takes)
-    return AtHome(visit.leaf, parts, [form.shape for form in takes], run, forms)
+    local_parts = values.read_all(visit.takes)
+    return AtHome(visit.leaf, local_parts, [form.shape for form in takes], run, forms)
 
 
 def _struct(var: Var) -> jax.ShapeDtypeStruct:
