@@ -5,6 +5,7 @@ Source: ZeRO (Rajbhandari et al., SC 2020).
 
 from functools import partial
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,15 +106,16 @@ def _hold(
     copy: Copy,
 ) -> Held:
     """Cuts the optimizer's state and, under shard="state", the parameters."""
-    kinds = kinds_of_state(opt_state, trained)
     cut_state = jax.tree.map(
         lambda kind, x: cut(x, kind.leaf) if isinstance(kind, Follows) else x,
-        kinds,
+        kinds_of_state(opt_state, trained),
         opt_state,
         is_leaf=lambda x: isinstance(x, Kind),
     )
     leaves, treedef = jax.tree.flatten(trained)
-    params = [cut(x, leaf) if shared == "state" else None for leaf, x in enumerate(leaves)]
+    params: list[Any] = [None] * len(leaves)
+    if shared == "state":
+        params = list(map(cut, leaves, range(len(leaves))))
     return treedef.unflatten(params), cut_state, None
 
 
@@ -123,6 +125,8 @@ def _gathered(group: Group, state: TrainState, replicated: TrainState) -> TrainS
 
 
 def _pieces(shared: Shared, replica: Replica, facts: Facts) -> Pieces:
-    reshard = replica.options.reshard_after_forward
-    make = gathered_last if shared == "optimizer" else gathered_twice if reshard else gathered_first
-    return make(replica, facts)
+    if shared == "optimizer":
+        return gathered_last(replica, facts)
+    if replica.options.reshard_after_forward:
+        return gathered_twice(replica, facts)
+    return gathered_first(replica, facts)
