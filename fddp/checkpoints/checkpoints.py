@@ -197,7 +197,7 @@ class Checkpoints:
         self._step.training.number = number
         self._last = number
         group.journal.goes_on(number)
-        return state, listed.told["place"]
+        return state, listed.values["place"]
 
     def close(self) -> None:
         """Waits until the last checkpoint is written; every rank calls it.

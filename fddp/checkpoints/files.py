@@ -29,7 +29,7 @@ BEGUN = re.compile(
 class Listed(NamedTuple):
     """The list of a checkpoint."""
 
-    told: Mapping[str, Any]
+    values: Mapping[str, Any]
     """Values saved with the arrays."""
     forms: Mapping[str, tuple[str, Sequence[int]]]
     """Name of an array → its dtype and dims."""
@@ -48,14 +48,13 @@ def swept(path: Path, token: str, quiet_s: float) -> list[str]:
     """
     active = list[str]()
     for staging in path.iterdir():
-        if BEGUN.fullmatch(staging.name) and f".{token}" not in staging.name:
-            if (
-                time.time() - max(file.lstat().st_mtime for file in (staging, *staging.rglob("*")))
-                < quiet_s
-            ):
-                active.append(staging.name)
-            else:
-                shutil.rmtree(staging, ignore_errors=True)
+        if not BEGUN.fullmatch(staging.name) or f".{token}" in staging.name:
+            continue
+        changed = max(file.lstat().st_mtime for file in (staging, *staging.rglob("*")))
+        if time.time() - changed < quiet_s:
+            active.append(staging.name)
+        else:
+            shutil.rmtree(staging, ignore_errors=True)
     return active
 
 
@@ -79,12 +78,13 @@ def finish(
     A checkpoint of the same number is replaced, unless another job saved it after `opened`, the
     time at which this job opened the folder. An OSError leaves older checkpoints untouched.
     """
-    text = json.dumps(listed._asdict())
+    fields = {"told": listed.values, "forms": listed.forms, "files": listed.files}
+    text = json.dumps(fields | {"cuts": listed.cuts})
     write_at_once(staging / LIST, json.dumps([_digest(text.encode()), text]))
     _sync(staging)
     # It exists if it is damaged, or if this run resumed from an older one.
     if (path / str(number)).exists():
-        _check_replaced(path / str(number), listed.told["job"], opened)
+        _check_replaced(path / str(number), listed.values["job"], opened)
         replaced = staging.with_name(f"{staging.name}.replaced")
         (path / str(number)).rename(replaced)
         staging.rename(path / str(number))
@@ -102,13 +102,13 @@ def read_list(folder: Path) -> Listed | str:
     try:
         with _open(folder / LIST) as file:
             digest, text = json.loads(file.read())
-        return (
-            _listed(json.loads(text)) if digest == _digest(text.encode()) else f"{LIST} is damaged"
-        )
+        if digest == _digest(text.encode()):
+            return _listed(json.loads(text))
     except OSError as error:
         return f"{LIST} cannot be read: {error.strerror}"
     except Exception:  # JSON of another structure, or nested too deeply
-        return f"{LIST} is damaged"
+        pass
+    return f"{LIST} is damaged"
 
 
 def wrong(folder: Path, files: Mapping[str, str]) -> str:
@@ -126,10 +126,12 @@ def wrong(folder: Path, files: Mapping[str, str]) -> str:
 
 def digests(folder: Path, inside: Path, skip: Collection[str] = ()) -> dict[str, str]:
     """Computes the digests of all files in `inside` except `skip`, by path relative to `folder`."""
-    paths = {
-        str(path.relative_to(folder)): path for path in sorted(inside.rglob("*")) if path.is_file()
-    }
-    return {name: _digest_of(path) for name, path in paths.items() if name not in skip}
+    digest_of_file = dict[str, str]()
+    for path in sorted(inside.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name not in skip:
+            digest_of_file[name] = _digest_of(path)
+    return digest_of_file
 
 
 def write_at_once(path: Path, text: str) -> None:
@@ -160,22 +162,16 @@ def _open(path: Path) -> BufferedReader:
 
 def _listed(fields: Any) -> Listed:
     """Reads the fields of a list; ignores fields that later versions add."""
-    forms = {
-        name: (str(dtype), [int(n) for n in dims])
-        for name, (dtype, dims) in fields["forms"].items()
-    }
-    files = {name: str(digest) for name, digest in fields["files"].items()}
-    cuts = {
-        name: [(int(n), int(width)) for n, width in dims]
-        for name, dims in fields.get("cuts", {}).items()
-    }
     values = fields["told"]
-    return Listed(
-        {**values, "place": values["place"], "replicas": int(values["replicas"])},
-        forms,
-        files,
-        cuts,
-    )
+    values = {**values, "place": values["place"], "replicas": int(values["replicas"])}
+    forms: dict[str, tuple[str, list[int]]] = {}
+    for name, (dtype, dims) in fields["forms"].items():
+        forms[name] = str(dtype), list(map(int, dims))
+    files = {name: str(digest) for name, digest in fields["files"].items()}
+    cuts: dict[str, list[tuple[int, int]]] = {}
+    for name, dims in fields.get("cuts", {}).items():
+        cuts[name] = [(int(n), int(width)) for n, width in dims]
+    return Listed(values, forms, files, cuts)
 
 
 def _has_list(folder: Path) -> bool:
@@ -191,7 +187,7 @@ def _check_replaced(folder: Path, job: str, opened: float) -> None:
     old = read_list(folder)
     if (
         isinstance(old, Listed)
-        and old.told.get("job") != job
+        and old.values.get("job") != job
         and (folder / LIST).stat().st_mtime > opened
     ):
         raise FileExistsError(

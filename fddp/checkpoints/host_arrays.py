@@ -87,8 +87,9 @@ def read_state(
     leaves = by_path(like)
     retained = check_fits(group, number, listed, leaves)
     if any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in retained):
+        saved_replicas = listed.values["replicas"]
         raise ValueError(
-            f"the checkpoint is of {listed.told['replicas']} replicas and these are {group.size}: "
+            f"the checkpoint is of {saved_replicas} replicas and these are {group.size}: "
             "what the hook remembers starts anew, so restore into a state from step.init."
         )
 

@@ -22,13 +22,10 @@ def metrics_literal(state: TrainState) -> str | None:
     metrics = state.accumulated.sums.aux if state.accumulated else None
     literal = repr(jax.tree.map(lambda _: 0, metrics))
     try:
-        return (
-            literal
-            if jax.tree.structure(literal_eval(literal)) == jax.tree.structure(metrics)
-            else None
-        )
+        is_literal = jax.tree.structure(literal_eval(literal)) == jax.tree.structure(metrics)
     except (ValueError, SyntaxError):
         return None
+    return literal if is_literal else None
 
 
 def with_pending(group: Group, listed: Listed, like: TrainState) -> TrainState:
@@ -36,7 +33,7 @@ def with_pending(group: Group, listed: Listed, like: TrainState) -> TrainState:
     forms = {
         name: form for name, form in listed.forms.items() if part_of_state(name) == "accumulated"
     }
-    literal = listed.told.get("metrics")
+    literal = listed.values.get("metrics")
     if not forms or like.accumulated is not None or literal is None or group.placement.other_axes:
         return like
     leaf: Any = 0
@@ -57,7 +54,7 @@ def with_pending(group: Group, listed: Listed, like: TrainState) -> TrainState:
 
 def of_other_replicas(group: Group, listed: Listed, name: str, read: Read) -> Read:
     """Makes a `Read` of sums pending on other replicas: each new replica adds some, or none."""
-    saved_replicas = listed.told["replicas"]
+    saved_replicas = listed.values["replicas"]
     if part_of_state(name) != "accumulated" or saved_replicas == group.size:
         return read
 

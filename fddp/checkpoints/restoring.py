@@ -38,7 +38,7 @@ def newest(folder: Folder, wait: Callable[[], object]) -> Found | None:
             break
         damaged.append(f"step {number} ({error})")
     if folder.group.rank == 0:
-        _tell(folder, checkpoint, damaged, unfinished)
+        _report_damage(folder, checkpoint, damaged, unfinished)
     if damaged and checkpoint is None:
         raise RuntimeError(
             f"none of the checkpoints in {folder.path} is whole: {'; '.join(damaged)}; to begin "
@@ -59,16 +59,16 @@ def source(folder: Folder, number: int, listed: Listed) -> Read:
         name: (dtype, tuple(dims)) for name, (dtype, dims) in listed.forms.items() if prod(dims)
     }
 
-    def everything() -> dict[str, np.ndarray]:
+    def read_all() -> dict[str, np.ndarray]:
         return {
             name: read(name, dims, tuple(map(slice, dims))) for name, (_, dims) in forms.items()
         }
 
-    arrays = on_rank_0(folder, everything)
-    leaves = {
-        name: folder.group.broadcast(arrays[name] if arrays else np.zeros(dims, jnp.dtype(dtype)))
-        for name, (dtype, dims) in forms.items()
-    }
+    leaves = on_rank_0(folder, read_all) or {}
+    for name, (dtype, dims) in forms.items():
+        if folder.group.rank != 0:
+            leaves[name] = np.zeros(dims, jnp.dtype(dtype))
+        leaves[name] = folder.group.broadcast(leaves[name])
     return lambda name, dims, place: leaves[name].reshape(dims)[place]
 
 
@@ -77,15 +77,16 @@ def _wrong(folder: Folder, number: int, listed: Listed | str) -> str:
     if isinstance(listed, str):
         return listed
     group, path, shared, *_ = folder
-    names = sorted(listed.files)
-    local_names = (
-        names[group.rank :: group.processes] if shared else names if group.rank == 0 else []
-    )
-    damage = wrong(path / str(number), {name: listed.files[name] for name in local_names})
+    files = sorted(listed.files.items())
+    if shared:
+        files = files[group.rank :: group.processes]
+    elif group.rank != 0:
+        files = []
+    damage = wrong(path / str(number), dict(files))
     return next(filter(None, group.all_gather_object(damage)), "")
 
 
-def _tell(
+def _report_damage(
     folder: Folder, checkpoint: Found | None, damaged: Sequence[str], unfinished: Sequence[int]
 ) -> None:
     if unfinished:
@@ -102,8 +103,8 @@ def report_restored(folder: Folder, number: int, listed: Listed) -> None:
     if folder.group.rank != 0:
         return
     remark(f"training goes on from step {number}, from {folder.path}.")
-    if (saved_replicas := listed.told["replicas"]) != folder.group.size:
-        hooks = "; the memory of hooks starts again" * any(
-            part_of_state(name) == "hook_state" for name in listed.forms
-        )
-        remark(f"it was on {saved_replicas} replicas and is on {folder.group.size}{hooks}.")
+    if (saved_replicas := listed.values["replicas"]) != folder.group.size:
+        line = f"it was on {saved_replicas} replicas and is on {folder.group.size}"
+        if "hook_state" in map(part_of_state, listed.forms):
+            line += "; the memory of hooks starts again"
+        remark(f"{line}.")

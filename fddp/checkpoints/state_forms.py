@@ -1,6 +1,6 @@
 """Names and forms of the leaves of a state, and their comparison with those of a checkpoint."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,10 +29,9 @@ def by_path(state: TrainState) -> dict[str, Any]:
                 f"two leaves of the state are called {name!r}, and only one would be saved: rename "
                 "a key."
             )
-        # A user's number may have no dtype.
-        leaves[name] = (
-            x if hasattr(x, "dtype") or is_shard(x) else np.asarray(x, jnp.result_type(x))
-        )
+        if not hasattr(x, "dtype") and not is_shard(x):  # a user's number
+            x = np.asarray(x, jnp.result_type(x))
+        leaves[name] = x
     return leaves
 
 
@@ -42,7 +41,7 @@ def check_fits(group: Group, number: int, listed: Listed, leaves: Mapping[str, A
     Returns the names of leaves to leave as they are: the hooks' memory, on another number of
     replicas.
     """
-    saved_replicas = listed.told["replicas"]
+    saved_replicas = listed.values["replicas"]
     retained = {
         name
         for name in leaves
@@ -58,15 +57,9 @@ def check_fits(group: Group, number: int, listed: Listed, leaves: Mapping[str, A
     missing = [x for x in required if x not in saved]
     if not extra and not missing:
         return retained
-    pending, expected = (
-        any(part_of_state(name) == "accumulated" for name in names)
-        for names in (listed.forms, leaves)
-    )
-    advice = (
-        "; its gradients were pending: give a state that step.no_sync returned"
-        if pending > expected
-        else ""
-    )
+    advice = ""
+    if _has_pending(listed.forms) and not _has_pending(leaves):
+        advice = "; its gradients were pending: give a state that step.no_sync returned"
     if saved_replicas != group.size and any(is_shard(x) and x.copies for x in leaves.values()):
         advice += (
             "; replicas that train alone (fddp.local_steps) go on where there are as many, "
@@ -102,19 +95,21 @@ def is_row_of_rank(group: Group, name: str) -> bool:
 
 def words(x: Any) -> Any:
     """Converts random keys to their words, with one more dim; other arrays are unchanged."""
-    if not is_shard(x):
-        return jax.random.key_data(x) if is_key(x) else x
-    if not is_key(x.parts):
-        return x
-    # The words lie on the replica of their keys.
-    return _shard_of_words(x, jax.jit(_flat_words, out_shardings=x.parts.sharding)(x.parts))
+    if is_shard(x) and is_key(x.parts):
+        # The words lie on the replica of their keys.
+        return _shard_of_words(x, jax.jit(_flat_words, out_shardings=x.parts.sharding)(x.parts))
+    if not is_shard(x) and is_key(x):
+        return jax.random.key_data(x)
+    return x
 
 
 def word_form(x: Any) -> Any:
     """The form of `words(x)`, for an array or a form."""
-    if is_shard(x):
-        return _shard_of_words(x, jax.eval_shape(_flat_words, x.parts)) if is_key(x.parts) else x
-    return jax.eval_shape(jax.random.key_data, x) if is_key(x) else x
+    if is_shard(x) and is_key(x.parts):
+        return _shard_of_words(x, jax.eval_shape(_flat_words, x.parts))
+    if not is_shard(x) and is_key(x):
+        return jax.eval_shape(jax.random.key_data, x)
+    return x
 
 
 def _flat_words(keys: jax.Array) -> jax.Array:
@@ -149,6 +144,10 @@ def key_impl(x: Any) -> Any:
 
 def is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _has_pending(names: Iterable[str]) -> bool:
+    return "accumulated" in map(part_of_state, names)
 
 
 def _described(group: Group, name: str, form: tuple[str, Sequence[int]]) -> str:

@@ -106,16 +106,16 @@ def open_reader(folder: Path, forms: Mapping[str, tuple[str, Sequence[int]]]) ->
 
     context = _context()
     by_orbax = (folder / OLD).is_dir()
+    database = folder / OLD if by_orbax else folder
 
     def read(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
         # Orbax omits chunks of zeros.
-        spec = _spec(folder / OLD if by_orbax else folder, name) | {
-            "fill_missing_data_reads": by_orbax
-        }
+        spec = _spec(database, name) | {"fill_missing_data_reads": by_orbax}
         array = ts.open(spec, open=True, context=context).result()
-        alike = array.shape == dims
-        x = (array[place] if alike else array).read().result().view(jnp.dtype(forms[name][0]))
-        return x if alike else x.reshape(dims)[place]
+        dtype = jnp.dtype(forms[name][0])
+        if array.shape == dims:
+            return array[place].read().result().view(dtype)
+        return array.read().result().view(dtype).reshape(dims)[place]
 
     return read
 

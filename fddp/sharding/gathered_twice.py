@@ -94,16 +94,16 @@ def _gradients(
         i for i, x in enumerate(plan.treedef.flatten_up_to(result_form[1][0])) if x is not None
     ]
     sliced = by_slices(plan, closed, dict(enumerate(grads, forward_count)))
-    bucket_of_input = {
-        sliced.inputs[i, bucket.slice]: k
-        for k, bucket in enumerate(plan.buckets)
-        for i in bucket.leaves
-    }
+    bucket_of_input: dict[int, int] = {}
+    for k, bucket in enumerate(plan.buckets):
+        for i in bucket.leaves:
+            bucket_of_input[sliced.inputs[i, bucket.slice]] = k
     rounds = {k: bucket.rounds for k, bucket in enumerate(plan.buckets) if bucket.rounds > 1}
     program = in_readings(sliced.closed, bucket_of_input, range(forward_count), rounds)
-    pairs = list(zip(plan.treedef.flatten_up_to(local_params), jax.tree.leaves(param_forms)))
-    # Leaves without elements are not gathered.
-    leaves = [x if x.size else jnp.zeros(form.shape, form.dtype) for x, form in pairs]
+    leaves = plan.treedef.flatten_up_to(local_params)
+    for i, form in enumerate(jax.tree.leaves(param_forms)):
+        if not leaves[i].size:  # not gathered
+            leaves[i] = jnp.zeros(form.shape, form.dtype)
     weights = [None if k in bucket_of_input else leaves[i] for (i, _), k in sliced.inputs.items()]
     rows = {k: _rows(layout, local_params, sliced.inputs, k) for k in rounds}
     bring = partial(_bring, layout, local_params, sliced.inputs)
@@ -153,11 +153,8 @@ def _bytes(layout: ShardLayout) -> list[int]:
     """Counts the bytes that all devices of one replica send to gather each bucket."""
     reductions = gathers(layout, range(len(layout.plan.buckets)))
     group = layout.replica.group
-    sizes = [
-        (bucket.size * group.placement.devices_of_replica, bucket.dtype)
-        for bucket in layout.gather_plan.buckets
-    ]
-    return [
-        plain_bytes(group.communicator, reduction, size, dtype)
-        for reduction, (size, dtype) in zip(reductions, sizes)
-    ]
+    sizes = list[int]()
+    for reduction, bucket in zip(reductions, layout.gather_plan.buckets):
+        size = bucket.size * group.placement.devices_of_replica
+        sizes.append(plain_bytes(group.communicator, reduction, size, bucket.dtype))
+    return sizes

@@ -9,7 +9,8 @@ Source: Graham's rule (1969), which gives each matrix to the least loaded home, 
 `ZeroRedundancyOptimizer`; the exchange of the distributed Muon in Microsoft's Dion.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -47,6 +48,16 @@ class Form(NamedTuple):
     dtype: Any
 
 
+class Work(NamedTuple):
+    """The functions of whole leaves that one replica runs."""
+
+    visits: list[AtHome]
+    inputs: list[Form]
+    """The whole arguments of all functions."""
+    outputs: list[Form]
+    """The whole results of all functions."""
+
+
 def at_home(
     comm: Communicator,
     homes: Mapping[int, int],
@@ -57,40 +68,38 @@ def at_home(
 
     For use inside a program.
     """
-    visits_by_home = [
-        [visit for visit in visits if homes[visit.leaf] == home] for home in range(comm.size)
-    ]
-    inputs = [_input_forms(leaf_layouts, visits) for visits in visits_by_home]
-    outputs = [_output_forms(leaf_layouts, visits) for visits in visits_by_home]
-    input_sizes = _fullest(inputs)
-    output_sizes = _fullest(outputs)
+    works = [Work([], [], []) for _ in range(comm.size)]
+    for visit in visits:
+        layout = leaf_layouts[visit.leaf]
+        work = works[homes[visit.leaf]]
+        work.visits.append(visit)
+        for part, shape in zip(visit.parts, visit.shapes):
+            work.inputs.append(Form(layout.of(shape), part.dtype))
+        work.outputs.extend(Form(layout.of(x.shape), x.dtype) for x in visit.forms)
+    input_sizes = _fullest([work.inputs for work in works])
+    output_sizes = _fullest([work.outputs for work in works])
 
-    def branch(
-        visits: Sequence[AtHome], inputs: Sequence[Form], outputs: Sequence[Form]
-    ) -> Callable[[Packed], Packed]:
-        def run(received: Packed) -> Packed:
-            rows = zip(inputs, _unpacked(inputs, received))
-            arrays = iter([form.layout.join(x) for form, x in rows])
-            results = [
-                x for visit in visits for x in visit.run([next(arrays) for _ in visit.parts])
-            ]
-            parts = [form.layout.split(x) for form, x in zip(outputs, results)]
-            return _packed([x.reshape(comm.size, -1) for x in parts], output_sizes, (comm.size,))
-
-        return run
+    def run(work: Work, received: Packed) -> Packed:
+        rows = zip(work.inputs, _unpacked(work.inputs, received))
+        arrays = iter([form.layout.join(x) for form, x in rows])
+        results = list[Array]()
+        for visit in work.visits:
+            results += visit.run([next(arrays) for _ in visit.parts])
+        parts = [form.layout.split(x) for form, x in zip(work.outputs, results)]
+        return _packed([x.reshape(comm.size, -1) for x in parts], output_sizes, (comm.size,))
 
     payloads = [
-        _packed([x.reshape(-1) for visit in visits for x in visit.parts], input_sizes, ())
-        for visits in visits_by_home
+        _packed([x.reshape(-1) for visit in work.visits for x in visit.parts], input_sizes, ())
+        for work in works
     ]
     received = _exchanged(comm, jax.tree.map(lambda *rows: jnp.stack(rows), *payloads))
-    branches = [branch(*args) for args in zip(visits_by_home, inputs, outputs)]
+    branches = [partial(run, work) for work in works]
     returned = _exchanged(comm, jax.lax.switch(comm.replica_index(), branches, received))
     local_outputs: dict[int, list[Array]] = {}
-    for home, home_visits in enumerate(visits_by_home):
+    for home, work in enumerate(works):
         packed = {dtype: rows[home] for dtype, rows in returned.items()}
-        arrays = iter(_unpacked(outputs[home], packed))
-        for visit in home_visits:
+        arrays = iter(_unpacked(work.outputs, packed))
+        for visit in work.visits:
             local_outputs[visit.leaf] = [next(arrays) for _ in visit.forms]
     return [local_outputs[visit.leaf] for visit in visits]
 
@@ -121,22 +130,6 @@ def everywhere(
         return [layout.of(x.shape).part(x, comm.replica_index()) for x in visit.run(arrays)]
 
     return [run(visit) for visit in visits]
-
-
-def _input_forms(leaf_layouts: Sequence[Layout], visits: Sequence[AtHome]) -> list[Form]:
-    forms = list[Form]()
-    for visit in visits:
-        for part, shape in zip(visit.parts, visit.shapes):
-            forms.append(Form(leaf_layouts[visit.leaf].of(shape), part.dtype))
-    return forms
-
-
-def _output_forms(leaf_layouts: Sequence[Layout], visits: Sequence[AtHome]) -> list[Form]:
-    forms = list[Form]()
-    for visit in visits:
-        for output in visit.forms:
-            forms.append(Form(leaf_layouts[visit.leaf].of(output.shape), output.dtype))
-    return forms
 
 
 def _fullest(forms: Sequence[Sequence[Form]]) -> dict[str, int]:
@@ -173,7 +166,8 @@ def _unpacked(forms: Sequence[Form], packed: Packed) -> list[Array]:
 
 
 def _exchanged(comm: Communicator, messages: Packed) -> Packed:
-    return {dtype: comm.all_to_all(rows) if rows.size else rows for dtype, rows in messages.items()}
+    nonempty = {dtype: comm.all_to_all(rows) for dtype, rows in messages.items() if rows.size}
+    return messages | nonempty
 
 
 def _wire(dtype: Any) -> str:

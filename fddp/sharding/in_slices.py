@@ -29,16 +29,15 @@ def by_slices(plan: BucketPlan, closed: ClosedJaxpr, grads: Mapping[int, int]) -
     The first inputs of `closed` are all leaves. `grads` maps the number of an output to the leaf of
     this gradient.
     """
-    leaf_slices = [
-        (i, bucket.slice) for bucket in plan.buckets if bucket.slice for i in bucket.leaves
-    ]
-    bounds = {
-        i: tuple(sorted(part for leaf, part in leaf_slices if leaf == i)) for i, _ in leaf_slices
-    }
-    leaves = range(len(plan.leaves))
-    inputs = {
-        key: k for k, key in enumerate((i, part) for i in leaves for part in bounds.get(i, (None,)))
-    }
+    bounds: dict[int, tuple[Slice, ...]] = {}
+    for bucket in plan.buckets:
+        if bucket.slice:
+            for i in bucket.leaves:
+                bounds[i] = tuple(sorted((*bounds.get(i, ()), bucket.slice)))
+    inputs: dict[tuple[int, Slice | None], int] = {}
+    for i in range(len(plan.leaves)):
+        for part in bounds.get(i, (None,)):
+            inputs[i, part] = len(inputs)
     if not bounds:
         return Sliced(closed, inputs, list)
     by_rows = read_by_rows(closed, {i: plan.leaves[i].shape[0] for i in bounds})
@@ -50,13 +49,12 @@ def by_slices(plan: BucketPlan, closed: ClosedJaxpr, grads: Mapping[int, int]) -
 
     def join(outputs: Sequence[Any]) -> list[Any]:
         remaining = iter(outputs)
-        slices_by_output = (
-            [next(remaining) for _ in bounds.get(grads.get(k, -1), (None,))]
-            for k in range(len(closed.out_avals))
-        )
-        return [
-            slices[0] if len(slices) == 1 else jnp.concatenate(slices)
-            for slices in slices_by_output
-        ]
+        joined = list[Any]()
+        for k in range(len(closed.out_avals)):
+            if grads.get(k) in bounds:
+                joined.append(jnp.concatenate([next(remaining) for _ in bounds[grads[k]]]))
+            else:
+                joined.append(next(remaining))
+        return joined
 
     return Sliced(program, inputs, join)

@@ -66,7 +66,8 @@ def micro_batches(
             micro_batch = jax.tree.map(lambda x: x[before.number[0]], in_parts(rows, count))
             grads, pending, broken, nbytes = gradients(state, shards, before, micro_batch)
             broken = add_replica_dim(broken)
-            broken = broken if before.broken is None else before.broken | broken
+            if before.broken is not None:
+                broken = before.broken | broken
             buckets = pack_gradients(layout, grads)
             if number == count - 1:
                 tail, local_buffers = replica.tail(pending, rows)
@@ -110,5 +111,6 @@ def by_whole_parameters(
 ) -> tuple[Any, Any, Any, Any]:
     """Computes the gradients of a micro-batch from whole parameters; see `Gradients`."""
     del shards
-    state = state if before.params is None else state._replace(params=before.params)
+    if before.params is not None:
+        state = state._replace(params=before.params)
     return *layout.replica.gradients(state, before.pending, micro_batch, 1), ()

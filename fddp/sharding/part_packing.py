@@ -1,6 +1,6 @@
 """Packs whole leaves and parts into messages, and unpacks sums and gathered parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -10,6 +10,7 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
     BucketPlan,
+    Layout,
     Messages,
     is_shard,
     leaves_with_shards,
@@ -45,10 +46,7 @@ def unpack_sums(
 
     def unpack_local(buckets: Sequence[Array]) -> list[Any]:
         leaves = layout.plan.treedef.flatten_up_to(unpack(layout.part_plan, buckets))
-        return [
-            x.reshape(-1, x.shape[-1]) if x is not None and leaf_layout.cut.dims else x
-            for x, leaf_layout in zip(leaves, layout.leaf_layouts)
-        ]
+        return _map_sent(_with_dim_of_rows, leaves, layout.leaf_layouts)
 
     unpack_all = layout.by_device(unpack_local, (layout.message_spec,), layout.specs("rows"))
     return unpack_all(totals), tail
@@ -59,10 +57,9 @@ def pack_parameters(layout: ShardLayout, params: PyTree, order: Sequence[int]) -
     plan = layout.gather_plan
 
     def pack_local(leaves: list[Any]) -> tuple[Array, ...]:
-        local = [
-            None if x is None else x.reshape(leaf.shape).astype(leaf.dtype)
-            for x, leaf in zip(leaves, plan.leaves)
-        ]
+        local = _map_sent(
+            lambda x, leaf: x.reshape(leaf.shape).astype(leaf.dtype), leaves, plan.leaves
+        )
         buckets = pack(plan, plan.treedef.unflatten(local))
         return tuple(buckets[k] for k in order)
 
@@ -87,12 +84,12 @@ def unpack_parameters(
     plan = layout.plan
     by_bucket = sorted(zip(order, messages.arrays), key=lambda pair: pair[0])
     received = unpack_leaves(layout, plan, layout.part_plan, [array for _, array in by_bucket])
-    # Leaves without elements are not gathered.
-    defaults = [
-        jnp.zeros(x.shape, leaf.dtype) if is_shard(x) else x
-        for x, leaf in zip(leaves_with_shards(params), plan.leaves)
-    ]
-    leaves = [default if x is None else x for x, default in zip(received, defaults)]
+    leaves = leaves_with_shards(params)
+    for i, x in enumerate(received):
+        if x is not None:
+            leaves[i] = x
+        elif is_shard(leaves[i]):  # leaves without elements are not gathered
+            leaves[i] = jnp.zeros(leaves[i].shape, plan.leaves[i].dtype)
     return plan.treedef.unflatten(leaves)
 
 
@@ -103,11 +100,9 @@ def unpack_leaves(
 
     def unpack_local(buckets: Sequence[Array]) -> list[Any]:
         tree = unpack_rows(plan, part_plan, buckets)
+        leaves = plan.treedef.flatten_up_to(tree)
         # The loss casts again, and reads the numbers that were gathered.
-        return [
-            None if x is None else x.astype(leaf.dtype)
-            for x, leaf in zip(plan.treedef.flatten_up_to(tree), plan.leaves)
-        ]
+        return _map_sent(lambda x, leaf: x.astype(leaf.dtype), leaves, plan.leaves)
 
     unpack_all = layout.by_device(unpack_local, (layout.message_spec,), layout.specs("spec", plan))
     return unpack_all(buckets)
@@ -124,3 +119,13 @@ def local_parts(layout: ShardLayout, params: PyTree) -> Any:
         elif i in chosen:
             leaves[i] = layout.leaf_layouts[i].part(x, index)
     return layout.plan.treedef.unflatten(leaves)
+
+
+def _map_sent(f: Callable[..., Array], leaves: Sequence[Any], *more: Sequence[Any]) -> list[Any]:
+    """Maps a function over leaves; None for leaves that are not sent."""
+    return [None if x is None else f(x, *args) for x, *args in zip(leaves, *more)]
+
+
+def _with_dim_of_rows(x: Array, layout: Layout) -> Array:
+    """Adds the dim along which the rows of a replica's devices are concatenated."""
+    return x.reshape(-1, x.shape[-1]) if layout.cut.dims else x

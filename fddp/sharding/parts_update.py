@@ -42,12 +42,11 @@ def run_on_parts(
     `local_state` is `state` with this replica's part in place of each trained parameter. The
     gradients in `mean` are parts, too.
     """
-    run = (
-        partial(_run_on_whole_leaves, replica)
-        if comm.size == 1
-        else partial(_run_on_parts, replica, comm)
-    )
-    new_state, info = run(update, layouts, state, local_state, mean)
+    args = update, layouts, state, local_state, mean
+    if comm.size == 1:
+        new_state, info = _run_on_whole_leaves(replica, *args)
+    else:
+        new_state, info = _run_on_parts(replica, comm, *args)
 
     def shard(old: Any, new: Any) -> Any:
         if not is_shard(old):
@@ -77,25 +76,24 @@ def _run_on_parts(
     """Traces the update of whole arrays, and runs the program on parts."""
     state_form = jax.tree.map(_form, whole_forms(state))
     params, treedef = jax.tree.flatten(state_form.params)
-    chosen = set(replica.chosen(state_form.params))
-    param_kinds = treedef.unflatten(
-        [Follows(i) if i in chosen else _same(x) for i, x in enumerate(params)]
-    )
-    grad_kinds = treedef.unflatten(
-        [Follows(i) if i in chosen else None for i in range(len(params))]
-    )
+    param_kinds: list[Kind] = list(map(_same, params))
+    grad_kinds: list[Kind | None] = [None] * len(params)
+    for i in replica.chosen(state_form.params):
+        param_kinds[i] = grad_kinds[i] = Follows(i)
+    grad_kinds = treedef.unflatten(grad_kinds)
     opt_state_kinds = kinds_of_state(
         state_form.opt_state, replica.trained(state_form.params), grad_kinds
     )
     mean_kinds = jax.tree.map(_same, mean._replace(grads=None))._replace(grads=grad_kinds)
     state_kinds = jax.tree.map(_same, state_form._replace(params=None, opt_state=None))
-    kinds = state_kinds._replace(params=param_kinds, opt_state=opt_state_kinds), mean_kinds
+    params_kinds = treedef.unflatten(param_kinds)
+    state_kinds = state_kinds._replace(params=params_kinds, opt_state=opt_state_kinds)
     mean_form = jax.tree.map(_form, mean._replace(grads=None))._replace(
         grads=replica.trained(state_form.params)
     )
     with jax.sharding.use_abstract_mesh(replica.group.placement.view):
         program, result_form = jax.make_jaxpr(update, return_shape=True)(state_form, mean_form)
-    flat_kinds = jax.tree.leaves(kinds, is_leaf=_is_kind)
+    flat_kinds = jax.tree.leaves((state_kinds, mean_kinds), is_leaf=_is_kind)
     run = on_parts(program, flat_kinds, _ranks(replica, comm, layouts, stays(program, flat_kinds)))
     return jax.tree.unflatten(
         jax.tree.structure(result_form), run(*jax.tree.leaves((local_state, mean)))
@@ -172,8 +170,9 @@ def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list
     for dtype in dict.fromkeys(x.dtype for x in numbers):
         indices = [k for k, x in enumerate(numbers) if x.dtype == dtype]
         local = jnp.stack([numbers[k].reshape(()) for k in indices])
-        payload = local.astype(jnp.uint8) if jnp.issubdtype(dtype, jnp.bool_) else local
-        reduced = reduce(comm.all_gather(payload), axis=0).astype(dtype)
+        if jnp.issubdtype(dtype, jnp.bool_):
+            local = local.astype(jnp.uint8)
+        reduced = reduce(comm.all_gather(local), axis=0).astype(dtype)
         for k, x in zip(indices, reduced):
             totals[k] = x.reshape(numbers[k].shape)
     return totals

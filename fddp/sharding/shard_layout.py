@@ -5,14 +5,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.buckets import BucketPlan, Layout, by_device, device_cut, leaf_layout, plan_of_parts
-from fddp.step import Facts, Replica
+from fddp.buckets import Bucket, BucketPlan, Layout, by_device, plan_of_parts
+from fddp.comm import specs
+from fddp.step import Facts, Replica, leaf_layouts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -41,11 +41,11 @@ class ShardLayout:
         """The buckets of parts, in the dtypes in which the loss reads the parameters."""
         plan = self.part_plan
         leaves = tuple(replace(leaf, dtype=self._read(i)) for i, leaf in enumerate(plan.leaves))
-        dtypes = [
-            np.dtype(jnp.result_type(*map(self._read, bucket.leaves))) for bucket in plan.buckets
-        ]
-        buckets = tuple(replace(bucket, dtype=dtype) for bucket, dtype in zip(plan.buckets, dtypes))
-        return replace(plan, leaves=leaves, buckets=buckets)
+        buckets = list[Bucket]()
+        for bucket in plan.buckets:
+            dtype = np.dtype(jnp.result_type(*map(self._read, bucket.leaves)))
+            buckets.append(replace(bucket, dtype=dtype))
+        return replace(plan, leaves=leaves, buckets=tuple(buckets))
 
     def _read(self, leaf: int) -> np.dtype:
         return self.read_in.get(leaf, self.plan.leaves[leaf].dtype)
@@ -53,19 +53,13 @@ class ShardLayout:
     @cached_property
     def leaf_layouts(self) -> list[Layout]:
         """The layout of each leaf in parts of replicas."""
-        group = self.replica.group
-        layouts = list[Layout]()
-        for x in jax.tree.leaves(self.facts.state.params):
-            cut = device_cut(group.placement.view, group.placement.spec(x), x.shape)
-            layouts.append(leaf_layout(x.shape, group.parts, cut))
-        return layouts
+        group, params = self.replica.group, self.facts.state.params
+        return leaf_layouts(group, params, specs(group.placement, params))
 
     def only(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
         """Two plans of a single bucket: of whole leaves, and of parts."""
-        plan, part_plan = (
-            replace(x, buckets=(x.buckets[bucket],)) for x in (self.plan, self.part_plan)
-        )
-        return plan, part_plan
+        plan = replace(self.plan, buckets=(self.plan.buckets[bucket],))
+        return plan, replace(self.part_plan, buckets=(self.part_plan.buckets[bucket],))
 
     def one_round(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
         """The same plans for one round of the bucket: one layer of each stack."""

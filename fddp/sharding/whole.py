@@ -119,14 +119,13 @@ def _of_ranks(ranks: tuple[int, ...]) -> Group:
 def _joined(shard_parts: Sequence[jax.Array], forms: Sequence[Shard]) -> list[jax.Array]:
     # JAX cannot reshape a dim that lies along an Explicit axis.
     shard_parts = [resharded(x, REPLICATED) for x in shard_parts]
-    return [
-        _mean(x, form) if form.copies else _of_first_node(x, form)
-        for x, form in zip(shard_parts, forms)
-    ]
+    return list(map(_joined_array, shard_parts, forms))
 
 
-def _of_first_node(x: jax.Array, form: Shard) -> jax.Array:
-    """Joins the parts of an array; uses those of the first node if every node has all of them."""
+def _joined_array(x: jax.Array, form: Shard) -> jax.Array:
+    """Joins an array's parts, those of the first node if each node has all, or averages copies."""
+    if form.copies:
+        return _mean(x, form)
     if form.nodes is not None:
         return _of_nodes(x, form)[0]
     cut = form.layout.cut
@@ -170,7 +169,7 @@ def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -
             return jax.lax.all_gather(x, axis, axis_index_groups=groups, tiled=True)
 
         node_forms = [form if form.copies else replace(form, nodes=None) for form in nonempty_forms]
-        return _joined([*map(gathered, shard_parts, nonempty_forms)], node_forms)
+        return _joined(list(map(gathered, shard_parts, nonempty_forms)), node_forms)
 
     spec = PartitionSpec(axis)
     run = jax.shard_map(

@@ -18,6 +18,7 @@ from fddp.step.combinations import MEMORY as MEMORY
 from fddp.step.combinations import QUORUM as QUORUM
 from fddp.step.combinations import refuse as refuse
 from fddp.step.held import held_form as held_form
+from fddp.step.held import leaf_layouts as leaf_layouts
 from fddp.step.options import OptionArguments as OptionArguments
 from fddp.step.options import Options as Options
 from fddp.step.options import ScheduleName as ScheduleName

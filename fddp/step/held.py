@@ -66,7 +66,7 @@ def in_shards(
     """Cuts a replica's share from whole arrays; inside a program."""
     group = replica.group
     comm = group.communicator.at("shards")
-    layouts = _leaf_layouts(replica, trained, leaf_specs)
+    layouts = leaf_layouts(group, trained, leaf_specs)
 
     def cut(x: jax.Array, leaf: int) -> Shard:
         layout = layouts[leaf].of(x.shape)
@@ -84,7 +84,7 @@ def form_in_shards(replica: Replica, state: TrainState, leaf_specs: PyTree) -> T
     """
     group = replica.group
     trained = replica.trained(state.params)
-    layouts = _leaf_layouts(replica, trained, leaf_specs)
+    layouts = leaf_layouts(group, trained, leaf_specs)
     count = group.placement.replicas_in_array
 
     def form(dims: tuple[int, ...], x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -184,11 +184,10 @@ def _form_of_whole(replica: Replica, state: TrainState) -> TrainState:
     return form_in_shards(replica, state, leaf_specs)
 
 
-def _leaf_layouts(replica: Replica, trained: PyTree, leaf_specs: PyTree) -> list[Layout]:
-    """Returns the layout of each trained leaf."""
-    group = replica.group
+def leaf_layouts(group: Group, params: PyTree, leaf_specs: PyTree) -> list[Layout]:
+    """Returns the layout of each leaf in parts of replicas."""
     layouts = list[Layout]()
-    for x, spec in zip(jax.tree.leaves(trained), jax.tree.leaves(leaf_specs)):
+    for x, spec in zip(jax.tree.leaves(params), jax.tree.leaves(leaf_specs)):
         cut = device_cut(group.placement.view, spec, jnp.shape(x))
         layouts.append(leaf_layout(jnp.shape(x), group.parts, cut))
     return layouts
