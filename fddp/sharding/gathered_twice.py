@@ -28,14 +28,14 @@ from fddp.sharding.in_slices import Inputs, by_slices
 from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import gather, local_parts, pack_parameters, unpack_leaves
-from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.shard_plans import ShardPlans
 from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
 from fddp.step import Facts, Replica, TrainState
 
 
 def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
     """Makes the pieces of a step that gathers its sharded parameters for each pass."""
-    layout = ShardLayout(replica, facts, facts.read_in)
+    plans = ShardPlans(replica, facts, facts.read_in)
     order = range(len(facts.plan.buckets))
 
     def update(
@@ -45,7 +45,7 @@ def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
         saved: AfterBackward,
         message_bytes: Array,
     ) -> tuple[Any, Any]:
-        new_state, info = update_parts(layout, insert_shards(state, shards), messages, saved)
+        new_state, info = update_parts(plans, insert_shards(state, shards), messages, saved)
         replicated, new_shards = take_apart(new_state)
         per_micro_batch = drop_replica_dim(saved.nbytes)
         count = replica.options.accumulation_steps
@@ -54,16 +54,14 @@ def gathered_twice(replica: Replica, facts: Facts) -> Pieces:
             np.uint32(MOST),
             per_micro_batch * np.uint32(count),
         )
-        info = with_bytes(layout, info, message_bytes, gather_bytes, order)
+        info = with_bytes(plans, info, message_bytes, gather_bytes, order)
         return (replicated, info), new_shards
 
-    return Pieces(
-        tuple(micro_batches(layout, as_the_state_is, partial(_gradients, layout))), update
-    )
+    return Pieces(tuple(micro_batches(plans, as_the_state_is, partial(_gradients, plans))), update)
 
 
 def _gradients(
-    layout: ShardLayout,
+    plans: ShardPlans,
     state: TrainState,
     shards: Sequence[Array],
     before: Before,
@@ -71,7 +69,7 @@ def _gradients(
 ) -> tuple[Any, Any, Any, Any]:
     """Computes the gradients of a micro-batch, and gathers each bucket where they read it."""
     sharded_params = insert_shards(state, shards).params
-    local_params = local_parts(layout, sharded_params)
+    local_params = local_parts(plans, sharded_params)
     param_forms = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), whole_forms(sharded_params)
     )
@@ -79,15 +77,15 @@ def _gradients(
     def whole(
         params: PyTree, state: TrainState, pending: Pending | None, micro_batch: PyTree
     ) -> Any:
-        grads, pending, broken = layout.replica.gradients(
+        grads, pending, broken = plans.replica.gradients(
             state._replace(params=params), pending, micro_batch, 1
         )
         return pending, (grads, broken)
 
-    with jax.sharding.use_abstract_mesh(layout.replica.group.placement.view):
+    with jax.sharding.use_abstract_mesh(plans.replica.group.placement.view):
         args = state._replace(params=None), before.pending, micro_batch
         closed, result_form = jax.make_jaxpr(whole, return_shape=True)(param_forms, *args)
-    plan = layout.plan
+    plan = plans.plan
     # The outputs before the gradients are those of the forward pass.
     forward_count = len(jax.tree.leaves(result_form[0]))
     grads = [
@@ -105,56 +103,56 @@ def _gradients(
         if not leaves[i].size:  # not gathered
             leaves[i] = jnp.zeros(form.shape, form.dtype)
     weights = [None if k in bucket_of_input else leaves[i] for (i, _), k in sliced.inputs.items()]
-    rows = {k: _rows(layout, local_params, sliced.inputs, k) for k in rounds}
-    bring = partial(_bring, layout, local_params, sliced.inputs)
+    rows = {k: _rows(plans, local_params, sliced.inputs, k) for k in rounds}
+    bring = partial(_bring, plans, local_params, sliced.inputs)
     outputs = sliced.join(run_in_readings(program, [*weights, *jax.tree.leaves(args)], bring, rows))
     pending, (grads, broken) = jax.tree.unflatten(jax.tree.structure(result_form), outputs)
-    gather_bytes = [min(program.times[k] * nbytes, MOST) for k, nbytes in enumerate(_bytes(layout))]
+    gather_bytes = [min(program.times[k] * nbytes, MOST) for k, nbytes in enumerate(_bytes(plans))]
     return grads, pending, broken, jnp.asarray(gather_bytes, jnp.uint32)
 
 
 def _bring(
-    layout: ShardLayout,
+    plans: ShardPlans,
     local_params: PyTree,
     inputs: Inputs,
     bucket: int,
     after: Mapping[Var, Array],
 ) -> tuple[Mapping[int, Any], Any]:
     """Gathers a bucket once the values of `after` exist; returns its leaves and these values."""
-    (message,) = pack_parameters(layout, local_params, [bucket]).arrays
+    (message,) = pack_parameters(plans, local_params, [bucket]).arrays
     # The barrier keeps XLA from gathering at once, and from gathering once for both passes.
     message, *values = jax.lax.optimization_barrier((message, *after.values()))
-    return _gathered(layout, inputs, bucket, layout.only(bucket), message), dict(zip(after, values))
+    return _gathered(plans, inputs, bucket, plans.only(bucket), message), dict(zip(after, values))
 
 
-def _rows(layout: ShardLayout, local_params: PyTree, inputs: Inputs, bucket: int) -> LayerWeights:
+def _rows(plans: ShardPlans, local_params: PyTree, inputs: Inputs, bucket: int) -> LayerWeights:
     """Returns this replica's parts of a bucket, one row per round, and the gather of such a row."""
-    (message,) = pack_parameters(layout, local_params, [bucket]).arrays
-    rows = message.reshape(layout.plan.buckets[bucket].rounds, -1)
-    return LayerWeights(rows, partial(_gathered, layout, inputs, bucket, layout.one_round(bucket)))
+    (message,) = pack_parameters(plans, local_params, [bucket]).arrays
+    rows = message.reshape(plans.plan.buckets[bucket].rounds, -1)
+    return LayerWeights(rows, partial(_gathered, plans, inputs, bucket, plans.one_round(bucket)))
 
 
 def _gathered(
-    layout: ShardLayout,
+    plans: ShardPlans,
     inputs: Inputs,
     bucket: int,
-    plans: tuple[BucketPlan, BucketPlan],
+    pair: tuple[BucketPlan, BucketPlan],
     message: Array,
 ) -> Mapping[int, Any]:
     """Gathers the leaves of a bucket, or one layer of each; returns them by number of the input."""
     with jax.named_scope(scope(f"gather {bucket}")):
-        rows = gather(layout, message)
-    plan, part_plan = plans
-    leaves = unpack_leaves(layout, plan, part_plan, (rows,))
+        rows = gather(plans, message)
+    plan, part_plan = pair
+    leaves = unpack_leaves(plans, plan, part_plan, (rows,))
     return {inputs[i, plan.buckets[0].slice]: leaves[i] for i in plan.buckets[0].leaves}
 
 
-def _bytes(layout: ShardLayout) -> list[int]:
+def _bytes(plans: ShardPlans) -> list[int]:
     """Counts the bytes that all devices of one replica send to gather each bucket."""
-    reductions = gathers(layout, range(len(layout.plan.buckets)))
-    group = layout.replica.group
+    reductions = gathers(plans, range(len(plans.plan.buckets)))
+    group = plans.replica.group
     sizes = list[int]()
-    for reduction, bucket in zip(reductions, layout.gather_plan.buckets):
+    for reduction, bucket in zip(reductions, plans.gather_plan.buckets):
         size = bucket.size * group.placement.devices_of_replica
         sizes.append(plain_bytes(group.communicator, reduction, size, bucket.dtype))
     return sizes

@@ -14,7 +14,7 @@ from fddp.losses import Pending, add_trees, in_parts
 from fddp.schedules import Round
 from fddp.sharding.part_messages import scatters, scatters_of
 from fddp.sharding.part_packing import pack_gradients
-from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.shard_plans import ShardPlans
 from fddp.sharding.sharded_update import AfterBackward
 from fddp.step import TrainState
 
@@ -40,7 +40,7 @@ Gradients: TypeAlias = Callable[[TrainState, Any, Before, Any], tuple[Any, Any, 
 
 
 def micro_batches(
-    layout: ShardLayout,
+    plans: ShardPlans,
     begin: Callable[[TrainState, Pending | None, Messages], Before],
     gradients: Gradients,
 ) -> list[Round]:
@@ -48,8 +48,8 @@ def micro_batches(
 
     `begin` maps (state, pending, received messages) to the values at the start of the first round.
     """
-    replica = layout.replica
-    plan = layout.part_plan
+    replica = plans.replica
+    plan = plans.part_plan
     count = replica.options.accumulation_steps
 
     def micro_batch_round(number: int) -> Round:
@@ -68,7 +68,7 @@ def micro_batches(
             broken = add_replica_dim(broken)
             if before.broken is not None:
                 broken = before.broken | broken
-            buckets = pack_gradients(layout, grads)
+            buckets = pack_gradients(plans, grads)
             if number == count - 1:
                 tail, local_buffers = replica.tail(pending, rows)
                 local_buffers, nbytes = add_replica_dim((local_buffers, nbytes))
@@ -83,8 +83,8 @@ def micro_batches(
         reads = ("state", "shards", "pending", "rows")
         name = f"micro-batch {number}"
         if number == count - 1:
-            return Round("backward", reads, backward, scatters(layout), "compute")
-        return Round(f"{name} backward", reads, backward, scatters_of(layout, name), "compute")
+            return Round("backward", reads, backward, scatters(plans), "compute")
+        return Round(f"{name} backward", reads, backward, scatters_of(plans, name), "compute")
 
     return [micro_batch_round(number) for number in range(count)]
 
@@ -103,7 +103,7 @@ def _following(saved: Before, received: Messages) -> Before:
 
 
 def by_whole_parameters(
-    layout: ShardLayout,
+    plans: ShardPlans,
     state: TrainState,
     shards: Sequence[Array],
     before: Before,
@@ -113,4 +113,4 @@ def by_whole_parameters(
     del shards
     if before.params is not None:
         state = state._replace(params=before.params)
-    return *layout.replica.gradients(state, before.pending, micro_batch, 1), ()
+    return *plans.replica.gradients(state, before.pending, micro_batch, 1), ()

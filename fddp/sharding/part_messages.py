@@ -10,22 +10,22 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import Layout, Message, pack, pack_rows, true_numbers, unpack, unpack_rows
 from fddp.comm import Communicator
 from fddp.hooks import GradRows, Reduction, per_device, reductions
-from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.shard_plans import ShardPlans
 
 
-def scatters(layout: ShardLayout) -> tuple[Reduction, ...]:
+def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
     """The reductions of gradients: each replica receives its parts, and all of the tail."""
-    group = layout.replica.group
-    hook = layout.replica.options.hook
+    group = plans.replica.group
+    hook = plans.replica.options.hook
 
     def scatter(message: Message, reduction: Reduction) -> Reduction:
         if message.bucket is None:
             return reduction
         apply = None
-        if layout.replica.travels.scatter:
-            apply = partial(_sum_rows, layout, message.bucket, layout.replica.travels.scatter)
+        if plans.replica.travels.scatter:
+            apply = partial(_sum_rows, plans, message.bucket, plans.replica.travels.scatter)
         elif reduction.apply is not None:
-            apply = partial(_sum_whole_leaves, layout, message.bucket, reduction.apply)
+            apply = partial(_sum_whole_leaves, plans, message.bucket, reduction.apply)
         reduction = reduction._replace(
             collective="reduce_scatter",
             replicas=group.parts,
@@ -35,21 +35,21 @@ def scatters(layout: ShardLayout) -> tuple[Reduction, ...]:
         )
         return per_device(group.placement, reduction)
 
-    return tuple(map(scatter, layout.plan.messages, reductions(layout.plan, hook, None)))
+    return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook, None)))
 
 
-def scatters_of(layout: ShardLayout, micro_batch: str) -> tuple[Reduction, ...]:
+def scatters_of(plans: ShardPlans, micro_batch: str) -> tuple[Reduction, ...]:
     """The scatters of a micro-batch before the last: of gradients only."""
     return tuple(
         reduction._replace(name=f"{micro_batch} {reduction.name}")
-        for message, reduction in zip(layout.plan.messages, scatters(layout))
+        for message, reduction in zip(plans.plan.messages, scatters(plans))
         if message.bucket is not None
     )
 
 
-def gathers(layout: ShardLayout, order: Sequence[int]) -> tuple[Reduction, ...]:
+def gathers(plans: ShardPlans, order: Sequence[int]) -> tuple[Reduction, ...]:
     """The gathers of these buckets of parameters, in this order."""
-    scatter_of = {message.bucket: x for message, x in zip(layout.plan.messages, scatters(layout))}
+    scatter_of = {message.bucket: x for message, x in zip(plans.plan.messages, scatters(plans))}
     gather = partial(
         Reduction._replace,
         collective="all_gather",
@@ -59,11 +59,11 @@ def gathers(layout: ShardLayout, order: Sequence[int]) -> tuple[Reduction, ...]:
         rounds=1,
     )
     reductions_of = (gather(scatter_of[k], name=f"gather {k}") for k in order)
-    return tuple(per_device(layout.replica.group.placement, x) for x in reductions_of)
+    return tuple(per_device(plans.replica.group.placement, x) for x in reductions_of)
 
 
 def _sum_rows(
-    layout: ShardLayout,
+    plans: ShardPlans,
     bucket: int,
     scatter: Callable[..., tuple[Array, PyTree]],
     comm: Communicator,
@@ -71,7 +71,7 @@ def _sum_rows(
     memory: PyTree,
 ) -> tuple[Array, Any]:
     """Sums a bucket by a hook that scatters; returns this replica's part, and new memory."""
-    plan, part_plan = layout.only(bucket)
+    plan, part_plan = plans.only(bucket)
     numbers = plan.buckets[0].leaves
 
     def rows_of(leaves: Sequence[Array]) -> Array:
@@ -93,7 +93,7 @@ def _sum_rows(
 
 
 def _sum_whole_leaves(
-    layout: ShardLayout,
+    plans: ShardPlans,
     bucket: int,
     apply: Callable[..., tuple[Array, PyTree]],
     comm: Communicator,
@@ -101,7 +101,7 @@ def _sum_whole_leaves(
     memory: PyTree,
 ) -> tuple[Array, Any]:
     """Sums a bucket by a hook of whole leaves; returns this replica's part, and new memory."""
-    plan, part_plan = layout.only(bucket)
+    plan, part_plan = plans.only(bucket)
     shares = comm.at("shards")
     (flat,) = pack(plan, unpack_rows(plan, part_plan, (message,)))
     total, memory = apply(comm, flat, memory)

@@ -22,39 +22,39 @@ from fddp.buckets import (
     whole_forms,
 )
 from fddp.losses import add_trees
-from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.shard_plans import ShardPlans
 
 
-def pack_gradients(layout: ShardLayout, grads: PyTree) -> tuple[Array, ...]:
+def pack_gradients(plans: ShardPlans, grads: PyTree) -> tuple[Array, ...]:
     """Packs whole gradients into the buckets to scatter."""
-    plan = layout.plan
+    plan = plans.plan
 
     def pack_local(leaves: list[Any]) -> tuple[Array, ...]:
         tree = plan.treedef.unflatten(leaves)
-        return pack_rows(plan, layout.part_plan, tree)
+        return pack_rows(plan, plans.part_plan, tree)
 
-    pack_all = layout.by_device(pack_local, (layout.specs("spec"),), layout.message_spec)
-    return pack_all(layout.travelling(grads))
+    pack_all = plans.by_device(pack_local, (plans.specs("spec"),), plans.message_spec)
+    return pack_all(plans.travelling(grads))
 
 
 def unpack_sums(
-    layout: ShardLayout, earlier: Sequence[Sequence[Array]], messages: Messages
+    plans: ShardPlans, earlier: Sequence[Sequence[Array]], messages: Messages
 ) -> tuple[list[Any], Any]:
     """Adds up the scattered sums of all micro-batches; returns parts of leaves, and the tail."""
-    buckets, tail = take_tail(layout.part_plan, messages)
+    buckets, tail = take_tail(plans.part_plan, messages)
     totals = reduce(add_trees, (*earlier, tuple(buckets)))
 
     def unpack_local(buckets: Sequence[Array]) -> list[Any]:
-        leaves = layout.plan.treedef.flatten_up_to(unpack(layout.part_plan, buckets))
-        return _map_sent(_with_dim_of_rows, leaves, layout.leaf_layouts)
+        leaves = plans.plan.treedef.flatten_up_to(unpack(plans.part_plan, buckets))
+        return _map_sent(_with_dim_of_rows, leaves, plans.leaf_layouts)
 
-    unpack_all = layout.by_device(unpack_local, (layout.message_spec,), layout.specs("rows"))
+    unpack_all = plans.by_device(unpack_local, (plans.message_spec,), plans.specs("rows"))
     return unpack_all(totals), tail
 
 
-def pack_parameters(layout: ShardLayout, params: PyTree, order: Sequence[int]) -> Messages:
+def pack_parameters(plans: ShardPlans, params: PyTree, order: Sequence[int]) -> Messages:
     """Packs this replica's parts of the parameters into buckets to gather, in this order."""
-    plan = layout.gather_plan
+    plan = plans.gather_plan
 
     def pack_local(leaves: list[Any]) -> tuple[Array, ...]:
         local = _map_sent(
@@ -63,27 +63,27 @@ def pack_parameters(layout: ShardLayout, params: PyTree, order: Sequence[int]) -
         buckets = pack(plan, plan.treedef.unflatten(local))
         return tuple(buckets[k] for k in order)
 
-    pack_all = layout.by_device(pack_local, (layout.specs("rows"),), layout.message_spec)
-    return Messages(pack_all(layout.travelling(params)), ((), None))
+    pack_all = plans.by_device(pack_local, (plans.specs("rows"),), plans.message_spec)
+    return Messages(pack_all(plans.travelling(params)), ((), None))
 
 
-def gather(layout: ShardLayout, message: Array) -> Array:
+def gather(plans: ShardPlans, message: Array) -> Array:
     """Gathers a message inside a program, as a collective of the loss would be."""
-    group = layout.replica.group
+    group = plans.replica.group
     axis = group.placement.axis_name
     if axis is None:
         return message
     run = partial(jax.lax.all_gather, axis_name=axis, axis_index_groups=group.nodes, tiled=True)
-    return layout.by_device(run, layout.message_spec, layout.message_spec)(message)
+    return plans.by_device(run, plans.message_spec, plans.message_spec)(message)
 
 
 def unpack_parameters(
-    layout: ShardLayout, params: PyTree, messages: Messages, order: Sequence[int]
+    plans: ShardPlans, params: PyTree, messages: Messages, order: Sequence[int]
 ) -> Any:
     """Unpacks gathered parameters into a tree with the leaves that are not gathered."""
-    plan = layout.plan
+    plan = plans.plan
     by_bucket = sorted(zip(order, messages.arrays), key=lambda pair: pair[0])
-    received = unpack_leaves(layout, plan, layout.part_plan, [array for _, array in by_bucket])
+    received = unpack_leaves(plans, plan, plans.part_plan, [array for _, array in by_bucket])
     leaves = leaves_with_shards(params)
     for i, x in enumerate(received):
         if x is not None:
@@ -94,7 +94,7 @@ def unpack_parameters(
 
 
 def unpack_leaves(
-    layout: ShardLayout, plan: BucketPlan, part_plan: BucketPlan, buckets: Sequence[Array]
+    plans: ShardPlans, plan: BucketPlan, part_plan: BucketPlan, buckets: Sequence[Array]
 ) -> list[Any]:
     """Unpacks whole leaves from gathered buckets; None for leaves of other buckets."""
 
@@ -104,21 +104,21 @@ def unpack_leaves(
         # The loss casts again, and reads the numbers that were gathered.
         return _map_sent(lambda x, leaf: x.astype(leaf.dtype), leaves, plan.leaves)
 
-    unpack_all = layout.by_device(unpack_local, (layout.message_spec,), layout.specs("spec", plan))
+    unpack_all = plans.by_device(unpack_local, (plans.message_spec,), plans.specs("spec", plan))
     return unpack_all(buckets)
 
 
-def local_parts(layout: ShardLayout, params: PyTree) -> Any:
+def local_parts(plans: ShardPlans, params: PyTree) -> Any:
     """Replaces each trained leaf, whole or sharded, by this replica's part of it."""
-    index = layout.replica.group.communicator.at("shards").replica_index()
-    chosen = set(layout.replica.chosen(whole_forms(params)))
+    index = plans.replica.group.communicator.at("shards").replica_index()
+    chosen = set(plans.replica.chosen(whole_forms(params)))
     leaves = leaves_with_shards(params)
     for i, x in enumerate(leaves):
         if is_shard(x):
             leaves[i] = x.parts
         elif i in chosen:
-            leaves[i] = layout.leaf_layouts[i].part(x, index)
-    return layout.plan.treedef.unflatten(leaves)
+            leaves[i] = plans.leaf_layouts[i].part(x, index)
+    return plans.plan.treedef.unflatten(leaves)
 
 
 def _map_sent(f: Callable[..., Array], leaves: Sequence[Any], *more: Sequence[Any]) -> list[Any]:

@@ -24,23 +24,23 @@ from fddp.schedules import Pieces, Round
 from fddp.sharding.micro_batches import Before, as_the_state_is, by_whole_parameters, micro_batches
 from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import local_parts, pack_parameters, unpack_parameters
-from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.shard_plans import ShardPlans
 from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
 from fddp.step import Facts, Replica, TrainState
 
 
 def gathered_last(replica: Replica, facts: Facts) -> Pieces:
     """Makes the pieces of a step that gathers the parameters as soon as they are updated."""
-    layout = ShardLayout(replica, facts)
+    plans = ShardPlans(replica, facts)
     order = range(len(facts.plan.buckets))
 
     def update(
         state: TrainState, shards: Sequence[Array], messages: Messages, saved: AfterBackward
     ) -> tuple[Messages, Any]:
-        new_state, info = update_parts(layout, insert_shards(state, shards), messages, saved)
+        new_state, info = update_parts(plans, insert_shards(state, shards), messages, saved)
         replicated, new_shards = take_apart(new_state.opt_state)
         result = new_state._replace(params=None, opt_state=replicated), info
-        buckets = pack_parameters(layout, new_state.params, order)
+        buckets = pack_parameters(plans, new_state.params, order)
         return buckets, (add_replica_dim(result), new_shards)
 
     def unpack(
@@ -52,32 +52,32 @@ def gathered_last(replica: Replica, facts: Facts) -> Pieces:
     ) -> tuple[Any, Any]:
         new_state, info = drop_replica_dim(saved[0])
         new_shards = saved[1]
-        params = unpack_parameters(layout, state.params, messages, order)
+        params = unpack_parameters(plans, state.params, messages, order)
         new_state = new_state._replace(params=params)
         scatter_bytes, gather_bytes = jnp.split(message_bytes, [message_bytes.size - len(order)])
-        info = with_bytes(layout, info, scatter_bytes, gather_bytes, order)
+        info = with_bytes(plans, info, scatter_bytes, gather_bytes, order)
         return (new_state, info), new_shards
 
     rounds = (
-        *micro_batches(layout, as_the_state_is, partial(by_whole_parameters, layout)),
-        Round("update", ("state", "shards"), update, gathers(layout, order)),
+        *micro_batches(plans, as_the_state_is, partial(by_whole_parameters, plans)),
+        Round("update", ("state", "shards"), update, gathers(plans, order)),
     )
     return Pieces(rounds, unpack, "unpack")
 
 
 def gathered_first(replica: Replica, facts: Facts) -> Pieces:
     """Makes the pieces of a step that gathers sharded parameters in order of first use."""
-    layout = ShardLayout(replica, facts, facts.read_in)
+    plans = ShardPlans(replica, facts, facts.read_in)
     first_uses = [facts.first_use(bucket) for bucket in facts.plan.buckets]
     order = sorted(range(len(first_uses)), key=first_uses.__getitem__)
 
     def packed(state: TrainState, shards: Sequence[Array], *unused: Any) -> tuple[Messages, Any]:
         return pack_parameters(
-            layout, local_parts(layout, insert_shards(state, shards).params), order
+            plans, local_parts(plans, insert_shards(state, shards).params), order
         ), ()
 
     def begin(state: TrainState, pending: Pending | None, messages: Messages) -> Before:
-        return Before(unpack_parameters(layout, state.params, messages, order), pending)
+        return Before(unpack_parameters(plans, state.params, messages, order), pending)
 
     def update(
         state: TrainState,
@@ -86,14 +86,14 @@ def gathered_first(replica: Replica, facts: Facts) -> Pieces:
         saved: AfterBackward,
         message_bytes: Array,
     ) -> tuple[Any, Any]:
-        new_state, info = update_parts(layout, insert_shards(state, shards), messages, saved)
+        new_state, info = update_parts(plans, insert_shards(state, shards), messages, saved)
         replicated, new_shards = take_apart(new_state)
         gather_bytes, scatter_bytes = jnp.split(message_bytes, [len(order)])
-        info = with_bytes(layout, info, scatter_bytes, gather_bytes, order)
+        info = with_bytes(plans, info, scatter_bytes, gather_bytes, order)
         return (replicated, info), new_shards
 
     rounds = (
-        Round("pack", ("state", "shards"), packed, gathers(layout, order)),
-        *micro_batches(layout, begin, partial(by_whole_parameters, layout)),
+        Round("pack", ("state", "shards"), packed, gathers(plans, order)),
+        *micro_batches(plans, begin, partial(by_whole_parameters, plans)),
     )
     return Pieces(rounds, update)

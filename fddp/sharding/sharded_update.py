@@ -13,7 +13,7 @@ from fddp.comm import as_uint32, count_bytes
 from fddp.schedules import by_bucket, more_sent
 from fddp.sharding.part_packing import local_parts, unpack_sums
 from fddp.sharding.parts_update import run_on_parts
-from fddp.sharding.shard_layout import ShardLayout
+from fddp.sharding.shard_plans import ShardPlans
 from fddp.step import StepInfo, TrainState
 
 
@@ -31,31 +31,31 @@ class AfterBackward(NamedTuple):
 
 
 def update_parts(
-    layout: ShardLayout, state: TrainState, messages: Messages, saved: AfterBackward
+    plans: ShardPlans, state: TrainState, messages: Messages, saved: AfterBackward
 ) -> tuple[TrainState, StepInfo]:
     """Updates this replica's parts; the new parameters are sharded if those of `state` are."""
-    replica = layout.replica
-    local_state = state._replace(params=local_parts(layout, state.params))
-    no_bytes = jnp.zeros(len(layout.plan.messages), jnp.uint32)
-    unpack = partial(unpack_sums, layout, saved.sums)
+    replica = plans.replica
+    local_state = state._replace(params=local_parts(plans, state.params))
+    no_bytes = jnp.zeros(len(plans.plan.messages), jnp.uint32)
+    unpack = partial(unpack_sums, plans, saved.sums)
     flags = saved.buffers, saved.broken
-    mean = replica.mean(layout.part_plan, unpack, local_state, messages, flags, no_bytes)
+    mean = replica.mean(plans.part_plan, unpack, local_state, messages, flags, no_bytes)
     comm = replica.group.communicator.at("shards")
-    use, leaf_layouts = layout.facts.use, layout.leaf_layouts
+    use, leaf_layouts = plans.facts.use, plans.leaf_layouts
     update = partial(run_on_parts, replica, use, leaf_layouts, state, local_state, mean)
     (new_state, info), nbytes = count_bytes(comm, update)
     return new_state, info._replace(sent=no_bytes.at[-1].add(as_uint32(nbytes)))
 
 
 def with_bytes(
-    layout: ShardLayout,
+    plans: ShardPlans,
     info: StepInfo,
     scatter_bytes: Array,
     gather_bytes: Array,
     order: Sequence[int],
 ) -> StepInfo:
     """Adds the bytes of scatters and gathers by bucket; scalars and the update come last."""
-    plan = layout.plan
+    plan = plans.plan
     earlier, last = jnp.split(scatter_bytes, [scatter_bytes.size - len(plan.messages)])
     totals = by_bucket(plan, last)
     buckets = np.array(order, int)

@@ -18,8 +18,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
-class ShardLayout:
-    """The parts of a replica's leaves."""
+class ShardPlans:
+    """The layouts of a replica's leaves, and the plans of the buckets that carry their parts."""
 
     replica: Replica
     facts: Facts
