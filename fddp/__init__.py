@@ -10,8 +10,8 @@
 
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
 preempted
-Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, meet, \
-whole, Checkpoints
+Train: train_step, TrainStep, Options, TrainState, Promise, StepInfo, value_and_grad, evaluate, \
+meet, whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
 Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, \
 DynamicScaleState
@@ -44,6 +44,7 @@ from fddp.evaluation import evaluate as evaluate
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
+from fddp.jax_internals import Promise as Promise
 from fddp.jaxpr import grad_order as grad_order
 from fddp.local_training import Islands as Islands
 from fddp.losses import Joined as Joined

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 
 from fddp.optim import LocalSteps, Met
-from fddp.schedules import Promise
 
 
 class LastStep(NamedTuple):
@@ -20,8 +19,6 @@ class LastStep(NamedTuple):
     def following(self, steps: LocalSteps, step: Any) -> tuple["LastStep", tuple[int, ...]]:
         """Returns the step after `step`, a state's number, and the exchanges due in it."""
         # The last result is recognized by identity: its number may still be in computation.
-        if isinstance(step, Promise) and step is not self.step:
-            step = step.result()
         number = self.number + 1 if step is self.step else int(jax.device_get(step)) + 1
         due, met = steps.sends(number, self.met)
         return LastStep(None, number, met), due

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import Shard, is_shard, of_rows
 from fddp.comm import REPLICATED, Group, from_hosted, hosted
-from fddp.jax_internals import resharded, without_context_mesh
+from fddp.jax_internals import awaited, resharded, without_context_mesh
 from fddp.runtime import group_of
 
 
@@ -31,7 +31,8 @@ def whole(tree: PyTree, *, group: Group | None = None) -> Any:
         are NumPy arrays, the group of `fddp.init`.
 
     Returns:
-      The tree with whole arrays, equal on all replicas, in place of the shards.
+      The tree with whole arrays, equal on all replicas, in place of the shards, and with computed
+      arrays in place of each `Promise`.
 
     Raises:
       TypeError: under MPI, inside `jax.jit`.
@@ -45,7 +46,7 @@ def whole(tree: PyTree, *, group: Group | None = None) -> Any:
       >>> state.opt_state[0].mu, fddp.whole(state).opt_state[0].mu.shape
       (Shard of float32[3], (3,))
     """
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
+    leaves, treedef = jax.tree.flatten(jax.tree.map(awaited, tree), is_leaf=is_shard)
     shards = [x for x in leaves if is_shard(x)]
     group = None if group is None else group_of("whole", group)
     arrays = iter(_whole(shards, group) if shards else ())
