@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -313,6 +314,20 @@ def test_a_state_is_a_tuple_as_others_are(group: Groups, x64: None, schedule: An
     numbers = jax.tree.map(np.asarray, second)
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, numbers, second)))
     assert all(jax.tree.leaves(jax.tree.map(np.array_equal, second, numbers)))
+
+
+@pytest.mark.steps
+def test_a_checkpoint_holds_what_was_on_its_way(group: Groups, x64: None, tmp_path: Path):
+    wire = Wire(group(1))
+    wire.seconds = 0.02
+    step, state = begun(wire)
+    state, _ = step(state, batch(1))
+    assert isinstance(late(state), fddp.Promise)
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        assert checkpoints.save(state, now=True)
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        restored, _ = checkpoints.restore(step.shapes(PARAMS))
+    assert_close(restored.params, plain(PARAMS, 2))
 
 
 @pytest.mark.steps
