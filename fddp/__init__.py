@@ -10,8 +10,8 @@
 
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
 preempted
-Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, meet, \
-whole, Checkpoints
+Train: train_step, TrainStep, Options, TrainState, Promise, StepInfo, value_and_grad, evaluate, \
+meet, whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
 Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, \
 DynamicScaleState
@@ -49,6 +49,7 @@ from fddp.islands import local_steps as local_steps
 from fddp.islands import meet as meet
 from fddp.islands import replay_islands as replay_islands
 from fddp.islands import simulate_islands as simulate_islands
+from fddp.jax_internals import Promise as Promise
 from fddp.jaxpr import grad_order as grad_order
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared

@@ -22,6 +22,7 @@ from fddp.checkpoints.saving import copy_part, sweep, write_part
 from fddp.checkpoints.state_forms import by_path
 from fddp.comm import Group
 from fddp.jax_internals import without_context_mesh
+from fddp.jaxpr import refuse_deleted
 from fddp.step import TrainState, check_state
 from fddp.training import TrainStep
 from fddp.wording import check_switch
@@ -118,6 +119,7 @@ class Checkpoints:
           OSError: the folder cannot be written; on every rank.
         """
         check_state(state)
+        refuse_deleted(state.step)
         check_switch("Checkpoints.save: now", now)
         if refusal := self._folder.refusal:
             raise OSError(

@@ -23,7 +23,6 @@ from jaxtyping import PyTree
 from fddp.comm import Group, Level, islands_in_nodes
 from fddp.local_training.periods import NODE, PARAMS
 from fddp.optim import check_needs
-from fddp.schedules import Promise
 from fddp.step import LocalState, StepOptimizer
 from fddp.wording import check_whole
 
@@ -178,5 +177,5 @@ class LastStep(NamedTuple):
         number = self.number
         # The last result is recognized by identity: its number may still be in computation.
         if step is not self.step:
-            number = int(jax.device_get(step.result() if isinstance(step, Promise) else step))
+            number = int(jax.device_get(step))
         return LastStep(None, number + 1), steps.sends(number + 1)

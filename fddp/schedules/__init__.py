@@ -29,8 +29,6 @@ from fddp.schedules.pieces import StepInputs as StepInputs
 from fddp.schedules.pieces import StepOutputs as StepOutputs
 from fddp.schedules.planned_memory import of_one_program as of_one_program
 from fddp.schedules.programs import on_each_device as on_each_device
-from fddp.schedules.queues import Promise as Promise
-from fddp.schedules.queues import awaited as awaited
 from fddp.schedules.send import by_bucket as by_bucket
 from fddp.schedules.send import more_sent as more_sent
 from fddp.schedules.send import sent_by_bucket as sent_by_bucket

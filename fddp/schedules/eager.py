@@ -19,6 +19,7 @@ from jaxtyping import PyTree
 from fddp.buckets import Messages
 from fddp.comm import MOST, Group
 from fddp.hooks import plain_bytes
+from fddp.jax_internals import Promise
 from fddp.jaxpr import used_up
 from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.hook_memory import promised_memory, remembered
@@ -28,7 +29,7 @@ from fddp.schedules.message_order import arrival_order, trailed
 from fddp.schedules.pieces import Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
-from fddp.schedules.queues import Promise, arranging, by_kind, heard
+from fddp.schedules.queues import arranging, by_kind, heard
 from fddp.schedules.staged import refuse_without_jit, staged
 from fddp.schedules.tasks import TaskList, Value
 

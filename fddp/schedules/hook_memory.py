@@ -11,8 +11,8 @@ from concurrent.futures import Future
 import jax
 
 from fddp.hooks import Memory
+from fddp.jax_internals import Promise, awaited
 from fddp.schedules.launcher import Launched
-from fddp.schedules.queues import Promise, awaited
 
 
 def remembered(launched: Launched, memory: Memory) -> Memory:

@@ -22,9 +22,15 @@ from jax.profiler import TraceAnnotation
 
 from fddp.comm import Group, Recovery
 from fddp.hooks import Memory
-from fddp.jax_internals import asked_for, given_away, with_configuration, with_parts_listed
+from fddp.jax_internals import (
+    asked_for,
+    awaited,
+    given_away,
+    with_configuration,
+    with_parts_listed,
+)
 from fddp.schedules.programs import Prepared
-from fddp.schedules.queues import HERE, Do, Queues, awaited, speaks
+from fddp.schedules.queues import HERE, Do, Queues, speaks
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.step_log import StepLog
 from fddp.schedules.tasks import BYTES, Communicate, Task, Value

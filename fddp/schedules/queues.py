@@ -12,6 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.comm import Group
+from fddp.jax_internals import Promise, awaited
 from fddp.schedules.tasks import BYTES, STATE, Communicate, Compute, Task, TaskList, Value
 
 HERE = "here"  # the queue of the thread that calls the step
@@ -46,28 +47,9 @@ def heard(group: Group, queue_of: QueueOf) -> QueueOf:
     return lambda task: SPEAKING if speaks(task) else queue_of(task)
 
 
-class Promise(Future[Any]):
-    """An array that is still being computed, of known shape and dtype."""
-
-    def __init__(self, form: jax.ShapeDtypeStruct) -> None:
-        super().__init__()
-        self.form = form
-        self.shape = form.shape
-        self.dtype = form.dtype
-
-    def there(self) -> list[Any]:
-        """The array, if it is ready."""
-        return [self.result()] if self.done() else []
-
-
 def forms_promised(tree: PyTree) -> Any:
     """Replaces each promise in a tree by its shape."""
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
-
-
-def awaited(x: Any) -> Any:
-    """Waits for a future; returns any other value unchanged."""
-    return x.result() if isinstance(x, Future) else x
 
 
 class Routes(NamedTuple):
@@ -191,7 +173,8 @@ class Queues:
         self._readers = dict(routes.readers)
         self._lock = Lock()
         self._values: dict[Value, Any] = {n: values[n] for n in routes.inputs if n in values}
-        self._values |= {name: futures.get(name) or Future() for name in routes.crossing}
+        # A promise would wait if it were asked whether it is true.
+        self._values |= {name: futures.get(name, Future()) for name in routes.crossing}
 
     def results(self) -> dict[Value, Any]:
         """The results or futures of them, once the calling thread's queue has ended."""

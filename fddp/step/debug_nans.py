@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.jax_internals import parts_here
-from fddp.schedules import awaited
+from fddp.jax_internals import awaited, parts_here
 from fddp.wording import leaf_name
 
 

@@ -10,15 +10,15 @@ from jaxtyping import PyTree
 from fddp.buckets import insert_shards, take_apart
 from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import Memory, by_leaf, by_message
-from fddp.jax_internals import rows_here, staged_out, without_context_mesh
+from fddp.jax_internals import Promise, awaited, rows_here, staged_out, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Sums, rows_of_batch
-from fddp.schedules import Footprint, Promise, StepInputs, TaskList, forms_of
+from fddp.schedules import Footprint, StepInputs, TaskList, forms_of
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, admit, settle
-from fddp.step.state import TrainState, check_state, opened, promised
+from fddp.step.state import TrainState, check_state
 
 
 @without_context_mesh
@@ -35,8 +35,10 @@ def ready(
     if settled:  # `settle` checks the first state, with all ranks
         check_state(state)
     # Flattened only once: after a step of large arrays the leaves are no longer cached.
-    opened_state = opened(state) if settled and settled.runner.promises else state
-    leaves, tree = jax.tree.flatten(opened_state)
+    leaves, tree = jax.tree.flatten(state)
+    if not (settled and settled.runner.promises) and any(isinstance(x, Promise) for x in leaves):
+        leaves = list(map(awaited, leaves))
+        state = tree.unflatten(leaves)
     rows = _rows(replica, batch, settled and settled.undivided)
     if settled is None:
         refuse_deleted(leaves)
@@ -44,7 +46,7 @@ def ready(
         settled.runner.rehearse(*_of_one_replica(settled, state, rows))
     else:
         settled = admit(settled, tree, state, rows)
-    return settled, _inputs(settled, opened_state, leaves, rows)
+    return settled, _inputs(settled, state, leaves, rows)
 
 
 @without_context_mesh
@@ -122,7 +124,8 @@ def accumulate_locally(
     journal = group.journal
     journal.say("no_sync")
     # Gradients stay local, but sharded parameters must be gathered.
-    replicated = promised(settled.replica.way.gathered(group, state, replicated))
+    gathered = settled.replica.way.gathered(group, state, replicated)
+    replicated = jax.tree.map(awaited, gathered)
     accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
@@ -197,7 +200,7 @@ def _inputs(settled: Settled, state: TrainState, leaves: Sequence[Any], rows: Py
         return StepInputs(state, None, (), memory, rows)
     refuse_deleted(_there(leaves))
     # The user may have put numbers, NumPy arrays or arrays of one device into the state.
-    state = promised(state)
+    state = jax.tree.map(awaited, state)
     replicated = state._replace(accumulated=None)
     shards = []
     if settled.replica.way.apart:
@@ -218,29 +221,23 @@ def _with_own(
     if settled.replica.way.apart:
         result = insert_shards(result, shards)
     if isinstance(result[0], TrainState):
-        hook_state = opened(state).hook_state
-        has_memory = jax.tree.leaves(hook_state)
-        new = (
-            result[0]._replace(hook_state=by_leaf(settled.plan, hook_state, memory))
-            if has_memory
-            else result[0]
-        )
-        result = promised(new) if settled.runner.promises else new, *result[1:]
+        hook_state = state.hook_state
+        if jax.tree.leaves(hook_state):
+            new = result[0]._replace(hook_state=by_leaf(settled.plan, hook_state, memory))
+            result = new, *result[1:]
     return result
 
 
 def _there(leaves: Sequence[Any]) -> list[Any]:
     """Lists the arrays that are available without waiting."""
-    return [array for x in leaves for array in (x.there() if isinstance(x, Promise) else [x])]
+    return [awaited(x) for x in leaves if not isinstance(x, Promise) or x.done()]
 
 
 @without_context_mesh
 def memory_footprint(settled: Settled, state: TrainState, batch: PyTree) -> Footprint | None:
     """Finds the memory of one replica, task by task, without a run; None if XLA reports none."""
-    opened_state = opened(state) if settled.runner.promises else state
     rows = _rows(settled.replica, batch, settled.undivided)
-    leaves = jax.tree.leaves(opened_state)
-    return settled.runner.footprint(_inputs(settled, opened_state, leaves, rows))
+    return settled.runner.footprint(_inputs(settled, state, jax.tree.leaves(state), rows))
 
 
 def _forms(settled: Settled, inputs: StepInputs) -> StepInputs:

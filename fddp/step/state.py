@@ -1,20 +1,14 @@
 """The training state of a step, the step's report, and the mean over replicas."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.core import Tracer
-from jax.tree_util import GetAttrKey, register_pytree_with_keys
 from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
-from fddp.jax_internals import given_away
-from fddp.jaxpr import is_used_up, used_up
+from fddp.jaxpr import is_used_up
 from fddp.losses import Pending
-from fddp.schedules import Promise
 
 
 class TrainState(NamedTuple):
@@ -26,8 +20,9 @@ class TrainState(NamedTuple):
     A step donates its input state: the next state reuses the memory. Another object that shares
     those arrays (a Flax module, for example) must copy them first. `donate=False` turns this off.
 
-    Under `schedule="eager"` a step returns before all of its results have arrived. Reading a field
-    of the state waits for that field. Passing the state to the next step does not wait.
+    Under `schedule="eager"` a step returns before all of its results have arrived: a leaf of the
+    state may be a `Promise`, an array that waits for its numbers where they are needed. Passing the
+    state to the next step does not wait.
     """
 
     step: Int[Array, ""]
@@ -46,32 +41,6 @@ class TrainState(NamedTuple):
     rng: Any
     """A random key, or a tree of them; None without keys."""
 
-    def __getattribute__(self, name: str) -> Any:
-        field = _there(tuple.__getattribute__(self, name))
-        if (
-            name == "step"
-            and isinstance(field, jax.Array)
-            and not isinstance(field, Tracer)
-            and given_away(field)
-        ):
-            raise used_up()  # as after an interrupt in the middle of a step
-        return field
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(_there, tuple.__iter__(self))
-
-    def __getitem__(self, at: Any) -> Any:
-        part = tuple.__getitem__(self, at)
-        return tuple(map(_there, part)) if isinstance(at, slice) else _there(part)
-
-    def __add__(self, other: Any) -> Any:
-        return tuple(self) + other
-
-    def __mul__(self, times: SupportsIndex) -> Any:
-        return tuple(self) * times
-
-    __rmul__ = __mul__
-
     def __repr__(self) -> str:
         if is_used_up(self):
             return "TrainState(used up: a step has written the next state where this one lay)"
@@ -79,18 +48,6 @@ class TrainState(NamedTuple):
             "TrainState("
             f"{', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
         )
-
-
-# JAX flattens a NamedTuple without a call of `__iter__`, so it would see the promises.
-register_pytree_with_keys(
-    TrainState,
-    lambda state: (
-        tuple((GetAttrKey(name), value) for name, value in zip(state._fields, state)),
-        None,
-    ),
-    lambda _, values: TrainState(*values),
-    lambda state: (tuple(state), None),
-)
 
 
 class LocalState(NamedTuple):
@@ -120,42 +77,6 @@ class IslandState(NamedTuple):
     """State of the inner optimizer."""
     weight: Float[Array, " 1"]
     """Σ w that the island has trained on since it received `shared`."""
-
-
-class Promised:
-    """A field of a state with promises for some leaves."""
-
-    def __init__(self, tree: PyTree) -> None:
-        self.tree = tree
-
-    @cached_property
-    def kept(self) -> Any:
-        """The tree with arrays; waits for them."""
-        return jax.tree.map(lambda x: x.result() if isinstance(x, Promise) else x, self.tree)
-
-
-def promised(state: TrainState) -> TrainState:
-    """Wraps the fields with promises, so that reading such a field waits for its arrays."""
-    fields = tuple.__iter__(state)
-    return TrainState._make(
-        Promised(field) if any(map(_is_promise, jax.tree.leaves(field))) else field
-        for field in fields
-    )
-
-
-def opened(state: TrainState) -> TrainState:
-    """Returns the state with its promises as leaves, without waiting: the inverse of `promised`."""
-    return TrainState._make(
-        field.tree if isinstance(field, Promised) else field for field in tuple.__iter__(state)
-    )
-
-
-def _there(field: object) -> Any:
-    return field.kept if isinstance(field, Promised) else field
-
-
-def _is_promise(x: object) -> bool:
-    return isinstance(x, Promise)
 
 
 @dataclass

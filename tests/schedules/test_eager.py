@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -211,22 +212,70 @@ def compiled_step(wire: Wire, **options: Any) -> tuple[fddp.TrainStep, fddp.Trai
     return step, jax.block_until_ready(state)
 
 
+# What needs numbers, and waits for them.
 LOOKS: dict[str, Callable[[fddp.TrainState], Any]] = {
-    "a field": lambda state: state.params,
-    "a number": lambda state: state[1],
-    "unpacked": lambda state: [*state],
-    "added": lambda state: state + (),  # noqa: RUF005
-    "multiplied": lambda state: 1 * state * 1,
-    "leaves": jax.tree.leaves,
-    "paths": jax.tree_util.tree_leaves_with_path,
+    "NumPy": lambda state: np.asarray(late(state)),
+    "NumPy's functions": lambda state: np.sum(late(state)),
+    "jnp": lambda state: jnp.sum(late(state)),
+    "lax": lambda state: jax.lax.neg(late(state)),
+    "a number": lambda state: float(late(state).sum()),
+    "a method": lambda state: late(state).at[0].set(0.0),
+    "an operator": lambda state: 2 - late(state),
+    "of another array": lambda state: jnp.ones_like(PARAMS["skipped"]) * late(state),
+    "of NumPy's array": lambda state: np.ones_like(PARAMS["skipped"]) * late(state),
+    "an index": lambda state: late(state)[0],
+    "rows": lambda state: [*late(state)],
+    "where it lies": lambda state: late(state).sharding,
+    "all in NumPy": lambda state: jax.tree.map(np.asarray, state),
+    "brought here": jax.device_get,
+    "laid anew": jax.device_put,
+    "a norm": lambda state: optax.tree.norm(state.params),
+    "updates": lambda state: optax.apply_updates(state.params, state.params),
     "given to a program": jax.jit(lambda state: state.params["skipped"]),
-    "changed": lambda state: state._replace(rng=None),
+    "in a closure": lambda state: jax.jit(lambda: 2 * late(state))(),
+    "derived": lambda state: jax.grad(lambda params: jnp.sum(params["skipped"] ** 2))(state.params),
+    "compiled": lambda state: jax.jit(lambda x: x).lower(state.params).compile()(state.params),
+    "waited for": jax.block_until_ready,
     "printed": repr,
-    "copied": copy.copy,
-    "pickled": pickle.dumps,
+    "copied whole": copy.deepcopy,
+    "pickled": lambda state: pickle.loads(pickle.dumps(state)),
     "put together": fddp.whole,
     "evaluated": lambda state: fddp.evaluate(tied_net, state, [TOKENS]),
 }
+
+# What any tuple does, whatever it holds.
+HOLDS: dict[str, Callable[[fddp.TrainState], Any]] = {
+    "a field": lambda state: state.params is state[1],
+    "unpacked": lambda state: [*state][1] is state.params,
+    "added": lambda state: (state + ())[1] is state.params,  # noqa: RUF005
+    "changed": lambda state: state._replace(rng=None).params is state.params,
+    "copied": lambda state: copy.copy(state).params is state.params,
+    "leaves": lambda state: late(state) in map(Same, jax.tree.leaves(state)),
+    "equal to itself": lambda state: state == fddp.TrainState(*state),
+    "in a list": lambda state: state in [state],
+    "its place": lambda state: state.index(state.step) == 0,
+    "in": lambda state: state.step in state,
+    "mapped": lambda state: jax.tree.map(lambda x, y: x is y, state, state).params["skipped"],
+    "shapes": lambda state: late(state).shape == PARAMS["skipped"].shape,
+    "sizes": lambda state: late(state).size == PARAMS["skipped"].size,
+    "an array": lambda state: isinstance(late(state), jax.Array),
+    "a promise": lambda state: isinstance(late(state), fddp.Promise) and not late(state).done(),
+}
+
+
+class Same:
+    """Equal to the same object alone."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return self.x is other
+
+
+def late(state: fddp.TrainState) -> Any:
+    """A leaf whose sum comes last."""
+    return state.params["skipped"]
 
 
 @pytest.mark.steps
@@ -238,6 +287,10 @@ def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: 
         state, info = step(state, batch(1))
         assert np.isfinite(info.loss) and int(np.sum(info.sent)) == 0, "it has returned"
         assert int(state.step) == 2, "of this nothing is on its way"
+
+        assert {name for name, holds in HOLDS.items() if not holds(state)} == set()
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(state)
 
         def look(name: str) -> None:
             LOOKS[name](state)
@@ -251,9 +304,44 @@ def test_a_step_returns_before_its_sums_are_back_and_whoever_looks_waits(group: 
     for thread in threads:
         thread.join(60)
     assert sorted(looked) == sorted(LOOKS)
-    assert state.params is state.params
+    assert isinstance(late(pickle.loads(pickle.dumps(state))), type(jnp.zeros(())))
+    assert late(state).result() is late(fddp.whole(state))
     assert_close(state.params, plain(PARAMS, 2))
     assert jax.tree.structure(state) == jax.tree.structure(step.init(PARAMS))
+
+
+@pytest.mark.parametrize("schedule", ["fused", "eager"])
+@pytest.mark.steps
+def test_a_state_is_a_tuple_as_others_are(group: Groups, x64: None, schedule: Any):
+    wire = Wire(group(1))
+    wire.seconds = 0.02
+    step = trainer(wire.group, schedule=schedule, donate=False)
+    first, _ = step(step.init(PARAMS), batch(0))
+    second, _ = step(first, batch(1))
+    assert second == second._replace() and second in (first, second)
+    with pytest.raises(ValueError, match="ambiguous"):
+        bool(first.params == second.params)
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(second)
+    changes = jax.tree.map(lambda new, old: jnp.max(jnp.abs(new - old)), second, first)
+    assert int(changes.step) == 1 and late(changes) > 0
+    numbers = jax.tree.map(np.asarray, second)
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, numbers, second)))
+    assert all(jax.tree.leaves(jax.tree.map(np.array_equal, second, numbers)))
+
+
+@pytest.mark.steps
+def test_a_checkpoint_holds_what_was_on_its_way(group: Groups, x64: None, tmp_path: Path):
+    wire = Wire(group(1))
+    wire.seconds = 0.02
+    step, state = compiled_step(wire)
+    state, _ = step(state, batch(1))
+    assert isinstance(late(state), fddp.Promise)
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        assert checkpoints.save(state, now=True)
+    with fddp.Checkpoints(tmp_path, step) as checkpoints:
+        restored, _ = checkpoints.restore(step.shapes(PARAMS))
+    assert_close(restored.params, plain(PARAMS, 2))
 
 
 @pytest.mark.steps

@@ -201,7 +201,6 @@ def test_a_used_up_state_is_an_error_that_names_donate(group, n, schedule):
         step,
         step.no_sync,
         lambda state, x: step.measure(state, [x]),
-        lambda state, x: int(state.step),
     ):
         with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
             call(state, X[:, None])
