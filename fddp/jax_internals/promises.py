@@ -25,11 +25,6 @@ class Promise(Future[Any], jax.Array):
         Future.__init__(self)
         self.form = form
 
-    shape: Any = property(lambda self: self.form.shape)
-    dtype: Any = property(lambda self: self.form.dtype)
-    ndim: Any = property(lambda self: self.form.ndim)
-    size: Any = property(lambda self: self.form.size)
-
     def __jax_array__(self) -> jax.Array:
         return self.result()
 
@@ -42,6 +37,10 @@ def awaited(x: Any) -> Any:
     return x.result() if isinstance(x, Future) else x
 
 
+def _known(name: str) -> property:
+    return property(lambda self: getattr(self.form, name))
+
+
 def _attribute(name: str) -> property:
     return property(lambda self: getattr(self.result(), name))
 
@@ -52,6 +51,9 @@ def _method(name: str) -> Callable[..., Any]:
 
     return call
 
+
+for _name in ("shape", "dtype", "ndim", "size"):
+    setattr(Promise, _name, _known(_name))
 
 # Python finds these in the class, and calls no `__getattr__`. `jax.Array` has the operators, and
 # abstract methods for the public names.
