@@ -177,11 +177,8 @@ def test_no_contribution_is_older_than_its_bound():
 
 
 def test_a_merge_is_a_step_of_the_outer_optimizer_weighted_and_discounted_by_age(x64: None):
-    optimizer = fddp.local_steps(
-        optax.sgd(RATE), outer=optax.sgd(0.7, momentum=0.9), quorum=1, discount=lambda age: 0.5**age
-    )
     w = np.array([1.0, -2.0])
-    merging = on_this_host(merging_of(optimizer.outer, optimizer.quorum.discount, w))
+    merging = on_this_host(merging_of(optax.sgd(0.7, momentum=0.9), lambda age: 0.5**age, w))
     before = SharedParams(
         3, [w], [np.asarray(x) for x in jax.tree.leaves(optax.sgd(0.7, momentum=0.9).init(w))]
     )
@@ -205,9 +202,8 @@ def test_a_merge_is_a_step_of_the_outer_optimizer_weighted_and_discounted_by_age
 
 
 def test_pseudo_gradients_of_sixteen_bits_are_added_in_thirty_two():
-    optimizer = fddp.local_steps(optax.sgd(RATE), quorum=1)
     w = jnp.zeros(2, jnp.bfloat16)
-    merging = on_this_host(merging_of(optimizer.outer, optimizer.quorum.discount, w))
+    merging = on_this_host(merging_of(optax.sgd(1.0), None, w))
     contributions = [
         Contribution(k, 0, 1.0, 1, [np.full(2, x, jnp.bfloat16)])
         for k, x in enumerate((256.0, 1.0, 1.0, 1.0, 1.0))
