@@ -53,7 +53,6 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         raise ValueError(
             f"the mesh has axes {', '.join(map(str, mesh.axis_names))}, none is {axis_name!r}."
         )
-    axis = mesh.axis_names.index(axis_name)
     owners = _replica_owners(mesh, axis_name)
     processes = list(dict.fromkeys(owners))
     if jax.process_index() not in processes:
@@ -62,13 +61,6 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
             f"{jax.process_index()}: only those that take part make a group of it."
         )
     platform = mesh.devices.flat[0].platform
-
-    def make_subgroup(ranks: Sequence[int]) -> Group:
-        positions = [
-            k for rank in ranks for k, owner in enumerate(owners) if owner == processes[rank]
-        ]
-        devices = np.take(mesh.devices, positions, axis)
-        return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
 
     def clone(count: int) -> tuple[Transport, ...]:
         # Programs of several threads may reach the devices of one process in different orders, and
@@ -103,13 +95,22 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         recovery=Recovery(
             service_meet(coordination_client, [x.process_index for x in first_devices(mesh)])
         ),
-        make_subgroup=make_subgroup,
+        make_subgroup=partial(_subgroup, mesh, axis_name, owner_ranks),
         clone=clone,
         lane=_lane(frozenset(mesh.devices.flat)),
         levels=mesh_levels(
             placement, communicator, platform, partial(hosts_of, hosts, owner_ranks), piece
         ),
     )
+
+
+def _subgroup(
+    mesh: Mesh, axis_name: str, owner_ranks: Sequence[int], ranks: Sequence[int]
+) -> Group:
+    """Makes the group of the replicas of some ranks, rank by rank."""
+    positions = [k for rank in ranks for k, owner in enumerate(owner_ranks) if owner == rank]
+    devices = np.take(mesh.devices, positions, mesh.axis_names.index(axis_name))
+    return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
 
 
 @functools.cache

@@ -76,12 +76,6 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
             return rows
         return place(rows, per_replica)
 
-    def together(arrays: Sequence[jax.Array], where: PartitionSpec) -> Any:
-        shape = arrays[0].shape
-        if shape and where != REPLICATED:
-            shape = (mesh.shape[axis_name] * shape[0], *shape[1:])
-        return jax.make_array_from_single_device_arrays(shape, sharding(where), list(arrays))
-
     return Placement(
         axis_name=axis_name,
         axis_size=mesh.shape[axis_name],
@@ -96,13 +90,29 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         program=program,
         place=place,
         holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
-        # A part may have the mesh of its array, and JAX would place all results along its axes.
-        each=lambda x: tuple(
-            jax.device_put(part.data, part.device) for part in x.addressable_shards
-        ),
-        together=together,
+        each=_each,
+        together=partial(_together, mesh.shape[axis_name], sharding),
         feed=feed,
     )
+
+
+def _each(x: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the parts of an array, one per replica of this process."""
+    # A part may have the mesh of its array, and JAX would place all results along its axes.
+    return tuple(jax.device_put(part.data, part.device) for part in x.addressable_shards)
+
+
+def _together(
+    replicas: int,
+    sharding: Callable[[PartitionSpec], NamedSharding],
+    arrays: Sequence[jax.Array],
+    where: PartitionSpec,
+) -> Any:
+    """Joins the parts of this process's replicas to one array: the inverse of `_each`."""
+    shape = arrays[0].shape
+    if shape and where != REPLICATED:
+        shape = (replicas * shape[0], *shape[1:])
+    return jax.make_array_from_single_device_arrays(shape, sharding(where), list(arrays))
 
 
 def first_devices(mesh: Mesh) -> list[Any]:

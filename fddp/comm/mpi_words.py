@@ -6,7 +6,7 @@ selects those of its subset: a subset has no communicator.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
@@ -28,70 +28,83 @@ Rows = Shaped[Array, "replicas ..."]
 
 def mpi_words(comm: Any, communicator: Communicator) -> Words:
     """Maps each collective primitive's name to its implementation on an mpi4py communicator."""
-    rank = comm.rank
-
-    def others(eqn: JaxprEqn) -> tuple[int, ...]:
-        """Returns the replicas in this replica's subset of an equation, itself included."""
-        return next(
-            (subset for subset in sets_of(eqn) or () if rank in subset), tuple(range(comm.size))
-        )
-
-    def rows_of(eqn: JaxprEqn, x: Array) -> Rows:
-        """Gathers the arrays of this replica's subset."""
-        rows = communicator.all_gather(x)
-        if sets_of(eqn) is None:
-            return rows
-        return jnp.stack([rows[k] for k in others(eqn)])
-
-    def exchanged(eqn: JaxprEqn, rows: Rows) -> Rows:
-        """Sends row k to the k-th replica of the subset; row k of the result is from it."""
-        if sets_of(eqn) is None:
-            return communicator.all_to_all(rows)
-        return rows_of(eqn, rows)[:, others(eqn).index(rank)]
-
-    def psum(eqn: JaxprEqn, x: Array) -> Array:
-        x = jnp.sum(x, _dims(eqn), x.dtype)
-        if sets_of(eqn) is None:
-            return communicator.all_reduce(x)
-        return _added(rows_of(eqn, x))
-
-    def extreme(reduction: Callable[..., Array], eqn: JaxprEqn, x: Array) -> Array:
-        # MPI's own maximum ignores NaN.
-        return reduction(rows_of(eqn, reduction(x, _dims(eqn))), 0)
-
-    def all_gather(eqn: JaxprEqn, x: Array) -> Array:
-        dim, tiled = gathered_dim(eqn)
-        rows = rows_of(eqn, x)
-        if tiled:
-            return jnp.concatenate(list(rows), dim)
-        return jnp.moveaxis(rows, 0, dim)
-
-    def psum_scatter(eqn: JaxprEqn, x: Array) -> Array:
-        dim, tiled = scattered_dim(eqn)
-        rows = jnp.stack(jnp.split(x, len(others(eqn)), dim))
-        total = _added(exchanged(eqn, rows))
-        if tiled:
-            return total
-        return jnp.squeeze(total, dim)
-
-    def all_to_all(eqn: JaxprEqn, x: Array) -> Array:
-        cut, joined = exchanged_dims(eqn)
-        rows = jnp.stack(jnp.split(x, len(others(eqn)), cut))
-        return jnp.concatenate(list(exchanged(eqn, rows)), joined)
-
+    subsets = _Subsets(comm.rank, comm.size, communicator)
     words: dict[str, Callable[[JaxprEqn, Array], Array]] = {
-        "psum": psum,
-        "pmax": partial(extreme, jnp.max),
-        "pmin": partial(extreme, jnp.min),
-        "all_gather": all_gather,
-        "reduce_scatter": psum_scatter,
-        "all_to_all": all_to_all,
+        "psum": partial(_psum, subsets),
+        "pmax": partial(_extreme, subsets, jnp.max),
+        "pmin": partial(_extreme, subsets, jnp.min),
+        "all_gather": partial(_all_gather, subsets),
+        "reduce_scatter": partial(_psum_scatter, subsets),
+        "all_to_all": partial(_all_to_all, subsets),
         "ppermute": partial(_permuted, comm),
     }
-    index: Carry = lambda eqn, inputs: [jnp.int32(rank)]  # noqa: E731
+    index: Carry = lambda eqn, inputs: [jnp.int32(comm.rank)]  # noqa: E731
     return {name: partial(_of_one_array, word) for name, word in words.items()} | {
         "axis_index": index
     }
+
+
+class _Subsets(NamedTuple):
+    """A rank's exchanges with the subset of replicas that an equation names."""
+
+    rank: int
+    size: int
+    communicator: Communicator
+
+    def members(self, eqn: JaxprEqn) -> tuple[int, ...]:
+        """Returns the replicas in this replica's subset of an equation, itself included."""
+        for subset in sets_of(eqn) or ():
+            if self.rank in subset:
+                return subset
+        return tuple(range(self.size))
+
+    def gathered(self, eqn: JaxprEqn, x: Array) -> Rows:
+        """Gathers the arrays of this replica's subset."""
+        rows = self.communicator.all_gather(x)
+        if sets_of(eqn) is None:
+            return rows
+        return jnp.stack([rows[k] for k in self.members(eqn)])
+
+    def exchanged(self, eqn: JaxprEqn, rows: Rows) -> Rows:
+        """Sends row k to the k-th replica of the subset; row k of the result is from it."""
+        if sets_of(eqn) is None:
+            return self.communicator.all_to_all(rows)
+        return self.gathered(eqn, rows)[:, self.members(eqn).index(self.rank)]
+
+
+def _psum(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    x = jnp.sum(x, _dims(eqn), x.dtype)
+    if sets_of(eqn) is None:
+        return subsets.communicator.all_reduce(x)
+    return _added(subsets.gathered(eqn, x))
+
+
+def _extreme(subsets: _Subsets, reduction: Callable[..., Array], eqn: JaxprEqn, x: Array) -> Array:
+    # MPI's own maximum ignores NaN.
+    return reduction(subsets.gathered(eqn, reduction(x, _dims(eqn))), 0)
+
+
+def _all_gather(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    dim, tiled = gathered_dim(eqn)
+    rows = subsets.gathered(eqn, x)
+    if tiled:
+        return jnp.concatenate(list(rows), dim)
+    return jnp.moveaxis(rows, 0, dim)
+
+
+def _psum_scatter(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    dim, tiled = scattered_dim(eqn)
+    rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), dim))
+    total = _added(subsets.exchanged(eqn, rows))
+    if tiled:
+        return total
+    return jnp.squeeze(total, dim)
+
+
+def _all_to_all(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    cut, joined = exchanged_dims(eqn)
+    rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), cut))
+    return jnp.concatenate(list(subsets.exchanged(eqn, rows)), joined)
 
 
 def _of_one_array(

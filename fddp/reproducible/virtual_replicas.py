@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
+    BucketPlan,
     Messages,
     add_tail,
     at_least,
@@ -105,53 +106,67 @@ def one_of(replica: Replica, number: Any) -> Replica:
     return replace(replica, group=replace(group, communicator=comm, placement=placement))
 
 
+class _SentLeaves:
+    """The gradients that travel, in one order for all plans."""
+
+    def __init__(self, plan: BucketPlan) -> None:
+        self._treedef = plan.treedef
+        self._numbers = sorted(chain.from_iterable(bucket.leaves for bucket in plan.buckets))
+        # XLA may add in more than 16 bits within a program, or not.
+        self._wide = widened(plan, np.float32)
+
+    def select(self, tree: PyTree) -> list[Array]:
+        """Selects them from a tree like the parameters."""
+        leaves = self._treedef.flatten_up_to(tree)
+        return [leaves[number] for number in self._numbers]
+
+    def spread(self, grads: Sequence[Array]) -> list[Array | None]:
+        """Returns them at their places among all leaves, with None at the others."""
+        by_number = dict(zip(self._numbers, grads))
+        return list(map(by_number.get, range(self._treedef.num_leaves)))
+
+    def pack(self, contribution: Contribution) -> Messages:
+        """Packs them and the tail into messages."""
+        grads, tail = contribution
+        tree = self._treedef.unflatten(self.spread(grads))
+        return add_tail(self._wide, pack(self._wide, tree), tail)
+
+    def unpack(self, messages: Messages) -> Contribution:
+        """Unpacks messages: the inverse of `pack`."""
+        buckets, tail = take_tail(self._wide, messages)
+        return self.select(unpack(self._wide, buckets)), tail
+
+
 def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
     """The pieces of one virtual replica, and the tree that adds its contributions."""
     plan = facts.plan
     group = replica.group
     each = replica.replicas // group.size
     block = block_of(replica.replicas, each)
-    # The leaves that travel, in one order for all plans.
-    leaves = sorted(chain.from_iterable(bucket.leaves for bucket in plan.buckets))
-    # XLA may add in more than 16 bits within a program, or not.
-    wide = widened(plan, np.float32)
-
-    def chosen(tree: PyTree) -> list[Array]:
-        grads = plan.treedef.flatten_up_to(tree)
-        return [grads[i] for i in leaves]
-
-    def spread(grads: Sequence[Array]) -> list[Array | None]:
-        """Returns gradients at their places among all leaves, with None at the others."""
-        by_leaf = dict(zip(leaves, grads))
-        return list(map(by_leaf.get, range(plan.treedef.num_leaves)))
+    leaves = _SentLeaves(plan)
 
     def contribution(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs: Any
         outputs, saved = one_of(replica, number).local(lambda *x: x, state, None, rows)  # type: ignore
-        return (chosen(outputs[0]), outputs[1]), saved
+        return (leaves.select(outputs[0]), outputs[1]), saved
 
     def contribute(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
         outputs, saved = contribution(state, rows, number)
         return _widened(outputs), saved
 
-    def messages(outputs: Contribution) -> Messages:
-        tree = plan.treedef.unflatten(spread(outputs[0]))
-        return add_tail(wide, pack(wide, tree), outputs[1])
-
     rows = of_one_replica(facts.rows, replica.replicas // group.processes)
     arguments = forms_of(facts.state), rows, jax.ShapeDtypeStruct((), np.int32)
     _, (outputs, _) = trace(group.placement, contribution, *arguments)
-    packed = jax.eval_shape(lambda outputs: messages(_widened(outputs)), outputs)
+    packed = jax.eval_shape(lambda outputs: leaves.pack(_widened(outputs)), outputs)
 
     def unpacked(sums: Sequence[Array]) -> Contribution:
-        buckets, tail = take_tail(wide, replace(packed, arrays=tuple(sums)))
-        totals = chosen(unpack(wide, buckets)), tail
+        totals = leaves.unpack(replace(packed, arrays=tuple(sums)))
         return jax.tree.map(lambda x, like: x.astype(like.dtype), totals, outputs)
 
     def finish(
         state: TrainState, shards: PyTree, sums: Contribution, saved: PyTree, nbytes: Array
     ) -> tuple[Any, Any]:
-        received = spread(sums[0]), sums[1]
+        received = leaves.spread(sums[0]), sums[1]
         virtual_replica = one_of(replica, 0)
         mean = virtual_replica.mean(plan, lambda _: received, state, packed, saved, nbytes)
         return facts.use(state, mean), shards
@@ -167,7 +182,7 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
         each=each,
         block=block,
         first=lambda: each * _numbers(group),
-        pack=lambda outputs: messages(outputs).arrays,
+        pack=lambda outputs: leaves.pack(outputs).arrays,
         unpack=unpacked,
         keep=_saved_of_replica,
     )
