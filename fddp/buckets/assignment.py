@@ -122,7 +122,10 @@ def _is_cap(value: object) -> bool:
 def _fill(
     leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], caps: Sequence[float]
 ) -> list[list[int]]:
-    """Fills buckets: one is open per dtype, and per group and dtype one that no cap closes."""
+    """Fills buckets: one is open per dtype, and per group and dtype one that no cap closes.
+
+    `keys` lists the leaves in launch order. The k-th bucket that closes, of any dtype, has cap k.
+    """
     filling: dict[tuple[np.dtype, Hashable | None], list[int]] = {}
     closed: list[list[int]] = []
     for i, key in keys.items():

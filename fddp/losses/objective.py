@@ -34,20 +34,21 @@ class Evaluated(NamedTuple):
     weight: Float[Array, ""]
     """w in Σ w·g."""
     divisor: Float[Array, ""]
-    """w in Σ w: equal to `weight`, except on a rank that has run out of data."""
+    """w in Σ w: equal to `weight`, except under `fddp.join`. There a rank without data has the
+    weight 0, and the divisor that its rows would have, so that its gradients count as zeros."""
     unit: Int[Array, ""]
     """Rows per unit of weight; 1 if the loss returns its weight."""
     model_state: Any
     aux: Any
 
 
-# (params, model_state, rng, batch, unit=None) -> (w·loss, Value); `unit`: rows per unit of weight,
-# None: all of the batch
+# (params, model_state, rng, batch, unit=None) → (w·loss, `Evaluated`); `unit`: rows per unit of
+# weight, None: all of the batch
 Objective = Callable[..., tuple[Array, Evaluated]]
 
 
 def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
-    """Converts a loss to the form (params, model_state, rng, batch, unit=None) → (w·loss, `Value`).
+    """Converts a loss to the form (params, model_state, rng, batch, unit=None) → (w·loss, values).
 
     `loss_fn(params, batch)` gets `model_state=` and `rng=` if the state has them. It returns a
     loss, `(loss, aux)` with `has_aux`, or `(loss, (model_state, aux))` with a model state. When it
@@ -87,9 +88,11 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
             weight = rows / unit
         loss = _exact(_scalar(value))
         weight = jax.lax.stop_gradient(_weight(weight, loss.dtype))
-        share, divisor = (weight * jnp.mean(jnp.asarray(x, loss.dtype)) for x in (share, divisor))
-        return share * loss, Evaluated(
-            loss, share, divisor, jnp.int32(unit), model_state, _floats(aux)
+        # The fractions of the rows that count in gradients, and in the divisor.
+        counted = weight * jnp.mean(jnp.asarray(share, loss.dtype))
+        divisor = weight * jnp.mean(jnp.asarray(divisor, loss.dtype))
+        return counted * loss, Evaluated(
+            loss, counted, divisor, jnp.int32(unit), model_state, _floats(aux)
         )
 
     return objective

@@ -96,11 +96,11 @@ def accumulate(
     `pending` are None at the start.
     """
     micro_batches = in_parts(rows, count)
-    first = jax.tree.map(lambda x: x[:-1], micro_batches)
+    before_last = jax.tree.map(lambda x: x[:-1], micro_batches)
     last = jax.tree.map(lambda x: x[-1], micro_batches)
     if count > 1:
         start = _from_zero(add, pending, last)
-        pending, _ = jax.lax.scan(lambda carry, x: (add(carry, x), None), start, first)
+        pending, _ = jax.lax.scan(lambda carry, x: (add(carry, x), None), start, before_last)
     return add(pending, last)
 
 
@@ -139,7 +139,10 @@ def add_trees(a: PyTree, b: PyTree) -> Any:
 
 
 def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
-    """Converts pending sums to `unit` rows per unit of weight, as batch sizes may differ."""
+    """Converts pending sums to `unit` rows per unit of weight.
+
+    They may come from a step that another batch size has settled, through a checkpoint.
+    """
     if pending.sums is None:
         return None
     # In float64 under x64, where int32 / int32 would be float32.
@@ -153,6 +156,7 @@ def mean(sums: Sums) -> Sums:
 
     A hook may have added a residual of earlier steps to the sums. Without weight it does not count.
     """
+    # x / inf discards a residual. A complex number divided by infinity would be NaN.
     weight = jnp.where(sums.weight == 0, 1, sums.weight)
     or_infinite = jnp.where(sums.weight == 0, jnp.inf, sums.weight)
 

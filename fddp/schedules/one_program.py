@@ -40,7 +40,7 @@ def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
     step = partial(traced, group, make, hold)
     donated: tuple[int, ...] = ()
     if donate:
-        donated = (0, 2, 3)
+        donated = (0, 2, 3)  # state, shards and memory; the result has no pending sums or rows
     program = group.placement.program(step, in_specs, out_specs, donate=donated)
     launch = first_call(program, "the step", partial(compiling, group))
 
@@ -105,7 +105,10 @@ def _run(
     memory: Memory,
     rows: PyTree,
 ) -> tuple[Any, Any, Memory]:
-    """Runs the tasks in order, each message under a name by which `fddp.audit` finds it.
+    """Traces the tasks in order, each message under a name by which `fddp.audit` finds it.
+
+    The order of the list is not the order in which XLA runs: it starts a message as soon as the
+    gradients of its bucket exist, though the list has the whole backward pass before.
 
     If one hook's sum is not finite, all hooks keep their previous memory. A hook that remembered an
     overflow would never be finite again, and an optimizer that skips such a step does not use the
@@ -126,11 +129,11 @@ def _run(
         message, *more = inputs
         flags = next(iter(more), None)
         with jax.named_scope(scope(task.name)):
-            # A barrier hides the message's origin from XLA, and keeps the order. XLA drops the sum
-            # of a constant, such as the zeros of a bucket that this rank's branch leaves unused,
-            # and sends first the message that is ready first. Ranks whose programs differ would
-            # then add unrelated messages. On GPUs, too, late buckets would go first. A sum inside
-            # a loop has the loop's place, and all ranks have the same program there.
+            # Without a barrier, ranks whose programs differ would add unrelated messages: XLA
+            # drops the sum of a constant, such as the zeros of a bucket that a rank's branch
+            # leaves unused, and it sends first what is ready first. On GPUs late buckets would
+            # leave first. A sum inside a loop has the loop's place, and the same program on all
+            # ranks.
             if comm.size > 1 and task.reduction.rounds == 1:
                 awaited_sums = hold(sums, waited, task is last)
                 barred = (message, *(values[name] for name in awaited_sums))

@@ -95,9 +95,9 @@ class Replica:
         self, state: TrainState, pending: Pending | None, rows: PyTree, micro_batches: int
     ) -> tuple[Any, Pending, Array | None]:
         """Adds rows to the pending sums; returns (gradients, other sums, non-finite marks)."""
-        _, pending = self._gather(state, pending, rows, micro_batches)
+        _, pending = self._accumulated(state, pending, rows, micro_batches)
         local_grads = pending.sums.grads
-        # After this point only sums over replicas exist.
+        # The last place where this replica's own gradients are visible: then they are summed.
         broken = None
         if self.options.skip_nonfinite:
             broken = jnp.stack([~jnp.all(jnp.isfinite(x)) for x in local_grads])
@@ -214,7 +214,7 @@ class Replica:
         self, state: TrainState, pending: Pending | None, rows: PyTree
     ) -> tuple[Pending, Sums]:
         """Adds rows to the pending sums; also returns the mean loss and aux of these rows."""
-        sums, pending = self._gather(state, pending, rows, self.options.accumulation_steps)
+        sums, pending = self._accumulated(state, pending, rows, self.options.accumulation_steps)
         return add_replica_dim(pending), mean(sums._replace(grads=()))
 
     def contribution(self, state: TrainState, micro_batch: PyTree) -> Sums:
@@ -253,7 +253,7 @@ class Replica:
         chosen = set(self.chosen(params))
         return treedef.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
 
-    def _gather(
+    def _accumulated(
         self, state: TrainState, pending: Pending | None, rows: PyTree, micro_batches: int
     ) -> tuple[Sums, Pending]:
         """Returns the sums of this replica's rows, and all sums that are pending with them."""

@@ -34,7 +34,7 @@ def ready(
     refuse_transformations()
     if settled:  # `settle` checks the first state, with all ranks
         check_state(state)
-    # Flattened only once: after a step of large arrays the leaves are no longer cached.
+    # Flattened only once: after a step of large arrays the processor's caches are cold.
     leaves, tree = jax.tree.flatten(state)
     if not (settled and settled.runner.promises) and any(isinstance(x, Promise) for x in leaves):
         leaves = list(map(awaited, leaves))
@@ -75,7 +75,7 @@ def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
         result, shards, memory = settled.runner.run(inputs)
         if timeline:
             group.journal.computed(timeline().computing)
-        # The second element of the result is the smaller one.
+        # The report of a step; its state is donated to the next one.
         group.journal.launched(result[1])
     return _with_own(settled, state, result, shards, memory)
 

@@ -119,18 +119,20 @@ def _agreed(
         (seen.order, seen.uses, seen.program, seen.read_in)
     )
     # Ranks with different programs cannot agree on the order of a loop's sums and other messages.
+    # All ranks take the same branch, since `program` is rank 0's.
     if program and group.all_reduce(np.int32(seen.program != program), op="max"):
-        order = [unit._replace(rounds=1) for unit in order]
+        order = [part._replace(rounds=1) for part in order]
+    has_path, touched = seen.reach
     casts_differ = [seen.read_in.get(i) != read_in.get(i) for i in seen.chosen]
-    has_path, touched, differs = group.all_reduce(
-        np.asarray([*seen.reach, casts_differ], np.int32), op="max"
+    has_path, touched, casts_differ = group.all_reduce(
+        np.asarray([has_path, touched, casts_differ], np.int32), op="max"
     )
     reached = {i for i, path in zip(seen.chosen, has_path) if path}
-    ready = [unit for unit in order if unit.leaf in reached]
+    ready = [part for part in order if part.leaf in reached]
     # All leaves are sent if each step skips its unused ones, since a later batch may use more
     # leaves, and if replicas update shards, since every trained leaf is gathered.
     if options.skip_all_reduce_unused_params or replica.way.apart:
-        ready += [unit for unit in order if unit.leaf not in reached]
+        ready += [part for part in order if part.leaf not in reached]
     averaged = None
     if options.broadcast_buffers == "mean":
         averaged = seen.state.model_state
@@ -142,7 +144,7 @@ def _agreed(
             i: options.accumulation_steps * int(count) for i, count in zip(seen.chosen, touched)
         },
     )
-    differing = {i for i, differs in zip(seen.chosen, differs) if differs}
+    differing = {i for i, differs in zip(seen.chosen, casts_differ) if differs}
     return Facts(
         plan=replace(plan, collectives=seen.collectives),
         state=seen.state,
