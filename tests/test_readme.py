@@ -193,12 +193,16 @@ def test_every_file_and_test_exists(page):
 ### The house
 
 
-def test_the_reading_order_names_ten_files_and_the_door_of_every_room():
-    order = PAGES["architecture.md"].partition("## The reading order")[2].partition("\n## ")[0]
+def test_the_hour_names_thirteen_files_and_the_door_of_every_room():
+    hour = PAGES["architecture.md"].partition("## The hour")[2].partition("\n## ")[0]
     files = [str(path.relative_to(ROOT / "fddp")) for path in (ROOT / "fddp").rglob("*.py")]
-    ten = re.findall(r"^\| `(\w+/\w+\.py)` \|", order, re.MULTILINE)
-    doors = dict(re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)`", order, re.MULTILINE))
-    assert len(ten) == 10 and set(ten) | set(doors.values()) <= set(files)
+    rows = re.findall(r"^\| `(\w+/\w+\.py)` \|.*\| ([^|]*) \|$", hour, re.MULTILINE)
+    doors = dict(re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)`", hour, re.MULTILINE))
+    assert len(rows) == 13 and {path for path, _ in rows} | set(doors.values()) <= set(files)
+    for path, names in rows:
+        code = (ROOT / "fddp" / path).read_text()
+        for name in re.findall(r"`([\w.]+)`", names):
+            assert re.search(rf"(def|class) {name.rpartition('.')[2]}\b", code), (path, name)
     assert set(doors) == {path.parent.name for path in (ROOT / "fddp").glob("*/__init__.py")} - {
         "jax_internals"
     }
