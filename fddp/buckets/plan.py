@@ -216,7 +216,7 @@ class BucketPlan:
         header = ("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")
         carrier = self.carrier
         scalars = (
-            "travel in one all-reduce of their own"
+            "travel in a separate all-reduce"
             if carrier.bucket is None
             else f"ride in {carrier.name}"
         )

@@ -97,7 +97,7 @@ def laid(group: Group, number: int, listed: Listed, read: Read, like: TrainState
     if any(isinstance(leaves[name], jax.ShapeDtypeStruct) for name in retained):
         raise ValueError(
             f"the checkpoint is of {listed.told['replicas']} replicas and these are {group.size}: "
-            "what the hook remembers starts anew, so restore into a state from step.init."
+            "the memory of the hook is reset, so restore into a state from step.init."
         )
 
     def filled(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:

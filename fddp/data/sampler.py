@@ -147,17 +147,17 @@ def _steps_per_epoch(
     if replicas % size:
         raise ValueError(
             f"virtual_replicas must be a multiple of size, {size}, got {replicas}: each process "
-            f"stands for equally many; give {replicas + -replicas % size}."
+            f"computes the same number; give {replicas + -replicas % size}."
         )
     if batch % replicas and virtual_replicas is not None:
         raise ValueError(
             f"batch must be a multiple of virtual_replicas, {replicas}, got {batch}: each reads "
-            f"equally many rows; give {batch + -batch % replicas}."
+            f"the same number of rows; give {batch + -batch % replicas}."
         )
     if batch % size:
         raise ValueError(
             f"batch must be a multiple of size, {size}, got {batch}: it counts the rows of all "
-            f"processes, and each reads equally many; give {batch + -batch % size}."
+            f"processes, and each reads the same number; give {batch + -batch % size}."
         )
     if drop_last and rows < batch:
         raise ValueError(

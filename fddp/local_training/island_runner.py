@@ -167,8 +167,8 @@ class _Learner:
         if self.taken not in (None, contribution.began):
             raise ValueError(
                 f"this state has version {contribution.began} of the shared parameters, and the "
-                f"island has taken version {self.taken} last: give the state that the last step "
-                "returned, or begin anew with another fddp.train_step."
+                f"island received version {self.taken} last: give the state that the last step "
+                "returned, or restart with another fddp.train_step."
             )
         return contribution
 

@@ -160,9 +160,7 @@ def _start(
         stdin.flush()
         port = stdout.readline().strip()
     if not port:
-        raise RuntimeError(
-            "the keeper of the shared parameters did not start: see what it has printed."
-        )
+        raise RuntimeError("the keeper of the shared parameters did not start: see its output.")
     return Place(hosts, int(port), token)
 
 
@@ -182,7 +180,7 @@ def _connect(place: Place, group: Group, island: int) -> socket.socket:
         send_frame(connection, {"proof": signature(place.token, challenge), "island": island})
         return connection
     raise RuntimeError(
-        "the keeper of the shared parameters, beside rank 0, cannot be reached: "
+        "the keeper of the shared parameters, on rank 0's host, cannot be reached: "
         f"{'; '.join(failures)}."
     )
 
@@ -207,12 +205,12 @@ def _words(group: Group, connection: socket.socket) -> Iterator[None]:
         connection.close()
         limit = group.journal.stall_s
         raise RuntimeError(
-            f"rank {group.rank} has heard nothing for {limit:g} s of the keeper of the shared "
-            "parameters, a process beside rank 0: its host, or the network."
+            f"rank {group.rank} has received nothing for {limit:g} s from the keeper of the "
+            "shared parameters, a process on rank 0's host: check this host and the network."
         ) from None
     except OSError as error:
         connection.close()
         raise RuntimeError(
-            f"the keeper of the shared parameters, a process beside rank 0, has ended ({error}): "
-            "start again from a checkpoint."
+            "the keeper of the shared parameters, a process on rank 0's host, has ended "
+            f"({error}): restart from a checkpoint."
         ) from None

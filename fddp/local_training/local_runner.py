@@ -60,8 +60,8 @@ def local_way(steps: LocalSteps, inner: Way) -> Way:
 def _check(steps: LocalSteps, inner: Way, replica: Replica, optimizer: Any, params: PyTree) -> str:
     if steps.start and replica.options.shard == "state":
         raise ValueError(
-            f"local_steps: start={steps.start} cannot go with shard='state', as the parameters "
-            "that islands begin with are whole: give shard='optimizer', or start=0."
+            f"local_steps: start={steps.start} does not work with shard='state', because islands "
+            "begin with whole parameters: give shard='optimizer', or start=0."
         )
     trained = replica.trained(params)
     check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)

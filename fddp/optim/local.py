@@ -115,8 +115,8 @@ class LocalSteps:
             if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(outer)):
                 raise ValueError(
                     "local_steps: the outer optimizer's state has a random key, and with a quorum "
-                    "it is kept by a process that holds numbers alone: give an outer optimizer "
-                    "without one."
+                    "it is stored by a process that supports only numbers: give an outer "
+                    "optimizer without a random key."
                 )
             return IslandState(params, jnp.zeros((), jnp.int32), outer, inner, jnp.zeros(1))
         return LocalState(params, outer, inner, jnp.zeros(self.fragments + len(self.others)))
@@ -124,7 +124,7 @@ class LocalSteps:
     def update(self, *args: Any, **extra: Any) -> Any:
         """Raises TypeError: only a step can train replicas separately and synchronize them."""
         raise TypeError(
-            "fddp.local_steps is not a part of another optimizer: give train_step "
+            "fddp.local_steps cannot be a part of another optimizer: give train_step "
             "local_steps(optimizer, …) itself, with chains, scales and other wrappers inside of it."
         )
 
@@ -258,8 +258,8 @@ def local_steps(
             )
         if isinstance(value, LocalSteps):
             raise TypeError(
-                f"local_steps: {name} is one of local_steps itself; give the optimizer inside of "
-                "it."
+                f"local_steps: {name} is a local_steps optimizer already; give the optimizer "
+                "inside of it."
             )
     if island != "node":
         check_whole("island", island, 1)
@@ -267,8 +267,8 @@ def local_steps(
     check_whole("fragments", fragments, 1)
     if delay not in (0, 1) or isinstance(delay, bool):
         raise ValueError(
-            f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where "
-            "a fragment takes longer than a step, give more fragments."
+            f"delay must be 0 or 1, got {delay!r}: the messages of a step have arrived when it "
+            "ends. If a fragment takes longer than a step, give more fragments."
         )
     periods = read_periods(every, delay)
     every = periods.every
@@ -276,20 +276,20 @@ def local_steps(
         raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
     if fragments > 1 and (callable(every) or fragments > every):
         raise ValueError(
-            "local_steps sends one fragment a step at most, so fragments must be no more than "
+            "local_steps sends at most one fragment per step, so fragments must be no more than "
             f"every, a number; got {fragments=}, {every=}."
         )
     if quorum is not None and periods.others:
         raise ValueError(
-            "islands with a quorum meet at the keeper one by one, which has no mean that all of "
-            "them would take: give one period, that of the parameters; got one for "
+            "islands with a quorum exchange with the keeper one at a time, so that they have no "
+            "common mean of moments: give one period, that of the parameters; got one for "
             f"{periods.others[0][0]!r}, too."
         )
     rule = make_quorum(quorum, grace_s, max_staleness, discount, log)
     if rule and (fragments > 1 or delay):
         raise ValueError(
-            "a merge makes one version of all parameters, from which an island's age is counted, "
-            "and an island that has sent goes on from the version that it is merged into: give no "
+            "a merge creates one version of all parameters, which defines the age of an island, "
+            "and an island continues from the version of its merge: give no "
             f"fragments or delay with quorum; got {fragments=}, {delay=}."
         )
     return LocalSteps(

@@ -69,8 +69,8 @@ def _check(
         more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise ValueError(
             f"shard={shared!r} gives each replica a part of every leaf, and this optimizer's "
-            f"update does not go so: {', '.join(reasons[:3])}{more}. Leave shard out, or take an "
-            "optimizer that works on one leaf at a time; norms over all leaves are fine."
+            f"update cannot be divided so: {', '.join(reasons[:3])}{more}. Leave shard out, or "
+            "take an optimizer that works on one leaf at a time; norms over all leaves are fine."
         )
     return _nothing_saved(shared, replica, first_form(replica, optimizer, params, None, None))
 

@@ -66,7 +66,8 @@ class Replica:
             fit = self.replicas + -self.replicas % self.group.size
             raise ValueError(
                 "virtual_replicas must be a multiple of the number of replicas, "
-                f"{self.group.size}, got {self.replicas}: each stands for equally many. Give "
+                f"{self.group.size}, got {self.replicas}: all replicas compute the same number. "
+                "Give "
                 f"{fit}, or train on fewer."
             )
 

@@ -147,7 +147,7 @@ def a_keeper_that_dies_is_an_error_on_every_rank(group: fddp.Group):
         os.kill(keepers()[-1], signal.SIGKILL)
     group.barrier()
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), RuntimeError)
-    assert "the keeper of the shared parameters, a process beside rank 0, has ended" in words
+    assert "the keeper of the shared parameters, a process on rank 0's host, has ended" in words
 
 
 @claim(quick=("gloo",))
@@ -179,8 +179,7 @@ def a_state_that_is_not_the_last_is_no_islands(group: fddp.Group):
     state = step.init(jnp.zeros(()))
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), ValueError)
     assert (
-        f"version 0 of the shared parameters, and the island has taken version {taken} last"
-        in words
+        f"version 0 of the shared parameters, and the island received version {taken} last" in words
     )
 
 

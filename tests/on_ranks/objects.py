@@ -71,9 +71,9 @@ def an_object_that_one_rank_cannot_pickle_is_an_error_on_every_rank(group: fddp.
 @claim()
 def an_object_that_one_rank_cannot_read_is_an_error_on_every_rank(group: fddp.Group):
     said = error_of(lambda: group.broadcast_object(Unreadable(), root=group.size - 1))
-    assert f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in said, (
-        said
-    )
+    assert (
+        f"cannot read the object of rank {group.size - 1} sent: rank 0 has no such class" in said
+    ), said
     assert group.broadcast_object("on") == "on"
 
 

@@ -245,7 +245,7 @@ print(fddp.launch(os.getpid, 1))
 @pytest.mark.ranks
 def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told(tmp_path: Path):
     with pytest.raises(
-        RuntimeError, match=r"what a_lock returned cannot be pickled; return arrays"
+        RuntimeError, match=r"the result of a_lock cannot be pickled; return arrays"
     ):
         fddp.launch(a_lock, 1, None, timeout_s=END_S)
     script = tmp_path / "unguarded.py"
