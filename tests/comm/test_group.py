@@ -127,8 +127,8 @@ def test_a_group_refuses_what_it_cannot_do(group):
 def test_all_reduce_needs_one_place_to_sum_over_and_an_operation_it_knows(group):
     plan = fddp.make_plan(W)
     both: dict[str, Any] = {"axis_name": "replica", "group": group(2)}
-    refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan))
-    refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan, **both))
+    refused(ValueError, "give either axis_name or group", lambda: fddp.all_reduce(W, plan))
+    refused(ValueError, "give either axis_name or group", lambda: fddp.all_reduce(W, plan, **both))
     refused(
         ValueError,
         "op must be 'sum' or 'mean', got 'max'",

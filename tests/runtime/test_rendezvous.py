@@ -106,8 +106,8 @@ def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monk
         f"fddp: rank 0 waits at {coordinator}: rank 2 of 3 has not come",
         f"fddp: rank 1 of 2 waits for rank 0 at {coordinator}: connection refused, no process "
         "listens there yet",
-        f"fddp: rank 1 of 3 waits for rank 0 at {coordinator}: it is reachable, and waits for other "
-        "ranks",
+        f"fddp: rank 1 of 3 waits for rank 0 at {coordinator}: it is reachable, and waits for "
+        "other ranks",
     ]
     assert threading.active_count() == before
 
