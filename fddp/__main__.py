@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("plan", help="print which gradient travels in which bucket")
+    parser = commands.add_parser("plan", help="print the assignment of gradients to buckets")
     _add_model(parser)
     parser.set_defaults(run=run_plan)
 
@@ -78,7 +78,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def add_audit(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "audit", help="compile a step for GPUs that need not be here: does it overlap?"
+        "audit", help="compile a step for GPUs that need not be installed, and report its overlap"
     )
     _add_model(parser)
     parser.add_argument(
@@ -90,7 +90,7 @@ def add_audit(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--shard",
         choices=get_args(Shared),
-        help="share the state, and compare the memory of all ways",
+        help="share the state, and compare the memory of all layouts",
     )
     parser.set_defaults(run=run_audit)
 
@@ -122,7 +122,7 @@ def run_audit(args: argparse.Namespace) -> int:
 
 def add_measure(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "measure", help="run a step and tell where its time goes; also under mpirun"
+        "measure", help="run a step and measure how it spends its time; also under mpirun"
     )
     _add_model(parser)
     parser.add_argument(
@@ -152,7 +152,7 @@ def run_measure(args: argparse.Namespace) -> int:
 def add_tune(commands: argparse._SubParsersAction) -> None:
     text = (
         "find the best bucket cap: on these hosts, under mpirun, one replica each; or for GPUs "
-        "that need not be here"
+        "that need not be installed"
     )
     parser = commands.add_parser("tune", help=text)
     _add_model(parser, caps=())
@@ -182,11 +182,11 @@ def add_reproduce(commands: argparse._SubParsersAction) -> None:
         "reproduce", help="train on 1, 2 and 4 replicas and compare the bits"
     )
     parser.add_argument(
-        "model", nargs="?", help="module:preset, models.gpt:tiny say (default: a small net)"
+        "model", nargs="?", help="module:preset, such as models.gpt:tiny (default: a small net)"
     )
     parser.add_argument("--rows", type=int, default=4, help="rows of a virtual replica (default 4)")
     parser.add_argument("--steps", type=int, default=50, help="how many steps (default 50)")
-    parser.add_argument("--replicas", default="1,2,4", help="how many, each time (default 1,2,4)")
+    parser.add_argument("--replicas", default="1,2,4", help="numbers of replicas (default 1,2,4)")
     parser.set_defaults(run=run_reproduce)
 
 
@@ -207,7 +207,7 @@ def run_reproduce(args: argparse.Namespace) -> int:
 
 def add_doctor(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "doctor", help="say what this installation can do, and what to do about the rest"
+        "doctor", help="report what works in this installation, and remedies for problems"
     )
     parser.set_defaults(run=run_doctor)
 

@@ -221,7 +221,7 @@ def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys)
         (["plan", "gpt"], "module:preset"),
         (
             ["plan", "models/gpt.py:tiny"],
-            "module:preset, models.gpt:tiny say; got 'models/gpt.py:tiny'",
+            "module:preset, such as models.gpt:tiny; got 'models/gpt.py:tiny'",
         ),
         (["plan", "models.gpt:tiny", "--rows", "0"], "--rows must be 1 or more, got 0"),
         (["audit", "models.gpt:tiny", "--rows", "-3"], "--rows must be 1 or more, got -3"),

@@ -665,7 +665,7 @@ def test_a_jax_without_cpus_is_told_to_take_one(monkeypatch):
 
     monkeypatch.setattr(jax, "local_devices", unknown)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cuda leaves out: put cpu behind it"):
+    with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cuda excludes: append cpu"):
         internals.host_cpu()
 
 

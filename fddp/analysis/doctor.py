@@ -105,9 +105,9 @@ def _launched() -> tuple[str, str]:
 def _meeting() -> tuple[str, str]:
     launch = read_launch(os.environ)
     if launch.coordinator or launch.size == 1:
-        return launch.coordinator or "nowhere: there is no other", ""
+        return launch.coordinator or "nowhere: there is one process", ""
     if launch.by_mpi:
-        return "a place that is agreed on over MPI", ""
+        return "an address that is exchanged over MPI", ""
     return "nowhere", "set FDDP_COORDINATOR=host:port of rank 0, equal on all ranks"
 
 
@@ -158,7 +158,7 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
     mpiexec = shutil.which("mpiexec")
     vendors = dict(launchers)
     if vendor and launcher_vendor != vendor:
-        advice = f"mpi4py has {vendor}, whose mpiexec is not here: install it"
+        advice = f"mpi4py has {vendor}, whose mpiexec is not installed: install it"
         return f"{launcher} ({launcher_vendor or 'whose?'})", advice
     if vendor and mpiexec and vendors.get(mpiexec) != vendor:
         other_vendor = vendors.get(mpiexec) or "another MPI"

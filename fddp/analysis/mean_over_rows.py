@@ -26,13 +26,13 @@ SHOWN = 6
 NOISE = 3.0
 CAUSES = """The usual causes, and what to do:
 - a sum over the rows: take the mean;
-- a mean over the rows that a mask leaves: return fddp.Weighted(mean, mask.sum());
-- numbers normalized over the batch (advantages, say): normalize them before the step, or over all \
-replicas' rows, with
+- a mean over the rows of a mask: return fddp.Weighted(mean, mask.sum());
+- numbers normalized over the batch (such as advantages): normalize them before the step, or over \
+all replicas' rows, with
   jax.lax.pmean over group.axis_name;
 - BatchNorm over the rows of each replica, as DDP has it: \
 fddp.BatchNorm(axis_name=group.axis_name) takes all rows;
-- contrast among the rows: jax.lax.all_gather over group.axis_name brings everybody's."""
+- contrast among the rows: jax.lax.all_gather over group.axis_name collects all rows."""
 
 
 class Checked(NamedTuple):
@@ -56,8 +56,8 @@ class Checked(NamedTuple):
                 words += ", as far as its random numbers let see"
             return f"{words}: halves of {self.rows} rows have the whole's gradients."
         lines = [
-            f"The loss is no mean over its rows: halves of {self.rows} rows have other gradients "
-            "than the whole."
+            f"The loss is not a mean over its rows: halves of {self.rows} rows and the whole have "
+            "different gradients."
         ]
         for name, share in self.leaves[:SHOWN]:
             lines.append(f"  {name or 'params'}: by {share:.2g} of its size")
@@ -111,7 +111,7 @@ def check(
       >>> print(fddp.check(lambda w, x: jnp.mean((w - x) ** 2), jnp.zeros(()), rows))
       The loss is a mean over its rows: halves of 8 rows have the whole's gradients.
       >>> print(fddp.check(lambda w, x: jnp.sum((w - x) ** 2), jnp.zeros(()), rows))
-      The loss is no mean over its rows: halves of 8 rows have other gradients than the whole.
+      The loss is not a mean over its rows: halves of 8 rows and the whole have different gradients.
         params: by 0.5 of its size
       Those of the whole are 2 times as large: the loss is a sum over its rows; take the mean.
     """
@@ -119,7 +119,7 @@ def check(
     check_arrays(params)
     batch = jax.device_get(jax.tree.map(rows_here, batch))
     rows = check_rows(
-        batch, "; of batches that are no rows nothing can be divided, and nothing is to be checked"
+        batch, "; a batch that is not rows cannot be divided, so nothing can be checked"
     )
     if rows < 2:
         raise ValueError(f"fddp.check: the batch must have two rows at least, got {rows}.")

@@ -23,7 +23,7 @@ from fddp.training import train_step
 
 CALLS = 50
 ONE_THREAD = (
-    "XLA:CPU may add in another order where it has more threads than one (jax#39741): "
+    "XLA:CPU may add in a different order with more than one thread (jax#39741): "
     "NPROC=1 gives it one."
 )
 BATCHES = 4

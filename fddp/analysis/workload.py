@@ -58,13 +58,13 @@ def read_model(name: str) -> tuple[ModuleType, str]:
     """Splits module:preset into the imported module and the preset's name."""
     path, colon, preset = name.partition(":")
     if not colon or "/" in path or path.endswith(".py"):
-        raise ValueError(f"a model is named module:preset, models.gpt:tiny say; got {name!r}.")
+        raise ValueError(f"a model is named module:preset, such as models.gpt:tiny; got {name!r}.")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
-        words = f"{error}; {path} is looked for from this folder, {Path.cwd()}."
+        words = f"{error}; {path} is searched from the current folder, {Path.cwd()}."
         raise ValueError(words) from error
     missing = [name for name in NEEDED if not hasattr(module, name)]
     if missing:

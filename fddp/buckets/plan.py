@@ -217,7 +217,7 @@ class BucketPlan:
             lines.append(f"the loss has collectives of its own: {', '.join(self.collectives)}")
         scalars = f"ride in {self.carrier.name}"
         if self.carrier.bucket is None:
-            scalars = "travel in one all-reduce of their own"
+            scalars = "travel in a separate all-reduce"
         lines.append(f"loss and metrics {scalars}; digest {self.digest}")
         return "\n".join(lines)
 

@@ -49,8 +49,8 @@ class Shard:
 
     def __jax_array__(self) -> Any:
         raise TypeError(
-            f"a {self!r} is no array: replicas hold its parts. "
-            "fddp.whole(state) gives whole arrays."
+            f"a {self!r} is not an array: replicas hold its parts. fddp.whole(state) returns "
+            "whole arrays."
         )
 
 

@@ -124,7 +124,7 @@ class Checkpoints:
         if refusal := self._folder.refusal:
             raise OSError(
                 f"Checkpoints: nothing can be saved in {self._path}: {refusal}. Restore from it, "
-                "and save with another Checkpoints in a folder that can be written."
+                "and save with another Checkpoints in a writable folder."
             )
         training = self._step.training
         if self._last is None:

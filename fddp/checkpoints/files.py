@@ -191,7 +191,7 @@ def _check_replaced(folder: Path, job: str, opened: float) -> None:
         and (folder / LIST).stat().st_mtime > opened
     ):
         raise FileExistsError(
-            f"another job has saved {folder} since this one began: give each job its own folder"
+            f"another job has saved {folder} since this job began: give each job a separate folder"
         )
 
 

@@ -36,8 +36,8 @@ def located(path: str | PathLike[str]) -> Path:
     name = os.fsdecode(path)
     if re.match(r"$|[A-Za-z][\w+.-]+:/", name):  # of "gs://…" a Path leaves "gs:/…"
         raise ValueError(
-            f"Checkpoints: path must be a folder of a file system, got {name!r}: give the path at "
-            "which a bucket is mounted, and '.' for the current folder."
+            f"Checkpoints: path must be a folder of a file system, got {name!r}: give the mount "
+            "point of a bucket, and '.' for the current folder."
         )
     return Path(name).expanduser().absolute()
 

@@ -90,7 +90,7 @@ def read_state(
         saved_replicas = listed.values["replicas"]
         raise ValueError(
             f"the checkpoint is of {saved_replicas} replicas and these are {group.size}: "
-            "what the hook remembers starts anew, so restore into a state from step.init."
+            "the memory of the hook is reset, so restore into a state from step.init."
         )
 
     def read_nonempty(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:

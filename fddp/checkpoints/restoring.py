@@ -41,8 +41,8 @@ def newest(folder: Folder, wait: Callable[[], object]) -> Found | None:
         _report_damage(folder, checkpoint, damaged, unfinished)
     if damaged and checkpoint is None:
         raise RuntimeError(
-            f"none of the checkpoints in {folder.path} is whole: {'; '.join(damaged)}; to begin "
-            "anew move them away."
+            f"none of the checkpoints in {folder.path} is whole: {'; '.join(damaged)}; to start "
+            "from scratch move them away."
         )
     return checkpoint
 
@@ -91,7 +91,7 @@ def _report_damage(
 ) -> None:
     if unfinished:
         remark(
-            f"checkpoints in {folder.path} that were not finished, and count as none: "
+            f"checkpoints in {folder.path} that were not finished and are ignored: "
             f"step {unfinished}."
         )
     if checkpoint and damaged:

@@ -62,8 +62,7 @@ def check_fits(group: Group, number: int, listed: Listed, leaves: Mapping[str, A
         advice = "; its gradients were pending: give a state that step.no_sync returned"
     if saved_replicas != group.size and any(is_shard(x) and x.copies for x in leaves.values()):
         advice += (
-            "; replicas that train alone (fddp.local_steps) go on where there are as many, "
-            f"{saved_replicas}"
+            f"; fddp.local_steps continues only on the same number of replicas, {saved_replicas}"
         )
     raise ValueError(
         f"the checkpoint of step {number} is of another training: it has "

@@ -104,8 +104,9 @@ def by_node(labels: Sequence[Hashable]) -> Nodes:
     if len(sizes := sorted({len(node) for node in nodes})) > 1:
         raise ValueError(
             f"the {len(labels)} replicas of this group lie on {len(nodes)} nodes, on one "
-            f"{sizes[0]} and on another {sizes[-1]}, and a sum in two levels needs equally many on "
-            "each: start equally many, or give local=, how many shall count as a node."
+            f"{sizes[0]} and on another {sizes[-1]}, and a sum in two levels needs the same "
+            "number on each: start the same number, or give local=, the replicas that count as a "
+            "node."
         )
     return nodes
 

@@ -58,7 +58,8 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
     if jax.process_index() not in processes:
         raise ValueError(
             f"the mesh has devices of processes {sorted(processes)}, none of this one, "
-            f"{jax.process_index()}: only those that take part make a group of it."
+            f"{jax.process_index()}: only processes with devices of the mesh can create a group "
+            "of it."
         )
     platform = mesh.devices.flat[0].platform
 
@@ -130,8 +131,8 @@ def _replica_owners(mesh: Mesh, axis_name: str) -> list[int]:
         if more:
             raise ValueError(
                 f"replica {number} of the axis {axis_name!r} is spread over processes "
-                f"{[process, *more]}, and a process brings the rows of whole replicas: let the "
-                "other axes of the mesh lie inside of processes."
+                f"{[process, *more]}, and a process supplies the rows of whole replicas: place "
+                "the other axes of the mesh inside processes."
             )
         owners.append(process)
     return owners

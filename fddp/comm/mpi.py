@@ -31,7 +31,7 @@ def mpi_group(comm: Any) -> Group:
     """
     if jax.local_device_count() > 1:
         raise RuntimeError(
-            "backend 'mpi' drives one device a process, and this one has "
+            "backend 'mpi' drives one device per process, and this process has "
             f"{jax.local_device_count()}: start one process per device, or use backend 'gloo'."
         )
     check_has("Clone", "mpi_group: comm", comm, "a communicator of mpi4py")

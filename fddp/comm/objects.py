@@ -75,6 +75,4 @@ def _read(call: str, rank: int, data: bytes) -> Any:
     try:
         return pickle.loads(pickled)
     except Exception as error:  # for example a class unknown to this process
-        raise ValueError(
-            f"group.{call} cannot read here what rank {rank} sent: {error}."
-        ) from error
+        raise ValueError(f"group.{call} cannot read the object of rank {rank}: {error}.") from error

@@ -68,9 +68,9 @@ class Recovery:
         if self._failed:
             raise RuntimeError(
                 f"an earlier error left this rank at message {self._sent} of its group, and not "
-                f"all ranks came back from an error there within {PATIENCE_S:g} s: what they send "
-                "would no longer fit together. Start the script anew on all ranks; a group cannot "
-                "be made anew while some of its ranks wait inside a step."
+                f"all ranks returned from an error there within {PATIENCE_S:g} s: their messages "
+                "would no longer match. Restart the script on all ranks; a group cannot be "
+                "created again while some of its ranks wait inside a step."
             )
 
 

@@ -59,8 +59,8 @@ def run_translated(
         name = eqn.primitive.name
         if name not in words:
             raise ValueError(
-                f"the loss has the collective {name} over {axis_name!r}, for which this backend "
-                "has no word: use backend 'gloo' or 'nccl'."
+                f"the loss has the collective {name} over {axis_name!r}, which this backend does "
+                "not support: use backend 'gloo' or 'nccl'."
             )
         return words[name](eqn, inputs)
 
@@ -95,7 +95,7 @@ def _inside(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -
         )[0]
     if name not in CALLS:
         raise ValueError(
-            f"the loss has a collective inside of {name}, where this backend cannot carry it out."
+            f"the loss has a collective inside of {name}, where this backend cannot run it."
         )
     inputs = jaxpr_as_fun(barrier_before(eqn))(*args) if name in REMATERIALISED else args
     return run(called_program(eqn), inputs)

@@ -143,17 +143,17 @@ class Deal:
             if replicas % size:
                 raise ValueError(
                     f"virtual_replicas must be a multiple of size, {size}, got {replicas}: each "
-                    f"process stands for equally many; give {replicas + -replicas % size}."
+                    f"process computes the same number; give {replicas + -replicas % size}."
                 )
             if batch % replicas:
                 raise ValueError(
                     f"batch must be a multiple of virtual_replicas, {replicas}, got {batch}: each "
-                    f"reads equally many rows; give {batch + -batch % replicas}."
+                    f"reads the same number of rows; give {batch + -batch % replicas}."
                 )
         if batch % size:
             raise ValueError(
                 f"batch must be a multiple of size, {size}, got {batch}: it counts the rows of all "
-                f"processes, and each reads equally many; give {batch + -batch % size}."
+                f"processes, and each reads the same number; give {batch + -batch % size}."
             )
         if self.drop_last and self.rows < batch:
             raise ValueError(

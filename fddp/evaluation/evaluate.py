@@ -232,11 +232,11 @@ def _read(sums: Any, reports: list[dict[str, Any] | None]) -> list[Any]:
     """Deserializes the ranks' sums, without running received code as pickles would."""
     full_reports = list(filter(None, reports))
     if not full_reports:
-        raise ValueError("fddp.evaluate: no rank has a batch; give one of them at least one.")
+        raise ValueError("fddp.evaluate: no rank has a batch; give at least one.")
     if len(full_reports) < len(reports) and None in [report["tree"] for report in full_reports]:
         raise ValueError(
             "fddp.evaluate: a rank has no batch, and the tree of the metrics has a class, or keys, "
-            "that cannot be told to it: return them as a dict with strings for keys, a list or a "
+            "that cannot be sent to it: return them as a dict with strings for keys, a list or a "
             "tuple."
         )
     treedef = jax.tree.structure(sums, is_leaf=_is_weighted)

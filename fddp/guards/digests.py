@@ -62,8 +62,8 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
         if number:
             when = f"no longer equal after step {number}"
         raise RuntimeError(
-            f"replicas are {when}: {shortened(differences)}. A bit has flipped, or a rank has "
-            "changed its state alone; go on from a checkpoint that was made before."
+            f"replicas are {when}: {shortened(differences)}. A bit has flipped, or only one rank "
+            "has changed its state; continue from an earlier checkpoint."
         )
 
     return check
@@ -72,7 +72,7 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
 def _difference(name: str, ranks: list[str], digests: np.ndarray) -> str:
     ((mode, votes), *minorities) = Counter(digests.tolist()).most_common()
     if minorities and minorities[0][1] == votes:
-        return f"{name} differs, and not more of them have one value than the other"
+        return f"{name} differs, without a majority for one value"
     minority = " and ".join(compress(ranks, digests != mode))
     return f"{name} of {minority} differs from the others'"
 

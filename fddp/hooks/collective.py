@@ -57,7 +57,7 @@ def all_reduce(
     check_plan("fddp.all_reduce", plan)
     if (axis_name is None) == (group is None):
         raise ValueError(
-            f"give one of axis_name and group, got axis_name={axis_name!r} and group={group!r}."
+            f"give either axis_name or group, got axis_name={axis_name!r} and group={group!r}."
         )
     if op not in ("sum", "mean"):
         raise ValueError(f"op must be 'sum' or 'mean', got {op!r}.")
@@ -68,7 +68,7 @@ def all_reduce(
     if hook is not None:
         memory = list(map(hook.init, forms))
     if jax.tree.leaves(memory):
-        raise ValueError(f"{hook} remembers things from step to step: use it with fddp.train_step.")
+        raise ValueError(f"{hook} has a memory from step to step: use it with fddp.train_step.")
     if group is not None:
         comm = group.communicator
     else:

@@ -105,15 +105,15 @@ class Client:
         except TimeoutError:
             self.connection.close()
             raise RuntimeError(
-                f"rank {self.group.rank} has heard nothing for {self.group.journal.stall_s:g} s of "
-                "the server of the shared parameters, a process beside rank 0: its host, or the "
-                "network."
+                f"rank {self.group.rank} has received nothing for {self.group.journal.stall_s:g} s "
+                "from the server of the shared parameters, a process on rank 0's host: check this "
+                "host and the network."
             ) from None
         except OSError as error:
             self.connection.close()
             raise RuntimeError(
-                "the server of the shared parameters, a process beside rank 0, has ended "
-                f"({error}): start again from a checkpoint."
+                "the server of the shared parameters, a process on rank 0's host, has ended "
+                f"({error}): restart from a checkpoint."
             ) from None
         return SharedParams(reply["version"], *new)
 
@@ -193,9 +193,7 @@ def _start(
         stdin.flush()
         port = stdout.readline().strip()
     if not port:
-        raise RuntimeError(
-            "the server of the shared parameters did not start: see what it has printed."
-        )
+        raise RuntimeError("the server of the shared parameters did not start: see its output.")
     return Place(hosts, int(port), token)
 
 
@@ -215,6 +213,6 @@ def _connect(place: Place, group: Group, island: int) -> socket.socket:
         send_message(connection, {"proof": signature(place.token, challenge), "island": island})
         return connection
     raise RuntimeError(
-        "the server of the shared parameters, beside rank 0, cannot be reached: "
+        "the server of the shared parameters, on rank 0's host, cannot be reached: "
         f"{'; '.join(failures)}."
     )

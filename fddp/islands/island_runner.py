@@ -135,8 +135,8 @@ class _Trainer:
         if self.version not in (None, contribution.began):
             raise ValueError(
                 f"this state has version {contribution.began} of the shared parameters, and the "
-                f"island has taken version {self.version} last: give the state that the last step "
-                "returned, or begin anew with another fddp.train_step."
+                f"island received version {self.version} last: give the state that the last step "
+                "returned, or restart with another fddp.train_step."
             )
         return contribution
 

@@ -108,10 +108,10 @@ def island_of(steps: LocalSteps, replica: Replica) -> Island:
     size = steps.replicas(group.parts)
     if size % per_process:
         raise ValueError(
-            "an island that does not wait is a process, or several, and this group has "
+            "an asynchronous island is one process or several, and this group has "
             f"{group.size} replicas in {group.processes}, with islands of {size}: start a process "
-            f"for each island, give local_steps island= a multiple of {per_process}, or let "
-            "fddp.simulate_islands show what they would do."
+            f"for each island, give local_steps island= a multiple of {per_process}, or use "
+            "fddp.simulate_islands."
         )
     first = group.rank * per_process
     islands = [(k,) for k in range(group.size)]

@@ -39,8 +39,8 @@ class AsyncSteps(LocalSteps):
         if any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in jax.tree.leaves(outer)):
             raise ValueError(
                 "local_steps: the outer optimizer's state has a random key, and with a quorum "
-                "it is kept by a process that holds numbers alone: give an outer optimizer "
-                "without one."
+                "it is stored by a process that supports only numbers: give an outer optimizer "
+                "without a random key."
             )
         return IslandState(params, jnp.zeros((), jnp.int32), outer, inner, weight)
 
@@ -154,21 +154,21 @@ def local_steps(
     check_whole("fragments", fragments, 1)
     if delay not in (0, 1) or isinstance(delay, bool):
         raise ValueError(
-            f"delay must be 0 or 1, got {delay!r}: what a step sends has come when it ends. Where "
-            "a fragment takes longer than a step, give more fragments."
+            f"delay must be 0 or 1, got {delay!r}: the messages of a step have arrived when it "
+            "ends. If a fragment takes longer than a step, give more fragments."
         )
     every, others = read_periods(every, delay)
     if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix <= 1:
         raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
     if fragments > 1 and (callable(every) or fragments > every):
         raise ValueError(
-            "local_steps sends one fragment a step at most, so fragments must be no more than "
+            "local_steps sends at most one fragment per step, so fragments must be no more than "
             f"every, a number; got {fragments=}, {every=}."
         )
     if quorum is not None and others:
         raise ValueError(
-            "islands with a quorum meet at the server one by one, which has no mean that all of "
-            "them would take: give one period, that of the parameters; got one for "
+            "islands with a quorum exchange with the server one at a time, so that they have no "
+            "common mean of moments: give one period, that of the parameters; got one for "
             f"{others[0][0]!r}, too."
         )
     rule = make_quorum(quorum, grace_s, max_staleness, discount, log)
@@ -177,8 +177,8 @@ def local_steps(
         return SyncSteps(*options)
     if fragments > 1 or delay:
         raise ValueError(
-            "a merge makes one version of all parameters, from which an island's age is counted, "
-            "and an island that has sent goes on from the version that it is merged into: give no "
+            "a merge creates one version of all parameters, which defines the age of an island, "
+            "and an island continues from the version of its merge: give no "
             f"fragments or delay with quorum; got {fragments=}, {delay=}."
         )
     return AsyncSteps(*options, quorum=rule)
@@ -221,5 +221,6 @@ def _check_optimizer(name: str, value: Any) -> None:
         )
     if isinstance(value, LocalSteps):
         raise TypeError(
-            f"local_steps: {name} is one of local_steps itself; give the optimizer inside of it."
+            f"local_steps: {name} is a local_steps optimizer already; give the optimizer inside "
+            "of it."
         )

@@ -60,4 +60,4 @@ def _read(text: str, where: str) -> Line:
         lists = {name: tuple(x) for name, x in fields.items() if name != "version"}
         return Merged(fields["version"], **lists)
     except (ValueError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"{where} is no line of a log of merges ({error}): {text!r}.") from None
+        raise ValueError(f"{where} is not a line of a log of merges ({error}): {text!r}.") from None

@@ -96,7 +96,7 @@ def make_quorum(
         unused = [name for name, value in options.items() if value is not None]
         if unused:
             raise ValueError(
-                f"{unused[0]} is a rule of islands that do not wait: give quorum, too."
+                f"{unused[0]} is an option of islands that do not wait: give quorum, too."
             )
         return None
     check_whole("quorum", count, 1)

@@ -127,9 +127,9 @@ def replay_islands(
     """
     if rng is not None and isinstance(optimizer, LocalSteps) and optimizer.island != 1:
         raise ValueError(
-            "replay_islands: each replica of an island draws random numbers of its own, and one "
-            "device draws others: it can make islands of one replica again with rng=, and others "
-            f"without; got island={optimizer.island!r}."
+            "replay_islands: each replica of an island draws separate random numbers, which one "
+            "device cannot repeat: with rng= it replays only islands of one replica; got "
+            f"island={optimizer.island!r}."
         )
     islands_in_turn = _in_turn(
         "replay_islands", loss_fn, optimizer, params, batches, model_state, rng, has_aux, options
@@ -161,8 +161,8 @@ def _in_turn(
         )
     if optimizer.start:
         raise ValueError(
-            f"{call}: the first {optimizer.start} steps are of all islands together, which is no "
-            "matter of order: give the parameters that they have made, and start=0."
+            f"{call}: the first {optimizer.start} steps run on all islands together, and do not "
+            "depend on an order: give the parameters after these steps, and start=0."
         )
     optimizer.among(len(batches))
     group = mesh_group(replica_mesh(jax.local_devices()[:1]))

@@ -136,7 +136,7 @@ def replay(islands: InTurn, log: Iterable[Line]) -> None:
         if line.version != islands.shared.version + 1:
             raise ValueError(
                 f"version {line.version} follows version {islands.shared.version} in the log: it "
-                "is of a training that went on from a checkpoint, or not whole."
+                "is of a training that continued from a checkpoint, or incomplete."
             )
         records = zip(line.began, line.weights, line.steps)
         islands.merge([_again(islands, history, *x) for x in zip(line.islands, records)])

@@ -61,7 +61,7 @@ def rows_here(x: Any) -> Any:
     rows = [rows_by_start[start] for start in sorted(rows_by_start)]
     if any(part.shape[1:] != x.shape[1:] for part in rows):
         raise ValueError(
-            f"a batch may be cut along its first dim alone, got an array with {x.sharding}: "
+            f"a batch may be cut only along its first dim, got an array with {x.sharding}: "
             "no process has whole rows of it."
         )
     if len(rows) == 1:

@@ -61,6 +61,6 @@ def host_cpu() -> Any:
     except RuntimeError as error:
         raise RuntimeError(
             "islands are merged on the CPU, which "
-            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')} leaves out: put cpu behind it, "
+            f"JAX_PLATFORMS={os.environ.get('JAX_PLATFORMS')} excludes: append cpu, "
             "JAX_PLATFORMS=cuda,cpu."
         ) from error

@@ -19,7 +19,7 @@ def without_refs(closed: ClosedJaxpr, axes: Sequence[tuple[str, int]] = ()) -> C
         for var in closed.jaxpr.constvars
     ):
         raise ValueError(
-            "a loss closes over a Ref (jax.new_ref): return what it changes as model_state or aux."
+            "a loss closes over a Ref (jax.new_ref): return its value as model_state or aux."
         )
     if not _makes_refs(closed.jaxpr):
         return closed
@@ -27,7 +27,7 @@ def without_refs(closed: ClosedJaxpr, axes: Sequence[tuple[str, int]] = ()) -> C
         plain = discharge_state(closed)
     if _makes_refs(plain.jaxpr):
         raise ValueError(
-            "a loss makes a Ref (jax.new_ref) inside a loop or a branch: make it outside."
+            "a loss creates a Ref (jax.new_ref) inside a loop or a branch: create it outside."
         )
     return plain
 

@@ -51,7 +51,7 @@ def is_used_up(state: Any) -> bool:
 def used_up() -> ValueError:
     """The error of a step on a donated state."""
     return ValueError(
-        "this state is used up: a step that was given it has used its memory for the next one. Go "
-        "on with the state that the step returned, or make the step with donate=False to use a "
-        "state several times. After a step that was interrupted, go on from the newest checkpoint."
+        "this state is used up: a step has reused its memory for the next state. Continue with "
+        "the state that the step returned, or create the step with donate=False to use a state "
+        "several times. After an interrupted step, continue from the newest checkpoint."
     )

@@ -63,7 +63,7 @@ class LocalSteps(StepOptimizer):
     def update(self, *args: Any, **extra: Any) -> Any:
         """Raises TypeError: only a step can train replicas separately and synchronize them."""
         raise TypeError(
-            "fddp.local_steps is not a part of another optimizer: give train_step "
+            "fddp.local_steps cannot be a part of another optimizer: give train_step "
             "local_steps(optimizer, …) itself, with chains, scales and other wrappers inside of it."
         )
 

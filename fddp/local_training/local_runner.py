@@ -90,8 +90,8 @@ class LocalWay(Way):
         steps = self.steps
         if steps.start and replica.options.shard == "state":
             raise ValueError(
-                f"local_steps: start={steps.start} cannot go with shard='state', as the "
-                "parameters that islands begin with are whole: give shard='optimizer', or start=0."
+                f"local_steps: start={steps.start} does not work with shard='state', because "
+                "islands begin with whole parameters: give shard='optimizer', or start=0."
             )
         trained = replica.trained(params)
         check_fields(steps.others, jax.eval_shape(steps.inner.init, trained), trained)

@@ -41,7 +41,7 @@ def read_periods(every: Any, delay: int) -> Periods:
     periods = every if isinstance(every, Mapping) else {PARAMS: every}
     for name in periods:
         if not isinstance(name, str):
-            raise TypeError(f"every: the name of a part must be a text, got {name!r}.")
+            raise TypeError(f"every: the name of a part must be a str, got {name!r}.")
     if PARAMS not in periods:
         raise ValueError(
             f"every must have the period of the parameters, {PARAMS!r}, got {dict(periods)}."

@@ -114,7 +114,8 @@ def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
         if module in modules:
             raise TypeError(
                 f"fddp.{call}: {name} must be a loss, a function of parameters and batch, "
-                f"got the module {kind.__name__}; fddp.{adapter}(module, loss) makes one of it."
+                f"got the module {kind.__name__}; fddp.{adapter}(module, loss) builds a loss from "
+                "it."
             )
     if not callable(value):
         raise TypeError(f"fddp.{call}: {name} must be a function, got {type(value).__name__}.")

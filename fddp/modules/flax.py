@@ -190,7 +190,7 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
     whole_module = isinstance(module, nnx.Module)
     if not whole_module and (isinstance(module, flax.linen.Module) or not callable(module)):
         raise TypeError(
-            "from_nnx: module must be a flax.nnx.Module or a function that makes one, "
+            "from_nnx: module must be a flax.nnx.Module or a function that returns one, "
             f"got {module!r:.60}."
         )
     make: Any = (lambda: module) if whole_module else module
@@ -201,7 +201,7 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
     def loss_fn(new_params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         if rng is None and jax.tree.leaves(streams):
             raise ValueError(
-                "the module draws random numbers (dropout, say): give step.init(params, rng=key)."
+                "the module draws random numbers, as dropout does: give step.init(params, rng=key)."
             )
         if model_state is None and buffers and not whole_module:
             raise ValueError(
@@ -219,8 +219,8 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
         new_buffers = nnx.to_pure_dict(_split(model)[3])
         if jax.tree.structure(new_buffers) != jax.tree.structure(model_state):
             raise ValueError(
-                "the loss leaves other variables in the module than it had: take sown values out "
-                "of it in the loss, with nnx.pop(model, nnx.Intermediate) or nnx.capture."
+                "the loss changes the set of variables of the module: remove sown values in the "
+                "loss, with nnx.pop(model, nnx.Intermediate) or nnx.capture."
             )
         return _with_state(value, new_buffers)
 

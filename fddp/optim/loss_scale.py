@@ -142,7 +142,7 @@ def _check_params(params: PyTree) -> None:
         if getattr(x, "dtype", None) == jnp.float16:
             name = leaf_name(path)
             raise TypeError(
-                "dynamic_scale cannot take its scale out of a float16 gradient, and parameter "
+                "dynamic_scale cannot remove its scale from a float16 gradient, and parameter "
                 f"{name!r} is float16; keep it in float32 and compute with "
                 "fddp.mixed_precision(loss_fn, jnp.float16)."
             )

@@ -130,9 +130,9 @@ def check_needs(optimizer: optax.GradientTransformation, params: PyTree = None) 
         if missing:
             raise TypeError(
                 f"fddp.train_step: the optimizer's update asks for {missing}, which a step does "
-                "not have: it gives the mean gradients of a batch and, as value, their mean loss, "
-                "and nothing that computes them once more. Take an optimizer that does without, as "
-                "optax.lbfgs(0.1, linesearch=None) does, or write the step yourself, with "
+                "not have: it passes the mean gradients of a batch and, as value, their mean "
+                "loss, but no function of the loss. Use an optimizer without it, such as "
+                "optax.lbfgs(0.1, linesearch=None), or write the step yourself, with "
                 "fddp.all_reduce inside jax.shard_map."
             )
 

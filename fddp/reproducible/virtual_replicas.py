@@ -69,9 +69,9 @@ class Virtual(Way):
             check_order(replica)
         elif replica.unit != rows:
             raise ValueError(
-                f"a micro-batch of a virtual replica has {rows} rows here and had {replica.unit} "
-                "in the first batch; other programs would compute it, and round otherwise: give "
-                "batches of one size, or make a step for each."
+                f"a micro-batch of a virtual replica has {rows} rows and had {replica.unit} in "
+                "the first batch; a different program, with different rounding, would compute it: "
+                "give batches of one size, or create a step per size."
             )
 
     def travels(self, options: Options, group: Group) -> Travels:

@@ -14,30 +14,30 @@ from fddp.watching import read_flights, told
 
 def add_run(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "run", help="start the ranks of a job, and start them again when one fails"
+        "run", help="start the ranks of a job, and restart them when a rank fails"
     )
     parser.add_argument("-n", type=int, required=True, dest="ranks", help="how many processes")
     parser.add_argument(
-        "--hosts", default="", help="host1,host2,…: where, equally many on each (default: here)"
+        "--hosts",
+        default="",
+        help="host1,host2,…: hosts, with the same number of ranks each (default: this host)",
     )
-    parser.add_argument(
-        "--restarts", type=int, default=0, help="how often to start again (default 0)"
-    )
+    parser.add_argument("--restarts", type=int, default=0, help="number of restarts (default 0)")
     parser.add_argument(
         "--min",
         type=int,
         default=1,
         dest="least",
-        help="not with fewer ranks than this (default 1)",
+        help="minimum number of ranks (default 1)",
     )
-    text = "mpiexec, or processes of our own that meet over Gloo or NCCL (default: what is there)"
+    text = "mpiexec, or processes over Gloo or NCCL (default: mpiexec, if available)"
     parser.add_argument("--by", choices=("mpiexec", "processes"), help=text)
     parser.add_argument(
-        "-m", action="store_true", dest="module", help="what is run is a module, as of python -m"
+        "-m", action="store_true", dest="module", help="run a module, as python -m does"
     )
     text = (
-        "a script of Python's and its arguments, train.py say; or after --: any command, "
-        "python train.py say"
+        "a Python script and its arguments, such as train.py; or after --: any command, such as "
+        "python train.py"
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, help=text)
     parser.set_defaults(run=run_run)
@@ -49,7 +49,8 @@ def run_run(args: argparse.Namespace) -> int:
         program = launcher(loaded()[0])
     if args.by == "mpiexec" and program is None:
         raise ValueError(
-            "--by mpiexec: there is none here; install the extra 'mpi', or take --by processes."
+            "--by mpiexec: mpiexec is not installed; install the extra 'mpi', or use --by "
+            "processes."
         )
     hosts = [host for host in args.hosts.split(",") if host]
     command = read_command(args.command, module=args.module)
@@ -62,7 +63,7 @@ def read_command(words: Sequence[str], *, module: bool) -> list[str]:
         words = words[1:]
     if not words:
         raise ValueError(
-            "run: what? Give a script, train.py say, or after -- a command, python train.py say."
+            "run: give a script, such as train.py, or after -- a command, such as python train.py."
         )
     python = [sys.executable, "-u"]
     if module:
@@ -77,10 +78,10 @@ def read_command(words: Sequence[str], *, module: bool) -> list[str]:
 
 def add_flight(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
-        "flight", help="say where the ranks of a job that ended first differ"
+        "flight", help="report the first difference between the ranks of a job that ended"
     )
     parser.add_argument(
-        "records", nargs="+", help="the folder that the job named, or its files rank_*.json"
+        "records", nargs="+", help="the folder that the job printed, or its files rank_*.json"
     )
     parser.set_defaults(run=run_flight)
 

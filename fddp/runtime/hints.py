@@ -57,9 +57,9 @@ def _missing_size(env: Mapping[str, str]) -> str:
     if name is None:
         return ""
     return (
-        f"{name}={env[name]} comes from {NUMBERS[name]}, and nobody says how many processes there "
-        "are, so this one trains alone: set FDDP_SIZE and FDDP_COORDINATOR=host:port of number 0, "
-        "or FDDP_RANK=0 FDDP_SIZE=1 if it may."
+        f"{name}={env[name]} comes from {NUMBERS[name]}, and the number of processes is unknown, "
+        "so this process trains alone: set FDDP_SIZE and FDDP_COORDINATOR=host:port of number 0, "
+        "or FDDP_RANK=0 FDDP_SIZE=1 if this is intended."
     )
 
 

@@ -23,8 +23,8 @@ from fddp.watching import LEFT, Ending, end_together, shared_recorder, watched
 
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or "
-    "jax.devices() was called), and joins no other processes after that: call fddp.init() before "
-    "it, first of all in the script"
+    "jax.devices() was called), and cannot join other processes after that: call fddp.init() "
+    "first in the script"
 )
 
 

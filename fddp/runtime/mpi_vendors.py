@@ -144,7 +144,7 @@ def _programs(names: tuple[str, ...]) -> list[str]:
 
 def _unfit(error: Exception) -> RuntimeError:
     return RuntimeError(
-        "backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib "
+        "backend 'mpi': mpi4jax does not work with mpi4py's MPI and this jaxlib "
         f"({str(error).splitlines()[0]}); "
-        "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
+        "`python -m fddp doctor` prints the command that repairs it, or use backend 'gloo'."
     )

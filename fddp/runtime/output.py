@@ -42,7 +42,9 @@ def shown(
                     with Path(os.devnull).open("wb") as nowhere:
                         os.dup2(nowhere.fileno(), out.fileno())  # also drops the buffered rest
                     with suppress(OSError):
-                        print_line(f"what the ranks print is lost from here on: {error.strerror}.")
+                        print_line(
+                            f"the output of the ranks is lost from now on: {error.strerror}."
+                        )
 
     # A shell may close both.
     outs = [getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr)]

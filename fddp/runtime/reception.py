@@ -14,7 +14,7 @@ from fddp.watching import allow_files
 from fddp.wording import printable
 
 TELL_S = 10.0  # seconds for which a rank that cannot join reports that to the other ranks
-ANOTHER = "name another port on all ranks: FDDP_COORDINATOR=host:port"
+ANOTHER = "set another port on all ranks: FDDP_COORDINATOR=host:port"
 MOST = 4096  # bytes of a line
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CALL = re.compile(r"fddp: (\w+) (\w+) (rank (\d{1,9}) of (\d{1,9}) on (\w+)(?:: (.+))?)\n")
@@ -95,7 +95,7 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
                     except OSError as error:  # the limit of open files
                         if not callers:
                             return (
-                                f"rank 0 can let no more ranks in ({error.strerror}): "
+                                f"rank 0 cannot accept more ranks ({error.strerror}): "
                                 "raise `ulimit -n`"
                             )
                         drop(next(iter(callers)))  # a dropped rank calls again
@@ -144,7 +144,7 @@ def _read_call(
             f"rank 0 says that there are {size} processes, rank {rank} that there are {guest_size}"
         )
     if duplicate:
-        return f"two processes say that they are rank {rank}"
+        return f"two processes claim to be rank {rank}"
     if call[7]:
         return f"rank {rank}: {printable(call[7])}"
     return None

@@ -29,7 +29,7 @@ NEXT_WORD_S = 30.0
 RETRY_S = 0.2
 ATTEMPT_S = 5.0
 GREETING = re.compile(r"fddp: (\w+)\n")
-STRANGE = "what answers there is not rank 0 of this job, or its FDDP_SECRET differs"
+STRANGE = "the process at this address is not rank 0 of this job, or its FDDP_SECRET differs"
 
 
 def meet_ranks(
@@ -62,7 +62,7 @@ def meet_ranks(
             answer, meeting = receive(guests, size, place, end, problem, job)
     if not answer.startswith(GO):
         raise RuntimeError(
-            f"fddp.init(timeout_s={timeout_s:g}) could not join the others at {coordinator}: "
+            f"fddp.init(timeout_s={timeout_s:g}) could not join the other ranks at {coordinator}: "
             f"{answer}."
         )
     return meeting
@@ -99,13 +99,13 @@ def _answer(link: socket.socket, words: str, end: float, reason: list[str], job:
         return ""
     sign = partial(signature, job, greeting[1], challenge := new_secret())
     link.sendall(f"fddp: {sign(words)} {challenge} {words}\n".encode())
-    reason[0] = "it is there, and waits for others"
+    reason[0] = "it is reachable, and waits for other ranks"
     # Rank 0 started first, so its time is over first.
     line = _line(link, end + ATTEMPT_S)
     proof, _, answer = line.rstrip("\n").partition(" ")
     if signed(proof, job, greeting[1], challenge, answer):
         return answer
-    reason[0] = "it was there and has left"
+    reason[0] = "it was reachable and has left"
     if line:
         reason[0] = STRANGE
     return ""
@@ -127,5 +127,5 @@ def _reason(error: Exception, place: tuple[str, int]) -> str:
     if isinstance(error, (socket.gaierror, UnicodeError)):
         return f"the name {place[0]!r} does not resolve"
     if isinstance(error, ConnectionRefusedError):
-        return "connection refused, nobody listens there yet"
+        return "connection refused, no process listens there yet"
     return (getattr(error, "strerror", None) or str(error)).lower()  # no route to host; timed out

@@ -146,7 +146,7 @@ def _pickled(fn: Callable, args: tuple) -> bytes:
             problem = str(error)
     if find_spec("cloudpickle") is None:
         raise ValueError(
-            f"fddp.launch: no other process can be given {_name(fn)} and its arguments "
+            f"fddp.launch: {_name(fn)} and its arguments cannot be sent to another process "
             f"({problem}): write it into a module and import it from there, or pip install "
             "cloudpickle."
         )
@@ -225,7 +225,7 @@ def _death(rank: Rank, code: int) -> str:
     if rank.result is not None:
         return f"{words} after the function had returned."
     if rank.started:
-        return f"{words} and has not returned from the function; what it wrote may say why."
+        return f"{words} and has not returned from the function; its output may show the reason."
     return (
         f"{words} while it started: a script calls fddp.launch below `if __name__ == '__main__':`."
     )
@@ -256,7 +256,7 @@ def _packed(fn: Callable, result: object) -> bytes:
         return pickle.dumps(result)
     except Exception as error:  # an object may raise anything
         raise TypeError(
-            f"fddp.launch: what {_name(fn)} returned cannot be pickled; return arrays, say"
+            f"fddp.launch: the result of {_name(fn)} cannot be pickled; return arrays, for example"
         ) from error
 
 

@@ -84,8 +84,8 @@ def init(
     if _started and request not in ((None,) * 4, _started[0].request):
         raise ValueError(
             "fddp.init was called before with (backend, rank, size, coordinator) = "
-            f"{_started[0].request} and now with {request}; a process joins one world: keep the "
-            "first group, or cut it with group.subgroup."
+            f"{_started[0].request} and now with {request}; a process joins only one world: use "
+            "the first group, or divide it with group.subgroup."
         )
     if not _started:
         undo = ExitStack()
@@ -124,8 +124,8 @@ def shutdown() -> None:
         return
     if _started[0].group.backend == "mpi" and _started[0].group.processes > 1:
         raise RuntimeError(
-            "fddp.shutdown: backend 'mpi' is left when the process ends, for mpiexec ends all "
-            "ranks if one of them fails, and MPI starts once in a process; end the script, or take "
+            "fddp.shutdown: backend 'mpi' ends with the process, because mpiexec ends all ranks "
+            "if a rank fails, and MPI starts only once per process; end the script, or use "
             "fddp.init('gloo')."
         )
     _started.pop().undo.close()
@@ -141,8 +141,8 @@ def group_of(call: str, group: Group | None) -> Group:
     """Returns the group argument of the public function `call`, or the group of `init` for None."""
     if group is not None and not isinstance(group, Group):
         raise TypeError(
-            f"fddp.{call}: group must be a fddp.Group, from fddp.init() or fddp.mesh_group say, "
-            f"got {group!r}."
+            f"fddp.{call}: group must be a fddp.Group, for example from fddp.init() or "
+            f"fddp.mesh_group, got {group!r}."
         )
     cache_small_programs()  # the folder may be set after `init`
     return group or init()

@@ -167,7 +167,7 @@ def simulate(
         }
         if not on_link:
             blocked = " and ".join(waiting[0].name for waiting in queues.values())
-            raise ValueError(f"{blocked} would wait for ever.")
+            raise ValueError(f"{blocked} would wait forever.")
         running = Counter(on_link.values())
         speeds = {
             key: (pace[side] if len(running) > 1 else 1.0) / running[side]

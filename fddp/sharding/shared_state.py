@@ -69,8 +69,9 @@ class Sharded(Way):
             more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
             raise ValueError(
                 f"{self.name} gives each replica a part of every leaf, and this optimizer's "
-                f"update does not go so: {', '.join(reasons[:3])}{more}. Leave shard out, or take "
-                "an optimizer that works on one leaf at a time; norms over all leaves are fine."
+                f"update cannot be divided so: {', '.join(reasons[:3])}{more}. Leave shard out, "
+                "or take an optimizer that works on one leaf at a time; norms over all leaves are "
+                "fine."
             )
         form = first_form(replica, optimizer, params, None, None)
         why = _nothing_saved(replica, form)

@@ -107,7 +107,7 @@ def _check(fits: bool, holders: str, group: Group) -> None:
     if not fits:
         raise ValueError(
             f"fddp.whole: {holders} the parts, and the group is another, of {group.size} replicas: "
-            "leave group= out, for shards know who holds them."
+            "leave group= out, because shards know their replicas."
         )
 
 

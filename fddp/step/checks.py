@@ -60,7 +60,7 @@ def check_arrays(params: PyTree) -> None:
         name = f"params{jax.tree_util.keystr(path)}"
         if is_shard(x):
             raise TypeError(
-                f"{name} is held apart by the replicas, {x!r}: give step.init(fddp.whole(params))."
+                f"{name} is divided among the replicas, {x!r}: give step.init(fddp.whole(params))."
             )
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
             raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
@@ -93,7 +93,7 @@ def check_params(replica: Replica, first: Any, params: PyTree) -> None:
     raise ValueError(
         "these parameters are not those of the model that this step was made for: they have "
         f"{shortened(sorted(lines[0] - lines[1])) or 'nothing else'}, and lack "
-        f"{shortened(sorted(lines[1] - lines[0])) or 'nothing'}. Make a step of its own for each "
+        f"{shortened(sorted(lines[1] - lines[0])) or 'nothing'}. Create a separate step for each "
         "model, shape and dtype."
     )
 
@@ -185,9 +185,9 @@ def check_paths(plan: BucketPlan, unplanned: Sequence[int]) -> None:
     if unplanned:
         names = ", ".join(plan.leaves[i].name for i in unplanned)
         raise ValueError(
-            f"this batch has other arrays than the first one, and with them the loss uses {names}, "
-            "which it then had no path to, so that no bucket has a place for them; with "
-            "skip_all_reduce_unused_params=True every step decides anew what is sent."
+            "this batch has other arrays than the first batch, and with them the loss uses "
+            f"{names}, to which it had no path before, so that no bucket contains them; with "
+            "skip_all_reduce_unused_params=True every step decides which parameters are sent."
         )
 
 
@@ -202,7 +202,7 @@ def check_casts(
         if current.get(i) != dtype:
             leaf = plan.leaves[i]
             raise ValueError(
-                f"this batch has other arrays than the first one, and with them {leaf.name} is "
+                f"this batch has other arrays than the first batch, and with them {leaf.name} is "
                 f"read as {current.get(i, leaf.dtype)}, and the first batch's loss read it as "
                 f"{dtype}, in which it is gathered: cast alike for all batches."
             )
@@ -222,7 +222,11 @@ def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
         lines = [f"collective {k}: {x}{_message(x.op_name)}" for k, x in enumerate(collectives)]
         return [f"collectives: {len(collectives)}", *lines]
 
-    verify(group, "compiled collectives (does the loss branch in Python, by rank say?)", describe)
+    verify(
+        group,
+        "compiled collectives (does the loss branch in Python, for example by rank?)",
+        describe,
+    )
 
 
 def _message(op_name: str) -> str:

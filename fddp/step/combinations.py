@@ -37,7 +37,7 @@ PAIRS = (
     Pair(
         "shard",
         "skip_all_reduce_unused_params",
-        "all that is trained is gathered, whether it was used or not",
+        "all trained parameters are gathered, used or unused",
         "leave one of them out",
     ),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
@@ -45,14 +45,14 @@ PAIRS = (
     Pair(
         FUNCTION,
         AXES,
-        "it does not say where the parts of each array are to lie",
-        "give arrays that are made there, `jax.jit(make, out_shardings=...)()`",
+        "it does not define the placement of the parts of each array",
+        "give arrays with a placement, `jax.jit(make, out_shardings=...)()`",
     ),
     # local steps
     Pair(
         ALONE,
         "shard",
-        "each replica trains alone with a whole state of its own",
+        "each replica trains independently, with a whole state",
         "give local_steps islands of several replicas",
     ),
     Pair(
@@ -64,7 +64,7 @@ PAIRS = (
     Pair(
         LOCAL,
         "skip_all_reduce_unused_params",
-        "replicas that train alone agree on nothing before they send",
+        "independent replicas do not communicate before they send",
         "leave skip_all_reduce_unused_params out",
     ),
     Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
@@ -75,45 +75,44 @@ PAIRS = (
         for feature, why, instead in (
             (
                 "skip_all_reduce_unused_params",
-                "islands agree on nothing before they send",
+                "islands do not communicate before they send",
                 "leave skip_all_reduce_unused_params out",
             ),
-            (AXES, "an island's replicas are of one device each", "leave one of them out"),
+            (AXES, "an island's replicas have one device each", "leave one of them out"),
             (
                 MEMORY,
-                "islands make unequally many sums for it to remember",
-                "take a hook without a memory",
+                "islands compute different numbers of sums for its memory",
+                "use a hook without a memory",
             ),
             (LOOKAHEAD, "it has two sets of parameters", "give plain parameters"),
             (
                 "schedule='eager'",
-                "an island waits for its parameters to send them",
+                "an island has to wait for its parameters before it sends them",
                 "give schedule='fused' or 'staged'",
             ),
             (
                 "check_replicas_every",
-                "islands are never equal, and to compare them they would have to wait for each "
-                "other",
+                "islands are never equal, and a comparison would make them wait for each other",
                 "leave check_replicas_every out",
             ),
             (
                 COLLECTIVES,
                 "islands would wait for each other in every step",
-                "compute on an island's own rows",
+                "compute on the rows of one island",
             ),
             (
                 "fddp.join",
-                "it lets ranks wait for each other before every step",
-                "let each island end with its own rows, and call fddp.meet",
+                "it makes ranks wait for each other before every step",
+                "let each island end with its rows, and call fddp.meet",
             ),
             (
                 "fddp.measure",
-                "islands would merge what its steps have learned",
+                "islands would merge the updates of its steps",
                 "measure the step of the inner optimizer",
             ),
             (
                 "virtual_replicas",
-                "virtual replicas stand in for replicas that train together",
+                "virtual replicas replace synchronous replicas",
                 "leave one of them out",
             ),
         )
@@ -123,8 +122,8 @@ PAIRS = (
         Pair(
             "virtual_replicas",
             schedule,
-            "its programs are the same on any number of replicas, and one program for all of a "
-            "step is none",
+            "its programs are the same on any number of replicas, which one program for the whole "
+            "step cannot be",
             "give schedule='staged' or 'after'",
         )
         for schedule in (
@@ -136,7 +135,7 @@ PAIRS = (
         Pair(
             "virtual_replicas",
             feature,
-            "it adds every bucket as it is, in an order of its own",
+            "it adds unchanged buckets, in a fixed order",
             "leave one of them out",
         )
         for feature in ("hook", "shard", "skip_all_reduce_unused_params")
@@ -144,46 +143,44 @@ PAIRS = (
     Pair(
         "virtual_replicas",
         "broadcast_buffers=False",
-        "the buffers of each replica would be kept, and virtual replicas come and go",
+        "each replica would retain its buffers, and virtual replicas move between replicas",
         "give broadcast_buffers=True or 'mean'",
     ),
     Pair(
         "virtual_replicas",
         AXES,
-        "virtual replicas stand in for replicas of one device each",
+        "virtual replicas replace replicas of one device each",
         "leave virtual_replicas out",
     ),
     Pair(
         "virtual_replicas",
         LOCAL,
-        "virtual replicas stand in for replicas that train together",
+        "virtual replicas replace synchronous replicas",
         "leave one of them out",
     ),
     Pair(
         "virtual_replicas",
         COLLECTIVES,
-        "they add in an order of theirs, so that its bits cannot be the same on any number of "
-        "replicas",
-        "leave virtual_replicas out; each slice of the rows has an rng= of its own",
+        "their order of additions depends on the number of replicas, and so would the bits",
+        "leave virtual_replicas out; each slice of the rows has a separate rng=",
     ),
     Pair(
         "virtual_replicas",
         "no_sync",
-        "sums stay pending on the replica that made them, and virtual replicas come and go",
+        "sums stay pending on their replica, and virtual replicas move between replicas",
         "give the step all rows at once, with more virtual_replicas or with accumulation_steps",
     ),
     Pair(
         "virtual_replicas",
         "fddp.join",
-        "it needs equally many batches on each rank",
-        "let fddp.samples deal the rows out",
+        "it needs the same number of batches on each rank",
+        "let fddp.samples distribute the rows",
     ),
     Pair(
         "virtual_replicas",
         "fddp.tune",
-        "tune regroups the stages of an ordinary step, and virtual replicas have stages of their "
-        "own",
-        "leave virtual_replicas out, and give the step the cap that was found",
+        "tune regroups the stages of an ordinary step, and virtual replicas have separate stages",
+        "leave virtual_replicas out, and give the step the resulting cap",
     ),
     # schedules and hooks
     *(
@@ -194,27 +191,26 @@ PAIRS = (
         WHOLE_LEAVES,
         AXES,
         "each device sends the parts of leaves that it holds",
-        "take one that sums each element by itself, hooks.bf16() or hooks.fp16()",
+        "use a hook that sums each element separately, hooks.bf16() or hooks.fp16()",
     ),
     # optax.MultiSteps
     Pair(
         MULTI_STEPS,
         "find_unused_parameters",
-        "a parameter that its last batch does not use would lose the gradients of those before",
-        "give accumulation_steps, or call no_sync: they count the uses of all",
+        "a parameter that its last batch does not use would lose the gradients of earlier batches",
+        "give accumulation_steps, or call no_sync: they count the uses of all batches",
     ),
     Pair(
         SCALE_INSIDE,
         "skip_nonfinite",
-        "the scale is asked only when all batches are there, and a step that is skipped has none "
-        "of them",
+        "the scale is checked only after all batches, and a skipped step has none of them",
         "give fddp.dynamic_scale(optax.MultiSteps(…))",
     ),
     # value_and_grad
     Pair(
         "fddp.value_and_grad",
         "donate",
-        "it is given no state that it could write over",
+        "it has no state to overwrite",
         "leave donate out",
     ),
     Pair(
@@ -233,12 +229,12 @@ PAIRS = (
         "fddp.value_and_grad",
         "skip_nonfinite",
         "it has no step to skip, and its gradients are equal on all ranks",
-        "use optax.apply_if_finite, which passes over what is not finite",
+        "use optax.apply_if_finite, which skips non-finite updates",
     ),
     Pair(
         "fddp.value_and_grad",
         MEMORY,
-        "the hook remembers things from step to step, and it has no state to keep them in",
+        "the hook has a memory from step to step, and it has no state for this memory",
         "use fddp.train_step",
     ),
 )
@@ -254,7 +250,7 @@ def refuse(features: Mapping[str, str]) -> None:
     for pair in PAIRS:
         if pair.one in features and pair.other in features:
             raise ValueError(
-                f"{features[pair.one]} cannot go with {features[pair.other]}: {pair.why}. "
+                f"{features[pair.one]} does not work with {features[pair.other]}: {pair.why}. "
                 f"{pair.instead[0].upper()}{pair.instead[1:]}."
             )
 
@@ -265,7 +261,9 @@ def as_markdown() -> str:
         f"| {_code(pair.one)} | {_code(pair.other)} | {pair.why} | {pair.instead} |"
         for pair in PAIRS
     ]
-    return "\n".join(["| this | does not go with | why | instead |", "|---|---|---|---|", *rows])
+    return "\n".join(
+        ["| this | does not work with | reason | alternative |", "|---|---|---|---|", *rows]
+    )
 
 
 def _code(feature: str) -> str:

@@ -38,9 +38,9 @@ def with_finite_results(call: Callable[..., Any]) -> Callable[..., Any]:
             if settled.replica.group.all_reduce(np.int32(len(failures)), op="max"):
                 where = ", ".join(failures[:8]) or "a value of another rank"
                 raise FloatingPointError(
-                    f"{where} after this step (jax_debug_nans, jax_debug_infs). The state that the "
-                    "step was given is unchanged. Without these flags skip_nonfinite=True leaves "
-                    "out such steps."
+                    f"{where} after this step (jax_debug_nans, jax_debug_infs). The input state "
+                    "of the step is unchanged. Without these flags skip_nonfinite=True skips "
+                    "such steps."
                 )
         return result
 

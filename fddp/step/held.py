@@ -147,8 +147,8 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
     if replica.way.apart and kinds != _kinds(_form_of_whole(replica, whole_forms(state))):
         raise ValueError(
             f"the state is not in shards of {replica.group.parts} replicas, as a step with "
-            f"{replica.way.name} has it: go on with what step.init or the last step returned, or "
-            "from a checkpoint; fddp.whole(state) is for looking at it."
+            f"{replica.way.name} has it: continue with the state that step.init or the last step "
+            "returned, or from a checkpoint; fddp.whole(state) is only for reading it."
         )
     _check_group(replica.group, state)
     _check_pending(replica, state)
@@ -207,8 +207,8 @@ def check_cuts(state: TrainState, leaf_specs: TrainState) -> None:
         if is_shard(x) and x.layout.cut.spec != spec:
             raise ValueError(
                 f"{x!r} of the state lies along {x.layout.cut.spec}, and the state that this step "
-                f"began with along {spec}: make a step of its own for parameters that are placed "
-                "in another way."
+                f"began with along {spec}: create a separate step for parameters with another "
+                "placement."
             )
 
 
@@ -223,7 +223,7 @@ def _check_group(group: Group, state: TrainState) -> None:
             continue
         raise ValueError(
             f"the state is in shards that {holders} hold, and the replicas of this step are "
-            f"{members}: go on with a step of the group that holds it, or save it there and "
+            f"{members}: continue with a step of the group that holds it, or save it there and "
             "restore it here (fddp.Checkpoints)."
         )
 
@@ -256,8 +256,8 @@ def _check_memory(replica: Replica, state: TrainState) -> None:
         raise ValueError(
             f"the state's hook_state is not that of {replica.options.hook} on {share} replicas: it "
             f"has {'; '.join(actual) or 'nothing'} instead of {'; '.join(expected) or 'nothing'}. "
-            "Take the one of a new step.init(params), and what was remembered is lost, or the hook "
-            "and replicas it was made with."
+            "Use that of a new step.init(params), which resets the hook's memory, or the original "
+            "hook and replicas."
         )
 
 

@@ -109,8 +109,8 @@ def read_functions(params: PyTree, model_state: PyTree) -> tuple[Any, Any, Close
     except jax.errors.JAXTypeError as error:
         raise TypeError(
             f"step.init: the function given for {' and '.join(functions)} is traced, so that each "
-            "leaf can be made by itself, and it needs numbers while it is: compute with jax.numpy "
-            "and jax.random in it, or call it and give the arrays. JAX says: "
+            "leaf can be computed separately, and it needs concrete numbers during tracing: use "
+            "jax.numpy and jax.random in it, or call it and give the arrays. JAX reports: "
             f"{str(error).splitlines()[0]}"
         ) from error
     trees |= dict(zip(functions, forms))
@@ -185,7 +185,7 @@ def _check_arguments(name: str, make: Callable[..., Any]) -> None:
     except TypeError:
         raise TypeError(
             f"step.init: a function that is given for {name} is called without arguments, and "
-            f"{make!r} wants {signature}: give functools.partial(make, ...), or a lambda."
+            f"{make!r} needs {signature}: give functools.partial(make, ...), or a lambda."
         ) from None
 
 

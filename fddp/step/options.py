@@ -155,7 +155,8 @@ class Options:
             _check_choice("schedule", self.schedule, SCHEDULES)
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
-                f"hook must be a fddp.Hook, one of fddp.hooks say, got {type(self.hook).__name__}."
+                "hook must be a fddp.Hook, such as one of fddp.hooks, got "
+                f"{type(self.hook).__name__}."
             )
         if self.ignore is not None and not callable(self.ignore):
             raise TypeError(
@@ -257,7 +258,7 @@ def with_some_new(options: Options, new: Mapping[str, Any]) -> Options:
         fixed.add("ignore")
     if fixed := fixed.intersection(new):
         raise ValueError(
-            "with_options keeps how a state is held, got "
+            "with_options cannot change the layout of a state, got "
             f"{', '.join(sorted(fixed))}: use train_step, "
             "and begin with step.init(fddp.whole(state.params))."
         )

@@ -68,8 +68,8 @@ class Replica:
             fit = self.replicas + -self.replicas % self.group.size
             raise ValueError(
                 "virtual_replicas must be a multiple of the number of replicas, "
-                f"{self.group.size}, got {self.replicas}: each stands for equally many. Give "
-                f"{fit}, or train on fewer."
+                f"{self.group.size}, got {self.replicas}: all replicas compute the same number. "
+                f"Give {fit}, or train on fewer."
             )
 
     @cached_property

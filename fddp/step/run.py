@@ -97,7 +97,7 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
             "MPI"
         )
     if not staged_out((state, batch)):
-        raise _not_inside("it can be a part of jax.jit and jax.lax.scan alone, over all replicas")
+        raise _not_inside("it can be a part only of jax.jit and jax.lax.scan, over all replicas")
     check_state(state)
     replica = settled.replica
     processes = replica.group.processes

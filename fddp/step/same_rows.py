@@ -39,9 +39,10 @@ def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:
     for row_digest, ranks in ranks_by_digest.items():
         if len(ranks) > 1 and any(row_digest):
             group.print(
-                f"fddp: ranks {', '.join(map(str, ranks))} bring the same first rows: does each "
-                "read its own? "
-                "fddp.samples(rows, batch, rank=group.rank, size=group.processes) deals them out.",
+                f"fddp: ranks {', '.join(map(str, ranks))} pass the same first rows: does each "
+                "read different rows? "
+                "fddp.samples(rows, batch, rank=group.rank, size=group.processes) distributes "
+                "them.",
                 file=sys.stderr,
             )
 

@@ -43,7 +43,7 @@ class TrainState(NamedTuple):
 
     def __repr__(self) -> str:
         if is_used_up(self):
-            return "TrainState(used up: a step has written the next state where this one lay)"
+            return "TrainState(used up: a step has written the next state into its memory)"
         return (
             "TrainState("
             f"{', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
@@ -122,8 +122,8 @@ def check_state(state: object) -> None:
     """Raises TypeError unless `state` is a `TrainState`; a step returns a pair, for example."""
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"state must be a fddp.TrainState, got {type(state).__name__}: step.init(params) makes "
-            "the first state, and a step returns (state, info)."
+            f"state must be a fddp.TrainState, got {type(state).__name__}: step.init(params) "
+            "creates the first state, and a step returns (state, info)."
         )
 
 

@@ -167,8 +167,8 @@ class TrainStep(SettledStep):
         timeline = self.settled.runner.timeline
         if timeline is None:
             raise ValueError(
-                "a fused step is one program; a step with a timeline has another schedule: "
-                "'staged', say."
+                "a fused step is one program; a step with a timeline has another schedule, such "
+                "as 'staged'."
             )
         return timeline()
 

@@ -103,8 +103,8 @@ def _difference(records: Sequence[dict[str, Any]]) -> str:
         pending = [str(rank) for rank, message in messages.items() if message["took_s"] is None]
         if pending:
             text = next(iter(words.values()))
-            return f"message {number}, {text}, did not come back on rank {', '.join(pending)}"
-    return "no difference among the messages that are kept"
+            return f"message {number}, {text}, did not complete on rank {', '.join(pending)}"
+    return "no difference among the recorded messages"
 
 
 def _said(message: Mapping[str, Any]) -> str:
@@ -121,13 +121,13 @@ def _record(file: Path) -> dict[str, Any]:
     try:
         record = json.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no record of a rank: {error}.") from None
+        raise ValueError(f"{file} is not a record of a rank: {error}.") from None
     if isinstance(record, dict):
         record.setdefault("began", 0.0)  # absent in records of fddp 0.2
     if not _has(record, RECORD) or not all(
         _has(message, MESSAGE) for message in record["messages"]
     ):
-        raise ValueError(f"{file} is no record of a rank.")
+        raise ValueError(f"{file} is not a record of a rank.")
     return record
 
 

@@ -128,7 +128,7 @@ def test_batch_norm_of_each_replica_is_found_in_a_loss_with_a_model_state():
     ("batch", "message"),
     [
         ({"x": np.ones((1, 4)), "adv": np.ones(1)}, "two rows at least, got 1"),
-        ({"x": np.ones((4, 4)), "adv": np.ones(())}, "equally many rows.*nothing can be divided"),
+        ({"x": np.ones((4, 4)), "adv": np.ones(())}, "equally many rows.*cannot be divided"),
         ({}, "the batch is empty"),
     ],
 )

@@ -306,7 +306,7 @@ def test_the_table_says_when_metrics_need_an_all_reduce_of_their_own():
     assert (
         plan.carrier.bucket is None
         and plan.carrier == plan.messages[-1]
-        and "one all-reduce of their own" in str(plan)
+        and "a separate all-reduce" in str(plan)
     )
 
 

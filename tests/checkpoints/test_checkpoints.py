@@ -258,7 +258,7 @@ def test_a_checkpoint_that_was_not_finished_counts_as_none(
     with fddp.Checkpoints(tmp_path, step, every=4, keep=1) as checkpoints:
         state, _ = checkpoints.restore(state)
         assert int(state.step) == 0
-        assert "not finished, and count as none: step [4]" in capfd.readouterr().err
+        assert "not finished and are ignored: step [4]" in capfd.readouterr().err
         train(step, state, 4, checkpoints)
     same_arrays(restored(tmp_path, group(2))[1], calm)
 
@@ -348,9 +348,9 @@ def test_what_a_killed_process_began_to_write_is_told_and_removed_later(
     unfinished.mkdir()
     (unfinished / "leaves").write_bytes(b"half")
     _, state = restored(trained, group(2))
-    assert (
-        "not finished, and count as none: step [8]" in capfd.readouterr().err
-    ) == name.startswith("8")
+    assert ("not finished and are ignored: step [8]" in capfd.readouterr().err) == name.startswith(
+        "8"
+    )
     assert int(state.step) == 6 and unfinished.exists(), "another job may be writing it"
     step, state = make(group(2))
     with fddp.Checkpoints(trained, step, every=2) as checkpoints:
@@ -553,7 +553,9 @@ def test_a_form_has_no_memory_for_hooks_of_other_replicas(
     )
     with fddp.Checkpoints(trained, step) as checkpoints:
         if jax.tree.leaves(state.hook_state):
-            with pytest.raises(ValueError, match="is of 2 replicas and these are 4: what the hook"):
+            with pytest.raises(
+                ValueError, match="is of 2 replicas and these are 4: the memory of the hook"
+            ):
                 checkpoints.restore(form)
         else:
             same_arrays(checkpoints.restore(form)[0], restored(trained, group(4))[1])

@@ -66,7 +66,7 @@ def test_a_checkpoint_that_another_running_job_has_saved_is_not_replaced(
     expected = np.asarray(restored(step, tmp_path).params)
     checkpoints.save(state, now=True)
     with pytest.raises(
-        FileExistsError, match=f"another job has saved {tmp_path / '1'} since this one began"
+        FileExistsError, match=f"another job has saved {tmp_path / '1'} since this job began"
     ):
         checkpoints.close()
     assert (

@@ -130,8 +130,8 @@ def test_a_group_refuses_what_it_cannot_do(group):
 def test_all_reduce_needs_one_place_to_sum_over_and_an_operation_it_knows(group):
     plan = fddp.make_plan(W)
     both: dict[str, Any] = {"axis_name": "replica", "group": group(2)}
-    refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan))
-    refused(ValueError, "give one of axis_name and group", lambda: fddp.all_reduce(W, plan, **both))
+    refused(ValueError, "give either axis_name or group", lambda: fddp.all_reduce(W, plan))
+    refused(ValueError, "give either axis_name or group", lambda: fddp.all_reduce(W, plan, **both))
     refused(
         ValueError,
         "op must be 'sum' or 'mean', got 'max'",
@@ -140,7 +140,9 @@ def test_all_reduce_needs_one_place_to_sum_over_and_an_operation_it_knows(group)
 
 
 def test_mpi_drives_one_device_a_process():
-    refused(RuntimeError, "one device a process, and this one has 8", lambda: fddp.mpi_group(None))
+    refused(
+        RuntimeError, "one device per process, and this process has 8", lambda: fddp.mpi_group(None)
+    )
 
 
 ### Start
@@ -177,7 +179,7 @@ def test_a_process_joins_one_world():
     refused(
         ValueError, "was called before with .* and now with .*'gloo'", lambda: fddp.init("gloo")
     )
-    refused(ValueError, "a process joins one world", lambda: fddp.init(rank=0, size=2))
+    refused(ValueError, "a process joins only one world", lambda: fddp.init(rank=0, size=2))
 
 
 STARTS = {

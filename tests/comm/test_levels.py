@@ -170,7 +170,7 @@ def test_nodes_are_whoever_has_one_host_wherever_they_lie():
 def test_unequal_nodes_are_refused_with_their_sizes():
     message = (
         "the 4 replicas of this group lie on 2 nodes, on one 1 and on another 3, .* give local=, "
-        "how many shall count"
+        "the replicas that count"
     )
     with pytest.raises(ValueError, match=message):
         by_node(["a", "a", "a", "b"])

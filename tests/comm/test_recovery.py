@@ -9,7 +9,7 @@ from processes import PATIENT_S, failed_outputs, on
 pytestmark = pytest.mark.ranks
 NOT_TOGETHER = (
     "RuntimeError: an earlier error left this rank at message 8 of its group, and not all ranks "
-    "came back"
+    "returned"
 )
 SLOW = pytest.mark.slow
 TRIES = [

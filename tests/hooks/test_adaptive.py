@@ -163,9 +163,9 @@ def test_a_bucket_of_an_eager_step_is_due_when_the_next_forward_pass_reads_it(gr
 def test_one_program_has_no_stages_to_measure(group: Any):
     step = adaptive_step(group(1), 8, schedule="fused")
     state, _ = step(step.init(PARAMS), ROWS[0])
-    with pytest.raises(ValueError, match="make it with schedule='staged'"):
+    with pytest.raises(ValueError, match="create it with schedule='staged'"):
         fddp.fit_bits(step, state, ROWS[0])
-    with pytest.raises(ValueError, match="make it with schedule='staged'"):
+    with pytest.raises(ValueError, match="create it with schedule='staged'"):
         fddp.refit_bits(step)
 
 
@@ -183,7 +183,7 @@ def noted(step: fddp.TrainStep, stages: Sequence[float], sums: Sequence[float]) 
 def test_bits_are_chosen_again_from_what_steps_have_noted(group: Any):
     step = adaptive_step(group(2), 8, schedule="staged")
     state = step.init(PARAMS)
-    with pytest.raises(ValueError, match="the first one, which compiles, does not count"):
+    with pytest.raises(ValueError, match="the first step, which compiles, does not count"):
         state, _ = step(state, ROWS[0])
         fddp.refit_bits(step)
     state, _ = step(state, ROWS[1])
@@ -232,5 +232,7 @@ def test_a_step_with_some_options_new_keeps_how_its_state_is_held(group: Any):
         None,
         step.group,
     )
-    with pytest.raises(ValueError, match="keeps how a state is held, got shard: use train_step"):
+    with pytest.raises(
+        ValueError, match="cannot change the layout of a state, got shard: use train_step"
+    ):
         step.with_options(shard="state")

@@ -700,13 +700,13 @@ def test_a_hook_out_of_its_range_is_refused_where_it_is_made(make: Callable[[], 
 
 def test_what_is_no_hook_or_needs_a_state_is_refused(group):
     with pytest.raises(
-        TypeError, match=r"hook must be a fddp.Hook, one of fddp.hooks say, got str"
+        TypeError, match=r"hook must be a fddp.Hook, such as one of fddp.hooks, got str"
     ):
         fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), hook="bf16")  # pyright: ignore[reportArgumentType]
     f = fddp.value_and_grad(loss_fn, group=group(2), hook=hooks.topk(0.1))
-    with pytest.raises(ValueError, match=r"topk.* remembers things from step to step"):
+    with pytest.raises(ValueError, match=r"topk.* has a memory from step to step"):
         f(PARAMS, X)
-    with pytest.raises(ValueError, match=r"topk.* remembers things from step to step"):
+    with pytest.raises(ValueError, match=r"topk.* has a memory from step to step"):
         fddp.all_reduce(PARAMS, fddp.make_plan(PARAMS), group=group(2), hook=hooks.topk(0.1))
 
 

@@ -311,11 +311,9 @@ def test_what_one_device_cannot_make_again_is_refused():
 
     with pytest.raises(ValueError, match="one device has no nodes"):
         replay_quorum(island="node")
-    with pytest.raises(ValueError, match="the first 3 steps are of all islands together"):
+    with pytest.raises(ValueError, match="the first 3 steps run on all islands together"):
         replay_quorum(start=3)
-    with pytest.raises(
-        ValueError, match="each replica of an island draws random numbers of its own"
-    ):
+    with pytest.raises(ValueError, match="each replica of an island draws separate random numbers"):
         replay_quorum(jax.random.key(0), island=2)
 
 
@@ -334,7 +332,7 @@ def test_a_log_of_another_training_is_refused():
 def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):
     log = tmp_path / "log"
     log.write_text('{"met": 1}\n{"version": 2}\n')
-    with pytest.raises(ValueError, match="log, line 2 is no line of a log of merges"):
+    with pytest.raises(ValueError, match="log, line 2 is not a line of a log of merges"):
         read_log(log)
 
 
@@ -350,8 +348,8 @@ def test_a_line_that_is_none_of_a_log_is_named(tmp_path: Path):
             {"quorum": 1, "max_staleness": 0.5},
             "max_staleness must be a whole number of 0 or more, got 0.5",
         ),
-        ({"grace_s": 1.0}, "grace_s is a rule of islands that do not wait: give quorum, too"),
-        ({"max_staleness": 0}, "max_staleness is a rule of islands that do not wait"),
+        ({"grace_s": 1.0}, "grace_s is an option of islands that do not wait: give quorum, too"),
+        ({"max_staleness": 0}, "max_staleness is an option of islands that do not wait"),
         (
             {"quorum": 1, "delay": 1, "every": 4},
             "give no fragments or delay with quorum; got fragments=1, delay=1",
@@ -382,9 +380,7 @@ def test_a_quorum_of_more_islands_than_there_are_is_refused(group: Any):
 def test_replicas_of_one_process_are_told_that_islands_are_processes(group: Any):
     step = fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group(2))
     assert "not the mathematics of one replica" in repr(step)
-    with pytest.raises(
-        ValueError, match="an island that does not wait is a process, or several, and"
-    ):
+    with pytest.raises(ValueError, match="an asynchronous island is one process or several, and"):
         step(step.init(PARAMS), np.ones((4, 3)))
 
 

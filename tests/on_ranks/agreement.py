@@ -322,6 +322,6 @@ def ranks_that_read_the_same_rows_are_told_so_once(group: fddp.Group):
             for _ in range(2):
                 state, _ = step(state, rows)
         ranks = ", ".join(map(str, range(group.size)))
-        assert words.getvalue().count(f"ranks {ranks} bring the same first rows") == warned, (
+        assert words.getvalue().count(f"ranks {ranks} pass the same first rows") == warned, (
             words.getvalue()
         )

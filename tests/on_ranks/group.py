@@ -38,7 +38,7 @@ def each_device_of_a_process_is_a_replica(group: fddp.Group):
 
 @claim(backends=("mpi",))
 def the_world_of_mpi_cannot_be_left_and_every_rank_says_why(group: fddp.Group):
-    assert "backend 'mpi' is left when the process ends" in error_of(fddp.shutdown, RuntimeError)
+    assert "backend 'mpi' ends with the process" in error_of(fddp.shutdown, RuntimeError)
     assert fddp.init() is group
 
 

@@ -41,7 +41,7 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
         lines = [
             line
             for line in printed.getvalue().splitlines()
-            if "bring the same first rows" not in line
+            if "pass the same first rows" not in line
         ]
         words = "\n".join(lines)
         assert words.startswith(expected) and bool(words) == bool(reason), printed.getvalue()

@@ -158,7 +158,7 @@ def a_server_that_dies_is_an_error_on_every_rank(group: fddp.Group):
         os.kill(servers()[-1], signal.SIGKILL)
     group.barrier()
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), RuntimeError)
-    assert "the server of the shared parameters, a process beside rank 0, has ended" in words
+    assert "the server of the shared parameters, a process on rank 0's host, has ended" in words
 
 
 @claim(quick=("gloo",))
@@ -192,7 +192,7 @@ def a_state_that_is_not_the_last_is_no_islands(group: fddp.Group):
     state = step.init(jnp.zeros(()))
     words = error_of(lambda: step(state, batches_of(group.rank, 1)[0]), ValueError)
     assert (
-        f"version 0 of the shared parameters, and the island has taken version {version} last"
+        f"version 0 of the shared parameters, and the island received version {version} last"
         in words
     )
 

@@ -27,7 +27,7 @@ def test_a_job_without_errors_ends_well_and_prints_nothing(
     # Some claims are checked by one rank alone while the others wait. In some, all ranks have the
     # same rows.
     slow = re.compile(
-        r"fddp: (rank \d of \d: rank \d is slow: |compiling |ranks [\d, ]+ bring the same ).*\n"
+        r"fddp: (rank \d of \d: rank \d is slow: |compiling |ranks [\d, ]+ pass the same ).*\n"
     )
     assert [slow.sub("", output) for output in outcome.outputs] == [""] * size
 

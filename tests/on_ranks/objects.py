@@ -73,7 +73,7 @@ def an_object_that_one_rank_cannot_pickle_is_an_error_on_every_rank(group: fddp.
 def an_object_that_one_rank_cannot_read_is_an_error_on_every_rank(group: fddp.Group):
     message = error_of(lambda: group.broadcast_object(Unreadable(), root=group.size - 1))
     assert (
-        f"cannot read here what rank {group.size - 1} sent: rank 0 has no such class" in message
+        f"cannot read the object of rank {group.size - 1}: rank 0 has no such class" in message
     ), message
     assert group.broadcast_object("on") == "on"
 

@@ -55,9 +55,9 @@ def test_an_mpi4jax_that_does_not_fit_is_told_in_full_once_and_names_the_doctor(
     assert outcome.ended and not outcome.succeeded
     first, second = outcome.outputs
     error = (
-        f"RuntimeError: backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib "
+        f"RuntimeError: backend 'mpi': mpi4jax does not work with mpi4py's MPI and this jaxlib "
         f"({reason}); "
-        "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'.\n"
+        "`python -m fddp doctor` prints the command that repairs it, or use backend 'gloo'.\n"
     )
     assert first.count("Traceback") == 1 and first.endswith(error)
     assert second == f"fddp: rank 1 of 2 failed as the others did: {error}"

@@ -145,8 +145,8 @@ def test_an_mpi4jax_that_does_not_fit_is_an_error_that_names_the_doctor(
     with pytest.raises(RuntimeError) as error:
         mpi_vendors.import_mpi4jax()
     assert str(error.value) == (
-        f"backend 'mpi': mpi4jax does not go with mpi4py's MPI and this jaxlib ({reason}); "
-        "`python -m fddp doctor` names the command that mends it, or use backend 'gloo'."
+        f"backend 'mpi': mpi4jax does not work with mpi4py's MPI and this jaxlib ({reason}); "
+        "`python -m fddp doctor` prints the command that repairs it, or use backend 'gloo'."
     )
 
 

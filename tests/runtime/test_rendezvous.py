@@ -52,8 +52,8 @@ def test_who_has_not_come_is_the_same_error_on_all_who_have():
     assert (
         messages
         == [
-            f"fddp.init(timeout_s=2) could not join the others at {coordinator}: ranks 1, 3 of 4 "
-            f"have not come in time."
+            f"fddp.init(timeout_s=2) could not join the other ranks at {coordinator}: "
+            "ranks 1, 3 of 4 have not come in time."
         ]
         * 2
     )
@@ -73,7 +73,8 @@ def test_a_rank_that_cannot_join_tells_all_others_why_at_once(failing_rank):
         list(threads.map(come, range(3)))
     reason = f"rank {failing_rank}: it came too late."
     assert errors == dict.fromkeys(
-        range(3), f"fddp.init(timeout_s=300) could not join the others at {coordinator}: {reason}"
+        range(3),
+        f"fddp.init(timeout_s=300) could not join the other ranks at {coordinator}: {reason}",
     )
 
 
@@ -89,7 +90,7 @@ def test_a_rank_that_cannot_join_waits_for_nobody_long(rank, monkeypatch):
     ("host", "reason"),
     [
         ("nowhere.invalid", "the name 'nowhere.invalid' does not resolve"),
-        ("127.0.0.1", "connection refused, nobody listens there yet"),
+        ("127.0.0.1", "connection refused, no process listens there yet"),
     ],
 )
 def test_a_rank_that_cannot_reach_rank_0_says_why(host, reason):
@@ -106,9 +107,10 @@ def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monk
     outcomes([(1, 2)], coordinator, 3)
     assert sorted(capsys.readouterr().err.splitlines()) == [
         f"fddp: rank 0 waits at {coordinator}: rank 2 of 3 has not come",
-        f"fddp: rank 1 of 2 waits for rank 0 at {coordinator}: connection refused, nobody listens "
-        f"there yet",
-        f"fddp: rank 1 of 3 waits for rank 0 at {coordinator}: it is there, and waits for others",
+        f"fddp: rank 1 of 2 waits for rank 0 at {coordinator}: connection refused, no process "
+        "listens there yet",
+        f"fddp: rank 1 of 3 waits for rank 0 at {coordinator}: it is reachable, and waits for "
+        "other ranks",
     ]
     assert threading.active_count() == before
 
@@ -117,7 +119,7 @@ def test_everyone_says_meanwhile_whom_it_waits_for_and_is_silent_afterwards(monk
     ("ranks", "problem"),
     [
         ([(0, 2), (1, 3)], "rank 0 says that there are 2 processes, rank 1 that there are 3"),
-        ([(0, 3), (1, 3), (1, 3)], "two processes say that they are rank 1"),
+        ([(0, 3), (1, 3), (1, 3)], "two processes claim to be rank 1"),
         ([(0, 2), (2, 3)], "rank 0 says that there are 2 processes, rank 2 that there are 3"),
     ],
 )
@@ -130,7 +132,7 @@ def test_processes_that_do_not_belong_together_are_told_apart(ranks, problem):
 def test_a_port_that_is_taken_is_an_error_at_once():
     with socket.create_server(("", 0)) as listener:
         (message,) = outcomes([(0, 2)], f"127.0.0.1:{listener.getsockname()[1]}", 60)
-    reason = "rank 0 cannot listen there (Address already in use); name another port on all ranks"
+    reason = "rank 0 cannot listen there (Address already in use); set another port on all ranks"
     assert message.endswith(f": {reason}: FDDP_COORDINATOR=host:port.")
 
 
@@ -153,7 +155,7 @@ def test_ranks_of_another_job_do_not_count_and_hear_that_it_is_another():
         first = threads.submit(meet_ranks, 0, 2, coordinator, 60, job="777.0 of a cluster")
         for job in ("", "777.1"):
             with pytest.raises(
-                RuntimeError, match="in time: what answers there is not rank 0 of this job"
+                RuntimeError, match="in time: the process at this address is not rank 0 of this job"
             ):
                 meet_ranks(1, 2, coordinator, 2, job=job)
         assert not first.done()

@@ -227,7 +227,7 @@ def test_functions_without_a_name_need_cloudpickle_and_one_of_a_prompt_as_well(
     monkeypatch.setattr(spawn, "find_spec", without)
     with pytest.raises(
         ValueError,
-        match=r"given .*<lambda>.*: write it into a module .*, or pip install cloudpickle",
+        match=r"<lambda> .* be sent .*: write it into a module .*, or pip install cloudpickle",
     ):
         fddp.launch(lambda: rows, 2)
 
@@ -245,7 +245,7 @@ print(fddp.launch(os.getpid, 1))
 @pytest.mark.ranks
 def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told(tmp_path: Path):
     with pytest.raises(
-        RuntimeError, match=r"what a_lock returned cannot be pickled; return arrays"
+        RuntimeError, match=r"the result of a_lock cannot be pickled; return arrays"
     ):
         fddp.launch(a_lock, 1, None, timeout_s=END_S)
     script = tmp_path / "unguarded.py"

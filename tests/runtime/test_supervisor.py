@@ -138,7 +138,7 @@ def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(
         assert shown(*words, "--restarts", "2", "-n", "3") == lines
     assert shown("echo", "as it is") == ["[0] as it is", "[1] as it is"]
     assert main(by) == 2
-    assert "run: what? Give a script, train.py say" in capfd.readouterr().err
+    assert "run: give a script, such as train.py" in capfd.readouterr().err
 
 
 @pytest.mark.ranks
@@ -201,7 +201,9 @@ def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     stays = tmp_path / "mpiexec"
     stays.write_text('#!/bin/sh\nshift 4\n"$@"\nexec sleep $LONG\n')
     stays.chmod(0o755)
-    script_text = "print('fddp: `python -m fddp flight /tmp/x` tells what each rank sent last.')"
+    script_text = (
+        "print('fddp: `python -m fddp flight /tmp/x` shows the last messages of each rank.')"
+    )
     monkeypatch.setenv("LONG", "600")
     code, _, err = end_of_ranks(capfd, script_text, ranks=1, mpiexec=(str(stays), None))
     assert (code, err) == (128 + 15, "fddp run: the job ended by SIGTERM.\n")

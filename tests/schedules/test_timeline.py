@@ -170,5 +170,5 @@ def test_a_list_in_which_a_task_waits_for_ever_is_refused():
         Compute("a", (Value("sum", 0),), (Value("message", 0),)),
         Communicate("b", (Value("message", 0),), (Value("sum", 0),)),
     ]
-    with pytest.raises(ValueError, match="a and b would wait for ever"):
+    with pytest.raises(ValueError, match="a and b would wait forever"):
         simulate(tasks, {})

@@ -653,7 +653,7 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (
         fddp.from_nnx,
         (linen.Dense(1), square),
-        "module must be a flax.nnx.Module or a function that makes one",
+        "module must be a flax.nnx.Module or a function that returns one",
     ),
     (fddp.from_nnx, (lambda: None, 3), "loss must be a function, got int"),
 ]

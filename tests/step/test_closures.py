@@ -131,7 +131,7 @@ def test_a_shard_is_refused_by_name():
     shards = fddp.train_step(lambda p, x: jnp.mean(net(p, x)), optax.sgd(0.0), shard="state").init(
         TEACHER
     )
-    with pytest.raises(TypeError, match=r"a Shard of float32\[3, 4\] is no array.*fddp\.whole"):
+    with pytest.raises(TypeError, match=r"a Shard of float32\[3, 4\] is not an array.*fddp\.whole"):
         trained(lambda p, x: jnp.mean((net(p, x) - net(shards.params, x)) ** 2), optax.sgd(0.1))
 
 

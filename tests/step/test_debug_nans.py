@@ -50,7 +50,7 @@ def test_a_step_with_a_nan_raises_and_training_goes_on(group: fddp.Group, option
         for rows in (BAD, ROWS, BAD):
             if rows is BAD:
                 with pytest.raises(
-                    FloatingPointError, match=r"NaN in .*the step was given is unchanged"
+                    FloatingPointError, match=r"NaN in .*The input state of the step is unchanged"
                 ):
                     step(state, rows)
             else:

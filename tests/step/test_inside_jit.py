@@ -126,7 +126,7 @@ def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int
     refused(
         settled_step(),
         lambda step: lambda state, x: jax.grad(lambda x: step(state, x)[1].loss)(x),
-        "jax.lax.scan alone",
+        "only of jax.jit and jax.lax.scan",
     )
     refused(
         settled_step(),

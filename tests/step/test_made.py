@@ -170,15 +170,15 @@ def numbers() -> Any:
 @pytest.mark.parametrize(
     "function, words",
     [
-        (lambda key: jax.random.normal(key, (3,)), "called without arguments, and .* wants"),
-        (numbers, "needs numbers while it is.*compute with jax.numpy"),
+        (lambda key: jax.random.normal(key, (3,)), "called without arguments, and .* needs"),
+        (numbers, "needs concrete numbers during tracing: use jax.numpy"),
         (lambda: {"w": "a string"}, "must be an array, got str"),
         (
             lambda: {"w": jnp.ones(3), "key": jax.random.key(0)},
             "random key, which nothing can train",
         ),
     ],
-    ids=["it wants arguments", "it needs numbers", "it makes no array", "it makes a key"],
+    ids=["it wants arguments", "it needs concrete numbers", "it makes no array", "it makes a key"],
 )
 def test_a_function_that_makes_no_parameters_is_refused(group: Groups, function: Any, words: str):
     step = step_of(group(2))

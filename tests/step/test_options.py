@@ -113,7 +113,9 @@ def test_a_layer_is_frozen_or_unfrozen_by_a_step_of_its_own(group, change, name,
     for x in ROWS[:3]:
         state, _ = step(state, x)
     if shard:
-        with pytest.raises(ValueError, match=r"how a state is held, got ignore: use train_step"):
+        with pytest.raises(
+            ValueError, match=r"change the layout of a state, got ignore: use train_step"
+        ):
             step.with_options(ignore=after)
     elif name != "sgd":
         message = (
@@ -161,9 +163,7 @@ def test_a_used_up_state_says_so_in_one_line(group, options):
     step = fddp.train_step(square, optax.adam(0.1), group=group(2), **options)
     first = step.init(jnp.zeros(3))
     second, _ = step(first, jnp.ones((4, 3)))
-    assert (
-        repr(first) == "TrainState(used up: a step has written the next state where this one lay)"
-    )
+    assert repr(first) == "TrainState(used up: a step has written the next state into its memory)"
     assert repr(second).startswith("TrainState(step=")
 
 

@@ -43,9 +43,7 @@ def test_rank_0_names_the_ranks_that_bring_the_same_rows(
     nothing = bytes(BESIDE)
     tell_same_rows(group(1), [same, other_digest, nothing, same, nothing])
     words = capfd.readouterr().err
-    assert (
-        words.startswith("fddp: ranks 0, 3 bring the same first rows") and "fddp.samples" in words
-    )
+    assert words.startswith("fddp: ranks 0, 3 pass the same first rows") and "fddp.samples" in words
     tell_same_rows(group(1), [same, other_digest, nothing, nothing])
     assert capfd.readouterr().err == ""
 

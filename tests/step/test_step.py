@@ -239,7 +239,7 @@ def test_value_and_grad_leaves_its_arguments_alone(group):
     f = fddp.value_and_grad(square, group=group(4))
     same_bits(f(w, x), f(w, x))
     assert not w.is_deleted() and not x.is_deleted()
-    with pytest.raises(ValueError, match="cannot go with donate=True"):
+    with pytest.raises(ValueError, match="does not work with donate=True"):
         fddp.value_and_grad(square, group=group(4), donate=True)
 
 

@@ -57,12 +57,12 @@ def test_a_message_that_one_rank_never_sent_is_the_difference():
 
 def test_a_message_that_did_not_come_back_is_named():
     line = last_line(record(0, message(7, took_s=None)), record(1, message(7, took_s=None)))
-    assert line == "message 7, bucket 0, 8 bytes, did not come back on rank 0, 1"
+    assert line == "message 7, bucket 0, 8 bytes, did not complete on rank 0, 1"
 
 
 def test_what_only_some_still_remember_is_no_difference():
     assert last_line(record(0, message(3), message(4)), record(1, message(4))) == (
-        "no difference among the messages that are kept"
+        "no difference among the recorded messages"
     )
 
 
@@ -88,7 +88,7 @@ def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
     for rank in (1, 0):
         (tmp_path / f"rank_{rank}.json").write_text(json.dumps(record(rank)))
     assert [flight["rank"] for flight in read_flights([tmp_path])] == [0, 1]
-    with pytest.raises(ValueError, match="no record"):
+    with pytest.raises(ValueError, match="not a record"):
         read_flights([tmp_path / "rank_0.json", tmp_path.parent / "nothing.json"])
     messages = {"messages": [{"number": "1"}]}
     for text in (
@@ -100,7 +100,7 @@ def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
         json.dumps(record(2) | {"size": "2"}),
     ):
         (tmp_path / "rank_2.json").write_text(text)
-        with pytest.raises(ValueError, match=r"rank_2.json is no record of a rank"):
+        with pytest.raises(ValueError, match=r"rank_2.json is not a record of a rank"):
             read_flights([tmp_path])
     with pytest.raises(ValueError, match="no record"):
         read_flights([])

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 # Advice for an exposed message in a loop: one of the step's messages, or one of the loss's own.
 AWAITED = (
-    "XLA awaits it where it starts. It does so if the GPU's memory is short: give each replica "
-    "fewer rows. With a bucket_cap_mb that holds all rounds they travel at once, outside of the "
+    "XLA waits for it at its start, because the GPU's memory is short: give each replica "
+    "fewer rows. With a bucket_cap_mb larger than all rounds they travel at once, outside of the "
     "loop."
 )
 OF_THE_LOSS = (
-    "move it out of the loop. (What accumulation_steps sends stands outside of loops.) On GPUs a "
-    "sum that only leaves the loop, and that no later round reads, is hidden under the next round."
+    "move it out of the loop. (accumulation_steps sends outside of loops.) On GPUs a sum that no "
+    "later round reads is hidden under the next round."
 )
 
 
@@ -38,7 +38,7 @@ def problems(audit: "Audit") -> Iterator[str]:
         if merged(collective):
             yield (
                 f"merged: XLA made one {collective.kind} of {len(collective.arrays)}, "
-                f"{collective.nbytes / MiB:.1f} MiB, which leaves when the last of them is ready; "
+                f"{collective.nbytes / MiB:.1f} MiB, which is sent when the last of them is ready; "
                 "on GPUs the compiler option "
                 f"xla_gpu_{collective.kind.replace('-', '_')}_combine_threshold_bytes=0 keeps them "
                 "apart."
@@ -49,7 +49,7 @@ def problems(audit: "Audit") -> Iterator[str]:
                 advice = AWAITED
             yield (
                 f"in a loop: {collective.op_name or collective.kind} ({audit.label(k)}) is sent in "
-                f"each of {collective.rounds} rounds, and nothing heavy is computed beside it; "
+                f"each of {collective.rounds} rounds, and no heavy operation overlaps with it; "
                 f"{advice}"
             )
     carried = [message for message in audit.carries if message is not None]
@@ -70,9 +70,9 @@ def problems(audit: "Audit") -> Iterator[str]:
     branched = sorted({audit.label(k) for k in audit.sent if collectives[k].branches} - row_buckets)
     if branched:
         yield (
-            f"in a branch: {_listed(branched)}. Whether, or how, it is sent is decided at run time "
-            "(a hook that begins later, skip_all_reduce_unused_params), XLA computes nothing "
-            "beside a conditional, and the estimate leaves what it sends out."
+            f"in a branch: {_listed(branched)}. It is sent conditionally, at run time (a hook "
+            "that begins later, skip_all_reduce_unused_params). XLA overlaps nothing with a "
+            "conditional, and the estimate excludes its traffic."
         )
     outside = list[int]()
     rounds = 0
@@ -92,9 +92,8 @@ def _exposed(audit: "Audit", numbers: Sequence[int], rounds: int) -> Iterator[st
     numbers = [k for k in numbers if k not in gathers]
     if bare and bare == gathers and min(numbers) < min(gathers):
         yield (
-            f"at the end: {_listed(map(audit.label, gathers))}. New parameters are gathered when "
-            "everything is computed; that is what shard='optimizer' takes for the memory that it "
-            "gives."
+            f"at the end: {_listed(map(audit.label, gathers))}. New parameters are gathered after "
+            "all computation: the price of the memory that shard='optimizer' saves."
         )
     elif len(bare) > max(1, len(gathers) // 2):
         yield _bare(audit, bare)
@@ -118,22 +117,22 @@ def _exposed(audit: "Audit", numbers: Sequence[int], rounds: int) -> Iterator[st
         # XLA makes messages without concurrent computation synchronous.
         yield (
             f"ready at once: {audit.looped / audit.flops:.0%} of the operations are in loops, and "
-            "a loop (lax.scan over layers?) delivers all its gradients when it ends, so nothing is "
-            "left to hide traffic under. Those of layers are summed inside of the loop if they are "
-            "more than bucket_cap_mb, and more than what is ready before it; where they cannot be "
-            "(a hook), write the layers as a Python loop."
+            "a loop (lax.scan over layers?) delivers all its gradients when it ends, so no "
+            "computation is left to hide traffic. Gradients of layers are summed inside the loop "
+            "if they exceed bucket_cap_mb and the gradients that are ready before it; if a hook "
+            "prevents that, write the layers as a Python loop."
         )
     elif synchronous and not rounds and not hides:
         yield (
-            f"synchronous: {_named(audit, synchronous)}. The program waits for all that it sends: "
-            "nothing can be computed beside it (smaller buckets, or more rows for each replica, "
-            "may help), or XLA does without its scheduler, for which fddp sets "
+            f"synchronous: {_named(audit, synchronous)}. The program waits for all messages: no "
+            "computation can overlap with them (smaller buckets, or more rows per replica, may "
+            "help), or XLA ran without its scheduler, which fddp enables by "
             "xla_gpu_enable_latency_hiding_scheduler."
         )
     elif len(numbers) + rounds == 1 and unhidden:
         yield (
-            "nothing to overlap with: one bucket holds everything and leaves when the backward "
-            "pass is over; give a smaller bucket_cap_mb."
+            "nothing to overlap with: one bucket holds everything and is sent after the backward "
+            "pass; give a smaller bucket_cap_mb."
         )
     elif len(unhidden) > max(1, (len(numbers) + rounds) // 2):
         yield _bare(audit, unhidden)
@@ -142,7 +141,7 @@ def _exposed(audit: "Audit", numbers: Sequence[int], rounds: int) -> Iterator[st
 def _bare(audit: "Audit", numbers: Sequence[int]) -> str:
     return (
         "nothing to overlap with: nothing heavy is computed while "
-        f"{_named(audit, numbers)} are on their way; give each replica more rows, or larger "
+        f"{_named(audit, numbers)} are in flight; give each replica more rows, or larger "
         "buckets."
     )
 

@@ -197,7 +197,7 @@ def audit(step: TrainStep, state: TrainState, batch: PyTree, target: str | None 
         return _of_stages(step, memory, where, task_list)
     if machine is None and step.group.backend == "mpi" and step.group.size > 1:
         raise ValueError(
-            "an audit reads XLA's collectives, and MPI's are calls that it cannot look into; give "
+            "an audit reads XLA's collectives, and cannot read MPI's calls; give "
             "a target, fddp.audit(…, target='h100:8'), or use backend 'gloo'."
         )
     compiled = compile_to_read(step.lower(state, batch))
@@ -212,9 +212,9 @@ def _of_stages(step: TrainStep, tasks: Footprint | None, where: str, task_list: 
     """Returns the audit of a step of several programs: its memory."""
     if tasks is None:
         raise ValueError(
-            "this step is several programs, and the messages leave between them: an audit tells "
-            "the memory of the schedules 'staged' and 'eager', and no more; of schedule='fused' it "
-            "reads the collectives as well."
+            "this step has several programs, and sends messages between them: for the schedules "
+            "'staged' and 'eager' an audit reports only the memory; for schedule='fused' it reads "
+            "the collectives as well."
         )
     messages = tuple(task.name for task in task_list.messages)
     memory = memory_of(tasks)

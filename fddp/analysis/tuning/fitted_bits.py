@@ -133,7 +133,7 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
         _refuse_one_program("refit_bits", step)
     if not step.lately:
         raise ValueError(
-            "refit_bits looks at the last steps, and the first one, which compiles, does not count."
+            "refit_bits reads the last steps, and the first step, which compiles, does not count."
         )
     task_list = first_tasks(step.settled)
     lines = list(step.lately)
@@ -174,7 +174,7 @@ def _check(call: str, step: TrainStep, exposed: float) -> None:
 def _refuse_one_program(call: str, step: TrainStep) -> None:
     if step.settled.is_one_program:
         raise ValueError(
-            f"{call} looks at stages, and this step is one program: make it with schedule='staged'."
+            f"{call} needs stages, and this step is one program: create it with schedule='staged'."
         )
 
 

@@ -52,7 +52,7 @@ def hop_of(link: Link, replicas: int, algorithm: Algorithm = ring) -> Link:
     """
     if replicas < 2:
         raise ValueError(
-            f"all-reduces of {replicas} replica say nothing of a link; measure with two or more."
+            f"all-reduces of {replicas} replica say nothing about a link; measure with two or more."
         )
     hops = algorithm(Link(1.0, inf), 0.0, replicas)
     bytes_sent = algorithm(Link(0.0, 1.0), 1.0, replicas)

@@ -235,7 +235,7 @@ def _schedule(group: Group, caps_mb: Sequence[float], options: Mapping[str, Any]
         raise ValueError(
             "tune simulates the staged schedule, for groups of one replica per process: got "
             f"schedule={schedule!r} and {group.size} replicas in {group.processes} processes. "
-            "In a fused step XLA launches the buckets; look at step.measure(state, batches) there."
+            "In a fused step XLA launches the buckets; use step.measure(state, batches) there."
         )
     if count := options.get("virtual_replicas"):
         refuse({"virtual_replicas": f"virtual_replicas={count}", "fddp.tune": "fddp.tune"})

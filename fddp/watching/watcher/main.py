@@ -218,7 +218,9 @@ def _end(watch: Watch, *, abort: bool) -> None:
             if watch.spoke.get(link, watch.now) > watch.now - patience
         }
         wait_for_others(near, patience)
-        write_stderr(f"`python -m fddp flight {job['flight']}` tells what each rank sent last.")
+        write_stderr(
+            f"`python -m fddp flight {job['flight']}` shows the last messages of each rank."
+        )
     end(watch.memory, job, watch.own, watch.said, watch.died)
     leave_last(job["pmi_fd"], watch.links, patience, abort=abort)
 

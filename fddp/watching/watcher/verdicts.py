@@ -193,7 +193,7 @@ def condition(report: Report, time_s: float, silence_s: float) -> str:
     if report["lifeless"] > silence_s:
         return (
             f"does not run Python {where(report)} "
-            "(a debugger, or a call that holds the interpreter)"
+            "(a debugger, or a call that blocks the interpreter)"
         )
     return f"is {where(report)}"
 
