@@ -67,11 +67,11 @@ def main(
         )
         for number, chosen in zip(range(start + 1, steps + 1), rows):
             state, info = step(state, {"tokens": text[chosen].astype(np.int32)})
-            results = fddp.preempted()
-            checkpoints.save(state, now=results or number == steps)
+            stops = fddp.preempted()
+            checkpoints.save(state, now=stops or number == steps)
             if number % max(1, steps // 10) == 0:
                 group.print(f"step {number}, loss {info.loss:.3f}")
-            if results:
+            if stops:
                 group.print(f"told to end, saved after step {number}")
                 return
     group.print(f"parameters {digest(state.params)}")

@@ -137,7 +137,7 @@ def _check_start(
     optimizer.check_needs(replica.trained(params))
     features = dict(replica.asked)
     if jax.tree.leaves(replica.memory_form(params)):
-        features[MEMORY] = f"{replica.options.hook}, which remembers things from step to step"
+        features[MEMORY] = f"{replica.options.hook}, which has a memory"
     if has_functions:
         features[FUNCTION] = FUNCTION
     if isinstance(params, optax.LookaheadParams):

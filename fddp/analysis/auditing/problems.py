@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 # Advice for an exposed message in a loop: one of the step's messages, or one of the loss's own.
 AWAITED = (
-    "XLA waits for it at its start, because the GPU's memory is short: give each replica "
+    "XLA waits for it at its start, as it does if the GPU's memory is short: give each replica "
     "fewer rows. With a bucket_cap_mb larger than all rounds they travel at once, outside of the "
     "loop."
 )
