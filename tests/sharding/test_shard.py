@@ -311,6 +311,24 @@ def test_a_python_number_is_trained_in_shards(group: Groups, shard: Any):
 
 
 @both
+def test_an_update_may_print_a_norm_over_all_shards(group: Groups, shard: Any, capfd: Any):
+    def printing(updates: Any, params: Any) -> Any:
+        del params
+        jax.debug.print("norm {}", optax.tree.norm(updates))
+        return updates
+
+    optimizer = optax.chain(optax.stateless(printing), optax.sgd(0.5))
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x - w) ** 2), optimizer, group=group(4), shard=shard
+    )
+    state, _ = step(step.init(jnp.zeros(16)), np.ones((8, 16), np.float32))
+    jax.effects_barrier()
+    # The gradient is −2 / 16 in each of 16 elements.
+    assert capfd.readouterr().out == "norm 0.5\n" * 4
+    np.testing.assert_array_equal(fddp.whole(state.params), np.full(16, 0.0625))
+
+
+@both
 def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups, shard: Any):
     step = fddp.train_step(
         loss_fn, optax.adam(0.1), group=group(3), shard=shard, ignore=lambda name: name == "w"
