@@ -34,7 +34,7 @@ from fddp.step.options import name_of
 from fddp.step.partitions import partitions_of
 from fddp.step.replica import Replica
 from fddp.step.same_rows import digest
-from fddp.step.state import TrainState, check_state
+from fddp.step.state import TrainState, check_state, form_of
 
 
 class Seen(NamedTuple):
@@ -85,7 +85,7 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> Seen:
     several = replica.group.processes > 1
     sums_in_loops = several and schedule.one_program and bool(partitions)
     return Seen(
-        state=state,
+        state=jax.tree.map(form_of, state),
         chosen=chosen,
         order=_order(replica, sliced, [unit for i in chosen for unit in units[i]]),
         # The program's inputs are the step number, the parameters, and the rest of the state.

@@ -118,6 +118,12 @@ class StepInfo(NamedTuple):
     """Marks this replica's non-finite gradients, by trained leaf; set with `skip_nonfinite`."""
 
 
+def form_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape, dtype and sharding of an array, without its memory."""
+    sharding = getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype, sharding=sharding)
+
+
 def check_state(state: object) -> None:
     """Raises TypeError unless `state` is a `TrainState`; a step returns a pair, for example."""
     if not isinstance(state, TrainState):

@@ -341,3 +341,23 @@ def test_a_step_does_not_hold_the_memory_of_its_first_batch(schedule: Any):
     jax.block_until_ready(state.params)
     gc.collect()
     assert first() is None
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": "state"}, {"virtual_replicas": 4}], ids=str)
+@pytest.mark.parametrize("schedule", ["auto", "after"])
+def test_nor_that_of_its_first_state(group: Any, schedule: Any, options: Any):
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x - w) ** 2),
+        optax.adam(0.1),
+        group=group(4),
+        schedule=schedule,
+        donate=False,
+        **options,
+    )
+    state = step.init(jnp.zeros(8))
+    first = list(map(weakref.ref, jax.tree.leaves(state)))
+    for _ in range(2):
+        state, _ = step(state, np.ones((8, 8), np.float32))
+    jax.block_until_ready(jax.tree.leaves(state))
+    gc.collect()
+    assert [array() for array in first] == [None] * len(first)
