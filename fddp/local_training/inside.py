@@ -15,7 +15,7 @@ from fddp.buckets import Shard, insert_shards, is_shard, map_shards, whole_forms
 from fddp.comm import Group
 from fddp.losses import Joined
 from fddp.losses import Shared as Alike
-from fddp.step import Copy, Cut, Held, IslandState, LocalState, Replica, TrainState, Way
+from fddp.step import Copy, Cut, IslandState, LocalState, Replica, TrainState, Way
 
 
 class Trains(NamedTuple):
@@ -40,36 +40,11 @@ def within_island(replica: Replica, way: Way) -> Replica:
     return replace(replica, group=replace(group, size=group.parts, **carriers), way=way)
 
 
-def hold(
-    way: Way,
-    replica: Replica,
-    trained: PyTree,
-    opt_state: PyTree,
-    model_state: PyTree,
-    cut: Cut,
-    copy: Copy,
-) -> Held:
-    """Builds an island's state: shards of arrays that its replicas share, local copies of others.
-
-    `opt_state` is a `LocalState` or an `IslandState`; `trained` has None for untrained parameters.
-    """
-    group = replica.group
-
-    def cut_in_each(x: Any, leaf: int) -> Shard:
-        return replace(cut(x, leaf), copies=True, ranks=group.copy_ranks, nodes=group.nodes)
-
-    params, inner = parts_held(way, replica, trained, opt_state.inner, cut_in_each)
-    params, inner, weight, buffers = copies_held(
-        (params, inner, opt_state.weight, model_state), copy
-    )
-    return params, shared_held(opt_state, copy)._replace(inner=inner, weight=weight), buffers
-
-
 def parts_held(
     way: Way, replica: Replica, trained: PyTree, opt_state: PyTree, cut: Cut
 ) -> tuple[Any, Any]:
     """Cuts the parameters and the inner optimizer's state that replicas of an island share."""
-    params, opt_state, _ = way.hold(replica, trained, opt_state, None, cut, lambda x: x)
+    params, opt_state, _ = way.hold(replica, (trained, opt_state, None), cut, lambda x: x)
     params = jax.tree.map(lambda x, part: x if part is None else part, trained, params)
     return params, opt_state
 

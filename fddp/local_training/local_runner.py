@@ -7,14 +7,17 @@ from typing import Any, ClassVar
 import jax
 from jaxtyping import PyTree
 
+from fddp.buckets import Shard
 from fddp.comm import Group, nothing_to_compare, verify
 from fddp.hooks import Hook
 from fddp.local_training.fragments import Fragment, check_fragments, scalars_of
 from fddp.local_training.inside import (
-    hold,
+    copies_held,
     keys_of_island,
     own_rows,
     own_view,
+    parts_held,
+    shared_held,
     whole_view,
     within_island,
 )
@@ -103,17 +106,19 @@ class LocalWay(Way):
         rounds = forms.rounds and self.scattered
         return forms._replace(table_rows=False, slices=False, rounds=rounds)
 
-    def hold(
-        self,
-        replica: Replica,
-        trained: PyTree,
-        opt_state: PyTree,
-        model_state: PyTree,
-        cut: Cut,
-        copy: Copy,
-    ) -> Held:
-        """Returns a replica's share of its island's state."""
-        return hold(self.inner, replica, trained, opt_state, model_state, cut, copy)
+    def hold(self, replica: Replica, whole: Held, cut: Cut, copy: Copy) -> Held:
+        """Cuts the arrays that the replicas of an island share, and copies the others."""
+        trained, opt_state, model_state = whole
+        group = replica.group
+
+        def cut_in_each(x: Any, leaf: int) -> Shard:
+            return replace(cut(x, leaf), copies=True, ranks=group.copy_ranks, nodes=group.nodes)
+
+        params, inner = parts_held(self.inner, replica, trained, opt_state.inner, cut_in_each)
+        params, inner, weight, buffers = copies_held(
+            (params, inner, opt_state.weight, model_state), copy
+        )
+        return params, shared_held(opt_state, copy)._replace(inner=inner, weight=weight), buffers
 
     def seen(self, replica: Replica, state: TrainState) -> TrainState:
         """Returns the state with that of the inner optimizer."""

@@ -89,17 +89,10 @@ class Sharded(Way):
             rounds=forms.rounds and group.communicator.levels is None,
         )
 
-    def hold(
-        self,
-        replica: Replica,
-        trained: PyTree,
-        opt_state: PyTree,
-        model_state: PyTree,
-        cut: Cut,
-        copy: Copy,
-    ) -> Held:
+    def hold(self, replica: Replica, whole: Held, cut: Cut, copy: Copy) -> Held:
         """Cuts the optimizer's state and, under shard="state", the parameters."""
-        del replica, model_state, copy
+        del replica, copy
+        trained, opt_state, _ = whole
         kinds = kinds_of_state(opt_state, trained)
         cut_state = jax.tree.map(
             lambda kind, x: cut(x, kind.leaf) if isinstance(kind, Follows) else x,

@@ -57,24 +57,20 @@ def first_held(
     opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
     axes = replica.group.placement.other_axes
     opt_state = optimizer_laid_out(axes, opt_state, trained, leaf_specs)
-    return take_apart(in_shards(replica, leaf_specs, trained, opt_state, model_state))
+    return take_apart(in_shards(replica, leaf_specs, (trained, opt_state, model_state)))
 
 
-def in_shards(
-    replica: Replica, leaf_specs: PyTree, trained: PyTree, opt_state: PyTree, model_state: PyTree
-) -> Held:
+def in_shards(replica: Replica, leaf_specs: PyTree, whole: Held) -> Held:
     """Cuts a replica's share from whole arrays; inside a program."""
     group = replica.group
     comm = group.communicator.at("shards")
-    layouts = leaf_layouts(group, trained, leaf_specs)
+    layouts = leaf_layouts(group, whole[0], leaf_specs)
 
     def cut(x: jax.Array, leaf: int) -> Shard:
         layout = layouts[leaf].of(x.shape)
         return _shard(group, layout.part(x, comm.replica_index()), layout)
 
-    return replica.way.hold(
-        replica, trained, opt_state, model_state, cut, partial(copy_of, group.copy_ranks)
-    )
+    return replica.way.hold(replica, whole, cut, partial(copy_of, group.copy_ranks))
 
 
 def form_in_shards(replica: Replica, state: TrainState, leaf_specs: PyTree) -> TrainState:
@@ -97,9 +93,8 @@ def form_in_shards(replica: Replica, state: TrainState, leaf_specs: PyTree) -> T
     def copy(x: jax.Array | jax.ShapeDtypeStruct) -> Shard:
         return Shard(form((x.size,), x), Layout(x.shape), copies=True, ranks=group.copy_ranks)
 
-    return with_held(
-        state, replica.way.hold(replica, trained, state.opt_state, state.model_state, cut, copy)
-    )
+    whole = trained, state.opt_state, state.model_state
+    return with_held(state, replica.way.hold(replica, whole, cut, copy))
 
 
 def _shard(group: Group, parts: Any, layout: Layout) -> Shard:

@@ -33,7 +33,8 @@ from fddp.step.state import LocalState, Mean, TrainState
 from fddp.step.step_optimizer import Optimizer
 from fddp.step.travels import Travels, travels
 
-# (trained parameters, optimizer state, buffers), with None for leaves or buffers that stay whole
+# (trained parameters, optimizer state, buffers); in a share, None for leaves or buffers that stay
+# whole
 Held: TypeAlias = tuple[Any, Any, Any]
 # (whole array, index of its leaf among the trained ones) → one replica's shard of it
 Cut: TypeAlias = Callable[[Any, int], Shard]
@@ -99,17 +100,10 @@ class Way:
         """Decides in which forms gradients may travel."""
         return travels(options, group)
 
-    def hold(
-        self,
-        replica: Replica,
-        trained: PyTree,
-        opt_state: PyTree,
-        model_state: PyTree,
-        cut: Cut,
-        copy: Copy,
-    ) -> Held:
-        """Returns one replica's share of the trained parameters, optimizer state and buffers."""
-        del replica, model_state, cut, copy
+    def hold(self, replica: Replica, whole: Held, cut: Cut, copy: Copy) -> Held:
+        """Returns one replica's share of the whole trees."""
+        del replica, cut, copy
+        trained, opt_state, _ = whole
         return jax.tree.map(lambda x: None, trained), opt_state, None
 
     def seen(self, replica: Replica, state: TrainState) -> TrainState:
