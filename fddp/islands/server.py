@@ -196,7 +196,4 @@ class _Server:
         """Waits for the reply to an island for the time of a heartbeat."""
         with self.changed:
             self.changed.wait_for(lambda: island in self.replies or self.failure, BEAT_S)
-            newest = self.replies.pop(island, None)
-            if newest is not None:
-                self.began[island] = newest.version
-            return newest
+            return self.replies.pop(island, None)
