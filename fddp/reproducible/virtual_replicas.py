@@ -146,8 +146,8 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
     leaves = _SentLeaves(plan)
 
     def contribution(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
-        outputs: Any
-        outputs, saved = one_of(replica, number).local(lambda *x: x, state, None, rows)  # type: ignore
+        local: Any = one_of(replica, number).local
+        outputs, saved = local(lambda *x: x, state, None, rows)
         return (leaves.select(outputs[0]), outputs[1]), saved
 
     def contribute(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:

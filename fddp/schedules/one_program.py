@@ -69,7 +69,8 @@ def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
 
     def inside(inputs: StepInputs) -> StepOutputs:
         # A program inside another one cannot have compiler options.
-        return StepOutputs(*program.__wrapped__(*inputs))  # pyright: ignore[reportAttributeAccessIssue]
+        without_options: Any = program
+        return StepOutputs(*without_options.__wrapped__(*inputs))
 
     runner = Runner(run, lower, None, make, footprint)
     if group.placement.on_mesh:
