@@ -18,7 +18,7 @@ Rule: TypeAlias = Callable[[JaxprEqn, Read], Sequence[Any] | None]
 
 
 def interpret(closed: ClosedJaxpr, args: Sequence[Any], rule: Rule) -> list[Any]:
-    """Runs a program, and asks `rule` for the outputs of each equation; returns its outputs.
+    """Runs a program, with `rule` for its equations; returns the outputs.
 
     >>> import jax
     >>> program = jax.make_jaxpr(lambda x: jax.numpy.sin(x) + 1.0)(2.0)

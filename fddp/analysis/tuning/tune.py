@@ -39,7 +39,7 @@ def tune(
 ) -> Tuning: ...
 
 
-def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
+def tune(*args: Any, target: str | None = None, **options: Any) -> Any:
     """Finds the bucket cap with the shortest step.
 
     `fddp.tune(loss_fn, optimizer, params, batch)` measures the hosts of the running processes: the
@@ -49,7 +49,7 @@ def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
     `fddp.audit`.
 
     Args:
-      *given: loss, optimizer, parameters and this process's rows, as for `train_step`. With a
+      *args: loss, optimizer, parameters and this process's rows, as for `train_step`. With a
         target: a step, its state and a batch, as for `fddp.audit`.
       target: "h100:8" or "a100:2x8", as for `fddp.audit`; None for these hosts.
       **options: `caps_mb`, the candidate caps in MiB. Without a target also `group`, `has_aux`,
@@ -76,8 +76,8 @@ def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
       >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
       [(0, 2), (0.25, 1)]
     """
-    step = [*given, options.get("step")][0]
-    missing = [name for name in ARGUMENTS[len(given) :] if name not in options and target is None]
+    step = [*args, options.get("step")][0]
+    missing = [name for name in ARGUMENTS[len(args) :] if name not in options and target is None]
     if missing or isinstance(step, TrainStep) != (target is not None):
         raise TypeError(
             "fddp.tune(step, state, batch, target='h100:8') takes a step and a target to compile "
@@ -85,8 +85,8 @@ def tune(*given: Any, target: str | None = None, **options: Any) -> Any:
             f"hosts, takes neither: got {type(step).__name__} and target={target!r}."
         )
     if target is None:
-        return without_context_mesh(tune_here)(*given, **options)
-    return without_context_mesh(tune_for)(*given, target=target, **options)
+        return without_context_mesh(tune_here)(*args, **options)
+    return without_context_mesh(tune_for)(*args, target=target, **options)
 
 
 def tune_model(name: str, rows: int = 8, **options: Any) -> Tuning:
