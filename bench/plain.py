@@ -424,15 +424,13 @@ def _put_back(new: Any, old: Any, moves: dict[str, bool]) -> Any:
     def chosen(path: Sequence[Any], x: Any, y: Any) -> Any:
         return x if all(moves.get(getattr(key, "key", ""), True) for key in path) else y
 
-    if isinstance(
-        new, optax.transforms.PartitionState
-    ):  # a part without moving leaves counts no step
+    if isinstance(new, optax.transforms.PartitionState):
+        # A part counts no step if none of its leaves moves. Without leaves it counts, as in optax.
         labels = by_name(moves, "adam", "sgd")
-        turns = {
-            label: any(moves[name] for name in moves if labels[name] == label)
-            for label in new.inner_states
-        }
-        new = new._replace(
-            inner_states={k: (new if turns[k] else old).inner_states[k] for k in turns}
-        )
+        inner_states = dict(new.inner_states)
+        for label in inner_states:
+            its_moves = [moves[name] for name in moves if labels[name] == label]
+            if its_moves and not any(its_moves):
+                inner_states[label] = old.inner_states[label]
+        new = new._replace(inner_states=inner_states)
     return jax.tree_util.tree_map_with_path(chosen, new, old)
