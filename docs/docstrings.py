@@ -25,7 +25,7 @@ INTERNAL = {
         "recovery",
         "transport",
     ),
-    "training.train_step.TrainStep": ("held", "on", "optimizer", "sent", "settled", "training"),
+    "training.train_step.TrainStep": ("on",),
 }
 
 
