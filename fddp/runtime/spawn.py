@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
@@ -269,4 +269,8 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # The watchers report the death of a rank and not its reason.
+        rank = os.environ["FDDP_RANK"]
+        with suppress(OSError):  # a closed pipe
+            os.write(2, f"fddp.launch: the caller has ended, and with it rank {rank}.\n".encode())
         os.killpg(0, signal.SIGKILL)

@@ -213,6 +213,8 @@ def _wait(
             _signal(processes, signal.SIGTERM)
             deadline = time.monotonic() + END_S
         for number in signals[forwarded:]:  # a signal may arrive twice
+            # The ranks' watchers report the death of a rank and not its reason.
+            print_line(f"received {signal.Signals(number).name}, and sends it to the ranks.")
             _signal(processes, number)
             if number != signal.SIGTERM:
                 deadline = time.monotonic() + END_S

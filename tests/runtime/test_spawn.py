@@ -204,7 +204,10 @@ def test_no_rank_outlives_a_caller_that_is_interrupted_or_killed(
         caller.wait(END_S)
     finally:
         caller.kill()
-        caller.communicate()
+        err = caller.communicate()[1]
+    if number != signal.SIGINT:  # after which the caller itself ends the ranks
+        for rank in range(2):
+            assert f"fddp.launch: the caller has ended, and with it rank {rank}.\n" in err
 
 
 @pytest.mark.ranks
