@@ -40,7 +40,8 @@ from bench.record import busy_and_idle_s, save, saved
 from bench.two_hosts import ask
 from fddp.schedules import Communicate, Pace, TaskList, simulate
 from fddp.schedules.message_order import leaving_in
-from fddp.schedules.tasks import Task, Value
+from fddp.schedules.tasks import Task
+from fddp.schedules.values import Value
 
 RATE = "1gbit"
 BYTES_PER_S = 1e9 / 8 * 1448 / 1514  # of an Ethernet frame's bytes so many are a message's

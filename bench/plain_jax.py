@@ -18,9 +18,10 @@ from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import whole_forms
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import compile_to_read, without_context_mesh
+from fddp.jaxpr import with_trained
 from fddp.losses import Evaluated
 from fddp.schedules import Timeline
-from fddp.step import TrainState, with_trained
+from fddp.step import TrainState
 from fddp.training import TrainStep
 
 # XLA overlaps nothing on GPUs before Hopper without this flag.

@@ -5,7 +5,8 @@ from typing import Any
 
 from fddp.schedules import simulate
 from fddp.schedules.queues import by_kind
-from fddp.schedules.tasks import NEW, RESULT, Task, Value
+from fddp.schedules.tasks import Task
+from fddp.schedules.values import NEW, RESULT, Value
 
 STEPS = 4  # simulated: the last step takes as long as all that would follow
 

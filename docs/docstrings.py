@@ -25,6 +25,16 @@ INTERNAL = {
         "recovery",
         "transport",
     ),
+    "training.settled_step.SettledStep": (
+        "held",
+        "lately",
+        "optimizer",
+        "sent",
+        "settled",
+        "skips",
+        "steps",
+        "training",
+    ),
     "training.train_step.TrainStep": ("on",),
 }
 

@@ -33,12 +33,8 @@ from fddp.buckets.plan import Bucket as Bucket
 from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
-from fddp.buckets.plan import MiB as MiB
-from fddp.buckets.plan import Slice as Slice
-from fddp.buckets.plan import Travelling as Travelling
-from fddp.buckets.plan import at_least as at_least
-from fddp.buckets.plan import place_scalars as place_scalars
-from fddp.buckets.plan import widened as widened
+from fddp.buckets.plan_text import MiB as MiB
+from fddp.buckets.scalars import place_scalars as place_scalars
 from fddp.buckets.shard_packing import pack_rows as pack_rows
 from fddp.buckets.shard_packing import plan_of_parts as plan_of_parts
 from fddp.buckets.shard_packing import true_numbers as true_numbers
@@ -61,3 +57,7 @@ from fddp.buckets.table_rows import add_table_rows as add_table_rows
 from fddp.buckets.table_rows import flags as flags
 from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows
 from fddp.buckets.table_rows import take_table_rows as take_table_rows
+from fddp.buckets.travelling import Slice as Slice
+from fddp.buckets.travelling import Travelling as Travelling
+from fddp.buckets.wider import at_least as at_least
+from fddp.buckets.wider import widened as widened

@@ -6,19 +6,19 @@ Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2;
 
 import operator
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
+from fddp.buckets.caps import Caps, check_caps
 from fddp.buckets.groups import Groups, group_keys
-from fddp.buckets.plan import Bucket, BucketPlan, Leaf, MiB, place_scalars
+from fddp.buckets.plan import Bucket, BucketPlan, Leaf
+from fddp.buckets.plan_text import MiB
+from fddp.buckets.scalars import place_scalars
 from fddp.wording import leaf_name
-
-# In MiB: one cap for all buckets, or one per bucket; the last cap holds for all further buckets.
-Caps: TypeAlias = float | Sequence[float]
 
 
 def make_plan(
@@ -97,26 +97,6 @@ def make_plan(
     return place_scalars(
         BucketPlan(leaves, tuple(_bucket(leaves, bucket) for bucket in buckets), treedef, ())
     )
-
-
-def check_caps(bucket_cap_mb: Any, first_bucket_mb: object, last_bucket_mb: object) -> None:
-    """Raises ValueError for a cap that is not a number of 0 or more, and for an empty sequence."""
-    is_sequence = isinstance(bucket_cap_mb, Sequence) and not isinstance(bucket_cap_mb, str)
-    if is_sequence and not (bucket_cap_mb and all(map(_is_cap, bucket_cap_mb))):
-        raise ValueError(
-            f"bucket_cap_mb must be one cap or more, of 0 or more MiB each, got {bucket_cap_mb!r}."
-        )
-    caps = {"first_bucket_mb": first_bucket_mb, "last_bucket_mb": last_bucket_mb}
-    if not is_sequence:
-        caps = {"bucket_cap_mb": bucket_cap_mb} | caps
-    for name, cap in caps.items():
-        if not _is_cap(cap):
-            raise ValueError(f"{name} must be 0 or more MiB, got {cap!r}.")
-
-
-def _is_cap(value: object) -> bool:
-    # NaN compares false.
-    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
 
 
 def _fill(

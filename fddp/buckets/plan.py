@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from fddp.buckets.layout import leaf_layout
-from fddp.wording import preformatted, table
-
-MiB = 2**20
+from fddp.buckets.plan_text import in_rounds, summary_of, text_of
+from fddp.buckets.travelling import Rows, Slice
+from fddp.wording import preformatted
 
 
 @dataclass(frozen=True)
@@ -44,40 +43,6 @@ class Leaf:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype}{list(self.shape)}"
-
-
-class Rows(NamedTuple):
-    """Capacity of a message of table rows: at most `most` of the leaf's `of` rows."""
-
-    most: int
-    of: int
-
-
-class Slice(NamedTuple):
-    """Rounds `begin` to `end` of a loop over layers: a slice of a stack along its first dim."""
-
-    begin: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"[{self.begin}:{self.end}]"
-
-    def dims(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of this slice of an array."""
-        return self.end - self.begin, *shape[1:]
-
-
-class Travelling(NamedTuple):
-    """A leaf, or a slice of it, that is sent in one message."""
-
-    leaf: int
-    """Index of the leaf in the plan."""
-    slice: Slice | None = None
-    """The slice. None: the whole leaf."""
-    loop: int = 0
-    """Number of the loop that computes the slice, or computes the leaf round by round."""
-    rounds: int = 1
-    """Number of equal parts along the first dim, summed one by one as the loop computes them."""
 
 
 @dataclass(frozen=True)
@@ -182,18 +147,13 @@ class BucketPlan:
     @property
     def summary(self) -> str:
         """The plan in a few words: "2 of 2 leaves in 1 bucket, 0.001 MiB"."""
-        count = len({i for b in self.buckets for i in b.leaves})
-        total = sum(b.nbytes for b in self.buckets) / MiB
-        return (
-            f"{count} of {len(self.leaves)} leaves "
-            f"in {_counted(len(self.buckets), 'bucket')}, {total:.3f} MiB"
-        )
+        return summary_of(self)
 
     @cached_property
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout. Equal digests mean equal messages."""
         buckets = (
-            f"{b.leaves} {b.rows or b.slice or ''}{_in_rounds(b)}".rstrip() for b in self.buckets
+            f"{b.leaves} {b.rows or b.slice or ''}{in_rounds(b)}".rstrip() for b in self.buckets
         )
         text = [*map(str, self.leaves), *buckets, *map(str, self.messages)]
         if self.parts > 1:
@@ -201,96 +161,6 @@ class BucketPlan:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        rows = [("bucket", "leaves", "MiB", "dtype", "names, in the order they become ready")]
-        for k, bucket in enumerate(self.buckets):
-            size = f"{bucket.nbytes / MiB:.3f}"
-            names = _abridged(bucket.names) + _how_sent(bucket)
-            rows.append((str(k), str(len(bucket.leaves)), size, str(bucket.dtype), names))
-        lines = [*table(rows), self.summary]
-        if self.parts > 1:
-            padding = _counted(self.padding, "byte")
-            lines.append(
-                f"each is scattered to {self.parts} replicas and gathered, "
-                f"with {padding} of padding"
-            )
-        if self.collectives:
-            lines.append(f"the loss has collectives of its own: {', '.join(self.collectives)}")
-        scalars = f"ride in {self.carrier.name}"
-        if self.carrier.bucket is None:
-            scalars = "travel in a separate all-reduce"
-        lines.append(f"loss and metrics {scalars}; digest {self.digest}")
-        return "\n".join(lines)
+        return text_of(self)
 
     _repr_html_ = preformatted
-
-
-def place_scalars(
-    plan: BucketPlan, dtype: DTypeLike = np.float32, *, early: bool = False, exact: bool = True
-) -> BucketPlan:
-    """Appends the scalars (loss, metrics, buffers) to the last bucket that holds `dtype` exactly.
-
-    With `early` it is the first such bucket, as every update needs the summed weight. Without one,
-    or if a hook rounds buckets or unused ones are skipped (`exact=False`), they get an all-reduce.
-
-    >>> from fddp import make_plan
-    >>> plan = make_plan({"w": np.zeros(3, "f4"), "b": np.zeros(3, "f4")}, bucket_cap_mb=0)
-    >>> [message.scalars for message in plan.messages]
-    [False, True]
-    >>> [message.name for message in place_scalars(plan, exact=False).messages]
-    ['bucket 0', 'bucket 1', 'tail']
-    """
-    bits = jnp.finfo(dtype).bits
-    messages = list[Message]()
-    carriers = list[int]()
-    for k, bucket in enumerate(plan.buckets):
-        if bucket.rows:
-            messages.append(Message(k, rows=True))
-        if exact and _holds(bucket, bits):
-            carriers.append(len(messages))
-        messages.append(Message(k))
-    if carriers:
-        number = carriers[0] if early else carriers[-1]
-        messages[number] = messages[number]._replace(scalars=True)
-    else:
-        messages.insert(0 if early else len(messages), Message(None, scalars=True))
-    return replace(plan, messages=tuple(messages))
-
-
-def widened(plan: BucketPlan, least: DTypeLike) -> BucketPlan:
-    """Returns the plan with its float dtypes widened to hold all numbers of `least`."""
-    leaves = tuple(replace(leaf, dtype=at_least(leaf.dtype, least)) for leaf in plan.leaves)
-    buckets = tuple(replace(bucket, dtype=at_least(bucket.dtype, least)) for bucket in plan.buckets)
-    return replace(plan, leaves=leaves, buckets=buckets)
-
-
-def at_least(dtype: DTypeLike, least: DTypeLike) -> np.dtype:
-    """Promotes a float dtype to hold all numbers of `least`; returns an integer dtype unchanged."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        dtype = jnp.promote_types(dtype, least)
-    return np.dtype(dtype)
-
-
-def _holds(bucket: Bucket, bits: int) -> bool:
-    """True if floats of `bits` bits can be appended to a bucket."""
-    floats = jnp.issubdtype(bucket.dtype, jnp.inexact) and jnp.finfo(bucket.dtype).bits >= bits
-    return floats and bucket.rows is None and bucket.rounds == 1
-
-
-def _abridged(names: tuple[str, ...], width: int = 64) -> str:
-    """Joins the names, or the first and the last if they do not fit in a line."""
-    text = ", ".join(names)
-    return text if len(text) <= width else f"{names[0]}, …, {names[-1]}"
-
-
-def _how_sent(bucket: Bucket) -> str:
-    if bucket.rows:
-        return f" ({bucket.rows.most} of {bucket.rows.of} rows, with their numbers)"
-    return _in_rounds(bucket)
-
-
-def _in_rounds(bucket: Bucket) -> str:
-    return f" (in {bucket.rounds} rounds)" if bucket.rounds > 1 else ""
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -12,8 +12,10 @@ from jaxtyping import PyTree
 from fddp.buckets.assignment import Caps, make_plan
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.layout import leaf_layout
-from fddp.buckets.plan import Bucket, BucketPlan, MiB, Slice, Travelling
+from fddp.buckets.plan import Bucket, BucketPlan
+from fddp.buckets.plan_text import MiB
 from fddp.buckets.table_rows import plan_with_table_rows
+from fddp.buckets.travelling import Slice, Travelling
 
 
 def fill_buckets(

@@ -20,7 +20,8 @@ from jaxtyping import Array, Int32, PyTree, Shaped, UInt
 from fddp.buckets.assignment import make_plan
 from fddp.buckets.bits import from_words, to_words
 from fddp.buckets.groups import Groups, group_keys
-from fddp.buckets.plan import Bucket, BucketPlan, Leaf, Rows
+from fddp.buckets.plan import Bucket, BucketPlan, Leaf
+from fddp.buckets.travelling import Rows
 
 WORTH_BYTES = 64 * 1024  # sending these takes about as long as the additional messages of rows
 

@@ -15,8 +15,9 @@ from jaxtyping import PyTree
 from fddp.buckets import Shard, is_shard, leaves_with_shards
 from fddp.comm import Group
 from fddp.islands.merging import Contribution, Leaves, SharedParams
+from fddp.jaxpr import with_trained
 from fddp.local_training import LocalSteps, array_of
-from fddp.step import IslandState, Replica, TrainState, with_trained
+from fddp.step import IslandState, Replica, TrainState
 
 
 @dataclass(frozen=True)

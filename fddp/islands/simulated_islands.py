@@ -17,9 +17,10 @@ from fddp.islands.local_steps import AsyncSteps
 from fddp.islands.merge_log import read_log
 from fddp.islands.merging import first_shared, merging_of, on_this_host
 from fddp.islands.simulation import InTurn, Islands, replay, train_in_order
+from fddp.jaxpr import with_trained
 from fddp.local_training import LocalSteps
 from fddp.losses import check_callable, make_objective
-from fddp.step import WHOLE, OptionArguments, Replica, name_of, read_options, with_trained
+from fddp.step import WHOLE, OptionArguments, Replica, name_of, read_options
 from fddp.training import TrainStep, updated
 
 

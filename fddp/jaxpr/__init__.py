@@ -15,6 +15,7 @@ from fddp.jaxpr.casts import read_in as read_in
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.exchanges import apart as apart
+from fddp.jaxpr.grad_order import grad_order as grad_order
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.interpreter import Read as Read
 from fddp.jaxpr.interpreter import interpret as interpret
@@ -24,6 +25,7 @@ from fddp.jaxpr.leaves import join_leaves as join_leaves
 from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split_leaves as split_leaves
 from fddp.jaxpr.leaves import used_up as used_up
+from fddp.jaxpr.leaves import with_trained as with_trained
 from fddp.jaxpr.loops.in_rounds import in_rounds as in_rounds
 from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
 from fddp.jaxpr.loops.readings import in_readings as in_readings
@@ -37,7 +39,6 @@ from fddp.jaxpr.loops.scan import run_scan as run_scan
 from fddp.jaxpr.loops.weight_rows import LayerWeights as LayerWeights
 from fddp.jaxpr.loops.weight_rows import read_by_rows as read_by_rows
 from fddp.jaxpr.order import first_uses as first_uses
-from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
 from fddp.jaxpr.parts.part_kinds import Follows as Follows
 from fddp.jaxpr.parts.part_kinds import Kind as Kind

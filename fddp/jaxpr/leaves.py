@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from fddp.jax_internals import given_away
 
@@ -54,4 +55,12 @@ def used_up() -> ValueError:
         "this state is used up: a step has reused its memory for the next state. Continue with "
         "the state that the step returned, or create the step with donate=False to use a state "
         "several times. After an interrupted step, continue from the newest checkpoint."
+    )
+
+
+def with_trained(params: PyTree, trained: PyTree) -> Any:
+    """Replaces the trained leaves of `params`; None marks the others."""
+    leaves, treedef = jax.tree.flatten(params)
+    return treedef.unflatten(
+        [old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))]
     )

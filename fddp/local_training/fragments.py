@@ -17,11 +17,12 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import BucketPlan, Messages, is_shard, place_scalars, scalar_dtype
 from fddp.comm import Communicator
 from fddp.hooks import Reduction
+from fddp.jaxpr import with_trained
 from fddp.local_training.inside import array_of, trained_leaves, with_array
 from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.wire import Averaged, Wire
 from fddp.optim import update
-from fddp.step import Facts, LocalState, Replica, TrainState, average, with_trained
+from fddp.step import Facts, LocalState, Replica, TrainState, average
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,12 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import Messages, Shard, is_shard, leaf_layout, leaves_with_shards, make_plan
 from fddp.comm import Level
 from fddp.hooks import Reduction
+from fddp.jaxpr import with_trained
 from fddp.local_training.inside import array_of, parts_held, trained_leaves, with_array
 from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.periods import NODE, fields_of
 from fddp.local_training.wire import Averaged, Wire
-from fddp.step import Facts, LocalState, Replica, TrainState, Way, with_trained
+from fddp.step import Facts, LocalState, Replica, TrainState, Way
 from fddp.wording import leaf_name
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from fddp.buckets import Messages, copy_of, insert_shards, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
+from fddp.jaxpr import with_trained
 from fddp.local_training.due_exchanges import NOTHING, DueExchanges, Exchange
 from fddp.local_training.inside import (
     copies_held,
@@ -31,7 +32,7 @@ from fddp.local_training.inside import (
 )
 from fddp.local_training.local_optimizer import LocalSteps
 from fddp.schedules import Pieces, Round, more_sent, sent_by_bucket
-from fddp.step import LocalState, Replica, TrainState, with_trained
+from fddp.step import LocalState, Replica, TrainState
 
 GIVEN: tuple[str, ...] = ("state", "pending", "shards", "rows")
 # (state of one replica, info)

@@ -12,7 +12,7 @@ import jax
 from fddp.buckets import BucketPlan, at_least, leaf_layout
 from fddp.comm import drop_replica_dim
 from fddp.hooks import Hook, Memory, by_message
-from fddp.step import Replica
+from fddp.step import Replica, first_hook_state
 
 GRADIENT = "gradient"
 CHANGE = "pseudo-gradient"
@@ -39,7 +39,7 @@ def memory_forms(replica: Replica, plan: BucketPlan) -> Memory:
     params = plan.treedef.unflatten(
         [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.leaves]
     )
-    memory = jax.eval_shape(lambda: drop_replica_dim(replica.remembered(params)))
+    memory = jax.eval_shape(lambda: drop_replica_dim(first_hook_state(replica, params)))
     if not jax.tree.leaves(memory):
         return ()
     return in_places(by_message(plan, memory))

@@ -22,21 +22,11 @@ from fddp.comm import Placement, merges, of_one_replica, trace
 from fddp.jaxpr import arrivals, ready_order
 from fddp.losses import add_trees
 from fddp.schedules import Pieces
+from fddp.schedules.communications import communications
 from fddp.schedules.lists import forms_of
 from fddp.schedules.stage_tasks import stages_of
-from fddp.schedules.tasks import (
-    BYTES,
-    MESSAGE,
-    RESULT,
-    STATE,
-    Communicate,
-    Compute,
-    Task,
-    TaskList,
-    Value,
-    communications,
-    names_of,
-)
+from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
+from fddp.schedules.values import BYTES, MESSAGE, RESULT, STATE, Value, names_of
 
 # A stage ends after this many bytes of gradients; no option moves that place.
 STAGE_BYTES = 2**20

@@ -16,7 +16,8 @@ from fddp.jax_internals import Jaxpr, callbacks, inner_programs
 from fddp.schedules.claims import each_by_one
 from fddp.schedules.compiling import Compiling, first_call
 from fddp.schedules.programs import Freed, Programs, of_state, program_of, specs_of
-from fddp.schedules.tasks import HANDED, WRITTEN, Communicate, Compute, TaskList, Value
+from fddp.schedules.tasks import Communicate, Compute, TaskList
+from fddp.schedules.values import HANDED, WRITTEN, Value
 
 
 def compiled(

@@ -31,7 +31,8 @@ from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
 from fddp.schedules.queues import arranging, by_kind, heard
 from fddp.schedules.staged import refuse_without_jit, staged
-from fddp.schedules.tasks import TaskList, Value
+from fddp.schedules.tasks import TaskList
+from fddp.schedules.values import Value
 
 LATE = "communication"  # the queue of messages whose sums may arrive after the step has returned
 

@@ -9,7 +9,8 @@ import jax
 from fddp.comm import Placement, trace_again
 from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import apart, arrivals
-from fddp.schedules.tasks import Compute, Value
+from fddp.schedules.tasks import Compute
+from fddp.schedules.values import Value
 
 GIVEN = "given"  # the input of a collective of the loss
 EXCHANGED = "exchanged"  # its output

@@ -8,7 +8,8 @@ the message and its sum. The largest total along the list is the peak of a step.
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from fddp.schedules.tasks import Task, Value
+from fddp.schedules.tasks import Task
+from fddp.schedules.values import Value
 
 
 class Moment(NamedTuple):

@@ -33,8 +33,9 @@ from fddp.schedules.programs import Prepared
 from fddp.schedules.queues import HERE, Do, Queues, speaks
 from fddp.schedules.send import Sent, bytes_of
 from fddp.schedules.step_log import StepLog
-from fddp.schedules.tasks import BYTES, Communicate, Task, Value
+from fddp.schedules.tasks import Communicate, Task
 from fddp.schedules.timeline import Span
+from fddp.schedules.values import BYTES, Value
 
 
 class Launched(NamedTuple):

@@ -18,26 +18,11 @@ from jaxtyping import PyTree
 from fddp.buckets import Messages
 from fddp.comm import Placement, as_program
 from fddp.jaxpr import arrivals, collectives, take_more
+from fddp.schedules.communications import communications, inputs_of, sums_of
 from fddp.schedules.exchange_tasks import exchanged, in_turn
 from fddp.schedules.pieces import ARGUMENTS, Pieces, Round
 from fddp.schedules.stage_tasks import stages_of
-from fddp.schedules.tasks import (
-    BEGIN,
-    BYTES,
-    MESSAGE,
-    NEW,
-    RESULT,
-    SHARDS,
-    STATE,
-    Compute,
-    Task,
-    TaskList,
-    Value,
-    communications,
-    inputs_of,
-    names_of,
-    sums_of,
-)
+from fddp.schedules.tasks import Compute, Task, TaskList
 from fddp.schedules.uncut import (
     Late,
     Program,
@@ -46,6 +31,7 @@ from fddp.schedules.uncut import (
     traced_programs,
     with_split_loops,
 )
+from fddp.schedules.values import BEGIN, BYTES, MESSAGE, NEW, RESULT, SHARDS, STATE, Value, names_of
 
 
 def in_one_piece(

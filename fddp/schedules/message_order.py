@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from fddp.jaxpr import arrivals, first_uses
-from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, Value
+from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
 from fddp.schedules.uncut import Program
+from fddp.schedules.values import BYTES, Value
 
 EVERY = 4  # one message of this many is deferred
 BEFORE_THE_LAST = 2  # this many last messages are never deferred

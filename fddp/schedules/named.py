@@ -3,7 +3,8 @@
 from typing import Literal, TypeAlias
 
 from fddp.schedules.eager import eager
-from fddp.schedules.one_program import fused, held, unordered
+from fddp.schedules.one_program import fused
+from fddp.schedules.other_orders import held, unordered
 from fddp.schedules.pieces import Schedule
 from fddp.schedules.staged import after, staged
 

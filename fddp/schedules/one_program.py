@@ -17,7 +17,8 @@ from fddp.schedules.footprint import Footprint
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner, Schedule, StepInputs, StepOutputs
 from fddp.schedules.planned_memory import of_one_program
-from fddp.schedules.tasks import BYTES, Communicate, TaskList, Value
+from fddp.schedules.tasks import Communicate, TaskList
+from fddp.schedules.values import BYTES, Value
 
 # (sums so far, how many of them an earlier message waited for, True for the last message) → the
 # sums that XLA must have before the message leaves, and that are used only afterwards.
@@ -164,35 +165,16 @@ def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
     return sums[waited:]
 
 
-def _until_the_last(sums: list[Value], waited: int, last: bool) -> list[Value]:
-    """Lets messages leave one after the other, and uses no sum before the last message leaves.
-
-    On GPUs before Hopper, XLA puts updates that are ready early where the backward pass would hide
-    a message.
-    """
-    if last:
-        return sums
-    return sums[waited:]
-
-
-def _at_any_time(sums: list[Value], waited: int, last: bool) -> list[Value]:
-    """Lets XLA choose when a message leaves."""
-    del sums, waited, last
-    return []
-
-
 def scope(name: str) -> str:
     """The name of a message inside a compiled program."""
     return name.replace(" ", "")
 
 
-def _schedule(name: str, hold: Hold) -> Schedule:
+def one_program_schedule(name: str, hold: Hold) -> Schedule:
     def make(group: Group, pieces: Pieces, donate: bool) -> Runner:
         return _program(group, partial(in_one_piece, group.placement, pieces), donate, hold)
 
     return Schedule(name, make, one_program=True, cuts=False)
 
 
-fused = _schedule("fused", _in_turn)
-held = _schedule("held", _until_the_last)
-unordered = _schedule("unordered", _at_any_time)
+fused = one_program_schedule("fused", _in_turn)

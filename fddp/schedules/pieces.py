@@ -16,8 +16,9 @@ from fddp.buckets import Messages
 from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
 from fddp.schedules.footprint import Footprint
-from fddp.schedules.tasks import SHARDS, STATE, TaskList
+from fddp.schedules.tasks import TaskList
 from fddp.schedules.timeline import Timeline
+from fddp.schedules.values import SHARDS, STATE
 
 # The arguments that a round may take.
 ARGUMENTS = (STATE, "pending", SHARDS, "rows")

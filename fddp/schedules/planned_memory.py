@@ -13,7 +13,8 @@ from fddp.schedules.ahead_of_time import CompiledOnCall
 from fddp.schedules.footprint import Footprint, Moment, Planned, footprint
 from fddp.schedules.pieces import StepInputs
 from fddp.schedules.programs import Prepare
-from fddp.schedules.tasks import Task, Value
+from fddp.schedules.tasks import Task
+from fddp.schedules.values import Value
 
 
 def of_tasks(group: Group, prepare: Prepare) -> Callable[[StepInputs], Footprint | None]:

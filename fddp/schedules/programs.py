@@ -10,11 +10,13 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import PartitionSpec
 
 from fddp.comm import REPLICATED, Group, Placement, of_one_replica
+from fddp.schedules.communications import inputs_of
 from fddp.schedules.compiling import Compiling, compiling, first_call
 from fddp.schedules.pieces import MakeList, StepInputs
 from fddp.schedules.queues import Arrange, Arranged, forms_promised
 from fddp.schedules.send import Sent, sending
-from fddp.schedules.tasks import MESSAGE, SHARDS, STATE, Compute, TaskList, Value, inputs_of
+from fddp.schedules.tasks import Compute, TaskList
+from fddp.schedules.values import MESSAGE, SHARDS, STATE, Value
 
 # Task name -> its program: (inputs) -> outputs.
 Programs: TypeAlias = dict[str, Callable[..., Sequence[Any]]]

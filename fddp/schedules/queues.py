@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 
 from fddp.comm import Group
 from fddp.jax_internals import Promise, awaited
-from fddp.schedules.tasks import BYTES, STATE, Communicate, Compute, Task, TaskList, Value
+from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
+from fddp.schedules.values import BYTES, STATE, Value
 
 HERE = "here"  # the queue of the thread that calls the step
 # The queue of a loss's collectives, if these have a communicator of their own.

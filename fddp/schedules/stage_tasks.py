@@ -9,7 +9,8 @@ import jax
 
 from fddp.jax_internals import ClosedJaxpr, make_program
 from fddp.jaxpr import Stage, cut
-from fddp.schedules.tasks import HANDED, WRITTEN, Compute, Value
+from fddp.schedules.tasks import Compute
+from fddp.schedules.values import HANDED, WRITTEN, Value
 
 
 def stages_of(

@@ -6,84 +6,12 @@ computations are launched and messages leave, equal on all ranks. A list is made
 anything; it can be launched, simulated, and compared with a compiled program.
 """
 
-import itertools
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
-from jaxtyping import PyTree
-
 from fddp.hooks import Reduction
-from fddp.wording import leaf_name, preformatted, table
-
-# The replicated arrays of the state that a step takes.
-STATE = "state"
-# The shards of the state that a step takes.
-SHARDS = "shards"
-# The shards of the next state.
-NEW = "new"
-# The result of a step: the next state, then its report.
-RESULT = "result"
-# A message of one replica.
-MESSAGE = "message"
-# A replicated value that a stage of an update passes to the next stage.
-HANDED = "handed on"
-# The slices that an update has written so far, each replica's own.
-WRITTEN = "written"
-# The offset of the first slice of some rounds of a loop.
-BEGIN = "round"
-# The kinds of values that are equal on all replicas; of other kinds each replica has its own value.
-EQUAL = frozenset({STATE, RESULT, HANDED, BEGIN, "sum", "whole", "bytes"})
-# The kind of a received message, by the collective.
-BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "tree_reduce": "sum"}
-
-
-class Value(str):
-    """A value of a list: a record that prints as its name, and is identified by it.
-
-    Example:
-      >>> Value("message", 2), Value("state", path="params/w").path
-      ('message 2', 'params/w')
-    """
-
-    kind: str
-    """Its kind: "state", "message", "sum", "stage" …"""
-    number: int | None
-    """The number of the message, or of the stage that computes it."""
-    path: str
-    """Its path in a tree."""
-
-    def __new__(cls, kind: str, number: int | None = None, path: str = "") -> "Value":
-        text = kind
-        if number is not None:
-            text += f" {number}"
-        if path:
-            text += f"/{path}"
-        value = super().__new__(cls, text)
-        value.kind = kind
-        value.number = number
-        value.path = path
-        return value
-
-    @property
-    def equal_everywhere(self) -> bool:
-        """True if all replicas have the same value."""
-        return self.kind in EQUAL
-
-    @property
-    def replaces(self) -> "Value | None":
-        """The array of the state that this result replaces in the next step, if any."""
-        if self.kind == NEW:
-            return Value(SHARDS, path=self.path)
-        head, _, path = self.path.partition("/")
-        if self.kind == RESULT and head == "0":
-            return Value(STATE, path=path)
-        return None
-
-
-# The bytes sent for each message of a list, in order; known once the last message has arrived.
-BYTES = Value("bytes")
+from fddp.schedules.values import NEW, RESULT, Value
+from fddp.wording import preformatted, table
 
 
 class Compute(NamedTuple):
@@ -150,53 +78,6 @@ class TaskList(NamedTuple):
         return "\n".join(table(rows))
 
     _repr_html_ = preformatted
-
-
-def names_of(kind: str, tree: PyTree) -> list[Value]:
-    """A value of a kind for each leaf of a tree, by its path."""
-    paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    counts = Counter(paths)
-    values = list[Value]()
-    for at, path in enumerate(paths):
-        if counts[path] > 1:  # two paths may read alike: {"a/b": …} and {"a": {"b": …}}
-            path += f" {at}"
-        values.append(Value(kind, path=path))
-    return values
-
-
-def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:
-    """Makes the tasks of messages, numbered through all rounds: "message k" becomes "sum k"."""
-    count = sum(map(len, rounds))
-    numbers = itertools.count()
-    tasks = list[list[Communicate]]()
-    for reductions in rounds:
-        sends = list[Communicate]()
-        for reduction, number in zip(reductions, numbers):
-            reads = [Value(MESSAGE, number)]
-            if reduction.asks is not None:
-                reads.append(sends[reduction.asks.message].writes[0])
-            writes = [Value(_kind_received(reduction), number)]
-            if number == count - 1:
-                writes.append(BYTES)
-            sends.append(Communicate(reduction.name, tuple(reads), tuple(writes), reduction))
-        tasks.append(sends)
-    return tasks
-
-
-def inputs_of(sends: Sequence[Communicate]) -> tuple[Value, ...]:
-    """The messages that tasks send."""
-    return tuple(task.reads[0] for task in sends)
-
-
-def sums_of(sends: Sequence[Communicate]) -> tuple[Value, ...]:
-    """The results of messages."""
-    return tuple(task.writes[0] for task in sends)
-
-
-def _kind_received(reduction: Reduction) -> str:
-    if reduction.among_some:
-        return "part"
-    return BACK[reduction.collective]
 
 
 def _abridged(values: Sequence[Value], most: int = 3) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fddp.schedules.tasks import MESSAGE, Communicate, Compute, Task, Value
+from fddp.schedules.tasks import Communicate, Compute, Task
+from fddp.schedules.values import MESSAGE, Value
 from fddp.wording import preformatted
 
 

@@ -14,22 +14,10 @@ from fddp.comm import Group, Placement, trace, trace_again
 from fddp.hooks import Memory, Reduction, summed
 from fddp.jax_internals import ClosedJaxpr, Literal
 from fddp.jaxpr import in_rounds
+from fddp.schedules.communications import communications, inputs_of, sums_of
 from fddp.schedules.pieces import ARGUMENTS, Pieces
-from fddp.schedules.tasks import (
-    BEGIN,
-    BYTES,
-    HANDED,
-    NEW,
-    RESULT,
-    SHARDS,
-    STATE,
-    Communicate,
-    Value,
-    communications,
-    inputs_of,
-    names_of,
-    sums_of,
-)
+from fddp.schedules.tasks import Communicate
+from fddp.schedules.values import BEGIN, BYTES, HANDED, NEW, RESULT, SHARDS, STATE, Value, names_of
 
 
 class Program(NamedTuple):

@@ -32,9 +32,11 @@ from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
 from fddp.step.options import name_of
 from fddp.step.partitions import partitions_of
+from fddp.step.planned import formatted_groups, provisional_plan
 from fddp.step.replica import Replica
 from fddp.step.same_rows import digest
 from fddp.step.state import TrainState, check_state, form_of
+from fddp.step.traced import contribution, marked_paths
 
 
 class Seen(NamedTuple):
@@ -111,8 +113,8 @@ def described_batch(replica: Replica, batch: PyTree, call: str, seen: Seen) -> l
         f"call {call}",
         repr(replica.options),
         f"schedule {seen.schedule.name}",
-        f"plan {replica.provisional_plan(state.params).digest}",
-        *replica.described_groups(state.params),
+        f"plan {provisional_plan(replica, state.params).digest}",
+        *formatted_groups(replica, state.params),
         f"group.local {replica.group.local}",
         *described("batch", batch),
         *described("parameter", state.params),
@@ -138,7 +140,7 @@ def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...
     marks: list[tuple[bool, ...]] = []
 
     def program(state: TrainState, batch: PyTree) -> None:
-        marks.append(replica.paths(state, _part(replica, batch)))
+        marks.append(marked_paths(replica, state, _part(replica, batch)))
 
     trace(replica.group.placement, program, state, batch)
     return marks[0]
@@ -159,7 +161,7 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Clos
     traced_replica = replica.way.traced(replica)
 
     def program(state: TrainState, batch: PyTree) -> tuple[Any, Any]:
-        sums = traced_replica.contribution(state, _part(replica, batch))
+        sums = contribution(traced_replica, state, _part(replica, batch))
         return sums.grads, (sums.loss, sums.aux)
 
     try:

@@ -38,8 +38,10 @@ from fddp.comm import (
     shortened,
     specs,
 )
+from fddp.jaxpr import with_trained
 from fddp.optim import optimizer_laid_out
-from fddp.step.replica import Replica, with_trained
+from fddp.step.hook_state import hook_state_form
+from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
 from fddp.step.way import Held
@@ -246,7 +248,7 @@ def _check_memory(replica: Replica, state: TrainState) -> None:
     """Raises ValueError if the hook state comes from another hook or number of replicas."""
     share = replica.group.placement.replicas_in_array
     actual = described("", state.hook_state)
-    expected = described("", replica.memory_form(state.params))
+    expected = described("", hook_state_form(replica, state.params))
     if actual != expected:
         raise ValueError(
             f"the state's hook_state is not that of {replica.options.hook} on {share} replicas: it "

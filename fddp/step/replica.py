@@ -3,28 +3,23 @@
 They accumulate contributions, pack them into messages, and divide the received sums.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
     BucketPlan,
     Messages,
-    Travelling,
-    described_groups,
-    place_scalars,
-    plan_with_slices,
 )
-from fddp.comm import Group, add_replica_dim, device_parts, drop_replica_dim
+from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, per_device, reductions
 from fddp.jaxpr import differentiable
-from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus, reached
+from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus
 from fddp.losses import accumulate as in_micro_batches
 from fddp.optim import scaled
 from fddp.schedules import by_bucket
@@ -33,7 +28,7 @@ from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
 from fddp.step.state import Mean, TrainState
 from fddp.step.travels import Travels
-from fddp.wording import leaf_name
+from fddp.wording import leaf_names
 
 if TYPE_CHECKING:  # the methods of a `Way` take a `Replica`
     from fddp.step.way import Way
@@ -158,53 +153,6 @@ class Replica:
         sent = by_bucket(plan, nbytes)
         return Mean(grads, means.loss, means.aux, model_state, sent, used, broken, sums.weight)
 
-    def plan(
-        self,
-        params: PyTree,
-        order: Sequence[Travelling],
-        *,
-        dtype: Any = np.float32,
-        touched: Mapping[int, int] | None = None,
-    ) -> BucketPlan:
-        """Plans the buckets; `touched` maps a leaf to its gradient's number of non-zero rows."""
-        leaves = jax.tree.leaves(params)
-        order = [x for x in order if np.size(leaves[x.leaf])]  # an empty leaf is not sent
-        counts = {}
-        if touched and self.travels.table_rows:
-            counts = touched
-        tree = device_parts(self.group.placement, params)
-        plan = plan_with_slices(
-            tree, counts, self.group.size, order=order, **self.options.bucketing
-        )
-        if self.way.scattered:
-            plan = replace(plan, parts=self.group.parts)
-        return place_scalars(plan, dtype, early=True, exact=self.travels.exact)
-
-    def remembered(self, params: PyTree) -> Any:
-        """Makes one replica's initial hook state for each trained leaf, or () without state."""
-        if self.options.hook is None:
-            return ()
-        forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.trained(params))
-        memory = self.way.remembers(self, self.options.hook, forms)
-        if not jax.tree.leaves(memory):
-            return ()
-        return add_replica_dim(memory)
-
-    def memory_form(self, params: PyTree) -> Any:
-        """Returns shapes and dtypes of the hook state of all replicas."""
-        share = self.group.placement.replicas_in_array
-        forms = jax.eval_shape(self.remembered, params)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)
-
-    def described_groups(self, params: PyTree) -> list[str]:
-        """Formats the groups of the trained leaves, for a comparison over ranks."""
-        names = _names(params)
-        return described_groups([names[i] for i in self.chosen(params)], self.options.groups)
-
-    def provisional_plan(self, params: PyTree) -> BucketPlan:
-        """Plans the leaves in reverse, DDP's guess, until a batch shows the ready order."""
-        return self.plan(params, [Travelling(i) for i in self.chosen(params)[::-1]])
-
     @property
     def micro_batches(self) -> int:
         """Number of micro-batches in this process's batch."""
@@ -217,33 +165,9 @@ class Replica:
         sums, pending = self._accumulated(state, pending, rows, self.options.accumulation_steps)
         return add_replica_dim(pending), mean(sums._replace(grads=()))
 
-    def contribution(self, state: TrainState, micro_batch: PyTree) -> Sums:
-        """Computes the weighted sums of one micro-batch."""
-        return contribute(*self._arguments(state, micro_batch)).sums
-
-    def paths(self, state: TrainState, micro_batch: PyTree) -> tuple[bool, ...]:
-        """Marks the trained leaves with a path to the loss; all, without
-        `find_unused_parameters`."""
-        if not self.options.find_unused_parameters:
-            return (True,) * len(self.chosen(state.params))
-        return reached(*self._arguments(state, micro_batch))
-
-    def _arguments(self, state: TrainState, micro_batch: PyTree) -> tuple[Any, ...]:
-        """Returns the arguments of `contribute` for one micro-batch."""
-        start = _start(state)
-        objective = partial(self.objective, unit=self.unit)
-        return (
-            objective,
-            self.chosen(state.params),
-            state.params,
-            start,
-            self._key(state, start),
-            micro_batch,
-        )
-
     def chosen(self, params: PyTree) -> tuple[int, ...]:
         """Indices of the trained leaves: differentiable, and not ignored."""
-        names = _names(params)
+        names = leaf_names(params)
         ignore = self.options.ignore or (lambda name: False)
         return tuple(i for i in differentiable(jax.tree.leaves(params)) if not ignore(names[i]))
 
@@ -257,39 +181,28 @@ class Replica:
         self, state: TrainState, pending: Pending | None, rows: PyTree, micro_batches: int
     ) -> tuple[Sums, Pending]:
         """Returns the sums of this replica's rows, and all sums that are pending with them."""
-        before = _start(state)
+        before = no_sums(state)
         if pending is not None:
             before = drop_replica_dim(pending)
         objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
 
         def add(pending: Pending, micro_batch: PyTree) -> Pending:
             chosen = self.chosen(state.params)
-            key = self._key(state, pending)
+            key = self.key(state, pending)
             args = (objective, chosen, state.params, pending, key, micro_batch)
             return contribute(*args, find_unused=self.options.find_unused_parameters)
 
         after = in_micro_batches(add, before._replace(sums=None), rows, micro_batches)
         return after.sums, after._replace(sums=plus(in_unit(before, after.unit), after.sums))
 
-    def _key(self, state: TrainState, pending: Pending) -> Any:
+    def key(self, state: TrainState, pending: Pending) -> Any:
+        """Returns the random keys of the next micro-batch."""
         return folded(
             state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index()
         )
 
 
-def with_trained(params: PyTree, trained: PyTree) -> Any:
-    """Replaces the trained leaves of `params`: the inverse of `Replica.trained`."""
-    leaves, treedef = jax.tree.flatten(params)
-    return treedef.unflatten(
-        [old if new is None else new for old, new in zip(leaves, treedef.flatten_up_to(trained))]
-    )
-
-
-def _names(tree: PyTree) -> list[str]:
-    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _start(state: TrainState) -> Pending:
+def no_sums(state: TrainState) -> Pending:
     """Makes the pending sums of a replica before its first micro-batch."""
     return Pending(None, state.model_state, jnp.zeros((), jnp.int32), jnp.ones((), jnp.int32))
 

@@ -10,14 +10,22 @@ from jaxtyping import PyTree
 from fddp.buckets import insert_shards, take_apart
 from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import Memory, by_leaf, by_message
-from fddp.jax_internals import Promise, awaited, rows_here, staged_out, without_context_mesh
+from fddp.jax_internals import (
+    Promise,
+    available,
+    awaited,
+    has_promises,
+    rows_here,
+    without_context_mesh,
+)
 from fddp.jaxpr import refuse_deleted
-from fddp.losses import Sums, rows_of_batch
-from fddp.schedules import Footprint, StepInputs, TaskList, forms_of
+from fddp.losses import rows_of_batch
+from fddp.schedules import StepInputs
+from fddp.step.admission import admit
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
-from fddp.step.settle import Settled, Use, admit, settle
+from fddp.step.settle import Settled, Use, settle
 from fddp.step.state import TrainState, check_state, form_of
 
 
@@ -36,17 +44,17 @@ def ready(
         check_state(state)
     # Flattened only once: after a step of large arrays the processor's caches are cold.
     leaves, tree = jax.tree.flatten(state)
-    if not (settled and settled.runner.promises) and _has_promises(leaves):
+    if not (settled and settled.runner.promises) and has_promises(leaves):
         leaves = list(map(awaited, leaves))
         state = tree.unflatten(leaves)
-    rows = _rows(replica, batch, settled and settled.undivided)
+    rows = local_rows(replica, batch, settled and settled.undivided)
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, rows, call)
-        settled.runner.rehearse(*_of_one_replica(settled, state, rows))
+        settled.runner.rehearse(*one_replica_arguments(settled, state, rows))
     else:
         settled = admit(settled, tree, state, rows)
-    return settled, _inputs(settled, state, leaves, rows)
+    return settled, step_inputs(settled, state, leaves, rows)
 
 
 @without_context_mesh
@@ -71,106 +79,24 @@ def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
     """Runs a step: averages the gradients of all replicas, and returns the result of `use`."""
     group = settled.replica.group
     timeline = settled.runner.timeline
-    with group.journal.step(_processes(settled, state)), group.recovery:
+    with group.journal.step(settled.waiting(state)), group.recovery:
         result, shards, memory = settled.runner.run(inputs)
         if timeline:
             group.journal.computed(timeline().computing)
         # The report of a step; its state is donated to the next one.
         group.journal.launched(result[1])
-    return _with_own(settled, state, result, shards, memory)
+    return with_local_parts(settled, state, result, shards, memory)
 
 
-def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any:
-    """Runs a settled step inside the user's program, in `jax.jit` or `jax.lax.scan`.
-
-    `batch` has the rows of all processes. Raises TypeError if the step is not settled, needs the
-    host, or is differentiated or mapped.
-    """
-    if settled is None:
-        raise _not_inside(
-            "its first batch settles it, outside of jit; step.lower(state, batch) settles it, too"
-        )
-    run = settled.runner.inside
-    if run is None:
-        raise _not_inside(
-            "it needs Python between its programs; a step with schedule='fused' does not, but over "
-            "MPI"
-        )
-    if not staged_out((state, batch)):
-        raise _not_inside("it can be a part only of jax.jit and jax.lax.scan, over all replicas")
-    check_state(state)
-    replica = settled.replica
-    processes = replica.group.processes
-    rows = rows_of_batch(batch, replica.micro_batches * processes, undivided=settled.undivided)
-    admit(settled, jax.tree.structure(state), forms_of(state), of_one_replica(rows, processes))
-    memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
-    replicated, shards = state._replace(accumulated=None, hook_state=()), []
-    if replica.way.apart:
-        replicated, shards = take_apart(replicated)
-    inputs = StepInputs(replicated, state.accumulated, shards, memory, rows)
-    result, shards, memory = run(inputs)
-    return _with_own(settled, state, result, shards, memory)
-
-
-@without_context_mesh
-@with_finite_results
-def accumulate_locally(
-    settled: Settled, state: TrainState, inputs: StepInputs
-) -> tuple[TrainState, Sums]:
-    """Adds a batch to the pending sums locally; also returns this process's mean loss and aux."""
-    group = settled.replica.group
-    placement = group.placement
-    replicated, pending, shards, _, rows = inputs
-    journal = group.journal
-    journal.say("no_sync")
-    # Gradients stay local, but sharded parameters must be gathered.
-    gathered = settled.replica.way.gathered(group, state, replicated)
-    replicated = jax.tree.map(awaited, gathered)
-    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
-    if placement.shares_cores:
-        jax.block_until_ready(accumulated)
-    journal.adds(_processes(settled, state))
-    return state._replace(accumulated=accumulated), means
-
-
-@without_context_mesh
-def lower(settled: Settled, inputs: StepInputs) -> jax.stages.Lowered:
-    """Lowers a step that is one program."""
-    if settled.runner.lower is None:
-        raise ValueError(
-            "this step runs several programs; a step that can be lowered has schedule='fused' and "
-            "no virtual_replicas."
-        )
-    return settled.runner.lower(inputs)
-
-
-@without_context_mesh
-def tasks(settled: Settled, state: TrainState, inputs: StepInputs) -> TaskList:
-    """Lists the tasks of a step."""
-    return settled.runner.tasks(*_of_one_replica(settled, state, inputs.rows))
-
-
-def first_tasks(settled: Settled) -> TaskList:
-    """Lists the tasks of the first step."""
-    if settled.first is None:
-        raise ValueError("no step has run yet: call step(state, batch) first.")
-    state, pending, shards, _, rows = settled.first
-    replicas = settled.replica.group.placement.replicas_in_array
-    return settled.runner.tasks(state, *of_one_replica((pending, shards, rows), replicas))
-
-
-def _rows(replica: Replica, batch: PyTree, undivided: bool | None) -> Any:
+def local_rows(replica: Replica, batch: PyTree, undivided: bool | None) -> Any:
     """Converts a batch to this process's rows, in the form of programs."""
     local = jax.tree.map(rows_here, batch) if replica.group.processes > 1 else batch
     return rows_of_batch(local, replica.micro_batches, undivided=undivided)
 
 
-def _processes(settled: Settled, state: TrainState) -> int:
-    """Counts the processes that wait for each other in the next step, for the watchers."""
-    return settled.replica.group.processes if settled.runner.waits(state) else 1
-
-
-def _of_one_replica(settled: Settled, state: TrainState, rows: PyTree) -> tuple[Any, Any, Any, Any]:
+def one_replica_arguments(
+    settled: Settled, state: TrainState, rows: PyTree
+) -> tuple[Any, Any, Any, Any]:
     """Returns the arguments of one replica: the replicated state, and shapes of the others."""
     group = settled.replica.group
     replicated, shards = take_apart(state._replace(accumulated=None, hook_state=()))
@@ -178,7 +104,9 @@ def _of_one_replica(settled: Settled, state: TrainState, rows: PyTree) -> tuple[
     return replicated, pending, shards, of_one_replica(rows, group.size // group.processes)
 
 
-def _inputs(settled: Settled, state: TrainState, leaves: Sequence[Any], rows: PyTree) -> StepInputs:
+def step_inputs(
+    settled: Settled, state: TrainState, leaves: Sequence[Any], rows: PyTree
+) -> StepInputs:
     """Splits a state into the programs' arguments, on the group's devices."""
     placement = settled.replica.group.placement
 
@@ -187,7 +115,7 @@ def _inputs(settled: Settled, state: TrainState, leaves: Sequence[Any], rows: Py
 
     memory = ()
     if jax.tree.leaves(state.hook_state):
-        refuse_deleted(_there(leaves))
+        refuse_deleted(available(leaves))
         memory = jax.tree.map(placed, by_message(settled.plan, state.hook_state))
         state = state._replace(hook_state=())
         leaves = jax.tree.leaves(state)
@@ -195,10 +123,10 @@ def _inputs(settled: Settled, state: TrainState, leaves: Sequence[Any], rows: Py
     if (
         state.accumulated is None
         and not settled.replica.way.apart
-        and placement.holds(_there(leaves))
+        and placement.holds(available(leaves))
     ):
         return StepInputs(state, None, (), memory, rows)
-    refuse_deleted(_there(leaves))
+    refuse_deleted(available(leaves))
     # The user may have put numbers, NumPy arrays or arrays of one device into the state.
     state = jax.tree.map(awaited, state)
     replicated = state._replace(accumulated=None)
@@ -210,11 +138,7 @@ def _inputs(settled: Settled, state: TrainState, leaves: Sequence[Any], rows: Py
     return StepInputs(placement.place(replicated, REPLICATED), pending, shards, memory, rows)
 
 
-def _not_inside(why: str) -> TypeError:
-    return TypeError(f"this step cannot be called under jax.jit, grad or vmap: {why}.")
-
-
-def _with_own(
+def with_local_parts(
     settled: Settled, state: TrainState, result: Any, shards: PyTree, memory: Memory
 ) -> Any:
     """Puts a replica's shards and the hook's memory back into a step's result."""
@@ -226,25 +150,6 @@ def _with_own(
             new = result[0]._replace(hook_state=by_leaf(settled.plan, hook_state, memory))
             result = new, *result[1:]
     return result
-
-
-def _has_promises(leaves: Sequence[Any]) -> bool:
-    # Six times as fast as `isinstance`, which asks a metaclass for each leaf in every step.
-    return Promise in set(map(type, leaves))
-
-
-def _there(leaves: Sequence[Any]) -> list[Any]:
-    """Lists the arrays that are available without waiting."""
-    if not _has_promises(leaves):
-        return list(leaves)
-    return [awaited(x) for x in leaves if not isinstance(x, Promise) or x.done()]
-
-
-@without_context_mesh
-def memory_footprint(settled: Settled, state: TrainState, batch: PyTree) -> Footprint | None:
-    """Finds the memory of one replica, task by task, without a run; None if XLA reports none."""
-    rows = _rows(settled.replica, batch, settled.undivided)
-    return settled.runner.footprint(_inputs(settled, state, jax.tree.leaves(state), rows))
 
 
 def _forms(settled: Settled, inputs: StepInputs) -> StepInputs:

@@ -16,13 +16,16 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import BucketPlan, scalar_dtype, take_apart, whole_forms
-from fddp.comm import REPLICATED, Placement, as_program, specs, verify_beside
+from fddp.buckets import BucketPlan, scalar_dtype
+from fddp.comm import specs, verify_beside
 from fddp.losses import Undivided, unjoined
 from fddp.schedules import Runner, StepInputs, forms_of
-from fddp.step.checks import check_batch, check_casts, check_params, check_paths, params_checked
-from fddp.step.first_batch import Seen, casts, described_batch, look, paths
-from fddp.step.held import check_cuts, check_held, held_form
+from fddp.step.admission import Admitted, fit_of, form_of_batch
+from fddp.step.checks import params_checked
+from fddp.step.first_batch import Seen, described_batch, look
+from fddp.step.held import held_form
+from fddp.step.no_sync import accumulating
+from fddp.step.planned import plan_buckets
 from fddp.step.replica import Replica
 from fddp.step.same_rows import tell_same_rows
 from fddp.step.state import Mean, TrainState
@@ -30,19 +33,6 @@ from fddp.step.way import Facts
 
 # (replica, layout of the state, state, mean) → result of a call; runs on every replica
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
-
-
-class Admitted(NamedTuple):
-    """The forms of arguments that were checked."""
-
-    fits: tuple[Any, ...]
-    """The last four checked forms of (state, batch). Four: steps and `no_sync` may alternate, each
-    with arrays or promises."""
-    batches: frozenset[Any]
-    """Forms of batches: none reaches a leaf outside the plan."""
-    share: TrainState
-    """Shapes and dtypes of one replica's share of the state, with pending sums from the first
-    `no_sync` on."""
 
 
 class Settled(NamedTuple):
@@ -79,6 +69,10 @@ class Settled(NamedTuple):
         """True if XLA launches the buckets (schedule "fused")."""
         return self.runner.timeline is None
 
+    def waiting(self, state: TrainState) -> int:
+        """Counts the processes that wait for each other in the next step, for the watchers."""
+        return self.replica.group.processes if self.runner.waits(state) else 1
+
 
 def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: str) -> Settled:
     """Settles a step with this rank's first batch. Collective; an error is raised on every rank."""
@@ -94,7 +88,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
     layout = specs(group.placement, seen.state._replace(accumulated=None, hook_state=()))
     use_mean = params_checked(replica, forms, partial(use, replica, layout))
     facts = _agreed(replica, seen, forms_of(batch), use_mean)
-    fit = _fit(replica, jax.tree.structure(state), state, batch)
+    fit = fit_of(replica, jax.tree.structure(state), state, batch)
     share = held_form(group.placement, state)
     return Settled(
         replica=replica,
@@ -102,8 +96,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
         layout=layout,
         schedule=seen.schedule.name,
         runner=replica.way.runner(seen.schedule, replica, facts),
-        accumulate=_accumulating(group.placement, replica),
-        admitted=Admitted((fit,), frozenset({_form(batch)}), share),
+        accumulate=accumulating(group.placement, replica),
+        admitted=Admitted((fit,), frozenset({form_of_batch(batch)}), share),
     )
 
 
@@ -136,7 +130,8 @@ def _agreed(
     averaged = None
     if options.broadcast_buffers == "mean":
         averaged = seen.state.model_state
-    plan = replica.plan(
+    plan = plan_buckets(
+        replica,
         seen.state.params,
         ready,
         dtype=scalar_dtype(jax.tree.leaves((seen.outputs, averaged))),
@@ -155,63 +150,3 @@ def _agreed(
         read_in={i: dtype for i, dtype in read_in.items() if i not in differing},
         use=use,
     )
-
-
-def _accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
-    """Makes the program of `no_sync`."""
-    per_replica = placement.per_replica
-    in_specs = (REPLICATED, per_replica, per_replica, per_replica)
-    donated = (2,) if replica.options.donate else ()
-    run = as_program(placement, partial(replica.way.accumulate, replica))
-    return placement.program(run, in_specs, (per_replica, REPLICATED), donate=donated)
-
-
-def admit(settled: Settled, tree: PyTree, state: TrainState, batch: PyTree) -> Settled:
-    """Checks the arguments of a call, on this rank only, and records their form as checked."""
-    replica = settled.replica
-    admitted = settled.admitted
-    fit = _fit(replica, tree, state, batch)
-    if fit in admitted.fits:
-        return settled
-    check_params(replica, forms_of(settled.facts.state.params), whole_forms(state.params))
-    gradient_state = check_held(replica, state)
-    if replica.group.placement.other_axes:
-        check_cuts(state, settled.layout)
-    check_batch(replica, batch)
-    share = admitted.share
-    if share.accumulated is None and state.accumulated is not None:
-        share = held_form(replica.group.placement, state)
-    form = _form(batch)
-    if form not in admitted.batches:
-        _check_program(replica, settled.facts, gradient_state, batch)
-    fits = (fit, *admitted.fits)[:4]
-    return settled._replace(admitted=Admitted(fits, admitted.batches | {form}, share))
-
-
-def _check_program(replica: Replica, facts: Facts, state: TrainState, batch: PyTree) -> None:
-    """Raises ValueError if a batch's program reaches leaves outside the plan, or casts others.
-
-    A batch of another form may have another program.
-    """
-    planned = {i for bucket in facts.plan.buckets for i in bucket.leaves}
-    left_out = {i for i in facts.chosen if facts.plan.leaves[i].nbytes and i not in planned}
-    if left_out:
-        has_path = zip(facts.chosen, paths(replica, state, batch))
-        check_paths(facts.plan, [i for i, path in has_path if path and i in left_out])
-    if replica.way.gathers and facts.read_in:
-        check_casts(facts.plan, facts.read_in, casts(replica, state, batch))
-
-
-def _fit(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:
-    """Returns a key of (state, batch): calls with equal keys need only one check."""
-    local = jax.tree.leaves(state.accumulated)[:1]
-    if replica.way.apart:
-        local += take_apart(state)[1]
-    shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
-    return tree, [x.shape for x in local], shardings, _form(batch)
-
-
-def _form(batch: PyTree) -> Any:
-    """Returns the structure, shapes and dtypes of a batch, which determine a program."""
-    leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)

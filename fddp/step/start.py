@@ -24,7 +24,9 @@ from fddp.optim import DynamicScaleState
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
 from fddp.step.held import first_held, form_in_shards, with_held
+from fddp.step.hook_state import first_hook_state, hook_state_form
 from fddp.step.made import described_program, is_form, made_state, read_functions
+from fddp.step.planned import formatted_groups, provisional_plan
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_no_state
 from fddp.step.step_optimizer import Optimizer, StepOptimizer
@@ -82,7 +84,9 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
     arrays, forms = split_leaves(indices, leaves)
     arrays, rng = equal_start(group, (arrays, start.rng))
     params, model_state = tree.unflatten(join_leaves(indices, arrays, forms))
-    hook_state = placement.program(partial(replica.remembered, params), (), placement.per_replica)()
+    hook_state = placement.program(
+        partial(first_hook_state, replica, params), (), placement.per_replica
+    )()
     number = placement.place(np.zeros((), np.int32), REPLICATED)
     state = TrainState(number, params, None, model_state, hook_state, None, rng)
     if start.program is not None:
@@ -106,7 +110,9 @@ def first_form(
     state = jax.eval_shape(first, params, model_state, rng)
     opt_state = jax.eval_shape(optimizer.init, replica.trained(state.params))
     return form_in_shards(
-        replica, state._replace(opt_state=opt_state, hook_state=replica.memory_form(params)), layout
+        replica,
+        state._replace(opt_state=opt_state, hook_state=hook_state_form(replica, params)),
+        layout,
     )
 
 
@@ -136,7 +142,7 @@ def _check_start(
     check_trained(params, replica.chosen(params))
     optimizer.check_needs(replica.trained(params))
     features = dict(replica.asked)
-    if jax.tree.leaves(replica.memory_form(params)):
+    if jax.tree.leaves(hook_state_form(replica, params)):
         features[MEMORY] = f"{replica.options.hook}, which has a memory"
     if has_functions:
         features[FUNCTION] = FUNCTION
@@ -166,8 +172,8 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
         f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
         replica.way.described,
-        f"plan {replica.provisional_plan(params).digest}",
-        *replica.described_groups(params),
+        f"plan {provisional_plan(replica, params).digest}",
+        *formatted_groups(replica, params),
         f"group.local {replica.group.local}",
         f"{len(jax.tree.leaves(params))} parameters",
         *described("parameter", params),

@@ -3,11 +3,26 @@
 from collections import deque
 from typing import Any
 
+import jax
+from jaxtyping import PyTree
+
 from fddp.buckets import BucketPlan
 from fddp.comm import Group
 from fddp.guards import Skips, comparing
-from fddp.schedules import Timeline
-from fddp.step import QUORUM, Options, Replica, Settled, StepOptimizer, Training, TrainState, Use
+from fddp.schedules import TaskList, Timeline
+from fddp.step import (
+    QUORUM,
+    Options,
+    Replica,
+    Settled,
+    StepOptimizer,
+    Training,
+    TrainState,
+    Use,
+    lower,
+    ready,
+    tasks,
+)
 
 
 class SettledStep:
@@ -80,6 +95,49 @@ class SettledStep:
         if self._settled is None:
             raise ValueError("there is no program yet: the first batch settles it.")
         return self._settled
+
+    def timeline(self) -> Timeline:
+        """Returns the spans in which the last step computed and communicated.
+
+        Raises:
+          ValueError: the step is one program (schedule "fused"), and needs a profiler.
+        """
+        timeline = self.settled.runner.timeline
+        if timeline is None:
+            raise ValueError(
+                "a fused step is one program; a step with a timeline has another schedule, such "
+                "as 'staged'."
+            )
+        return timeline()
+
+    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
+        """Lowers the step, as `jax.jit(f).lower` does, to inspect its program.
+
+        Args:
+          state: as for a step.
+          batch: as for a step.
+
+        Returns:
+          The lowered program; `.compile().as_text()` is the program that runs.
+
+        Raises:
+          ValueError: the schedule runs several programs.
+        """
+        self._settled, args = ready(self._settled, self._replica, self._use, state, batch)
+        return lower(self._settled, args)
+
+    def tasks(self, state: TrainState, batch: PyTree) -> TaskList:
+        """Lists the programs and messages of a step with their dependencies; runs nothing.
+
+        Args:
+          state: as for a step, or from `shapes`.
+          batch: as for a step, or a tree of `jax.ShapeDtypeStruct`s.
+
+        Returns:
+          The list; `print` shows it as a table.
+        """
+        self._settled, args = ready(self._settled, self._replica, self._use, state, batch)
+        return tasks(self._settled, state, args)
 
     @property
     def _guessed(self) -> tuple[BucketPlan, TrainState]:

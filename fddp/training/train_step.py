@@ -10,14 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-import jax
 from jaxtyping import PyTree
 
 from fddp.comm import Group, verify
 from fddp.jax_internals import transformed
 from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.runtime import group_of
-from fddp.schedules import TaskList, Timeline
 from fddp.step import (
     OptionArguments,
     StepInfo,
@@ -29,12 +27,11 @@ from fddp.step import (
     first_form,
     first_state,
     held_form,
-    lower,
+    provisional_plan,
     read_start,
     ready,
     run_inside,
     synchronize,
-    tasks,
     with_some_new,
 )
 from fddp.training.settled_step import SettledStep
@@ -79,7 +76,9 @@ class TrainStep(SettledStep):
             self.group, "parameters, options or versions", read, partial(described_start, *setup)
         )
         state = first_state(*setup, start)
-        self._expect(replica.provisional_plan(start.params), held_form(self.group.placement, state))
+        self._expect(
+            provisional_plan(replica, start.params), held_form(self.group.placement, state)
+        )
         if start.remark:
             self.group.print(f"fddp: {start.remark}", file=sys.stderr)
         return state
@@ -158,20 +157,6 @@ class TrainStep(SettledStep):
         state, means = accumulate_locally(self._settled, state, args)
         return state, StepInfo(means.loss, means.aux)
 
-    def timeline(self) -> Timeline:
-        """Returns the spans in which the last step computed and communicated.
-
-        Raises:
-          ValueError: the step is one program (schedule "fused"), and needs a profiler.
-        """
-        timeline = self.settled.runner.timeline
-        if timeline is None:
-            raise ValueError(
-                "a fused step is one program; a step with a timeline has another schedule, such "
-                "as 'staged'."
-            )
-        return timeline()
-
     def measure(self, state: TrainState, batches: Iterable[Any]) -> Measurement:
         """Runs a step on each batch and measures its time: `fddp.measure(step, state, batches)`.
 
@@ -187,35 +172,6 @@ class TrainStep(SettledStep):
     def stats(self) -> Stats:
         """Returns the facts and times that DDP logs: `fddp.stats(step)`."""
         return stats(self)
-
-    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Lowers the step, as `jax.jit(f).lower` does, to inspect its program.
-
-        Args:
-          state: as for a step.
-          batch: as for a step.
-
-        Returns:
-          The lowered program; `.compile().as_text()` is the program that runs.
-
-        Raises:
-          ValueError: the schedule runs several programs.
-        """
-        self._settled, args = ready(self._settled, self._replica, self._use, state, batch)
-        return lower(self._settled, args)
-
-    def tasks(self, state: TrainState, batch: PyTree) -> TaskList:
-        """Lists the programs and messages of a step with their dependencies; runs nothing.
-
-        Args:
-          state: as for a step, or from `shapes`.
-          batch: as for a step, or a tree of `jax.ShapeDtypeStruct`s.
-
-        Returns:
-          The list; `print` shows it as a table.
-        """
-        self._settled, args = ready(self._settled, self._replica, self._use, state, batch)
-        return tasks(self._settled, state, args)
 
     def on(self, group: Group) -> "TrainStep":
         """Makes the same step for another group.

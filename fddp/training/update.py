@@ -9,8 +9,9 @@ import optax
 from jaxtyping import PyTree
 
 from fddp.comm import laid_out
+from fddp.jaxpr import with_trained
 from fddp.optim import DynamicScaleState, gradients_finite, recorded, skipped, update
-from fddp.step import Mean, Replica, StepInfo, TrainState, with_trained
+from fddp.step import Mean, Replica, StepInfo, TrainState
 
 
 def updated(

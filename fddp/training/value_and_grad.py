@@ -22,6 +22,7 @@ from fddp.step import (
     check_arrays,
     compare,
     explained,
+    first_hook_state,
     read_options,
     ready,
     refuse,
@@ -95,7 +96,7 @@ def value_and_grad(
         params = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), params)
         state = TrainState(jnp.zeros((), jnp.int32), params, (), model_state, (), None, rng)
         state = replica.group.placement.place(state, REPLICATED)
-        hook_state = replica.remembered(state.params)
+        hook_state = first_hook_state(replica, state.params)
         if jax.tree.leaves(hook_state):
             refuse({CALL: CALL, MEMORY: str(settings.hook)})
         state = state._replace(hook_state=hook_state)

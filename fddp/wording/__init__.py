@@ -9,6 +9,7 @@ from fddp.wording.texts import check_seconds as check_seconds
 from fddp.wording.texts import check_switch as check_switch
 from fddp.wording.texts import check_whole as check_whole
 from fddp.wording.texts import leaf_name as leaf_name
+from fddp.wording.texts import leaf_names as leaf_names
 from fddp.wording.texts import preformatted as preformatted
 from fddp.wording.texts import printable as printable
 from fddp.wording.texts import table as table

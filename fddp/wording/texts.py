@@ -19,6 +19,11 @@ def leaf_name(path: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
+def leaf_names(tree: Any) -> list[str]:
+    """The names of all leaves of a tree, in order."""
+    return [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
 def printable(text: str) -> str:
     """Replaces the control codes in another program's output, which could change a terminal."""
     return text.translate({ord(x): "?" for x in text if not x.isprintable()})

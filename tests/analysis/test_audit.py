@@ -25,7 +25,7 @@ from fddp.hlo.collectives import find_collectives
 from fddp.hlo.flops import traffic
 from fddp.hlo.module import parse
 from fddp.hooks.reductions import reductions
-from fddp.schedules.tasks import communications
+from fddp.schedules.communications import communications
 from models import bert, gpt, mlp, resnet
 
 # The claims are about XLA's programs: all optimizations are on.

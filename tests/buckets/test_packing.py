@@ -13,7 +13,7 @@ from trees import same_bits
 
 from fddp import make_plan, pack, unpack
 from fddp.buckets.messages import add_tail, take_tail
-from fddp.buckets.plan import place_scalars
+from fddp.buckets.scalars import place_scalars
 
 FLOATS = [
     np.dtype(d)

@@ -28,7 +28,8 @@ from fddp.hooks import Reduction
 from fddp.hooks.reductions import Asks
 from fddp.jax_internals import with_configuration
 from fddp.schedules.message_order import trailed
-from fddp.schedules.tasks import BYTES, Communicate, Compute, Task, TaskList, Value
+from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
+from fddp.schedules.values import BYTES, Value
 
 Groups = Callable[[int], fddp.Group]
 

@@ -10,7 +10,8 @@ import pytest
 
 import fddp
 from fddp.schedules.footprint import Footprint, Moment, Planned, footprint
-from fddp.schedules.tasks import Communicate, Compute, Value
+from fddp.schedules.tasks import Communicate, Compute
+from fddp.schedules.values import Value
 
 W = Value("state", path="w")
 M = Value("state", path="m")

@@ -19,8 +19,9 @@ from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.pieces import Pieces
 from fddp.schedules.queues import HERE, freed
 from fddp.schedules.stage_tasks import stages_of
-from fddp.schedules.tasks import TaskList, Value
+from fddp.schedules.tasks import TaskList
 from fddp.schedules.timeline import outline
+from fddp.schedules.values import Value
 
 
 def net(params: Any, batch: Any) -> jax.Array:

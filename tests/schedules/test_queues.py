@@ -11,7 +11,8 @@ import pytest
 from fddp.schedules import Span
 from fddp.schedules.queues import HERE, Queues, by_kind, freed, routed
 from fddp.schedules.step_log import StepLog
-from fddp.schedules.tasks import Compute, Task, Value
+from fddp.schedules.tasks import Compute, Task
+from fddp.schedules.values import Value
 
 X, Y, Z = map(Value, "xyz")
 

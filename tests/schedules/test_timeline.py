@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fddp.schedules.tasks import Communicate, Compute, Value
+from fddp.schedules.tasks import Communicate, Compute
 from fddp.schedules.timeline import Pace, Span, Timeline, observed_pace, outline, simulate
+from fddp.schedules.values import Value
 
 
 def compute(*times):

@@ -1,0 +1,83 @@
+"""Checks of the arguments of later calls, against the first batch that settled a step."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from fddp.buckets import take_apart, whole_forms
+from fddp.schedules import forms_of
+from fddp.step.checks import check_batch, check_casts, check_params, check_paths
+from fddp.step.first_batch import casts, paths
+from fddp.step.held import check_cuts, check_held, held_form
+from fddp.step.replica import Replica
+from fddp.step.state import TrainState
+from fddp.step.way import Facts
+
+if TYPE_CHECKING:  # a settled step holds what was admitted
+    from fddp.step.settle import Settled
+
+
+class Admitted(NamedTuple):
+    """The forms of arguments that were checked."""
+
+    fits: tuple[Any, ...]
+    """The last four checked forms of (state, batch). Four: steps and `no_sync` may alternate, each
+    with arrays or promises."""
+    batches: frozenset[Any]
+    """Forms of batches: none reaches a leaf outside the plan."""
+    share: TrainState
+    """Shapes and dtypes of one replica's share of the state, with pending sums from the first
+    `no_sync` on."""
+
+
+def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) -> "Settled":
+    """Checks the arguments of a call, on this rank only, and records their form as checked."""
+    replica = settled.replica
+    admitted = settled.admitted
+    fit = fit_of(replica, tree, state, batch)
+    if fit in admitted.fits:
+        return settled
+    check_params(replica, forms_of(settled.facts.state.params), whole_forms(state.params))
+    gradient_state = check_held(replica, state)
+    if replica.group.placement.other_axes:
+        check_cuts(state, settled.layout)
+    check_batch(replica, batch)
+    share = admitted.share
+    if share.accumulated is None and state.accumulated is not None:
+        share = held_form(replica.group.placement, state)
+    form = form_of_batch(batch)
+    if form not in admitted.batches:
+        _check_program(replica, settled.facts, gradient_state, batch)
+    fits = (fit, *admitted.fits)[:4]
+    return settled._replace(admitted=Admitted(fits, admitted.batches | {form}, share))
+
+
+def _check_program(replica: Replica, facts: Facts, state: TrainState, batch: PyTree) -> None:
+    """Raises ValueError if a batch's program reaches leaves outside the plan, or casts others.
+
+    A batch of another form may have another program.
+    """
+    planned = {i for bucket in facts.plan.buckets for i in bucket.leaves}
+    left_out = {i for i in facts.chosen if facts.plan.leaves[i].nbytes and i not in planned}
+    if left_out:
+        has_path = zip(facts.chosen, paths(replica, state, batch))
+        check_paths(facts.plan, [i for i, path in has_path if path and i in left_out])
+    if replica.way.gathers and facts.read_in:
+        check_casts(facts.plan, facts.read_in, casts(replica, state, batch))
+
+
+def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:
+    """Returns a key of (state, batch): calls with equal keys need only one check."""
+    local = jax.tree.leaves(state.accumulated)[:1]
+    if replica.way.apart:
+        local += take_apart(state)[1]
+    shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
+    return tree, [x.shape for x in local], shardings, form_of_batch(batch)
+
+
+def form_of_batch(batch: PyTree) -> Any:
+    """Returns the structure, shapes and dtypes of a batch, which determine a program."""
+    leaves, tree = jax.tree.flatten(batch)
+    return tree, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)

@@ -1,0 +1,53 @@
+"""A settled step inside the user's program."""
+
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from fddp.buckets import take_apart
+from fddp.comm import of_one_replica
+from fddp.hooks import by_message
+from fddp.jax_internals import staged_out
+from fddp.losses import rows_of_batch
+from fddp.schedules import StepInputs, forms_of
+from fddp.step.admission import admit
+from fddp.step.run import with_local_parts
+from fddp.step.settle import Settled
+from fddp.step.state import TrainState, check_state
+
+
+def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any:
+    """Runs a settled step inside the user's program, in `jax.jit` or `jax.lax.scan`.
+
+    `batch` has the rows of all processes. Raises TypeError if the step is not settled, needs the
+    host, or is differentiated or mapped.
+    """
+    if settled is None:
+        raise _not_inside(
+            "its first batch settles it, outside of jit; step.lower(state, batch) settles it, too"
+        )
+    run = settled.runner.inside
+    if run is None:
+        raise _not_inside(
+            "it needs Python between its programs; a step with schedule='fused' does not, but over "
+            "MPI"
+        )
+    if not staged_out((state, batch)):
+        raise _not_inside("it can be a part only of jax.jit and jax.lax.scan, over all replicas")
+    check_state(state)
+    replica = settled.replica
+    processes = replica.group.processes
+    rows = rows_of_batch(batch, replica.micro_batches * processes, undivided=settled.undivided)
+    admit(settled, jax.tree.structure(state), forms_of(state), of_one_replica(rows, processes))
+    memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
+    replicated, shards = state._replace(accumulated=None, hook_state=()), []
+    if replica.way.apart:
+        replicated, shards = take_apart(replicated)
+    inputs = StepInputs(replicated, state.accumulated, shards, memory, rows)
+    result, shards, memory = run(inputs)
+    return with_local_parts(settled, state, result, shards, memory)
+
+
+def _not_inside(why: str) -> TypeError:
+    return TypeError(f"this step cannot be called under jax.jit, grad or vmap: {why}.")

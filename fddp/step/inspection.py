@@ -1,0 +1,44 @@
+"""Views of a settled step that run nothing: its program, its tasks, its memory."""
+
+import jax
+from jaxtyping import PyTree
+
+from fddp.comm import of_one_replica
+from fddp.jax_internals import without_context_mesh
+from fddp.schedules import Footprint, StepInputs, TaskList
+from fddp.step.run import local_rows, one_replica_arguments, step_inputs
+from fddp.step.settle import Settled
+from fddp.step.state import TrainState
+
+
+@without_context_mesh
+def lower(settled: Settled, inputs: StepInputs) -> jax.stages.Lowered:
+    """Lowers a step that is one program."""
+    if settled.runner.lower is None:
+        raise ValueError(
+            "this step runs several programs; a step that can be lowered has schedule='fused' and "
+            "no virtual_replicas."
+        )
+    return settled.runner.lower(inputs)
+
+
+@without_context_mesh
+def tasks(settled: Settled, state: TrainState, inputs: StepInputs) -> TaskList:
+    """Lists the tasks of a step."""
+    return settled.runner.tasks(*one_replica_arguments(settled, state, inputs.rows))
+
+
+def first_tasks(settled: Settled) -> TaskList:
+    """Lists the tasks of the first step."""
+    if settled.first is None:
+        raise ValueError("no step has run yet: call step(state, batch) first.")
+    state, pending, shards, _, rows = settled.first
+    replicas = settled.replica.group.placement.replicas_in_array
+    return settled.runner.tasks(state, *of_one_replica((pending, shards, rows), replicas))
+
+
+@without_context_mesh
+def memory_footprint(settled: Settled, state: TrainState, batch: PyTree) -> Footprint | None:
+    """Finds the memory of one replica, task by task, without a run; None if XLA reports none."""
+    rows = local_rows(settled.replica, batch, settled.undivided)
+    return settled.runner.footprint(step_inputs(settled, state, jax.tree.leaves(state), rows))

@@ -1,0 +1,47 @@
+"""Gradients that are accumulated locally, as in DDP's `no_sync`."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import jax
+
+from fddp.comm import REPLICATED, Placement, as_program
+from fddp.jax_internals import awaited, without_context_mesh
+from fddp.losses import Sums
+from fddp.schedules import StepInputs
+from fddp.step.debug_nans import with_finite_results
+from fddp.step.replica import Replica
+from fddp.step.state import TrainState
+
+if TYPE_CHECKING:  # a settled step holds the program
+    from fddp.step.settle import Settled
+
+
+@without_context_mesh
+@with_finite_results
+def accumulate_locally(
+    settled: "Settled", state: TrainState, inputs: StepInputs
+) -> tuple[TrainState, Sums]:
+    """Adds a batch to the pending sums locally; also returns this process's mean loss and aux."""
+    group = settled.replica.group
+    placement = group.placement
+    replicated, pending, shards, _, rows = inputs
+    journal = group.journal
+    journal.say("no_sync")
+    # Gradients stay local, but sharded parameters must be gathered.
+    gathered = settled.replica.way.gathered(group, state, replicated)
+    replicated = jax.tree.map(awaited, gathered)
+    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
+    if placement.shares_cores:
+        jax.block_until_ready(accumulated)
+    journal.adds(settled.waiting(state))
+    return state._replace(accumulated=accumulated), means
+
+
+def accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
+    """Makes the program of `no_sync`."""
+    per_replica = placement.per_replica
+    in_specs = (REPLICATED, per_replica, per_replica, per_replica)
+    donated = (2,) if replica.options.donate else ()
+    run = as_program(placement, partial(replica.way.accumulate, replica))
+    return placement.program(run, in_specs, (per_replica, REPLICATED), donate=donated)

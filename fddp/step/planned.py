@@ -1,0 +1,54 @@
+"""The buckets of a replica: which trained leaves travel in which message."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import PyTree
+
+from fddp.buckets import (
+    BucketPlan,
+    Travelling,
+    described_groups,
+    place_scalars,
+    plan_with_slices,
+)
+from fddp.comm import device_parts
+from fddp.step.replica import Replica
+from fddp.wording import leaf_names
+
+
+def plan_buckets(
+    replica: Replica,
+    params: PyTree,
+    order: Sequence[Travelling],
+    *,
+    dtype: Any = np.float32,
+    touched: Mapping[int, int] | None = None,
+) -> BucketPlan:
+    """Plans the buckets; `touched` maps a leaf to its gradient's number of non-zero rows."""
+    leaves = jax.tree.leaves(params)
+    order = [x for x in order if np.size(leaves[x.leaf])]  # an empty leaf is not sent
+    counts = {}
+    if touched and replica.travels.table_rows:
+        counts = touched
+    tree = device_parts(replica.group.placement, params)
+    plan = plan_with_slices(
+        tree, counts, replica.group.size, order=order, **replica.options.bucketing
+    )
+    if replica.way.scattered:
+        plan = replace(plan, parts=replica.group.parts)
+    return place_scalars(plan, dtype, early=True, exact=replica.travels.exact)
+
+
+def formatted_groups(replica: Replica, params: PyTree) -> list[str]:
+    """Formats the groups of the trained leaves, for a comparison over ranks."""
+    names = leaf_names(params)
+    return described_groups([names[i] for i in replica.chosen(params)], replica.options.groups)
+
+
+def provisional_plan(replica: Replica, params: PyTree) -> BucketPlan:
+    """Plans the leaves in reverse, DDP's guess, until a batch shows the ready order."""
+    return plan_buckets(replica, params, [Travelling(i) for i in replica.chosen(params)[::-1]])
