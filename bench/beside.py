@@ -5,7 +5,7 @@
 
 Each step is compiled ahead of time for each target, under each schedule and cap that `fddp.tune`
 tries, next to plain JAX of the same loss and optimizer; the milliseconds are those of `fddp.audit`.
-Every result is saved at once. The script writes the table of docs/performance.md from all saved
+Every result is saved at once. The script writes the table of bench/README.md from all saved
 results, with a line for each model and target.
 
   model   module:preset:rows of a replica, of models/
@@ -29,7 +29,7 @@ from fddp.analysis.tuning.for_target import on_target
 from fddp.analysis.workload import read_workload
 from fddp.schedules import Timeline
 
-PAGE = ROOT / "docs" / "performance.md"
+PAGE = ROOT / "bench" / "README.md"
 MODELS = ("mlp:1024:256", "scanned:360m:2", "bert:base:32", "gpt:360m:2", "resnet:50:32")
 TARGETS = ("h100:8", "h100:2x8", "a100:8", "a100:2x8", "a100:4x8")
 DEFAULT = "schedule='fused', bucket_cap_mb=25"

@@ -21,6 +21,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             config, f"../{name}", abs_src_path=str(path), inclusion=InclusionLevel.INCLUDED
         )
         file.dest_uri = File.generated(config, name, content="").dest_uri
+        vars(file)["edit_uri"] = file.src_uri  # mkdocs has none for a generated file
         files.append(file)
     return files
 

@@ -1,6 +1,7 @@
 """Every script of bench/ runs, with --quick too."""
 
 import importlib
+import math
 import re
 import sys
 from functools import partial
@@ -34,6 +35,64 @@ def test_a_question_says_what_it_asks_and_has_a_quick_answer(name, monkeypatch, 
 def test_the_table_of_plain_jax_is_what_was_saved():
     page = beside.PAGE.read_text()
     assert with_table(page, beside.sections(saved("beside")), "bench/beside.py") == page
+
+
+def test_the_table_of_2_to_16_hosts_is_what_was_saved():
+    page = hosts.PAGE.read_text()
+    assert with_table(page, hosts.as_markdown(saved("hosts")), "bench/hosts.py") == page
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("MLP, 32 MiB of gradients, 1,024 rows", "mlp"),
+        ("the same, 640 rows", "mlp640"),
+        ("ResNet-18, 45 MiB", "resnet18"),
+        ("GPT, 36 MiB", "gpt"),
+    ],
+)
+def test_the_table_of_schedules_is_what_was_measured(row, problem):
+    section = section_of("Schedules, plain JAX and PyTorch DDP")
+    (line,) = re.findall(rf"^\| {row} \|(.*)$", section, re.MULTILINE)
+    ms = {way: median for way, (_, median, _) in saved("overlap")[problem]["step_ms"].items()}
+    ddp_ms = min(median for way, median in ms.items() if way.startswith("PyTorch DDP"))
+    others = (
+        "alone, one program",
+        "fddp staged (Gloo)",
+        "fddp after (Gloo)",
+        "jit, NamedSharding",
+        "shard_map, psum per leaf",
+    )
+    measured = [*(ms[way] for way in others), ddp_ms, ms["PyTorch, alone"]]
+    shown = [int(number) for number in re.findall(r"\d+", line)]
+    assert shown == [math.floor(x + 0.5) for x in measured]
+
+
+def test_the_memory_of_large_states_is_what_was_measured():
+    section = section_of("States beyond a rank's memory")
+    for row, form in (
+        ("`step.init(make)`", "function"),
+        ("`step.init(jax.jit(make)())`", "arrays"),
+    ):
+        (line,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", section, re.MULTILINE)
+        peaks = [
+            max(rank["peak_mib"] for rank in saved(name)[form])
+            for name in ("holding_mpi_4", "holding_gloo_4")
+        ]
+        assert re.findall(r"[\d,]+", line) == [f"{peak:,.0f}" for peak in peaks]
+    beyond = saved("beyond_memory_mpi_4")
+    trained, restored = beyond["trained"], beyond["restored"]
+    text = " ".join(section.split())
+    assert f"A GPT of {trained['parameters'] / 1e6:.0f} million parameters" in text
+    assert f"({trained['state_mib']:,.0f} MiB with Adam's moments)" in text
+    assert f"limits each rank to {beyond['limit_mib']:,} MiB" in text
+    assert f"at {math.ceil(max(trained['peak_mib'])):,} MiB at most" in text
+    assert f"at {math.ceil(max(restored['peak_mib'])):,} MiB at most" in text
+
+
+def section_of(heading: str) -> str:
+    """The text of a section of the README."""
+    return (BENCH / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 def test_the_list_of_questions_is_complete():

@@ -19,12 +19,24 @@ import fddp
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 API = "".join(path.read_text() for path in sorted((DOCS / "api").glob("*.md")))
 # The columns of docs/site.css for a block of code, and for one of two blocks side by side.
 COLUMNS = 101
 COLUMNS_BESIDE = 48
 PAGES = [*sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md", ROOT / "CONTRIBUTING.md"]
+ADDRESSES = {
+    "FDDP_SITE_URL": "https://docs.example.org/fddp/",
+    "FDDP_REPO_URL": "https://git.example.org/group/fddp",
+    "FDDP_EDIT_URI": "edit/main/docs/",
+}
+
+
+class Settings(yaml.SafeLoader):
+    """Reads mkdocs.yml, without the values of its variables."""
+
+
+Settings.add_constructor("!ENV", lambda loader, node: None)
+NAV = yaml.load((ROOT / "mkdocs.yml").read_text(), Settings)["nav"]
 
 
 def leaves(nav: Any) -> list[str]:
@@ -169,14 +181,34 @@ def measured(name: str) -> Any:
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     """Covers all other faults of a page: mkdocs' own warnings are errors."""
-    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
-    completed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False
-    )
-    assert completed.returncode == 0, completed.stderr
+    build(tmp_path)
     steps = (tmp_path / "api" / "step" / "index.html").read_text()
     assert (
         'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps
     )  # the function, not its module
     assert 'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.on"' not in steps  # internal
+    assert 'rel="canonical"' not in steps and 'rel="edit"' not in steps  # no addresses are set
+
+
+@pytest.mark.slow
+def test_a_published_site_links_to_its_repository_and_to_the_source_of_each_page(tmp_path):
+    build(tmp_path, **ADDRESSES)
+    site, repository = ADDRESSES["FDDP_SITE_URL"], ADDRESSES["FDDP_REPO_URL"]
+    page = (tmp_path / "training" / "index.html").read_text()
+    assert f'rel="canonical" href="{site}training/"' in page
+    assert f'href="{repository}/edit/main/docs/training.md"' in page
+    benchmarks = (tmp_path / "bench" / "index.html").read_text()
+    assert f'href="{repository}/edit/main/bench/README.md"' in benchmarks
+    documented = (ROOT / "CONTRIBUTING.md").read_text()
+    assert all(f"| `{name}` |" in documented and x in documented for name, x in ADDRESSES.items())
+
+
+def build(folder: Path, **addresses: str) -> None:
+    """Builds the site into a folder, strictly."""
+    pytest.importorskip("mkdocs", reason="the extra docs is not installed")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name not in ADDRESSES}
+    completed = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=environment | addresses, check=False
+    )
+    assert completed.returncode == 0, completed.stderr
