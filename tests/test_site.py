@@ -163,6 +163,17 @@ def measured(name: str) -> Any:
     return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["results"]
 
 
+### Generated pages
+
+
+def test_troubleshooting_is_generated_and_lists_only_messages_of_the_sources():
+    script = runpy.run_path(str(DOCS / "troubleshooting.py"))
+    assert script["unknown"]() == []
+    assert "nothing has moved for … s: …" in script["sources"]()  # as a value is written
+    assert "nothing has moved for … minutes" not in script["sources"]()
+    assert script["PAGE"].read_text() == script["page"](), "run docs/troubleshooting.py"
+
+
 ### The site
 
 
@@ -179,6 +190,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert (
         'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps
     )  # the function, not its module
-    assert (
-        'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.on"' not in steps
-    )  # internal
+    assert 'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.on"' not in steps  # internal
