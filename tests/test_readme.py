@@ -10,10 +10,12 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from boxes import boxes
 from processes import launch
 
 import fddp
 from fddp.__main__ import main
+from fddp.islands.merge_log import read_log, serialize
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -34,6 +36,11 @@ SCRIPTS = [
         )
     )
 ]
+# Outputs that tests compare: of the README's script, scripts, and commands (test_examples.py).
+COMPARED = {PRINTED} | {
+    *(script.values[1] for script in SCRIPTS),
+    *(box.output for page in PAGES.values() for box in boxes(page) if box.language == "bash"),
+}
 # Scripts as the lines that go and come: (before, after), which find the same.
 CHANGES = [
     pytest.param(change, id=f"{name}-{number}")
@@ -169,6 +176,17 @@ def test_a_script_of_the_pages_prints_the_same_before_and_after(change, tmp_path
         run_here(side(sign, change), tmp_path)
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and printed[0].strip()
+
+
+@pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README.md", *PAGES])
+def test_every_output_of_a_page_is_compared(page):
+    assert [box.output for box in boxes(page) if box.output not in COMPARED] == []
+
+
+def test_a_line_of_a_log_of_merges_is_as_the_page_shows_it(tmp_path):
+    (line,) = re.findall(r"```json\n(.*)\n```", PAGES["asynchronous.md"])
+    (tmp_path / "log").write_text(line)
+    assert [serialize(merged) for merged in read_log(tmp_path / "log")] == [line]
 
 
 def test_the_lines_of_the_examples_stand_in_their_scripts():

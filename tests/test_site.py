@@ -175,6 +175,17 @@ def measured(name: str) -> Any:
     return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())["results"]
 
 
+### Generated pages
+
+
+def test_troubleshooting_is_generated_and_lists_only_messages_of_the_sources():
+    script = runpy.run_path(str(DOCS / "troubleshooting.py"))
+    assert script["unknown"]() == []
+    assert "nothing has moved for … s: …" in script["sources"]()  # as a value is written
+    assert "nothing has moved for … minutes" not in script["sources"]()
+    assert script["PAGE"].read_text() == script["page"](), "run docs/troubleshooting.py"
+
+
 ### The site
 
 
