@@ -3,7 +3,6 @@ things."""
 
 import re
 import runpy
-import shlex
 import tomllib
 from contextlib import chdir
 from operator import attrgetter
@@ -14,7 +13,6 @@ from boxes import boxes
 from processes import launch
 
 import fddp
-from fddp.__main__ import main
 from fddp.islands.merge_log import read_log, serialize
 
 ROOT = Path(__file__).parents[1]
@@ -46,19 +44,6 @@ CHANGES = [
     pytest.param(change, id=f"{name}-{number}")
     for name, page in PAGES.items()
     for number, change in enumerate(re.findall(r"```diff\n(.*?)```", page, re.DOTALL))
-]
-# Commands that compile for a target, with their output or its end.
-COMMANDS = [
-    pytest.param(command, printed, id=f"{name}-{number}")
-    for name, page in PAGES.items()
-    for number, (command, printed) in enumerate(
-        re.findall(
-            r"```bash\npython -m fddp ((?:audit|tune) .*? --target .*?)\n```"
-            r"\n\n(?:prints|ends with)[^\n]*\n\n```\n(.*?)```",
-            page,
-            re.DOTALL,
-        )
-    )
 ]
 
 
@@ -157,15 +142,6 @@ def test_the_readme_names_the_first_page_and_that_leads_to_every_other():
 def test_the_scripts_of_the_pages_run_and_print_what_they_say(script, printed, tmp_path, capsys):
     run_here(script, tmp_path)
     assert not printed or capsys.readouterr().out == printed
-
-
-@pytest.mark.slow
-@pytest.mark.aot
-@pytest.mark.parametrize("command, printed", COMMANDS)
-def test_the_commands_of_the_pages_print_what_they_say(command, printed, tmp_path, capsys):
-    with chdir(tmp_path):  # a command may draw a picture
-        assert main(shlex.split(command.replace("\\\n", ""))) == 0
-    assert capsys.readouterr().out.endswith(printed)
 
 
 @pytest.mark.steps
