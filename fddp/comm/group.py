@@ -172,8 +172,8 @@ class Group:
         """Divides rows that every process has: returns `x[rank::processes]` of each array.
 
         Nothing is padded or dropped: if the number of rows is not a multiple of `processes`, the
-        first ranks have one more row, and a rank may have none. `fddp.evaluate` accepts such parts; a
-        step does after its first batch, if every rank has a row.
+        first ranks have one more row, and a rank may have none. `fddp.evaluate` accepts such parts;
+        a step does after its first batch, if every rank has a row.
 
         Args:
           batch: tree of arrays with rows along the first dim, equal on all processes.
