@@ -1,7 +1,7 @@
 """Groups of replicas that train together: `ProcessGroup`, `new_group` of `torch.distributed`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
 
@@ -68,6 +68,10 @@ class Group:
     """Records the progress of this process."""
     lane: Lane = field(default_factory=Lane, repr=False, compare=False)
     """Messages that outlive their steps; shared by the groups of one world."""
+
+    def __dir__(self) -> list[str]:
+        internal = {"placement", *(x.name for x in fields(self) if not x.repr)}
+        return [name for name in super().__dir__() if name not in internal]
 
     @property
     def axis_name(self) -> str | None:
