@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 import yaml
 
@@ -162,17 +163,93 @@ def measured(name: str) -> Any:
 ### The site
 
 
-@pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path):
-    """Covers all other faults of a page: mkdocs' own warnings are errors."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; mkdocs' own warnings are errors."""
     pytest.importorskip("mkdocs", reason="the extra docs is not installed")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     completed = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, env=os.environ, check=False
     )
     assert completed.returncode == 0, completed.stderr
-    steps = (tmp_path / "api" / "step" / "index.html").read_text()
-    assert (
-        'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps
-    )  # the function, not its module
-    assert 'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.on"' not in steps  # internal
+    return folder
+
+
+@pytest.mark.slow
+def test_the_built_api_has_functions_and_public_members_alone(site):
+    steps, groups = ((site / "api" / name / "index.html").read_text() for name in ("step", "comm"))
+    assert 'id="fddp.train_step"' in steps and 'id="fddp.whole"' in steps
+    # Functions, not the modules of their names.
+    assert "doc-symbol-module" not in steps and 'id="fddp.whole.whole"' not in steps
+    shown = re.findall(r'id="fddp\.TrainStep\.(\w+)"', steps)
+    assert {"init", "__call__"} <= set(shown) <= {"__call__", *dir(fddp.TrainStep)}
+    shown = re.findall(r'id="fddp\.Group\.(\w+)"', groups)
+    public = [name for name in dir(fddp.init()) if not name.startswith("_")]
+    assert sorted(shown) == public
+
+
+### The site in a browser
+
+BROWSER = pytest.mark.skipif(not browser.CHROMIUM, reason="chromium is not installed")
+# Ten words that people search for.
+WORDS = [
+    *("pmap", "shard_map", "set_mesh", "DistributedSampler", "LoRA"),
+    *("mpiexec", "torchrun", "no_sync", "BatchNorm", "bucket_cap_mb"),
+]
+
+
+def faults(site: Path, seen: dict[str, Any]) -> list[str]:
+    """What a browser saw that a page should not have."""
+    views = seen["views"]
+    anchors = {view["path"]: view["anchors"] for view in views}
+    found = {f"the search does not find {word}" for word in seen["missing"]}
+    found |= {f"{path} is requested and does not exist" for path in seen["refused"]}
+    for view in views:
+        here = f"{view['path']} at {view['width']} pixels"
+        found |= {f"{here}: {error}" for error in view["errors"]}
+        if view["beyond"] > 0:
+            found.add(f"{here}: {view['beyond']} pixels lie beyond its right edge")
+        for link in view["links"]:
+            path, _, anchor = link.partition("#")
+            path += "index.html" if path.endswith("/") else ""
+            there = (
+                anchor in ["", *anchors[path]] if path in anchors else (site / path[1:]).is_file()
+            )
+            if not there:
+                found.add(f"{view['path']}: the link {link} leads nowhere")
+    return sorted(found)
+
+
+@BROWSER
+@pytest.mark.slow
+def test_the_site_shows_no_fault_in_a_browser(site, tmp_path):
+    seen = browser.report(site, tmp_path, widths=(1280, 420), words=WORDS)
+    assert len(seen["views"]) > 60 and faults(site, seen) == []
+
+
+@BROWSER
+@pytest.mark.slow
+def test_the_browser_sees_the_faults_of_a_page(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text(
+        """<head></head><body><script>console.error("said"); undefined.name</script>
+        <div style="width: 500px">wide</div> <img src="no.png"> <a href="no/">a</a>
+        <a href="#no">b</a> <a href="#yes" id="yes">c</a>
+        <ul class="md-search-result__list"><li>word</li></ul>"""
+    )
+    seen = browser.report(tmp_path / "site", tmp_path, (1280, 420), ["word", "absent"], limit_s=120)
+    shown = "\n".join(faults(tmp_path / "site", seen))
+    for fault in (
+        "the search does not find absent",
+        "/no.png is requested and does not exist",
+        "pixels: said",
+        "undefined",
+        "cannot load http",
+        "at 420 pixels: 88 pixels lie beyond",
+        "the link /no/ leads nowhere",
+        "the link /index.html#no leads nowhere",
+    ):
+        assert fault in shown
+    for sound in ("find word", "#yes", "1280 pixels: 88"):
+        assert sound not in shown
