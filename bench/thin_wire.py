@@ -115,10 +115,7 @@ def rank(backend: str, methods: list[str], steps: int, path: Path) -> None:
         optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
         step = fddp.train_step(problem.loss_fn, optimizer, group=group, schedule="staged")
         state = step.init(problem.params)
-        batches = [
-            jax.tree.map(lambda x: x[group.rank :: 4], batch)
-            for batch in islice(problem.batches(0), steps)
-        ]
+        batches = [group.rows(batch) for batch in islice(problem.batches(0), steps)]
         for batch in batches[:EVERY]:  # compiles all kinds of steps
             state, _ = step(state, batch)
         jax.block_until_ready(state)

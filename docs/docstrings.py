@@ -59,10 +59,18 @@ class Shown(griffe.Extension):
             for name in names:
                 del pkg[path].members[name]
         for room in [module for module in pkg.modules.values() if not module.is_alias]:
-            for name, source in room.imports.items():
-                if source != f"{room.path}.{name}.{name}":
-                    continue
-                function = room[name][name]
-                room[name] = griffe.Alias(name, function, parent=room)
+            inner = {
+                name: source.removeprefix(f"{room.path}.")
+                for name, source in room.imports.items()
+                if source.startswith(f"{room.path}.")
+            }
+            shadowed = inner.keys() & room.modules.keys()
+            sources = {
+                name: room[source]
+                for name, source in inner.items()
+                if name in shadowed or source.split(".")[0] in shadowed
+            }
+            for name, source in sources.items():
+                room[name] = griffe.Alias(name, source, parent=room)
                 if pkg.imports.get(name) == f"{room.path}.{name}":
-                    pkg[name] = griffe.Alias(name, function, parent=pkg)
+                    pkg[name] = griffe.Alias(name, source, parent=pkg)

@@ -48,13 +48,14 @@ def drawing(behind: Timeline, under: Timeline) -> str:
     """The picture as SVG, which a page scales down to the width of a phone."""
     scale = (WIDTH - 2) / behind.seconds
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 232" '
-        f'width="{WIDTH}" height="232" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 262" '
+        f'width="{WIDTH}" height="262" '
         'font-family="sans-serif" font-size="19">',
         *_step(
             0, f"traffic behind the backward pass: {1e3 * behind.seconds:.0f} ms", behind, scale
         ),
         *_step(122, f"fddp, traffic under it: {1e3 * under.seconds:.0f} ms", under, scale),
+        *_legend(244),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -75,6 +76,17 @@ def _step(top: int, title: str, line: Timeline, scale: float) -> list[str]:
                 f'<text x="{x + width / 2:.1f}" y="{y + 21}" fill="white" '
                 f'text-anchor="middle">{words}</text>'
             )
+    return parts
+
+
+def _legend(top: int) -> list[str]:
+    parts = list[str]()
+    entries = {1: "stages, computed", 205: "buckets, all-reduced", 440: "updates"}
+    for (x, words), colour in zip(entries.items(), ("compute", "communication", "update")):
+        parts += [
+            f'<rect x="{x}" y="{top}" width="14" height="14" rx="2" fill="{COLOURS[colour]}"/>',
+            f'<text x="{x + 21}" y="{top + 13}" fill="{WORDS}">{words}</text>',
+        ]
     return parts
 
 

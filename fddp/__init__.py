@@ -118,7 +118,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_LATER])
+    """Lists the public names alone, for completion: no room and no import."""
+    names = (k for k, x in globals().items() if getattr(x, "__module__", "").startswith("fddp."))
+    return sorted({"hooks", *names, *_LATER})
 
 
 # At import, since JAX may be used before fddp.init is called.

@@ -74,9 +74,7 @@ def main(
     ddp = fddp.train_step(loss_fn, inner, group=group, has_aux=True)
     _, info = ddp(ddp.init(params), {"tokens": text[next(rows)].astype(np.int32)})
     of_ddp = steps * int(np.sum(info.sent))
-    test_rows = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(
-        np.int32
-    )
+    test_rows = group.rows(held_out[:: len(held_out) // 256 + 1]).astype(np.int32)
     loss, _ = fddp.evaluate(
         loss_fn, state, [{"tokens": test_rows}], group=group
     )  # of the replicas' mean

@@ -71,9 +71,7 @@ def main(
             group.print(f"step {number}, loss {info.loss:.3f}")
 
     # fddp.evaluate puts a state together by itself, and fddp.whole(state) does it for the rest.
-    test_rows = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(
-        np.int32
-    )
+    test_rows = group.rows(held_out[:: len(held_out) // 256 + 1]).astype(np.int32)
     loss, _ = fddp.evaluate(loss_fn, state, [{"tokens": test_rows}], group=group)
     group.print(f"{loss / math.log(2):.4f} bits per byte of the held-out files")
     if save is not None:

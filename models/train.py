@@ -316,9 +316,7 @@ def resnet_task(config: Config) -> Task:
 
     def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
         count = len(test_images)
-        local_rows = np.array_split(
-            np.arange(count)[group.rank :: group.processes], math.ceil(count / 500)
-        )
+        local_rows = np.array_split(group.rows(np.arange(count)), math.ceil(count / 500))
         batches = ({"image": test_images[rows], "label": test_labels[rows]} for rows in local_rows)
         share = fddp.evaluate(right, state, batches, group=group)
         return {"test accuracy": f"{share:.2%}: {round(share * count):,} of {count:,} images"}
@@ -341,9 +339,7 @@ def gpt_task(config: Config) -> Task:
         return {"tokens": text[rows].astype(np.int32)}
 
     def test(state: fddp.TrainState, group: fddp.Group) -> dict[str, str]:
-        tokens = held_out[:: len(held_out) // 256 + 1][group.rank :: group.processes].astype(
-            np.int32
-        )
+        tokens = group.rows(held_out[:: len(held_out) // 256 + 1]).astype(np.int32)
         loss, aux = fddp.evaluate(loss_fn, state, [{"tokens": tokens}], group=group)
         params = jax.tree.map(np.asarray, state.params)
         score = (

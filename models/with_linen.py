@@ -111,7 +111,7 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
         if number == 1 or number % max(1, steps // 4) == 0:
             group.print(f"step {number}, loss {info.loss:.3f}")
 
-    test_rows = rows_of(*(x[group.rank :: group.processes] for x in held_out))
+    test_rows = rows_of(*group.rows(held_out))
     share = fddp.evaluate(accuracy, as_flax(state, module, optimizer), [test_rows], group=group)
     group.print(f"{group.size} replicas, test accuracy {share:.1%}")
 

@@ -89,7 +89,7 @@ def main(steps: int = 300, batch: int = 64, seed: int = 0, quick: bool = False) 
 
     model = net.module(state)
     model.eval()  # BatchNorm reads its running averages, dropout drops nothing
-    test_rows = rows_of(*(x[group.rank :: group.processes] for x in held_out))
+    test_rows = rows_of(*group.rows(held_out))
     share = fddp.evaluate(accuracy, model, [test_rows], group=group)
     group.print(f"{group.size} replicas, test accuracy {share:.1%}")
 

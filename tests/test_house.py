@@ -6,6 +6,7 @@ import inspect
 import os
 import pydoc
 import re
+import rlcompleter
 import subprocess
 import sys
 import tomllib
@@ -13,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 
+import jax.numpy as jnp
+import optax
 import pytest
 import yaml
 
@@ -149,12 +152,12 @@ def test_no_check_disappears_under_python_O():
 
 ### Public names
 
-PUBLIC = {name: getattr(fddp, name) for name in dir(fddp) if not name.startswith("_")}
-PUBLIC = {
-    name: value
-    for name, value in PUBLIC.items()
-    if getattr(value, "__module__", "").startswith("fddp.")
-}
+PUBLIC = {name: getattr(fddp, name) for name in dir(fddp) if name != "hooks"}
+# Members that completion offers.
+STEP = [
+    *("group", "init", "lower", "measure", "no_sync", "optimizer", "options", "plan", "shapes"),
+    *("stats", "tasks", "timeline", "with_options"),
+]
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 METHODS = {
     f"{name}.{method}": value
@@ -173,6 +176,21 @@ def test_init_imports_every_public_name_by_name():
     assert {"init", "train_step", "value_and_grad", "make_plan", "all_reduce", "grad_order"} <= set(
         FUNCTIONS
     )
+
+
+def test_completion_offers_public_names_alone(group):
+    step = fddp.train_step(lambda w, x: jnp.mean(w * x), optax.sgd(0.1), group=group(1))
+    namespace = {"fddp": fddp, "step": step, "group": step.group}
+    completer = rlcompleter.Completer(namespace)
+    offered = {name: set[str]() for name in namespace}
+    for name, words in offered.items():
+        number = 0
+        while (word := completer.complete(f"{name}.", number)) is not None:
+            words.add(re.sub(r"\(\)?$", "", word.removeprefix(f"{name}.")))
+            number += 1
+        assert words == {word for word in dir(namespace[name]) if not word.startswith("_")}
+    assert offered["fddp"] == {*PUBLIC, "hooks"}
+    assert sorted(offered["step"]) == STEP
 
 
 def test_help_of_fddp_lists_every_public_name_once_in_a_group():

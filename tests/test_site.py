@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 import yaml
 
@@ -67,11 +68,7 @@ def test_the_nav_has_every_page_once():
 
 
 def test_the_api_has_every_public_name_once():
-    names = {name: getattr(fddp, name) for name in dir(fddp)}
-    public = [name for name, x in names.items() if getattr(x, "__module__", "").startswith("fddp.")]
-    rooms = {name: x.__name__ for name, x in names.items() if inspect.ismodule(x)}
-    assert rooms == {name: f"fddp.{name}" for name in rooms}, "a module shows that is no room"
-    assert sorted(re.findall(r"^::: fddp\.(\w+)$", API, re.MULTILINE)) == sorted([*public, "hooks"])
+    assert sorted(re.findall(r"^::: fddp\.(\w+)$", API, re.MULTILINE)) == sorted(dir(fddp))
 
 
 def test_every_public_field_says_what_it_is():
@@ -189,15 +186,25 @@ def test_troubleshooting_is_generated_and_lists_only_messages_of_the_sources():
 ### The site
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site; mkdocs' own warnings are errors."""
+    folder = tmp_path_factory.mktemp("site")
+    build(folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path):
-    """Covers all other faults of a page: mkdocs' own warnings are errors."""
-    build(tmp_path)
-    steps = (tmp_path / "api" / "step" / "index.html").read_text()
-    assert (
-        'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps
-    )  # the function, not its module
-    assert 'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.on"' not in steps  # internal
+def test_the_built_api_has_functions_and_public_members_alone(site):
+    steps, groups = ((site / "api" / name / "index.html").read_text() for name in ("step", "comm"))
+    assert 'id="fddp.train_step"' in steps and 'id="fddp.whole"' in steps
+    # Functions, not the modules of their names.
+    assert "doc-symbol-module" not in steps and 'id="fddp.whole.whole"' not in steps
+    shown = re.findall(r'id="fddp\.TrainStep\.(\w+)"', steps)
+    assert {"init", "__call__"} <= set(shown) <= {"__call__", *dir(fddp.TrainStep)}
+    shown = re.findall(r'id="fddp\.Group\.(\w+)"', groups)
+    public = [name for name in dir(fddp.init()) if not name.startswith("_")]
+    assert sorted(shown) == public
     assert 'rel="canonical"' not in steps and 'rel="edit"' not in steps  # no addresses are set
 
 
@@ -223,3 +230,69 @@ def build(folder: Path, **addresses: str) -> None:
         command, cwd=ROOT, capture_output=True, text=True, env=environment | addresses, check=False
     )
     assert completed.returncode == 0, completed.stderr
+
+
+### The site in a browser
+
+BROWSER = pytest.mark.skipif(not browser.CHROMIUM, reason="chromium is not installed")
+# Ten words that people search for.
+WORDS = [
+    *("pmap", "shard_map", "set_mesh", "DistributedSampler", "LoRA"),
+    *("mpiexec", "torchrun", "no_sync", "BatchNorm", "bucket_cap_mb"),
+]
+
+
+def faults(site: Path, seen: dict[str, Any]) -> list[str]:
+    """What a browser saw that a page should not have."""
+    views = seen["views"]
+    anchors = {view["path"]: view["anchors"] for view in views}
+    found = {f"the search does not find {word}" for word in seen["missing"]}
+    found |= {f"{path} is requested and does not exist" for path in seen["refused"]}
+    for view in views:
+        here = f"{view['path']} at {view['width']} pixels"
+        found |= {f"{here}: {error}" for error in view["errors"]}
+        if view["beyond"] > 0:
+            found.add(f"{here}: {view['beyond']} pixels lie beyond its right edge")
+        for link in view["links"]:
+            path, _, anchor = link.partition("#")
+            path += "index.html" if path.endswith("/") else ""
+            there = (
+                anchor in ["", *anchors[path]] if path in anchors else (site / path[1:]).is_file()
+            )
+            if not there:
+                found.add(f"{view['path']}: the link {link} leads nowhere")
+    return sorted(found)
+
+
+@BROWSER
+@pytest.mark.slow
+def test_the_site_shows_no_fault_in_a_browser(site, tmp_path):
+    seen = browser.report(site, tmp_path, widths=(1280, 420), words=WORDS)
+    assert len(seen["views"]) > 60 and faults(site, seen) == []
+
+
+@BROWSER
+@pytest.mark.slow
+def test_the_browser_sees_the_faults_of_a_page(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.html").write_text(
+        """<head></head><body><script>console.error("said"); undefined.name</script>
+        <div style="width: 500px">wide</div> <img src="no.png"> <a href="no/">a</a>
+        <a href="#no">b</a> <a href="#yes" id="yes">c</a>
+        <ul class="md-search-result__list"><li>word</li></ul>"""
+    )
+    seen = browser.report(tmp_path / "site", tmp_path, (1280, 420), ["word", "absent"], limit_s=120)
+    shown = "\n".join(faults(tmp_path / "site", seen))
+    for fault in (
+        "the search does not find absent",
+        "/no.png is requested and does not exist",
+        "pixels: said",
+        "undefined",
+        "cannot load http",
+        "at 420 pixels: 88 pixels lie beyond",
+        "the link /no/ leads nowhere",
+        "the link /index.html#no leads nowhere",
+    ):
+        assert fault in shown
+    for sound in ("find word", "#yes", "1280 pixels: 88"):
+        assert sound not in shown

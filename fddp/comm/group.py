@@ -1,25 +1,23 @@
 """Groups of replicas that train together: `ProcessGroup`, `new_group` of `torch.distributed`."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from typing import Any
 
-import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fddp.comm.agreement import verify
-from fddp.comm.allgatherv import CHUNK_BYTES
 from fddp.comm.communicator import Communicator
-from fddp.comm.host_bytes import from_bytes, from_hosted, hosted, one_array
+from fddp.comm.host_bytes import from_bytes, one_array
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
-from fddp.comm.levels import Levels, Nodes, blocks, by_node
+from fddp.comm.levels import Levels, Nodes, hierarchical
 from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
+from fddp.comm.trees import broadcast, rows
 from fddp.jax_internals import without_context_mesh
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -70,6 +68,10 @@ class Group:
     """Records the progress of this process."""
     lane: Lane = field(default_factory=Lane, repr=False, compare=False)
     """Messages that outlive their steps; shared by the groups of one world."""
+
+    def __dir__(self) -> list[str]:
+        internal = {"placement", *(x.name for x in fields(self) if not x.repr)}
+        return [name for name in super().__dir__() if name not in internal]
 
     @property
     def axis_name(self) -> str | None:
@@ -168,23 +170,31 @@ class Group:
         Raises:
           ValueError: `root` is no rank.
         """
-        if root not in range(self.processes):
-            raise ValueError(f"root must be a rank in 0..{self.processes - 1}, got {root!r}.")
-        leaves, treedef = jax.tree.flatten(tree)
-        arrays = [hosted(x) for x in leaves]
-        data = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
-        with self.journal.call("broadcast", self.processes):
-            chunks = [
-                self.hosts.broadcast(data[begin : begin + CHUNK_BYTES], root)
-                for begin in range(0, data.size, CHUNK_BYTES)
-            ]
-        received = memoryview(np.concatenate([data[:0], *chunks]).tobytes())
-        ends = np.cumsum([0] + [x.nbytes for x in arrays])
-        values = [
-            from_hosted(from_bytes(received[begin:end], x.dtype, x.shape), original)
-            for original, x, begin, end in zip(leaves, arrays, ends[:-1], ends[1:])
-        ]
-        return jax.tree.unflatten(treedef, values)
+        return broadcast(self, tree, root)
+
+    def rows(self, batch: Any) -> Any:
+        """Divides rows that every process has: returns `x[rank::processes]` of each array.
+
+        Nothing is padded or dropped: if the number of rows is not a multiple of `processes`, the
+        first ranks have one more row, and a rank may have none. `fddp.evaluate` accepts such parts;
+        a step does after its first batch, if every rank has a row.
+
+        Args:
+          batch: tree of arrays with rows along the first dim, equal on all processes.
+
+        Returns:
+          The tree with the rows of this process.
+
+        Raises:
+          ValueError: numbers of rows differ, an array has no dims, or is divided already.
+          TypeError: a leaf is not an array.
+
+        Example:
+          >>> import fddp, numpy as np
+          >>> fddp.init().rows({"x": np.arange(3)})
+          {'x': array([0, 1, 2])}
+        """
+        return rows(self, batch)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Gathers a Python object from every process: any pickle, of any size.
@@ -283,18 +293,4 @@ class Group:
           >>> group.hierarchical().size == group.size
           True
         """
-        verify(self, "nodes", lambda: self._described_nodes(local))
-        # Every process finds the same nodes, so either all continue or all raise.
-        nodes = by_node(self.levels.find()) if local is None else blocks(local, self.size)
-        comm, transport, clone = self.levels.on(nodes, None, len(self.transport.clones))
-        return replace(self, nodes=nodes, communicator=comm, transport=transport, clone=clone)
-
-    def _described_nodes(self, local: int | None) -> list[str]:
-        if axes := self.placement.other_axes:
-            raise ValueError(
-                "a sum in two levels needs replicas of one device each, and a replica of this "
-                f"group is several, along {', '.join(map(repr, axes))}."
-            )
-        if local is not None:
-            blocks(local, self.size)
-        return [f"local={local}"]
+        return hierarchical(self, local)

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
+from fddp.comm.agreement import verify
 from fddp.comm.communicator import ByLevel, Communicator, mpi_word
 from fddp.comm.transport import Hosts, Transport
 
@@ -79,6 +80,26 @@ def in_two_levels(
 
     shards = replace(node, all_reduce=all_reduce, reduce_scatter=reduce_scatter, nodes=network.size)
     return replace(plain, all_reduce=all_reduce, levels=ByLevel(shards, node, network, neighbours))
+
+
+def hierarchical(group: "Group", local: int | None) -> "Group":
+    """Implements `Group.hierarchical`."""
+    verify(group, "nodes", lambda: _described_nodes(group, local))
+    # Every process finds the same nodes, so either all continue or all raise.
+    nodes = by_node(group.levels.find()) if local is None else blocks(local, group.size)
+    communicator, transport, clone = group.levels.on(nodes, None, len(group.transport.clones))
+    return replace(group, nodes=nodes, communicator=communicator, transport=transport, clone=clone)
+
+
+def _described_nodes(group: "Group", local: int | None) -> list[str]:
+    if axes := group.placement.other_axes:
+        raise ValueError(
+            "a sum in two levels needs replicas of one device each, and a replica of this "
+            f"group is several, along {', '.join(map(repr, axes))}."
+        )
+    if local is not None:
+        blocks(local, group.size)
+    return [f"local={local}"]
 
 
 def blocks(local: int, replicas: int) -> Nodes:

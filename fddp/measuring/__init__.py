@@ -8,6 +8,5 @@ from fddp.measuring.measurement import Measurement as Measurement
 from fddp.measuring.measurement import measure as measure
 from fddp.measuring.plots import draw as draw
 from fddp.measuring.plots import figure as figure
-from fddp.measuring.plots import label as label
 from fddp.measuring.statistics import Stats as Stats
 from fddp.measuring.statistics import stats as stats

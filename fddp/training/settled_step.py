@@ -24,8 +24,16 @@ from fddp.step import (
     tasks,
 )
 
+# Members for fddp's own rooms, which completion and `help` omit.
+INTERNAL = {"held", "lately", "on", "sent", "settled", "skips", "steps", "training"}
 
-class SettledStep:
+
+class _Public(type):
+    def __dir__(cls) -> list[str]:  # completion reads the members of the class as well
+        return [name for name in super().__dir__() if name not in INTERNAL]
+
+
+class SettledStep(metaclass=_Public):
     """The record of a training step: its options, and the plan once a batch has settled it."""
 
     def __init__(
@@ -46,6 +54,9 @@ class SettledStep:
         self.lately = deque[Timeline](maxlen=100)  # timelines of the last steps
         self.skips = Skips()  # steps with non-finite gradients
         self.sent: Any = None  # `StepInfo.sent` of the last step
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in INTERNAL]
 
     def __repr__(self) -> str:
         settled = self._settled

@@ -67,7 +67,7 @@ def check_switch(name: str, value: object) -> None:
 def check_whole(name: str, value: object, least: int) -> int:
     """Returns an integer of `least` or more as an `int`; raises ValueError for other values."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
-        raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r}.")
+        raise ValueError(f"{name} must be a whole number of {least} or more, got {value!r:.60}.")
     return int(value)
 
 

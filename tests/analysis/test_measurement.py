@@ -14,6 +14,7 @@ import fddp
 from fddp.hlo import parse
 from fddp.hlo.collectives import KINDS
 from fddp.jax_internals import Event, Plane
+from fddp.measuring import draw, figure
 from fddp.measuring.measurement import MeasuredStep, Measurement
 from fddp.measuring.profile import COLLECTIVE, read_steps
 from fddp.schedules.timeline import Span, Timeline
@@ -116,6 +117,27 @@ def test_the_trace_is_json_with_every_span_in_microseconds_from_the_first_step(t
 
 def test_the_picture_is_a_png(tmp_path):
     assert BY_HAND.picture(tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_drawing_names_its_messages_and_explains_its_colours():
+    _, (axis,) = figure(1)
+    spans = [
+        *(Span("compute", f"stage {k}", k, k + 1) for k in range(5)),
+        *(Span("communication", f"bucket {k}", 1 + k, 1 + k + 0.3**k) for k in range(4)),
+        Span("update", "update 0", 5, 10),
+    ]
+    draw(axis, {"staged": Timeline(tuple(spans))})
+    # As far as there is room.
+    assert [text.get_text() for text in axis.texts] == ["bucket 0", "1", "", ""]
+    legend = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert sorted(legend) == ["communication", "compute", "update"]
+    _, (axis,) = figure(1)
+    draw(
+        axis,
+        {"h100:8": Timeline((Span("compute", "dot", 0, 1), Span("communication", "0", 0, 1)))},
+        ["loss"],
+    )
+    assert [text.get_text() for text in axis.texts] == ["loss"]
 
 
 ### In a profile

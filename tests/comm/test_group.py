@@ -52,6 +52,40 @@ def test_reducing_over_one_process_is_the_identity(group, op):
     assert got.dtype == x.dtype and got.tolist() == x.tolist()
 
 
+def as_ranks(group: fddp.Group, processes: int) -> list[fddp.Group]:
+    return [replace(group, rank=rank, processes=processes) for rank in range(processes)]
+
+
+@pytest.mark.parametrize("count", [0, 2, 3, 8])
+def test_rows_are_divided_once_among_the_processes_also_if_they_are_uneven(group, count):
+    batch = {"x": np.arange(count), "y": (jnp.arange(2 * count).reshape(count, 2),)}
+    parts = [rank.rows(batch) for rank in as_ranks(group(1), 3)]
+    lengths = [len(part["x"]) for part in parts]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
+    assert sorted(np.concatenate([part["x"] for part in parts])) == list(range(count))
+    for part in parts:
+        np.testing.assert_array_equal(part["y"][0], np.asarray(batch["y"][0])[part["x"]])
+
+
+def test_rows_of_one_process_are_all_rows(group):
+    assert group(8).rows([np.arange(5)])[0].tolist() == [0, 1, 2, 3, 4]
+    assert group(8).rows({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "words"),
+    [
+        ({"x": np.ones(4), "y": np.ones((6, 2))}, ValueError, r"4 in \['x'\], 6 in \['y'\]"),
+        (np.float32(3), ValueError, "batch has no dims, and rows lie along the first"),
+        ({"x": np.ones(4), "n": np.int32(4)}, ValueError, r"\['n'\] has no dims"),
+        ({"x": [1, 2]}, TypeError, r"\['x'\]\[0\] must be an array, got int 1: .* np\.asarray"),
+    ],
+)
+def test_a_batch_without_rows_is_refused_by_name(group, batch, error, words):
+    with pytest.raises(error, match=words):
+        group(2).rows(batch)
+
+
 def test_gathering_stacks_along_a_new_dim_also_what_is_empty_or_a_number(group):
     assert group(2).all_gather(3).tolist() == [3]
     assert group(2).all_gather(np.zeros((0, 2), np.int8)).shape == (1, 0, 2)
@@ -94,7 +128,7 @@ def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):
 
 
 def test_a_broadcast_of_many_chunks_is_put_together_again(group, monkeypatch):
-    monkeypatch.setattr("fddp.comm.group.CHUNK_BYTES", 5)
+    monkeypatch.setattr("fddp.comm.trees.CHUNK_BYTES", 5)
     tree = [np.arange(7, dtype=np.int16), np.arange(3, dtype=np.float64)]
     assert [x.tolist() for x in group(2).broadcast(tree)] == [x.tolist() for x in tree]
 

@@ -12,13 +12,23 @@ from hypothesis import strategies as st
 from jaxtyping import Int
 
 import fddp
-from fddp.data.sampler import epoch_samples
 
 counts = st.integers(1, 60)
 locals_ = st.integers(1, 5)
 sizes = st.integers(1, 4)
 flags = st.booleans()
+shuffles = st.sampled_from([True, False, "index"])
 SOUND: dict[str, Any] = {"rows": 50, "batch": 8, "size": 2}
+
+
+def epoch_samples(
+    rows: int, batch: int, epoch: int, **options: Any
+) -> Int[np.ndarray, "steps local"]:
+    """The rows that a rank reads in an epoch."""
+    steps = rows // batch if options.get("drop_last") else math.ceil(rows / batch)
+    return np.stack(
+        [*islice(fddp.samples(rows, batch, start_step=epoch * steps, **options), steps)]
+    )
 
 
 def shares(
@@ -37,9 +47,9 @@ def first(count: int, *args: Any, **options: Any) -> list[list[int]]:
 ### An epoch
 
 
-@given(counts, locals_, sizes, flags)
+@given(counts, locals_, sizes, shuffles)
 def test_an_epoch_reads_every_row_equally_often_but_for_its_padding(
-    rows: int, local: int, size: int, shuffle: bool
+    rows: int, local: int, size: int, shuffle: Any
 ):
     batch = local * size
     read = shares(rows, batch, size, shuffle=shuffle)
@@ -98,9 +108,9 @@ def test_no_row_is_read_twice_in_a_step_unless_there_are_too_few(rows: int, loca
             assert len(np.unique(step)) == step.size
 
 
-@given(counts, st.sampled_from([2, 3, 4, 6, 12]), st.integers(0, 3), flags)
+@given(counts, st.sampled_from([2, 3, 4, 6, 12]), st.integers(0, 3), shuffles)
 def test_a_step_reads_the_same_rows_on_any_number_of_processes(
-    rows: int, size: int, epoch: int, shuffle: bool
+    rows: int, size: int, epoch: int, shuffle: Any
 ):
     (single,) = shares(rows, 12, 1, epoch, shuffle=shuffle)
     together = np.concatenate(shares(rows, 12, size, epoch, shuffle=shuffle), axis=1)
@@ -114,9 +124,19 @@ def test_without_shuffling_rows_come_in_order():
     assert first(5, 4, 2, shuffle=False) == [[0, 1], [2, 3], [0, 1], [2, 3], [0, 1]]
 
 
-def test_epochs_and_seeds_differ_and_can_be_repeated():
+@given(counts, locals_, st.integers(0, 9), st.integers(0, 9))
+def test_an_epoch_is_numpys_permutation_as_in_every_version_of_fddp(
+    rows: int, batch: int, seed: int, epoch: int
+):
+    order = np.random.default_rng([seed, epoch]).permutation(rows)
+    expected = np.resize(order, (math.ceil(rows / batch), batch))
+    np.testing.assert_array_equal(epoch_samples(rows, batch, epoch, seed=seed), expected)
+
+
+@pytest.mark.parametrize("shuffle", [True, "index"])
+def test_epochs_and_seeds_differ_and_can_be_repeated(shuffle: Any):
     orders = {
-        (seed, epoch): epoch_samples(40, 8, epoch, seed=seed)
+        (seed, epoch): epoch_samples(40, 8, epoch, seed=seed, shuffle=shuffle)
         for seed in range(3)
         for epoch in range(3)
     }
@@ -124,11 +144,13 @@ def test_epochs_and_seeds_differ_and_can_be_repeated():
         len({order.tobytes() for order in orders.values()}) == 9
     )  # epoch 1 of seed 0 is not epoch 0 of seed 1
     for (seed, epoch), order in orders.items():
-        np.testing.assert_array_equal(order, epoch_samples(40, 8, epoch, seed=seed))
+        np.testing.assert_array_equal(
+            order, epoch_samples(40, 8, epoch, seed=seed, shuffle=shuffle)
+        )
 
 
-@given(counts, locals_, flags)
-def test_steps_are_those_of_one_epoch_after_the_other(rows: int, batch: int, shuffle: bool):
+@given(counts, locals_, shuffles)
+def test_steps_are_those_of_one_epoch_after_the_other(rows: int, batch: int, shuffle: Any):
     epochs = np.concatenate(
         [epoch_samples(rows, batch, epoch, shuffle=shuffle, seed=5) for epoch in range(3)]
     )
@@ -170,15 +192,20 @@ def test_a_restart_with_another_number_of_processes_goes_on_with_the_same_batche
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rows": 0}, "rows must be 1 or more, got 0"),
-        ({"batch": 0}, "batch must be 1 or more, got 0"),
-        ({"size": 0}, "size must be 1 or more, got 0"),
-        ({"rank": -1}, "rank must be 0 or more, got -1"),
+        ({"rows": 0}, "rows must be a whole number of 1 or more, got 0"),
+        ({"batch": 0}, "batch must be a whole number of 1 or more, got 0"),
+        ({"size": 0}, "size must be a whole number of 1 or more, got 0"),
+        ({"rank": -1}, "rank must be a whole number of 0 or more, got -1"),
         ({"rank": 2}, "rank must be below size, 2, got 2"),
         ({"batch": 7}, r"batch must be a multiple of size, 2, got 7: .* give 8\."),
         ({"batch": 64, "drop_last": True}, "batch must be at most rows, 50, got 64"),
-        ({"seed": -3}, "seed must be 0 or more, got -3"),
-        ({"start_step": -1}, "start_step must be 0 or more, got -1"),
+        ({"seed": -3}, "seed must be a whole number of 0 or more, got -3"),
+        ({"start_step": -1}, "start_step must be a whole number of 0 or more, got -1"),
+        ({"rows": np.zeros(50)}, "rows must be a whole number of 1 or more, got array"),
+        ({"batch": 8.0}, "batch must be a whole number of 1 or more, got 8.0"),
+        ({"rank": True}, "rank must be a whole number of 0 or more, got True"),
+        ({"seed": None}, "seed must be a whole number of 0 or more, got None"),
+        ({"shuffle": 3}, 'shuffle must be True, False or "index", got 3'),
     ],
 )
 def test_a_value_out_of_range_is_named_before_the_first_step(change: dict[str, Any], words: str):
@@ -186,25 +213,9 @@ def test_a_value_out_of_range_is_named_before_the_first_step(change: dict[str, A
         fddp.samples(**(SOUND | change))
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"rows": np.zeros(50)}, "rows must be a whole number, got ndarray"),
-        ({"batch": 8.0}, "batch must be a whole number, got float"),
-        ({"rank": True}, "rank must be a whole number, got bool"),
-        ({"seed": None}, "seed must be a whole number, got NoneType"),
-        ({"shuffle": 3}, "shuffle must be True or False, got 3"),
-        ({"drop_last": "no"}, "drop_last must be True or False, got 'no'"),
-    ],
-)
-def test_a_value_of_another_kind_is_named_before_the_first_step(change: dict[str, Any], words: str):
-    with pytest.raises(TypeError, match=words):
-        fddp.samples(**(SOUND | change))
-
-
-def test_an_epoch_before_the_first_is_refused():
-    with pytest.raises(ValueError, match="epoch must be 0 or more, got -1"):
-        epoch_samples(50, 8, -1)
+def test_a_value_of_another_kind_is_named_before_the_first_step():
+    with pytest.raises(TypeError, match="drop_last must be True or False, got 'no'"):
+        fddp.samples(50, 8, drop_last="no")  # pyright: ignore[reportArgumentType]
 
 
 def test_numpys_whole_numbers_are_numbers():

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from on_ranks.checkpoints import shared_folder
 from on_ranks.claims import claim
@@ -63,6 +64,19 @@ def close(result: Any, expected: Any) -> None:
         result,
         expected,
     )
+
+
+@claim(quick=("gloo",))
+def rows_of_an_array_that_every_process_has_are_divided_once(group: fddp.Group):
+    rows, mesh = all_rows(group), mesh_of(jax.devices(), AxisType.Auto)
+    for x in (rows, over(mesh, rows, PartitionSpec())):
+        (part,) = group.rows([x])
+        np.testing.assert_array_equal(part, rows[group.rank :: group.processes])
+    assert int(group.all_reduce(len(part))) == len(rows)
+    if jax.process_count() > 1:
+        divided = over(mesh, local_rows(group), PartitionSpec("data"))
+        with pytest.raises(ValueError, match=r"\['x'\] is already divided among processes"):
+            group.rows({"x": divided})
 
 
 @claim(quick=("gloo",))

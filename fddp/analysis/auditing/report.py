@@ -21,7 +21,7 @@ from fddp.analysis.auditing.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.hlo import Collective, Module, find_collectives, parse, total_flops, work
 from fddp.jax_internals import compile_to_read
-from fddp.measuring import draw, figure, label
+from fddp.measuring import draw, figure
 from fddp.schedules import Communicate, Footprint, TaskList, Timeline
 from fddp.step import TrainState, check_state, check_step, memory_footprint
 from fddp.training import TrainStep
@@ -88,8 +88,7 @@ class Audit:
             )
         line = self.timeline
         sheet, (axis,) = figure(1)
-        draw(axis, {self.where: line})
-        label(axis, line, [self.label(k) for k in range(len(self.collectives))])
+        draw(axis, {self.where: line}, [self.label(k) for k in range(len(self.collectives))])
         axis.set_title(
             f"{1e3 * line.seconds:.2f} ms, {1e3 * line.exposed:.2f} ms of traffic exposed",
             loc="left",

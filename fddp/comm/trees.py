@@ -1,0 +1,68 @@
+"""Trees of arrays that every process of a group has: one copy for all, or a part for each."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from fddp.comm.allgatherv import CHUNK_BYTES
+from fddp.comm.host_bytes import from_bytes, from_hosted, hosted
+from fddp.jax_internals import rows_here
+
+if TYPE_CHECKING:  # a group has them as methods
+    from fddp.comm.group import Group
+
+
+def broadcast(group: "Group", tree: Any, root: int) -> Any:
+    """Implements `Group.broadcast`."""
+    if root not in range(group.processes):
+        raise ValueError(f"root must be a rank in 0..{group.processes - 1}, got {root!r}.")
+    leaves, treedef = jax.tree.flatten(tree)
+    arrays = [hosted(x) for x in leaves]
+    data = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
+    with group.journal.call("broadcast", group.processes):
+        chunks = [
+            group.hosts.broadcast(data[begin : begin + CHUNK_BYTES], root)
+            for begin in range(0, data.size, CHUNK_BYTES)
+        ]
+    received = memoryview(np.concatenate([data[:0], *chunks]).tobytes())
+    ends = np.cumsum([0] + [x.nbytes for x in arrays])
+    values = [
+        from_hosted(from_bytes(received[begin:end], x.dtype, x.shape), original)
+        for original, x, begin, end in zip(leaves, arrays, ends[:-1], ends[1:])
+    ]
+    return jax.tree.unflatten(treedef, values)
+
+
+def rows(group: "Group", batch: Any) -> Any:
+    """Implements `Group.rows`."""
+    named = jax.tree_util.tree_leaves_with_path(batch)
+    counts = {jax.tree_util.keystr(path) or "batch": _count(path, x) for path, x in named}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            "group.rows: all arrays must have the same number of rows, got "
+            f"{', '.join(f'{count} in {name}' for name, count in counts.items())}."
+        )
+    return jax.tree.map(lambda x: rows_here(x)[group.rank :: group.processes], batch)
+
+
+def _count(path: tuple[Any, ...], x: Any) -> int:
+    """Returns the number of rows of an array; refuses other leaves."""
+    name = jax.tree_util.keystr(path) or "batch"
+    shape = getattr(x, "shape", None)
+    if shape is None:
+        raise TypeError(
+            f"group.rows: {name} must be an array, got {type(x).__name__} {x!r:.60}: convert it "
+            "with np.asarray."
+        )
+    if not shape:
+        raise ValueError(
+            f"group.rows: {name} has no dims, and rows lie along the first: divide the other "
+            "arrays, and add this value afterwards."
+        )
+    if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
+        raise ValueError(
+            f"group.rows: {name} is already divided among processes, by {x.sharding}: pass it to "
+            "the step unchanged."
+        )
+    return shape[0]
