@@ -14,6 +14,8 @@ import fddp
 from fddp.__main__ import main
 from fddp.measuring.plots import figure
 from fddp.runtime import mpi_vendors
+from fddp.runtime.join_mpi import agree_on_coordinator
+from fddp.runtime.launchers import read_launch
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,6 +41,13 @@ def test_checkpoints_without_tensorstore_name_it(
     monkeypatch.setitem(sys.modules, "tensorstore", None)
     with pytest.raises(ModuleNotFoundError, match=r"TensorStore: pip install tensorstore\."):
         fddp.Checkpoints(tmp_path, step)
+
+
+def test_ranks_of_mpiexec_without_mpi4py_name_it(monkeypatch: pytest.MonkeyPatch):
+    launch = read_launch({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"or pip install mpi4py; without MPI, python -m fddp run"):
+        agree_on_coordinator(launch)
 
 
 def test_run_by_mpiexec_without_one_names_mpich(
