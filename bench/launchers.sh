@@ -1,7 +1,7 @@
 #!/bin/bash
 # Every launcher, for real: sudo bash bench/launchers.sh FOLDER, or sudo PYTHON=python3.12 bash bench/launchers.sh FOLDER
 # With NAME behind it only launchers in whose name that stands: … FOLDER "on two hosts"
-# Runs the README's first script and models/train.py under Slurm (two nodes on this machine), Open MPI, MPICH, torchrun,
+# Runs the README's script and models/train.py under Slurm (two nodes on this machine), Open MPI, MPICH, torchrun,
 # PRRTE, by hand, with the variables of launchers that are not here, and on two hosts that are network namespaces. Prints a table: the launcher and its version, MPI, Python and JAX, what
 # fddp found (rank of size, backend), how the two scripts ended, and what fddp said.
 # Debian's packages stay; all else is seen by this script alone and ends with it. FOLDER keeps five environments of
@@ -84,7 +84,7 @@ sinfo -h -o '%D nodes, %t' || { tail -5 "$LOGS/daemons"; exit 1; }
 
 ### What is run
 
-awk '/^```python/ {on = 1; next} /^```/ {if (on) exit} on' "$ROOT/README.md" >"$FOLDER/first.py"
+awk '/^```diff/ {on = 1; next} /^```/ {if (on) exit} on && !/^-/ {print substr($0, 3)}' "$ROOT/README.md" >"$FOLDER/first.py"
 echo 'print(f"found {group.rank} of {group.processes}, {group.backend}", flush=True)' >>"$FOLDER/first.py"
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1 NPROC=2
 cd "$FOLDER" || exit 1

@@ -17,9 +17,9 @@ from fddp.islands.merge_log import read_log, serialize
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
-(FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-(PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
+(PRINTED,) = re.findall(r"^`mpiexec -n 2 python train\.py` prints `([^`]*)`", README, re.MULTILINE)
 (THE_DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
 # A script, and its output if the page shows it. A block next to a script is titled PyTorch, and
 # PyTorch's.
@@ -47,15 +47,6 @@ CHANGES = [
 ]
 
 
-# Runs scripts one after the other, each in a namespace of its own, and separates what they print.
-ALL = """
-import runpy, sys
-for path in sys.argv[1:]:
-    runpy.run_path(path, run_name="__main__")
-    print("END")
-"""
-
-
 def run_here(script: str, folder: Path) -> None:
     path = folder / "script.py"
     path.write_text(script)
@@ -71,39 +62,49 @@ def side(sign: str, change: str = THE_DIFF) -> str:
 ### README
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """The output of each of two ranks of MPI, by script: the first one, and the one of the diff."""
-    folder = tmp_path_factory.mktemp("readme")
-    scripts = {"first.py": FIRST, "diff.py": side("+")}
-    for name, script in {"all.py": ALL, **scripts}.items():
-        (folder / name).write_text(script)
-    paths = [folder / name for name in ("all.py", *scripts)]
-    outcome = launch("mpi", 2, *paths, folder=folder)
-    assert outcome.succeeded, outcome.outputs
-    *by_script, errors = zip(*(output.split("END\n") for output in outcome.outputs))
-    assert errors == ("", "")
-    return {name: [text.strip() for text in texts] for name, texts in zip(scripts, by_script)}
+def test_the_readme_has_at_most_130_lines():
+    assert len(README.splitlines()) <= 130
 
 
-def test_the_readme_has_at_most_160_lines():
-    assert len(README.splitlines()) <= 160
+def test_readme_and_first_page_name_the_supported_versions_of_python_and_jax():
+    """JAX's upper bound is exclusive: `<0.13` is 0.12."""
+    (jax,) = (text for text in PROJECT["dependencies"] if text.startswith("jax>"))
+    least, limit = re.findall(r"0\.(\d+)", jax)
+    pythons = [
+        text.rpartition(" ")[2] for text in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", text)
+    ]
+    versions = f"Python {pythons[0]} to {pythons[-1]}, JAX 0.{least} to 0.{int(limit) - 1}, "
+    for page in (README, PAGES["index.md"]):
+        assert f"Linux, {versions}{PROJECT['license']}." in page
+
+
+def test_the_readmes_table_has_every_extra_and_its_packages():
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*?) \|", README, re.MULTILINE)
+    shown = [name for extras, _ in rows for name in re.findall(r"\w+", extras)]
+    assert sorted(shown) == sorted(PROJECT["optional-dependencies"])
+    packages = {
+        extra: {re.split(r"[\[<>=]", text)[0] for text in PROJECT["optional-dependencies"][extra]}
+        for extra in ("mpi", "checkpoint")
+    }
+    listed = {extras.strip("`"): set(text.split(", ")) for extras, text in rows}
+    assert {extra: listed[extra] for extra in packages} == packages
+
+
+def test_the_first_page_shows_the_readmes_script_and_output():
+    page = PAGES["index.md"]
+    assert f"```diff\n{THE_DIFF}```" in page
+    assert f"`mpiexec -n 2 python train.py` prints `{PRINTED}`" in page
 
 
 @pytest.mark.ranks
-def test_the_first_script_prints_what_the_readme_says(printed):
-    assert printed["first.py"] == [PRINTED.strip(), ""]
-
-
-def test_the_first_script_has_at_most_twenty_lines():
-    assert len([line for line in FIRST.splitlines() if line.strip()]) <= 20
-
-
-@pytest.mark.ranks
-def test_a_local_script_and_its_distributed_form_find_the_same_loss(printed, tmp_path, capsys):
+def test_the_distributed_script_prints_what_the_readme_and_the_local_script_say(tmp_path, capsys):
     run_here(side("-"), tmp_path)
-    local_output = capsys.readouterr().out.strip()
-    assert printed["diff.py"] == [local_output, ""]
+    assert capsys.readouterr().out.strip() == PRINTED
+    script = tmp_path / "train.py"
+    script.write_text(side("+"))
+    outcome = launch("mpi", 2, script, folder=tmp_path)
+    assert outcome.succeeded, outcome.outputs
+    assert [output.strip() for output in outcome.outputs] == [PRINTED, ""]
 
 
 def test_the_distributed_script_differs_in_a_few_lines_and_not_in_the_loss():
@@ -127,14 +128,19 @@ def test_ci_calls_the_readmes_test_command():
     assert command.replace("pip install", "pip install -q") in (ROOT / ".ci" / "run").read_text()
 
 
-def test_the_readme_names_the_first_page_and_that_leads_to_every_other():
-    assert "`docs/index.md`" in README
-    assert [
-        name for name in PAGES if name != "index.md" and f"]({name})" not in PAGES["index.md"]
-    ] == []
+def test_the_readme_links_to_eight_pages_of_which_one_is_the_first():
+    section = README.partition("\n## Next\n")[2].partition("\n## ")[0]
+    pages = re.findall(r"\]\(([^)]*)\)", section)
+    assert len(pages) == 8 and pages[-1] == "docs/index.md"
 
 
 ### docs/
+
+
+def test_every_page_has_a_link_from_another():
+    for name in PAGES:
+        others = [page for other, page in PAGES.items() if other != name]
+        assert any(re.search(rf"\]\({name}[#)]", page) for page in others), name
 
 
 @pytest.mark.steps

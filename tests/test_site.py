@@ -17,6 +17,8 @@ import pytest
 import yaml
 
 import fddp
+from bench import step_times
+from bench.record import with_table
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -112,7 +114,9 @@ def test_a_name_of_fddp_in_a_docstring_exists():
     ] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_every_link_leads_somewhere(page):
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
@@ -150,22 +154,29 @@ def test_the_first_picture_shows_the_measured_stages():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("MLP of 640 rows", "mlp640"),
+        ("MLP, 640 rows", "mlp640"),
         ("GPT", "gpt"),
-        ("MLP of 1,024 rows", "mlp"),
+        ("MLP, 1,024 rows", "mlp"),
         ("ResNet-18", "resnet18"),
     ],
 )
 def test_the_first_pages_table_says_what_was_measured(row, problem):
     (line,) = re.findall(rf"^\| {row}, .*$", (DOCS / "index.md").read_text(), re.MULTILINE)
     ms = {way: median for way, (_, median, _) in measured("eager")[problem]["step_ms"].items()}
-    fddp_ms = [ms["fddp staged (Gloo)"], ms["fddp eager (Gloo)"]]
+    fddp_ms = [ms["fddp eager (Gloo)"], ms["fddp staged (Gloo)"]]
     ddp_ms = min(median for way, median in ms.items() if way.startswith("PyTorch DDP"))
     others_ms = [ms["jit, NamedSharding"], ms["alone, one program"], ms["PyTorch, alone"]]
     shown = re.findall(r"\d+", " ".join(line.split("|")[2:]))
     assert [int(number) for number in shown] == [
         round(milliseconds) for milliseconds in (*fddp_ms, ddp_ms, *others_ms)
     ]
+
+
+@pytest.mark.parametrize("page", step_times.PAGES, ids=lambda page: page.name)
+def test_the_table_of_step_times_is_what_its_script_writes(page):
+    text = page.read_text()
+    table = step_times.table(json.loads(step_times.RESULTS.read_text()))
+    assert table in text and with_table(text, table, step_times.MARK) == text
 
 
 def measured(name: str) -> Any:

@@ -107,6 +107,40 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
     assert not {".venv", ".git", "runs", "site"} & top
 
 
+### The page of a package index
+
+
+@built_with_uv
+@pytest.mark.parametrize("repository", ["", "https://example.org/us/fddp"])
+def test_an_index_page_links_to_the_versions_files_if_there_is_a_repository(
+    built, tmp_path, repository
+):
+    with tarfile.open(only(built, "*.tar.gz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    settings = (source / "pyproject.toml").read_text()
+    changed, count = re.subn(
+        r'^repository = ".*"$', f'repository = "{repository}"', settings, flags=re.MULTILINE
+    )
+    assert count == 1
+    (source / "pyproject.toml").write_text(changed)
+    (source / "PKG-INFO").unlink()  # it holds the page that the source archive was built with
+    run(UV, "build", "--quiet", "--wheel", "--out-dir", tmp_path, source, cwd=tmp_path)
+    page = index_page(only(tmp_path, "*.whl"))
+    links = [
+        f"{repository}/blob/v{PROJECT['version']}/{file}"
+        for file in re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text())
+    ]
+    assert "Quickstart" in page and len(links) > 8
+    assert re.findall(r"\]\(([^)]*)\)", page) == (links if repository else [])
+
+
+def index_page(wheel: Path) -> str:
+    """The text that a package index shows: the body of the wheel's metadata."""
+    (metadata,) = (text for name, text in members(wheel).items() if name.endswith("/METADATA"))
+    return metadata.decode().partition("\n\n")[2]
+
+
 ### The wheel
 
 

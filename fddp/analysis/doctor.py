@@ -15,7 +15,7 @@ from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
 from fddp.jax_internals import cache_small_programs, compilation_cache
 from fddp.runtime import hints, missing_compiler, mpi_vendors, read_launch, spoken
 
-PACKAGES = ("fddp", "jax", "jaxlib", "flax", "optax", "numpy")
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 
 class ReportLine(NamedTuple):
@@ -38,6 +38,7 @@ def examine() -> tuple[ReportLine, ...]:
 
 def _findings() -> Iterator[ReportLine]:
     yield ReportLine("Python", platform.python_version())
+    yield ReportLine("fddp", installed("fddp") or "a checkout, not installed")
     for name in PACKAGES:
         if status := installed(name):
             yield ReportLine(name, status)

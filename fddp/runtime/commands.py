@@ -49,8 +49,7 @@ def run_run(args: argparse.Namespace) -> int:
         program = launcher(loaded()[0])
     if args.by == "mpiexec" and program is None:
         raise ValueError(
-            "--by mpiexec: mpiexec is not installed; install the extra 'mpi', or use --by "
-            "processes."
+            "--by mpiexec: mpiexec is not installed here: pip install mpich, or use --by processes."
         )
     hosts = [host for host in args.hosts.split(",") if host]
     command = read_command(args.command, module=args.module)

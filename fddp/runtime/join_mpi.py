@@ -41,7 +41,7 @@ def agree_on_coordinator(launch: Launch) -> str:
         if launch.may_be_mpi:
             remedy = "take fddp.init('mpi'), if MPI starts there"
         elif launch.by_mpi:
-            remedy = "install mpi4py"
+            remedy = "pip install mpi4py; without MPI, python -m fddp run starts ranks on one host"
         raise ValueError(
             f"{launch.launcher} does not say where rank 0 is: set FDDP_COORDINATOR=host:port, "
             f"equal on all ranks, give fddp.init(coordinator='host:port'), or {remedy}."

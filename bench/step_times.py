@@ -1,0 +1,83 @@
+"""Writes the table of step times into README.md and docs/index.md, from bench/results/eager.json.
+
+    uv run python bench/step_times.py
+
+`bench/overlap.py --name eager` measures the times.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+from bench.record import with_table
+
+RESULTS = ROOT / "bench" / "results" / "eager.json"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+MARK = "bench/step_times.py"  # the two comments around the table name this file
+PROBLEMS = {
+    "mlp640": "MLP, 640 rows, 32 MiB of gradients",
+    "gpt": "GPT, 36 MiB",
+    "mlp": "MLP, 1,024 rows, 32 MiB",
+    "resnet18": "ResNet-18, 45 MiB",
+}
+EAGER, STAGED, JIT = "fddp eager (Gloo)", "fddp staged (Gloo)", "jit, NamedSharding"
+COMPUTING = ("alone, one program", "PyTorch, alone")
+CAPTION = (
+    "Milliseconds per step (medians; bold: the fastest), {date}, over Gloo: two hosts emulated on "
+    "one machine, one CPU core each, 1 Gbit/s (`bench/overlap.py`; JAX {jax}, PyTorch 2.13). "
+    "PyTorch DDP has the best of three bucket caps, fddp a cap near the choice of `fddp.tune`. "
+    "*staged*, the default, takes {staged} of the time of `jit`, *eager* {eager}."
+)
+
+
+def main() -> None:
+    text = table(json.loads(RESULTS.read_text()))
+    for page in PAGES:
+        page.write_text(with_table(page.read_text(), text, MARK))
+        print(page)
+
+
+def table(measured: Mapping[str, Any]) -> str:
+    """The table and its caption in Markdown; `measured` is the content of the result file."""
+    medians = {name: _medians(result) for name, result in measured["results"].items()}
+    lines = [
+        "| | fddp *eager* | fddp *staged* | PyTorch DDP | `jit`, `NamedSharding` "
+        "| no traffic: JAX, PyTorch |",
+        "|---|---|---|---|---|---|",
+        *(_row(title, medians[name]) for name, title in PROBLEMS.items()),
+    ]
+    caption = CAPTION.format(
+        date=measured["provenance"]["date"],
+        jax=measured["provenance"]["versions"]["jax"],
+        staged=_share_of_jit(STAGED, medians),
+        eager=_share_of_jit(EAGER, medians),
+    )
+    return "\n".join([*lines, "", fill(caption, 120, break_on_hyphens=False)])
+
+
+def _medians(result: Mapping[str, Any]) -> dict[str, float]:
+    """Milliseconds of each way, and of PyTorch DDP with its best cap under 'DDP'."""
+    medians = {way: median for way, (_, median, _) in result["step_ms"].items()}
+    ddp = min(median for way, median in medians.items() if way.startswith("PyTorch DDP"))
+    return {**medians, "DDP": ddp}
+
+
+def _row(title: str, medians: Mapping[str, float]) -> str:
+    steps = [medians[way] for way in (EAGER, STAGED, "DDP", JIT)]
+    cells = [f"**{ms:.0f}**" if ms == min(steps) else f"{ms:.0f}" for ms in steps]
+    computing = ", ".join(f"{medians[way]:.0f}" for way in COMPUTING)
+    return f"| {' | '.join([title, *cells, computing])} |"
+
+
+def _share_of_jit(way: str, medians: Mapping[str, Mapping[str, float]]) -> str:
+    shares = [100 * medians[name][way] / medians[name][JIT] for name in PROBLEMS]
+    return f"{min(shares):.0f} to {max(shares):.0f} %"
+
+
+if __name__ == "__main__":
+    main()
