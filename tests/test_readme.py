@@ -3,6 +3,8 @@ things."""
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from contextlib import chdir
 from importlib.util import find_spec
@@ -20,6 +22,8 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 (FIRST,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (PRINTED,) = re.findall(r"```\n(2 replicas.*?)```", README, re.DOTALL)
 (THE_DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
+# A block that is a file of a test suite begins with its name; pytest runs it, below.
+FILE = re.compile(r"\A# (\w+\.py)\n")
 # Packages that pages use, and no extra of fddp installs: scripts with them run if they are present.
 OTHERS = ("datasets", "tensorflow", "torch")
 # A script, and its output if the page shows it. A block next to a script is titled PyTorch, and
@@ -34,6 +38,7 @@ SCRIPTS = [
             re.DOTALL,
         )
     )
+    if not FILE.match(script)
 ]
 # Scripts as the lines that go and come: (before, after), which find the same.
 CHANGES = [
@@ -146,6 +151,18 @@ def test_the_scripts_of_the_pages_run_and_print_what_they_say(script, printed, t
         pytest.skip(f"{', '.join(absent)} is not installed: only the syntax was checked")
     run_here(script, tmp_path)
     assert not printed or capsys.readouterr().out == printed
+
+
+@pytest.mark.ranks
+def test_pytest_passes_the_files_of_the_page_on_testing(tmp_path):
+    scripts = re.findall(r"```python\n(.*?)```", PAGES["testing.md"], re.DOTALL)
+    files = {name: script for script in scripts for name in FILE.findall(script)}
+    assert list(files) == ["conftest.py", "test_training.py"]
+    for name, script in files.items():
+        (tmp_path / name).write_text(script)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert "3 passed" in completed.stdout, completed.stdout + completed.stderr
 
 
 @pytest.mark.steps
