@@ -15,6 +15,7 @@ import pytest
 from processes import launch
 
 import fddp
+from fddp.step.foreign_options import ANSWERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -26,8 +27,8 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 FILE = re.compile(r"\A# (\w+\.py)\n")
 # Packages that pages use, and no extra of fddp installs: scripts with them run if they are present.
 OTHERS = ("datasets", "tensorflow", "torch")
-# A script, and its output if the page shows it. A block next to a script is titled PyTorch, and
-# PyTorch's.
+# A script, and its output if the page shows it. A block next to a script is titled PyTorch or
+# Horovod, and is theirs.
 SCRIPTS = [
     pytest.param(script, printed, id=f"{name}-{number}")
     for name, page in PAGES.items()
@@ -208,6 +209,11 @@ def test_every_name_of_a_group_and_a_step_exists(page):
     names = {*dir(fddp.Group), *fddp.Group.__dataclass_fields__}
     assert set(re.findall(r"(?<![\w./])group\.([a-z_]+)\b", page)) - names == set()
     assert set(re.findall(r"(?<![\w./])step\.([a-z_]+)\b", page)) - {*dir(fddp.TrainStep)} == set()
+
+
+def test_the_pages_name_every_option_of_other_libraries_that_an_error_answers():
+    page = PAGES["names-elsewhere.md"] + PAGES["from-pytorch.md"]
+    assert [name for name in ANSWERS if not re.search(rf"\b{name}\b", page)] == []
 
 
 @pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README.md", *PAGES])
