@@ -3,8 +3,11 @@ things."""
 
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from contextlib import chdir
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from processes import launch
 
 import fddp
 from fddp.islands.merge_log import read_log, serialize
+from fddp.step.foreign_options import ANSWERS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -21,8 +25,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 (PRINTED,) = re.findall(r"^`mpiexec -n 2 python train\.py` prints `([^`]*)`", README, re.MULTILINE)
 (THE_DIFF,) = re.findall(r"```diff\n(.*?)```", README, re.DOTALL)
-# A script, and its output if the page shows it. A block next to a script is titled PyTorch, and
-# PyTorch's.
+# A block that is a file of a test suite begins with its name; pytest runs it, below.
+FILE = re.compile(r"\A# (\w+\.py)\n")
+# Packages that pages use, and no extra of fddp installs: scripts with them run if they are present.
+OTHERS = ("datasets", "tensorflow", "torch")
+# A script, and its output if the page shows it. A block next to a script is titled PyTorch or
+# Horovod, and is theirs.
 SCRIPTS = [
     pytest.param(script, printed, id=f"{name}-{number}")
     for name, page in PAGES.items()
@@ -33,6 +41,7 @@ SCRIPTS = [
             re.DOTALL,
         )
     )
+    if not FILE.match(script)
 ]
 # Outputs that tests compare: of the README's script, scripts, and commands (test_examples.py).
 COMPARED = {PRINTED} | {
@@ -52,6 +61,10 @@ def run_here(script: str, folder: Path) -> None:
     path.write_text(script)
     with chdir(folder):
         runpy.run_path(str(path), run_name="__main__")
+
+
+def imports(script: str, package: str) -> bool:
+    return re.search(rf"^(from|import) (.*, )?{package}\b", script, re.MULTILINE) is not None
 
 
 def side(sign: str, change: str = THE_DIFF) -> str:
@@ -146,8 +159,24 @@ def test_every_page_has_a_link_from_another():
 @pytest.mark.steps
 @pytest.mark.parametrize("script, printed", SCRIPTS)
 def test_the_scripts_of_the_pages_run_and_print_what_they_say(script, printed, tmp_path, capsys):
+    compile(script, "script.py", "exec")
+    absent = [name for name in OTHERS if imports(script, name) and find_spec(name) is None]
+    if absent:
+        pytest.skip(f"{', '.join(absent)} is not installed: only the syntax was checked")
     run_here(script, tmp_path)
     assert not printed or capsys.readouterr().out == printed
+
+
+@pytest.mark.ranks
+def test_pytest_passes_the_files_of_the_page_on_testing(tmp_path):
+    scripts = re.findall(r"```python\n(.*?)```", PAGES["testing.md"], re.DOTALL)
+    files = {name: script for script in scripts for name in FILE.findall(script)}
+    assert list(files) == ["conftest.py", "test_training.py"]
+    for name, script in files.items():
+        (tmp_path / name).write_text(script)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    completed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert "3 passed" in completed.stdout, completed.stdout + completed.stderr
 
 
 @pytest.mark.steps
@@ -196,6 +225,19 @@ def test_the_pages_tell_every_variable_that_fddp_reads():
 def test_every_name_of_fddp_exists(page):
     for name in set(re.findall(r"\bfddp\.([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\b(?!\.py)", page)):
         attrgetter(name)(fddp)
+
+
+@pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README.md", *PAGES])
+def test_every_name_of_a_group_and_a_step_exists(page):
+    """Also in scripts that need a package which is not installed."""
+    names = {*dir(fddp.Group), *fddp.Group.__dataclass_fields__}
+    assert set(re.findall(r"(?<![\w./])group\.([a-z_]+)\b", page)) - names == set()
+    assert set(re.findall(r"(?<![\w./])step\.([a-z_]+)\b", page)) - {*dir(fddp.TrainStep)} == set()
+
+
+def test_the_pages_name_every_option_of_other_libraries_that_an_error_answers():
+    page = PAGES["names-elsewhere.md"] + PAGES["from-pytorch.md"]
+    assert [name for name in ANSWERS if not re.search(rf"\b{name}\b", page)] == []
 
 
 @pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README.md", *PAGES])
