@@ -28,7 +28,7 @@ PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.
 # A block that is a file of a test suite begins with its name; pytest runs it, below.
 FILE = re.compile(r"\A# (\w+\.py)\n")
 # Packages that pages use, and no extra of fddp installs: scripts with them run if they are present.
-OTHERS = ("datasets", "tensorflow", "torch")
+OTHERS = ("datasets", "haiku", "tensorflow", "torch")
 # A script, and its output if the page shows it. A block next to a script is titled PyTorch or
 # Horovod, and is theirs.
 SCRIPTS = [
