@@ -568,7 +568,7 @@ MESHES = (
     Fault(
         "a replica is one device without a mesh",
         "The loss has `jax.shard_map` or a sharding constraint, and its replica is one device.",
-        "Leave out that line, or use [`fddp.mesh_group`](training.md#replicas-of-several-devices).",
+        "Leave out that line, or use [`fddp.mesh_group`](several-devices.md).",
     ),
     Fault(
         "a loss or an optimizer closes over …",
