@@ -22,7 +22,6 @@ Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, L
 audit, Audit
 """
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -112,6 +111,8 @@ _LATER = {
 
 def __getattr__(name: str) -> Any:
     if name == "Choice":
+        import warnings  # not among the names of fddp
+
         warnings.warn("fddp.Choice is deprecated: use fddp.Tuning.", DeprecationWarning, 2)
         name = "Tuning"
     if name not in _LATER:

@@ -179,6 +179,4 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert (
         'id="fddp.whole"' in steps and 'id="fddp.whole.whole"' not in steps
     )  # the function, not its module
-    assert (
-        'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.on"' not in steps
-    )  # internal
+    assert 'id="fddp.TrainStep.init"' in steps and 'id="fddp.TrainStep.on"' not in steps  # internal
