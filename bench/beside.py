@@ -26,7 +26,7 @@ from bench.plain_jax import HIDING, JIT, SHARD_MAP, plain_steps
 from bench.record import save, saved, with_table
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.tuning.for_target import on_target
-from fddp.analysis.workload import read_workload
+from fddp.analysis.workload import find_workload
 from fddp.schedules import Timeline
 
 PAGE = ROOT / "bench" / "README.md"
@@ -85,8 +85,8 @@ def ways(
     schedules and caps."""
     name, preset, rows = model.split(":")
     target = read_target(where)
-    workload = read_workload(f"models.{name}:{preset}", int(rows) * target.size)
-    steps = on_target(*workload.step(target.group()), workload.batch, target)
+    workload = find_workload(f"models.{name}:{preset}")(int(rows), target.size, shapes=True)
+    steps = on_target(*workload.forms(target.group()), target)
     step_of_task = next(steps)
     yield str(step_of_task), step_of_task.timeline
     plain = plain_steps(step_of_task.step, step_of_task.state, step_of_task.batch, target)

@@ -1,6 +1,7 @@
 """A model of models/ with arrays: its loss, its first parameters, and a batch that lies on the
 device."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,7 +9,6 @@ import jax
 import optax
 
 import fddp
-from fddp.analysis.workload import read_model
 
 
 class Workload(NamedTuple):
@@ -47,7 +47,8 @@ def read(name: str, replicas: int = 1) -> Workload:
     """
     model_name, _, rows = name.rpartition(":")
     preset_name, _, layers = model_name.partition("@")
-    module, preset = read_model(f"models.{preset_name}")
+    module_name, preset = preset_name.split(":")
+    module = importlib.import_module(f"models.{module_name}")
     model = module.PRESETS[preset].clone(**({"layers": int(layers)} if layers else {}))
     batch = jax.device_put(module.batch(model, replicas * int(rows)))
     params, model_state = jax.jit(lambda: module.init(model, jax.random.key(0), batch))()

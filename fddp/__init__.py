@@ -18,7 +18,7 @@ DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce, fit_bits, refit_bits, FittedBits
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Choice, Link, \
+Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Link, \
 audit, Audit
 """
 
@@ -85,10 +85,9 @@ if TYPE_CHECKING:
     from fddp.analysis.tuning.fitted_bits import FittedBits as FittedBits
     from fddp.analysis.tuning.fitted_bits import fit_bits as fit_bits
     from fddp.analysis.tuning.fitted_bits import refit_bits as refit_bits
-    from fddp.analysis.tuning.for_target import Choice as Choice
     from fddp.analysis.tuning.link import Link as Link
-    from fddp.analysis.tuning.search import Tuning as Tuning
     from fddp.analysis.tuning.tune import tune as tune
+    from fddp.analysis.tuning.tuning import Tuning as Tuning
     from fddp.checkpoints import Checkpoints as Checkpoints
     from fddp.modules.batch_norm import BatchNorm as BatchNorm
     from fddp.modules.flax import Linen as Linen
@@ -102,8 +101,7 @@ _LATER = {
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
     **dict.fromkeys(("FittedBits", "fit_bits", "refit_bits"), "fddp.analysis.tuning.fitted_bits"),
     "Link": "fddp.analysis.tuning.link",
-    "Choice": "fddp.analysis.tuning.for_target",
-    "Tuning": "fddp.analysis.tuning.search",
+    "Tuning": "fddp.analysis.tuning.tuning",
     "tune": "fddp.analysis.tuning.tune",
     "BatchNorm": "fddp.modules.batch_norm",
     "Checkpoints": "fddp.checkpoints",
@@ -112,6 +110,11 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Choice":
+        import warnings  # not among the names of fddp
+
+        warnings.warn("fddp.Choice is deprecated: use fddp.Tuning.", DeprecationWarning, 2)
+        name = "Tuning"
     if name not in _LATER:
         raise AttributeError(f"module 'fddp' has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)

@@ -9,7 +9,7 @@ from bench.on_gpu.machine import CAP_MB, RANKED, Machine
 from fddp.analysis.auditing import device_memory
 from fddp.analysis.auditing.report import Audit
 from fddp.analysis.auditing.targets import read_target
-from fddp.analysis.workload import read_workload
+from fddp.analysis.workload import find_workload
 from fddp.buckets import MiB
 from fddp.schedules import of_one_program
 
@@ -33,16 +33,17 @@ def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
 def audited(name: str, where: str) -> dict[str, Any]:
     """Audits the step of the ranks, for a model as module:preset:rows."""
     workload, target = _read(name, where)
-    step, state = workload.step(target.group(), schedule="fused", bucket_cap_mb=CAP_MB)
-    return {"target": where, **audit_figures(fddp.audit(step, state, workload.batch, where))}
+    options = {"schedule": "fused", "bucket_cap_mb": CAP_MB}
+    step, state, batch = workload.forms(target.group(), **options)
+    return {"target": where, **audit_figures(fddp.audit(step, state, batch, where))}
 
 
 def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
     """Reads the memory of each of eight GPUs off a compiled program, for a model as
     module:preset:rows."""
     workload, target = _read(name, f"{chip}:{REPLICAS}")
-    step, state = workload.step(target.group(), schedule="fused", shard=shard)
-    lowered = step.lower(state, workload.batch)
+    step, state, batch = workload.forms(target.group(), schedule="fused", shard=shard)
+    lowered = step.lower(state, batch)
     return {"target": target.name, **allocated(lowered)}
 
 
@@ -90,4 +91,4 @@ def program_words(figures: dict[str, Any]) -> str:
 def _read(name: str, where: str) -> tuple[Any, Any]:
     target = read_target(where)
     workload, _, rows = name.rpartition(":")
-    return read_workload(f"models.{workload}", int(rows) * target.size), target
+    return find_workload(f"models.{workload}")(int(rows), target.size, shapes=True), target

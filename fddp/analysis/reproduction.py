@@ -12,14 +12,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import PyTree
 
-from fddp.analysis.workload import read_model
+from fddp.analysis.workload import OPTIMIZER, Workload, find_workload
 from fddp.comm import mesh_group
-from fddp.training import train_step
 
 CALLS = 50
 ONE_THREAD = (
@@ -46,7 +43,7 @@ class Reproduction(NamedTuple):
         return self.distinct == 1 and len({digest for _, digest in self.digests}) == 1
 
     def __str__(self) -> str:
-        head = f"{self.model}, {self.steps} steps of {self.virtual} virtual replicas"
+        head = f"{self.model}, {self.steps} steps of {self.virtual} virtual replicas, {OPTIMIZER}"
         rows = [f"{n} replica{'s' * (n > 1):<2}  {digest}" for n, digest in self.digests]
         foot = "different"
         if self.equal:
@@ -57,8 +54,8 @@ class Reproduction(NamedTuple):
         return "\n".join([head, *rows, foot])
 
 
-def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int) -> Reproduction:
-    """Trains module:preset (None: a small net) on several numbers of this process's devices.
+def reproduce(name: str, steps: int, replicas: Sequence[int], rows: int | None) -> Reproduction:
+    """Trains a workload on several numbers of this process's devices.
 
     The number of virtual replicas, of `rows` rows each, is the least common multiple of `replicas`.
     """
@@ -68,28 +65,24 @@ def reproduce(model: str | None, steps: int, replicas: Sequence[int], rows: int)
             f"{jax.local_device_count()}."
         )
     virtual = int(np.lcm.reduce(replicas))
-    loss_fn, (params, model_state), batches = _problem(model, rows * virtual)
+    make = find_workload(name)
+    workload, *others = [make(rows, virtual, seed=k) for k in range(BATCHES)]
+    batches = [workload.batch, *(x.batch for x in others)]
 
     def digest(count: int) -> str:
         devices = jax.local_devices()[:count]
         group = mesh_group(jax.make_mesh((count,), ("replica",), devices=devices))
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-        step = train_step(loss_fn, optimizer, group=group, has_aux=True, virtual_replicas=virtual)
-        state = step.init(params, model_state=model_state)
+        step = workload.step(group, virtual_replicas=virtual)
+        state = workload.init(step)
         losses = []
         for k in range(steps):
             state, info = step(state, batches[k % BATCHES])
             losses.append(info.loss)
         return _digest((state, losses))
 
-    micro_batch = jax.tree.map(lambda x: x[:rows], batches[0])
-    loss = loss_fn
-    if model_state is not None:
-        loss = partial(loss_fn, model_state=model_state)
-    gradient = jax.jit(jax.grad(lambda p: loss(p, micro_batch)[0]))
     digests = tuple((count, digest(count)) for count in replicas)
-    results = distinct(gradient, params)
-    return Reproduction(model or "a small net", steps, virtual, digests, results)
+    results = distinct(_gradient(workload, virtual), workload.params)
+    return Reproduction(name, steps, virtual, digests, results)
 
 
 def distinct(f: Callable[..., Any], *args: Any) -> int:
@@ -99,30 +92,17 @@ def distinct(f: Callable[..., Any], *args: Any) -> int:
 
 def small_gradient() -> int:
     """Counts the bitwise different gradients of a small net with products for several threads."""
-    loss_fn, (params, _), batches = _problem(None, 256)
-    return distinct(jax.jit(jax.grad(lambda p: loss_fn(p, batches[0])[0])), params)
+    workload = find_workload("mlp")(256)
+    return distinct(_gradient(workload, 1), workload.params)
 
 
-def _problem(model: str | None, rows: int) -> tuple[Callable[..., Any], tuple[Any, Any], list[Any]]:
-    """Returns a loss, its initial parameters and buffers, and several batches."""
-    if model is not None:
-        module, preset = read_model(model)
-        config = module.PRESETS[preset]
-        batches = [module.batch(config, rows, seed=k) for k in range(BATCHES)]
-        state = module.init(config, jax.random.key(0), batches[0])
-        return module.loss_fn(config), state, batches
-
-    def loss_fn(params: dict[str, jax.Array], x: jax.Array) -> tuple[Any, Any]:
-        return jnp.mean((jnp.tanh(x @ params["hidden"] + params["bias"]) @ params["out"]) ** 2), ()
-
-    draw = np.random.default_rng(0)
-    params = {
-        "bias": np.zeros(128),
-        "hidden": draw.normal(size=(64, 128)) / 8,
-        "out": draw.normal(size=(128, 64)) / 11,
-    }
-    batches = [draw.normal(size=(rows, 64)).astype(np.float32) for _ in range(BATCHES)]
-    return loss_fn, (jax.tree.map(np.float32, params), None), batches
+def _gradient(workload: Workload, replicas: int) -> Callable[..., Any]:
+    """Compiles the gradient of the loss on the first replica's rows."""
+    batch = jax.tree.map(lambda x: x[: len(x) // replicas], workload.batch)
+    loss = workload.loss_fn
+    if workload.model_state is not None:
+        loss = partial(loss, model_state=workload.model_state)
+    return jax.jit(jax.grad(lambda params: jax.tree.leaves(loss(params, batch))[0]))
 
 
 def _digest(tree: PyTree) -> str:

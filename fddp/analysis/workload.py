@@ -1,64 +1,75 @@
-"""Shapes of a model that the command line names: `models.gpt:tiny`.
+"""The workload that a command line names: `module:function`, or one of `fddp.analysis.workloads`.
 
-Its module must offer `PRESETS`, `init(model, key, batch)`, `batch(model, rows)` and
-`loss_fn(model)`, like those in models/.
+The function takes no arguments and returns `(loss_fn, params, batch)`, or `(loss_fn, params, batch,
+model_state)`, as for `fddp.train_step` and `step.init`. Commands draw the rows of all replicas from
+the batch. For a model too large for this host, commands that only compile also take params that are
+`jax.ShapeDtypeStruct`s.
+
+A module that defines `PRESETS`, `init(model, key, batch)`, `batch(model, rows, seed)` and
+`loss_fn(model)`, like those in models/, has a workload for each preset: `module:preset`.
 """
 
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
+from jaxtyping import PyTree
 
+from fddp.analysis import workloads
 from fddp.comm import Group
 from fddp.step import TrainState
 from fddp.training import TrainStep, train_step
 
-NEEDED = ("PRESETS", "init", "batch", "loss_fn")
+OPTIMIZER = "optax.adamw(1e-3)"
+PROTOCOL = (
+    "a workload is named module:function, such as train:workload, and the function returns "
+    "(loss_fn, params, batch); fddp has 'mlp' and 'transformer'"
+)
+ROWS = 8  # of a replica, for a preset
 
 
 class Workload(NamedTuple):
-    """A loss with metrics, and its inputs or their shapes."""
+    """A loss, its parameters or their shapes, and the rows of some replicas."""
 
     loss_fn: Callable[..., Any]
     params: Any
-    model_state: Any
     batch: Any
+    model_state: Any = None
+    has_aux: bool = True
 
-    def step(self, group: Group, **options: Any) -> tuple[TrainStep, TrainState]:
-        """Returns an AdamW step on this workload, and the shapes of its first state."""
-        step = train_step(self.loss_fn, optax.adamw(1e-3), group=group, has_aux=True, **options)
-        return step, step.shapes(self.params, model_state=self.model_state)
+    def step(self, group: Group, **options: Any) -> TrainStep:
+        """Makes a step of this workload with the optimizer `OPTIMIZER`."""
+        optimizer = optax.adamw(1e-3)
+        return train_step(self.loss_fn, optimizer, group=group, has_aux=self.has_aux, **options)
 
+    def init(self, step: TrainStep) -> TrainState:
+        """Makes the first state of a step of this workload."""
+        return step.init(self.params, model_state=self.model_state)
 
-def read_workload(name: str, rows: int) -> Workload:
-    """Returns the shapes of module:preset, with `rows` rows; computes only the synthetic batch."""
-    module, preset = read_model(name)
-    model = module.PRESETS[preset]
-    batch = module.batch(model, rows)
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
-    params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
-    return Workload(module.loss_fn(model), params, model_state, batch)
-
-
-def make_workload(name: str, rows: int, seed: int) -> Workload:
-    """Returns module:preset with its values and `rows` rows, drawn with the seed."""
-    module, preset = read_model(name)
-    model = module.PRESETS[preset]
-    batch = module.batch(model, rows, seed)
-    params, model_state = module.init(model, jax.random.key(0), batch)
-    return Workload(module.loss_fn(model), params, model_state, batch)
+    def forms(self, group: Group, **options: Any) -> tuple[TrainStep, TrainState, PyTree]:
+        """Makes a step, with the shapes of its first state and of the batch."""
+        step = self.step(group, **options)
+        state = step.shapes(self.params, model_state=self.model_state)
+        return step, state, jax.tree.map(_form, self.batch)
 
 
-def read_model(name: str) -> tuple[ModuleType, str]:
-    """Splits module:preset into the imported module and the preset's name."""
-    path, colon, preset = name.partition(":")
-    if not colon or "/" in path or path.endswith(".py"):
-        raise ValueError(f"a model is named module:preset, such as models.gpt:tiny; got {name!r}.")
+def find_workload(name: str) -> Callable[..., Workload]:
+    """Returns (rows=None, replicas=1, seed=0, shapes=False) → the workload of that name.
+
+    `rows` is the number of a replica's rows; None: all rows of the function's batch. With `shapes`
+    the parameters of a preset are not computed.
+    """
+    path, _, attribute = name.partition(":")
+    if name in workloads.__all__:
+        path, attribute = workloads.__name__, name
+    if not attribute or "/" in path or path.endswith(".py"):
+        raise ValueError(f"{PROTOCOL}; got {name!r}.")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -66,11 +77,50 @@ def read_model(name: str) -> tuple[ModuleType, str]:
     except ModuleNotFoundError as error:
         words = f"{error}; {path} is searched from the current folder, {Path.cwd()}."
         raise ValueError(words) from error
-    missing = [name for name in NEEDED if not hasattr(module, name)]
-    if missing:
-        raise ValueError(
-            f"{path} has no {', '.join(missing)}; a model's module offers {', '.join(NEEDED)}."
-        )
-    if preset not in module.PRESETS:
-        raise ValueError(f"{path} has the presets {', '.join(module.PRESETS)}, none is {preset!r}.")
-    return module, preset
+    presets = getattr(module, "PRESETS", {})
+    function = getattr(module, attribute, None)
+    if attribute not in presets and not callable(function):
+        also = f"; its presets are {', '.join(presets)}" if presets else ""
+        raise ValueError(f"{path} has no function {attribute!r}{also}: {PROTOCOL}.")
+
+    def make(
+        rows: int | None = None, replicas: int = 1, seed: int = 0, *, shapes: bool = False
+    ) -> Workload:
+        if attribute in presets:
+            size = (rows or ROWS) * replicas
+            return _of_preset(module, presets[attribute], size, seed, shapes=shapes)
+        return _of_function(name, function, rows, replicas, seed)
+
+    return make
+
+
+def _of_preset(module: Any, model: Any, rows: int, seed: int, *, shapes: bool) -> Workload:
+    batch = module.batch(model, rows, seed)
+    init = partial(module.init, model)
+    if shapes:
+        init = partial(jax.eval_shape, init)
+    params, model_state = init(jax.random.key(0), jax.tree.map(_form, batch))
+    return Workload(module.loss_fn(model), params, batch, model_state)
+
+
+def _of_function(name: str, function: Any, rows: int | None, replicas: int, seed: int) -> Workload:
+    result = function()
+    if not isinstance(result, tuple) or len(result) not in (3, 4) or not callable(result[0]):
+        raise ValueError(f"{name} returned {type(result).__name__} {result!r:.60}: {PROTOCOL}.")
+    workload = Workload(*result)
+    sizes = {x.shape[0] if getattr(x, "ndim", 0) else 0 for x in jax.tree.leaves(workload.batch)}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(f"{name}: the leaves of its batch need equally many rows, one or more.")
+    (size,) = sizes
+    # Different rows on each replica: sums of equal numbers would be exact in any order.
+    chosen = np.random.default_rng(seed).integers(size, size=(rows or size) * replicas)
+    has_aux = True
+    if workload.model_state is None:
+        value = jax.eval_shape(workload.loss_fn, workload.params, workload.batch)
+        has_aux = type(value) is tuple  # `Weighted` is a subclass
+    batch = jax.tree.map(lambda x: np.asarray(x)[chosen], workload.batch)
+    return workload._replace(batch=batch, has_aux=has_aux)
+
+
+def _form(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)

@@ -56,8 +56,8 @@ def audited(name, target):
 
 
 def look(workload, target, **options):
-    step, state = workload.step(read_target("h100:2").group(), **options)
-    return fddp.audit(step, state, workload.batch, target)
+    step, state, batch = workload.forms(read_target("h100:2").group(), **options)
+    return fddp.audit(step, state, batch, target)
 
 
 def newer_xla_for_hopper(target):
@@ -69,7 +69,7 @@ def workload(module, model, rows):
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), module.batch(model, rows)
     )
     params, model_state = shapes(module, model, batch)
-    return Workload(module.loss_fn(model), params, model_state, batch)
+    return Workload(module.loss_fn(model), params, batch, model_state)
 
 
 def shapes(module, model, batch):
@@ -206,7 +206,7 @@ def test_buckets_that_xla_orders_are_messages_of_their_own_too(target):
 @cache
 def audited_with_batch_norm():
     resnet_tiny = workload(resnet, resnet.PRESETS["tiny"], 16)
-    step, state = resnet_tiny.step(read_target("h100:2").group())
+    step, state, _ = resnet_tiny.forms(read_target("h100:2").group())
     return resnet_tiny, compiled_plain(step, state, resnet_tiny.batch, "h100:2")
 
 
@@ -264,7 +264,7 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
 def test_a_step_is_not_estimated_behind_plain_jax(name, target):
     module, model, rows, _ = MODELS[name]
     task = workload(module, model, rows * 8)
-    step, state = task.step(read_target(target).group())
+    step, state, _ = task.forms(read_target(target).group())
     audit = fddp.audit(step, state, task.batch, target)
     programs = compiled_plain(step, state, task.batch, target)
     ways = {plain.way: plain.timeline.seconds for plain in programs}
@@ -314,9 +314,7 @@ def scanned_layers(rows=512, **fields):
     model = Scanned(**fields)
     x = jnp.ones((rows, model.width))
     params = jax.eval_shape(model.init, jax.random.key(0), x)
-    return Workload(
-        lambda p, b: (jnp.mean(jnp.asarray(model.apply(p, b)) ** 2), {}), params, None, x
-    )
+    return Workload(lambda p, b: (jnp.mean(jnp.asarray(model.apply(p, b)) ** 2), {}), params, x)
 
 
 @aot
@@ -363,7 +361,6 @@ def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidde
     few = Workload(
         lambda p, b: (jnp.mean(jax.lax.scan(residual, b, p)[0] ** 2), {}),
         params,
-        None,
         jnp.ones((8192, 512)),
     )
     audit = look(few, target, bucket_cap_mb=1, shard="state", reshard_after_forward=True)
@@ -419,7 +416,7 @@ def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a
     """The order that fddp gives to its messages lets some leave early even without the
     scheduler."""
     task = plain_mlp(512)
-    step, state = task.step(read_target("h100:2").group())
+    step, state, _ = task.forms(read_target("h100:2").group())
     ways = {plain.way: plain for plain in compiled_plain(step, state, task.batch, "a100:8")}
     assert len(ways) == 4
     assert all((plain.asynchronous > 0) == ("latency hiding" in way) for way, plain in ways.items())
@@ -771,7 +768,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
 
 def test_a_step_of_several_programs_says_so():
     workload = plain_mlp(64)
-    step, state = workload.step(read_target("h100:8").group(), schedule="after")
+    step, state, _ = workload.forms(read_target("h100:8").group(), schedule="after")
     with pytest.raises(ValueError, match="schedule='fused'"):
         fddp.audit(step, state, workload.batch, "h100:8")
 

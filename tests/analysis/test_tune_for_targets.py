@@ -38,14 +38,13 @@ def workload(name: str, target: str) -> Workload:
     example = module.batch(model, rows * read_target(target).size)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
     params, model_state = jax.eval_shape(lambda: module.init(model, jax.random.key(0), batch))
-    return Workload(module.loss_fn(model), params, model_state, batch)
+    return Workload(module.loss_fn(model), params, batch, model_state)
 
 
 @cache
-def tuned(name: str, target: str, *caps_mb: float) -> fddp.Choice:
+def tuned(name: str, target: str, *caps_mb: float) -> fddp.Tuning:
     work = workload(name, target)
-    options = {"caps_mb": caps_mb} if caps_mb else {}
-    return fddp.tune(*work.step(read_target(target).group()), work.batch, target=target, **options)
+    return fddp.tune(*work.forms(read_target(target).group()), target, caps_mb=caps_mb or None)
 
 
 @aot
@@ -53,35 +52,34 @@ def tuned(name: str, target: str, *caps_mb: float) -> fddp.Choice:
     "check_all", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["best and worst", "each"]
 )
 def test_an_estimate_is_that_of_an_audit_and_the_shortest_is_taken(check_all):
-    choice = tuned("mlp", "h100:2x8")
+    tuning = tuned("mlp", "h100:2x8")
     work = workload("mlp", "h100:2x8")
     assert (
-        len(choice.candidates) == 6
+        len(tuning.candidates) == 6
     )  # three schedules, and 32 MiB under a cap of 100 are the plan under 25
-    slowest = max(choice.candidates, key=lambda candidate: candidate.seconds)
-    for candidate in choice.candidates if check_all else (choice.best, slowest):
+    slowest = max(tuning.candidates, key=lambda candidate: candidate.seconds)
+    for candidate in tuning.candidates if check_all else (tuning.best, slowest):
         options: Any = {"schedule": candidate.schedule, "bucket_cap_mb": candidate.bucket_cap_mb}
-        step, state = work.step(read_target("h100:2").group(), **options)
-        audit = fddp.audit(step, state, work.batch, "h100:2x8")
+        audit = fddp.audit(*work.forms(read_target("h100:2").group(), **options), "h100:2x8")
         assert audit.timeline is not None
         estimate = audit.timeline.seconds, audit.timeline.exposed
         assert estimate == (candidate.seconds, candidate.exposed_s)
         assert audit.plan == candidate.plan
-    assert choice.best.seconds == min(candidate.seconds for candidate in choice.candidates)
-    assert choice.step.options.schedule == choice.schedule == choice.best.schedule
-    assert choice.step.options.bucket_cap_mb == choice.bucket_cap_mb == choice.best.bucket_cap_mb
+    assert tuning.best.seconds == min(candidate.seconds for candidate in tuning.candidates)
+    assert tuning.step.options.schedule == tuning.schedule == tuning.best.schedule
+    assert tuning.step.options.bucket_cap_mb == tuning.bucket_cap_mb == tuning.best.bucket_cap_mb
 
 
 @aot
-def test_a_choice_is_printed_with_what_train_step_takes():
-    choice = tuned("mlp", "h100:2x8")
-    title, head, *rows, last = str(choice).splitlines()
+def test_a_tuning_is_printed_with_what_train_step_takes():
+    tuning = tuned("mlp", "h100:2x8")
+    title, head, *rows, last = str(tuning).splitlines()
     assert title == "h100:2x8, estimated at peak rates" and head.startswith("schedule")
     (best,) = [row for row in rows if row.endswith("best")]
-    assert f"{1e3 * choice.best.seconds:.2f}" in best and len(rows) == len(choice.candidates)
+    assert f"{1e3 * tuning.best.seconds:.2f}" in best and len(rows) == len(tuning.candidates)
     step = fddp.train_step(square, optax.sgd(0.1), **eval(f"dict({last})"))
-    assert step.options.schedule == choice.schedule
-    assert step.with_options(schedule=choice.schedule).options.schedule == choice.schedule
+    assert step.options.schedule == tuning.schedule
+    assert step.with_options(schedule=tuning.schedule).options.schedule == tuning.schedule
 
 
 @aot
@@ -95,11 +93,10 @@ def test_a_choice_is_printed_with_what_train_step_takes():
     ],
 )
 def test_a_step_that_was_tuned_for_a_target_is_not_estimated_behind_plain_jax(name, target):
-    choice = tuned(name, target, 100)
+    tuning = tuned(name, target, 100)
     work = workload(name, target)
-    step, state = work.step(read_target(target).group())
-    programs = compiled_plain(step, state, work.batch, target)
-    assert choice.best.seconds <= min(plain.timeline.seconds for plain in programs)
+    programs = compiled_plain(*work.forms(read_target(target).group()), target)
+    assert tuning.best.seconds <= min(plain.timeline.seconds for plain in programs)
 
 
 @aot
@@ -109,8 +106,7 @@ def test_a_step_that_was_tuned_for_a_target_is_not_estimated_behind_plain_jax(na
 )
 def test_between_hosts_a_tuned_step_takes_less_than_plain_jaxs(target, share):
     work = workload("mlp", target)
-    step, state = work.step(read_target(target).group())
-    programs = compiled_plain(step, state, work.batch, target)
+    programs = compiled_plain(*work.forms(read_target(target).group()), target)
     plain = min((plain.timeline for plain in programs), key=lambda line: line.seconds)
     assert sum(span.seconds for span in plain.communication) >= 0.1 * plain.seconds
     assert tuned("mlp", target).best.seconds <= share * plain.seconds
@@ -126,11 +122,11 @@ def test_a_tuned_step_goes_on_from_the_state_of_the_step_that_was_given(group):
     step = fddp.train_step(loss, optax.adam(0.1), group=group(2), donate=False, bucket_cap_mb=0)
     rows = np.arange(32, dtype=np.float32).reshape(8, 4)
     state, _ = step(step.init(params), rows)
-    choice = fddp.tune(step, state, rows, target="h100:2", caps_mb=[25])
-    assert [len(candidate.plan.buckets) for candidate in choice.candidates] == [2, 2, 2, 1, 1, 1]
-    results = [trainer(state, rows)[0].params for trainer in (step, choice.step)]
+    tuning = fddp.tune(step, state, rows, target="h100:2", caps_mb=[25])
+    assert [len(candidate.plan.buckets) for candidate in tuning.candidates] == [2, 2, 2, 1, 1, 1]
+    results = [trainer(state, rows)[0].params for trainer in (step, tuning.step)]
     close(*results, rtol=1e-6, atol=1e-7)
-    assert len(choice.step.plan.buckets) == len(choice.best.plan.buckets)
+    assert len(tuning.step.plan.buckets) == len(tuning.best.plan.buckets)
 
 
 @aot
@@ -157,11 +153,3 @@ def test_a_missing_compiler_is_named(group, monkeypatch):
     )
     with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
         fddp.tune(step, state, jnp.ones(4), target="h100:2")
-
-
-def test_a_target_goes_with_a_step_and_a_loss_with_none(group):
-    step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
-    with pytest.raises(TypeError, match="got TrainStep and target=None"):
-        fddp.tune(step, None, None)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(TypeError, match="got function and target='h100:2'"):
-        fddp.tune(square, optax.sgd(0.1), jnp.ones(()), jnp.ones(4), target="h100:2")

@@ -1,5 +1,6 @@
 """The best bucket cap: regroupings by hand, and tunings of small networks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from trees import close
 
 import fddp
 from fddp.analysis.tuning.link import Link
@@ -17,8 +19,7 @@ from fddp.analysis.tuning.regrouping import (
     total_seconds,
     typical,
 )
-from fddp.analysis.tuning.search import Candidate, Tuning
-from fddp.analysis.tuning.tune import tune_model
+from fddp.analysis.tuning.tuning import Candidate, Tuning
 from fddp.buckets import make_plan, place_scalars, plan_with_table_rows
 from fddp.measuring.measurement import MeasuredStep
 from fddp.schedules.timeline import Pace, Span, Timeline
@@ -113,90 +114,131 @@ def two_layers(params, batch):
     return jnp.mean((jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2)
 
 
+PARAMS = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
+ROWS = np.ones((2, 4), np.float32)
+
+
+Make = Callable[..., tuple[fddp.TrainStep, fddp.TrainState]]
+
+
+@pytest.fixture
+def step_and_state(group) -> Make:
+    """Makes a step of one replica with some options, and its first state."""
+
+    def make(**options: Any) -> tuple[fddp.TrainStep, fddp.TrainState]:
+        step = fddp.train_step(two_layers, optax.sgd(0.1), group=group(1), **options)
+        return step, step.init(PARAMS)
+
+    return make
+
+
 @pytest.mark.steps
-def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(group):
-    params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
-    tuning = fddp.tune(
-        two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), group=group(1), steps=2
-    )
+def test_a_tuning_simulates_each_different_plan_and_takes_the_shortest(step_and_state: Make):
+    tuning = fddp.tune(*step_and_state(), ROWS, steps=2)
     # 160 bytes are one bucket under any cap but 0: of all these caps the smallest is named.
-    assert [
-        (candidate.bucket_cap_mb, len(candidate.nbytes)) for candidate in tuning.candidates
-    ] == [
-        (0, 2),
-        (0.25, 1),
-    ]
-    assert tuning.best.predicted_s == min(candidate.predicted_s for candidate in tuning.candidates)
-    assert tuning.measured_s > 0
-    assert "best" in str(tuning)
+    assert [(x.bucket_cap_mb, len(x.nbytes)) for x in tuning.candidates] == [(0, 2), (0.25, 1)]
+    assert [len(x.plan.buckets) for x in tuning.candidates] == [2, 1]
+    assert tuning.best.seconds == min(candidate.seconds for candidate in tuning.candidates)
+    assert tuning.measured_s is not None and tuning.measured_s > 0
+    assert str(tuning).count("best\n") == 1
 
 
 @pytest.mark.steps
-def test_eager_is_run_where_no_schedule_is_asked_for_and_nothing_rules_it_out(group):
-    params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
-    args = two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32)
-    options = {"group": group(1), "steps": 1, "caps_mb": [0]}
-    tuning = fddp.tune(*args, **options)
-    assert tuning.eager_s is not None and tuning.eager_s > 0
+def test_the_tuned_step_has_the_result_and_goes_on_from_the_state(step_and_state: Make):
+    step, state = step_and_state(donate=False, shard="state")
+    state, _ = step(state, ROWS)
+    tuning = fddp.tune(step, state, ROWS, caps_mb=[(0,)], steps=1)
+    options = tuning.step.options
+    assert (options.schedule, options.bucket_cap_mb) == (tuning.schedule, tuning.bucket_cap_mb)
+    assert (tuning.schedule, tuning.bucket_cap_mb, options.shard) == ("staged", (0,), "state")
+    results = [fddp.whole(trainer(state, ROWS)[0].params) for trainer in (step, tuning.step)]
+    close(*results, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.steps
+def test_eager_is_run_where_no_schedule_is_asked_for_and_nothing_rules_it_out(step_and_state: Make):
+    def tuned(**options: Any) -> fddp.Tuning:
+        return fddp.tune(*step_and_state(**options), ROWS, caps_mb=[0], steps=1)
+
+    tuning = tuned()
+    assert tuning.eager_s is not None and tuning.measured_s is not None
     assert tuning.schedule == ("eager" if tuning.eager_s < 0.98 * tuning.measured_s else "staged")
-    assert fddp.tune(*args, **options, schedule="staged").eager_s is None
-    assert fddp.tune(*args, **options, hook=fddp.hooks.quantize()).eager_s is not None
-    assert fddp.tune(*args, **options, shard="optimizer").eager_s is None
+    assert tuned(schedule="staged").eager_s is None
+    assert tuned(hook=fddp.hooks.quantize()).eager_s is not None
+    assert tuned(shard="optimizer").eager_s is None
 
 
 @pytest.mark.steps
-def test_a_tuning_keeps_the_groups_that_it_is_given(group):
-    params = {"a": np.ones((4, 8), np.float32), "b": np.ones((8, 1), np.float32)}
-    options = {"group": group(1), "steps": 1, "groups": lambda path: "both"}
-    tuning = fddp.tune(two_layers, optax.sgd(0.1), params, np.ones((2, 4), np.float32), **options)
-    assert [
-        (candidate.bucket_cap_mb, len(candidate.nbytes)) for candidate in tuning.candidates
-    ] == [(0, 1)]
+def test_an_error_of_the_eager_step_is_not_taken_for_a_refusal(step_and_state: Make, monkeypatch):
+    step, state = step_and_state()
+    measure = fddp.TrainStep.measure
+
+    def fails(step: fddp.TrainStep, *args: Any) -> fddp.Measurement:
+        if step.options.schedule == "eager":
+            raise ValueError("the eager step fails")
+        return measure(step, *args)
+
+    monkeypatch.setattr(fddp.TrainStep, "measure", fails)
+    with pytest.raises(ValueError, match="the eager step fails"):
+        fddp.tune(step, state, ROWS, caps_mb=[0], steps=1)
 
 
 @pytest.mark.steps
-def test_a_tuning_takes_a_function_that_makes_the_parameters(group):
-    def make() -> dict[str, Any]:
-        return {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}
+def test_a_tuning_keeps_the_groups_that_it_is_given(step_and_state: Make):
+    tuning = fddp.tune(*step_and_state(groups=lambda path: "both"), ROWS, steps=1)
+    assert [(x.bucket_cap_mb, len(x.nbytes)) for x in tuning.candidates] == [(0, 1)]
 
-    options = {"group": group(1), "steps": 1, "caps_mb": [0.25], "schedule": "staged"}
-    tuning = fddp.tune(two_layers, optax.sgd(0.1), make, np.ones((2, 4), np.float32), **options)
+
+@pytest.mark.steps
+def test_a_tuning_takes_a_state_that_a_function_made(group):
+    step = fddp.train_step(two_layers, optax.sgd(0.1), group=group(1), schedule="staged")
+    state = step.init(lambda: {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))})
+    tuning = fddp.tune(step, state, ROWS, caps_mb=[0.25], steps=1)
     assert [len(candidate.nbytes) for candidate in tuning.candidates] == [1]
 
 
-def test_what_only_a_fused_step_can_run_is_refused(group):
+def test_what_only_a_fused_step_can_run_is_refused(group, step_and_state: Make):
+    step = fddp.train_step(two_layers, optax.sgd(0.1), group=group(2))
     with pytest.raises(ValueError, match="2 replicas in 1 processes"):
-        fddp.tune(two_layers, optax.sgd(0.1), {}, None, group=group(2))
+        fddp.tune(step, step.init(PARAMS), ROWS)
     with pytest.raises(ValueError, match="schedule='fused'"):
-        fddp.tune(two_layers, optax.sgd(0.1), {}, None, group=group(1), schedule="fused")
+        fddp.tune(*step_and_state(schedule="fused"), ROWS)
+    with pytest.raises(ValueError, match="caps_mb must hold at least one cap"):
+        fddp.tune(*step_and_state(), ROWS, caps_mb=[])
 
 
 @pytest.mark.steps
-def test_a_model_is_tuned_by_its_name(group):
-    tuning = tune_model("models.mlp:tiny", rows=4, group=group(1), caps_mb=[0, 1], steps=1)
-    assert [len(candidate.nbytes) for candidate in tuning.candidates] == [6, 1]
-    with pytest.raises(ValueError, match="presets tiny, 1024, none is 'huge'"):
-        tune_model("models.mlp:huge", group=group(1))
+def test_the_form_with_a_loss_works_and_is_deprecated(group):
+    options: Any = {"group": group(1), "caps_mb": [0], "steps": 1, "schedule": "staged"}
+    untyped: Any = fddp.tune
+    with pytest.warns(
+        DeprecationWarning, match="call fddp.tune.step, state, batch. with"
+    ) as warned:
+        tuning = untyped(two_layers, optax.sgd(0.1), PARAMS, ROWS, **options)
+    assert warned[0].filename == __file__
+    assert (tuning.bucket_cap_mb, tuning.schedule, tuning.replicas) == (0, "staged", 1)
+    with pytest.warns(DeprecationWarning, match="call fddp.tune"):
+        untyped(loss_fn=two_layers, optimizer=optax.sgd(0.1), params=PARAMS, batch=ROWS, **options)
+    with pytest.warns(DeprecationWarning, match=r"fddp.Choice is deprecated: use fddp.Tuning"):
+        assert fddp.Choice is fddp.Tuning
 
 
 ### Other numbers of replicas
 
-BEST = Candidate(1.0, (2.0, 1.0), (0.25, 0.25), (10, 10), predicted_s=5.0)
-BY_HAND = Tuning(2, Link(0.0, 10.0), Pace(), 0.75, (BEST,), BEST, measured_s=4.0)
+PLAN = make_plan(np.zeros(1))
+BEST = Candidate("staged", 1.0, PLAN, 5.0, 1.0, (2.0, 1.0), (0.25, 0.25), (10, 10))
+STEP = fddp.train_step(two_layers, optax.sgd(0.1))
+MEASURED = {"link": Link(0.0, 10.0), "pace": Pace(), "idle_s": 0.75, "measured_s": 4.0}
+ESTIMATED = Tuning("h100:2", 2, (BEST,), BEST, "staged", STEP)
+BY_HAND = replace(ESTIMATED, **MEASURED)
 
 
 def test_a_tuning_knows_how_far_it_was_off():
     assert BY_HAND.deviation == 0.25
-    assert "bucket_cap_mb=1: measured 4000.0 ms, predicted +25.0%" in str(BY_HAND)
-
-
-@pytest.mark.parametrize(
-    ("eager_s", "faster"), [(None, "staged"), (3.93, "staged"), (3.91, "eager"), (4.5, "staged")]
-)
-def test_eager_is_the_schedule_where_it_saves_more_than_2_percent(eager_s, faster):
-    tuning = replace(BY_HAND, eager_s=eager_s)
-    assert tuning.schedule == faster
-    assert (f"schedule={faster!r}: eager takes" in str(tuning)) == (eager_s is not None)
+    assert "the best staged step takes 4000.0 ms, predicted +25.0%\n" in str(BY_HAND)
+    eager = replace(BY_HAND, eager_s=3.9, schedule="eager")
+    end = "the eager step takes 3900.0 ms\nschedule='eager', bucket_cap_mb=1"
+    assert str(eager).endswith(end)
 
 
 def test_a_tuning_at_scale_predicts_what_was_measured_where_it_was_measured():
@@ -205,3 +247,9 @@ def test_a_tuning_at_scale_predicts_what_was_measured_where_it_was_measured():
     two, many = BY_HAND.at_scale([2, 10**6])
     assert (two.step_s, two.efficiency) == (5, 4.25 / 5)
     assert many.step_s == pytest.approx(7, abs=1e-4)
+
+
+def test_an_estimate_for_a_target_has_no_measurements():
+    assert ESTIMATED.deviation is None and "takes" not in str(ESTIMATED)
+    with pytest.raises(ValueError, match=r"call fddp.tune without a target"):
+        ESTIMATED.at_scale()

@@ -20,15 +20,16 @@ def two_layers(params: Any, batch: Any) -> jax.Array:
 @claim(quick=("gloo",))
 def all_ranks_pick_the_same_cap_from_the_same_numbers(group: fddp.Group):
     batch = np.full((2, 8), 1 + group.rank, np.float32)
-    tuning = fddp.tune(
-        two_layers, optax.sgd(0.1), PARAMS, batch, group=group, steps=1, caps_mb=(0, 1)
-    )
+    step = fddp.train_step(two_layers, optax.sgd(0.1), group=group)
+    state = step.init(PARAMS)
+    tuning = fddp.tune(step, state, batch, steps=1, caps_mb=(0, 1))
     text = str(tuning).ljust(2000).encode()
     gathered = group.all_gather(np.frombuffer(text, np.uint8))
     assert np.all(gathered == gathered[0])
     assert tuning.replicas == group.size
-    assert tuning.link.seconds(2**20) > 0
+    assert tuning.link is not None and tuning.link.seconds(2**20) > 0
     assert tuning.at_scale([4])[0].step_s > 0
+    tuning.step(state, batch)
 
 
 @claim(quick=())

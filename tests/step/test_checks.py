@@ -140,9 +140,8 @@ def test_params_of_another_model_are_refused_by_their_leaves(make, group):
 def test_what_is_no_group_is_refused(group):
     two: Any = 2
     all_of_them: Any = "all"
-    for call in (fddp.train_step, partial(fddp.tune, params=W, batch=X)):
-        message = r"group must be a fddp.Group, .* got 2"
-        refused(TypeError, message, lambda call=call: call(square, optax.sgd(0.1), group=two))
+    message = r"group must be a fddp.Group, .* got 2"
+    refused(TypeError, message, lambda: fddp.train_step(square, optax.sgd(0.1), group=two))
     refused(
         TypeError,
         r"group must be a fddp.Group, .* got 'all'",
@@ -161,7 +160,7 @@ def calls_with(step: fddp.TrainStep, state: Any) -> list[Callable[[], Any]]:
         *(partial(call, state, X) for call in calls),
         partial(step.measure, state, [X]),
         partial(fddp.audit, step, state, X),
-        partial(fddp.tune, step, state, X, target="h100:4"),
+        partial(fddp.tune, step, state, X, "h100:4"),
         partial(fddp.fit_bits, step, state, X),
     ]
 
@@ -621,11 +620,7 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
         "has_aux must be True or False",
     ),
     (untyped(fddp.whole, group="g"), (W,), "group must be a fddp.Group"),
-    (
-        fddp.tune,
-        (square, optax.sgd(0.1)),
-        r"fddp.tune\(loss_fn, optimizer, params, batch\), which measures",
-    ),
+    (fddp.tune, (square, W, X), "fddp.tune: step must be a step, from fddp.train_step, got func"),
     (untyped(fddp.hooks.topk, "half"), (), "ratio must be a number, got 'half'"),
     (untyped(fddp.hooks.fp16, predivide="x"), (), "predivide must be a number, got 'x'"),
     (

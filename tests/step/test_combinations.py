@@ -94,11 +94,13 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
     scaled = optax.MultiSteps(fddp.dynamic_scale(inner), 2).gradient_transformation()
     optimizer = scaled if SCALE_INSIDE in features else optimizer
     if "fddp.tune" in features:
-        fddp.tune(loss, optax.sgd(0.1), W, X, group=group(1), **options)
-        return
+        replicas = group(1)
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
     params = optax.LookaheadParams.init_synced(jnp.asarray(W)) if LOOKAHEAD in features else W
     state = step.init((lambda: jnp.asarray(W)) if FUNCTION in features else params)
+    if "fddp.tune" in features:
+        fddp.tune(step, state, X)
+        return
     if "fddp.measure" in features:
         step.measure(state, [X])
         return

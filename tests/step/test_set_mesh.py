@@ -166,9 +166,8 @@ def measured(group: fddp.Group, folder: Path) -> None:
 
 def tuned(group: fddp.Group, folder: Path) -> None:
     single = fddp.mesh_group(mesh_of(1, AxisType.Auto), "data")
-    tuning = fddp.tune(
-        first_column, OPTIMIZER, PARAMS, ROWS, group=single, caps_mb=[0.0, 25.0], steps=1
-    )
+    step = fddp.train_step(first_column, OPTIMIZER, group=single)
+    tuning = fddp.tune(step, step.init(PARAMS), ROWS, caps_mb=[0.0, 25.0], steps=1)
     assert len(tuning.candidates) == 2
 
 

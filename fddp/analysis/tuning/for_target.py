@@ -5,7 +5,6 @@ order of their own. The compiled program shows the balance for a machine.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -16,71 +15,20 @@ from jaxtyping import PyTree
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.report import moved
 from fddp.analysis.auditing.targets import Target, read_target
-from fddp.buckets import BucketPlan, Caps
+from fddp.analysis.tuning.tuning import Candidate, Tuning, shown
+from fddp.buckets import Caps
 from fddp.comm import verify
 from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import compile_to_read
 from fddp.schedules import SCHEDULES, NamedSchedule, Timeline
 from fddp.step import ScheduleName, TrainState
 from fddp.training import TrainStep
-from fddp.wording import table
 
 ONE_PROGRAM: tuple[NamedSchedule, ...] = tuple(
     name for name, x in SCHEDULES.items() if x.one_program
 )
 # Large buckets, and equal ones without a smaller first and last bucket.
 CAPS_MB: tuple[Caps, ...] = (100, (16,))
-
-
-class Estimated(NamedTuple):
-    """A schedule with a bucket cap, and the estimate for its step."""
-
-    schedule: ScheduleName
-    """The schedule, for `train_step`."""
-    bucket_cap_mb: Caps
-    """The cap in MiB, for `train_step`."""
-    plan: BucketPlan
-    """The buckets under this cap."""
-    seconds: float
-    """Duration of the step."""
-    exposed_s: float
-    """Seconds of traffic without computation."""
-
-    def __str__(self) -> str:
-        return _named(self.schedule, self.bucket_cap_mb)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The estimates of several schedules and caps for a machine, and the step with the best."""
-
-    target: str
-    """Name of the machine: "h100:2x8"."""
-    candidates: tuple[Estimated, ...]
-    """The estimates without duplicates, starting with the original step."""
-    best: Estimated
-    """The first candidate with the shortest step."""
-    step: TrainStep
-    """The step with the best schedule and cap; it continues from the original step's state."""
-
-    @property
-    def schedule(self) -> ScheduleName:
-        """The best schedule, for `train_step`."""
-        return self.best.schedule
-
-    @property
-    def bucket_cap_mb(self) -> Caps:
-        """The best cap, for `train_step`."""
-        return self.best.bucket_cap_mb
-
-    def __str__(self) -> str:
-        rows = [("schedule", "cap MiB", "buckets", "ms a step", "ms exposed", "")]
-        for x in self.candidates:
-            ms = f"{1e3 * x.seconds:.2f}", f"{1e3 * x.exposed_s:.2f}"
-            mark = "best" * (x == self.best)
-            rows.append((x.schedule, _shown(x.bucket_cap_mb), f"{len(x.plan.buckets)}", *ms, mark))
-        head = f"{self.target}, estimated at peak rates"
-        return "\n".join([head, *table(rows), str(self.best)])
 
 
 def tune_for(
@@ -90,7 +38,7 @@ def tune_for(
     target: str,
     *,
     caps_mb: Sequence[Caps] = CAPS_MB,
-) -> Choice:
+) -> Tuning:
     """Compiles a step for a target with several schedules and caps; chooses the shortest estimate.
 
     The ranks share the compilations. Estimates depend on shapes only, so all ranks choose the same.
@@ -110,13 +58,15 @@ def tune_for(
     numbers = np.zeros((len(variants), 2))
     for k, line in local_lines.items():
         numbers[k] = line.seconds, line.exposed
-    candidates = list[Estimated]()
+    candidates = list[Candidate]()
     for variant, seconds in zip(variants, group.all_reduce(numbers).tolist()):
         settings = variant.schedule, variant.bucket_cap_mb, variant.step.plan
-        candidates.append(Estimated(*settings, *seconds))
+        candidates.append(Candidate(*settings, *seconds))
     best = min(candidates, key=attrgetter("seconds"))
     best_step = step.with_options(schedule=best.schedule, bucket_cap_mb=best.bucket_cap_mb)
-    return Choice(target, tuple(candidates), best, best_step)
+    where = f"{target}, estimated at peak rates"
+    size = read_target(target).size
+    return Tuning(where, size, tuple(candidates), best, best.schedule, best_step)
 
 
 class OnTarget(NamedTuple):
@@ -135,7 +85,7 @@ class OnTarget(NamedTuple):
         return estimate(module, find_collectives(module), self.target)
 
     def __str__(self) -> str:
-        return _named(self.schedule, self.bucket_cap_mb)
+        return f"schedule={self.schedule!r}, bucket_cap_mb={shown(self.bucket_cap_mb)}"
 
 
 def on_target(
@@ -169,14 +119,3 @@ def on_target(
         if (schedule, variant.step.plan.digest) not in digests:
             digests.add((schedule, variant.step.plan.digest))
             yield variant
-
-
-def _named(schedule: ScheduleName, cap: Caps) -> str:
-    return f"schedule={schedule!r}, bucket_cap_mb={_shown(cap)}"
-
-
-def _shown(cap: Caps) -> str:
-    """Formats a cap, or the list of caps of successive buckets, as `train_step` takes it."""
-    if isinstance(cap, int | float):
-        return f"{cap:g}"
-    return f"[{', '.join(map(_shown, cap))}]"

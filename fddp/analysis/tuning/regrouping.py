@@ -1,13 +1,15 @@
 """Computes the stage times of a bucket plan from those of the finest plan, one bucket per leaf."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from fddp.buckets import BucketPlan
+from fddp.buckets import BucketPlan, Caps
 from fddp.comm import Group
 from fddp.measuring import MeasuredStep
+
+Cap = TypeVar("Cap", bound=Caps)
 
 
 class Typical(NamedTuple):
@@ -85,9 +87,9 @@ def total_seconds(fine: Typical, coarse: Typical, stages: int) -> float:
     return total + per_stage * (stages - len(coarse.stages))
 
 
-def different(plans: Mapping[float, BucketPlan]) -> dict[float, BucketPlan]:
-    """Returns the plans without duplicates, each under its smallest cap, in order of caps."""
-    different_plans = dict[str, tuple[float, BucketPlan]]()
-    for cap in sorted(plans):
-        different_plans.setdefault(plans[cap].digest, (cap, plans[cap]))
+def different(plans: Mapping[Cap, BucketPlan]) -> dict[Cap, BucketPlan]:
+    """Returns the plans without duplicates, each under the first of its caps."""
+    different_plans = dict[str, tuple[Cap, BucketPlan]]()
+    for cap, plan in plans.items():
+        different_plans.setdefault(plan.digest, (cap, plan))
     return dict(different_plans.values())

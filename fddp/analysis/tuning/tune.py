@@ -1,97 +1,104 @@
 """Finds the best bucket cap: measured on these hosts, or estimated for GPUs not attached."""
 
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from functools import wraps
+from typing import Any, ParamSpec
 
-import optax
 from jaxtyping import PyTree
 
-from fddp.analysis.tuning.for_target import CAPS_MB, Choice, tune_for
-from fddp.analysis.tuning.search import Tuning, tune_here
-from fddp.analysis.workload import make_workload
+from fddp.analysis.tuning import for_target, search
+from fddp.analysis.tuning.tuning import Tuning
 from fddp.buckets import Caps
 from fddp.jax_internals import without_context_mesh
-from fddp.runtime import group_of
-from fddp.step import TrainState
-from fddp.training import TrainStep
+from fddp.step import TrainState, check_step
+from fddp.training import TrainStep, train_step
 
-ARGUMENTS = ("loss_fn", "optimizer", "params", "batch")  # without a target
+Args = ParamSpec("Args")
 
 
-@overload
+def _also_of_a_loss(tune: Callable[Args, Tuning]) -> Callable[Args, Tuning]:
+    """Adds the deprecated form `fddp.tune(loss_fn, optimizer, params, batch)`."""
+
+    def of_loss(loss_fn: Any, optimizer: Any, params: Any, batch: Any, **options: Any) -> Tuning:
+        def taken(*names: str) -> dict[str, Any]:
+            return {name: options.pop(name) for name in names if name in options}
+
+        untyped: Any = tune
+        start, search_options = taken("model_state", "rng"), taken("caps_mb", "steps")
+        step = train_step(loss_fn, optimizer, **options)
+        return untyped(step, step.init(params, **start), batch, **search_options)
+
+    @wraps(tune)
+    def either(*args: Any, **options: Any) -> Tuning:
+        loss_fn, optimizer, *_ = (*args, None, None)
+        if "loss_fn" not in options:
+            optimizer = options.get("optimizer", optimizer)
+            if isinstance(loss_fn, TrainStep) or not hasattr(optimizer, "init"):
+                return tune(*args, **options)
+        warnings.warn(
+            "fddp.tune(loss_fn, optimizer, params, batch) is deprecated: call fddp.tune(step, "
+            "state, batch) with step = fddp.train_step(loss_fn, optimizer) and "
+            "state = step.init(params).",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return of_loss(*args, **options)
+
+    return either
+
+
+@_also_of_a_loss
+@without_context_mesh
 def tune(
     step: TrainStep,
     state: TrainState,
     batch: PyTree,
+    target: str | None = None,
     *,
-    target: str,
-    caps_mb: Sequence[Caps] = CAPS_MB,
-) -> Choice: ...
+    caps_mb: Sequence[Caps] | None = None,
+    steps: int = 4,
+) -> Tuning:
+    """Finds the bucket cap and the schedule with the shortest step.
 
-
-@overload
-def tune(
-    loss_fn: Callable[..., Any],
-    optimizer: optax.GradientTransformation,
-    params: PyTree,
-    batch: PyTree,
-    **options: Any,
-) -> Tuning: ...
-
-
-def tune(*args: Any, target: str | None = None, **options: Any) -> Any:
-    """Finds the bucket cap with the shortest step.
-
-    `fddp.tune(loss_fn, optimizer, params, batch)` measures the hosts of the running processes: the
-    caps under the staged schedule, and then the eager schedule with the best cap; see
-    `fddp.analysis.tuning.search`. `fddp.tune(step, state, batch, target="h100:2x8")` compiles a
-    fused step with several caps for GPUs that need not be attached, and compares the estimates of
-    `fddp.audit`.
+    Without a target it measures on the hosts of the running processes: it predicts a staged step
+    for each cap, measures the best, and alternates it with the eager schedule. With a target it
+    compiles a step of one program under three schedules and a few caps, and compares the estimates
+    of `fddp.audit`. The form `fddp.tune(loss_fn, optimizer, params, batch)` is deprecated.
 
     Args:
-      *args: loss, optimizer, parameters and this process's rows, as for `train_step`. With a
-        target: a step, its state and a batch, as for `fddp.audit`.
+      step: from `train_step`. With schedule="staged" the eager schedule is not tried.
+      state: from `step.init` or the last step; it is copied. With a target also from `step.shapes`.
+      batch: this process's rows; with a target the rows of all replicas, or their shapes.
       target: "h100:8" or "a100:2x8", as for `fddp.audit`; None for these hosts.
-      **options: `caps_mb`, the candidate caps in MiB. Without a target also `group`, `has_aux`,
-        `model_state` and `rng`; `steps`, the steps in each of the three turns of a measurement; and
-        further options of `train_step`. With schedule="staged" the eager schedule is not tried.
+      caps_mb: the candidate caps in MiB; None: a range of caps from 0 to 200, or a few for a
+        target, which also tries the step's own cap.
+      steps: steps in each of the three turns of a measurement; a target needs none.
 
     Returns:
-      A `Tuning`; `train_step(…, bucket_cap_mb=tuning.bucket_cap_mb, schedule=tuning.schedule)` uses
-      it. With a target a `Choice`; its `step` continues from the state. Equal on all ranks.
+      A `Tuning`, equal on all ranks. Its `step` continues from the state;
+      `train_step(…, bucket_cap_mb=tuning.bucket_cap_mb, schedule=tuning.schedule)` uses the result
+      in the next run.
 
     Raises:
       ValueError: no caps; an unknown target, or a schedule of several programs for a target.
         Without a target: several replicas per process, or a schedule other than "auto" or "staged".
-      TypeError: a target without a step, or a step without a target.
+      TypeError: `step` is not a step, or `state` not a state.
       RuntimeError: the compiler for the target is not installed.
 
     Example:
       >>> import jax, fddp, jax.numpy as jnp, optax
       >>> group = fddp.mesh_group(jax.sharding.Mesh(jax.devices()[:1], "replica"))
       >>> loss = lambda p, x: jnp.mean((jnp.tanh(x @ p["a"]) @ p["b"]) ** 2)
-      >>> params = {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))}
-      >>> arguments = loss, optax.sgd(0.1), params, jnp.ones((2, 4))
-      >>> tuning = fddp.tune(*arguments, group=group, caps_mb=[0, 0.25], steps=1)
-      >>> [(c.bucket_cap_mb, len(c.nbytes)) for c in tuning.candidates]
+      >>> step = fddp.train_step(loss, optax.sgd(0.1), group=group)
+      >>> state = step.init({"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))})
+      >>> tuning = fddp.tune(step, state, jnp.ones((2, 4)), caps_mb=[0, 0.25], steps=1)
+      >>> [(c.bucket_cap_mb, len(c.plan.buckets)) for c in tuning.candidates]
       [(0, 2), (0.25, 1)]
     """
-    step = [*args, options.get("step")][0]
-    missing = [name for name in ARGUMENTS[len(args) :] if name not in options and target is None]
-    if missing or isinstance(step, TrainStep) != (target is not None):
-        raise TypeError(
-            "fddp.tune(step, state, batch, target='h100:8') takes a step and a target to compile "
-            "it for, and fddp.tune(loss_fn, optimizer, params, batch), which measures on these "
-            f"hosts, takes neither: got {type(step).__name__} and target={target!r}."
-        )
+    check_step("fddp.tune", step)
     if target is None:
-        return without_context_mesh(tune_here)(*args, **options)
-    return without_context_mesh(tune_for)(*args, target=target, **options)
-
-
-def tune_model(name: str, rows: int = 8, **options: Any) -> Tuning:
-    """Tunes the model module:preset with SGD and `rows` synthetic rows per process."""
-    group = group_of("tune_model", options.pop("group", None))
-    loss_fn, params, model_state, batch = make_workload(name, rows, group.rank)
-    options |= {"group": group, "has_aux": True, "model_state": model_state}
-    return tune_here(loss_fn, optax.sgd(1e-3), params, batch, **options)
+        caps_mb = search.CAPS_MB if caps_mb is None else caps_mb
+        return search.tune_here(step, state, batch, caps_mb=caps_mb, steps=steps)
+    caps_mb = for_target.CAPS_MB if caps_mb is None else caps_mb
+    return for_target.tune_for(step, state, batch, target, caps_mb=caps_mb)
