@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets.layout import leaf_layout
-from fddp.buckets.plan_text import in_rounds, summary_of, text_of
+from fddp.buckets.plan_text import rounds_text, summary_of, text_of
 from fddp.buckets.travelling import Rows, Slice
 from fddp.wording import preformatted
 
@@ -153,7 +153,7 @@ class BucketPlan:
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout. Equal digests mean equal messages."""
         buckets = (
-            f"{b.leaves} {b.rows or b.slice or ''}{in_rounds(b)}".rstrip() for b in self.buckets
+            f"{b.leaves} {b.rows or b.slice or ''}{rounds_text(b)}".rstrip() for b in self.buckets
         )
         text = [*map(str, self.leaves), *buckets, *map(str, self.messages)]
         if self.parts > 1:

@@ -51,10 +51,10 @@ def _abridged(names: tuple[str, ...], width: int = 64) -> str:
 def _how_sent(bucket: "Bucket") -> str:
     if bucket.rows:
         return f" ({bucket.rows.most} of {bucket.rows.of} rows, with their numbers)"
-    return in_rounds(bucket)
+    return rounds_text(bucket)
 
 
-def in_rounds(bucket: "Bucket") -> str:
+def rounds_text(bucket: "Bucket") -> str:
     return f" (in {bucket.rounds} rounds)" if bucket.rounds > 1 else ""
 
 

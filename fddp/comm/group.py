@@ -17,7 +17,7 @@ from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
 from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
-from fddp.comm.trees import broadcast, rows
+from fddp.comm.trees import broadcast_tree, rows
 from fddp.jax_internals import without_context_mesh
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -170,7 +170,7 @@ class Group:
         Raises:
           ValueError: `root` is no rank.
         """
-        return broadcast(self, tree, root)
+        return broadcast_tree(self, tree, root)
 
     def rows(self, batch: Any) -> Any:
         """Divides rows that every process has: returns `x[rank::processes]` of each array.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # a group has them as methods
     from fddp.comm.group import Group
 
 
-def broadcast(group: "Group", tree: Any, root: int) -> Any:
+def broadcast_tree(group: "Group", tree: Any, root: int) -> Any:
     """Implements `Group.broadcast`."""
     if root not in range(group.processes):
         raise ValueError(f"root must be a rank in 0..{group.processes - 1}, got {root!r}.")

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
-from fddp.hlo.module import Computation, Instruction, Module, find, integers
+from fddp.hlo.module import Computation, Instruction, Module, find, read_integers
 
 FREE = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
@@ -146,7 +146,7 @@ def _own_work(instruction: Instruction, computation: Computation) -> Work | None
 
 def _product(instruction: Instruction, computation: Computation, contracting: str) -> Work:
     lhs = computation[instruction.operands[0]].result[0]
-    dims = integers(find(contracting, instruction.attributes))
+    dims = read_integers(find(contracting, instruction.attributes))
     contracted = math.prod(lhs.dims[d] for d in dims)
     return Work(2 * instruction.result[0].size * contracted, lhs.dtype)
 
@@ -171,6 +171,6 @@ def _convolution(instruction: Instruction, computation: Computation, kind: str) 
         flops //= max(features, 1)
     # A dilated input (the backward pass of a stride) is mostly zeros. Groups need no factor: the
     # output has the batch of one batch group, and the kernel the inputs of one feature group.
-    for factor in integers(find(r"lhs_dilate=([\dx]+)", instruction.attributes)):
+    for factor in read_integers(find(r"lhs_dilate=([\dx]+)", instruction.attributes)):
         flops //= factor
     return Work(flops, first.dtype)

@@ -178,7 +178,7 @@ def _instruction(line: str) -> Instruction:
     arrays = re.findall(r"\b([a-z]\w*)\[([\d,<= ]*)\]", re.sub(r"/\*.*?\*/|\{[^}]*\}", "", shape))
     return Instruction(
         name=name.lstrip("%"),
-        result=tuple(Array(dtype, integers(dims)) for dtype, dims in arrays),
+        result=tuple(Array(dtype, read_integers(dims)) for dtype, dims in arrays),
         opcode=text[:opening],
         operands=tuple(re.findall(r"%([\w.-]+)", text[opening:closing])),
         attributes=text[closing:],
@@ -203,6 +203,6 @@ def find(pattern: str, text: str) -> str:
     return match[1]
 
 
-def integers(text: str) -> tuple[int, ...]:
+def read_integers(text: str) -> tuple[int, ...]:
     """Returns the whole numbers in a text."""
     return tuple(map(int, re.findall(r"\d+", text)))

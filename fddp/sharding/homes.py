@@ -48,7 +48,7 @@ class Form(NamedTuple):
     dtype: Any
 
 
-class Work(NamedTuple):
+class HomeWork(NamedTuple):
     """The functions of whole leaves that one replica runs."""
 
     visits: list[AtHome]
@@ -68,7 +68,7 @@ def at_home(
 
     For use inside a program.
     """
-    works = [Work([], [], []) for _ in range(comm.size)]
+    works = [HomeWork([], [], []) for _ in range(comm.size)]
     for visit in visits:
         layout = leaf_layouts[visit.leaf]
         work = works[homes[visit.leaf]]
@@ -79,7 +79,7 @@ def at_home(
     input_sizes = _fullest([work.inputs for work in works])
     output_sizes = _fullest([work.outputs for work in works])
 
-    def run(work: Work, received: Packed) -> Packed:
+    def run(work: HomeWork, received: Packed) -> Packed:
         rows = zip(work.inputs, _unpacked(work.inputs, received))
         arrays = iter([form.layout.join(x) for form, x in rows])
         results = list[Array]()

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from fddp.analysis.auditing.estimate import estimate
 from fddp.analysis.auditing.report import moved
 from fddp.analysis.auditing.targets import Target, read_target
-from fddp.analysis.tuning.tuning import Candidate, Tuning, shown
+from fddp.analysis.tuning.tuning import Candidate, Tuning, cap_text
 from fddp.buckets import Caps
 from fddp.comm import verify
 from fddp.hlo import find_collectives, parse
@@ -85,7 +85,7 @@ class OnTarget(NamedTuple):
         return estimate(module, find_collectives(module), self.target)
 
     def __str__(self) -> str:
-        return f"schedule={self.schedule!r}, bucket_cap_mb={shown(self.bucket_cap_mb)}"
+        return f"schedule={self.schedule!r}, bucket_cap_mb={cap_text(self.bucket_cap_mb)}"
 
 
 def on_target(

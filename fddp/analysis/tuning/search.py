@@ -57,65 +57,12 @@ def tune_here(
     """Finds the cap with the shortest staged step, and measures eager with it; see `fddp.tune`."""
     group = step.group
     _check(step, state, caps_mb)
-    limits = {name: getattr(step.options, name) for name in LIMITS}
-    hashable = [cap if isinstance(cap, int | float) else tuple(cap) for cap in caps_mb]
-    solo = step.on(group.subgroup([group.rank]))
-    params, model_state = whole((state.params, state.model_state))
-    solo_state = solo.init(params, model_state=model_state, rng=state.rng)
-
-    def prepared(step: TrainStep, cap_mb: Caps, **overrides: Any) -> tuple[TrainStep, Run]:
-        options: Any = {"schedule": "staged", "bucket_cap_mb": cap_mb} | overrides
-        variant = step.with_options(**options)
-        first = state if step.group is group else solo_state
-        return variant, lambda: variant.measure(first, [batch] * steps)
-
-    link = measure_link(group)
-    finest, run_finest = prepared(solo, 0.0, groups=None)
-    run_finest()  # settles the order of readiness
-    order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
-    forms = whole_forms(state.params)
-
-    def planned(touched: Mapping[int, int]) -> dict[Caps, BucketPlan]:
-        plan_of = partial(plan_with_table_rows, forms, touched, group.size, order=order, **limits)
-        plans = different({cap: plan_of(bucket_cap_mb=cap) for cap in hashable})
-        exact = finest.plan.carrier.bucket is not None
-        return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in plans.items()}
-
-    def look(cap_mb: Caps) -> Look:
-        """Runs steps with one cap, and predicts from them the steps with all caps."""
-        variant, run = prepared(step, cap_mb)
-        runs = _in_turn(group, run_finest, prepared(solo, cap_mb)[1], run)
-        buckets = variant.plan.buckets
-        plans = planned({x.leaves[0]: x.rows.most for x in buckets if x.rows})
-        fine, quiet, busy = (typical(group, run) for run in runs)
-        pace = _pace(group, runs[-1], sum(quiet.stages), sum(map(link.seconds, busy.nbytes)))
-        tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in finest.plan.buckets)
-
-        def candidate(cap_mb: Caps, plan: BucketPlan) -> Candidate:
-            nbytes = message_bytes(plan, tail, group.size)
-            total = total_seconds(fine, quiet, len(nbytes))
-            stages = stage_seconds(fine.stages, order, plan, total=total)
-            updates = stage_seconds(fine.updates, order, plan, total=sum(busy.updates))
-            line = simulate(*outline(stages, [link.seconds(n) for n in nbytes], updates), pace)
-            seconds = line.seconds + busy.idle, line.exposed
-            return Candidate("staged", cap_mb, plan, *seconds, stages, updates, nbytes)
-
-        return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
-
-    caps = list(planned({}))
-    busy, candidates, pace = _search(look, caps[len(caps) // 2])
+    trial = Trial(step, state, batch, caps_mb, steps)
+    caps = list(trial.plans({}))
+    busy, candidates, pace = _search(trial.look, caps[len(caps) // 2])
     best = min(candidates, key=attrgetter("seconds"))
-    # Eager is measured: the overlap with the next forward pass is not simulated. In shards it is
-    # staged.
-    runs = [prepared(step, best.bucket_cap_mb)[1]]
-    if step.options.schedule == "auto" and not step.options.shard:
-        runs += _eager(partial(prepared, step, best.bucket_cap_mb))
-    measured = _in_turn(group, *runs)
-    medians = [np.median([x.seconds for x in measured_steps]) for measured_steps in measured]
-    staged_s, *eager = group.all_reduce(np.array(medians), op="max").tolist()
-    schedule = "staged"
-    if eager and eager[0] < (1 - GAIN) * staged_s:
-        schedule = "eager"
+    prepared = partial(trial.prepared, step)
+    schedule, staged_s, *eager = _measured(step, best.bucket_cap_mb, prepared)
     return Tuning(
         f"{group.size} replica{'s' * (group.size > 1)}, predicted from measurements",
         group.size,
@@ -123,12 +70,93 @@ def tune_here(
         best,
         schedule,
         step.with_options(schedule=schedule, bucket_cap_mb=best.bucket_cap_mb),
-        link,
+        trial.link,
         pace,
         busy.idle,
         staged_s,
         *eager,
     )
+
+
+class Trial:
+    """Measured steps with some caps, and predictions for all."""
+
+    def __init__(
+        self, step: TrainStep, state: TrainState, batch: PyTree, caps_mb: Sequence[Caps], steps: int
+    ) -> None:
+        self._step = step
+        self._state = state
+        self._batches = [batch] * steps
+        self._caps = [cap if isinstance(cap, int | float) else tuple(cap) for cap in caps_mb]
+        self._solo = step.on(step.group.subgroup([step.group.rank]))
+        params, model_state = whole((state.params, state.model_state))
+        self._solo_state = self._solo.init(params, model_state=model_state, rng=state.rng)
+        self.link = measure_link(step.group)
+        finest, self._run_finest = self.prepared(self._solo, 0.0, groups=None)
+        self._run_finest()  # settles the order of readiness
+        self._finest = finest.plan
+        self._order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
+
+    def prepared(self, step: TrainStep, cap_mb: Caps, **overrides: Any) -> tuple[TrainStep, Run]:
+        """Makes a staged step with a cap, and the run that measures it."""
+        options: Any = {"schedule": "staged", "bucket_cap_mb": cap_mb} | overrides
+        variant = step.with_options(**options)
+        first = self._state if step.group is self._step.group else self._solo_state
+        return variant, lambda: variant.measure(first, self._batches)
+
+    def plans(self, touched: Mapping[int, int]) -> dict[Caps, BucketPlan]:
+        """Plans the buckets of all caps that differ."""
+        limits = {name: getattr(self._step.options, name) for name in LIMITS}
+        forms = whole_forms(self._state.params)
+        size = self._step.group.size
+        plan_of = partial(plan_with_table_rows, forms, touched, size, order=self._order, **limits)
+        plans = different({cap: plan_of(bucket_cap_mb=cap) for cap in self._caps})
+        exact = self._finest.carrier.bucket is not None
+        return {cap: place_scalars(plan, early=True, exact=exact) for cap, plan in plans.items()}
+
+    def look(self, cap_mb: Caps) -> Look:
+        """Runs steps with one cap, and predicts from them the steps with all caps."""
+        group = self._step.group
+        variant, run = self.prepared(self._step, cap_mb)
+        runs = _in_turn(group, self._run_finest, self.prepared(self._solo, cap_mb)[1], run)
+        buckets = variant.plan.buckets
+        plans = self.plans({x.leaves[0]: x.rows.most for x in buckets if x.rows})
+        fine, quiet, busy = (typical(group, run) for run in runs)
+        pace = _pace(group, runs[-1], sum(quiet.stages), sum(map(self.link.seconds, busy.nbytes)))
+        tail = sum(fine.nbytes) - sum(bucket.nbytes for bucket in self._finest.buckets)
+
+        def candidate(cap_mb: Caps, plan: BucketPlan) -> Candidate:
+            nbytes = message_bytes(plan, tail, group.size)
+            total = total_seconds(fine, quiet, len(nbytes))
+            stages = stage_seconds(fine.stages, self._order, plan, total=total)
+            updates = stage_seconds(fine.updates, self._order, plan, total=sum(busy.updates))
+            sends = [self.link.seconds(n) for n in nbytes]
+            line = simulate(*outline(stages, sends, updates), pace)
+            seconds = line.seconds + busy.idle, line.exposed
+            return Candidate("staged", cap_mb, plan, *seconds, stages, updates, nbytes)
+
+        return busy, tuple(candidate(cap, plan) for cap, plan in plans.items()), pace
+
+
+def _measured(
+    step: TrainStep, cap_mb: Caps, prepared: Callable[..., tuple[TrainStep, Run]]
+) -> tuple[Any, ...]:
+    """Measures a cap; returns the faster schedule, and the seconds of staged and of eager, if run.
+
+    Eager is measured, as the overlap with the next forward pass is not simulated. In shards it is
+    staged.
+    """
+    group = step.group
+    runs = [prepared(cap_mb)[1]]
+    if step.options.schedule == "auto" and not step.options.shard:
+        runs += _eager(partial(prepared, cap_mb))
+    measured = _in_turn(group, *runs)
+    medians = [np.median([x.seconds for x in measured_steps]) for measured_steps in measured]
+    staged_s, *eager = group.all_reduce(np.array(medians), op="max").tolist()
+    schedule = "staged"
+    if eager and eager[0] < (1 - GAIN) * staged_s:
+        schedule = "eager"
+    return schedule, staged_s, *eager
 
 
 def _search(look: Callable[[Caps], Look], cap_mb: Caps) -> Look:

@@ -100,8 +100,10 @@ class Tuning:
         for x in self.candidates:
             ms = f"{1e3 * x.seconds:.2f}", f"{1e3 * x.exposed_s:.2f}"
             mark = "best" * (x == self.best)
-            rows.append((x.schedule, shown(x.bucket_cap_mb), f"{len(x.plan.buckets)}", *ms, mark))
-        cap = shown(self.bucket_cap_mb)
+            rows.append(
+                (x.schedule, cap_text(x.bucket_cap_mb), f"{len(x.plan.buckets)}", *ms, mark)
+            )
+        cap = cap_text(self.bucket_cap_mb)
         last = f"schedule={self.schedule!r}, bucket_cap_mb={cap}"
         return "\n".join([self.where, *table(rows), *self._measured(), last])
 
@@ -125,8 +127,8 @@ class Tuning:
         return lines
 
 
-def shown(cap: Caps) -> str:
+def cap_text(cap: Caps) -> str:
     """Formats a cap, or the list of caps of successive buckets, as `train_step` takes it."""
     if isinstance(cap, int | float):
         return f"{cap:g}"
-    return f"[{', '.join(map(shown, cap))}]"
+    return f"[{', '.join(map(cap_text, cap))}]"
