@@ -190,3 +190,19 @@ def a_group_of_the_mesh_that_is_set_gives_results_that_its_programs_take(group: 
     with jax.set_mesh(mesh_of(jax.devices()[::-1], AxisType.Auto)):
         world = world_group(jax.devices())
         assert (world.axis_name, world.rank, world.size) == ("data", group.rank, group.size)
+
+
+@claim(backends=("gloo",))
+def the_module_of_a_state_lies_on_a_mesh_of_all_ranks_that_is_set(group: fddp.Group):
+    from flax import nnx
+
+    net = fddp.from_nnx(
+        nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2)
+    )
+    step = fddp.train_step(net.loss_fn, OPTIMIZER, group=group)
+    state = step.init(net.params)
+    for mesh in meshes():
+        with jax.set_mesh(mesh):
+            kernel = net.module(state).kernel[...]
+            assert kernel.sharding.device_set == set(mesh.devices.flat)
+            close(kernel.addressable_data(0), state.params["kernel"].addressable_data(0))
