@@ -43,6 +43,12 @@ SYMPTOMS = (
         "`doctor`.",
     ),
     Fault(
+        "Under MPI, a group of `fddp.mesh_group` has size 1.",
+        "Under MPI a process sees its own devices alone, so its meshes do not reach other ranks.",
+        "Use the group of `fddp.init()`, or start the ranks over Gloo: "
+        "`python -m fddp run --by processes`.",
+    ),
+    Fault(
         "The loss or the gradient depends on the number of replicas.",
         "The loss is not a mean over its rows, or it uses statistics of the rows of one replica.",
         "Call [`fddp.check`](sharp-bits.md#the-loss) on the loss.",

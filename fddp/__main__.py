@@ -1,6 +1,7 @@
 """python -m fddp: look at a step before it runs, and while it does."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +32,9 @@ def main(argv: Sequence[str]) -> int:
 
         observers.prepare(args)
         return getattr(observers, f"run_{args.name}")(args)
+    except BrokenPipeError:  # the reader of the output, such as head, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, RuntimeError, ModuleNotFoundError, OSError) as error:
         print(f"python -m fddp: {error}", file=sys.stderr)
         return 2

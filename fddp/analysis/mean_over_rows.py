@@ -49,6 +49,10 @@ class Checked(NamedTuple):
     random: bool = False
     """True if gradients depend on the random key: differences of that size prove nothing."""
 
+    def __bool__(self) -> bool:
+        """True if the loss is a mean over its rows, for `assert fddp.check(…)`."""
+        return self.equal
+
     def __str__(self) -> str:
         if self.equal:
             words = "The loss is a mean over its rows"

@@ -113,7 +113,7 @@ def lists_of_numbers(batch: PyTree) -> list[str]:
 
 
 def not_numeric(batch: PyTree) -> list[str]:
-    """Returns the names of leaves that no program takes: text, dates, objects."""
+    """Returns the names of leaves that no program takes: text, dates, objects, Refs."""
     if isinstance(batch, Undivided):
         batch = batch.rows
     leaves = jax.tree_util.tree_leaves_with_path(batch)
@@ -154,6 +154,8 @@ def _form(x: ArrayLike) -> str:
 
 
 def _is_numeric(x: Any) -> bool:
+    if isinstance(x, jax.Ref):
+        return False
     if not hasattr(x, "dtype"):
         return isinstance(x, int | float | complex) or hasattr(x, "__jax_array__")
     return getattr(x.dtype, "kind", "") not in ("U", "S", "O", "M", "m")

@@ -62,6 +62,11 @@ def check_arrays(params: PyTree) -> None:
             raise TypeError(
                 f"{name} is divided among the replicas, {x!r}: give step.init(fddp.whole(params))."
             )
+        if isinstance(x, jax.Ref):
+            raise TypeError(
+                f"{name} is a Ref (jax.new_ref), and a step returns new parameters: give its "
+                "value, ref[...]."
+            )
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
             raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

@@ -679,6 +679,17 @@ def test_text_among_buffers_or_keys_and_a_group_that_is_none_are_refused(make):
     refused(TypeError, "fddp.on: group must be a fddp.Group", lambda: make().on("gpu"))
 
 
+def test_refs_are_refused_wherever_arrays_are_taken(make, group):
+    step, ref = make(), jax.new_ref(jnp.asarray(W))
+    message = r"params is a Ref \(jax.new_ref\), and a step returns new parameters: give its value"
+    refused(TypeError, message, lambda: step.init(ref))
+    refused(TypeError, message, lambda: fddp.value_and_grad(square, group=group(4))(ref, X))
+    message = "model_state must be a tree of arrays, and holds n Ref"
+    refused(TypeError, message, lambda: step.init(W, model_state={"n": ref}))
+    message = "the batch holds leaves that are not numeric, Ref"
+    refused(TypeError, message, lambda: step(step.init(W), jax.new_ref(jnp.asarray(X))))
+
+
 ### Calls under a transformation
 
 
