@@ -6,8 +6,8 @@ PyTorch DDP.
     sudo .venv/bin/python bench/bits_on_wire.py bytes
 
 Two hosts, one core each (bench/two_hosts.py). "times" lets all ways of a problem take turns, as
-bench/overlap.py does; the adaptive hook has the bits that `fddp.fit_bits` and `fddp.refit_bits`
-choose before the first turn that counts. "bytes" compares `info.sent` with the kernel's counter of
+bench/overlap.py does; the adaptive hook has the bits that `bench/fitted_bits.py`
+chooses before the first turn that counts. "bytes" compares `info.sent` with the kernel's counter of
 the wire, over staged steps, and looks at no clock.
 
   exposed    the share of a step in which something was sent and nothing computed, median over
@@ -26,6 +26,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
+from bench.fitted_bits import fit_bits, refit_bits
 from bench.hierarchical import SENT
 from bench.jobs import ending
 from bench.overlap import CAPS_MB, in_turns, listening
@@ -175,11 +176,11 @@ def fitted(task: Problem, group: fddp.Group, schedule: Any, cap_mb: float) -> An
     def run() -> Any:
         nonlocal step, state, number
         if number == FIT:
-            fitted = fddp.fit_bits(step, state, task.batch)
+            fitted = fit_bits(step, state, task.batch)
             step = step.with_options(hook=hooks.adaptive(fitted.bits))
             group.print(fitted)
         if number in REFITS:
-            step = fddp.refit_bits(step)
+            step = refit_bits(step)
             group.print(f"after {number} steps: {step.options.hook}")
         number += 1
         state, info = step(state, task.batch)

@@ -5,9 +5,9 @@ sums and each hook.
         [--first 0] [--quick]
 
 The problems, their optimizers and four replicas are those of `bench/local_steps.py`. No clock
-decides anything here: the bits of adaptive are those that `fddp.fit_bits` would choose if stages
-took as long as they have gradients to make, and a link carried plain sums in twice, or in 16 times,
-the time of all of them. Each call adds to the results in the file.
+decides anything here: the bits of adaptive are those that `bench/fitted_bits.py` would choose if
+stages took as long as they have gradients to make, and a link carried plain sums in twice, or in 16
+times, the time of all of them. Each call adds to the results in the file.
 """
 
 import argparse
@@ -28,11 +28,11 @@ from rich.console import Console
 from rich.table import Table
 
 import fddp
+from bench.bits_on_paper import SimulatedMessage, fitting_bits
+from bench.fitted_bits import EXPOSED
 from bench.local_steps import PROBLEMS, Problem, train
 from bench.record import save, saved, with_table
 from fddp import hooks
-from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
-from fddp.analysis.tuning.fitted_bits import EXPOSED
 
 REPLICAS = 4
 STEPS = {"digits": 512, "gpt": 256}

@@ -535,11 +535,6 @@ STATE = (
         "Call it from Python, or give `schedule='fused'` and run one step before "
         "([sharp bits](sharp-bits.md#ranks-and-threads)).",
     ),
-    Fault(
-        "no step has run yet",
-        "The first batch determines the programs of a step.",
-        "Call `step(state, batch)` once.",
-    ),
 )
 
 SHARDS = (

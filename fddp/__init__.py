@@ -16,7 +16,7 @@ Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, 
 Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, \
 DynamicScaleState
 Data: samples, Stacked, join, gather_rows
-Hooks: hooks, Hook, GradBucket, all_reduce, fit_bits, refit_bits, FittedBits
+Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
 Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Link, \
 audit, Audit
@@ -82,9 +82,6 @@ if TYPE_CHECKING:
     from fddp.analysis.auditing.report import audit as audit
     from fddp.analysis.mean_over_rows import Checked as Checked
     from fddp.analysis.mean_over_rows import check as check
-    from fddp.analysis.tuning.fitted_bits import FittedBits as FittedBits
-    from fddp.analysis.tuning.fitted_bits import fit_bits as fit_bits
-    from fddp.analysis.tuning.fitted_bits import refit_bits as refit_bits
     from fddp.analysis.tuning.link import Link as Link
     from fddp.analysis.tuning.tune import tune as tune
     from fddp.analysis.tuning.tuning import Tuning as Tuning
@@ -99,7 +96,6 @@ if TYPE_CHECKING:
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
-    **dict.fromkeys(("FittedBits", "fit_bits", "refit_bits"), "fddp.analysis.tuning.fitted_bits"),
     "Link": "fddp.analysis.tuning.link",
     "Tuning": "fddp.analysis.tuning.tuning",
     "tune": "fddp.analysis.tuning.tune",

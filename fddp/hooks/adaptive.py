@@ -24,9 +24,8 @@ BITS = (32, 16, 8, 4, 1)
 def adaptive(bits: Sequence[int] = (8,)) -> Hook:
     """Sends each bucket with its own number of bits: 32, 16, 8, 4 or 1.
 
-    `fddp.fit_bits` measures and chooses them, `fddp.refit_bits` chooses again. Errors are added to
-    the next step's gradients and sums. Their memory has the same form for all bits, so a step with
-    other bits continues from the state.
+    Errors are added to the next step's gradients and sums. Their memory has the same form for all
+    bits, so a step with other bits continues from the state.
 
     Args:
       bits: bits per number of each bucket; the last entry holds for all further buckets.

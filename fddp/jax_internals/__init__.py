@@ -9,6 +9,7 @@ from fddp.jax_internals.arrays import given_away as given_away
 from fddp.jax_internals.arrays import on_mesh as on_mesh
 from fddp.jax_internals.arrays import part_shape as part_shape
 from fddp.jax_internals.arrays import parts_here as parts_here
+from fddp.jax_internals.arrays import replicated_over as replicated_over
 from fddp.jax_internals.arrays import resharded as resharded
 from fddp.jax_internals.arrays import rows_here as rows_here
 from fddp.jax_internals.arrays import with_parts_listed as with_parts_listed

@@ -87,3 +87,12 @@ def part_shape(
     Relies on `shard_shape`, which does not know manual axes: it gets a mesh without axis types.
     """
     return NamedSharding(AbstractMesh(mesh.axis_sizes, mesh.axis_names), spec).shard_shape(shape)
+
+
+def replicated_over(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """Copies a local array to this process's devices of a mesh; every process has the array."""
+    # `device_put` to a mesh of several processes would be a transfer between hosts.
+    sharding = NamedSharding(mesh, PartitionSpec())
+    places = sharding.addressable_devices_indices_map(x.shape)
+    copies = [jax.device_put(x, device) for device in places]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)

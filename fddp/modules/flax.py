@@ -15,10 +15,9 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fddp.buckets import is_shard
-from fddp.jax_internals import context_mesh
+from fddp.jax_internals import context_mesh, replicated_over
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import Weighted, check_callable
 from fddp.sharding import whole
@@ -265,20 +264,12 @@ def _copied(tree: Any) -> Any:
         mesh = context_mesh()
         leaves = [x.addressable_data(0) for x in leaves]
         if not mesh.empty:
-            leaves = [_over(mesh, x) for x in leaves]
+            leaves = [replicated_over(mesh, x) for x in leaves]
     places = [k for k, new in enumerate(is_new) if not new]
     copies = jax.jit(partial(jax.tree.map, jnp.copy))([leaves[k] for k in places])
     for k, copy in zip(places, copies):
         leaves[k] = copy
     return treedef.unflatten(leaves)
-
-
-def _over(mesh: Mesh, x: jax.Array) -> jax.Array:
-    """Copies a local array to this process's devices of a mesh; every process has the array."""
-    sharding = NamedSharding(mesh, PartitionSpec())
-    devices = sharding.addressable_devices_indices_map(x.shape)
-    copies = [jax.device_put(x, device) for device in devices]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, copies)
 
 
 def _filled(state: Any, values: Any) -> Any:

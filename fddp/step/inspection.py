@@ -3,7 +3,6 @@
 import jax
 from jaxtyping import PyTree
 
-from fddp.comm import of_one_replica
 from fddp.jax_internals import without_context_mesh
 from fddp.schedules import Footprint, StepInputs, TaskList
 from fddp.step.run import local_rows, one_replica_arguments, step_inputs
@@ -26,15 +25,6 @@ def lower(settled: Settled, inputs: StepInputs) -> jax.stages.Lowered:
 def tasks(settled: Settled, state: TrainState, inputs: StepInputs) -> TaskList:
     """Lists the tasks of a step."""
     return settled.runner.tasks(*one_replica_arguments(settled, state, inputs.rows))
-
-
-def first_tasks(settled: Settled) -> TaskList:
-    """Lists the tasks of the first step."""
-    if settled.first is None:
-        raise ValueError("no step has run yet: call step(state, batch) first.")
-    state, pending, shards, _, rows = settled.first
-    replicas = settled.replica.group.placement.replicas_in_array
-    return settled.runner.tasks(state, *of_one_replica((pending, shards, rows), replicas))
 
 
 @without_context_mesh

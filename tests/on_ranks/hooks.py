@@ -11,7 +11,6 @@ from trees import close
 
 import fddp
 from fddp import hooks
-from fddp.schedules import Span, Timeline
 
 WIDTH = 24
 
@@ -208,40 +207,3 @@ def leaves_without_elements_are_trained_like_any_other(group: fddp.Group):
         np.testing.assert_allclose(state.params["w"], -2 * rows_of_ranks(group).mean(0), atol=0.1)
         assert state.params["empty"].shape == (0, 3)
         assert same_on_all_ranks(group, state.params["w"])
-
-
-@claim(quick=("gloo",))
-def all_ranks_choose_the_same_bits_though_they_have_seen_other_times(group: fddp.Group):
-    params = {name: np.zeros(WIDTH, np.float32) for name in "ab"}
-    loss = lambda p, x: (jnp.sum(p["a"] * x) + jnp.sum(jnp.tanh(p["b"] * x))) / len(x)  # noqa: E731
-    local_rows = rows_of_ranks(group)[group.rank][None]
-    for schedule in sampled(group, ("staged", "eager")):
-        options = {"schedule": schedule, "bucket_cap_mb": 0, "hook": hooks.adaptive((8,))}
-        step = fddp.train_step(loss, optax.sgd(0.1), group=group, **options)
-        state = step.init(params)
-        assert same_on_all_ranks(group, fddp.fit_bits(step, state, local_rows).bits)
-        for _ in range(2):
-            state, _ = step(state, local_rows)
-        stages = len(step.timeline().compute)
-
-        step.lately.clear()
-        step.lately.append(seen_alone(group, stages, 1000.0))
-        fewer = fddp.refit_bits(step)
-        assert fewer.options.hook is not None and fewer.options.hook.bits == (1, 1)
-        state, _ = fewer(state, local_rows)
-        step.lately[0] = seen_alone(group, stages, 1e-6)
-        more = fddp.refit_bits(step)
-        assert more.options.hook is not None and more.options.hook.bits == (32, 32)
-        state, _ = more(state, local_rows)
-        assert same_on_all_ranks(group, state.params)
-        assert not any(np.any(x.addressable_data(0)) for x in jax.tree.leaves(state.hook_state))
-
-
-def seen_alone(group: fddp.Group, stages: int, seconds: float) -> Timeline:
-    """A step from the view of each rank, with two messages of so many seconds."""
-    spans = [Span("compute", f"stage {k}", 0.0, 1.0 / (1 + group.rank)) for k in range(stages)]
-    # The rank that comes last to a message does not wait in it: here the last one.
-    duration = seconds * (group.size - group.rank)
-    return Timeline(
-        (*spans, *(Span("communication", f"bucket {k}", 0.0, duration) for k in range(2)))
-    )

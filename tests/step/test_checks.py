@@ -161,7 +161,6 @@ def calls_with(step: fddp.TrainStep, state: Any) -> list[Callable[[], Any]]:
         partial(step.measure, state, [X]),
         partial(fddp.audit, step, state, X),
         partial(fddp.tune, step, state, X, "h100:4"),
-        partial(fddp.fit_bits, step, state, X),
     ]
 
 
@@ -591,8 +590,6 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.measure, (square, None, [X]), NOT_A_STEP),
     (fddp.meet, (square, None), NOT_A_STEP),
     (fddp.audit, (square, None, X), NOT_A_STEP),
-    (fddp.fit_bits, (square, None, X), NOT_A_STEP),
-    (fddp.refit_bits, (square,), NOT_A_STEP),
     (fddp.mesh_group, ([1],), r"mesh must be a jax.sharding.Mesh, got list \[1\]"),
     (fddp.round_robin, (["a"],), "each of groups must be a fddp.Group, got str 'a'"),
     (fddp.pack, ({}, W), NOT_A_PLAN),

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.analysis.tuning.bits_on_paper import SimulatedMessage, fitting_bits
+from bench.bits_on_paper import SimulatedMessage, fitting_bits
 from fddp.analysis.tuning.link import Link, measure_link
+from fddp.comm import of_one_replica
 from fddp.hooks import adaptive
 from fddp.schedules import Communicate, TaskList, Timeline
-from fddp.step import TrainState, check_step, first_tasks
+from fddp.step import TrainState, check_step
 from fddp.training import TrainStep
 from fddp.wording import table
 
@@ -76,7 +77,7 @@ def fit_bits(
       >>> group = fddp.mesh_group(jax.sharding.Mesh(jax.devices()[:1], "replica"))
       >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
       >>> step = fddp.train_step(loss, optax.sgd(0.1), group=group, schedule="staged")
-      >>> fddp.fit_bits(step, step.init(jnp.ones(4)), jnp.ones((2, 4)), exposed=1000.0).bits
+      >>> fit_bits(step, step.init(jnp.ones(4)), jnp.ones((2, 4)), exposed=1000.0).bits
       (32,)
     """
     _check("fit_bits", step, exposed)
@@ -120,7 +121,7 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
       >>> state = step.init(jnp.ones(4))
       >>> for _ in range(3):
       ...     state, info = step(state, jnp.ones((2, 4)))
-      >>> fddp.refit_bits(step, exposed=1000.0).options.hook
+      >>> refit_bits(step, exposed=1000.0).options.hook
       Hook(adaptive(32))
     """
     _check("refit_bits", step, exposed)
@@ -135,7 +136,7 @@ def refit_bits(step: TrainStep, *, exposed: float = EXPOSED) -> TrainStep:
         raise ValueError(
             "refit_bits reads the last steps, and the first step, which compiles, does not count."
         )
-    task_list = first_tasks(step.settled)
+    task_list = _first_tasks(step)
     lines = list(step.lately)
     messages = _messages(step, task_list, lines, exposed)
     current = [_bits_of(hook.bits, message.bucket) for message in messages]
@@ -234,3 +235,12 @@ def _took(step: TrainStep, task_list: TaskList, lines: Sequence[Timeline]) -> li
             seconds[span.name] += span.seconds
         rows.append([seconds[name] / names.count(name) for name in names])
     return step.group.all_reduce(np.median(rows, axis=0), op="min").tolist()
+
+
+def _first_tasks(step: TrainStep) -> TaskList:
+    """Lists the tasks of the first step."""
+    settled = step.settled
+    assert settled.first is not None
+    state, pending, shards, _, rows = settled.first
+    replicas = step.group.placement.replicas_in_array
+    return settled.runner.tasks(state, *of_one_replica((pending, shards, rows), replicas))
