@@ -49,6 +49,12 @@ SYMPTOMS = (
         "`python -m fddp run --by processes`.",
     ),
     Fault(
+        "Installing `mpi4jax` ends with `cuda_runtime.h: No such file or directory`.",
+        "The host has `nvcc`, and the compiler does not find the headers of CUDA.",
+        "`export CUDA_PATH=/usr/local/cuda`, the folder of the toolkit; see "
+        "[installing](installing.md#mpi).",
+    ),
+    Fault(
         "The loss or the gradient depends on the number of replicas.",
         "The loss is not a mean over its rows, or it uses statistics of the rows of one replica.",
         "Call [`fddp.check`](sharp-bits.md#the-loss) on the loss.",

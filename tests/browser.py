@@ -15,7 +15,9 @@ from queue import Queue
 from threading import Thread
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 DRIVER = (
     '<!doctype html><link rel="icon" href="data:,"><body>'
     f"<script>{Path(__file__).with_suffix('.js').read_text()}</script>"

@@ -246,10 +246,11 @@ def build(folder: Path, **addresses: str) -> None:
 ### The site in a browser
 
 BROWSER = pytest.mark.skipif(not browser.CHROMIUM, reason="chromium is not installed")
-# Ten words that people search for.
+# Words that people search for.
 WORDS = [
-    *("pmap", "shard_map", "set_mesh", "DistributedSampler", "LoRA"),
-    *("mpiexec", "torchrun", "no_sync", "BatchNorm", "bucket_cap_mb"),
+    *("pmap", "shard_map", "set_mesh", "device_put_replicated", "DistributedSampler", "LoRA"),
+    *("mpiexec", "torchrun", "no_sync", "BatchNorm", "bucket_cap_mb", "Horovod", "EMA", "GAN"),
+    *("Haiku", "nnx.Optimizer", "fine-tuning"),
 ]
 
 

@@ -154,7 +154,10 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
     if srun and not launchers:
         return srun, ""
     if not launchers:
-        return "none found", "pip install mpich brings mpiexec"
+        return (
+            "none found",
+            "python -m fddp run starts ranks without it; pip install mpich brings mpiexec",
+        )
     launcher, launcher_vendor = launchers[0]
     mpiexec = shutil.which("mpiexec")
     vendors = dict(launchers)

@@ -31,7 +31,7 @@ CAUSES = """The usual causes, and what to do:
 all replicas' rows, with
   jax.lax.pmean over group.axis_name;
 - BatchNorm over the rows of each replica, as DDP has it: \
-fddp.BatchNorm(axis_name=group.axis_name) takes all rows;
+fddp.BatchNorm (Linen) or nnx.BatchNorm with axis_name=group.axis_name takes all rows;
 - contrast among the rows: jax.lax.all_gather over group.axis_name collects all rows."""
 
 

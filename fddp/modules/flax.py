@@ -15,15 +15,14 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.errors import TraceContextError
 
-from fddp.buckets import is_shard
-from fddp.jax_internals import context_mesh, replicated_over
-from fddp.jaxpr import refuse_deleted
 from fddp.losses import Weighted, check_callable
-from fddp.sharding import whole
+from fddp.modules.copies import copied
 from fddp.step import TrainState, check_state
 from fddp.wording import check_has
 
+BUFFERS = "the module has buffers: give step.init(net.params, model_state=net.model_state)."
 LossOf = Callable[[Any, Any], Any]
 Names = Sequence[str]
 
@@ -156,7 +155,7 @@ def from_linen(
 
     def bound_module(state: TrainState) -> flax.linen.Module:
         check_state(state)
-        params, buffers = _copied((state.params, state.model_state))
+        params, buffers = copied((state.params, state.model_state))
         return module.bind({"params": params, **(buffers or {})})
 
     return Linen(loss_fn, init, bound_module)
@@ -203,16 +202,19 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
                 "the module draws random numbers, as dropout does: give step.init(params, rng=key)."
             )
         if model_state is None and buffers and not whole_module:
-            raise ValueError(
-                "the module has buffers: give step.init(net.params, model_state=net.model_state)."
-            )
+            raise ValueError(BUFFERS)
         model = nnx.merge(
             graphdef,
             _filled(params, new_params),
             _reseeded(streams, rng),
             _filled(buffers, model_state),
         )
-        value = loss(model, batch)
+        try:
+            value = loss(model, batch)
+        except TraceContextError as error:
+            if model_state is not None or not buffers:
+                raise
+            raise ValueError(BUFFERS) from error
         if model_state is None:
             return value
         new_buffers = nnx.to_pure_dict(_split(model)[3])
@@ -225,10 +227,10 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
 
     def merged_module(state: TrainState) -> nnx.Module:
         check_state(state)
-        new_params, new_buffers = _copied((state.params, state.model_state))
-        initial = _copied(buffers) if new_buffers is None else buffers
+        new_params, new_buffers = copied((state.params, state.model_state))
+        initial = copied(buffers) if new_buffers is None else buffers
         return nnx.merge(
-            graphdef, _filled(params, new_params), _copied(streams), _filled(initial, new_buffers)
+            graphdef, _filled(params, new_params), copied(streams), _filled(initial, new_buffers)
         )
 
     def values(index: int) -> Any:
@@ -249,27 +251,6 @@ def _with_state(value: Any, model_state: Any) -> Any:
         loss, aux = value
         return loss, (model_state, aux)
     return value, (model_state, None)
-
-
-def _copied(tree: Any) -> Any:
-    """Copies arrays to one device, or to the current mesh, if all are replicated; else in place.
-
-    `fddp.whole` joins shards, and averages copies that differ between replicas. Its results are new
-    arrays, and are not copied again.
-    """
-    refuse_deleted(tree)
-    is_new = [is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
-    leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, whole(tree)))
-    if all(x.is_fully_replicated for x in leaves):
-        mesh = context_mesh()
-        leaves = [x.addressable_data(0) for x in leaves]
-        if not mesh.empty:
-            leaves = [replicated_over(mesh, x) for x in leaves]
-    places = [k for k, new in enumerate(is_new) if not new]
-    copies = jax.jit(partial(jax.tree.map, jnp.copy))([leaves[k] for k in places])
-    for k, copy in zip(places, copies):
-        leaves[k] = copy
-    return treedef.unflatten(leaves)
 
 
 def _filled(state: Any, values: Any) -> Any:

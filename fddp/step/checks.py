@@ -68,7 +68,10 @@ def check_arrays(params: PyTree) -> None:
                 "value, ref[...]."
             )
         if not hasattr(x, "dtype") and not isinstance(x, int | float | complex):
-            raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.")
+            advice = ""
+            if callable(x):
+                advice = " Separate a module's arrays from the rest, as eqx.partition does."
+            raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.{advice}")
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"{name} is a random key, which nothing can train: give it as step.init(params, "

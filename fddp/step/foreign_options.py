@@ -36,7 +36,7 @@ ANSWERS = {
     **dict.fromkeys(("fsdp", "fsdp_plugin", "sharding_strategy"), SHARD),
     **dict.fromkeys(("ignored_params", "ignored_states", "ignored_modules"), "give ignore="),
     "param_init_fn": "give step.init a function in place of parameters",
-    "sync_batchnorm": "use fddp.BatchNorm in the module",
+    "sync_batchnorm": "use BatchNorm(axis_name=group.axis_name) in the module",
     "even_batches": "iterate over fddp.join(batches)",
     **dict.fromkeys(("cpu_offload", "offload_policy"), "not in fddp"),
 }

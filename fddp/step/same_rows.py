@@ -41,8 +41,8 @@ def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:
             group.print(
                 f"fddp: ranks {', '.join(map(str, ranks))} pass the same first rows: does each "
                 "read different rows? "
-                "fddp.samples(rows, batch, rank=group.rank, size=group.processes) distributes "
-                "them.",
+                "group.rows(batch) selects the rows of a rank, and fddp.samples distributes those "
+                "of an epoch.",
                 file=sys.stderr,
             )
 

@@ -73,12 +73,10 @@ def value_and_grad(
 
     def use(replica: Replica, layout: TrainState, state: TrainState, mean: Mean) -> Any:
         del replica, layout
-        grads = jax.tree.map(
-            lambda p, g: jnp.zeros_like(p) if g is None else g,
-            state.params,
-            mean.grads,
-            is_leaf=lambda x: x is None,
-        )
+        # None marks a parameter without a gradient; it is also a part of a tree, as in Equinox.
+        leaves, tree = jax.tree.flatten(state.params)
+        pairs = zip(leaves, tree.flatten_up_to(mean.grads))
+        grads = tree.unflatten([jnp.zeros_like(p) if g is None else g for p, g in pairs])
         if state.model_state is not None:
             return (mean.loss, (mean.model_state, mean.aux)), grads
         return ((mean.loss, mean.aux) if has_aux else mean.loss), grads

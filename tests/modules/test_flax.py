@@ -260,8 +260,9 @@ def test_an_nnx_module_that_a_function_makes_has_the_state_of_its_arrays(group, 
     same_bits(*(nnx.state(net.module(state)) for net, state in zip(nets, states)))
 
 
-def test_an_nnx_module_that_a_function_makes_needs_its_buffers():
-    net = fddp.from_nnx(lambda: Net(nnx.Rngs(0)), lambda model, x: jnp.mean(model(x)))
+@pytest.mark.parametrize("module", [lambda: Net(nnx.Rngs(0)), Net(nnx.Rngs(0))])
+def test_an_nnx_module_whose_buffers_change_needs_them(module: Any):
+    net = fddp.from_nnx(module, lambda model, x: jnp.mean(model(x)))
     step = fddp.train_step(net.loss_fn, optax.adam(0.1))
     with pytest.raises(
         ValueError, match=r"has buffers: give step\.init\(net\.params, model_state="

@@ -77,6 +77,13 @@ def test_value_and_grad_equals_jax_on_the_joined_batch(group, reference, n):
     close(f(PARAMS, BATCH), reference)
 
 
+def test_a_part_of_the_parameters_may_be_none(group):
+    f = fddp.value_and_grad(lambda p, x: jnp.mean(x @ p["w"]), group=group(2))
+    params = {"w": np.ones(3, np.float32), "activation": None, "count": np.int32(2)}
+    value, grads = f(params, np.ones((4, 3), np.float32))
+    close((value, grads), (3.0, {"w": np.ones(3), "activation": None, "count": 0}))
+
+
 @pytest.mark.parametrize("schedule", [name for name in SCHEDULES if name not in ("auto", "eager")])
 @pytest.mark.parametrize(
     "options",
