@@ -75,14 +75,16 @@ def run_tune(args: argparse.Namespace) -> int:
     make = find_workload(args.model)
     if args.target:
         target = read_target(args.target)
-        group, replicas = target.group(), target.size
+        group = target.group()
+        replicas = target.size
         workload = make(args.rows, replicas, shapes=True)
         step, state, batch = workload.forms(group)
     else:
         group = fddp.init()
         replicas = group.size // group.processes
         workload = make(args.rows, replicas, seed=group.rank)
-        step, batch = workload.step(group), workload.batch
+        step = workload.step(group)
+        batch = workload.batch
         state = workload.init(step)
     tuning = fddp.tune(step, state, batch, args.target, caps_mb=args.caps, steps=args.steps)
     group.print(_head(args, workload, replicas))

@@ -67,7 +67,8 @@ def find_workload(name: str) -> Callable[..., Workload]:
     """
     path, _, attribute = name.partition(":")
     if name in workloads.__all__:
-        path, attribute = workloads.__name__, name
+        path = workloads.__name__
+        attribute = name
     if not attribute or "/" in path or path.endswith(".py"):
         raise ValueError(f"{PROTOCOL}; got {name!r}.")
     if str(Path.cwd()) not in sys.path:

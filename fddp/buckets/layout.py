@@ -1,4 +1,4 @@
-"""How an array is cut into equal parts, one per replica."""
+"""The layout of an array in equal parts, one per replica."""
 
 from dataclasses import dataclass
 from math import prod

@@ -25,7 +25,7 @@ class Shard:
     """The parts of all replicas in order (under MPI the part of this rank), padded at the ends.
     None: removed by `take_apart`."""
     layout: Layout
-    """How the array, or each copy, is cut."""
+    """Layout of the array, or of each copy."""
     copies: bool = False
     """True if each replica or node has a full copy; the copies may differ."""
     ranks: tuple[int, ...] | None = None

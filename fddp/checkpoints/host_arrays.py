@@ -145,7 +145,8 @@ def _shard_portion(group: Group, name: str, x: Shard) -> Portion:
     """Returns this process's pieces of a shard, unpadded; of equal nodes the first writes."""
     stored = _stored(group, x)
     writing_nodes = stored.sharing if x.copies else stored.sharing[:1]
-    depth, width = stored.layout.depth, stored.layout.dims[-1]
+    depth = stored.layout.depth
+    width = stored.layout.dims[-1]
     pieces = list[tuple[Index, Any]]()
     for place, part in _local_parts(group, x):
         replica, rows = _replica_and_rows(group, stored, place)
@@ -205,7 +206,7 @@ class Stored(NamedTuple):
     """A shard as a stored array of layers and columns, of which each replica has a range."""
 
     layout: Layout
-    """How the array, or each copy, is cut."""
+    """Layout of the array, or of each copy."""
     copies: int
     """Number of copies; their layers are stacked."""
     sharing: Nodes
@@ -238,7 +239,8 @@ def _stored(group: Group, x: Shard) -> Stored:
 
 def _replica_and_rows(group: Group, stored: Stored, place: Index) -> tuple[int, slice]:
     """Returns the replica with a range of the array of all parts, and the rows in its part."""
-    begin, end = place[0].start, place[0].stop
+    begin = place[0].start
+    end = place[0].stop
     part_length = max(1, stored.layout.dims[0])
     replica = begin // part_length if group.placement.on_mesh else group.rank
     if stored.layout.depth == 1:

@@ -38,7 +38,8 @@ class Shuffled:
 
     def _permuted(self, cells: UInt[np.ndarray, " n"]) -> UInt[np.ndarray, " n"]:
         side, other_side = map(np.uint64, self.sides)
-        half, other = cells % side, cells // side
+        half = cells % side
+        other = cells // side
         for key in self.keys:
             # 48 bits of a hash and 32 of a half do not overflow.
             half, other = other, (half + (_hash(other ^ key) >> 16)) % side

@@ -116,7 +116,7 @@ MakeList: TypeAlias = Callable[[Any, Any, Any, Any], TaskList]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the pieces of a step become tasks, and how these are launched."""
+    """Turns the pieces of a step into tasks, and launches these."""
 
     name: str
     make: MakeRunner

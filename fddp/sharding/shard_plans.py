@@ -1,4 +1,4 @@
-"""How the leaves of a replica lie in parts, and the plans of the buckets that carry them."""
+"""The layouts of a replica's leaves in parts, and the plans of their buckets."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -53,7 +53,8 @@ class ShardPlans:
     @cached_property
     def leaf_layouts(self) -> list[Layout]:
         """The layout of each leaf in parts of replicas."""
-        group, params = self.replica.group, self.facts.state.params
+        group = self.replica.group
+        params = self.facts.state.params
         return leaf_layouts(group, params, specs(group.placement, params))
 
     def only(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:

@@ -41,7 +41,8 @@ def update_parts(
     flags = saved.buffers, saved.broken
     mean = replica.mean(plans.part_plan, unpack, local_state, messages, flags, no_bytes)
     comm = replica.group.communicator.at("shards")
-    use, leaf_layouts = plans.facts.use, plans.leaf_layouts
+    use = plans.facts.use
+    leaf_layouts = plans.leaf_layouts
     update = partial(run_on_parts, replica, use, leaf_layouts, state, local_state, mean)
     (new_state, info), nbytes = count_bytes(comm, update)
     return new_state, info._replace(sent=no_bytes.at[-1].add(as_uint32(nbytes)))

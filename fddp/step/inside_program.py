@@ -41,7 +41,8 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
     rows = rows_of_batch(batch, replica.micro_batches * processes, undivided=settled.undivided)
     admit(settled, jax.tree.structure(state), forms_of(state), of_one_replica(rows, processes))
     memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
-    replicated, shards = state._replace(accumulated=None, hook_state=()), []
+    replicated = state._replace(accumulated=None, hook_state=())
+    shards = []
     if replica.way.apart:
         replicated, shards = take_apart(replicated)
     inputs = StepInputs(replicated, state.accumulated, shards, memory, rows)

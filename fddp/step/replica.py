@@ -112,7 +112,7 @@ class Replica:
 
     @cached_property
     def travels(self) -> Travels:
-        """In which forms its gradients may travel."""
+        """The forms in which its gradients may travel."""
         return self.way.travels(self.options, self.group)
 
     @property

@@ -1,4 +1,4 @@
-"""In which forms the gradients of a step may travel."""
+"""The forms in which the gradients of a step may travel."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from fddp.step.options import Options
 
 
 class Travels(NamedTuple):
-    """In which forms the gradients of a step may travel."""
+    """The forms in which the gradients of a step may travel."""
 
     exact: bool
     """A received message is the plain sum of the replicas' messages, so it may carry scalars."""

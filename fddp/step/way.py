@@ -1,4 +1,4 @@
-"""How replicas hold a state and compute a step of it.
+"""The ways in which replicas hold a state and compute a step of it.
 
 `Way` itself is the plain way: every replica holds and updates the whole state. The rooms
 `sharding`, `local_training` and `reproducible`, which import this one, override its methods.

@@ -25,7 +25,8 @@ def _also_of_a_loss(tune: Callable[Args, Tuning]) -> Callable[Args, Tuning]:
             return {name: options.pop(name) for name in names if name in options}
 
         untyped: Any = tune
-        start, search_options = taken("model_state", "rng"), taken("caps_mb", "steps")
+        start = taken("model_state", "rng")
+        search_options = taken("caps_mb", "steps")
         step = train_step(loss_fn, optimizer, **options)
         return untyped(step, step.init(params, **start), batch, **search_options)
 
