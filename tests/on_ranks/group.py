@@ -13,6 +13,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+from on_ranks.checkpoints import shared_folder
 from on_ranks.claims import claim, error_of
 
 import fddp
@@ -187,9 +188,14 @@ def broadcast_from_a_rank_that_is_not_there_is_an_error(group: fddp.Group):
 
 
 @claim()
-def nobody_passes_a_barrier_alone(group: fddp.Group):
-    for _ in range(3):
-        group.barrier()
+def no_rank_passes_a_barrier_before_the_last_one_reaches_it(group: fddp.Group):
+    with shared_folder(group) as folder:
+        for last in range(2):
+            if group.rank == last:
+                time.sleep(0.3)
+            (folder / f"{last} {group.rank}").touch()
+            group.barrier()
+            assert len(list(folder.glob(f"{last} *"))) == group.processes
 
 
 @claim()
