@@ -203,6 +203,7 @@ def the_module_of_a_state_lies_on_a_mesh_of_all_ranks_that_is_set(group: fddp.Gr
     state = step.init(net.params)
     for mesh in meshes():
         with jax.set_mesh(mesh):
-            kernel = net.module(state).kernel[...]
+            module: Any = net.module(state)
+            kernel = module.kernel[...]
             assert kernel.sharding.device_set == set(mesh.devices.flat)
             close(kernel.addressable_data(0), state.params["kernel"].addressable_data(0))
