@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from adaptive_net import PARAMS, ROWS, adaptive_step, loss_fn
 
 import fddp
 from bench.bits_on_paper import SimulatedMessage, fitting_bits
@@ -18,22 +19,6 @@ from fddp import hooks
 from fddp.schedules import Span, Timeline
 
 pytestmark = pytest.mark.steps
-
-DRAW = np.random.default_rng(9)
-PARAMS = {name: np.zeros(512, np.float32) for name in "ab"}
-ROWS = DRAW.normal(size=(4, 2, 512)).astype(np.float32)
-
-
-def loss_fn(p: Any, x: Any) -> Any:
-    return jnp.mean(x @ p["a"]) - 2 * jnp.mean(x @ p["b"])
-
-
-def adaptive_step(group: fddp.Group, *bits: int, **options: Any) -> fddp.TrainStep:
-    hook = hooks.adaptive(bits)
-    return fddp.train_step(
-        loss_fn, optax.sgd(1.0), group=group, bucket_cap_mb=0, hook=hook, **options
-    )
-
 
 ### The choice, by hand
 
