@@ -5,8 +5,6 @@ of tensor-parallel parts, of table rows and of the scalars behind a bucket. This
 other.
 """
 
-from fddp.buckets.assignment import Caps as Caps
-from fddp.buckets.assignment import check_caps as check_caps
 from fddp.buckets.assignment import make_plan as make_plan
 from fddp.buckets.bits import from_words as from_words
 from fddp.buckets.bits import sub_byte as sub_byte
@@ -15,6 +13,9 @@ from fddp.buckets.by_device import UNCUT as UNCUT
 from fddp.buckets.by_device import DeviceCut as DeviceCut
 from fddp.buckets.by_device import by_device as by_device
 from fddp.buckets.by_device import device_cut as device_cut
+from fddp.buckets.caps import Caps as Caps
+from fddp.buckets.caps import MiB as MiB
+from fddp.buckets.caps import check_caps as check_caps
 from fddp.buckets.device_parts import pack_device_parts as pack_device_parts
 from fddp.buckets.device_parts import unpack_device_parts as unpack_device_parts
 from fddp.buckets.groups import Groups as Groups
@@ -33,7 +34,6 @@ from fddp.buckets.plan import Bucket as Bucket
 from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
-from fddp.buckets.plan_text import MiB as MiB
 from fddp.buckets.scalars import place_scalars as place_scalars
 from fddp.buckets.shard_packing import pack_rows as pack_rows
 from fddp.buckets.shard_packing import plan_of_parts as plan_of_parts

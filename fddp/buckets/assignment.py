@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets.caps import Caps, check_caps
+from fddp.buckets.caps import Caps, MiB, check_caps
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
-from fddp.buckets.plan_text import MiB
 from fddp.buckets.scalars import place_scalars
 from fddp.wording import leaf_name
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+MiB = 2**20
 # In MiB: one cap for all buckets, or one per bucket; the last cap holds for all further buckets.
 Caps: TypeAlias = float | Sequence[float]
 

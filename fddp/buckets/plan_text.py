@@ -2,12 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from fddp.buckets.caps import MiB
 from fddp.wording import table
 
 if TYPE_CHECKING:  # a plan prints itself by this module
     from fddp.buckets.plan import Bucket, BucketPlan
-
-MiB = 2**20
 
 
 def text_of(plan: "BucketPlan") -> str:

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets.assignment import Caps, make_plan
+from fddp.buckets.assignment import make_plan
+from fddp.buckets.caps import Caps, MiB
 from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.layout import leaf_layout
 from fddp.buckets.plan import Bucket, BucketPlan
-from fddp.buckets.plan_text import MiB
 from fddp.buckets.table_rows import plan_with_table_rows
 from fddp.buckets.travelling import Slice, Travelling
 
