@@ -97,8 +97,9 @@ def run_reproduce(args: argparse.Namespace) -> int:
     if min(args.replicas) < 1:
         raise ValueError(f"--replicas must be 1 or more each, got {args.replicas}.")
     # A host without GPUs has a configurable number of devices.
-    if jax.config.jax_num_cpu_devices < max(args.replicas):  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_num_cpu_devices", max(args.replicas))
+    config: Any = jax.config
+    if config.jax_num_cpu_devices < max(args.replicas):
+        config.update("jax_num_cpu_devices", max(args.replicas))
     reproduction = reproduce(args.model, args.steps, args.replicas, args.rows)
     print(reproduction)
     return int(not reproduction.equal)

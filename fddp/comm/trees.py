@@ -36,8 +36,9 @@ def broadcast_tree(group: "Group", tree: Any, root: int) -> Any:
 
 def rows(group: "Group", batch: Any) -> Any:
     """Implements `Group.rows`."""
-    named = jax.tree_util.tree_leaves_with_path(batch)
-    counts = {jax.tree_util.keystr(path) or "batch": _count(path, x) for path, x in named}
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    named = {jax.tree_util.keystr(path) or "batch": x for path, x in leaves}
+    counts = {name: _count(name, x) for name, x in named.items()}
     if len(set(counts.values())) > 1:
         raise ValueError(
             "group.rows: all arrays must have the same number of rows, got "
@@ -46,9 +47,8 @@ def rows(group: "Group", batch: Any) -> Any:
     return jax.tree.map(lambda x: rows_here(x)[group.rank :: group.processes], batch)
 
 
-def _count(path: tuple[Any, ...], x: Any) -> int:
+def _count(name: str, x: Any) -> int:
     """Returns the number of rows of an array; refuses other leaves."""
-    name = jax.tree_util.keystr(path) or "batch"
     shape = getattr(x, "shape", None)
     if shape is None:
         raise TypeError(
