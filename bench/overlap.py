@@ -19,9 +19,11 @@ lives in an environment of its own: give the path of its python.
 
 import argparse
 import json
+import math
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +40,7 @@ from fddp.measuring.plots import draw, figure
 from fddp.schedules.timeline import Span, Timeline, outline, simulate
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
+PROBLEM_S = 480.0  # after these seconds no further round of a problem begins
 # Near the choice of fddp.tune on these hosts, see bench/tuning.py.
 CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}
 
@@ -56,17 +59,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
     args = parser.parse_args()
     rounds = 3 if args.quick else args.rounds
-    results = {name: measure(name, args.rate, rounds, args.torch) for name in args.problems}
-    for name, result in results.items():
-        print(f"\n{name}\n{table(result)}")
-    if not args.quick:
-        print(
-            save(
-                args.name,
-                {name: {k: v for k, v in r.items() if k != "spans"} for name, r in results.items()},
-            )
-        )
-        print(picture(args.name, results))
+    results = dict[str, Any]()
+    for name in args.problems:
+        results[name] = measure(name, args.rate, rounds, args.torch)
+        print(f"\n{name}\n{table(results[name])}", flush=True)
+        if not args.quick:  # what is measured is saved, even if a later problem fails
+            print(save(args.name, {name: _figures(result) for name, result in results.items()}))
+            print(picture(args.name, results), flush=True)
 
 
 def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, Any]:
@@ -83,7 +82,14 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
             jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name], env)
         with ending(jobs):
             lines = accept(6 if torch else 4)
-            return evaluate(*in_turns(lines, rounds, steps=STEPS, warm_up=lambda way: 6 * STEPS))
+            warm_up = lambda way: 6 * STEPS  # noqa: E731
+            return evaluate(
+                *in_turns(lines, rounds, steps=STEPS, warm_up=warm_up, at_most_s=PROBLEM_S)
+            )
+
+
+def _figures(result: dict[str, Any]) -> dict[str, Any]:
+    return {name: figure for name, figure in result.items() if name != "spans"}
 
 
 @contextmanager
@@ -101,7 +107,12 @@ def listening() -> Iterator[tuple[str, Callable[[int], list[socket.socket]]]]:
 
 
 def in_turns(
-    lines: Sequence[socket.socket], rounds: int, *, steps: int, warm_up: Callable[[str], int]
+    lines: Sequence[socket.socket],
+    rounds: int,
+    *,
+    steps: int,
+    warm_up: Callable[[str], int],
+    at_most_s: float = math.inf,
 ) -> tuple[dict[str, np.ndarray], dict[str, list[tuple[Timeline, ...]]]]:
     """Lets the ways of several jobs take turns.
 
@@ -110,6 +121,7 @@ def in_turns(
       rounds: turns of each way that count.
       steps: of a turn; the first one does not count.
       warm_up: (way) → its steps before those, which compile and in which eager tries its orders.
+      at_most_s: no round begins later than this many seconds after the first step.
 
     Returns:
       For each way the seconds of each step on its slowest rank, and each step's timelines on all
@@ -124,7 +136,10 @@ def in_turns(
         ways[hello["job"]] = hello["ways"]
     seconds: dict[str, list[float]] = {way: [] for names in ways.values() for way in names}
     spans: dict[str, list[tuple[Timeline, ...]]] = {way: [] for way in seconds}
+    end_s = time.monotonic() + at_most_s
     for turn in range(-1, rounds):
+        if turn > 0 and time.monotonic() > end_s:
+            break
         for job, names in ways.items():
             for way in names:
                 for talk in ranks[job]:
