@@ -58,6 +58,10 @@ class Forked:
         os.kill(self.pid, signal.SIGTERM)
 
 
+# JAX sets it when it is imported; the plugin that compiles for GPUs reads it later.
+SET_BY_JAX = "TF_CPP_MIN_LOG_LEVEL"
+
+
 def main(path: str) -> None:
     for name in ("jax", "optax", "fddp"):
         import_module(name)
@@ -110,8 +114,9 @@ def wait_for_request(path: str) -> Request:
 
 def become(request: Request) -> None:
     """Runs a script in this process as `python SCRIPT` would."""
+    quiet = {SET_BY_JAX: os.environ[SET_BY_JAX]}
     os.environ.clear()
-    os.environ.update(request.env)
+    os.environ.update(quiet | request.env)
     script = request.command[0]
     sys.argv = list(request.command)
     sys.path[0] = str(Path(script).parent)

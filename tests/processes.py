@@ -56,9 +56,14 @@ GREETING = re.compile(
 # On a busy machine some ranks start later than others, who say so.
 WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
 
-# Warnings are errors, but for a program that another process is writing into the cache: JAX then
-# compiles it.
-STRICT = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
+# Warnings are errors, but for a program that another process is writing into the cache, which JAX
+# then compiles, and for one that does not fit on a disk that a claim makes full.
+CACHE = "persistent compilation cache entry"
+STRICT = (
+    *("-W", "error"),
+    *("-W", f"ignore:Error reading {CACHE}"),
+    *("-W", f"ignore:Error writing {CACHE}"),
+)
 # Variables read when Python and JAX are imported: a rank with another value is not forked.
 READ_AT_IMPORT = ("JAX_", "PYTHON")
 

@@ -11,7 +11,7 @@ from bench.configurations import trained
 from bench.drawn_shards import draw_shards
 
 pytestmark = pytest.mark.steps
-MANY = 300
+MANY = 120  # `bench/configurations.py --shards` draws further ones
 FEW = range(3)
 
 
