@@ -33,7 +33,7 @@ from .links import (
     write_stderr,
 )
 from .mpiexec import leave_last
-from .rank import death, end, pidfd, report_reader
+from .rank import death, end, pidfd, record, report_reader
 from .remarks import remarks
 from .shared_memory import FAILED, PROPOSAL, SIZE, VERDICT
 from .verdicts import Verdict, judge, judge_alone, unheard
@@ -73,6 +73,9 @@ def main(job: dict[str, Any]) -> None:
             _tell(watch, verdict)
             if verdict.end:
                 return _end(watch, abort=watch.rank == 0 or bool(verdicts))
+    if watch.own["doing"] == FAILED and watch.own["steps"]:
+        # The other ranks failed by its end before a verdict.
+        record(watch.memory, job, watch.own, f"rank {watch.rank} failed")
     return None
 
 
