@@ -376,6 +376,15 @@ def test_a_quorum_of_more_islands_than_there_are_is_refused(group: Any):
         fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), quorum=3), group=group(2))
 
 
+def test_a_quorum_counts_islands_and_not_their_replicas(group: Any):
+    with pytest.raises(
+        ValueError, match="quorum must be no more than the number of islands, 2, got 3"
+    ):
+        fddp.train_step(
+            layer, fddp.local_steps(optax.sgd(RATE), quorum=3, island=2), group=group(4)
+        )
+
+
 @pytest.mark.steps
 def test_replicas_of_one_process_are_told_that_islands_are_processes(group: Any):
     step = fddp.train_step(layer, fddp.local_steps(optax.sgd(RATE), quorum=1), group=group(2))

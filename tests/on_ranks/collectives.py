@@ -80,7 +80,24 @@ def in_loops(p: Any, batch: Any, axis: str | None) -> jax.Array:
     return jnp.mean((x - 0.3) ** 2)
 
 
-LOSSES = (clip, normalized, below_the_largest, in_loops)
+def beside_the_previous_rows(p: Any, batch: Any, axis: str | None) -> jax.Array:
+    """Each replica's rows times the squares of the previous replica's: in a ring and in a line.
+
+    The squares tell the two directions of a ring apart.
+    """
+    image, text = (jnp.tanh(batch[name] @ p[name]) for name in ("image", "text"))
+    if axis:
+        size = jax.lax.axis_size(axis)
+        ring = [(k, (k + 1) % size) for k in range(size)]
+        previous = jax.lax.ppermute(image, axis, ring)
+        before = jax.lax.ppermute(text, axis, ring[:-1])
+    else:
+        previous = jnp.roll(image, ROWS, 0)
+        before = jnp.roll(text, ROWS, 0).at[:ROWS].set(0.0)
+    return jnp.mean(image * previous**2 + text * before**2)
+
+
+LOSSES = (clip, normalized, below_the_largest, in_loops, beside_the_previous_rows)
 
 
 def holds(group: fddp.Group, loss: Any) -> None:
@@ -107,6 +124,11 @@ def a_contrastive_loss_is_that_of_the_joined_batch(group: fddp.Group):
 @claim(quick=("gloo",))
 def layers_that_are_normalized_over_all_rows_are_those_of_the_joined_batch(group: fddp.Group):
     holds(group, normalized)
+
+
+@claim(quick=("mpi",))
+def rows_of_the_previous_replica_are_those_of_the_joined_batch(group: fddp.Group):
+    holds(group, beside_the_previous_rows)
 
 
 @claim()
