@@ -216,7 +216,7 @@ START = (
         "Call `fddp.init()` first; create NumPy arrays before it, not JAX arrays.",
     ),
     Fault(
-        "fddp.init was called before with (backend, rank, size, coordinator) = …",
+        "fddp.init was called before with (backend, rank, size, coordinator, elastic) = …",
         "JAX connects to other processes only once in the life of a process.",
         "Use the first group. In a notebook restart the kernel, or use `fddp.launch`.",
     ),

@@ -9,7 +9,7 @@
 `help(fddp.train_step)` tells more of a name.
 
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
-preempted
+preempted, elastic
 Train: train_step, TrainStep, Options, TrainState, Promise, StepInfo, value_and_grad, evaluate, \
 meet, whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
@@ -78,6 +78,7 @@ from fddp.training import train_step as train_step
 from fddp.training import value_and_grad as value_and_grad
 
 if TYPE_CHECKING:
+    from fddp import elastic as elastic
     from fddp.analysis.auditing.report import Audit as Audit
     from fddp.analysis.auditing.report import audit as audit
     from fddp.analysis.mean_over_rows import Checked as Checked
@@ -111,6 +112,8 @@ def __getattr__(name: str) -> Any:
 
         warnings.warn("fddp.Choice is deprecated: use fddp.Tuning.", DeprecationWarning, 2)
         name = "Tuning"
+    if name == "elastic":
+        return import_module("fddp.elastic")
     if name not in _LATER:
         raise AttributeError(f"module 'fddp' has no attribute {name!r}")
     return getattr(import_module(_LATER[name]), name)
@@ -119,7 +122,7 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """Lists the public names alone, for completion: no room and no import."""
     names = (k for k, x in globals().items() if getattr(x, "__module__", "").startswith("fddp."))
-    return sorted({"hooks", *names, *_LATER})
+    return sorted({"hooks", "elastic", *names, *_LATER})
 
 
 # At import, since JAX may be used before fddp.init is called.

@@ -50,7 +50,7 @@ def copy_local(group: Group, state: TrainState) -> list[Portion]:
     """Copies the pieces of a state that this process writes."""
     portions = list[Portion]()
     for name, x in by_path(state).items():
-        portion = _local_portion(group, name, words(x))
+        portion = local_portion(group, name, words(x))
         # Copied, since the next step may reuse the memory of the state.
         pieces = [(place, np.array(piece)) for place, piece in portion.pieces]
         if pieces and prod(portion.dims):
@@ -120,7 +120,7 @@ def _gathered(group: Group, x: Shard) -> Any:
     return np.stack([np.asarray(copy) for copy in copies])
 
 
-def _local_portion(group: Group, name: str, x: Any) -> Portion:
+def local_portion(group: Group, name: str, x: Any) -> Portion:
     """Returns an array's description and the pieces that this process writes."""
     if is_shard(x):
         return _shard_portion(group, name, x)

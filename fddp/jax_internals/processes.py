@@ -3,6 +3,9 @@
 from typing import Any
 
 from jax._src import config, distributed, xla_bridge
+from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+from fddp.jax_internals.service import HEARTBEAT_S
 
 
 def coordination_client() -> Any:
@@ -25,3 +28,31 @@ def backends_started() -> bool:
     Relies on `jax._src.xla_bridge`.
     """
     return xla_bridge.backends_are_initialized()
+
+
+def connect_to_service(address: str, rank: int, size: int, timeout_s: int) -> None:
+    """Connects this process to a coordination service, in place of an earlier one.
+
+    Relies on `jaxlib._jax.get_distributed_runtime_client` and `jax._src.distributed`.
+    """
+    state = distributed.global_state
+    client = _jax.get_distributed_runtime_client(
+        address,
+        rank,
+        init_timeout=timeout_s,
+        heartbeat_timeout=HEARTBEAT_S,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    client.connect()
+    state.client, state.process_id, state.num_processes = client, rank, size
+    state.coordinator_address = address
+
+
+def leave_service() -> None:
+    """Disconnects from the coordination service, whose end then no longer ends this process.
+
+    JAX's devices remain, and so do connections that Gloo has opened. It opens no further ones.
+    """
+    client = coordination_client()
+    client.shutdown()

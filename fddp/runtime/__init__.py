@@ -4,14 +4,19 @@ The variables of a launcher give the rank of a process. The processes meet and c
 error on one rank ends all. This room imports comm.
 """
 
+from fddp.runtime.coordinator import start_service as start_service
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
+from fddp.runtime.place import Launch as Launch
+from fddp.runtime.replacing import FINISHED as FINISHED
+from fddp.runtime.replacing import FOLDER as FOLDER
 from fddp.runtime.spawn import launch as launch
 from fddp.runtime.training_loop import alive as alive
 from fddp.runtime.training_loop import preempted as preempted
 from fddp.runtime.world import group_of as group_of
 from fddp.runtime.world import init as init
+from fddp.runtime.world import renew as renew
 from fddp.runtime.world import shutdown as shutdown

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from fddp.runtime.mpi_vendors import loaded
+from fddp.runtime.replacing import supervise_ranks
 from fddp.runtime.supervisor import Job, launcher, supervise
 from fddp.watching import read_flights, told
+
+MOST_RESTARTS = 1000
 
 ### run: a job that is started again when a rank fails
 
@@ -22,7 +25,13 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         default="",
         help="host1,host2,…: hosts, with the same number of ranks each (default: this host)",
     )
-    parser.add_argument("--restarts", type=int, default=0, help="number of restarts (default 0)")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        help="number of restarts (default 0; with --elastic 1000, of single ranks)",
+    )
+    text = "the script calls fddp.init(elastic=True): a rank that fails starts again by itself"
+    parser.add_argument("--elastic", action="store_true", help=text)
     parser.add_argument(
         "--min",
         type=int,
@@ -44,6 +53,8 @@ def add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def run_run(args: argparse.Namespace) -> int:
+    if args.elastic:
+        return run_elastic(args)
     program = None
     if args.by == "mpiexec" or (not args.by and (args.hosts or find_spec("mpi4jax"))):
         program = launcher(loaded()[0])
@@ -53,7 +64,20 @@ def run_run(args: argparse.Namespace) -> int:
         )
     hosts = [host for host in args.hosts.split(",") if host]
     command = read_command(args.command, module=args.module)
-    return supervise(Job(command, args.ranks, hosts, args.restarts, args.least, program))
+    return supervise(Job(command, args.ranks, hosts, args.restarts or 0, args.least, program))
+
+
+def run_elastic(args: argparse.Namespace) -> int:
+    if args.by == "mpiexec":
+        raise ValueError(
+            "--elastic starts processes over Gloo or NCCL: an MPI job ends with its first dead "
+            "rank. Leave out --by mpiexec, or use --restarts, which restarts the whole job."
+        )
+    hosts = [host for host in args.hosts.split(",") if host]
+    restarts = MOST_RESTARTS if args.restarts is None else args.restarts
+    program = launcher(loaded()[0]) if hosts else None
+    command = read_command(args.command, module=args.module)
+    return supervise_ranks(Job(command, args.ranks, hosts, restarts, args.least, program))
 
 
 def read_command(words: Sequence[str], *, module: bool) -> list[str]:

@@ -20,8 +20,8 @@ LOOSE = "127.0.0.1:0"  # the address of JAX's own service, which no rank uses
 SERVE = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from service import serve
-serve(sys.argv[2], int(sys.argv[3]))
+import service
+getattr(service, sys.argv[2])(sys.argv[3], int(sys.argv[4]))
 """
 
 
@@ -58,27 +58,39 @@ def wait_for_all() -> None:
             client.wait_at_barrier("fddp/end", 1000 * HEARTBEAT_S)
 
 
-def _serve(address: str, size: int) -> int:
-    read_end, write_end = os.pipe()
+def start_service(how: str, address: str, size: int, stdin: int) -> None:
+    """Starts a function of `jax_internals/service.py` in a process that outlives this one.
+
+    It serves `size` processes at `address`, host:port. Raises RuntimeError if it cannot.
+    """
     folder = Path(fddp.jax_internals.__file__).parent
     # A new session: a signal to rank 0's process group must not end the service. Its log is
     # dropped: the ranks report the same in our words.
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", SERVE, str(folder), address, str(size)],
-        stdin=read_end,
+        [sys.executable, "-P", "-c", SERVE, str(folder), how, address, str(size)],
+        stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    os.close(read_end)
     answers: IO[bytes] | Any = process.stdout
     with answers:
         answer = answers.readline().decode().strip()
     process.returncode = 0  # never waited for: it outlives this process
     if answer != "listens":
-        os.close(write_end)
         raise RuntimeError(
             f"JAX's coordination service did not start at {address}: "
             f"{answer or 'it ended at once'}."
         )
+
+
+def _serve(address: str, size: int) -> int:
+    read_end, write_end = os.pipe()
+    try:
+        start_service("serve", address, size, read_end)
+    except RuntimeError:
+        os.close(write_end)
+        raise
+    finally:
+        os.close(read_end)
     return write_end

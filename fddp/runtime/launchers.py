@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -96,13 +96,17 @@ def pmi_socket(launch: Launch) -> int | None:
     return None
 
 
-def worlds(processes: int) -> list[dict[str, str]]:
-    """Makes the variables of each process of a new world on this host, with the job's secret."""
+def worlds(processes: int, hosts: Sequence[str] = ()) -> list[dict[str, str]]:
+    """Makes the variables of each process of a new world, with the job's secret.
+
+    Rank 0 is on the first host; on this one without hosts.
+    """
+    host = [*hosts, "127.0.0.1"][0]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         world = {
             "FDDP_SIZE": str(processes),
-            "FDDP_COORDINATOR": f"127.0.0.1:{probe.getsockname()[1]}",
+            "FDDP_COORDINATOR": f"{host}:{probe.getsockname()[1]}",
         }
     world[SECRET] = os.environ.get(SECRET) or new_secret()
     return [

@@ -157,7 +157,7 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[i
     ending = threading.Event()
     try:
         for command in _commands(job, hosts, env):
-            process = _start(command.words, {**env, **command.variables})
+            process = start_process(command.words, {**env, **command.variables})
             processes.append(process)
             readers += shown(process, command.prefix, ending)
         first = _wait(processes, signals, ending)
@@ -183,7 +183,7 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[i
 def _commands(job: Job, hosts: Sequence[str], env: Mapping[str, str]) -> list[Command]:
     if job.mpiexec:
         secret = {SECRET: env.get(SECRET) or new_secret()}
-        return [Command(_by_mpiexec(job, hosts), secret, "")]
+        return [Command(by_mpiexec(job, hosts), secret, "")]
     if job.ranks == 1:
         return [Command(job.command, worlds(1)[0], "")]
     variables = enumerate(worlds(job.ranks))
@@ -210,12 +210,12 @@ def _wait(
             term_time = min(term_time, time.monotonic() + 2 * END_S)
         if time.monotonic() > term_time and deadline == float("inf"):
             # An mpiexec may wait for ranks behind a broken link.
-            _signal(processes, signal.SIGTERM)
+            forward(processes, signal.SIGTERM)
             deadline = time.monotonic() + END_S
         for number in signals[forwarded:]:  # a signal may arrive twice
             # The ranks' watchers report the death of a rank and not its reason.
             print_line(f"received {signal.Signals(number).name}, and sends it to the ranks.")
-            _signal(processes, number)
+            forward(processes, number)
             if number != signal.SIGTERM:
                 deadline = time.monotonic() + END_S
             forwarded += 1
@@ -224,7 +224,8 @@ def _wait(
         time.sleep(LOOK_S)
 
 
-def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
+def by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
+    """The words by which mpiexec starts all ranks of a job on some of its hosts."""
     program, vendor = job.mpiexec or ("mpiexec", None)
     ranks = job.on(hosts)
     words = [program, "-n", str(ranks)]
@@ -239,7 +240,8 @@ def _by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
     return [*words, *job.command]
 
 
-def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_process(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Starts a command that ends with this process."""
     if shutil.which(command[0]) is None:
         raise ValueError(f"run: there is no command {command[0]!r} here.")
     # A new session: this process alone receives the signals of a terminal, and forwards them.
@@ -253,7 +255,8 @@ def _start(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[b
     )
 
 
-def _signal(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+def forward(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    """Sends a signal to the processes that run."""
     for process in processes:
         if exit_code(process.pid) is None:
             os.kill(process.pid, number)  # an mpiexec ends its ranks itself

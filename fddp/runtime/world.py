@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +23,7 @@ from fddp.runtime.join_service import join_service
 from fddp.runtime.launchers import read_launch
 from fddp.runtime.place import Launch
 from fddp.watching import FAILED, follows_another
-from fddp.wording import check_seconds, check_whole
+from fddp.wording import check_seconds, check_switch, check_whole
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 
@@ -35,6 +36,7 @@ def init(
     coordinator: str | None = None,
     timeout_s: float = 300.0,
     stall_s: float | None = None,
+    elastic: bool = False,
 ) -> Group:
     """Joins the other processes of this job and returns the group of all replicas.
 
@@ -55,6 +57,8 @@ def init(
       stall_s: seconds without progress, while ranks wait in a step, after which all ranks report
         the stuck ranks; after twice as many seconds all end. A rank that evaluates, compiles or
         waits for data has twenty times as many. None: 30, or ten steps if they take longer.
+      elastic: True: ranks may end and late ranks may join while `fddp.elastic.Trainer` trains, on
+        nccl or gloo. Then `size` is the maximum, and the group is that of the ranks at the start.
 
     Returns:
       The group.
@@ -79,17 +83,22 @@ def init(
         rank = check_whole("rank", rank, 0)
     if size is not None:
         size = check_whole("size", size, 1)
-    request = (backend, rank, size, coordinator)
+    check_switch("elastic", elastic)
+    request = (backend, rank, size, coordinator, elastic)
     cache_small_programs()
-    if _started and request not in ((None,) * 4, _started[0].request):
+    if _started and (elastic or request[:4] != (None,) * 4) and request != _started[0].request:
         raise ValueError(
-            "fddp.init was called before with (backend, rank, size, coordinator) = "
+            "fddp.init was called before with (backend, rank, size, coordinator, elastic) = "
             f"{_started[0].request} and now with {request}; a process joins only one world: use "
             "the first group, or divide it with group.subgroup."
         )
     if not _started:
         undo = ExitStack()
         launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
+        if elastic:
+            group = _elastic(backend, launch, timeout_s, stall_s, undo)
+            _started.append(World(request, group, undo))
+            return group
         if backend != "local" and not jax.distributed.is_initialized():
             for line in hints(launch, os.environ):
                 _say(launch, line)
@@ -129,6 +138,12 @@ def shutdown() -> None:
             "fddp.init('gloo')."
         )
     _started.pop().undo.close()
+
+
+def renew(group: Group) -> None:
+    """Replaces the group of `init`, which has ended; see `fddp.elastic`."""
+    if _started:
+        _started[0] = _started[0]._replace(group=group)
 
 
 def on_leaving(undo: Callable[[], object]) -> None:
@@ -227,6 +242,19 @@ def _start(
     if backend == "mpi":
         return join_mpi(launch, stall_s)
     return join_service(backend, launch, timeout_s, stall_s, undo)
+
+
+def _elastic(
+    backend: str | None, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
+) -> Group:
+    if backend == "mpi" or (backend is None and launch.by_mpi and not launch.coordinator):
+        raise ValueError(
+            "elastic=True needs backend 'gloo' or 'nccl': an MPI job ends with its first dead "
+            "rank. Start the ranks by `python -m fddp run --elastic`; over MPI, `python -m fddp "
+            "run --restarts` starts the whole job again."
+        )
+    # A room above this one, which only elastic jobs load.
+    return import_module("fddp.elastic").join_job(launch, timeout_s, stall_s, undo)
 
 
 def _with_arguments(

@@ -8,6 +8,7 @@ after the job. This room imports comm.
 from fddp.watching.abort import Ending as Ending
 from fddp.watching.abort import end_together as end_together
 from fddp.watching.abort import follows_another as follows_another
+from fddp.watching.abort import from_transport as from_transport
 from fddp.watching.flight_records import read_flights as read_flights
 from fddp.watching.flight_records import told as told
 from fddp.watching.watchdog import shared_recorder as shared_recorder

@@ -81,11 +81,16 @@ def follows_another(error: BaseException, journal: Journal) -> bool:
     It waits some seconds for the watchers' decision to end the job. Other errors give False at
     once.
     """
-    from_transport = re.search(r"\b(Gloo|NCCL|MPI)", f"{type(error).__module__} {error}")
-    if not (isinstance(error, jax.errors.JaxRuntimeError) or from_transport):
+    if not from_transport(error):
         return False
     journal.say("after an error")
     return poll(lambda: journal.finding().end, VERDICT_S)
+
+
+def from_transport(error: BaseException) -> bool:
+    """True for an error of a collective, which another rank may have caused."""
+    named = re.search(r"\b(Gloo|NCCL|MPI)", f"{type(error).__module__} {error}")
+    return isinstance(error, jax.errors.JaxRuntimeError) or named is not None
 
 
 def read_grace(env: Mapping[str, str]) -> float:

@@ -1,0 +1,141 @@
+"""The state of a training as host arrays, which outlive the devices of a view."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fddp.buckets import is_shard
+from fddp.checkpoints.files import Listed
+from fddp.checkpoints.host_arrays import local_portion, read_state
+from fddp.checkpoints.state_forms import by_path, form, part_of_state, words
+from fddp.checkpoints.stored_arrays import Index, Portion
+from fddp.comm import Group
+from fddp.elastic.views import View
+from fddp.jax_internals import rows_here
+from fddp.step import TrainState
+
+
+class HeldState(NamedTuple):
+    """A state, or a member's part of it, after some steps."""
+
+    version: tuple[int, int]
+    """Steps done, and the epoch of the view that did the last one."""
+    owners: tuple[str, ...]
+    """The members whose parts make up the state; empty if each has all of it."""
+    forms: Mapping[str, tuple[str, Sequence[int]]]
+    """Name of a leaf → dtype and dims."""
+    leaves: Mapping[str, np.ndarray]
+    """Name of a leaf that each member has → its values."""
+    parts: Mapping[str, Portion]
+    """Name of another leaf → this member's ranges of it, and their values."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        parts = [x for portion in self.parts.values() for _, x in portion.pieces]
+        return sum(x.nbytes for x in [*self.leaves.values(), *parts])
+
+
+Store = dict[tuple[str, tuple[int, int]], HeldState]
+"""uid of a member, version of the state → its part."""
+
+
+class StateLost(RuntimeError):
+    """A lost member's part of the state is nowhere else."""
+
+
+def has_parts(state: TrainState) -> bool:
+    """True if members hold different parts of a state."""
+    return any(is_shard(x) for x in jax.tree.leaves(state, is_leaf=is_shard))
+
+
+def to_host(group: Group, view: View, number: int, state: TrainState) -> HeldState:
+    """Copies this member's part of a state to the host; sends nothing.
+
+    The hooks' memory is left out: it starts again in each group.
+    """
+    leaves = {x: y for x, y in by_path(state).items() if part_of_state(x) != "hook_state"}
+    forms = {name: form(group, name, x) for name, x in leaves.items()}
+    whole = {name: np.array(rows_here(words(x))) for name, x in leaves.items() if not is_shard(x)}
+    parts = dict[str, Portion]()
+    for name, x in leaves.items():
+        if is_shard(x):
+            portion = local_portion(group, name, words(x))
+            pieces = [(place, np.array(piece)) for place, piece in portion.pieces]
+            parts[name] = portion._replace(pieces=pieces)
+    owners = tuple(member.uid for member in view.members) if parts else ()
+    return HeldState((number, view.epoch), owners, forms, whole, parts)
+
+
+def newest_state(group: Group, store: Store) -> HeldState | None:
+    """Returns the newest state that the members have all parts of; every member calls it.
+
+    None at the start of a job. The state is whole on each member.
+
+    Raises:
+      StateLost: a part of every state is lost; on every member.
+    """
+    catalogs = group.all_gather_object([(*key, held.owners) for key, held in store.items()])
+    # version → uid → the first rank with that part; the members with parts of it
+    providers: dict[tuple[int, int], dict[str, int]] = {}
+    owners: dict[tuple[int, int], Sequence[str]] = {}
+    for rank, catalog in enumerate(catalogs):
+        for uid, version, needed in catalog:
+            providers.setdefault(version, {}).setdefault(uid, rank)
+            owners[version] = needed
+    if not providers:
+        return None
+    complete = [x for x, parts in providers.items() if parts.keys() >= {*owners[x]}]
+    if not complete:
+        print(
+            "CAT",
+            group.rank,
+            [(r, [(u, v) for u, v, _ in c]) for r, c in enumerate(catalogs)],
+            owners,
+            flush=True,
+        )
+        raise StateLost(
+            "a rank and the one after it, which held a copy of its part of the state, were lost "
+            "at once: start the job again from its newest checkpoint."
+        )
+    version = max(complete)
+    local = next((held for held in store.values() if held.version == version), None)
+    root = min(providers[version].values())
+    described = local._replace(leaves=dict.fromkeys(local.leaves), parts={}) if local else None
+    known: Any = group.broadcast_object(described, root)
+    incomplete = bool(group.all_reduce(np.int32(local is None), "max"))
+    leaves = dict[str, np.ndarray]()
+    for name, (dtype, dims) in known.forms.items():
+        if name not in known.leaves:
+            uids = [uid for uid, rank in providers[version].items() if rank == group.rank]
+            portions = [store[uid, version].parts[name] for uid in uids]
+            gathered = chain.from_iterable(group.all_gather_object(portions))
+            leaves[name] = _joined(list(gathered), dtype)
+        elif incomplete:
+            values = local.leaves[name] if local else np.zeros(dims, dtype)
+            leaves[name] = group.broadcast(values, root)
+        elif local:
+            leaves[name] = local.leaves[name]
+    return known._replace(leaves=leaves)
+
+
+def _joined(portions: Sequence[Portion], dtype: str) -> np.ndarray:
+    """Joins the parts of all members to the whole array."""
+    whole = np.zeros(portions[0].dims, dtype)
+    for portion in portions:
+        for place, piece in portion.pieces:
+            whole[place] = piece
+    return whole
+
+
+def to_devices(group: Group, held: HeldState, like: TrainState) -> TrainState:
+    """Puts a state on the group's devices, with the hooks' memory of `like`."""
+
+    def read(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
+        return held.leaves[name].reshape(dims)[place]
+
+    listed = Listed({"replicas": -1}, held.forms, {})
+    return read_state(group, held.version[0], listed, read, like)

@@ -1,0 +1,104 @@
+"""JAX's world of a view: its processes meet once, and are then independent of any coordinator.
+
+JAX's processes need a coordination service to exchange devices and the addresses of Gloo, and end
+when it does. So the members of a view start one, meet there, open all connections by a first
+message, and leave it. The death of any member, or of all but one, then breaks messages off with an
+error that can be caught.
+"""
+
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.extend.backend
+import numpy as np
+
+from fddp.comm import Group, unwatched, world_group
+from fddp.elastic.views import View
+from fddp.jax_internals import connect_to_service, leave_service
+from fddp.runtime import start_service
+
+MEET_S = 20
+
+
+def start_meeting(host: str, view: View) -> str:
+    """Starts the service at which the members of a view meet; returns its host:port."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        address = f"{host}:{probe.getsockname()[1]}"
+    start_service("serve_briefly", address, len(view.members), subprocess.DEVNULL)
+    return address
+
+
+class JaxWorld(NamedTuple):
+    """The joined processes of a view."""
+
+    group: Group
+    connections: frozenset[str]
+    """Names of this process's connections of Gloo, as in /proc/self/fd."""
+
+    def break_off(self) -> None:
+        """Closes the connections of Gloo: messages under way end with an error."""
+        for connection, name in _connections():
+            with connection, suppress(OSError):
+                if name in self.connections:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def form_world(view: View, rank: int) -> JaxWorld:
+    """Joins the other members of a view.
+
+    Raises:
+      JaxRuntimeError: a member does not come, or ends meanwhile.
+    """
+    before = {name for connection, name in _connections() if connection.close() is None}
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    connect_to_service(view.service, rank, len(view.members), MEET_S)
+    group = replace(world_group(jax.devices()), backend="gloo", journal=unwatched())
+    group.barrier()
+    # Gloo connects at the first message of each communicator.
+    payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)
+    for transport in group.clone(2):
+        jax.block_until_ready(transport.all_reduce(payload))
+    leave_service()
+    of_members = {member.address[1] for member in view.members}
+    opened = [
+        name
+        for connection, name in _connections()
+        if name not in before and not _ends(connection) & of_members
+    ]
+    return JaxWorld(group, frozenset(opened))
+
+
+def forget_devices() -> None:
+    """Forgets the devices of a world; all arrays and programs on them become invalid."""
+    jax.clear_caches()
+    jax.extend.backend.clear_backends()
+
+
+def _connections() -> Iterator[tuple[socket.socket, str]]:
+    """Yields a duplicate of each TCP connection of this process, to close, and its name."""
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            name = str(file.readlink())
+            if not name.startswith("socket:"):
+                continue
+            connection = socket.socket(fileno=os.dup(int(file.name)))
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                yield connection, name
+            else:  # Gloo ends the process if its listener is closed
+                connection.close()
+
+
+def _ends(connection: socket.socket) -> set[int]:
+    """The ports of a connection; closes the duplicate."""
+    with connection, suppress(OSError):
+        return {connection.getsockname()[1], connection.getpeername()[1]}
+    return set()

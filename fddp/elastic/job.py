@@ -1,0 +1,146 @@
+"""The job of this process: its membership, and the group of the current view."""
+
+import atexit
+import os
+import sys
+import time
+from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+from fddp.comm import Group
+from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_meeting
+from fddp.elastic.meeting_place import (
+    address_of,
+    ask,
+    check_goes_on,
+    has_members,
+    host_towards,
+    known_addresses,
+)
+from fddp.elastic.membership import Membership
+from fddp.elastic.signs import BETWEEN, Limits
+from fddp.elastic.views import View
+from fddp.runtime import Launch, renew
+from fddp.watching import from_transport
+
+SILENCE_S = 5.0
+STALL_S = 30.0
+LEAVE_S = 30.0
+REASON_S = 10.0  # an error of a transport may be noticed before the end of the rank that causes it
+
+
+class ElasticJob:
+    """This process in a job whose ranks come and go."""
+
+    def __init__(self, launch: Launch, timeout_s: float, stall_s: float | None) -> None:
+        """Founds the job or joins it; returns once its group exists.
+
+        Raises:
+          RuntimeError: the other ranks cannot be reached in time.
+        """
+        if not Path("/proc/self/fd").exists():
+            raise RuntimeError("fddp.init(elastic=True) needs Linux: it closes files in /proc.")
+        stall_s = stall_s or STALL_S
+        tie = os.environ.get("FDDP_TIE") == "1"
+        limits = Limits(launch.size, min(SILENCE_S, stall_s), stall_s, tie)
+        self._timeout_s, self._stall_s = timeout_s, stall_s
+        self._world: JaxWorld | None = None
+        self.view = View(0, ())
+        addresses = known_addresses(launch.coordinator)
+        founds = launch.rank == 0 and not has_members(addresses)
+        address = address_of(launch.coordinator) if founds else (host_towards(addresses), 0)
+        self.membership = Membership(launch.rank, address, limits, self._break_off)
+        deadline = time.monotonic() + timeout_s
+        try:
+            if founds:
+                check_goes_on()
+                self.membership.found(launch.size)
+            while self._world is None:
+                if not founds:
+                    ask(self.membership.door, self.membership.me, launch.coordinator, deadline)
+                with suppress(ConnectionError):  # the rank that answered has ended
+                    self.regroup()
+        except TimeoutError as error:
+            raise RuntimeError(
+                f"fddp.init(elastic=True, timeout_s={timeout_s:g}) could not join the other "
+                f"ranks: {error}."
+            ) from error
+
+    @property
+    def group(self) -> Group:
+        """The ranks that are present."""
+        if self._world is None:
+            raise RuntimeError("the ranks are changing, and have no group now.")
+        return self._world.group
+
+    def in_step(self, number: int) -> AbstractContextManager[None]:
+        """Tells the other ranks that this one is in a step."""
+        return self.membership.signs.inside(number)
+
+    def regroups(self, within_s: float = 0.0) -> bool:
+        """True if the ranks change; waits for that, for at most some seconds."""
+        return self.membership.regroups(within_s)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the group."""
+        return self.view.epoch
+
+    def regroup(self) -> None:
+        """Waits until the remaining ranks and those that join have a group. Collective.
+
+        All arrays on the devices of the earlier group become invalid.
+        """
+        if self._world is not None:
+            self._world = None
+            forget_devices()
+        # Ranks may be in an evaluation, except at the start.
+        limit_s = BETWEEN * self._stall_s if self.epoch else self._timeout_s
+        while self._world is None:
+            host = self.membership.me.address[0]
+            serving = partial(start_meeting, host)
+            self.view = view = self.membership.next_view(serving, limit_s, self.epoch)
+            if self.membership.regroups():  # a rank was lost since
+                continue
+            try:
+                self._world = form_world(view, view.members.index(self.membership.me))
+            except Exception as error:
+                if not (from_transport(error) and self.membership.regroups(REASON_S)):
+                    raise
+                forget_devices()
+            else:
+                renew(self.group)
+                self._say(view)
+
+    def _say(self, view: View) -> None:
+        if self.group.rank == 0:
+            orders = ", ".join(str(member.order) for member in view.members)
+            print(f"fddp: ranks {orders} train together.", file=sys.stderr, flush=True)
+
+    def _break_off(self) -> None:
+        if self._world is not None:
+            self._world.break_off()
+
+    def leave(self) -> None:
+        """Waits for the other ranks' ends, unless this rank has failed."""
+        failed = hasattr(sys, "last_value")  # set by an uncaught error
+        self.membership.leave(0.0 if failed else LEAVE_S)
+
+
+_jobs: list[ElasticJob] = []
+
+
+def join_job(launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
+    """Founds or joins the job of this process; `undo` leaves it."""
+    _jobs.append(ElasticJob(launch, timeout_s, stall_s))
+    undo.callback(_jobs[0].leave)
+    atexit.register(undo.close)
+    return _jobs[0].group
+
+
+def current_job() -> ElasticJob:
+    """The job that `join` has founded or joined."""
+    if not _jobs:
+        raise ValueError("start the job by fddp.init(elastic=True) first.")
+    return _jobs[0]

@@ -1,0 +1,99 @@
+"""Where a process finds the members of its job: their addresses, in a file that they write.
+
+`python -m fddp run --elastic` names the folder. Without it a process asks rank 0.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fddp.elastic.connections import Links
+from fddp.elastic.views import Member, View
+from fddp.runtime import FINISHED, FOLDER
+
+CONNECT_S = 2.0
+RETRY_S = 0.2
+
+Address = tuple[str, int]
+
+
+def address_of(coordinator: str | None) -> Address:
+    """Where rank 0 listens at the start of a job; any port of this host if it is alone."""
+    if coordinator is None:
+        return "127.0.0.1", 0
+    host, port = coordinator.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
+def known_addresses(coordinator: str | None) -> list[Address]:
+    """The addresses of members, or that of rank 0 before they have written any."""
+    path = _file()
+    if path and path.exists():
+        return [(host, port) for _, _, (host, port) in json.loads(path.read_text())]
+    return [address_of(coordinator)] if coordinator else []
+
+
+def ask(door: Links, member: Member, coordinator: str | None, deadline: float) -> None:
+    """Asks a member to join its job.
+
+    Raises:
+      TimeoutError: none answers until the deadline.
+    """
+    while True:
+        addresses = known_addresses(coordinator)
+        for address in addresses:
+            with suppress(ConnectionError):
+                door.connect(address, CONNECT_S).send({"join": member})
+                return
+        check_goes_on()
+        if time.monotonic() > deadline:
+            places = ", ".join(f"{host}:{port}" for host, port in addresses)
+            raise TimeoutError(f"no rank of this job answers at {places or 'any address'}")
+        time.sleep(RETRY_S)
+
+
+def check_goes_on() -> None:
+    """Raises TimeoutError if a rank has reached the end of the job."""
+    path = _file()
+    if path and path.with_name(FINISHED).exists():
+        raise TimeoutError("the job has reached its end")
+
+
+def has_members(addresses: Sequence[Address]) -> bool:
+    """False if no process listens at any of the addresses; True also for a host that is silent."""
+    for address in addresses:
+        try:
+            socket.create_connection(address, CONNECT_S).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError:
+            return True
+        return True
+    return False
+
+
+def host_towards(addresses: Sequence[Address]) -> str:
+    """The address of this host by which it reaches the members."""
+    for address in addresses:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return probe.getsockname()[0]
+    return "127.0.0.1"
+
+
+def write_members(view: View) -> None:
+    """Writes the members' addresses for processes that join later."""
+    if path := _file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = path.with_name(f"{path.name}.{os.getpid()}")
+        staging.write_text(json.dumps(view.members))
+        staging.replace(path)
+
+
+def _file() -> Path | None:
+    folder = os.environ.get(FOLDER)
+    return Path(folder) / "members.json" if folder else None

@@ -1,0 +1,298 @@
+"""A process's membership in a job: it hears from the other members, and forms views with them.
+
+All threads share one state under one lock: those that read the connections, one that sends signs
+of life and looks for silent members, and the main thread, which waits for a next view.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fddp.comm import new_secret
+from fddp.elastic.connections import COPIES, Connection, Handlers, Links
+from fddp.elastic.held_state import HeldState
+from fddp.elastic.meeting_place import CONNECT_S, RETRY_S, write_members
+from fddp.elastic.neighbours import Copies
+from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
+from fddp.elastic.views import (
+    Agreement,
+    Member,
+    View,
+    member_from_json,
+    opinion_from_json,
+    to_json,
+    view_from_json,
+)
+
+
+class Excluded(RuntimeError):
+    """The other members go on without this one."""
+
+
+class Membership:
+    """This process as a member of a job."""
+
+    def __init__(
+        self, order: int, address: tuple[str, int], limits: Limits, revoke: Callable[[], None]
+    ) -> None:
+        """Listens at `address`. `revoke()` breaks the messages of the current step off."""
+        uid = f"{order}-{new_secret()[:8]}"
+        self.copies = Copies(uid)
+        self._limits = limits
+        self._revoke = revoke
+        self._state = threading.Condition()
+        self._links = dict[str, Connection]()
+        self._agreement: Agreement | None = None
+        self._waiting = set[Member]()  # for room in the job
+        self.signs = Signs(limits)
+        self._left = set[str]()  # members whose script has ended
+        self._ended = set[str]()  # processes whose connection has ended
+        self._excluded = False
+        handlers = Handlers(self._on_begin, self._on_line, self._on_end, self.copies.receive)
+        self.door = Links(uid, address, handlers)
+        self.me = Member(order, uid, (address[0], self.door.port))
+        threading.Thread(target=self._beat, name="fddp-beat", daemon=True).start()
+
+    ### The main thread
+
+    def found(self, size: int) -> None:
+        """Becomes the first member of a new job, which begins with `size` members."""
+        with self._state:
+            view = View(0, (self.me,))
+            self._agreement = Agreement(self.me.uid, view, self._limits.most, size)
+            write_members(view)
+
+    def next_view(self, serve: Callable[[View], str], timeout_s: float, after: int) -> View:
+        """Waits for the first view after epoch `after`, and announces it if this member leads.
+
+        `serve(view)` starts the service of a view, and returns its address.
+
+        Raises:
+          NoQuorum: too few members remain.
+          Excluded: the others go on without this member.
+          TimeoutError: there is no next view in time.
+          ConnectionError: the member that was asked to join has ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._state:
+            if self._agreement and not self._agreement.opinion.ready:
+                self._agreement.get_ready()
+                self._tell()
+            while True:
+                if self._excluded:
+                    raise Excluded(
+                        "the other ranks have gone on without this one, which was silent or stuck: "
+                        "end it, and start it again to join them."
+                    )
+                if self._agreement and self._agreement.view.epoch > after:
+                    return self._agreement.view
+                view = self._agreement.next_view() if self._agreement else None
+                if view and self._agreement and self._agreement.leads():
+                    self._announce(view, serve)
+                    continue
+                if self._agreement is None and not self._links:
+                    raise ConnectionError
+                seconds = deadline - time.monotonic()
+                if seconds <= 0:
+                    deadline = self._lose_late()
+                self._state.wait(min(max(seconds, 0.0), 1.0))
+
+    def send_copy(self, view: View, held: HeldState) -> None:
+        """Sends this member's part of the state to the next member of a view."""
+        following = view.members[(view.members.index(self.me) + 1) % len(view.members)]
+        if following != self.me:
+            call = partial(self.door.call, following.address, CONNECT_S, COPIES)
+            self.copies.send(held, call)
+
+    def regroups(self, within_s: float = 0.0) -> bool:
+        """True if a next view is due; waits for its reason, for at most some seconds."""
+        with self._state:
+            due = lambda: self._excluded or (self._agreement and self._agreement.under_way)  # noqa: E731
+            return bool(self._state.wait_for(due, within_s))
+
+    def leave(self, timeout_s: float) -> None:
+        """Waits until all members have reached the end of their script, or are gone."""
+        with self._state:
+            if self._agreement is None:
+                return
+            self._left.add(self.me.uid)
+            for link in self._links_of_view():
+                link.send({"left": True})
+            self._state.wait_for(self._all_left, timeout_s)
+
+    ### The other threads
+
+    def _on_begin(self, link: Connection) -> None:
+        with self._state:
+            self._links[link.uid] = link
+            if self._agreement and self._agreement.view.rank(link.uid) is not None:
+                link.send({"view": self._agreement.view})  # it may have connected too late
+
+    def _on_end(self, link: Connection) -> None:
+        with self._state:
+            if self._links.get(link.uid) is link:
+                del self._links[link.uid]
+                self._waiting = {x for x in self._waiting if x.uid != link.uid}
+                self._ended.add(link.uid)
+                self._lose(link.uid, ended=link.ended)
+                self._state.notify_all()
+
+    def _on_line(self, link: Connection, words: Any) -> None:
+        with self._state:
+            self.signs.hear(link.uid)
+            for name, value in words.items():
+                getattr(self, f"_hear_{name}")(link, value)
+            self._state.notify_all()
+
+    def _hear_beat(self, link: Connection, value: Any) -> None:
+        self.signs.place(link.uid, *value)
+
+    def _hear_left(self, link: Connection, value: Any) -> None:
+        self._left.add(link.uid)
+
+    def _hear_excluded(self, link: Connection, value: Any) -> None:
+        self._excluded = True
+        self._revoke()
+
+    def _hear_members(self, link: Connection, value: Any) -> None:
+        """A member has answered a request to join: all members must hear it."""
+        for member in map(member_from_json, value):
+            self._connect_later(member)
+
+    def _hear_join(self, link: Connection, value: Any) -> None:
+        member = member_from_json(value)
+        if self._agreement:
+            link.send({"members": self._agreement.view.members})
+            self._waiting.add(member)
+            self._admit_waiting()
+
+    def _hear_opinion(self, link: Connection, value: Any) -> None:
+        opinion = opinion_from_json(value)
+        if self._agreement is None:
+            return
+        if self.me.uid in opinion.gone and opinion.epoch == self._agreement.view.epoch:
+            self._hear_excluded(link, True)
+        if opinion.epoch < self._agreement.view.epoch:
+            link.send({"view": self._agreement.view})  # it has missed the announcement
+        was_due = self._agreement.under_way
+        if self._agreement.hear(link.uid, opinion):
+            self._changed(was_due)
+
+    def _hear_view(self, link: Connection, value: Any) -> None:
+        view = view_from_json(value)
+        if self._agreement is None or self._agreement.accepts(link.uid, view):
+            self._adopt(view)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(BEAT_S)
+            with self._state:
+                members = self._agreement.remaining if self._agreement else ()
+                others = [member.uid for member in members if member != self.me]
+                for uid in self.signs.lost(others):
+                    self._lose(uid, ended=False)
+                links = self._links_of_view()
+                words = {"beat": self.signs.own_place}
+            for link in links:
+                link.send(words)
+
+    ### With the lock held
+
+    def _lose(self, uid: str, *, ended: bool) -> None:
+        if self._agreement and uid not in self._left:
+            was_due = self._agreement.under_way
+            if self._agreement.lose(uid, ended=ended):
+                self._changed(was_due)
+
+    def _lose_late(self) -> float:
+        """Loses the members that have not left their step; returns the next deadline."""
+        late = self._agreement.late() if self._agreement else []
+        if not late or (self._agreement and not self._agreement.view.epoch):
+            raise TimeoutError("some ranks are missing")
+        for uid in late:
+            self._lose(uid, ended=False)
+        return time.monotonic() + BETWEEN * self._limits.stall_s
+
+    def _admit_waiting(self) -> None:
+        if self._agreement:
+            was_due = self._agreement.under_way
+            admitted = [self._agreement.admit(member) for member in self._waiting]
+            if any(admitted):
+                self._changed(was_due)
+
+    def _changed(self, was_due: bool) -> None:
+        if self._agreement:
+            for uid in self._left:  # its script has ended: it takes no part in a further view
+                self._agreement.lose(uid, ended=True)
+        self._admit_waiting()  # a lost member makes room
+        self._tell()
+        if not was_due and self._agreement and self._agreement.under_way:
+            self._revoke()
+        self._state.notify_all()
+
+    def _tell(self) -> None:
+        """Reports this member's opinion to the others."""
+        if self._agreement:
+            words = {"opinion": to_json(self._agreement.opinion)}
+            for link in self._links_of_view():
+                link.send(words)
+
+    def _announce(self, view: View, serve: Callable[[View], str]) -> None:
+        self._state.release()  # meanwhile other threads may lose a further member
+        try:
+            service = serve(view)
+        finally:
+            self._state.acquire()
+        if not self._agreement or self._agreement.next_view() != view:
+            return
+        view = view._replace(service=service)
+        for member in view.members:
+            if link := self._links.get(member.uid):
+                link.send({"view": view})
+        self._adopt(view)
+
+    def _adopt(self, view: View) -> None:
+        before = self._agreement.view.members if self._agreement else ()
+        lost = {member.uid for member in before} - {member.uid for member in view.members}
+        for uid in lost & self._links.keys():
+            self._links[uid].send({"excluded": True})
+            self._links[uid].finish()
+        self._agreement = Agreement(self.me.uid, view, self._limits.most, tie=self._limits.tie)
+        self._waiting -= set(view.members)
+        self.signs.restart()
+        for member in view.members:
+            if self.me not in before:
+                self._connect_later(member)
+            elif member.uid in self._ended:  # since it agreed, or asked to join
+                self._lose(member.uid, ended=True)
+        write_members(view)
+        self._admit_waiting()
+        self._state.notify_all()
+
+    def _connect_later(self, member: Member) -> None:
+        """Connects to a member, on another thread."""
+        if member.uid == self.me.uid or member.uid in self._links:
+            return
+
+        def connect() -> None:
+            end = time.monotonic() + self._limits.silence_s
+            while member.uid not in self._links and time.monotonic() < end:
+                with suppress(ConnectionError):
+                    self.door.connect(member.address, CONNECT_S)
+                    return
+                time.sleep(RETRY_S)
+
+        threading.Thread(target=connect, daemon=True).start()
+
+    def _links_of_view(self) -> list[Connection]:
+        members = self._agreement.remaining if self._agreement else ()
+        return [self._links[member.uid] for member in members if member.uid in self._links]
+
+    def _all_left(self) -> bool:
+        remaining = self._agreement.remaining if self._agreement else ()
+        return all(
+            x.uid in self._left or x.uid not in self._links for x in remaining if x != self.me
+        )

@@ -1,0 +1,139 @@
+"""A training that survives its ranks: it repeats a step that a lost rank has broken off.
+
+A step is pure: it returns a new state or raises. The state before it is not donated, so the
+remaining ranks form a new group, make the step again for it, and run it on that state.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from fddp.comm import Group
+from fddp.elastic.held_state import has_parts, newest_state, to_devices, to_host
+from fddp.elastic.job import REASON_S, current_job
+from fddp.step import StepInfo, TrainState
+from fddp.training import TrainStep
+from fddp.watching import from_transport
+
+
+class Trainer:
+    """A training step and its state, on the ranks that are present."""
+
+    def __init__(
+        self,
+        make: Callable[[Group], TrainStep],
+        params: PyTree,
+        *,
+        model_state: PyTree = None,
+        rng: PyTree = None,
+    ) -> None:
+        """Makes the first state, or takes over the state of the ranks that already train.
+
+        Args:
+          make: makes the step for a group: `lambda group: fddp.train_step(loss, optimizer,
+            group=group, donate=False)`. It is called again for each new group. Arrays that the loss
+            uses must be made inside of it, or be NumPy arrays: those of JAX end with their group.
+          params: as for `TrainStep.init`.
+          model_state: as for `TrainStep.init`.
+          rng: as for `TrainStep.init`.
+
+        Raises:
+          ValueError: the job was not started by `fddp.init(elastic=True)`, or the step donates its
+            state, has `shard=` or local steps.
+        """
+        self._job = current_job()
+        self._copies = self._job.membership.copies
+        self._make = make
+        self._start: Any = jax.device_get((params, model_state, rng))
+        self._state: TrainState | None = None
+        self._form()
+
+    @property
+    def group(self) -> Group:
+        """The ranks that are present."""
+        return self._job.group
+
+    @property
+    def number(self) -> int:
+        """Steps done."""
+        return int(self.state.step)
+
+    @property
+    def state(self) -> TrainState:
+        """The state after `number` steps."""
+        if self._state is None:
+            raise RuntimeError("the ranks are changing, and have no state now.")
+        return self._state
+
+    def step(self, rows: PyTree | Callable[[Group], PyTree]) -> StepInfo:
+        """Runs the next step, again if the ranks change meanwhile.
+
+        Args:
+          rows: this rank's batch, or a function of the group that returns it, which deals the rows
+            again when the ranks change.
+
+        Returns:
+          The report of the step. `group.size` is the number of replicas that it had.
+
+        Raises:
+          NoQuorum: too few ranks remain.
+          Excluded: the other ranks go on without this one.
+        """
+        while True:
+            if self._job.regroups():
+                self._regroup()
+            try:
+                batch = rows(self.group) if callable(rows) else rows
+                with self._job.in_step(self.number):
+                    after, info = jax.block_until_ready(self._step(self.state, batch))
+            except Exception as error:
+                if not (from_transport(error) and self._job.regroups(REASON_S)):
+                    raise
+                continue
+            self._state = after
+            self._copy(after)
+            return info
+
+    def _regroup(self) -> None:
+        """Holds the state on the host, until a new group has it."""
+        if self._state is not None and not has_parts(self._state):
+            self._copies.hold(to_host(self.group, self._job.view, self.number, self._state))
+        self._state = None
+        self._job.regroup()
+        self._form()
+
+    def _form(self) -> None:
+        """Makes step and state for the group; again if it changes meanwhile."""
+        while self._state is None:
+            try:
+                self._step, self._state = self._formed()
+            except Exception as error:
+                if not (from_transport(error) and self._job.regroups(REASON_S)):
+                    raise
+                self._job.regroup()
+
+    def _formed(self) -> tuple[TrainStep, TrainState]:
+        params, model_state, rng = self._start
+        step = self._make(self.group).with_options(donate=False)
+        held = newest_state(self.group, self._copies.store)
+        state = step.shapes(params, model_state=model_state, rng=rng)
+        if held is None or jax.tree.leaves(state.hook_state):
+            state = step.init(params, model_state=model_state, rng=rng)
+        if held is not None:
+            state = jax.block_until_ready(to_devices(self.group, held, state))
+        self._copies.disconnect()
+        self._copy(state)
+        self._copies.wait(self._job.regroups)
+        self.group.barrier()  # each part has a copy: the parts of earlier views are needless
+        self._copies.forget(self._job.epoch)
+        return step, state
+
+    def _copy(self, state: TrainState) -> None:
+        """Copies this member's part of the state under the next step, once the last one arrived."""
+        if has_parts(state):
+            self._copies.wait(self._job.regroups)
+            held = to_host(self.group, self._job.view, int(state.step), state)
+            self._copies.hold(held)
+            self._job.membership.send_copy(self._job.view, held)

@@ -1,0 +1,193 @@
+"""The agreement of a job's members on its next view: a state machine that sends and waits nothing.
+
+A view is the set of ranks that train together. When a member ends, falls silent or asks to join,
+the others report their opinions to each other until all that remain hold the same one. The first
+of them then announces the next view. Every step of this is a merge of sets, so the order of
+messages does not matter.
+
+Two views that go on: a view needs the opinions of all its members, and more than half of the
+previous view's members. Members whose process is known to have ended do not count.
+
+Source: view-synchronous membership, Birman and Joseph, "Exploiting Virtual Synchrony in Distributed
+Systems" (1987).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class Member(NamedTuple):
+    """A process of the job."""
+
+    order: int
+    """Its rank in the launcher's numbering; ranks of a view are in this order."""
+    uid: str
+    """Unique: a restarted process is another member."""
+    address: tuple[str, int]
+    """host, port at which it listens to the other members."""
+
+
+class View(NamedTuple):
+    """The members that train together."""
+
+    epoch: int
+    members: tuple[Member, ...]
+    service: str = ""
+    """host:port at which they meet, once the view is announced."""
+
+    def rank(self, uid: str) -> int | None:
+        """The rank of a member; None if it is none."""
+        return next((k for k, member in enumerate(self.members) if member.uid == uid), None)
+
+
+class Opinion(NamedTuple):
+    """What a member knows of the next view."""
+
+    epoch: int
+    """Of the current view."""
+    gone: Mapping[str, bool]
+    """uid of a member that does not remain → True if its process has ended."""
+    joining: frozenset[Member] = frozenset()
+    ready: bool = False
+    """True if the member has left its step, and waits for the next view."""
+
+    def merged(self, other: "Opinion") -> "Opinion":
+        """Adds the knowledge of another member of the same view."""
+        gone = {uid: self.gone.get(uid, False) or ended for uid, ended in other.gone.items()}
+        return self._replace(gone={**self.gone, **gone}, joining=self.joining | other.joining)
+
+    def agrees(self, other: "Opinion") -> bool:
+        """True if both know the same, and both members are ready."""
+        return self == other and self.ready
+
+
+class NoQuorum(RuntimeError):
+    """Too few members of the previous view remain for a next one."""
+
+
+class Agreement:
+    """One member's part in the agreement on the view that follows `view`."""
+
+    def __init__(self, uid: str, view: View, most: int, least: int = 1, tie: bool = False) -> None:
+        """`most` limits the members of a view, `least` those of the next one. With `tie`, the half
+        of a split job that has its first member goes on."""
+        self.view = view
+        self.opinion = Opinion(view.epoch, {})
+        self._uid = uid
+        self._most = most
+        self._least = least
+        self._tie = tie
+        self._opinions = dict[str, Opinion]()
+
+    @property
+    def remaining(self) -> tuple[Member, ...]:
+        """The members that are not gone."""
+        return tuple(x for x in self.view.members if x.uid not in self.opinion.gone)
+
+    @property
+    def under_way(self) -> bool:
+        """True if there is a reason for a next view."""
+        return not self.view.epoch or bool(self.opinion.gone) or bool(self.opinion.joining)
+
+    def lose(self, uid: str, *, ended: bool) -> bool:
+        """Records a member that has ended, or is silent or stuck; True if that is new."""
+        if self.view.rank(uid) is None:
+            return False
+        return self._learn(Opinion(self.view.epoch, {uid: ended}))
+
+    def admit(self, member: Member) -> bool:
+        """Records a process that asks to join; True if that is new and there is room for it."""
+        if len({*self.remaining, *self.opinion.joining, member}) > self._most:
+            return False
+        return self._learn(Opinion(self.view.epoch, {}, frozenset({member})))
+
+    def get_ready(self) -> None:
+        """Records that this member has left its step."""
+        self.opinion = self.opinion._replace(ready=True)
+
+    def hear(self, uid: str, opinion: Opinion) -> bool:
+        """Merges a member's opinion; True if this member's opinion has changed."""
+        if opinion.epoch != self.view.epoch or uid in self.opinion.gone:
+            return False
+        self._opinions[uid] = opinion
+        return self._learn(opinion)
+
+    def accepts(self, uid: str, view: View) -> bool:
+        """True if this member takes over a view that a member announces or passes on.
+
+        A member that is gone in this member's opinion may have announced it to the others in vain.
+        """
+        remains = uid in [member.uid for member in self.remaining]
+        following = view.epoch == self.view.epoch + 1
+        return remains and following and view.rank(self._uid) is not None
+
+    def next_view(self) -> View | None:
+        """Returns the next view, once all remaining members agree on it.
+
+        Raises:
+          NoQuorum: they are too few to go on.
+        """
+        others = [self._opinions.get(x.uid) for x in self.remaining if x.uid != self._uid]
+        if not self.under_way or not all(x and x.agrees(self.opinion) for x in others):
+            return None
+        if not self.opinion.ready:
+            return None
+        members = {*self.remaining, *self.opinion.joining}
+        if len(members) < self._least:
+            return None
+        self._check_quorum()
+        return View(self.view.epoch + 1, tuple(sorted(members)))
+
+    def late(self) -> list[str]:
+        """The other members that remain and are not ready."""
+        others = [x.uid for x in self.remaining if x.uid != self._uid]
+        opinions = {uid: self._opinions.get(uid) for uid in others}
+        return [uid for uid, opinion in opinions.items() if not (opinion and opinion.ready)]
+
+    def leads(self) -> bool:
+        """True if this member announces the next view."""
+        return self.remaining[:1] != () and self.remaining[0].uid == self._uid
+
+    def _learn(self, other: Opinion) -> bool:
+        before = self.opinion
+        self.opinion = before.merged(other)
+        return self.opinion != before
+
+    def _check_quorum(self) -> None:
+        remaining = len(self.remaining)
+        voters = len(self.view.members) - sum(self.opinion.gone.values())
+        first = self.view.members[0] in self.remaining
+        if 2 * remaining > voters or (self._tie and 2 * remaining == voters and first):
+            return
+        lost = [k for k, x in enumerate(self.view.members) if self.opinion.gone.get(x.uid) is False]
+        raise NoQuorum(
+            f"only {remaining} of {voters} ranks reach each other, and ranks {lost} may train on "
+            "elsewhere: this side of the split job ends. The side with more than half of the ranks "
+            "goes on; of two equal halves the one with rank 0 does if FDDP_TIE=1 is set."
+        )
+
+
+### On the wire
+
+
+def to_json(opinion: Opinion) -> dict[str, Any]:
+    """The opinion as JSON."""
+    return {**opinion._asdict(), "joining": sorted(opinion.joining)}
+
+
+def opinion_from_json(words: Mapping[str, Any]) -> Opinion:
+    """The opinion that `to_json` has written."""
+    joining = frozenset(member_from_json(x) for x in words["joining"])
+    return Opinion(**{**words, "joining": joining})
+
+
+def member_from_json(words: Sequence[Any]) -> Member:
+    """The member, from its JSON."""
+    order, uid, (host, port) = words
+    return Member(int(order), str(uid), (str(host), int(port)))
+
+
+def view_from_json(words: Sequence[Any]) -> View:
+    """The view, from its JSON."""
+    epoch, members, service = words
+    return View(int(epoch), tuple(map(member_from_json, members)), str(service))

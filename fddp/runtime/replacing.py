@@ -1,0 +1,165 @@
+"""Starts the ranks of an elastic job, and starts a rank again when it fails.
+
+The other ranks train on meanwhile (`fddp.elastic`). A host on which two ranks have failed is not
+used for a while.
+"""
+
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
+from fddp.runtime.launchers import worlds
+from fddp.runtime.output import print_line, shown
+from fddp.runtime.supervisor import (
+    END_S,
+    ENDING,
+    LOOK_S,
+    PAUSE_S,
+    Job,
+    by_mpiexec,
+    forward,
+    start_process,
+)
+
+FOLDER = "FDDP_ELASTIC"  # names the folder in which ranks of this host find their job
+FINISHED = "finished"  # a file there, once a rank has reached its end
+COOL_S = 600.0
+FAILURES = 2
+# A script that fails soon after each start has a fault of its own.
+SOON_S = 60.0
+ATTEMPTS = 3
+
+
+class Running(NamedTuple):
+    """A rank's process."""
+
+    process: subprocess.Popen[bytes]
+    host: str
+    since: float
+
+
+def supervise_ranks(job: Job) -> int:
+    """Runs an elastic job; returns 0 if a rank reached its end, else the last failed one's status.
+
+    It ends when no rank runs, or fewer than `job.least`.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="fddp-run-") as folder,
+        collect_signals(*ENDING) as signals,
+    ):
+        env = {**os.environ, FOLDER: folder}
+        env.setdefault("JAX_COMPILATION_CACHE_DIR", folder)  # a new group compiles little
+        ranks = _Ranks(job, env)
+        try:
+            return ranks.watch(signals)
+        finally:
+            ranks.kill()
+
+
+class _Ranks:
+    """The ranks of a job, and the failures of its hosts."""
+
+    def __init__(self, job: Job, env: Mapping[str, str]) -> None:
+        self._job = job
+        self._worlds = [{**env, **world} for world in worlds(job.ranks, job.hosts)]
+        self._failures: dict[str, list[float]] = {}
+        self._due = dict.fromkeys(range(job.ranks), 0.0)  # rank → when to start it
+        self._running = dict[int, Running]()
+        self._restarts = 0
+        self._quick_failures = dict.fromkeys(range(job.ranks), 0)
+
+    def watch(self, signals: list[int]) -> int:
+        """Starts ranks when they are due, until none runs."""
+        code = 0
+        forwarded = 0
+        finished = False
+        deadline = float("inf")
+        while True:
+            now = time.monotonic()
+            for rank in [rank for rank, due in self._due.items() if due <= now]:
+                self._start(rank, now)
+            for rank, running in list(self._running.items()):
+                status = exit_code(running.process.pid)
+                if status is None:
+                    continue
+                kill_groups([running.process.pid])
+                running.process.wait()
+                del self._running[rank]
+                if status == 0:
+                    finished = True
+                    Path(self._worlds[rank][FOLDER], FINISHED).touch()
+                else:
+                    code = status
+                    self._fail(rank, running, status, again=not (finished or signals))
+            if finished:
+                self._due.clear()
+            if not self._running and (finished or code):  # the state has ended with the last rank
+                return 0 if finished else _positive(code)
+            if code and len(self._running) < self._job.least and not finished:
+                print_line(f"fewer than {self._job.least} ranks run.")
+                return _positive(code)
+            for number in signals[forwarded:]:
+                self._due.clear()
+                forward([running.process for running in self._running.values()], number)
+                deadline = min(deadline, now + END_S)
+                forwarded += 1
+            if now > deadline:
+                self.kill()
+            time.sleep(LOOK_S)
+
+    def kill(self) -> None:
+        """Ends all ranks."""
+        kill_groups(running.process.pid for running in self._running.values())
+        for running in self._running.values():
+            with suppress(subprocess.TimeoutExpired):
+                running.process.wait(END_S)
+
+    def _start(self, rank: int, now: float) -> None:
+        host = self._host(rank, now)
+        if host is None:
+            return
+        del self._due[rank]
+        words = list(self._job.command)
+        if host:
+            words = by_mpiexec(replace(self._job, ranks=1, least=1, hosts=(host,)), [host])
+        process = start_process(words, self._worlds[rank])
+        shown(process, f"[{rank}] ", threading.Event())
+        self._running[rank] = Running(process, host, now)
+
+    def _host(self, rank: int, now: float) -> str | None:
+        """The rank's host, or another one if it has failed too often; None if all have."""
+        hosts = self._job.hosts or ("",)
+        first = rank * len(hosts) // self._job.ranks
+        for host in (*hosts[first:], *hosts[:first]):
+            recent = [at for at in self._failures.get(host, []) if now - at < COOL_S]
+            if not host or len(recent) < FAILURES:
+                return host
+        return None
+
+    def _fail(self, rank: int, running: Running, status: int, *, again: bool) -> None:
+        now = time.monotonic()
+        soon = status > 0 and now - running.since < SOON_S
+        self._quick_failures[rank] = self._quick_failures[rank] + 1 if soon else 0
+        place = f" on {running.host}" if running.host else ""
+        words = f"rank {rank}{place} ended {describe_end(status)}"
+        if self._quick_failures[rank] == ATTEMPTS:
+            print_line(f"{words} soon after {ATTEMPTS} starts, and is not started again.")
+        elif again and self._restarts < self._job.restarts:
+            self._restarts += 1
+            self._failures.setdefault(running.host, []).append(now)
+            self._due[rank] = now + PAUSE_S
+            print_line(f"{words}: it starts again, restart {self._restarts}.")
+        else:
+            print_line(f"{words}.")
+
+
+def _positive(code: int) -> int:
+    return 128 - code if code < 0 else code

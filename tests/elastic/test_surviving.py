@@ -1,0 +1,88 @@
+"""Ranks that end, stop or join: the others train on, to the bits of a run that nothing disturbed.
+
+The truth is a run of one process, by `fddp.train_step` alone.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from runtime.test_supervisor import run
+from workers.elastic import PARAMS, digest, loss, rows_of
+
+import fddp
+
+STEPS = 40
+VIRTUAL = {"virtual_replicas": 12, "schedule": "staged"}
+
+
+@cache
+def calm() -> fddp.TrainState:
+    """The state of one replica that does all steps."""
+    group = fddp.mesh_group(Mesh(np.array(jax.devices()[:1]), "replica"))
+    step = fddp.train_step(loss, optax.adam(0.05), group=group, **VIRTUAL)
+    state = step.init(PARAMS)
+    for number in range(STEPS):
+        state, _ = step(state, rows_of(number, group, VIRTUAL))
+    return state
+
+
+def results(
+    folder: Path, ranks: int, options: Mapping[str, Any], faults: Mapping[str, Sequence[Any]]
+) -> tuple[list[dict[str, Any]], str]:
+    """What the ranks print at their end, and all that the job prints."""
+    worker = Path(__file__).parents[1] / "workers" / "elastic.py"
+    words = ["--elastic", "-n", str(ranks), str(worker), str(folder), str(STEPS)]
+    done = run(*words, json.dumps(options), json.dumps(faults), timeout_s=120)
+    assert done.returncode == 0
+    lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")], done.stderr
+
+
+@pytest.mark.ranks
+def test_ranks_die_one_of_them_rank_0_and_the_bits_are_those_of_a_calm_run(tmp_path: Path):
+    ends, said = results(tmp_path, 3, VIRTUAL, {"1": ["kill", 5], "0": ["kill", 30]})
+    assert {end["digest"] for end in ends} == {digest(calm())}
+    assert min(min(end["sizes"]) for end in ends) < 3
+    assert "rank 1 ended by SIGKILL: it starts again" in said
+    assert "rank 0 ended by SIGKILL: it starts again" in said
+
+
+@pytest.mark.ranks
+def test_two_ranks_die_at_once_and_one_while_the_others_regroup(tmp_path: Path):
+    faults = {"1": ["kill", 5], "2": ["kill", 5], "3": ["kill between", 0]}
+    ends, _ = results(tmp_path, 4, VIRTUAL, faults)
+    assert {end["digest"] for end in ends} == {digest(calm())}
+
+
+@pytest.mark.ranks
+def test_a_stopped_rank_is_left_behind_and_joins_again_after_it_ends(tmp_path: Path):
+    ends, said = results(tmp_path, 3, VIRTUAL, {"2": ["stop", 5]})
+    assert {end["digest"] for end in ends} == {digest(calm())}
+    assert "have gone on without this one, which was silent or stuck" in said
+
+
+@pytest.mark.ranks
+def test_the_shards_of_a_dead_rank_are_restored_from_the_rank_after_it(tmp_path: Path):
+    options = {"shard": "state"}
+    ends, _ = results(tmp_path, 3, options, {"1": ["kill", 5]})
+    assert len({end["digest"] for end in ends}) == 1
+    np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
+    assert min(min(end["sizes"]) for end in ends) < 3
+
+
+def test_an_mpi_job_cannot_be_elastic():
+    with pytest.raises(ValueError, match="an MPI job ends with its first dead rank"):
+        fddp.init("mpi", elastic=True)
+
+
+def test_a_trainer_needs_an_elastic_job():
+    with pytest.raises(ValueError, match=r"start the job by fddp.init\(elastic=True\)"):
+        fddp.elastic.Trainer(lambda group: fddp.train_step(loss, optax.sgd(0.1)), PARAMS)

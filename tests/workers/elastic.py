@@ -1,0 +1,84 @@
+"""One rank of an elastic job with faults on purpose: `elastic.py FOLDER STEPS OPTIONS FAULTS`.
+
+OPTIONS are those of the step, and FAULTS maps a rank to [kind, step], both as JSON. A rank that
+starts again has no fault. Prints the numbers of replicas of the steps, and the digest of the state.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import fddp
+import fddp.elastic
+
+ROWS = 999
+BATCH = 12
+STOPPED_S = 4  # longer than the stall of this job
+DATA = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+PARAMS = {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float32)}
+
+
+def loss(params: Any, x: Any) -> Any:
+    return ((x @ params["a"] - 1) ** 2).mean() + (params["b"] ** 2).mean()
+
+
+def rows_of(number: int, group: fddp.Group, options: dict[str, Any]) -> np.ndarray:
+    """The rows of a step that this process reads."""
+    virtual = options.get("virtual_replicas")
+    deal: Any = {"rank": group.rank, "size": group.processes, "virtual_replicas": virtual}
+    return DATA[next(fddp.samples(ROWS, BATCH, start_step=number, **deal))]
+
+
+def digest(state: Any) -> str:
+    """A digest of the whole state, equal on all replicas."""
+    arrays = [np.asarray(jax.device_get(x)) for x in jax.tree.leaves(fddp.whole(state))]
+    return hashlib.sha256(b"".join(x.tobytes() for x in arrays)).hexdigest()
+
+
+def fault(kind: str) -> None:
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "stop":  # and go on later, as a process on a suspended host does
+        wake = f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"
+        subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def main(folder: str, steps: str, options: str, faults: str) -> None:
+    chosen = json.loads(options)
+    fddp.init(elastic=True, stall_s=2.0)
+    rank = os.environ["FDDP_RANK"]
+    kind, at = json.loads(faults).get(rank, ("", -1))
+    met = Path(folder) / rank
+    groups = 0
+
+    def make(group: fddp.Group) -> fddp.TrainStep:
+        nonlocal groups
+        groups += 1
+        if kind == "kill between" and groups == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return fddp.train_step(loss, optax.adam(0.05), group=group, **chosen)
+
+    trainer = fddp.elastic.Trainer(make, PARAMS)
+    sizes = list[int]()
+    while trainer.number < int(steps):
+        if trainer.number == at and not met.exists():
+            met.touch()
+            fault(kind)
+        trainer.step(lambda group: rows_of(trainer.number, group, chosen))
+        sizes.append(trainer.group.size)
+    kernel = np.asarray(jax.device_get(fddp.whole(trainer.state.params)["a"])).tolist()
+    print(json.dumps({"sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
