@@ -98,7 +98,7 @@ def test_the_first_step_may_take_any_time():
 
 @pytest.mark.parametrize("steps", [2, 3])
 def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_long(steps: int):
-    stuck = {"stopped": True, "lifeless": 1e4, "steps": steps}
+    stuck = {"lifeless": 1e4, "steps": steps}
     verdict_after = lambda still, **fields: conclude(  # noqa: E731
         waiting(0, still) | {"steps": steps, "typical": 0.0},
         waiting(1, still) | stuck | fields,
@@ -109,9 +109,11 @@ def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_lon
     first = verdict_after(least + 1)
     second = verdict_after(2 * least + 1)
     assert first is not None and second is not None
-    assert first.words.startswith(f"nothing has moved for 600 s: rank 1 is stopped in step {steps}")
+    assert first.words.startswith(
+        f"nothing has moved for 600 s: rank 1 does not run Python in step {steps}"
+    )
     assert (first.end, second.end) == (False, True)
-    compiles = verdict_after(least + 1, doing="step", messages=104, stopped=False, lifeless=0.1)
+    compiles = verdict_after(least + 1, doing="step", messages=104, lifeless=0.1)
     assert (
         compiles is not None
         and not compiles.end
@@ -119,6 +121,23 @@ def test_while_nobody_knows_how_long_a_step_takes_a_stall_is_twenty_times_as_lon
     )
     lost = verdict_after(61.0, heard=NOW - 61.0)  # its watcher is heard of in any step
     assert lost is not None and lost.end and "rank 1 has not been heard of" in lost.words
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_a_rank_that_is_stopped_before_its_first_steps_is_named_as_later(steps: int):
+    """Inside a checkpoint's restore, for example, where the others wait in a gather."""
+    verdict_after = lambda still: conclude(  # noqa: E731
+        waiting(0, still) | {"steps": steps, "doing": "all_gather", "typical": 0.0},
+        rank(1, steps=steps, still=still, stopped=True, lifeless=still),
+        stall_s=None,
+    )
+    assert verdict_after(29.0) is None
+    first = verdict_after(31.0)
+    second = verdict_after(61.0)
+    assert first is not None and second is not None
+    assert first.words.startswith("nothing has moved for 30 s: rank 1 is stopped ")
+    assert f"rank 0 waits in all_gather after step {steps}" in first.words
+    assert (first.end, second.end) == (False, True)
 
 
 def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():

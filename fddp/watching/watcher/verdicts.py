@@ -91,8 +91,11 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
         return None
     usual_s = longest(reports, stall_s)
     silence_s = silence(reports, stall_s)
-    # The first step compiles, and may take any time.
-    waiting = [report for report in reports if report["together"] and report["steps"] > 1]
+    stopped = any(report["stopped"] for report in reports)
+    # The first step compiles, and may take any time, unless a signal has stopped a rank.
+    waiting = [
+        report for report in reports if report["together"] and (report["steps"] > 1 or stopped)
+    ]
     # A running watcher reports all the time.
     lost = any(time_s - report["heard"] > usual_s and has_met(report) for report in reports)
     if lost:
@@ -102,7 +105,7 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
         return None
     limit_s = usual_s
     # The pace is known after three steps.
-    if not (stall_s or lost or any(report["steps"] > 3 for report in waiting)):
+    if not (stall_s or lost or stopped or any(report["steps"] > 3 for report in waiting)):
         limit_s *= PATIENCE
     quiet_s = min(report["still"] + time_s - report["heard"] for report in reports)
     if quiet_s < limit_s:
