@@ -4,8 +4,9 @@ A step is pure: it returns a new state or raises. The state before it is not don
 remaining ranks form a new group, make the step again for it, and run it on that state.
 """
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import PyTree
@@ -16,6 +17,18 @@ from fddp.elastic.job import REASON_S, current_job
 from fddp.step import StepInfo, TrainState
 from fddp.training import TrainStep
 from fddp.watching import from_transport
+
+
+class ElasticStats(NamedTuple):
+    """What it takes to survive a rank; see `Trainer.stats`."""
+
+    group: int
+    """Number of the group, from 1: each change of ranks makes another one."""
+    regroup_s: float | None
+    """Seconds of this rank's last regrouping, without the repeated step; None before the first."""
+    nbytes: int
+    """Bytes on this host that a job which is not elastic does not need: a whole state that is not
+    donated, or the copies of parts of a sharded state."""
 
 
 class Trainer:
@@ -48,6 +61,7 @@ class Trainer:
         self._make = make
         self._start: Any = jax.device_get((params, model_state, rng))
         self._state: TrainState | None = None
+        self._regroup_s: float | None = None
         self._form()
 
     @property
@@ -96,13 +110,22 @@ class Trainer:
             self._copy(after)
             return info
 
+    def stats(self) -> ElasticStats:
+        """Returns the number of the group, and what surviving takes in seconds and bytes."""
+        nbytes = self._copies.nbytes
+        if not has_parts(self.state):
+            nbytes += sum(x.nbytes for x in jax.tree.leaves(self.state))
+        return ElasticStats(self._job.epoch, self._regroup_s, nbytes)
+
     def _regroup(self) -> None:
         """Holds the state on the host, until a new group has it."""
+        begin = time.monotonic()
         if self._state is not None and not has_parts(self._state):
             self._copies.hold(to_host(self.group, self._job.view, self.number, self._state))
         self._state = None
         self._job.regroup()
         self._form()
+        self._regroup_s = time.monotonic() - begin
 
     def _form(self) -> None:
         """Makes step and state for the group; again if it changes meanwhile."""

@@ -74,6 +74,7 @@ def test_the_shards_of_a_dead_rank_are_restored_from_the_rank_after_it(tmp_path:
     options = {"shard": "state"}
     ends, _ = results(tmp_path, 3, options, {"1": ["kill", 5]})
     assert len({end["digest"] for end in ends}) == 1
+    assert all(end["stats"][2] > 0 for end in ends)  # bytes of copies
     np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
     assert min(min(end["sizes"]) for end in ends) < 3
 

@@ -77,7 +77,8 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
         trainer.step(lambda group: rows_of(trainer.number, group, chosen))
         sizes.append(trainer.group.size)
     kernel = np.asarray(jax.device_get(fddp.whole(trainer.state.params)["a"])).tolist()
-    print(json.dumps({"sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}))
+    end = {"sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}
+    print(json.dumps(end | {"stats": trainer.stats()}))
 
 
 if __name__ == "__main__":
