@@ -19,14 +19,14 @@ from fddp.step import TrainState
 
 
 class HeldState(NamedTuple):
-    """A state, or a member's part of it, after some steps."""
+    """A member's own state, or the copy of another member's parts, after some steps."""
 
     version: tuple[int, int]
     """Steps done, and the epoch of the view that did the last one."""
     owners: tuple[str, ...]
     """The members whose parts make up the state; empty if each has all of it."""
     forms: Mapping[str, tuple[str, Sequence[int]]]
-    """Name of a leaf → dtype and dims."""
+    """Name of a leaf → dtype and dims; empty for a copy, as `leaves` are."""
     leaves: Mapping[str, np.ndarray]
     """Name of a leaf that each member has → its values."""
     parts: Mapping[str, Portion]
@@ -78,32 +78,30 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
     Raises:
       StateLost: a part of every state is lost; on every member.
     """
-    catalogs = group.all_gather_object([(*key, held.owners) for key, held in store.items()])
-    # version → uid → the first rank with that part; the members with parts of it
+    local_list = [(*key, held.owners, bool(held.forms)) for key, held in store.items()]
+    # version → uid → the first rank with that part; the members with parts of it; the first rank
+    # with the leaves that are whole
     providers: dict[tuple[int, int], dict[str, int]] = {}
     owners: dict[tuple[int, int], Sequence[str]] = {}
-    for rank, catalog in enumerate(catalogs):
-        for uid, version, needed in catalog:
+    roots: dict[tuple[int, int], int] = {}
+    for rank, rank_list in enumerate(group.all_gather_object(local_list)):
+        for uid, version, needed, is_own in rank_list:
             providers.setdefault(version, {}).setdefault(uid, rank)
             owners[version] = needed
+            if is_own:
+                roots.setdefault(version, rank)
     if not providers:
         return None
-    complete = [x for x, parts in providers.items() if parts.keys() >= {*owners[x]}]
+    complete = [x for x in roots if providers[x].keys() >= {*owners[x]}]
     if not complete:
-        print(
-            "CAT",
-            group.rank,
-            [(r, [(u, v) for u, v, _ in c]) for r, c in enumerate(catalogs)],
-            owners,
-            flush=True,
-        )
         raise StateLost(
             "a rank and the one after it, which held a copy of its part of the state, were lost "
             "at once: start the job again from its newest checkpoint."
         )
     version = max(complete)
-    local = next((held for held in store.values() if held.version == version), None)
-    root = min(providers[version].values())
+    own = (held for held in store.values() if held.version == version and held.forms)
+    local = next(own, None)
+    root = roots[version]
     described = local._replace(leaves=dict.fromkeys(local.leaves), parts={}) if local else None
     known: Any = group.broadcast_object(described, root)
     incomplete = bool(group.all_reduce(np.int32(local is None), "max"))

@@ -84,14 +84,18 @@ class Copies:
             self._store.pop(key, None)
 
     def _send(self, held: HeldState, call: Call) -> None:
-        with suppress(OSError):
+        # The other member has the leaves that are whole.
+        data = pickle.dumps(held._replace(forms={}, leaves={}), protocol=5)
+        try:
             if self._connection is None:
                 _, self._connection, _ = call()
                 self._connection.settimeout(None)
-            data = pickle.dumps(held, protocol=5)
             self._connection.sendall(len(data).to_bytes(SIZE_BYTES))
             self._connection.sendall(data)
-            self._connection.recv(1)
+            if self._connection.recv(1) != RECEIVED:
+                self._connection = None
+        except OSError:
+            self._connection = None
 
     def _put(self, uid: str, held: HeldState) -> None:
         self._store[uid, held.version] = held
