@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets import is_shard
@@ -113,7 +114,7 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
             gathered = chain.from_iterable(group.all_gather_object(portions))
             leaves[name] = _joined(list(gathered), dtype)
         elif incomplete:
-            values = local.leaves[name] if local else np.zeros(dims, dtype)
+            values = local.leaves[name] if local else np.zeros(dims, jnp.dtype(dtype))
             leaves[name] = group.broadcast(values, root)
         elif local:
             leaves[name] = local.leaves[name]
@@ -122,7 +123,7 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
 
 def _joined(portions: Sequence[Portion], dtype: str) -> np.ndarray:
     """Joins the parts of all members to the whole array."""
-    whole = np.zeros(portions[0].dims, dtype)
+    whole = np.zeros(portions[0].dims, jnp.dtype(dtype))
     for portion in portions:
         for place, piece in portion.pieces:
             whole[place] = piece
