@@ -26,6 +26,11 @@ from fddp.watching import FAILED, follows_another
 from fddp.wording import check_seconds, check_switch, check_whole
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
+NO_MPI = (
+    "elastic=True needs backend 'gloo' or 'nccl': an MPI job ends with its first dead rank. Start "
+    "the ranks by `python -m fddp run --elastic`; over MPI, `python -m fddp run --restarts` starts "
+    "the whole job again."
+)
 
 
 def init(
@@ -84,6 +89,8 @@ def init(
     if size is not None:
         size = check_whole("size", size, 1)
     check_switch("elastic", elastic)
+    if elastic and backend == "mpi":
+        raise ValueError(NO_MPI)
     request = (backend, rank, size, coordinator, elastic)
     cache_small_programs()
     if _started and (elastic or request[:4] != (None,) * 4) and request != _started[0].request:
@@ -247,12 +254,8 @@ def _start(
 def _elastic(
     backend: str | None, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
 ) -> Group:
-    if backend == "mpi" or (backend is None and launch.by_mpi and not launch.coordinator):
-        raise ValueError(
-            "elastic=True needs backend 'gloo' or 'nccl': an MPI job ends with its first dead "
-            "rank. Start the ranks by `python -m fddp run --elastic`; over MPI, `python -m fddp "
-            "run --restarts` starts the whole job again."
-        )
+    if backend is None and launch.by_mpi and not launch.coordinator:
+        raise ValueError(NO_MPI)
     # A room above this one, which only elastic jobs load.
     return import_module("fddp.elastic").join_job(launch, timeout_s, stall_s, undo)
 
