@@ -1,6 +1,6 @@
-"""Where a process finds the members of its job: their addresses, in a file that they write.
+"""The members' addresses, in a file that they write for processes that start later.
 
-`python -m fddp run --elastic` names the folder. Without it a process asks rank 0.
+`python -m fddp run --elastic` names the folder. Without it a process connects to rank 0.
 """
 
 import json
@@ -11,22 +11,20 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fddp.elastic.connections import Links
+from fddp.elastic.connections import RETRY_S, Links
 from fddp.elastic.views import Member, View
-from fddp.runtime import FINISHED, FOLDER
+from fddp.runtime import FINISHED, FOLDER, place_of
 
 CONNECT_S = 2.0
-RETRY_S = 0.2
 
 Address = tuple[str, int]
 
 
 def address_of(coordinator: str | None) -> Address:
-    """Where rank 0 listens at the start of a job; any port of this host if it is alone."""
+    """The address of rank 0 at the start of a job; any port of this host if it is alone."""
     if coordinator is None:
         return "127.0.0.1", 0
-    host, port = coordinator.rsplit(":", 1)
-    return host.strip("[]"), int(port)
+    return place_of(coordinator)
 
 
 def known_addresses(coordinator: str | None) -> list[Address]:
@@ -37,8 +35,8 @@ def known_addresses(coordinator: str | None) -> list[Address]:
     return [address_of(coordinator)] if coordinator else []
 
 
-def ask(door: Links, member: Member, coordinator: str | None, deadline: float) -> None:
-    """Asks a member to join its job.
+def request_entry(door: Links, member: Member, coordinator: str | None, deadline: float) -> None:
+    """Connects to a member and requests entry into its job.
 
     Raises:
       TimeoutError: none answers until the deadline.

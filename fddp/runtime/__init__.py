@@ -11,6 +11,7 @@ from fddp.runtime.hints import hints as hints
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
 from fddp.runtime.place import Launch as Launch
+from fddp.runtime.place import place_of as place_of
 from fddp.runtime.replacing import FINISHED as FINISHED
 from fddp.runtime.replacing import FOLDER as FOLDER
 from fddp.runtime.spawn import launch as launch

@@ -30,6 +30,11 @@ def describe_end(code: int) -> str:
     return f"with exit code {code}"
 
 
+def exit_status(code: int) -> int:
+    """Converts the exit code of a child to a status for this process, as a shell does."""
+    return 128 - code if code < 0 else code
+
+
 def kill_groups(pids: Iterable[int]) -> None:
     """Kills children and all processes of their groups; skips children that were reaped."""
     for pid in pids:

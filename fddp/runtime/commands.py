@@ -53,31 +53,25 @@ def add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def run_run(args: argparse.Namespace) -> int:
+    hosts = [host for host in args.hosts.split(",") if host]
+    command = read_command(args.command, module=args.module)
+    if args.elastic and args.by == "mpiexec":
+        raise ValueError(
+            "--elastic starts processes over Gloo or NCCL: an MPI job ends with its first dead "
+            "rank. Leave out --by mpiexec, or use --restarts, which restarts the whole job."
+        )
     if args.elastic:
-        return run_elastic(args)
+        restarts = MOST_RESTARTS if args.restarts is None else args.restarts
+        program = launcher(loaded()[0]) if hosts else None
+        return supervise_ranks(Job(command, args.ranks, hosts, restarts, args.least, program))
     program = None
-    if args.by == "mpiexec" or (not args.by and (args.hosts or find_spec("mpi4jax"))):
+    if args.by == "mpiexec" or (not args.by and (hosts or find_spec("mpi4jax"))):
         program = launcher(loaded()[0])
     if args.by == "mpiexec" and program is None:
         raise ValueError(
             "--by mpiexec: mpiexec is not installed here: pip install mpich, or use --by processes."
         )
-    hosts = [host for host in args.hosts.split(",") if host]
-    command = read_command(args.command, module=args.module)
     return supervise(Job(command, args.ranks, hosts, args.restarts or 0, args.least, program))
-
-
-def run_elastic(args: argparse.Namespace) -> int:
-    if args.by == "mpiexec":
-        raise ValueError(
-            "--elastic starts processes over Gloo or NCCL: an MPI job ends with its first dead "
-            "rank. Leave out --by mpiexec, or use --restarts, which restarts the whole job."
-        )
-    hosts = [host for host in args.hosts.split(",") if host]
-    restarts = MOST_RESTARTS if args.restarts is None else args.restarts
-    program = launcher(loaded()[0]) if hosts else None
-    command = read_command(args.command, module=args.module)
-    return supervise_ranks(Job(command, args.ranks, hosts, restarts, args.least, program))
 
 
 def read_command(words: Sequence[str], *, module: bool) -> list[str]:

@@ -48,6 +48,12 @@ class Launch:
         return self.launcher in ("Flux", "PALS", "MVAPICH") or self.pmi is not None
 
 
+def place_of(coordinator: str) -> tuple[str, int]:
+    """Splits host:port; an IPv6 address may stand in brackets."""
+    host, port = coordinator.rsplit(":", 1)
+    return host.strip("[]"), int(port)
+
+
 def _is_place(text: str) -> bool:
     port = re.fullmatch(r".+:([0-9]{1,5})", text)
     return port is not None and 1 <= int(port[1]) < 2**16

@@ -11,6 +11,7 @@ import time
 from functools import partial
 
 from fddp.comm import new_secret, reports, signature, signed
+from fddp.runtime.place import place_of
 from fddp.runtime.reception import (
     GO,
     MOST,
@@ -41,8 +42,7 @@ def meet_ranks(
     cannot join, because of `problem`, reports that: no rank waits for it, and all raise the same
     error. `job` distinguishes jobs that use the same port; it may be ''.
     """
-    host, port = coordinator.rsplit(":", 1)
-    place = (host.strip("[]"), int(port))
+    place = place_of(coordinator)
     end = time.monotonic() + timeout_s
     if problem:
         end = min(end, time.monotonic() + TELL_S)

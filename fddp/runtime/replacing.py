@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
+from fddp.runtime.children import collect_signals, describe_end, exit_code, exit_status, kill_groups
 from fddp.runtime.launchers import worlds
 from fddp.runtime.output import print_line, shown
 from fddp.runtime.supervisor import (
@@ -102,10 +102,10 @@ class _Ranks:
             if finished:
                 self._due.clear()
             if not self._running and (finished or code):  # the state has ended with the last rank
-                return 0 if finished else _positive(code)
+                return 0 if finished else exit_status(code)
             if code and len(self._running) < self._job.least and not finished:
                 print_line(f"fewer than {self._job.least} ranks run.")
-                return _positive(code)
+                return exit_status(code)
             for number in signals[forwarded:]:
                 self._due.clear()
                 forward([running.process for running in self._running.values()], number)
@@ -159,7 +159,3 @@ class _Ranks:
             print_line(f"{words}: it starts again, restart {self._restarts}.")
         else:
             print_line(f"{words}.")
-
-
-def _positive(code: int) -> int:
-    return 128 - code if code < 0 else code

@@ -24,7 +24,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
-from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
+from fddp.runtime.children import collect_signals, describe_end, exit_code, exit_status, kill_groups
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
 from fddp.runtime.output import print_line, shown
@@ -175,9 +175,7 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[i
     if job.mpiexec:
         name = "the job"
     words = f"{name} ended {describe_end(code)}"
-    if code < 0:
-        return Ended(128 - code, words)
-    return Ended(code, words)
+    return Ended(exit_status(code), words)
 
 
 def _commands(job: Job, hosts: Sequence[str], env: Mapping[str, str]) -> list[Command]:
