@@ -6,7 +6,9 @@ other members notice at once; a stopped process or a broken network is noticed b
 
 import json
 import socket
+import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Any, NamedTuple
@@ -14,8 +16,9 @@ from typing import IO, Any, NamedTuple
 from fddp.comm import new_secret, signature, signed
 
 MOST = 1 << 20  # bytes of a line
-SEND_S = 2.0  # a member that reads nothing for this time is silent
+SEND_S = 2  # a member that reads nothing for this time is silent
 PROOF_S = 5.0
+RETRY_S = 0.2
 LINES, COPIES = "lines", "copies"  # purposes of a connection
 
 
@@ -48,13 +51,13 @@ class Connection:
             return
 
     def finish(self) -> None:
-        """Sends nothing more; what was sent arrives, as the connection stays open for reading."""
+        """Ends the sending side; earlier lines still arrive, and the connection can be read."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
 
 class Handlers(NamedTuple):
-    """What to do when a connection begins, brings a line, or ends; on the thread that reads it."""
+    """Calls for the events of a connection, on the thread that reads it."""
 
     on_begin: Callable[[Connection], None]
     on_line: Callable[[Connection, Any], None]
@@ -76,7 +79,7 @@ class Links:
         threading.Thread(target=self._accept, name="fddp-members", daemon=True).start()
 
     def connect(self, address: tuple[str, int], timeout_s: float) -> Connection:
-        """Connects to a member, and begins to read what it sends.
+        """Connects to a member, and begins to read its lines.
 
         Raises:
           ConnectionError: no member of this job answers there in time.
@@ -87,9 +90,11 @@ class Links:
         self, address: tuple[str, int], timeout_s: float, purpose: str
     ) -> tuple[str, socket.socket, IO[bytes]]:
         """Connects to a member for a purpose; returns its uid and the connection."""
-        connection = socket.create_connection(address, timeout_s)
         try:
-            connection.settimeout(timeout_s)
+            connection = socket.create_connection(address, timeout_s)
+        except OSError as error:
+            raise ConnectionError(f"no member of this job answers at {address}.") from error
+        try:
             lines = connection.makefile("rb")
             challenge = lines.readline(MOST).decode().strip()
             answer = new_secret()
@@ -104,16 +109,13 @@ class Links:
             raise ConnectionError(f"no member of this job answers at {address}.") from error
         return str(uid), connection, lines
 
-    def close(self) -> None:
-        """Accepts no further connection."""
-        self._door.close()
-
     def _accept(self) -> None:
         while True:
             try:
                 connection, _ = self._door.accept()
-            except OSError:  # closed
-                return
+            except OSError:  # the limit of open files
+                time.sleep(RETRY_S)
+                continue
             threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
 
     def _prove(self, connection: socket.socket) -> None:
@@ -139,8 +141,7 @@ class Links:
     def _begin(self, uid: str, connection: socket.socket, lines: IO[bytes]) -> Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
-        seconds, rest = divmod(SEND_S, 1)
-        limit = int(seconds).to_bytes(8, "little") + int(1e6 * rest).to_bytes(8, "little")
+        limit = struct.pack("ll", SEND_S, 0)  # seconds, microseconds
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         link = Connection(uid, connection, lines)
         self._handlers.on_begin(link)

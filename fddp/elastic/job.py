@@ -12,11 +12,11 @@ from fddp.comm import Group
 from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_meeting
 from fddp.elastic.meeting_place import (
     address_of,
-    ask,
     check_goes_on,
     has_members,
     host_towards,
     known_addresses,
+    request_entry,
 )
 from fddp.elastic.membership import Membership
 from fddp.elastic.signs import BETWEEN, Limits
@@ -58,7 +58,8 @@ class ElasticJob:
                 self.membership.found(launch.size)
             while self._world is None:
                 if not founds:
-                    ask(self.membership.door, self.membership.me, launch.coordinator, deadline)
+                    me = self.membership.me
+                    request_entry(self.membership.door, me, launch.coordinator, deadline)
                 with suppress(ConnectionError):  # the rank that answered has ended
                     self.regroup()
         except TimeoutError as error:
@@ -75,7 +76,7 @@ class ElasticJob:
         return self._world.group
 
     def in_step(self, number: int) -> AbstractContextManager[None]:
-        """Tells the other ranks that this one is in a step."""
+        """Marks this rank as inside a step, for the other ranks."""
         return self.membership.signs.inside(number)
 
     def regroups(self, within_s: float = 0.0) -> bool:
@@ -128,19 +129,21 @@ class ElasticJob:
         self.membership.leave(0.0 if failed else LEAVE_S)
 
 
+# Empty or one job: a process is in one world at a time, as in `runtime/world.py`.
 _jobs: list[ElasticJob] = []
 
 
 def join_job(launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack) -> Group:
     """Founds or joins the job of this process; `undo` leaves it."""
-    _jobs.append(ElasticJob(launch, timeout_s, stall_s))
-    undo.callback(_jobs[0].leave)
+    job = ElasticJob(launch, timeout_s, stall_s)
+    _jobs[:] = [job]
+    undo.callback(job.leave)
     atexit.register(undo.close)
-    return _jobs[0].group
+    return job.group
 
 
 def current_job() -> ElasticJob:
-    """The job that `join` has founded or joined."""
+    """The job that `join_job` has founded or joined."""
     if not _jobs:
         raise ValueError("start the job by fddp.init(elastic=True) first.")
     return _jobs[0]

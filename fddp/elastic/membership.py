@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from fddp.comm import new_secret
-from fddp.elastic.connections import COPIES, Connection, Handlers, Links
+from fddp.elastic.connections import COPIES, RETRY_S, Connection, Handlers, Links
 from fddp.elastic.held_state import HeldState
-from fddp.elastic.meeting_place import CONNECT_S, RETRY_S, write_members
+from fddp.elastic.meeting_place import CONNECT_S, write_members
 from fddp.elastic.neighbours import Copies
 from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
 from fddp.elastic.views import (
@@ -74,7 +74,7 @@ class Membership:
           NoQuorum: too few members remain.
           Excluded: the others go on without this member.
           TimeoutError: there is no next view in time.
-          ConnectionError: the member that was asked to join has ended.
+          ConnectionError: the member with this process's request has ended.
         """
         deadline = time.monotonic() + timeout_s
         with self._state:
@@ -110,11 +110,10 @@ class Membership:
     def regroups(self, within_s: float = 0.0) -> bool:
         """True if a next view is due; waits for its reason, for at most some seconds."""
         with self._state:
-            due = lambda: self._excluded or (self._agreement and self._agreement.under_way)  # noqa: E731
-            return bool(self._state.wait_for(due, within_s))
+            return bool(self._state.wait_for(self._is_due, within_s))
 
     def leave(self, timeout_s: float) -> None:
-        """Waits until all members have reached the end of their script, or are gone."""
+        """Waits until every member has ended its script, or is gone."""
         with self._state:
             if self._agreement is None:
                 return
@@ -128,7 +127,7 @@ class Membership:
     def _on_begin(self, link: Connection) -> None:
         with self._state:
             self._links[link.uid] = link
-            if self._agreement and self._agreement.view.rank(link.uid) is not None:
+            if self._agreement and self._agreement.view.has(link.uid):
                 link.send({"view": self._agreement.view})  # it may have connected too late
 
     def _on_end(self, link: Connection) -> None:
@@ -286,6 +285,9 @@ class Membership:
                 time.sleep(RETRY_S)
 
         threading.Thread(target=connect, daemon=True).start()
+
+    def _is_due(self) -> bool:
+        return self._excluded or bool(self._agreement and self._agreement.under_way)
 
     def _links_of_view(self) -> list[Connection]:
         members = self._agreement.remaining if self._agreement else ()

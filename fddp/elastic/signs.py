@@ -1,4 +1,4 @@
-"""Signs of life: which members are silent, or are not in the step in which this one waits."""
+"""Signs of life of the members, to find silent ones and those outside of a common step."""
 
 import time
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ class Signs:
         self._entered_at: float | None = None
 
     def restart(self) -> None:
-        """Forgets what was heard, at the begin of a view."""
+        """Forgets all signs, at the start of a view."""
         self._since = time.monotonic()
         self._heard_at.clear()
         self._places.clear()

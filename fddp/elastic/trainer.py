@@ -1,4 +1,4 @@
-"""A training that survives its ranks: it repeats a step that a lost rank has broken off.
+"""A training that repeats a step after the loss of a rank.
 
 A step is pure: it returns a new state or raises. The state before it is not donated, so the
 remaining ranks form a new group, make the step again for it, and run it on that state.
@@ -20,15 +20,15 @@ from fddp.watching import from_transport
 
 
 class ElasticStats(NamedTuple):
-    """What it takes to survive a rank; see `Trainer.stats`."""
+    """The cost of surviving a rank; see `Trainer.stats`."""
 
     group: int
     """Number of the group, from 1: each change of ranks makes another one."""
     regroup_s: float | None
     """Seconds of this rank's last regrouping, without the repeated step; None before the first."""
     nbytes: int
-    """Bytes on this host that a job which is not elastic does not need: a whole state that is not
-    donated, or the copies of parts of a sharded state."""
+    """Additional bytes on this host, for a whole state that is not donated or for the copies of
+    parts of a sharded state."""
 
 
 class Trainer:
@@ -46,21 +46,22 @@ class Trainer:
 
         Args:
           make: makes the step for a group: `lambda group: fddp.train_step(loss, optimizer,
-            group=group, donate=False)`. It is called again for each new group. Arrays that the loss
-            uses must be made inside of it, or be NumPy arrays: those of JAX end with their group.
+            group=group)`, with `donate=False` in any case. It is called again for each new group.
+            Arrays that the loss uses must be made inside of it, or be NumPy arrays: those of JAX
+            end with their group.
           params: as for `TrainStep.init`.
           model_state: as for `TrainStep.init`.
           rng: as for `TrainStep.init`.
 
         Raises:
-          ValueError: the job was not started by `fddp.init(elastic=True)`, or the step donates its
-            state, has `shard=` or local steps.
+          ValueError: the job was not started by `fddp.init(elastic=True)`.
         """
         self._job = current_job()
         self._copies = self._job.membership.copies
         self._make = make
         self._start: Any = jax.device_get((params, model_state, rng))
         self._state: TrainState | None = None
+        self._in_parts = False  # True if each member holds a part of the state
         self._regroup_s: float | None = None
         self._form()
 
@@ -111,16 +112,16 @@ class Trainer:
             return info
 
     def stats(self) -> ElasticStats:
-        """Returns the number of the group, and what surviving takes in seconds and bytes."""
+        """Returns the number of the group, and the cost of surviving in seconds and bytes."""
         nbytes = self._copies.nbytes
-        if not has_parts(self.state):
+        if not self._in_parts:
             nbytes += sum(x.nbytes for x in jax.tree.leaves(self.state))
         return ElasticStats(self._job.epoch, self._regroup_s, nbytes)
 
     def _regroup(self) -> None:
         """Holds the state on the host, until a new group has it."""
         begin = time.monotonic()
-        if self._state is not None and not has_parts(self._state):
+        if self._state is not None and not self._in_parts:
             self._copies.hold(to_host(self.group, self._job.view, self.number, self._state))
         self._state = None
         self._job.regroup()
@@ -146,6 +147,7 @@ class Trainer:
             state = step.init(params, model_state=model_state, rng=rng)
         if held is not None:
             state = jax.block_until_ready(to_devices(self.group, held, state))
+        self._in_parts = has_parts(state)
         self._copies.disconnect()
         self._copy(state)
         self._copies.wait(self._job.regroups)
@@ -155,7 +157,7 @@ class Trainer:
 
     def _copy(self, state: TrainState) -> None:
         """Copies this member's part of the state under the next step, once the last one arrived."""
-        if has_parts(state):
+        if self._in_parts:
             self._copies.wait(self._job.regroups)
             held = to_host(self.group, self._job.view, int(state.step), state)
             self._copies.hold(held)

@@ -1,9 +1,9 @@
-"""The agreement of a job's members on its next view: a state machine that sends and waits nothing.
+"""The agreement of a job's members on its next view: a state machine without input and output.
 
-A view is the set of ranks that train together. When a member ends, falls silent or asks to join,
-the others report their opinions to each other until all that remain hold the same one. The first
-of them then announces the next view. Every step of this is a merge of sets, so the order of
-messages does not matter.
+A view is the set of ranks that train together. When a member ends or falls silent, or a process
+requests entry, the others report their opinions to each other until all that remain hold the same
+one. The first of them then announces the next view. Every step of this is a merge of sets, so the
+order of messages does not matter.
 
 Two views that go on: a view needs the opinions of all its members, and more than half of the
 previous view's members. Members whose process is known to have ended do not count.
@@ -35,13 +35,13 @@ class View(NamedTuple):
     service: str = ""
     """host:port at which they meet, once the view is announced."""
 
-    def rank(self, uid: str) -> int | None:
-        """The rank of a member; None if it is none."""
-        return next((k for k, member in enumerate(self.members) if member.uid == uid), None)
+    def has(self, uid: str) -> bool:
+        """True for a member."""
+        return any(member.uid == uid for member in self.members)
 
 
 class Opinion(NamedTuple):
-    """What a member knows of the next view."""
+    """A member's knowledge of the next view."""
 
     epoch: int
     """Of the current view."""
@@ -90,13 +90,13 @@ class Agreement:
         return not self.view.epoch or bool(self.opinion.gone) or bool(self.opinion.joining)
 
     def lose(self, uid: str, *, ended: bool) -> bool:
-        """Records a member that has ended, or is silent or stuck; True if that is new."""
-        if self.view.rank(uid) is None:
+        """Records the loss of a member: it has ended, is silent or stuck. True for a new loss."""
+        if not self.view.has(uid):
             return False
         return self._learn(Opinion(self.view.epoch, {uid: ended}))
 
     def admit(self, member: Member) -> bool:
-        """Records a process that asks to join; True if that is new and there is room for it."""
+        """Records a process that requests entry. True for a new one, if there is room."""
         if len({*self.remaining, *self.opinion.joining, member}) > self._most:
             return False
         return self._learn(Opinion(self.view.epoch, {}, frozenset({member})))
@@ -119,7 +119,7 @@ class Agreement:
         """
         remains = uid in [member.uid for member in self.remaining]
         following = view.epoch == self.view.epoch + 1
-        return remains and following and view.rank(self._uid) is not None
+        return remains and following and view.has(self._uid)
 
     def next_view(self) -> View | None:
         """Returns the next view, once all remaining members agree on it.
