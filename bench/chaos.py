@@ -49,12 +49,13 @@ class Fault:
     step: int
     """The last step before it."""
     back_s: float | None = None
-    """Seconds until rank 0 has done the next step; None: the training had just ended."""
+    """Seconds until the next step; None: the training had just ended."""
 
 
-def main() -> None:
+def arguments(description: str | None) -> argparse.Namespace:
+    """The arguments of a training with faults; --quick sets `steps` and `every`."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=2000, help="of the training (default 2000)")
     parser.add_argument(
@@ -66,14 +67,21 @@ def main() -> None:
     )
     parser.add_argument("--rank", nargs=2, metavar=("FOLDER", "STEPS"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.quick:
+        args.steps = 300
+        args.every = 8.0
+    return args
+
+
+def main() -> None:
+    args = arguments(__doc__)
     if args.rank:
         train(Path(args.rank[0]), int(args.rank[1]))
         return
-    steps, every = (300, 8.0) if args.quick else (args.steps, args.every)
     results = {}
     for backend in BACKENDS:
-        calm, _ = run(backend, steps, None, random.Random(args.seed))
-        wild, faults = run(backend, steps, every, random.Random(args.seed))
+        calm, _ = run(backend, args.steps, None, random.Random(args.seed))
+        wild, faults = run(backend, args.steps, args.every, random.Random(args.seed))
         results[backend] = {
             "equal": calm == wild,
             "steps": len(wild["losses"]),

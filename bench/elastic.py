@@ -9,7 +9,6 @@ many seconds. The rank starts again and joins. Compares the digests of the whole
 measures the time from each signal to the next step of any other rank.
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,55 +31,29 @@ import fddp
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+from bench.chaos import SIGNALS, Fault, arguments
 from bench.record import save
 
 RANKS = 4
 STALL_S = 2.0
 INPUT_S = 0.05  # the loading time of a batch
-SIGNALS = ("SIGKILL", "SIGSTOP", "SIGSEGV", "SIGABRT")
 LIMIT_S = 3600.0
-BEGIN_S = 120.0
 OPTIONS: Any = {"virtual_replicas": 12, "schedule": "staged"}
 WIDTH = 64
 BATCH = 24
 
 
-@dataclass
-class Fault:
-    """A signal to a rank."""
-
-    signal: str
-    rank: int
-    step: int
-    """Steps done before it."""
-    next_step_s: float | None = None
-    """Seconds until another rank has done the next step; None: the training had just ended."""
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=2000, help="of the training (default 2000)")
-    parser.add_argument(
-        "--every", type=float, default=20, help="seconds between two faults, about (default 20)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--quick", action="store_true", help="300 steps, a fault every 10 seconds; nothing is saved"
-    )
-    parser.add_argument("--rank", nargs=2, metavar=("FOLDER", "STEPS"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = arguments(__doc__)
     if args.rank:
         train(Path(args.rank[0]), int(args.rank[1]))
         return
-    steps, every = (300, 10.0) if args.quick else (args.steps, args.every)
-    calm, _ = run(steps, None, random.Random(args.seed))
-    wild, faults = run(steps, every, random.Random(args.seed))
+    calm, _ = run(args.steps, None, random.Random(args.seed))
+    wild, faults = run(args.steps, args.every, random.Random(args.seed))
     results = {
         "equal": calm == wild,
         "ended": len(wild),
-        "steps": steps,
+        "steps": args.steps,
         "faults": [asdict(fault) for fault in faults],
     }
     print(summary(results))
@@ -95,9 +68,9 @@ def summary(results: dict[str, Any]) -> str:
     lines = [f"{results['steps']} steps with {len(results['faults'])} faults end with {end}"]
     for name in SIGNALS:
         seconds = [
-            fault["next_step_s"]
+            fault["back_s"]
             for fault in results["faults"]
-            if fault["signal"] == name and fault["next_step_s"] is not None
+            if fault["signal"] == name and fault["back_s"] is not None
         ]
         if seconds:
             lines.append(
@@ -158,7 +131,7 @@ def break_rank(job: subprocess.Popen, folder: Path, draw: random.Random) -> Faul
         others = [step for k, (_, step) in places(folder).items() if k != rank]
         # A step may have been complete when the signal arrived.
         if max(others, default=0) > number + 1:
-            fault.next_step_s = round(time.monotonic() - begin, 3)
+            fault.back_s = round(time.monotonic() - begin, 3)
             break
         time.sleep(0.01)
     if fault.signal == "SIGSTOP":  # its host would end it some time
