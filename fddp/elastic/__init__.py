@@ -6,7 +6,7 @@ others but analysis.
 
 from fddp.elastic.held_state import StateLost as StateLost
 from fddp.elastic.job import join_job as join_job
-from fddp.elastic.membership import Excluded as Excluded
 from fddp.elastic.trainer import ElasticStats as ElasticStats
 from fddp.elastic.trainer import Trainer as Trainer
+from fddp.elastic.views import Excluded as Excluded
 from fddp.elastic.views import NoQuorum as NoQuorum

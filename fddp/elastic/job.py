@@ -124,9 +124,9 @@ class ElasticJob:
             self._world.break_off()
 
     def leave(self) -> None:
-        """Waits for the other ranks' ends, unless this rank has failed."""
-        failed = hasattr(sys, "last_value")  # set by an uncaught error
-        self.membership.leave(0.0 if failed else LEAVE_S)
+        """Waits for the other ranks' ends, unless this rank has failed: its end is a loss."""
+        if not hasattr(sys, "last_value"):  # set by an uncaught error
+            self.membership.leave(LEAVE_S)
 
 
 # Empty or one job: a process is in one world at a time, as in `runtime/world.py`.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fddp.elastic.connections import RETRY_S, Links
 from fddp.elastic.views import Member, View
-from fddp.runtime import FINISHED, FOLDER, place_of
+from fddp.runtime import FINISHED, FOLDER, LOST, place_of
 
 CONNECT_S = 2.0
 
@@ -90,6 +90,14 @@ def write_members(view: View) -> None:
         staging = path.with_name(f"{path.name}.{os.getpid()}")
         staging.write_text(json.dumps(view.members))
         staging.replace(path)
+
+
+def report_lost(uid: str) -> None:
+    """Has `python -m fddp run` end a silent process, if it is of this host."""
+    if path := _file():
+        lost = path.with_name(LOST)
+        lost.mkdir(parents=True, exist_ok=True)
+        (lost / uid).touch()
 
 
 def _file() -> Path | None:

@@ -4,6 +4,7 @@ All threads share one state under one lock: those that read the connections, one
 of life and looks for silent members, and the main thread, which waits for a next view.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,12 +15,15 @@ from typing import Any
 from fddp.comm import new_secret
 from fddp.elastic.connections import COPIES, RETRY_S, Connection, Handlers, Links
 from fddp.elastic.held_state import HeldState
-from fddp.elastic.meeting_place import CONNECT_S, write_members
+from fddp.elastic.meeting_place import CONNECT_S, report_lost, write_members
 from fddp.elastic.neighbours import Copies
 from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
 from fddp.elastic.views import (
+    OUTSIDE,
     Agreement,
+    Excluded,
     Member,
+    NoQuorum,
     View,
     member_from_json,
     opinion_from_json,
@@ -27,9 +31,7 @@ from fddp.elastic.views import (
     view_from_json,
 )
 
-
-class Excluded(RuntimeError):
-    """The other members go on without this one."""
+END_S = 5.0  # `python -m fddp run` may end a silent process by then, which then does not count
 
 
 class Membership:
@@ -39,16 +41,16 @@ class Membership:
         self, order: int, address: tuple[str, int], limits: Limits, revoke: Callable[[], None]
     ) -> None:
         """Listens at `address`. `revoke()` breaks the messages of the current step off."""
-        uid = f"{order}-{new_secret()[:8]}"
+        uid = f"{order}-{os.getpid()}-{new_secret()[:8]}"
         self.copies = Copies(uid)
         self._limits = limits
         self._revoke = revoke
         self._state = threading.Condition()
         self._links = dict[str, Connection]()
-        self._agreement: Agreement | None = None
+        self._agreement = Agreement(uid, OUTSIDE, limits.most)
         self._waiting = set[Member]()  # for room in the job
         self.signs = Signs(limits)
-        self._left = set[str]()  # members whose script has ended
+        self._left = dict[str, int]()  # members whose script has ended → steps that they have done
         self._ended = set[str]()  # processes whose connection has ended
         self._excluded = False
         handlers = Handlers(self._on_begin, self._on_line, self._on_end, self.copies.receive)
@@ -78,22 +80,26 @@ class Membership:
         """
         deadline = time.monotonic() + timeout_s
         with self._state:
-            if self._agreement and not self._agreement.opinion.ready:
+            if not self._agreement.opinion.ready:
                 self._agreement.get_ready()
                 self._tell()
+            quorum_by = float("inf")
             while True:
                 if self._excluded:
-                    raise Excluded(
-                        "the other ranks have gone on without this one, which was silent or stuck: "
-                        "end it, and start it again to join them."
-                    )
-                if self._agreement and self._agreement.view.epoch > after:
+                    raise Excluded
+                if self._agreement.view.epoch > after:
                     return self._agreement.view
-                view = self._agreement.next_view() if self._agreement else None
-                if view and self._agreement and self._agreement.leads():
+                view = None
+                try:
+                    view = self._agreement.next_view()
+                except NoQuorum:
+                    quorum_by = min(quorum_by, time.monotonic() + END_S)
+                    if time.monotonic() > quorum_by:
+                        raise
+                if view and self._agreement.leads():
                     self._announce(view, serve)
                     continue
-                if self._agreement is None and not self._links:
+                if self._agreement.view == OUTSIDE and not self._links:
                     raise ConnectionError
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
@@ -115,11 +121,9 @@ class Membership:
     def leave(self, timeout_s: float) -> None:
         """Waits until every member has ended its script, or is gone."""
         with self._state:
-            if self._agreement is None:
-                return
-            self._left.add(self.me.uid)
+            self._left[self.me.uid] = self.signs.done
             for link in self._links_of_view():
-                link.send({"left": True})
+                link.send({"left": self.signs.done})
             self._state.wait_for(self._all_left, timeout_s)
 
     ### The other threads
@@ -127,7 +131,7 @@ class Membership:
     def _on_begin(self, link: Connection) -> None:
         with self._state:
             self._links[link.uid] = link
-            if self._agreement and self._agreement.view.has(link.uid):
+            if self._agreement.view.has(link.uid):
                 link.send({"view": self._agreement.view})  # it may have connected too late
 
     def _on_end(self, link: Connection) -> None:
@@ -136,7 +140,8 @@ class Membership:
                 del self._links[link.uid]
                 self._waiting = {x for x in self._waiting if x.uid != link.uid}
                 self._ended.add(link.uid)
-                self._lose(link.uid, ended=link.ended)
+                if link.uid not in self._left:
+                    self._lose(link.uid, ended=link.ended)
                 self._state.notify_all()
 
     def _on_line(self, link: Connection, words: Any) -> None:
@@ -150,7 +155,7 @@ class Membership:
         self.signs.place(link.uid, *value)
 
     def _hear_left(self, link: Connection, value: Any) -> None:
-        self._left.add(link.uid)
+        self._left[link.uid] = int(value)
 
     def _hear_excluded(self, link: Connection, value: Any) -> None:
         self._excluded = True
@@ -162,16 +167,12 @@ class Membership:
             self._connect_later(member)
 
     def _hear_join(self, link: Connection, value: Any) -> None:
-        member = member_from_json(value)
-        if self._agreement:
-            link.send({"members": self._agreement.view.members})
-            self._waiting.add(member)
-            self._admit_waiting()
+        link.send({"members": self._agreement.view.members})
+        self._waiting.add(member_from_json(value))
+        self._admit_waiting()
 
     def _hear_opinion(self, link: Connection, value: Any) -> None:
         opinion = opinion_from_json(value)
-        if self._agreement is None:
-            return
         if self.me.uid in opinion.gone and opinion.epoch == self._agreement.view.epoch:
             self._hear_excluded(link, True)
         if opinion.epoch < self._agreement.view.epoch:
@@ -182,17 +183,19 @@ class Membership:
 
     def _hear_view(self, link: Connection, value: Any) -> None:
         view = view_from_json(value)
-        if self._agreement is None or self._agreement.accepts(link.uid, view):
+        if self._agreement.accepts(link.uid, view):
             self._adopt(view)
 
     def _beat(self) -> None:
         while True:
             time.sleep(BEAT_S)
             with self._state:
-                members = self._agreement.remaining if self._agreement else ()
-                others = [member.uid for member in members if member != self.me]
-                for uid in self.signs.lost(others):
+                others = [x.uid for x in self._agreement.remaining if x != self.me]
+                for uid in self.signs.lost([uid for uid in others if uid not in self._left]):
                     self._lose(uid, ended=False)
+                for uid in others:  # its script has ended before this step
+                    if uid in self._left and self.signs.in_step_after(self._left[uid]):
+                        self._lose(uid, ended=True)
                 links = self._links_of_view()
                 words = {"beat": self.signs.own_place}
             for link in links:
@@ -201,43 +204,41 @@ class Membership:
     ### With the lock held
 
     def _lose(self, uid: str, *, ended: bool) -> None:
-        if self._agreement and uid not in self._left:
-            was_due = self._agreement.under_way
-            if self._agreement.lose(uid, ended=ended):
-                self._changed(was_due)
+        if not ended:
+            report_lost(uid)
+        was_due = self._agreement.under_way
+        if self._agreement.lose(uid, ended=ended):
+            self._changed(was_due)
 
     def _lose_late(self) -> float:
         """Loses the members that have not left their step; returns the next deadline."""
-        late = self._agreement.late() if self._agreement else []
-        if not late or (self._agreement and not self._agreement.view.epoch):
+        late = self._agreement.late()
+        if not late or not self._agreement.view.epoch:
             raise TimeoutError("some ranks are missing")
         for uid in late:
             self._lose(uid, ended=False)
         return time.monotonic() + BETWEEN * self._limits.stall_s
 
     def _admit_waiting(self) -> None:
-        if self._agreement:
-            was_due = self._agreement.under_way
-            admitted = [self._agreement.admit(member) for member in self._waiting]
-            if any(admitted):
-                self._changed(was_due)
+        was_due = self._agreement.under_way
+        admitted = [self._agreement.admit(member) for member in self._waiting]
+        if any(admitted):
+            self._changed(was_due)
 
     def _changed(self, was_due: bool) -> None:
-        if self._agreement:
-            for uid in self._left:  # its script has ended: it takes no part in a further view
-                self._agreement.lose(uid, ended=True)
+        for uid in self._left:  # its script has ended: it takes no part in a further view
+            self._agreement.lose(uid, ended=True)
         self._admit_waiting()  # a lost member makes room
         self._tell()
-        if not was_due and self._agreement and self._agreement.under_way:
+        if not was_due and self._agreement.under_way:
             self._revoke()
         self._state.notify_all()
 
     def _tell(self) -> None:
         """Reports this member's opinion to the others."""
-        if self._agreement:
-            words = {"opinion": to_json(self._agreement.opinion)}
-            for link in self._links_of_view():
-                link.send(words)
+        words = {"opinion": to_json(self._agreement.opinion)}
+        for link in self._links_of_view():
+            link.send(words)
 
     def _announce(self, view: View, serve: Callable[[View], str]) -> None:
         self._state.release()  # meanwhile other threads may lose a further member
@@ -245,7 +246,7 @@ class Membership:
             service = serve(view)
         finally:
             self._state.acquire()
-        if not self._agreement or self._agreement.next_view() != view:
+        if self._agreement.next_view() != view:
             return
         view = view._replace(service=service)
         for member in view.members:
@@ -254,7 +255,7 @@ class Membership:
         self._adopt(view)
 
     def _adopt(self, view: View) -> None:
-        before = self._agreement.view.members if self._agreement else ()
+        before = self._agreement.view.members
         lost = {member.uid for member in before} - {member.uid for member in view.members}
         for uid in lost & self._links.keys():
             self._links[uid].send({"excluded": True})
@@ -287,14 +288,12 @@ class Membership:
         threading.Thread(target=connect, daemon=True).start()
 
     def _is_due(self) -> bool:
-        return self._excluded or bool(self._agreement and self._agreement.under_way)
+        return self._excluded or self._agreement.under_way
 
     def _links_of_view(self) -> list[Connection]:
-        members = self._agreement.remaining if self._agreement else ()
+        members = self._agreement.remaining
         return [self._links[member.uid] for member in members if member.uid in self._links]
 
     def _all_left(self) -> bool:
-        remaining = self._agreement.remaining if self._agreement else ()
-        return all(
-            x.uid in self._left or x.uid not in self._links for x in remaining if x != self.me
-        )
+        others = [x.uid for x in self._agreement.remaining if x != self.me]
+        return all(uid in self._left or uid not in self._links for uid in others)

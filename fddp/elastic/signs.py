@@ -32,6 +32,8 @@ class Signs:
         self._heard_at = dict[str, float]()
         self._places = dict[str, tuple[int, bool]]()  # uid → step, True inside of it
         self._number = 0
+        self.done = 0
+        """Steps that this member has done."""
         self._entered_at: float | None = None
 
     def restart(self) -> None:
@@ -54,6 +56,7 @@ class Signs:
         self._number, self._entered_at = number, time.monotonic()
         try:
             yield
+            self.done = number + 1
         finally:
             self._entered_at = None
 
@@ -61,6 +64,10 @@ class Signs:
     def own_place(self) -> tuple[int, bool]:
         """This member's step, and True if it is inside of it."""
         return self._number, self._entered_at is not None
+
+    def in_step_after(self, done: int) -> bool:
+        """True if this member is in a step that a member with `done` steps has not done."""
+        return self._entered_at is not None and self._number >= done
 
     def lost(self, uids: Iterable[str]) -> list[str]:
         """Returns the members to be lost."""

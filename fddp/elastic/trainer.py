@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from fddp.comm import Group
 from fddp.elastic.held_state import has_parts, newest_state, to_devices, to_host
 from fddp.elastic.job import REASON_S, current_job
-from fddp.step import StepInfo, TrainState
+from fddp.step import IslandState, LocalState, StepInfo, TrainState
 from fddp.training import TrainStep
 from fddp.watching import from_transport
 
@@ -24,6 +24,8 @@ class ElasticStats(NamedTuple):
 
     group: int
     """Number of the group, from 1: each change of ranks makes another one."""
+    ranks: tuple[int, ...]
+    """The launcher's ranks that are present."""
     regroup_s: float | None
     """Seconds of this rank's last regrouping, without the repeated step; None before the first."""
     nbytes: int
@@ -54,7 +56,8 @@ class Trainer:
           rng: as for `TrainStep.init`.
 
         Raises:
-          ValueError: the job was not started by `fddp.init(elastic=True)`.
+          ValueError: the job was not started by `fddp.init(elastic=True)`, or the step has
+            `fddp.local_steps`.
         """
         self._job = current_job()
         self._copies = self._job.membership.copies
@@ -116,7 +119,8 @@ class Trainer:
         nbytes = self._copies.nbytes
         if not self._in_parts:
             nbytes += sum(x.nbytes for x in jax.tree.leaves(self.state))
-        return ElasticStats(self._job.epoch, self._regroup_s, nbytes)
+        ranks = tuple(member.order for member in self._job.view.members)
+        return ElasticStats(self._job.epoch, ranks, self._regroup_s, nbytes)
 
     def _regroup(self) -> None:
         """Holds the state on the host, until a new group has it."""
@@ -141,8 +145,9 @@ class Trainer:
     def _formed(self) -> tuple[TrainStep, TrainState]:
         params, model_state, rng = self._start
         step = self._make(self.group).with_options(donate=False)
-        held = newest_state(self.group, self._copies.store)
         state = step.shapes(params, model_state=model_state, rng=rng)
+        _refuse_local_steps(state)
+        held = newest_state(self.group, self._copies.store)
         if held is None or jax.tree.leaves(state.hook_state):
             state = step.init(params, model_state=model_state, rng=rng)
         if held is not None:
@@ -162,3 +167,12 @@ class Trainer:
             held = to_host(self.group, self._job.view, int(state.step), state)
             self._copies.hold(held)
             self._job.membership.send_copy(self._job.view, held)
+
+
+def _refuse_local_steps(state: TrainState) -> None:
+    if isinstance(state.opt_state, LocalState | IslandState):
+        raise ValueError(
+            "fddp.elastic.Trainer cannot train with fddp.local_steps: the parameters of a lost "
+            "rank exist nowhere else. Give train_step the plain optimizer, or start the job "
+            "without elastic=True by `python -m fddp run --restarts 3`, and save checkpoints."
+        )

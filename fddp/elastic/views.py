@@ -40,6 +40,10 @@ class View(NamedTuple):
         return any(member.uid == uid for member in self.members)
 
 
+OUTSIDE = View(-1, ())
+"""The view of a process that is no member yet."""
+
+
 class Opinion(NamedTuple):
     """A member's knowledge of the next view."""
 
@@ -59,6 +63,16 @@ class Opinion(NamedTuple):
     def agrees(self, other: "Opinion") -> bool:
         """True if both know the same, and both members are ready."""
         return self == other and self.ready
+
+
+class Excluded(RuntimeError):
+    """The other members go on without this one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the other ranks have gone on without this one, which was silent or stuck: end it, and "
+            "start it again to join them."
+        )
 
 
 class NoQuorum(RuntimeError):
@@ -97,7 +111,10 @@ class Agreement:
 
     def admit(self, member: Member) -> bool:
         """Records a process that requests entry. True for a new one, if there is room."""
-        if len({*self.remaining, *self.opinion.joining, member}) > self._most:
+        if (
+            self.view == OUTSIDE
+            or len({*self.remaining, *self.opinion.joining, member}) > self._most
+        ):
             return False
         return self._learn(Opinion(self.view.epoch, {}, frozenset({member})))
 
@@ -117,6 +134,8 @@ class Agreement:
 
         A member that is gone in this member's opinion may have announced it to the others in vain.
         """
+        if self.view == OUTSIDE:
+            return view.has(self._uid)
         remains = uid in [member.uid for member in self.remaining]
         following = view.epoch == self.view.epoch + 1
         return remains and following and view.has(self._uid)

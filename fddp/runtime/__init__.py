@@ -14,6 +14,7 @@ from fddp.runtime.place import Launch as Launch
 from fddp.runtime.place import place_of as place_of
 from fddp.runtime.replacing import FINISHED as FINISHED
 from fddp.runtime.replacing import FOLDER as FOLDER
+from fddp.runtime.replacing import LOST as LOST
 from fddp.runtime.spawn import launch as launch
 from fddp.runtime.training_loop import alive as alive
 from fddp.runtime.training_loop import preempted as preempted

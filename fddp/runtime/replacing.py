@@ -31,6 +31,7 @@ from fddp.runtime.supervisor import (
 
 FOLDER = "FDDP_ELASTIC"  # names the folder in which ranks of this host find their job
 FINISHED = "finished"  # a file there, once a rank has reached its end
+LOST = "lost"  # a folder there, with a file for each silent or stuck process
 COOL_S = 600.0
 FAILURES = 2
 # A script that fails soon after each start has a fault of its own.
@@ -101,6 +102,7 @@ class _Ranks:
                     self._fail(rank, running, status, again=not (finished or signals))
             if finished:
                 self._due.clear()
+            self._end_lost()
             if not self._running and (finished or code):  # the state has ended with the last rank
                 return 0 if finished else exit_status(code)
             if code and len(self._running) < self._job.least and not finished:
@@ -121,6 +123,16 @@ class _Ranks:
         for running in self._running.values():
             with suppress(subprocess.TimeoutExpired):
                 running.process.wait(END_S)
+
+    def _end_lost(self) -> None:
+        """Ends the processes of this host that other ranks report as silent or stuck."""
+        for file in Path(self._worlds[0][FOLDER], LOST).glob("*-*-*"):
+            file.unlink()
+            rank, process, _ = file.name.split("-")
+            running = self._running.get(int(rank))
+            if running and running.process.pid == int(process):
+                print_line(f"rank {rank} is silent or stuck: it is ended.")
+                kill_groups([int(process)])
 
     def _start(self, rank: int, now: float) -> None:
         host = self._host(rank, now)

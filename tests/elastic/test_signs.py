@@ -1,5 +1,6 @@
 """Which members are lost: the silent ones, and those outside of a step in which others wait."""
 
+from contextlib import suppress
 from unittest import mock
 
 import pytest
@@ -75,6 +76,22 @@ def test_a_member_in_an_earlier_step_is_lost_too(clock: Clock):
         signs.place("a", 6, True)
         signs.place("b", 7, True)
         assert clock.run(signs, BETWEEN * LIMITS.stall_s + 1) == ["a"]
+
+
+def test_a_member_whose_script_has_ended_is_missed_in_later_steps_alone(clock: Clock):
+    signs = Signs(LIMITS)
+    with signs.inside(7):
+        assert not signs.in_step_after(8)
+        assert signs.in_step_after(7)
+    assert not signs.in_step_after(7)
+    assert signs.done == 8
+
+
+def test_a_step_that_fails_is_not_done(clock: Clock):
+    signs = Signs(LIMITS)
+    with suppress(ValueError), signs.inside(7):
+        raise ValueError
+    assert signs.done == 0
 
 
 def test_a_place_is_a_step_and_whether_the_member_is_inside(clock: Clock):

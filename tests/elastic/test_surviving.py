@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import Mesh
+from processes import WORKERS, launch
 from runtime.test_supervisor import run
 from workers.elastic import PARAMS, digest, loss, rows_of
 
@@ -38,8 +39,7 @@ def results(
     folder: Path, ranks: int, options: Mapping[str, Any], faults: Mapping[str, Sequence[Any]]
 ) -> tuple[list[dict[str, Any]], str]:
     """What the ranks print at their end, and all that the job prints."""
-    worker = Path(__file__).parents[1] / "workers" / "elastic.py"
-    words = ["--elastic", "-n", str(ranks), str(worker), str(folder), str(STEPS)]
+    words = ["--elastic", "-n", str(ranks), str(WORKERS / "elastic.py"), str(folder), str(STEPS)]
     done = run(*words, json.dumps(options), json.dumps(faults), timeout_s=120)
     assert done.returncode == 0
     lines = [line.partition("] ")[2] for line in done.stdout.splitlines()]
@@ -51,6 +51,7 @@ def test_ranks_die_one_of_them_rank_0_and_the_bits_are_those_of_a_calm_run(tmp_p
     ends, said = results(tmp_path, 3, VIRTUAL, {"1": ["kill", 5], "0": ["kill", 30]})
     assert {end["digest"] for end in ends} == {digest(calm())}
     assert min(min(end["sizes"]) for end in ends) < 3
+    assert all("cannot train with fddp.local_steps" in end["refusal"] for end in ends)
     assert "rank 1 ended by SIGKILL: it starts again" in said
     assert "rank 0 ended by SIGKILL: it starts again" in said
 
@@ -63,10 +64,20 @@ def test_two_ranks_die_at_once_and_one_while_the_others_regroup(tmp_path: Path):
 
 
 @pytest.mark.ranks
-def test_a_stopped_rank_is_left_behind_and_joins_again_after_it_ends(tmp_path: Path):
-    ends, said = results(tmp_path, 3, VIRTUAL, {"2": ["stop", 5]})
+def test_a_rank_that_was_stopped_for_a_while_is_excluded(tmp_path: Path):
+    words = [tmp_path, STEPS, json.dumps(VIRTUAL), json.dumps({"2": ["stop", 5]})]
+    outcome = launch("gloo", 3, WORKERS / "elastic.py", *words, folder=tmp_path)
+    assert outcome.codes == (0, 0, 1)
+    assert "have gone on without this one, which was silent or stuck" in outcome.outputs[2]
+    assert all(digest(calm()) in output for output in outcome.outputs[:2])
+
+
+@pytest.mark.ranks
+def test_a_stuck_rank_is_ended_and_one_that_exits_early_is_not_waited_for(tmp_path: Path):
+    ends, said = results(tmp_path, 3, VIRTUAL, {"0": ["exit", 5], "2": ["hold", 10]})
     assert {end["digest"] for end in ends} == {digest(calm())}
-    assert "have gone on without this one, which was silent or stuck" in said
+    assert "rank 0 ended with exit code 3" in said
+    assert "rank 2 is silent or stuck: it is ended" in said
 
 
 @pytest.mark.ranks
@@ -74,7 +85,7 @@ def test_the_shards_of_a_dead_rank_are_restored_from_the_rank_after_it(tmp_path:
     options = {"shard": "state"}
     ends, _ = results(tmp_path, 3, options, {"1": ["kill", 5]})
     assert len({end["digest"] for end in ends}) == 1
-    assert all(end["stats"][2] > 0 for end in ends)  # bytes of copies
+    assert all(end["stats"][3] > 0 for end in ends)  # bytes of copies
     np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
     assert min(min(end["sizes"]) for end in ends) < 3
 

@@ -4,6 +4,7 @@ OPTIONS are those of the step, and FAULTS maps a rank to [kind, step], both as J
 starts again has no fault. Prints the numbers of replicas of the steps, and the digest of the state.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -51,6 +52,19 @@ def fault(kind: str) -> None:
         wake = f"sleep {STOPPED_S}; kill -CONT {os.getpid()}"
         subprocess.Popen(["sh", "-c", wake], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "hold":
+        ctypes.PyDLL(None).sleep(1000)  # a call that keeps Python's interpreter
+    if kind == "exit":
+        raise SystemExit(3)
+
+
+def refused(make: Any) -> str:
+    """The error of a step that the trainer refuses."""
+    try:
+        fddp.elastic.Trainer(make, PARAMS)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def main(folder: str, steps: str, options: str, faults: str) -> None:
@@ -68,6 +82,8 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return fddp.train_step(loss, optax.adam(0.05), group=group, **chosen)
 
+    local = fddp.local_steps(optax.sgd(0.1), every=2)
+    refusal = refused(lambda group: fddp.train_step(loss, local, group=group))
     trainer = fddp.elastic.Trainer(make, PARAMS)
     sizes = list[int]()
     while trainer.number < int(steps):
@@ -77,7 +93,7 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
         trainer.step(lambda group: rows_of(trainer.number, group, chosen))
         sizes.append(trainer.group.size)
     kernel = np.asarray(jax.device_get(fddp.whole(trainer.state.params)["a"])).tolist()
-    end = {"sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}
+    end = {"refusal": refusal, "sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}
     print(json.dumps(end | {"stats": trainer.stats()}))
 
 
