@@ -331,6 +331,14 @@ def test_a_call_is_known_by_its_name_and_holds_its_program(kind):
     assert [names(inner) for inner in internals.inner_programs(eqn)] == [{"mul"}]
 
 
+def test_the_calls_in_the_gradient_of_a_rematerialised_function_are_known():
+    loop = jax.checkpoint(lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, 2)[0])
+    closed = jax.make_jaxpr(jax.value_and_grad(loop))(1.0)
+    called = {eqn.primitive.name for eqn in closed.jaxpr.eqns if internals.inner_programs(eqn)}
+    assert called & internals.REMATERIALISED
+    assert called <= internals.CALLS
+
+
 @pytest.mark.parametrize(("kind", "slope"), [("custom_jvp", 5), ("custom_vjp", 7), ("jit", 3)])
 def test_an_equation_that_is_run_again_keeps_its_own_derivative(kind, slope):
     (eqn,) = jax.make_jaxpr(lambda x: CALLS[kind][0](x))(1.0).jaxpr.eqns

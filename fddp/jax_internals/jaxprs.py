@@ -29,7 +29,7 @@ else:
     ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
 
 # Primitives that call a single program. First those that only wrap it,
-WRAPPERS = {"jit", "pjit", "closed_call", "core_call"}
+WRAPPERS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
 REMATERIALISED = {"remat2", "checkpoint"}
 # and those with their own derivative, which may reach inputs that the value does not depend on.
 OWN_DERIVATIVE = {"custom_jvp_call", "custom_vjp_call"}

@@ -29,7 +29,7 @@ CHEAP = {
     *("add", "add_any", "sub", "mul", "neg", "abs", "sign", "max", "min", "square"),
     *("integer_pow", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "select_n"),
     *("clamp", "stop_gradient", "broadcast_in_dim", "reshape", "squeeze", "expand_dims"),
-    *("convert_element_type", "iota", "copy", "transpose", "dynamic_slice"),
+    *("convert_element_type", "iota", "copy", "transpose", "dynamic_slice", "one_minus_square"),
 }
 # Each element of the result is computed from an element of each input.
 ELEMENTWISE = {
@@ -40,7 +40,7 @@ ELEMENTWISE = {
     *("exp2", "expm1", "log", "log1p", "logistic", "tanh", "sinh", "cosh", "asinh", "acosh"),
     *("atanh", "sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "erf_inv", "lgamma"),
     *("digamma", "floor", "ceil", "round", "real", "imag", "conj", "complex"),
-    *("convert_element_type", "reduce_precision", "copy"),
+    *("convert_element_type", "reduce_precision", "copy", "log2", "one_minus_square"),
 }
 # These keep the elements and their order, and change only the dims or the placement.
 RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
