@@ -52,8 +52,8 @@ class Fault:
     """Seconds until the next step; None: the training had just ended."""
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """The arguments of a training with faults; --quick sets `steps` and `every`."""
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """The arguments of a training with faults."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,16 +65,14 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="300 steps, a fault every 8 seconds; nothing is saved"
     )
-    parser.add_argument("--rank", nargs=2, metavar=("FOLDER", "STEPS"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.quick:
-        args.steps = 300
-        args.every = 8.0
-    return args
+    parser.add_argument("--rank", nargs="+", metavar="WORD", help=argparse.SUPPRESS)
+    return parser
 
 
 def main() -> None:
-    args = arguments(__doc__)
+    args = arguments(__doc__).parse_args()
+    if args.quick:
+        args.steps, args.every = 300, 8.0
     if args.rank:
         train(Path(args.rank[0]), int(args.rank[1]))
         return

@@ -1,25 +1,29 @@
-"""Ranks are killed and stopped while the others train on: how soon is the next step, and does the
-training end as the calm run does?
+"""Ranks break in every way while the others train on: how soon is the next step, do two groups ever
+train, and does the training end as the calm run does?
 
-    python bench/elastic.py [--steps 2000] [--every 20] [--seed 0] [--quick]
+    python bench/elastic.py [--steps 2000] [--every 20] [--faults SIGKILL …] [--seed 0] [--quick]
 
 Trains a small network with Adam and twelve virtual replicas on four ranks, under `python -m fddp
-run --elastic` over Gloo: once in peace, once with a signal to a rank that is drawn, about every so
-many seconds. The rank starts again and joins. Compares the digests of the whole states, and
-measures the time from each signal to the next step of any other rank.
+run --elastic` over Gloo: once in peace, once with a fault of a rank that is drawn, about every so
+many seconds, between two steps or in a message. The rank starts again and joins. Compares the
+digests of the whole states and the groups of all steps, and measures the time from each fault to
+the next step of any other rank.
 """
 
 import hashlib
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,73 +35,111 @@ import fddp
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.chaos import SIGNALS, Fault, arguments
+from bench.chaos import arguments
+from bench.faults import FAULTS, PLACES
 from bench.record import save
 
 RANKS = 4
 STALL_S = 2.0
 INPUT_S = 0.05  # the loading time of a batch
-LIMIT_S = 3600.0
+LIMIT_S = 7200.0
+BACK_S = 60.0
 OPTIONS: Any = {"virtual_replicas": 12, "schedule": "staged"}
 WIDTH = 64
 BATCH = 24
 
+BREAK: dict[str, Callable[[], None]] = {
+    **{name: function for name, (function, _) in FAULTS.items()},
+    "os._exit": lambda: os._exit(7),  # a rank that ends with 0 has reached its end
+}
+
+
+@dataclass
+class Fault:
+    """A broken rank."""
+
+    kind: str
+    rank: int
+    place: str
+    step: int
+    """The last step before it."""
+    back_s: float | None = None
+    """Seconds until the next step; None: the training had just ended."""
+    named: bool = False
+    """True if the next group is the earlier one without the broken rank."""
+
 
 def main() -> None:
-    args = arguments(__doc__)
+    parser = arguments(__doc__)
+    parser.add_argument("--faults", nargs="+", choices=BREAK, default=list(BREAK))
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.every = 300, 5.0
     if args.rank:
-        train(Path(args.rank[0]), int(args.rank[1]))
+        train(Path(args.rank[0]), int(args.rank[1]), float(args.rank[2]))
         return
-    calm, _ = run(args.steps, None, random.Random(args.seed))
-    wild, faults = run(args.steps, args.every, random.Random(args.seed))
+    calm, *_ = run(args.steps, None, args.faults, random.Random(args.seed))
+    wild, faults, split = run(args.steps, args.every, args.faults, random.Random(args.seed))
     results = {
         "equal": calm == wild,
-        "ended": len(wild),
+        "split": split,
         "steps": args.steps,
         "faults": [asdict(fault) for fault in faults],
     }
     print(summary(results))
     if not args.quick:
         print(save("elastic", {"ranks": RANKS, "stall_s": STALL_S, **results}))
-    if not results["equal"]:
+    if not results["equal"] or split:
         sys.exit(1)
 
 
 def summary(results: dict[str, Any]) -> str:
+    faults = results["faults"]
     end = "the state of the calm run" if results["equal"] else "ANOTHER STATE than the calm run"
-    lines = [f"{results['steps']} steps with {len(results['faults'])} faults end with {end}"]
-    for name in SIGNALS:
-        seconds = [
-            fault["back_s"]
-            for fault in results["faults"]
-            if fault["signal"] == name and fault["back_s"] is not None
-        ]
+    ended = [fault for fault in faults if fault["back_s"] is not None]
+    lines = [
+        f"{results['steps']} steps with {len(faults)} faults end with {end}; "
+        f"{sum(fault['named'] for fault in ended)} of {len(ended)} times the others went on "
+        f"without the broken rank alone; groups that trained beside another: {results['split']}"
+    ]
+    for kind in BREAK:
+        seconds = [fault["back_s"] for fault in ended if fault["kind"] == kind]
         if seconds:
             lines.append(
-                f"{name:8} {len(seconds):3} times: the next step after {np.median(seconds):.2f} s, "
-                f"at most {max(seconds):.2f}"
+                f"{kind:10} {len(seconds):3} times: the next step after {np.median(seconds):.2f} "
+                f"s, at most {max(seconds):.2f}"
             )
     return "\n".join(lines)
 
 
-def run(steps: int, every: float | None, draw: random.Random) -> tuple[set[str], list[Fault]]:
-    """A training; the digests that its ranks print at their end, and its faults."""
+def run(
+    steps: int, every: float | None, kinds: list[str], draw: random.Random
+) -> tuple[set[str], list[Fault], int]:
+    """A training; the digests that its ranks print at their end, its faults, and the number of
+    groups that trained beside another."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         env = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        words = ["--elastic", "-n", str(RANKS), __file__, "--rank", name, str(steps)]
+        pause = INPUT_S if every else 0.0
+        words = ["--elastic", "-n", str(RANKS), __file__, "--rank", name, str(steps), str(pause)]
         command = [sys.executable, "-m", "fddp", "run", *words]
         with subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE) as job:
+            output = list[bytes]()
+            reader = threading.Thread(target=lambda: output.extend(job.stdout or ()))
+            reader.start()
             faults = list[Fault]()
             deadline = time.monotonic() + LIMIT_S
             while every and job.poll() is None and time.monotonic() < deadline:
-                if wait(job, every * draw.uniform(0.7, 1.3)) and len(places(folder)) == RANKS:
-                    faults.append(break_rank(job, folder, draw))
-            out, _ = job.communicate(timeout=LIMIT_S)
+                if wait(job, every * draw.uniform(0.7, 1.3)) and len(newest(folder)) == RANKS:
+                    faults.append(break_rank(job, folder, kinds, draw))
+                    print(f"{len(faults):4} {faults[-1]}", flush=True)
+            job.wait(LIMIT_S)
+            reader.join()
         if job.returncode:
             raise RuntimeError(f"the job ended with {job.returncode}")
-    lines = [line.partition("] ")[2] for line in out.decode().splitlines()]
-    return {line.removeprefix("digest ") for line in lines if line.startswith("digest ")}, faults
+        split = groups_beside_others(folder)
+    lines = [line.decode().partition("] ")[2].strip() for line in output]
+    return {line for line in lines if line.startswith("digest ")}, faults, split
 
 
 def wait(job: subprocess.Popen, seconds: float) -> bool:
@@ -107,61 +149,106 @@ def wait(job: subprocess.Popen, seconds: float) -> bool:
     return job.poll() is None
 
 
-def places(folder: Path) -> dict[int, tuple[int, int]]:
-    """Rank → its process and the steps that it has done, of running ranks."""
-    found = dict[int, tuple[int, int]]()
-    for file in folder.glob("rank_*"):
-        with suppress(ValueError, OSError):  # it is just being replaced
-            process, step = map(int, file.read_text().split())
-            os.kill(process, 0)
-            found[int(file.name.removeprefix("rank_"))] = process, step
-    return found
-
-
-def break_rank(job: subprocess.Popen, folder: Path, draw: random.Random) -> Fault:
-    """Sends a signal to a rank, and waits until another rank has done a further step."""
-    before = places(folder)
+def break_rank(job: subprocess.Popen, folder: Path, kinds: list[str], draw: random.Random) -> Fault:
+    """Has a rank break itself, and waits until another rank has done a further step."""
+    before = newest(folder)
     rank = draw.choice(sorted(before))
-    number = max(step for _, step in before.values())
-    fault = Fault(draw.choice(SIGNALS), rank, number)
-    begin = time.monotonic()
-    with suppress(ProcessLookupError):
-        os.kill(before[rank][0], getattr(signal, fault.signal))
-    while job.poll() is None:
-        others = [step for k, (_, step) in places(folder).items() if k != rank]
-        # A step may have been complete when the signal arrived.
-        if max(others, default=0) > number + 1:
-            fault.back_s = round(time.monotonic() - begin, 3)
+    step, group, ranks = max(before.values())
+    fault = Fault(draw.choice(kinds), rank, draw.choice(PLACES), step)
+    order, broken = folder / f"break_{rank}", folder / f"broken_{rank}"
+    broken.unlink(missing_ok=True)
+    staging = order.with_suffix(".new")
+    staging.write_text(f"{fault.kind}/{fault.place}")
+    staging.replace(order)
+    deadline = time.monotonic() + BACK_S
+    while job.poll() is None and time.monotonic() < deadline:
+        later = [x for x in newest(folder).values() if x[1] > group]
+        if later and broken.exists():
+            fault.back_s = round(time.monotonic() - float(broken.read_text()), 3)
+            fault.named = min(later)[2] == [x for x in ranks if x != rank]
             break
         time.sleep(0.01)
-    if fault.signal == "SIGSTOP":  # its host would end it some time
-        with suppress(ProcessLookupError):
-            os.kill(before[rank][0], signal.SIGKILL)
     return fault
 
 
-def train(folder: Path, steps: int) -> None:
-    """One rank."""
+### The steps of all ranks, in files
+
+
+Done = tuple[int, int, list[int]]
+"""A step, the number of the group that did it, and the ranks of that group."""
+
+
+def newest(folder: Path) -> dict[int, Done]:
+    """Rank → its newest step, of running ranks."""
+    found = dict[int, Done]()
+    for file in folder.glob("steps_*"):
+        _, rank, process = file.name.split("_")
+        with suppress(OSError, IndexError):
+            os.kill(int(process), 0)
+            found[int(rank)] = read(file)[-1]
+    return found
+
+
+def read(file: Path) -> list[Done]:
+    """All steps of a process; its last line may be incomplete."""
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]]
+
+
+def groups_beside_others(folder: Path) -> int:
+    """The number of groups of which two with one number had different ranks, or which did a step
+    after the next group had done it."""
+    ranks_of = defaultdict[int, set[tuple[int, ...]]](set)
+    steps_of = defaultdict[int, list[int]](list)
+    for file in folder.glob("steps_*"):
+        for step, group, ranks in read(file):
+            ranks_of[group].add(tuple(ranks))
+            steps_of[group].append(step)
+    # An interrupted step may have been complete for a rank that broke: two groups do it.
+    late = [x for x, y in pairwise(sorted(steps_of)) if max(steps_of[x]) > min(steps_of[y])]
+    return len(late) + sum(len(ranks) > 1 for ranks in ranks_of.values())
+
+
+### One rank
+
+
+def train(folder: Path, steps: int, pause: float) -> None:
+    """One rank, which breaks on demand."""
     fddp.init(elastic=True, stall_s=STALL_S)
+    rank = os.environ["FDDP_RANK"]
+    order, broken = folder / f"break_{rank}", folder / f"broken_{rank}"
     data = np.random.default_rng(0).normal(size=(5000, WIDTH)).astype(np.float32)
     params = {name: np.full((WIDTH, WIDTH), 1 / WIDTH, np.float32) for name in ("first", "second")}
     loss = lambda p, x: ((jax.numpy.tanh(x @ p["first"]) @ p["second"] - x) ** 2).mean()  # noqa: E731
-    trainer = fddp.elastic.Trainer(
-        lambda group: fddp.train_step(loss, optax.adam(1e-3), group=group, **OPTIONS), params
-    )
-    place = folder / f"rank_{os.environ['FDDP_RANK']}"
+
+    def break_if_demanded(place: str) -> None:
+        if order.exists() and order.read_text().endswith(f"/{place}"):
+            kind, _ = order.read_text().split("/")
+            order.unlink()
+            broken.write_text(str(time.monotonic()))
+            BREAK[kind]()
+
+    def make(group: fddp.Group) -> fddp.TrainStep:
+        def reduce(x: Any, blocks: int) -> Any:
+            break_if_demanded("message")
+            return group.transport.tree_reduce(x, blocks)
+
+        breaking = replace(group, transport=group.transport._replace(tree_reduce=reduce))
+        return fddp.train_step(loss, optax.adam(1e-3), group=breaking, **OPTIONS)
 
     def rows(group: fddp.Group) -> np.ndarray:
         deal: Any = {"rank": group.rank, "size": group.processes, "start_step": trainer.number}
         virtual = OPTIONS["virtual_replicas"]
         return data[next(fddp.samples(len(data), BATCH, virtual_replicas=virtual, **deal))]
 
-    while trainer.number < steps:
-        time.sleep(INPUT_S)
-        trainer.step(rows)
-        staging = place.with_suffix(".new")
-        staging.write_text(f"{os.getpid()} {trainer.number}")
-        staging.replace(place)
+    trainer = fddp.elastic.Trainer(make, params)
+    with (folder / f"steps_{rank}_{os.getpid()}").open("a") as done:
+        while trainer.number < steps:
+            time.sleep(pause)
+            break_if_demanded("between")
+            trainer.step(rows)
+            stats = trainer.stats()
+            done.write(f"{json.dumps([trainer.number, stats.group, stats.ranks])}\n")
+            done.flush()
     leaves = jax.tree.leaves(jax.device_get(trainer.state))
     digest = hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()
     print(f"digest {digest}", flush=True)

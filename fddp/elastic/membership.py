@@ -50,7 +50,6 @@ class Membership:
         self._agreement = Agreement(uid, OUTSIDE, limits.most)
         self._waiting = set[Member]()  # for room in the job
         self.signs = Signs(limits)
-        self._left = dict[str, int]()  # members whose script has ended → steps that they have done
         self._ended = set[str]()  # processes whose connection has ended
         self._excluded = False
         handlers = Handlers(self._on_begin, self._on_line, self._on_end, self.copies.receive)
@@ -121,7 +120,7 @@ class Membership:
     def leave(self, timeout_s: float) -> None:
         """Waits until every member has ended its script, or is gone."""
         with self._state:
-            self._left[self.me.uid] = self.signs.done
+            self.signs.left[self.me.uid] = self.signs.done
             for link in self._links_of_view():
                 link.send({"left": self.signs.done})
             self._state.wait_for(self._all_left, timeout_s)
@@ -140,7 +139,7 @@ class Membership:
                 del self._links[link.uid]
                 self._waiting = {x for x in self._waiting if x.uid != link.uid}
                 self._ended.add(link.uid)
-                if link.uid not in self._left:
+                if link.uid not in self.signs.left:
                     self._lose(link.uid, ended=link.ended)
                 self._state.notify_all()
 
@@ -155,7 +154,7 @@ class Membership:
         self.signs.place(link.uid, *value)
 
     def _hear_left(self, link: Connection, value: Any) -> None:
-        self._left[link.uid] = int(value)
+        self.signs.left[link.uid] = int(value)
 
     def _hear_excluded(self, link: Connection, value: Any) -> None:
         self._excluded = True
@@ -191,11 +190,9 @@ class Membership:
             time.sleep(BEAT_S)
             with self._state:
                 others = [x.uid for x in self._agreement.remaining if x != self.me]
-                for uid in self.signs.lost([uid for uid in others if uid not in self._left]):
-                    self._lose(uid, ended=False)
-                for uid in others:  # its script has ended before this step
-                    if uid in self._left and self.signs.in_step_after(self._left[uid]):
-                        self._lose(uid, ended=True)
+                for uid in self.signs.lost(others):
+                    self._lose(uid, ended=uid in self.signs.left)
+                self._admit_waiting()
                 links = self._links_of_view()
                 words = {"beat": self.signs.own_place}
             for link in links:
@@ -220,13 +217,15 @@ class Membership:
         return time.monotonic() + BETWEEN * self._limits.stall_s
 
     def _admit_waiting(self) -> None:
+        if self._agreement.view.epoch and not self.signs.stepped:
+            return  # without a step between changes, ranks that come and go would halt the job
         was_due = self._agreement.under_way
         admitted = [self._agreement.admit(member) for member in self._waiting]
         if any(admitted):
             self._changed(was_due)
 
     def _changed(self, was_due: bool) -> None:
-        for uid in self._left:  # its script has ended: it takes no part in a further view
+        for uid in self.signs.left:  # its script has ended: it takes no part in a further view
             self._agreement.lose(uid, ended=True)
         self._admit_waiting()  # a lost member makes room
         self._tell()
@@ -296,4 +295,4 @@ class Membership:
 
     def _all_left(self) -> bool:
         others = [x.uid for x in self._agreement.remaining if x != self.me]
-        return all(uid in self._left or uid not in self._links for uid in others)
+        return all(uid in self.signs.left or uid not in self._links for uid in others)

@@ -31,6 +31,10 @@ class Signs:
         self._looked_at = self._since = time.monotonic()
         self._heard_at = dict[str, float]()
         self._places = dict[str, tuple[int, bool]]()  # uid → step, True inside of it
+        self.stepped = False
+        """True if this member has done a step in this view."""
+        self.left = dict[str, int]()
+        """Members whose script has ended → steps that they have done."""
         self._number = 0
         self.done = 0
         """Steps that this member has done."""
@@ -38,6 +42,7 @@ class Signs:
 
     def restart(self) -> None:
         """Forgets all signs, at the start of a view."""
+        self.stepped = False
         self._since = time.monotonic()
         self._heard_at.clear()
         self._places.clear()
@@ -56,7 +61,7 @@ class Signs:
         self._number, self._entered_at = number, time.monotonic()
         try:
             yield
-            self.done = number + 1
+            self.done, self.stepped = number + 1, True
         finally:
             self._entered_at = None
 
@@ -65,10 +70,6 @@ class Signs:
         """This member's step, and True if it is inside of it."""
         return self._number, self._entered_at is not None
 
-    def in_step_after(self, done: int) -> bool:
-        """True if this member is in a step that a member with `done` steps has not done."""
-        return self._entered_at is not None and self._number >= done
-
     def lost(self, uids: Iterable[str]) -> list[str]:
         """Returns the members to be lost."""
         now = time.monotonic()
@@ -76,7 +77,12 @@ class Signs:
         self._looked_at = now
         if paused:
             self.restart()
-        return [uid for uid in uids if self._is_silent(uid, now) or self._is_missing(uid, now)]
+        return [uid for uid in uids if self._is_lost(uid, now)]
+
+    def _is_lost(self, uid: str, now: float) -> bool:
+        if uid in self.left:
+            return self._entered_at is not None and self._number >= self.left[uid]
+        return self._is_silent(uid, now) or self._is_missing(uid, now)
 
     def _is_silent(self, uid: str, now: float) -> bool:
         return now - self._heard_at.get(uid, self._since) > self._limits.silence_s
