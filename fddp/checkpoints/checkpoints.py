@@ -217,6 +217,11 @@ class Checkpoints:
 
         on_all(self._folder, finish)
 
+    def abandon(self) -> None:
+        """Waits for no other rank, after an error: a checkpoint that lacks parts is left out."""
+        self._failed.set()
+        self._writer.shutdown()
+
     def __enter__(self) -> "Checkpoints":
         return self
 
@@ -228,9 +233,8 @@ class Checkpoints:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # no collective: the other ranks may not have failed
-            self._failed.set()
-            self._writer.shutdown()
+        else:
+            self.abandon()
 
     @property
     def _group(self) -> Group:

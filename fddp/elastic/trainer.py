@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from fddp.checkpoints import Checkpoints
 from fddp.comm import Group
 from fddp.elastic.held_state import has_parts, newest_state, to_devices, to_host
 from fddp.elastic.job import REASON_S, current_job
@@ -43,6 +44,7 @@ class Trainer:
         *,
         model_state: PyTree = None,
         rng: PyTree = None,
+        checkpoints: Callable[[TrainStep], Checkpoints] | None = None,
     ) -> None:
         """Makes the first state, or takes over the state of the ranks that already train.
 
@@ -54,6 +56,9 @@ class Trainer:
           params: as for `TrainStep.init`.
           model_state: as for `TrainStep.init`.
           rng: as for `TrainStep.init`.
+          checkpoints: opens a folder for a step: `lambda step: fddp.Checkpoints("run", step)`. A
+            job restores the newest checkpoint when it starts, and saves each that is due. It is
+            called again for each new group.
 
         Raises:
           ValueError: the job was not started by `fddp.init(elastic=True)`, or the step has
@@ -62,6 +67,8 @@ class Trainer:
         self._job = current_job()
         self._copies = self._job.membership.copies
         self._make = make
+        self._open = checkpoints
+        self._checkpoints: Checkpoints | None = None
         self._start: Any = jax.device_get((params, model_state, rng))
         self._state: TrainState | None = None
         self._in_parts = False  # True if each member holds a part of the state
@@ -106,6 +113,8 @@ class Trainer:
                 batch = rows(self.group) if callable(rows) else rows
                 with self._job.in_step(self.number):
                     after, info = jax.block_until_ready(self._step(self.state, batch))
+                    if self._checkpoints:
+                        self._checkpoints.save(after)
             except Exception as error:
                 if not (from_transport(error) and self._job.regroups(REASON_S)):
                     raise
@@ -128,6 +137,8 @@ class Trainer:
         if self._state is not None and not self._in_parts:
             self._copies.hold(to_host(self.group, self._job.view, self.number, self._state))
         self._state = None
+        if self._checkpoints:
+            self._checkpoints.abandon()
         self._job.regroup()
         self._form()
         self._regroup_s = time.monotonic() - begin
@@ -150,6 +161,9 @@ class Trainer:
         held = newest_state(self.group, self._copies.store)
         if held is None or jax.tree.leaves(state.hook_state):
             state = step.init(params, model_state=model_state, rng=rng)
+        self._checkpoints = self._open(step) if self._open else None
+        if held is None and self._checkpoints:
+            state, _ = self._checkpoints.restore(state)
         if held is not None:
             state = jax.block_until_ready(to_devices(self.group, held, state))
         self._in_parts = has_parts(state)

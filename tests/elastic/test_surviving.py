@@ -83,11 +83,21 @@ def test_a_stuck_rank_is_ended_and_one_that_exits_early_is_not_waited_for(tmp_pa
 @pytest.mark.ranks
 def test_the_shards_of_a_dead_rank_are_restored_from_the_rank_after_it(tmp_path: Path):
     options = {"shard": "state"}
-    ends, _ = results(tmp_path, 3, options, {"1": ["kill", 5]})
+    ends, said = results(tmp_path, 3, options, {"1": ["kill", 5], "2": ["kill in save", 30]})
+    assert all(f"rank {rank} ended by SIGKILL" in said for rank in (1, 2))
     assert len({end["digest"] for end in ends}) == 1
     assert all(end["stats"][3] > 0 for end in ends)  # bytes of copies
     np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
     assert min(min(end["sizes"]) for end in ends) < 3
+
+
+@pytest.mark.ranks
+def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(tmp_path: Path):
+    _, said = results(tmp_path, 3, {"shard": "optimizer"}, {"0": ["kill while writing", 20]})
+    assert "rank 0 ended by SIGKILL" in said
+    ends, _ = results(tmp_path, 2, {"shard": "optimizer"}, {})
+    assert all(end["sizes"] == [] for end in ends)
+    np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
 
 
 def test_an_mpi_job_cannot_be_elastic():

@@ -84,7 +84,22 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
 
     local = fddp.local_steps(optax.sgd(0.1), every=2)
     refusal = refused(lambda group: fddp.train_step(loss, local, group=group))
-    trainer = fddp.elastic.Trainer(make, PARAMS)
+
+    class Saves(fddp.Checkpoints):
+        def save(self, state: Any, *args: Any, **options: Any) -> bool:
+            strikes = int(state.step) == at and not met.exists()
+            if strikes and kind == "kill in save":
+                met.touch()
+                fault("kill")
+            due = super().save(state, *args, **options)
+            if strikes and kind == "kill while writing":
+                met.touch()
+                fault("kill")
+            return due
+
+    trainer = fddp.elastic.Trainer(
+        make, PARAMS, checkpoints=lambda step: Saves(Path(folder, "saved"), step, every=10)
+    )
     sizes = list[int]()
     while trainer.number < int(steps):
         if trainer.number == at and not met.exists():
