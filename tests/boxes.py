@@ -54,8 +54,8 @@ def boxes(page: str) -> Iterator[Box]:
             script = source
 
 
-def check_output(box: Box, printed: str) -> None:
-    """Compares a printed text with a page's; numbers of a training may differ by `TOLERANCE`."""
+def check_output(box: Box, printed: str, tolerance: float = TOLERANCE) -> None:
+    """Compares a printed text with a page's; numbers of a training may differ by a share."""
     shown, last = _lines(box.output), _lines(printed)
     if not box.whole:
         last = last[-len(shown) :]
@@ -65,7 +65,7 @@ def check_output(box: Box, printed: str) -> None:
             _, point, decimals = expected.partition(".")
             if point or "%" in old:
                 unit = 10.0 ** -len(decimals)  # the last digit may be rounded the other way
-                close = pytest.approx(_number(expected), rel=TOLERANCE, abs=1.01 * unit)
+                close = pytest.approx(_number(expected), rel=tolerance, abs=1.01 * unit)
                 assert _number(value) == close, f"{new}\n{old}"
             else:
                 assert value == expected, f"{new}\n{old}"

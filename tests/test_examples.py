@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from boxes import Box, boxes, check_output
+from boxes import TOLERANCE, Box, boxes, check_output
 from processes import UNOPTIMIZED, free_port
 
 import fddp
@@ -216,7 +216,15 @@ def test_a_command_prints_what_its_page_shows(home: Path, box: Box):
     variables = dict(word.split("=") for word in words if re.match("[A-Z_]+=", word))
     command = [x for word in words[len(variables) :] for x in PROGRAMS.get(word, (word,))]
     env = {name: x for name, x in environment(home).items() if name not in UNOPTIMIZED}
-    check_output(box, finish(home, command, env | variables))
+    check_output(box, finish(home, command, env | variables), _tolerance(name_of(box)))
+
+
+def _tolerance(script: str) -> float:
+    """The share by which losses may differ: more where a script learns the sources of a Python that
+    is not the pages' 3.11."""
+    file = MODELS / script
+    learns_python = file.exists() and "read_text(None" in file.read_text()
+    return 0.3 if learns_python and sys.version_info[:2] != (3, 11) else TOLERANCE
 
 
 ### A job that is ended
