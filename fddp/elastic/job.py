@@ -13,8 +13,8 @@ from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_m
 from fddp.elastic.meeting_place import (
     address_of,
     check_goes_on,
-    has_members,
     host_towards,
+    is_founded,
     known_addresses,
     request_entry,
 )
@@ -47,9 +47,9 @@ class ElasticJob:
         self._timeout_s, self._stall_s = timeout_s, stall_s
         self._world: JaxWorld | None = None
         self.view = View(0, ())
-        addresses = known_addresses(launch.coordinator)
-        founds = launch.rank == 0 and not has_members(addresses)
-        address = address_of(launch.coordinator) if founds else (host_towards(addresses), 0)
+        founds = launch.rank == 0 and not is_founded(launch.coordinator)
+        host = host_towards(known_addresses(launch.coordinator))
+        address = address_of(launch.coordinator) if founds else (host, 0)
         self.membership = Membership(launch.rank, address, limits, self._break_off)
         deadline = time.monotonic() + timeout_s
         try:

@@ -28,11 +28,11 @@ def address_of(coordinator: str | None) -> Address:
 
 
 def known_addresses(coordinator: str | None) -> list[Address]:
-    """The addresses of members, or that of rank 0 before they have written any."""
+    """The addresses of members as they have written them, and that of rank 0."""
     path = _file()
-    if path and path.exists():
-        return [(host, port) for _, _, (host, port) in json.loads(path.read_text())]
-    return [address_of(coordinator)] if coordinator else []
+    members = json.loads(path.read_text()) if path and path.exists() else []
+    addresses = [(host, port) for _, _, (host, port) in members]
+    return [*addresses, address_of(coordinator)] if coordinator else addresses
 
 
 def request_entry(door: Links, member: Member, coordinator: str | None, deadline: float) -> None:
@@ -61,17 +61,18 @@ def check_goes_on() -> None:
         raise TimeoutError("the job has reached its end")
 
 
-def has_members(addresses: Sequence[Address]) -> bool:
-    """False if no process listens at any of the addresses; True also for a host that is silent."""
-    for address in addresses:
-        try:
-            socket.create_connection(address, CONNECT_S).close()
-        except ConnectionRefusedError:
-            continue
-        except OSError:
-            return True
+def is_founded(coordinator: str | None) -> bool:
+    """False if no member of this host has written addresses, and rank 0 does not listen."""
+    path = _file()
+    if coordinator is None or (path and path.exists()):
+        return bool(path and path.exists())
+    try:
+        socket.create_connection(address_of(coordinator), CONNECT_S).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # its host is silent
         return True
-    return False
+    return True
 
 
 def host_towards(addresses: Sequence[Address]) -> str:

@@ -64,7 +64,6 @@ class Membership:
         with self._state:
             view = View(0, (self.me,))
             self._agreement = Agreement(self.me.uid, view, self._limits.most, size)
-            write_members(view)
 
     def next_view(self, serve: Callable[[View], str], timeout_s: float, after: int) -> View:
         """Waits for the first view after epoch `after`, and announces it if this member leads.

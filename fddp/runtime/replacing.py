@@ -24,8 +24,8 @@ from fddp.runtime.supervisor import (
     LOOK_S,
     PAUSE_S,
     Job,
-    by_mpiexec,
     forward,
+    on_hosts,
     start_process,
 )
 
@@ -70,7 +70,8 @@ class _Ranks:
 
     def __init__(self, job: Job, env: Mapping[str, str]) -> None:
         self._job = job
-        self._worlds = [{**env, **world} for world in worlds(job.ranks, job.hosts)]
+        self._env = env
+        self._worlds = worlds(job.ranks, job.hosts)
         self._failures: dict[str, list[float]] = {}
         self._due = dict.fromkeys(range(job.ranks), 0.0)  # rank → when to start it
         self._running = dict[int, Running]()
@@ -96,7 +97,7 @@ class _Ranks:
                 del self._running[rank]
                 if status == 0:
                     finished = True
-                    Path(self._worlds[rank][FOLDER], FINISHED).touch()
+                    Path(self._env[FOLDER], FINISHED).touch()
                 else:
                     code = status
                     self._fail(rank, running, status, again=not (finished or signals))
@@ -126,7 +127,7 @@ class _Ranks:
 
     def _end_lost(self) -> None:
         """Ends the processes of this host that other ranks report as silent or stuck."""
-        for file in Path(self._worlds[0][FOLDER], LOST).glob("*-*-*"):
+        for file in Path(self._env[FOLDER], LOST).glob("*-*-*"):
             file.unlink()
             rank, process, _ = file.name.split("-")
             running = self._running.get(int(rank))
@@ -141,8 +142,9 @@ class _Ranks:
         del self._due[rank]
         words = list(self._job.command)
         if host:
-            words = by_mpiexec(replace(self._job, ranks=1, least=1, hosts=(host,)), [host])
-        process = start_process(words, self._worlds[rank])
+            job = replace(self._job, ranks=1, least=1, hosts=(host,))
+            words = [*on_hosts(job, [host], [FOLDER, *self._worlds[rank]]), *words]
+        process = start_process(words, {**self._env, **self._worlds[rank]})
         shown(process, f"[{rank}] ", threading.Event())
         self._running[rank] = Running(process, host, now)
 

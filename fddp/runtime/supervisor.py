@@ -16,11 +16,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import compress
+from itertools import chain, compress
 from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
@@ -223,19 +223,26 @@ def _wait(
 
 
 def by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
-    """The words by which mpiexec starts all ranks of a job on some of its hosts."""
+    """The words by which mpiexec starts all ranks of a job on some of its hosts, and marks the
+    lines of each."""
+    marks = ["-prepend-pattern", "\x1e%r\x1f"]
+    if job.mpiexec and job.mpiexec[1] == "Open MPI":
+        marks = ["--tag-output"]
+    return [*on_hosts(job, hosts, [SECRET]), *marks, *job.command]
+
+
+def on_hosts(job: Job, hosts: Sequence[str], exports: Iterable[str]) -> list[str]:
+    """The words of mpiexec without a command; MPICH exports all variables, Open MPI `exports`."""
     program, vendor = job.mpiexec or ("mpiexec", None)
     ranks = job.on(hosts)
     words = [program, "-n", str(ranks)]
     if vendor == "Open MPI":
-        words += ["--tag-output", "-x", SECRET]
+        words += chain.from_iterable(("-x", name) for name in exports)
         if hosts:
             words += ["--host", ",".join(f"{host}:{ranks // len(hosts)}" for host in hosts)]
-    else:
-        words += ["-prepend-pattern", "\x1e%r\x1f"]
-        if hosts:
-            words += ["-hosts", ",".join(hosts), "-ppn", str(ranks // len(hosts))]
-    return [*words, *job.command]
+    elif hosts:
+        words += ["-hosts", ",".join(hosts), "-ppn", str(ranks // len(hosts))]
+    return words
 
 
 def start_process(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -15,6 +15,7 @@ import pytest
 from processes import TESTS, UNOPTIMIZED, WORKERS, launch
 
 from fddp.__main__ import main
+from fddp.runtime.replacing import supervise_ranks
 from fddp.runtime.supervisor import Ended, Job, launcher, supervise
 
 PYTHON = (sys.executable, "-c")
@@ -190,6 +191,30 @@ def test_the_first_fault_is_named_and_is_the_exit_code_and_ends_the_others(
     code, _, err = end_of_ranks(capfd, f"{rank_0} else os.kill(os.getpid(), 9)", ranks=2)
     assert (code, err) == (128 + 9, "fddp run: rank 1 ended by SIGKILL.\n")
     assert not goes_on.exists()
+
+
+@pytest.mark.parametrize("vendor", ["MPICH", "Open MPI"])
+def test_a_rank_of_an_elastic_job_leaves_a_host_on_which_it_failed_twice(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], vendor: str
+):
+    mpiexec = tmp_path / "mpiexec"
+    mpiexec.write_text(
+        '#!/bin/sh\necho "rank $FDDP_RANK of $FDDP_SIZE" "$@"\n'
+        'case "$*" in *" a"*) exit 3;; esac\n'
+        f"[ $FDDP_RANK = 0 ] && touch {tmp_path}/done\n"
+        f"until [ -e {tmp_path}/done ]; do sleep 0.1; done\n"
+    )
+    mpiexec.chmod(0o755)
+    job = Job(["train"], 2, hosts=("a", "b"), restarts=9, mpiexec=(str(mpiexec), vendor))
+    code = supervise_ranks(job)
+    out, err = capfd.readouterr()
+    assert code == 0
+    hosts = {"MPICH": "-hosts {} -ppn 1 train", "Open MPI": "--host {}:1 train"}[vendor]
+    starts = [line for line in out.splitlines() if line.startswith("[0] rank 0 of 2")]
+    ends = [hosts.format("a"), hosts.format("a"), hosts.format("b")]
+    assert all(line.endswith(end) for line, end in zip(starts, ends, strict=True))
+    assert ("-x FDDP_RANK" in out) == (vendor == "Open MPI")
+    assert err.count("rank 0 on a ended with exit code 3: it starts again") == 2
 
 
 @pytest.mark.steps
