@@ -1,7 +1,7 @@
 """Ranks break in every way while the others train on: how soon is the next step, do two groups ever
 train, and does the training end as the calm run does?
 
-    python bench/elastic.py [--steps 2000] [--every 20] [--faults SIGKILL …] [--seed 0] [--quick]
+    python bench/elastic.py [--steps 2000] [--every 20] [--faults SIGKILL …] [--quick]
 
 Trains a small network with Adam and twelve virtual replicas on four ranks, under `python -m fddp
 run --elastic` over Gloo: once in peace, once with a fault of a rank that is drawn, about every so
@@ -72,6 +72,7 @@ class Fault:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--faults", nargs="+", choices=BREAK, default=list(BREAK))
+    parser.add_argument("--name", default="elastic", help="of the result's file")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.every = 300, 5.0
@@ -88,7 +89,7 @@ def main() -> None:
     }
     print(summary(results))
     if not args.quick:
-        print(save("elastic", {"ranks": RANKS, "stall_s": STALL_S, **results}))
+        print(save(args.name, {"ranks": RANKS, "stall_s": STALL_S, **results}))
     if not results["equal"] or split:
         sys.exit(1)
 

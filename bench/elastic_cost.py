@@ -48,7 +48,7 @@ def main() -> None:
         f"{result['nbytes'] / 2**20:.0f} MiB, {100 * result['core']:.2f} % of a core"
     )
     if not args.quick:
-        print(save("elastic_cost", {"problem": args.problem, "rounds": rounds, **result}))
+        print(save(f"elastic_cost_{args.problem}", {"rounds": rounds, **result}))
 
 
 def measure(name: str, rounds: int, path: Path) -> None:
