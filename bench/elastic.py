@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--name", default="elastic", help="of the result's file")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.every = 300, 5.0
+        args.steps, args.every = 300, 8.0
     if args.rank:
         train(Path(args.rank[0]), int(args.rank[1]), float(args.rank[2]))
         return

@@ -9,6 +9,7 @@ share of a core that the threads of the membership take.
 
 import argparse
 import json
+import os
 import sys
 import threading
 import time
@@ -95,7 +96,7 @@ def cpu_of_membership() -> float:
         if thread.name.startswith(("fddp-beat", "fddp-member")):
             words = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().split(")")[1]
             ticks += sum(map(int, words.split()[11:13]))
-    return ticks / 100  # ticks of 10 ms
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ class HeldState(NamedTuple):
     """Name of a leaf → dtype and dims; empty for a copy, as `leaves` are."""
     leaves: Mapping[str, np.ndarray]
     """Name of a leaf that each member has → its values."""
-    parts: Mapping[str, Portion]
+    portions: Mapping[str, Portion]
     """Name of another leaf → this member's ranges of it, and their values."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        parts = [x for portion in self.parts.values() for _, x in portion.pieces]
-        return sum(x.nbytes for x in [*self.leaves.values(), *parts])
+        pieces = [x for portion in self.portions.values() for _, x in portion.pieces]
+        return sum(x.nbytes for x in [*self.leaves.values(), *pieces])
 
 
 Store = dict[tuple[str, tuple[int, int]], HeldState]
@@ -60,15 +60,15 @@ def to_host(group: Group, view: View, number: int, state: TrainState) -> HeldSta
     """
     leaves = {x: y for x, y in by_path(state).items() if part_of_state(x) != "hook_state"}
     forms = {name: form(group, name, x) for name, x in leaves.items()}
-    whole = {name: np.array(rows_here(words(x))) for name, x in leaves.items() if not is_shard(x)}
-    parts = dict[str, Portion]()
+    arrays = {name: np.array(rows_here(words(x))) for name, x in leaves.items() if not is_shard(x)}
+    portions = dict[str, Portion]()
     for name, x in leaves.items():
         if is_shard(x):
             portion = local_portion(group, name, words(x))
             pieces = [(place, np.array(piece)) for place, piece in portion.pieces]
-            parts[name] = portion._replace(pieces=pieces)
-    owners = tuple(member.uid for member in view.members) if parts else ()
-    return HeldState((number, view.epoch), owners, forms, whole, parts)
+            portions[name] = portion._replace(pieces=pieces)
+    owners = tuple(member.uid for member in view.members) if portions else ()
+    return HeldState((number, view.epoch), owners, forms, arrays, portions)
 
 
 def newest_state(group: Group, store: Store) -> HeldState | None:
@@ -79,7 +79,7 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
     Raises:
       StateLost: a part of every state is lost; on every member.
     """
-    local_list = [(*key, held.owners, bool(held.forms)) for key, held in store.items()]
+    local_list = [(*key, x.owners, bool(x.forms)) for key, x in store.items()]
     # version → uid → the first rank with that part; the members with parts of it; the first rank
     # with the leaves that are whole
     providers: dict[tuple[int, int], dict[str, int]] = {}
@@ -100,17 +100,16 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
             "at once: start the job again from its newest checkpoint."
         )
     version = max(complete)
-    own = (held for held in store.values() if held.version == version and held.forms)
-    local = next(own, None)
+    local = next((x for x in store.values() if x.version == version and x.forms), None)
     root = roots[version]
-    described = local._replace(leaves=dict.fromkeys(local.leaves), parts={}) if local else None
-    known: Any = group.broadcast_object(described, root)
+    described = local._replace(leaves=dict.fromkeys(local.leaves), portions={}) if local else None
+    description: Any = group.broadcast_object(described, root)
     incomplete = bool(group.all_reduce(np.int32(local is None), "max"))
     leaves = dict[str, np.ndarray]()
-    for name, (dtype, dims) in known.forms.items():
-        if name not in known.leaves:
+    for name, (dtype, dims) in description.forms.items():
+        if name not in description.leaves:
             uids = [uid for uid, rank in providers[version].items() if rank == group.rank]
-            portions = [store[uid, version].parts[name] for uid in uids]
+            portions = [store[uid, version].portions[name] for uid in uids]
             gathered = chain.from_iterable(group.all_gather_object(portions))
             leaves[name] = _joined(list(gathered), dtype)
         elif incomplete:
@@ -118,23 +117,23 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
             leaves[name] = group.broadcast(values, root)
         elif local:
             leaves[name] = local.leaves[name]
-    return known._replace(leaves=leaves)
+    return description._replace(leaves=leaves)
 
 
 def _joined(portions: Sequence[Portion], dtype: str) -> np.ndarray:
     """Joins the parts of all members to the whole array."""
-    whole = np.zeros(portions[0].dims, jnp.dtype(dtype))
+    joined = np.zeros(portions[0].dims, jnp.dtype(dtype))
     for portion in portions:
         for place, piece in portion.pieces:
-            whole[place] = piece
-    return whole
+            joined[place] = piece
+    return joined
 
 
-def to_devices(group: Group, held: HeldState, like: TrainState) -> TrainState:
+def to_devices(group: Group, held_state: HeldState, like: TrainState) -> TrainState:
     """Puts a state on the group's devices, with the hooks' memory of `like`."""
 
     def read(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
-        return held.leaves[name].reshape(dims)[place]
+        return held_state.leaves[name].reshape(dims)[place]
 
-    listed = Listed({"replicas": -1}, held.forms, {})
-    return read_state(group, held.version[0], listed, read, like)
+    listed = Listed({"replicas": -1}, held_state.forms, {})
+    return read_state(group, held_state.version[0], listed, read, like)

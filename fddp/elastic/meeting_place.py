@@ -1,4 +1,4 @@
-"""The members' addresses, in a file that they write for processes that start later.
+"""The addresses of a job's members, in a file for processes that start later.
 
 `python -m fddp run --elastic` names the folder. Without it a process connects to rank 0.
 """
@@ -64,8 +64,10 @@ def check_goes_on() -> None:
 def is_founded(coordinator: str | None) -> bool:
     """False if no member of this host has written addresses, and rank 0 does not listen."""
     path = _file()
-    if coordinator is None or (path and path.exists()):
-        return bool(path and path.exists())
+    if path and path.exists():
+        return True
+    if coordinator is None:
+        return False
     try:
         socket.create_connection(address_of(coordinator), CONNECT_S).close()
     except ConnectionRefusedError:

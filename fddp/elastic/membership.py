@@ -104,12 +104,12 @@ class Membership:
                     deadline = self._lose_late()
                 self._state.wait(min(max(seconds, 0.0), 1.0))
 
-    def send_copy(self, view: View, held: HeldState) -> None:
+    def send_copy(self, view: View, held_state: HeldState) -> None:
         """Sends this member's part of the state to the next member of a view."""
         following = view.members[(view.members.index(self.me) + 1) % len(view.members)]
         if following != self.me:
             call = partial(self.door.call, following.address, CONNECT_S, COPIES)
-            self.copies.send(held, call)
+            self.copies.send(held_state, call)
 
     def regroups(self, within_s: float = 0.0) -> bool:
         """True if a next view is due; waits for its reason, for at most some seconds."""
@@ -200,10 +200,10 @@ class Membership:
     ### With the lock held
 
     def _lose(self, uid: str, *, ended: bool) -> None:
-        if not ended:
-            report_lost(uid)
         was_due = self._agreement.under_way
         if self._agreement.lose(uid, ended=ended):
+            if not ended:
+                report_lost(uid)
             self._changed(was_due)
 
     def _lose_late(self) -> float:

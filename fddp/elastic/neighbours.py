@@ -41,18 +41,18 @@ class Copies:
     @property
     def nbytes(self) -> int:
         """Bytes of the parts on this host."""
-        return sum(held.nbytes for held in self.store.values())
+        return sum(held_state.nbytes for held_state in self.store.values())
 
-    def hold(self, held: HeldState) -> None:
+    def hold(self, held_state: HeldState) -> None:
         """Stores this member's part, and forgets older ones."""
-        self._put(self._uid, held)
+        self._put(self._uid, held_state)
 
-    def send(self, held: HeldState, call: Call) -> None:
+    def send(self, held_state: HeldState, call: Call) -> None:
         """Begins to send this member's part to the member that `call` calls.
 
         If that member is lost, the part is not sent, and the members regroup.
         """
-        self._under_way = self._thread.submit(self._send, held, call)
+        self._under_way = self._thread.submit(self._send, held_state, call)
 
     def wait(self, given_up: Callable[[], bool]) -> None:
         """Waits until the last part has arrived, or the members regroup."""
@@ -83,9 +83,9 @@ class Copies:
         for key in [key for key in self._store if key[1][1] < epoch]:
             self._store.pop(key, None)
 
-    def _send(self, held: HeldState, call: Call) -> None:
+    def _send(self, held_state: HeldState, call: Call) -> None:
         # The other member has the leaves that are whole.
-        data = pickle.dumps(held._replace(forms={}, leaves={}), protocol=5)
+        data = pickle.dumps(held_state._replace(forms={}, leaves={}), protocol=5)
         try:
             if self._connection is None:
                 _, self._connection, _ = call()
@@ -97,9 +97,9 @@ class Copies:
         except OSError:
             self._connection = None
 
-    def _put(self, uid: str, held: HeldState) -> None:
-        self._store[uid, held.version] = held
-        number, epoch = held.version
+    def _put(self, uid: str, held_state: HeldState) -> None:
+        self._store[uid, held_state.version] = held_state
+        number, epoch = held_state.version
         for key in list(self._store):
             if key[0] == uid and key[1][1] == epoch and key[1][0] <= number - RETAINED:
                 self._store.pop(key, None)

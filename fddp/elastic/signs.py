@@ -34,7 +34,7 @@ class Signs:
         self.stepped = False
         """True if this member has done a step in this view."""
         self.left = dict[str, int]()
-        """Members whose script has ended → steps that they have done."""
+        """uid of a member with an ended script → its number of steps."""
         self._number = 0
         self.done = 0
         """Steps that this member has done."""

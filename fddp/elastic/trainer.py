@@ -137,9 +137,7 @@ class Trainer:
         if self._state is not None and not self._in_parts:
             self._copies.hold(to_host(self.group, self._job.view, self.number, self._state))
         self._state = None
-        if self._checkpoints:
-            self._checkpoints.abandon()
-        self._job.regroup()
+        self._leave_group()
         self._form()
         self._regroup_s = time.monotonic() - begin
 
@@ -151,21 +149,27 @@ class Trainer:
             except Exception as error:
                 if not (from_transport(error) and self._job.regroups(REASON_S)):
                     raise
-                self._job.regroup()
+                self._leave_group()
+
+    def _leave_group(self) -> None:
+        """Waits for the next group; the checkpoints belong to the earlier one."""
+        if self._checkpoints:
+            self._checkpoints.abandon()
+        self._job.regroup()
 
     def _formed(self) -> tuple[TrainStep, TrainState]:
         params, model_state, rng = self._start
         step = self._make(self.group).with_options(donate=False)
         state = step.shapes(params, model_state=model_state, rng=rng)
         _refuse_local_steps(state)
-        held = newest_state(self.group, self._copies.store)
-        if held is None or jax.tree.leaves(state.hook_state):
+        newest = newest_state(self.group, self._copies.store)
+        if newest is None or jax.tree.leaves(state.hook_state):
             state = step.init(params, model_state=model_state, rng=rng)
         self._checkpoints = self._open(step) if self._open else None
-        if held is None and self._checkpoints:
+        if newest is not None:
+            state = jax.block_until_ready(to_devices(self.group, newest, state))
+        elif self._checkpoints:
             state, _ = self._checkpoints.restore(state)
-        if held is not None:
-            state = jax.block_until_ready(to_devices(self.group, held, state))
         self._in_parts = has_parts(state)
         self._copies.disconnect()
         self._copy(state)
@@ -178,9 +182,9 @@ class Trainer:
         """Copies this member's part of the state under the next step, once the last one arrived."""
         if self._in_parts:
             self._copies.wait(self._job.regroups)
-            held = to_host(self.group, self._job.view, int(state.step), state)
-            self._copies.hold(held)
-            self._job.membership.send_copy(self._job.view, held)
+            held_state = to_host(self.group, self._job.view, int(state.step), state)
+            self._copies.hold(held_state)
+            self._job.membership.send_copy(self._job.view, held_state)
 
 
 def _refuse_local_steps(state: TrainState) -> None:

@@ -1,4 +1,4 @@
-"""The commands of `python -m fddp` that supervise a job, or look at one that has ended."""
+"""The commands of `python -m fddp` for running jobs and for ended ones."""
 
 import argparse
 import sys
