@@ -4,11 +4,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import get_args
 
 from fddp.runtime.commands import add_flight, add_run
+from fddp.runtime.packages import fddp_version
 from fddp.step import Options, Shared
 
 TARGET = "a100:N, h100:N, h200:N, or h100:2x8 for two hosts of eight"
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fddp",
         description="Look at a data-parallel step, before it runs and while it does.",
     )
-    parser.add_argument("--version", action="version", version=f"fddp {_version()}")
+    parser.add_argument("--version", action="version", version=f"fddp {fddp_version()}")
     commands = parser.add_subparsers(metavar="command", dest="name", required=True)
     add_run(commands)
     for name, (words, add) in OBSERVERS.items():
@@ -145,13 +145,6 @@ def _check(args: argparse.Namespace) -> None:
         folder = Path(getattr(args, name, None) or "").parent
         if not folder.is_dir():
             raise ValueError(f"--{name}: there is no folder {folder}.")
-
-
-def _version() -> str:
-    try:
-        return version("fddp")
-    except PackageNotFoundError:
-        return "(a checkout)"
 
 
 if __name__ == "__main__":

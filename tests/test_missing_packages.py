@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +60,22 @@ def test_run_by_mpiexec_without_one_names_mpich(
 
 
 @pytest.mark.steps
+def test_a_checkout_that_is_not_installed_trains(
+    group: Callable[[int], fddp.Group], monkeypatch: pytest.MonkeyPatch
+):
+    def no_distribution(name: str) -> Distribution:
+        raise PackageNotFoundError(name)
+
+    def loss_fn(w, x):
+        return ((x @ w) ** 2).mean()
+
+    monkeypatch.setattr("importlib.metadata.distribution", no_distribution)
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(2))
+    _, info = step(step.init(np.ones(3, np.float32)), np.ones((4, 3), np.float32))
+    assert float(info.loss) == 9
+
+
+@pytest.mark.steps
 def test_doctor_advises_no_installation_of_fddp_in_a_checkout(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -68,7 +84,7 @@ def test_doctor_advises_no_installation_of_fddp_in_a_checkout(
             raise PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr("fddp.analysis.doctor.version", version_of)
+    monkeypatch.setattr("fddp.runtime.packages.version", version_of)
     monkeypatch.setattr(mpi_vendors, "loaded", lambda: ("MPICH", ""))
     assert main(["doctor"]) == 0
     assert re.search(r"^fddp +a checkout, not installed$", capsys.readouterr().out, re.MULTILINE)

@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,15 @@ import jax
 
 from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
 from fddp.jax_internals import cache_small_programs, compilation_cache
-from fddp.runtime import hints, missing_compiler, mpi_vendors, read_launch, spoken
+from fddp.runtime import (
+    fddp_version,
+    hints,
+    installed,
+    missing_compiler,
+    mpi_vendors,
+    read_launch,
+    spoken,
+)
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -38,7 +45,7 @@ def examine() -> tuple[ReportLine, ...]:
 
 def _findings() -> Iterator[ReportLine]:
     yield ReportLine("Python", platform.python_version())
-    yield ReportLine("fddp", installed("fddp") or "a checkout, not installed")
+    yield ReportLine("fddp", fddp_version())
     for name in PACKAGES:
         if status := installed(name):
             yield ReportLine(name, status)
@@ -168,11 +175,3 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
         other_vendor = vendors.get(mpiexec) or "another MPI"
         return launcher, f"mpi4py has {vendor}; plain mpiexec is {mpiexec}, of {other_vendor}"
     return launcher, ""
-
-
-def installed(name: str) -> str | None:
-    """Returns the version of a package, or None if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

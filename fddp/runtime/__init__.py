@@ -10,6 +10,8 @@ from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
+from fddp.runtime.packages import fddp_version as fddp_version
+from fddp.runtime.packages import installed as installed
 from fddp.runtime.place import Launch as Launch
 from fddp.runtime.place import place_of as place_of
 from fddp.runtime.replacing import FINISHED as FINISHED

@@ -6,7 +6,6 @@ Source: `_sync_module_states` in PyTorch's `distributed.py`.
 import platform
 from collections.abc import Iterable
 from functools import partial
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +20,7 @@ from fddp.jax_internals import ClosedJaxpr, without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
 from fddp.losses import not_numeric
 from fddp.optim import DynamicScaleState
+from fddp.runtime import fddp_version
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
 from fddp.step.held import first_held, form_in_shards, with_held
@@ -169,7 +169,7 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
     params = start.params
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
     lines = [
-        f"fddp {version('fddp')}, jax {jax.__version__}, Python {platform.python_version()}",
+        f"fddp {fddp_version()}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
         replica.way.described,
         f"plan {provisional_plan(replica, params).digest}",

@@ -1,0 +1,16 @@
+"""The versions of installed packages."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def installed(name: str) -> str | None:
+    """Returns the version of a package, or None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def fddp_version() -> str:
+    """Returns the version of fddp, which may run from a checkout that is not installed."""
+    return installed("fddp") or "a checkout, not installed"
