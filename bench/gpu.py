@@ -64,14 +64,14 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "same": Part(same.measures, same.tell, True, 4),
-    "ranks": Part(ranks.measures_of_training, ranks.tell_training, False, 1.5),
-    "cost": Part(cost.measures_of_steps, cost.tell_steps, True, 3),
+    "same": Part(same.measures, same.tell, True, 3),
+    "ranks": Part(ranks.measures_of_training, ranks.tell_training, False, 4),
+    "cost": Part(cost.measures_of_steps, cost.tell_steps, True, 2.5),
     "packing": Part(cost.measures_of_packing, cost.tell_packing, True, 0.5),
-    "estimate": Part(estimates.measures, estimates.tell, True, 2),
-    "memory": Part(ranks.measures_of_memory, ranks.tell_memory, False, 1.5),
+    "estimate": Part(estimates.measures, estimates.tell, True, 1.5),
+    "memory": Part(ranks.measures_of_memory, ranks.tell_memory, False, 4),
     "launchers": Part(launchers.measures, launchers.tell, False, 2),
-    "scanned": Part(ranks.measures_of_scanned, ranks.tell_scanned, False, 1),
+    "scanned": Part(ranks.measures_of_scanned, ranks.tell_scanned, False, 2.5),
     "ahead": Part(
         ahead.measures,
         ahead.tell,

@@ -64,9 +64,9 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
     platform = mesh.devices.flat[0].platform
 
     def clone(count: int) -> tuple[Transport, ...]:
-        # Programs of several threads may reach the devices of one process in different orders, and
-        # then wait for each other forever: such a process has one transport.
-        if len(processes) < mesh.size:
+        # Programs of several threads may reach the devices of one process, and the one queue of a
+        # GPU, in different orders, and then wait for each other forever: there is one transport.
+        if len(processes) < mesh.size or backend == "nccl":
             return (transport,)
         turns = range(1, min(count, len(processes)))
         return (transport, *(_turned(mesh, axis_name, piece, turn) for turn in turns))

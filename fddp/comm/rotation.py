@@ -23,8 +23,8 @@ def round_robin(groups: Sequence[Group]) -> Group:
 
     Under MPI every group has its own communicators. Under Gloo XLA has one communicator for each
     order of the devices, so at most as many sums run concurrently as there are processes; more
-    groups have no effect. If a process has several devices, or sums go over nodes first, all groups
-    share one.
+    groups have no effect. Under NCCL, where a GPU has one queue for the launches of all threads, if
+    a process has several devices, or if sums go over nodes first, all groups share one.
 
     Args:
       groups: groups of the same processes in the same order, such as `[group] * 3`; equally many on

@@ -92,8 +92,12 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # On CPUs no process needs a GPU, but JAX would query MPI for it, and MPI may not run.
         options["cluster_detection_method"] = "deactivate"
-    elif launch.local_rank is not None:
-        options["local_device_ids"] = [_own_gpu(launch.local_rank)]
+    else:
+        if launch.local_rank is not None:
+            options["local_device_ids"] = [_own_gpu(launch.local_rank)]
+        if meeting.coordinator.startswith("127."):
+            # All ranks are on this host. NCCL would listen at a device that other hosts reach.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # JAX's preemption service catches SIGTERM and does nothing. Without it the signal ends a script
     # that does not call fddp.preempted.
     jax.config.update("jax_enable_preemption_service", False)

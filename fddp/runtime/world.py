@@ -26,11 +26,14 @@ from fddp.watching import FAILED, follows_another
 from fddp.wording import check_seconds, check_switch, check_whole
 
 BACKENDS = ("nccl", "gloo", "mpi", "local")
-NO_MPI = (
-    "elastic=True needs backend 'gloo' or 'nccl': an MPI job ends with its first dead rank. Start "
-    "the ranks by `python -m fddp run --elastic`; over MPI, `python -m fddp run --restarts` starts "
-    "the whole job again."
-)
+NOT_ELASTIC = {
+    "mpi": "elastic=True needs backend 'gloo': an MPI job ends with its first dead rank. Start the "
+    "ranks by `python -m fddp run --elastic`; over MPI, `python -m fddp run --restarts` starts the "
+    "whole job again.",
+    "nccl": "elastic=True needs backend 'gloo': NCCL connects through JAX's coordination service, "
+    "which ends with its first dead rank. On GPUs, `python -m fddp run --restarts` starts the "
+    "whole job again.",
+}
 
 
 def init(
@@ -63,7 +66,7 @@ def init(
         the stuck ranks; after twice as many seconds all end. A rank that evaluates, compiles or
         waits for data has twenty times as many. None: 30, or ten steps if they take longer.
       elastic: True: ranks may end and late ranks may join while `fddp.elastic.Trainer` trains, on
-        nccl or gloo. Then `size` is the maximum, and the group is that of the ranks at the start.
+        gloo. Then `size` is the maximum, and the group is that of the ranks at the start.
 
     Returns:
       The group.
@@ -89,8 +92,8 @@ def init(
     if size is not None:
         size = check_whole("size", size, 1)
     check_switch("elastic", elastic)
-    if elastic and backend == "mpi":
-        raise ValueError(NO_MPI)
+    if elastic and backend in NOT_ELASTIC:
+        raise ValueError(NOT_ELASTIC[backend])
     request = (backend, rank, size, coordinator, elastic)
     cache_small_programs()
     if _started and (elastic or request[:4] != (None,) * 4) and request != _started[0].request:
@@ -255,7 +258,9 @@ def _elastic(
     backend: str | None, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
 ) -> Group:
     if backend is None and launch.by_mpi and not launch.coordinator:
-        raise ValueError(NO_MPI)
+        raise ValueError(NOT_ELASTIC["mpi"])
+    if backend is None and _has_gpus():
+        raise ValueError(NOT_ELASTIC["nccl"])
     # A room above this one, which only elastic jobs load.
     return import_module("fddp.elastic").join_job(launch, timeout_s, stall_s, undo)
 

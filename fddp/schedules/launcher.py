@@ -225,13 +225,12 @@ def own_lane(group: Group) -> tuple[Group, bool]:
     """Gives the same replicas another communicator, for messages that leave between two steps.
 
     Such messages belong to no step that may be retried. Returns the group, and True if its messages
-    may travel while others do. They may not without a second communicator, nor on GPUs, which have
-    one queue for the launches of all threads, in any order.
+    may travel while others do. They may not without a second communicator.
     """
     transports = group.lane.carriers(group.transport, group.clone)
     no_retry = Recovery(lambda place, seconds: False)
     lane = replace(group, transport=transports[-1], recovery=no_retry)
-    return lane, len(transports) > 1 and group.backend != "nccl"
+    return lane, len(transports) > 1
 
 
 def _by_kind(sending: Do, computing: Do, exchanging: Do) -> Do:

@@ -100,6 +100,16 @@ def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(
     np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
 
 
+def test_a_job_with_gpus_cannot_be_elastic(monkeypatch: pytest.MonkeyPatch):
+    """NCCL's communicators form by JAX's coordination service, which elastic ranks leave."""
+    with pytest.raises(ValueError, match="NCCL connects through JAX's coordination service"):
+        fddp.init("nccl", elastic=True)
+    monkeypatch.setattr("fddp.runtime.world._has_gpus", lambda: True)
+    monkeypatch.setattr("fddp.runtime.world._started", [])
+    with pytest.raises(ValueError, match="NCCL connects through JAX's coordination service"):
+        fddp.init(elastic=True)
+
+
 def test_an_mpi_job_cannot_be_elastic():
     with pytest.raises(ValueError, match="an MPI job ends with its first dead rank"):
         fddp.init("mpi", elastic=True)

@@ -1,4 +1,8 @@
-"""Holds all claims, or the named ones, on every rank of this job: `hold.py FOLDER [NAME ...]`."""
+"""Holds all claims, or the named ones, on every rank of this job: `hold.py FOLDER [NAME ...]`.
+
+On GPUs, where pytest does not start ranks, `python -m fddp run -n 2 --by processes` runs it over
+NCCL; with JAX_DEFAULT_MATMUL_PRECISION=highest, and NCCL_MULTI_RANK_GPU_ENABLE=1 on a single GPU.
+"""
 
 import sys
 from pathlib import Path
@@ -84,7 +88,8 @@ def claimed(backend: str, size: int) -> dict[str, Claim]:
 
 def main(folder: Path, *names: str) -> None:
     world = fddp.init()
-    chosen = {name: CLAIMS[name] for name in names} or claimed(world.backend, world.processes)
+    backend = "gloo" if world.backend == "nccl" else world.backend
+    chosen = {name: CLAIMS[name] for name in names} or claimed(backend, world.processes)
     hold(chosen, world, folder)
 
 
