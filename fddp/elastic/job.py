@@ -12,7 +12,7 @@ from fddp.comm import Group
 from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_meeting
 from fddp.elastic.meeting_place import (
     address_of,
-    check_goes_on,
+    end_with_job,
     host_towards,
     is_founded,
     known_addresses,
@@ -54,7 +54,7 @@ class ElasticJob:
         deadline = time.monotonic() + timeout_s
         try:
             if founds:
-                check_goes_on()
+                end_with_job()
                 self.membership.found(launch.size)
             while self._world is None:
                 if not founds:

@@ -6,6 +6,7 @@
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -47,18 +48,19 @@ def request_entry(door: Links, member: Member, coordinator: str | None, deadline
             with suppress(ConnectionError):
                 door.connect(address, CONNECT_S).send({"join": member})
                 return
-        check_goes_on()
+        end_with_job()
         if time.monotonic() > deadline:
             places = ", ".join(f"{host}:{port}" for host, port in addresses)
             raise TimeoutError(f"no rank of this job answers at {places or 'any address'}")
         time.sleep(RETRY_S)
 
 
-def check_goes_on() -> None:
-    """Raises TimeoutError if a rank has reached the end of the job."""
+def end_with_job() -> None:
+    """Ends this script, as one that has succeeded, if a rank has reached the end of the job."""
     path = _file()
     if path and path.with_name(FINISHED).exists():
-        raise TimeoutError("the job has reached its end")
+        print("fddp: the job has reached its end.", file=sys.stderr, flush=True)
+        raise SystemExit(0)
 
 
 def is_founded(coordinator: str | None) -> bool:

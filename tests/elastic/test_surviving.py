@@ -4,6 +4,9 @@ The truth is a run of one process, by `fddp.train_step` alone.
 """
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -19,6 +22,7 @@ from runtime.test_supervisor import run
 from workers.elastic import PARAMS, digest, loss, rows_of
 
 import fddp
+from fddp.runtime import FINISHED, FOLDER
 
 STEPS = 40
 VIRTUAL = {"virtual_replicas": 12, "schedule": "staged"}
@@ -70,6 +74,17 @@ def test_a_rank_that_was_stopped_for_a_while_is_excluded(tmp_path: Path):
     assert outcome.codes == (0, 0, 1)
     assert "have gone on without this one, which was silent or stuck" in outcome.outputs[2]
     assert all(digest(calm()) in output for output in outcome.outputs[:2])
+
+
+@pytest.mark.ranks
+def test_a_rank_that_starts_after_the_end_of_the_job_succeeds(tmp_path: Path):
+    (tmp_path / FINISHED).touch()
+    variables = {"FDDP_RANK": "1", "FDDP_SIZE": "2", "FDDP_COORDINATOR": "127.0.0.1:1"}
+    script = [sys.executable, "-c", "import fddp; fddp.init(elastic=True); print('trains')"]
+    env = os.environ | variables | {FOLDER: str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    outcome = subprocess.run(script, env=env, capture_output=True, text=True, timeout=300)
+    assert (outcome.returncode, outcome.stdout) == (0, "")
+    assert outcome.stderr == "fddp: the job has reached its end.\n"
 
 
 @pytest.mark.ranks
