@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fddp.runtime.packages import installed
+from fddp.runtime import installed
 
 RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("jax", "flax", "optax", "mpi4py", "mpi4jax", "mpich")

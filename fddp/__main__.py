@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
+from fddp.runtime import fddp_version
 from fddp.runtime.commands import add_flight, add_run
-from fddp.runtime.packages import fddp_version
 from fddp.step import Options, Shared
 
 TARGET = "a100:N, h100:N, h200:N, or h100:2x8 for two hosts of eight"

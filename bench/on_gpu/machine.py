@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.analysis.auditing.gpus import CHIPS
-from fddp.runtime.packages import installed
+from fddp.runtime import installed
 
 ROOT = Path(__file__).parents[2]
 # module:preset:rows of a replica, the quickest to compile first: models without enough time

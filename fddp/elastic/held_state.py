@@ -86,9 +86,9 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
     owners: dict[tuple[int, int], Sequence[str]] = {}
     roots: dict[tuple[int, int], int] = {}
     for rank, rank_list in enumerate(group.all_gather_object(local_list)):
-        for uid, version, needed, is_own in rank_list:
+        for uid, version, part_owners, is_own in rank_list:
             providers.setdefault(version, {}).setdefault(uid, rank)
-            owners[version] = needed
+            owners[version] = part_owners
             if is_own:
                 roots.setdefault(version, rank)
     if not providers:

@@ -188,8 +188,7 @@ class Membership:
         while True:
             time.sleep(BEAT_S)
             with self._state:
-                others = [x.uid for x in self._agreement.remaining if x != self.me]
-                for uid in self.signs.lost(others):
+                for uid in self.signs.lost(self._other_uids()):
                     self._lose(uid, ended=uid in self.signs.left)
                 self._admit_waiting()
                 links = self._links_of_view()
@@ -208,10 +207,10 @@ class Membership:
 
     def _lose_late(self) -> float:
         """Loses the members that have not left their step; returns the next deadline."""
-        late = self._agreement.late()
-        if not late or not self._agreement.view.epoch:
+        uids = self._agreement.late()
+        if not uids or not self._agreement.view.epoch:
             raise TimeoutError("some ranks are missing")
-        for uid in late:
+        for uid in uids:
             self._lose(uid, ended=False)
         return time.monotonic() + BETWEEN * self._limits.stall_s
 
@@ -293,5 +292,8 @@ class Membership:
         return [self._links[member.uid] for member in members if member.uid in self._links]
 
     def _all_left(self) -> bool:
-        others = [x.uid for x in self._agreement.remaining if x != self.me]
-        return all(uid in self.signs.left or uid not in self._links for uid in others)
+        uids = self._other_uids()
+        return all(uid in self.signs.left or uid not in self._links for uid in uids)
+
+    def _other_uids(self) -> list[str]:
+        return [member.uid for member in self._agreement.remaining if member != self.me]

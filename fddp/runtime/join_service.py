@@ -95,7 +95,7 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     else:
         if launch.local_rank is not None:
             options["local_device_ids"] = [_own_gpu(launch.local_rank)]
-        if meeting.coordinator.startswith("127."):
+        if meeting.coordinator.startswith("127.0.0.1:"):
             # All ranks are on this host. NCCL would listen at a device that other hosts reach.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # JAX's preemption service catches SIGTERM and does nothing. Without it the signal ends a script

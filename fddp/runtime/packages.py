@@ -12,5 +12,5 @@ def installed(name: str) -> str | None:
 
 
 def fddp_version() -> str:
-    """Returns the version of fddp, which may run from a checkout that is not installed."""
+    """Returns the version of fddp, or words for a checkout without one."""
     return installed("fddp") or "a checkout, not installed"

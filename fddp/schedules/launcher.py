@@ -55,8 +55,8 @@ class Launcher:
     """Launches lists of tasks one after the other; its threads live as long as the step."""
 
     def __init__(self, group: Group, lanes: Collection[str] = (), ahead: int = 1) -> None:
-        """`lanes` names the queues that may still send when a step has returned. `ahead` is the
-        number of programs launched while one runs, so that the core never waits for Python."""
+        """`lanes` names the queues that may send after the return of a step. `ahead` is the number
+        of programs launched while one runs, so that the core never waits for Python."""
         self._group = group
         self._lanes = lanes
         self._ahead = ahead
@@ -132,7 +132,7 @@ class Launcher:
     def _computing(
         self, prepared: Prepared, ready_at: Mapping[Value, float]
     ) -> tuple[Do, Callable[[], None]]:
-        """Makes a function that launches a program, and one that waits for all launched ones."""
+        """Makes two functions: to launch a program, and to wait for all launched programs."""
         launched = deque[tuple[Task, Sequence[Any], float]]()
         clock = perf_counter()
 
