@@ -20,7 +20,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
-from bench.problems import GPT_12, Problem
+from bench.problems import GPT_12, RESNET_18, Problem
 from bench.record import ratio, save, summary
 from bench.turns import BACKENDS, staged, take_turns
 from models import resnet, scanned
@@ -73,7 +73,7 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
             for schedule in ("staged", "eager")
             for how, problem in (("written out", task), ("scanned", looped))
         }
-    over_all = resnet.loss_fn(resnet.PRESETS["18"].clone(axis_name=group.axis_name))
+    over_all = resnet.loss_fn(RESNET_18.clone(axis_name=group.axis_name))
     return {
         "staged, own statistics": staged(task, group, CAP_MB),
         "staged, statistics of all rows": staged(task._replace(loss_fn=over_all), group, CAP_MB),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import fddp
 from models import gpt, mlp, resnet
 
 # 9.5 million parameters, 36 MiB of gradients.
@@ -17,6 +18,10 @@ GPT_36MIB = gpt.GPT(
 )
 # As many in twice as many layers.
 GPT_12 = gpt.GPT(vocabulary=256, layers=12, width=256, heads=4, kv_heads=2, hidden=704, context=128)
+RESNET_18, RESNET_50 = (
+    resnet.PRESETS[depth].clone(conv_general_dilated=fddp.conv_general_dilated)
+    for depth in ("18", "50")
+)
 
 # The network that waits.
 LAYERS = 4
@@ -50,8 +55,8 @@ def problem(name: str, seed: int) -> Problem:
     module, model, make = {
         "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
         "mlp640": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 640, seed)),
-        "resnet18": (resnet, resnet.PRESETS["18"], lambda m: resnet.batch(m, 2, seed, size=64)),
-        "resnet50": (resnet, resnet.PRESETS["50"], lambda m: resnet.batch(m, 4, seed, size=64)),
+        "resnet18": (resnet, RESNET_18, lambda m: resnet.batch(m, 2, seed, size=64)),
+        "resnet50": (resnet, RESNET_50, lambda m: resnet.batch(m, 4, seed, size=64)),
         "gpt": (gpt, GPT_36MIB, lambda m: gpt.batch(m, 5, seed, length=96)),
         "gpt12": (gpt, GPT_12, lambda m: gpt.batch(m, 5, seed, length=96)),
     }[name]

@@ -12,7 +12,8 @@ Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Commun
 preempted, elastic
 Train: train_step, TrainStep, Options, TrainState, Promise, StepInfo, value_and_grad, evaluate, \
 meet, whole, Checkpoints
-Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm
+Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm, \
+conv_general_dilated
 Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, \
 DynamicScaleState
 Data: samples, Stacked, join, gather_rows
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from fddp.analysis.tuning.tuning import Tuning as Tuning
     from fddp.checkpoints import Checkpoints as Checkpoints
     from fddp.modules.batch_norm import BatchNorm as BatchNorm
+    from fddp.modules.convolution import conv_general_dilated as conv_general_dilated
     from fddp.modules.flax import Linen as Linen
     from fddp.modules.flax import Nnx as Nnx
     from fddp.modules.flax import from_linen as from_linen
@@ -102,6 +104,7 @@ _LATER = {
     "tune": "fddp.analysis.tuning.tune",
     "BatchNorm": "fddp.modules.batch_norm",
     "Checkpoints": "fddp.checkpoints",
+    "conv_general_dilated": "fddp.modules.convolution",
     **dict.fromkeys(("Linen", "Nnx", "from_linen", "from_nnx"), "fddp.modules.flax"),
 }
 

@@ -105,7 +105,8 @@ class ResNet(nn.Module):
       2, max-pooling), "small" keeps the size (3x3). norm: makes a normalisation layer; called as
       `batch_norm` and `group_norm` above. axis_name: the axis over which BatchNorm joins its
       statistics. channels: the channels of an image. dtype: the dtype of the computation.
-      param_dtype: the dtype of the parameters.
+      param_dtype: the dtype of the parameters. conv_general_dilated: computes a convolution;
+      `fddp.conv_general_dilated` is faster on CPUs.
     """
 
     stages: tuple[int, ...]
@@ -118,6 +119,7 @@ class ResNet(nn.Module):
     channels: int = 3
     dtype: DTypeLike = jnp.float32
     param_dtype: DTypeLike = jnp.float32
+    conv_general_dilated: Callable[..., Array] = jax.lax.conv_general_dilated
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], *, train: bool) -> Float[Array, "B classes"]:
@@ -125,7 +127,14 @@ class ResNet(nn.Module):
         he_init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
         # Padding is given in pixels, as in the paper: "SAME" would pad the right and the bottom
         # more.
-        conv = partial(nn.Conv, use_bias=False, padding=0, kernel_init=he_init, **dtypes)
+        conv = partial(
+            nn.Conv,
+            use_bias=False,
+            padding=0,
+            kernel_init=he_init,
+            conv_general_dilated=self.conv_general_dilated,
+            **dtypes,
+        )
         norm = partial(self.norm, train=train, axis_name=self.axis_name, **dtypes)
 
         if self.stem == "imagenet":

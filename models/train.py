@@ -298,6 +298,8 @@ def chosen(presets: Mapping[str, Any], name: str) -> Any:
 def resnet_task(config: Config) -> Task:
     """The task of recognizing handwritten digits."""
     model = chosen(resnet.PRESETS, config.preset)
+    if jax.default_backend() == "cpu":
+        model = model.clone(conv_general_dilated=fddp.conv_general_dilated)
     images, labels, test_images, test_labels = (
         data.read_mnist(config.data) if config.data else data.split_digits()
     )
