@@ -200,10 +200,9 @@ class Launcher:
             message, *flags = jax.block_until_ready(inputs)
             number = prepared.numbers[task.reads[0]]
             index = prepared.listed.messages[number].reduction.memory
-            hook_memory = jax.tree.map(awaited, memory.get(index, ()))
             ready_at[task.reads[0]] = perf_counter()
             with self.log.under_way(task) as note:
-                result = prepared.send(number, hook_memory, lambda: flags[0], message)
+                result = prepared.send(number, memory.get(index, ()), lambda: flags[0], message)
                 note(result.span)
             if index in memory:
                 memory[index] = result.memory
