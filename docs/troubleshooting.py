@@ -246,6 +246,11 @@ START = (
         "Start one process per device, or use `fddp.init('gloo')`.",
     ),
     Fault(
+        "backend 'gloo' connects CPUs, and JAX uses …",
+        "JAX has GPUs here, and Gloo would be given their arrays.",
+        "Set `JAX_PLATFORMS=cpu` to train on CPUs, or leave the backend to `fddp.init()`.",
+    ),
+    Fault(
         "backend 'nccl' needs GPUs, and JAX finds none here",
         "JAX is installed without CUDA, or `JAX_PLATFORMS` excludes the GPUs.",
         "Install `jax[cuda13]`, or leave the backend to `fddp.init()`.",

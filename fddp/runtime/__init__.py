@@ -8,6 +8,7 @@ from fddp.runtime.coordinator import start_service as start_service
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
+from fddp.runtime.join_service import all_devices as all_devices
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
 from fddp.runtime.packages import fddp_version as fddp_version

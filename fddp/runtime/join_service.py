@@ -39,10 +39,7 @@ def join_service(
     service_files = ()
     if launch.size > 1 and not adopted:
         service_files = _join(backend, launch, timeout_s)
-    if backend == "nccl" and jax.default_backend() == "cpu":
-        raise RuntimeError(
-            "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
-        )
+    devices = all_devices(backend)
     rank = jax.process_index()
     size = jax.process_count()
     recorder, file = shared_recorder(size)
@@ -50,11 +47,26 @@ def join_service(
     previous_hook = sys.excepthook
     if size > 1:
         end_together(rank, size, _ending(rank, size), journal)
-    group = replace(world_group(jax.devices()), backend=backend)
+    group = replace(world_group(devices), backend=backend)
     if size > 1:  # not sooner: a rank that fails before the watchers start would wait for days
         atexit.register(wait_for_all)
         undo.callback(_leave, service_files, journal, previous_hook, adopted)
     return watched(group, recorder, file, stall_s, service_files, pmi_socket(launch))
+
+
+def all_devices(backend: str) -> list[jax.Device]:
+    """The devices of all processes, which must be those that the backend connects."""
+    on_cpus = jax.default_backend() == "cpu"
+    if backend == "nccl" and on_cpus:
+        raise RuntimeError(
+            "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
+        )
+    if backend == "gloo" and not on_cpus:
+        raise RuntimeError(
+            f"backend 'gloo' connects CPUs, and JAX uses {jax.default_backend()!r} here; set "
+            "JAX_PLATFORMS=cpu, or use 'nccl'."
+        )
+    return jax.devices()
 
 
 def _leave(

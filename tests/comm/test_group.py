@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from problems import square
 
 import fddp
+from fddp.runtime import all_devices
 
 W = np.zeros((), np.float32)
 
@@ -205,6 +206,13 @@ def test_init_refuses_what_no_world_can_be():
         wrong: Any = {"rank": 0, "size": 1} if name in ("rank", "size") else {}
         call = partial(fddp.init, **wrong | {name: value})
         refused(ValueError, f"{name} must be {message}", call)
+
+
+def test_gloo_is_refused_where_jax_uses_gpus(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    message = "'gloo' connects CPUs, and JAX uses 'gpu' here; set JAX_PLATFORMS=cpu, or use 'nccl'"
+    refused(RuntimeError, message, lambda: all_devices("gloo"))
+    assert all_devices("nccl") == jax.devices()
 
 
 def test_a_process_joins_one_world():
