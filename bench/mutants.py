@@ -101,7 +101,8 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "sharding": (*on_ranks("shard", "nodes"), "tests/checkpoints", "tests/optim/test_parts.py"),
     "step": (
         *on_ranks("train_step", "buffers", "unused", "join", "made"),
-        *("tests/losses", "tests/sharding/test_narrow_gathers.py", "tests/schedules"),
+        *("tests/data", "tests/losses", "tests/sharding/test_narrow_gathers.py"),
+        "tests/schedules",
     ),
     "training": (*on_ranks("islands"), "tests/local_training", "tests/step"),
     "watching": ("tests/runtime", "tests/test_command.py"),

@@ -121,6 +121,19 @@ def test_buffers_of_8_bits_and_less_are_averaged(group, schedule, dtype):
 
 
 @SCHEDULES
+def test_the_mean_of_buffers_in_64_bits_is_not_rounded_to_those_of_the_loss(group, schedule, x64):
+    def loss(w: Any, x: Any, *, model_state: Any) -> Any:
+        return jnp.mean((x - w) ** 2), (model_state + x[0].astype(jnp.float64) * 2.0**-40, None)
+
+    options: Any = {"broadcast_buffers": "mean", "schedule": schedule}
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(REPLICAS), **options)
+    state = step.init(np.float32(0), model_state=np.float64(1))
+    state, info = step(state, np.array([1, 2, 2, 3], np.float32))
+    assert info.loss.dtype == np.float32
+    assert float(state.model_state) == 1 + 2.0**-39
+
+
+@SCHEDULES
 def test_buffers_that_are_averaged_cost_no_message_of_their_own(group, schedule):
     step = fddp.train_step(
         noting, optax.sgd(0.1), group=group(REPLICAS), broadcast_buffers="mean", schedule=schedule
