@@ -206,6 +206,17 @@ def test_doctor_tells_which_launcher_and_variables_it_read_and_where_rank_0_is_m
     assert [words for words in expected_words if words not in printed] == []
 
 
+def test_doctor_names_the_cores_that_ranks_of_mpich_may_have_for_themselves(capsys, monkeypatch):
+    hydra = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
+    for name, value in hydra.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    for usable, advice in ((8, True), (4, False)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=usable: set(range(n)))
+        assert main(["doctor"]) == 0
+        assert ("mpiexec -bind-to hwthread:4 gives each rank" in capsys.readouterr().out) == advice
+
+
 def test_inside_a_slurm_job_doctor_speaks_of_srun(tmp_path, monkeypatch, capsys):
     srun = tmp_path / "srun"
     srun.write_text("#!/bin/sh\n")

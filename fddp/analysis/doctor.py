@@ -13,6 +13,7 @@ import jax
 from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
 from fddp.jax_internals import cache_small_programs, compilation_cache
 from fddp.runtime import (
+    cores_for,
     fddp_version,
     hints,
     installed,
@@ -70,13 +71,7 @@ def _findings() -> Iterator[ReportLine]:
     yield ReportLine("fddp.audit(target=…)", *status)
     yield _unless_it_fails("same bits each time", _bits)
     yield ReportLine("compilation cache", _cache())
-    threads = os.cpu_count() or 1
-    if hasattr(os, "sched_getaffinity"):
-        threads = len(os.sched_getaffinity(0))
-    advice = ""
-    if threads < 2 and "NPROC" not in os.environ:
-        advice = "with schedule='staged' set NPROC=2, or the traffic waits for the backward pass"
-    yield ReportLine("cores of this process", str(threads), advice)
+    yield _unless_it_fails("cores of this process", _cores)
 
 
 def _unless_it_fails(topic: str, look: Callable[[], tuple[str, str]]) -> ReportLine:
@@ -102,6 +97,22 @@ def _devices() -> tuple[str, str]:
     if jax.default_backend() == "cpu" and Path("/dev/nvidiactl").exists():
         advice = "there is an NVIDIA driver: pip install 'jax[cuda13]', and no JAX_PLATFORMS=cpu"
     return f"{len(devices)} × {devices[0].device_kind}", advice
+
+
+def _cores() -> tuple[str, str]:
+    threads = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        threads = len(os.sched_getaffinity(0))
+    launch = read_launch(os.environ)
+    ranks = launch.local_size or 1
+    advice = ""
+    if launch.launcher == "Hydra" and ranks > 1 and (cores := cores_for(ranks)):
+        advice = f"mpiexec -bind-to hwthread:{cores} gives each rank its own, and a faster step"
+    elif threads < 2 and "NPROC" not in os.environ:
+        advice = (
+            "over Gloo, schedule='staged' needs NPROC=2, or traffic waits for the backward pass"
+        )
+    return str(threads), advice
 
 
 def _launched() -> tuple[str, str]:

@@ -5,6 +5,7 @@ error on one rank ends all. This room imports comm.
 """
 
 from fddp.runtime.coordinator import start_service as start_service
+from fddp.runtime.cores import cores_for as cores_for
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints

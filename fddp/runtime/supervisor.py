@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
 from fddp.runtime.children import collect_signals, describe_end, exit_code, exit_status, kill_groups
+from fddp.runtime.cores import cores_for
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
 from fddp.runtime.output import print_line, shown
@@ -225,10 +226,14 @@ def _wait(
 def by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
     """The words by which mpiexec starts all ranks of a job on some of its hosts, and marks the
     lines of each."""
-    marks = ["-prepend-pattern", "\x1e%r\x1f"]
-    if job.mpiexec and job.mpiexec[1] == "Open MPI":
-        marks = ["--tag-output"]
-    return [*on_hosts(job, hosts, [SECRET]), *marks, *job.command]
+    vendor = job.mpiexec and job.mpiexec[1]
+    options = ["-prepend-pattern", "\x1e%r\x1f"]
+    if vendor == "Open MPI":
+        options = ["--tag-output"]
+    cores = cores_for(job.on(hosts) // max(1, len(hosts)))
+    if vendor == "MPICH" and cores and "HYDRA_BINDING" not in os.environ:
+        options += ["-bind-to", f"hwthread:{cores}"]
+    return [*on_hosts(job, hosts, [SECRET]), *options, *job.command]
 
 
 def on_hosts(job: Job, hosts: Sequence[str], exports: Iterable[str]) -> list[str]:

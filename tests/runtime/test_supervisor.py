@@ -15,6 +15,7 @@ import pytest
 from processes import TESTS, UNOPTIMIZED, WORKERS, launch
 
 from fddp.__main__ import main
+from fddp.runtime import cores_for
 from fddp.runtime.replacing import supervise_ranks
 from fddp.runtime.supervisor import Ended, Job, launcher, supervise
 
@@ -157,15 +158,31 @@ def test_lines_that_ranks_write_in_pieces_stay_whole_under_mpiexec(
 
 
 @pytest.mark.ranks
-def test_ranks_under_mpiexec_share_a_secret(
+def test_ranks_under_mpiexec_share_a_secret_and_have_their_own_cores(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.delenv("FDDP_SECRET", raising=False)
-    code, out, _ = end_of_ranks(
-        capfd, "print(os.environ['FDDP_SECRET'])", ranks=2, mpiexec=launcher("MPICH")
-    )
-    first, second = sorted(line.split()[1] for line in out.splitlines())
+    monkeypatch.delenv("HYDRA_BINDING", raising=False)
+    shows = "print(os.environ['FDDP_SECRET'], *os.sched_getaffinity(0))"
+    code, out, _ = end_of_ranks(capfd, shows, ranks=2, mpiexec=launcher("MPICH"))
+    (_, first, *cores), (_, second, *others) = map(str.split, out.splitlines())
     assert code == 0 and first == second and len(first) == 32
+    usable = {str(core) for core in os.sched_getaffinity(0)}
+    if (share := cores_for(2)) == 0:  # a core, or not all of the host's
+        assert {*cores} == {*others} == usable
+    else:
+        assert len(cores) == len(others) == share and not {*cores} & {*others}
+
+
+@pytest.mark.parametrize(
+    ("cores", "usable", "ranks", "share"), [(8, 8, 2, 4), (8, 8, 3, 2), (2, 2, 3, 0), (8, 4, 2, 0)]
+)
+def test_ranks_share_the_cores_of_a_host_that_is_theirs_alone(
+    monkeypatch: pytest.MonkeyPatch, cores: int, usable: int, ranks: int, share: int
+):
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(usable)))
+    assert cores_for(ranks) == share
 
 
 def test_greetings_of_gloo_are_not_shown(capfd: pytest.CaptureFixture[str]):
