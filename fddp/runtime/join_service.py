@@ -54,7 +54,7 @@ def join_service(
     return watched(group, recorder, file, stall_s, service_files, pmi_socket(launch))
 
 
-def all_devices(backend: str) -> list[jax.Device]:
+def all_devices(backend: str) -> list[Any]:
     """The devices of all processes, which must be those that the backend connects."""
     on_cpus = jax.default_backend() == "cpu"
     if backend == "nccl" and on_cpus:
