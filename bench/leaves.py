@@ -1,0 +1,160 @@
+"""A state of thousands of arrays: what does each part of training cost per leaf?
+
+    python bench/leaves.py [--leaves 100 300 1000 3000] [--quick]
+
+Each number of leaves runs in processes of its own: fused alone, and staged on two MPI ranks. A leaf
+is a vector of 64 numbers, and the loss reads each of them once, so that nearly all time is spent
+per leaf. Beside each step: `jit` of the same step. `python_ms` is the processor time of the thread
+that calls the step until it returns, less that of `jit`.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import fddp
+from bench.jobs import MPIEXEC
+from bench.record import save, save_picture
+from fddp.measuring.plots import figure
+
+LEAVES = (100, 300, 1000, 3000)
+WIDTH = 64
+STEPS = 30
+PATIENCE_S = 900
+CASES = {"fused": ("fused", 1), "staged, 2 ranks": ("staged", 2)}
+PARTS = ("init_s", "first_step_s", "jit_first_step_s", "step_ms", "jit_ms", "python_ms")
+SAVING = ("save_s", "restore_s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--leaves", nargs="+", type=int, default=LEAVES)
+    parser.add_argument("--quick", action="store_true", help="20 and 40 leaves, nothing is saved")
+    parser.add_argument("--alone", nargs=2, metavar=("LEAVES", "SCHEDULE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.alone:
+        measure(int(args.alone[0]), args.alone[1])
+        return
+    counts = (20, 40) if args.quick else args.leaves
+    results = dict[str, dict[int, dict[str, float]]]()
+    for name, (schedule, ranks) in CASES.items():
+        results[name] = {}
+        for count in counts:
+            results[name][count] = row = in_processes(count, schedule, ranks)
+            figures = "  ".join(f"{part} {row[part]:8.3f}" for part in (*PARTS, *SAVING))
+            print(f"{name:16} {count:5} leaves  {figures}", flush=True)
+    if not args.quick:
+        print(save("leaves", results))
+        print(picture(results))
+
+
+def in_processes(count: int, schedule: str, ranks: int) -> dict[str, float]:
+    """Measures in fresh processes; rank 0 counts."""
+    command = [sys.executable, __file__, "--alone", str(count), schedule]
+    if ranks > 1:
+        command = [MPIEXEC, "-bind-to", "core", "-n", str(ranks), *command]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    output = subprocess.run(
+        command, stdout=subprocess.PIPE, text=True, check=True, env=env, timeout=PATIENCE_S
+    ).stdout
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+
+def measure(count: int, schedule: Any) -> None:
+    """Prints the seconds of each part of a training."""
+    group = fddp.init()
+    random = np.random.default_rng(0)
+    params = {f"{k:05}": random.normal(size=WIDTH).astype(np.float32) for k in range(count)}
+    batch = np.random.default_rng(1 + group.rank).normal(size=(2, WIDTH)).astype(np.float32)
+    optimizer = optax.sgd(0.01, momentum=0.9)
+
+    def loss_fn(params: Any, batch: Any) -> Any:
+        x = jnp.mean(batch, 0)
+        return sum(jnp.sum(leaf * x) ** 2 for leaf in params.values()) / count
+
+    def by_hand(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    found = dict[str, float]()
+    plain = jax.jit(by_hand, donate_argnums=(0, 1))
+    arguments = (jax.tree.map(jnp.array, params), optimizer.init(params))
+
+    def jit_step() -> None:
+        nonlocal arguments
+        *arguments, _ = plain(*arguments, batch)
+
+    group.barrier()
+    found["jit_first_step_s"], found["jit_ms"], jit_thread_ms = timed(jit_step, lambda: arguments)
+    step = fddp.train_step(loss_fn, optimizer, group=group, schedule=schedule)
+    start = time.perf_counter()
+    state = jax.block_until_ready(step.init(params))
+    found["init_s"] = time.perf_counter() - start
+
+    def fddp_step() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
+    found["first_step_s"], found["step_ms"], thread_ms = timed(fddp_step, lambda: state)
+    found["python_ms"] = thread_ms - jit_thread_ms
+    with tempfile.TemporaryDirectory() as folder:
+        folder = group.broadcast_object(folder)
+        with redirect_stdout(sys.stderr), fddp.Checkpoints(folder, step) as checkpoints:
+            start = time.perf_counter()
+            checkpoints.save(state, now=True)
+            found["save_s"] = time.perf_counter() - start
+            start = time.perf_counter()
+            jax.block_until_ready(checkpoints.restore(state)[0].params)
+            found["restore_s"] = time.perf_counter() - start
+        group.barrier()
+    group.print(json.dumps({name: round(x, 4) for name, x in found.items()}))
+
+
+def timed(step: Callable[[], None], result: Callable[[], Any]) -> tuple[float, float, float]:
+    """Seconds of the first step beyond a later one; milliseconds of a step, and of the calling
+    thread in it."""
+    seconds, thread_s = list[float](), list[float]()
+    for _ in range(STEPS):
+        start, thread_start = time.perf_counter(), time.thread_time()
+        step()
+        thread_s.append(time.thread_time() - thread_start)
+        jax.block_until_ready(result())
+        seconds.append(time.perf_counter() - start)
+    settled = float(np.median(seconds[STEPS // 2 :]))
+    return seconds[0] - settled, 1e3 * settled, 1e3 * float(np.median(thread_s[STEPS // 2 :]))
+
+
+def picture(results: dict[str, dict[int, dict[str, float]]]) -> Path:
+    """Each part over the number of leaves, on logarithmic axes; linear growth is the grey slope."""
+    sheet, axes = figure(len(results), height=4)
+    for axis, (name, rows) in zip(axes, results.items()):
+        counts = list(rows)
+        for part in (*PARTS, *SAVING):
+            scale = 1e-3 if part.endswith("ms") else 1
+            axis.loglog(counts, [scale * rows[n][part] for n in counts], "o-", label=part)
+        start = min(rows[counts[0]]["init_s"], 0.01)
+        axis.loglog(counts, [start * n / counts[0] for n in counts], color="0.7", label="linear")
+        axis.set(title=name, xlabel="leaves", ylabel="seconds")
+        axis.legend(fontsize=7, ncols=2)
+    return save_picture("leaves", sheet, dpi=110)
+
+
+if __name__ == "__main__":
+    main()
