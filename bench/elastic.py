@@ -52,6 +52,8 @@ BREAK: dict[str, Callable[[], None]] = {
     **{name: function for name, (function, _) in FAULTS.items()},
     "os._exit": lambda: os._exit(7),  # a rank that ends with 0 has reached its end
 }
+# Kinds that end a rank with an exit code, not by a signal.
+EXITS = {"raise", "os._exit"}
 
 
 @dataclass
@@ -132,7 +134,7 @@ def run(
             deadline = time.monotonic() + LIMIT_S
             while every and job.poll() is None and time.monotonic() < deadline:
                 if wait(job, every * draw.uniform(0.7, 1.3)) and len(newest(folder)) == RANKS:
-                    faults.append(break_rank(job, folder, kinds, draw))
+                    faults.append(break_rank(job, folder, kinds, draw, faults))
                     print(f"{len(faults):4} {faults[-1]}", flush=True)
             job.wait(LIMIT_S)
             reader.join()
@@ -150,11 +152,21 @@ def wait(job: subprocess.Popen, seconds: float) -> bool:
     return job.poll() is None
 
 
-def break_rank(job: subprocess.Popen, folder: Path, kinds: list[str], draw: random.Random) -> Fault:
+def break_rank(
+    job: subprocess.Popen,
+    folder: Path,
+    kinds: list[str],
+    draw: random.Random,
+    earlier: list[Fault],
+) -> Fault:
     """Has a rank break itself, and waits until another rank has done a further step."""
     before = newest(folder)
     rank = draw.choice(sorted(before))
     step, group, ranks = max(before.values())
+    last = [fault.kind for fault in earlier if fault.rank == rank][-2:]
+    # A rank that ends by itself soon after three starts in a row does not start again.
+    if len(last) == 2 and EXITS.issuperset(last):
+        kinds = [kind for kind in kinds if kind not in EXITS] or kinds
     fault = Fault(draw.choice(kinds), rank, draw.choice(PLACES), step)
     order, broken = folder / f"break_{rank}", folder / f"broken_{rank}"
     broken.unlink(missing_ok=True)
