@@ -5,6 +5,7 @@ Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2;
 """
 
 import operator
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -106,13 +107,16 @@ def _fill(
     `keys` lists the leaves in launch order. The k-th bucket that closes, of any dtype, has cap k.
     """
     filling: dict[tuple[np.dtype, Hashable | None], list[int]] = {}
+    nbytes = Counter[tuple[np.dtype, Hashable | None]]()
     closed: list[list[int]] = []
     for i, key in keys.items():
-        bucket = filling.setdefault((leaves[i].dtype, key), [])
-        bucket.append(i)
+        bucket = leaves[i].dtype, key
+        filling.setdefault(bucket, []).append(i)
+        nbytes[bucket] += leaves[i].nbytes
         cap = caps[min(len(closed), len(caps) - 1)]
-        if key is None and sum(leaves[j].nbytes for j in bucket) >= cap:
-            closed.append(filling.pop((leaves[i].dtype, key)))
+        if key is None and nbytes[bucket] >= cap:
+            closed.append(filling.pop(bucket))
+            del nbytes[bucket]
     return _by_readiness([*closed, *filling.values()], list(keys))
 
 
@@ -130,7 +134,8 @@ def _shorten_last(
         return buckets
     *head, last = buckets
     cut = len(last) - 1
-    while cut > 0 and sum(leaves[i].nbytes for i in last[cut - 1 :]) <= cap:
+    nbytes = leaves[last[cut]].nbytes
+    while cut > 0 and (nbytes := nbytes + leaves[last[cut - 1]].nbytes) <= cap:
         cut -= 1
     return [*head, last[:cut], last[cut:]] if cut else buckets
 

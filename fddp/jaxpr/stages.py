@@ -6,7 +6,8 @@ Source: `DDPOptimizer` in TorchDynamo, which splits a compiled graph at bucket b
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain, filterfalse, pairwise
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, chain, count, filterfalse, pairwise
 from typing import Any
 
 from fddp.jax_internals import (
@@ -245,16 +246,21 @@ def _remade(
     inputs = {v: None for v in (*read, *variables(result)) if maker.get(v) not in positions}
     available = {*jaxpr.constvars, *jaxpr.invars}
     need: list[Var] = []
-    while inputs:
-        # The value computed last goes first: its sources were computed before it.
-        var = max(inputs, key=lambda v: maker.get(v, -1))
+    # The value computed last goes first: its sources were computed before it.
+    queue = [(-maker.get(var, -1), k, var) for k, var in enumerate(inputs)]
+    heapify(queue)
+    pushed = count(len(queue))
+    while queue:
+        *_, var = heappop(queue)
         del inputs[var]
         if var in maker and cheap(eqn := jaxpr.eqns[maker[var]]):
             sources = read_by([eqn])
             extra = set(sources) - inputs.keys() - available
             if sum(map(_nbytes, extra)) <= _nbytes(var):
                 extended.add(maker[var])
-                inputs.update(dict.fromkeys(sources))
+                for source in filterfalse(inputs.__contains__, dict.fromkeys(sources)):
+                    inputs[source] = None
+                    heappush(queue, (-maker.get(source, -1), next(pushed), source))
                 continue
         need.append(var)
     return sorted(extended), need
