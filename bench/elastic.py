@@ -53,7 +53,7 @@ BREAK: dict[str, Callable[[], None]] = {
     "os._exit": lambda: os._exit(7),  # a rank that ends with 0 has reached its end
 }
 # Kinds that end a rank with an exit code, not by a signal.
-EXITS = {"raise", "os._exit"}
+EXITS = {"raise", "SystemExit", "os._exit"}
 
 
 @dataclass
