@@ -29,9 +29,10 @@ def given_away(x: jax.Array) -> bool:
     `is_deleted` checks only the first part. A part that NumPy views stays when the parts on other
     devices are deleted.
     """
-    if x.is_deleted() or len(parts := parts_here(x)) == 1:
-        return x.is_deleted()
-    return any(part.is_deleted() for part in parts)
+    if x.is_deleted():
+        return True
+    parts = parts_here(x)
+    return len(parts) > 1 and any(part.is_deleted() for part in parts)
 
 
 def with_parts_listed(arrays: Arrays) -> Arrays:

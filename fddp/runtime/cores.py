@@ -1,4 +1,4 @@
-"""The cores that each of a host's ranks has for itself under MPICH, which binds no rank to cores.
+"""Shares a host's cores among its ranks, since MPICH binds none of them.
 
 Unbound ranks take turns on all cores: the threads of XLA of one rank run where another one waits in
 MPI. On two cores, a step of two ranks took 1.1 to 1.7 times as long as with a core each. Over Gloo,

@@ -55,7 +55,7 @@ def join_service(
 
 
 def all_devices(backend: str) -> list[Any]:
-    """The devices of all processes, which must be those that the backend connects."""
+    """The devices of all processes; refuses a backend that does not connect them."""
     on_cpus = jax.default_backend() == "cpu"
     if backend == "nccl" and on_cpus:
         raise RuntimeError(

@@ -76,7 +76,7 @@ class Launcher:
         """Runs a list until its computation ends and all results but the late ones are ready.
 
         `values` holds the initial values or futures of them, and is emptied. `memory` is the hooks'
-        memory; its arrays may be futures. `late` holds a future for each result that may arrive
+        memory; its arrays may be promises. `late` holds a future for each result that may arrive
         late; if it is empty, nothing goes on.
         """
         routes = prepared.arranged.routes
