@@ -39,7 +39,6 @@ def join_service(
     service_files = ()
     if launch.size > 1 and not adopted:
         service_files = _join(backend, launch, timeout_s)
-    devices = all_devices(backend)
     rank = jax.process_index()
     size = jax.process_count()
     recorder, file = shared_recorder(size)
@@ -47,7 +46,7 @@ def join_service(
     previous_hook = sys.excepthook
     if size > 1:
         end_together(rank, size, _ending(rank, size), journal)
-    group = replace(world_group(devices), backend=backend)
+    group = replace(world_group(all_devices(backend)), backend=backend)
     if size > 1:  # not sooner: a rank that fails before the watchers start would wait for days
         atexit.register(wait_for_all)
         undo.callback(_leave, service_files, journal, previous_hook, adopted)

@@ -116,6 +116,15 @@ def test_init_after_a_computation_is_the_same_error_on_all_ranks_though_one_is_l
         assert text.startswith(f"fddp: rank {rank} of 2: {LATE}") == (who in ("all", str(rank)))
 
 
+@ranks
+def test_a_rank_whose_devices_gloo_cannot_connect_ends_the_others_with_its_error(tmp_path: Path):
+    outcome = launch("gloo", 2, "doors.py", "gpus", "1", folder=tmp_path)
+    assert outcome.codes == (1, 1)
+    other, refused = outcome.outputs
+    assert "RuntimeError: backend 'gloo' connects CPUs, and JAX uses 'gpu' here" in refused
+    assert "rank 1: RuntimeError: backend 'gloo' connects CPUs" in other
+
+
 ### Leaving
 
 

@@ -3,6 +3,7 @@
 - join: by the launcher of the ranks; WORD is a backend.
 - adopt: each calls `jax.distributed.initialize` before.
 - late: rank WORD, or each for `all`, uses JAX before.
+- gpus: over Gloo; JAX of rank WORD claims to use GPUs.
 - leave: in the reverse order of their variables, at port WORD. All leave the world. Then rank 0
   computes on, rank 1 fails, and rank 2 gets a SIGTERM.
 """
@@ -41,12 +42,14 @@ def join(how: str, word: str) -> fddp.Group:
         jax.distributed.initialize(os.environ.pop("FDDP_COORDINATOR"), size, rank)
     if how == "late" and word in ("all", os.environ["FDDP_RANK"]):
         jnp.ones(2)
+    if how == "gpus" and word == os.environ["FDDP_RANK"]:
+        jax.default_backend = lambda: "gpu"
     if how == "leave":
         rank, size = (int(os.environ[f"FDDP_{name}"]) for name in ("RANK", "SIZE"))
         return fddp.init(rank=size - 1 - rank, size=size, coordinator=f"127.0.0.1:{word}")
     if "OMPI_COMM_WORLD_RANK" in os.environ:  # mpi4py finds another MPI than Open MPI
         warnings.filterwarnings("ignore", "suspicious MPI execution environment")
-    return fddp.init(word if how == "join" and word else None)
+    return fddp.init({"join": word or None, "gpus": "gloo"}.get(how))
 
 
 def leave(group: fddp.Group, mean: jax.Array) -> None:
