@@ -51,7 +51,7 @@ def main() -> None:
     )
     parser.add_argument("--problems", nargs="+", default=["mlp", "mlp640", "resnet18", "gpt"])
     parser.add_argument(
-        "--torch", default=None, help="python of an environment with torch 2.13 (CPU)"
+        "--torch", default=None, help="python of an environment with torch 2.15 (CPU)"
     )
     parser.add_argument("--rate", default="1gbit")
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,4 +1,4 @@
-"""One rank of PyTorch DDP for bench/overlap.py, in an environment of its own (torch 2.13, CPU): the
+"""One rank of PyTorch DDP for bench/overlap.py, in an environment of its own (torch 2.15, CPU): the
 same networks.
 
 Called as bench/overlap_worker.py is; imports nothing of this project.
