@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import UInt8
+from jaxtyping import PyTree, UInt8
 
 from fddp.comm.chunked_collectives import GLOO_BYTES, gather_in_pieces, scattered
 from fddp.comm.communicator import ByLevel, Communicator, axis_communicator
@@ -158,15 +159,13 @@ def mesh_transport(
     placement: Placement,
     communicator: Communicator,
     piece: int | None = None,
-    turn: int = 0,
     *,
     alike: PartitionSpec = REPLICATED,
 ) -> Transport:
     """Makes the collectives between programs, each a small program, over the axis of a placement.
 
-    `piece` limits the bytes per replica of a scatter or gather. `turn` is the rotation of the
-    replicas' order; gathers undo it. `alike` is the spec of a sum: per replica if subsets of the
-    replicas have different sums.
+    `piece` limits the bytes per replica of a scatter or gather. `alike` is the spec of a sum: per
+    replica if subsets of the replicas have different sums.
     """
 
     def blocking(
@@ -187,11 +186,10 @@ def mesh_transport(
             lambda x: scattered(communicator, x.reshape(communicator.size, -1), piece),
             placement.per_replica,
         ),
-        all_gather=blocking(
-            lambda x: jnp.roll(gather_in_pieces(communicator, x, piece), turn, 0).reshape(-1), alike
-        ),
+        all_gather=blocking(lambda x: gather_in_pieces(communicator, x, piece).reshape(-1), alike),
         tree_reduce=lambda x, blocks: in_tree(blocks)(x),
         inside=communicator,
+        program=placement.program,
     )
 
 
@@ -271,13 +269,28 @@ def _turned(mesh: Mesh, axis_name: str, piece: int | None, turn: int) -> Transpo
     communicator = axis_communicator(
         axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform
     )
-    rotated = mesh_transport(placement, communicator, piece, turn)
 
-    def turned(collective: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-        return lambda x: on_mesh(collective(on_mesh(x, ring)), mesh)
+    def program(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        run = placement.program(f, in_specs, out_specs)
+        return lambda *args: _over(mesh, run(*_over(ring, args)))
 
-    # A reduce-scatter returns each replica's own part, so it runs in the order of `mesh`.
-    plain = mesh_transport(mesh_placement(mesh, axis_name), communicator, piece)
-    return plain._replace(
-        all_reduce=turned(rotated.all_reduce), all_gather=turned(rotated.all_gather)
+    return mesh_transport(
+        placement._replace(program=program), _renumbered(communicator, turn), piece
     )
+
+
+def _renumbered(comm: Communicator, turn: int) -> Communicator:
+    """Numbers the replicas of a mesh with rotated devices as before the rotation by `turn`."""
+    rotated = partial(jnp.roll, shift=-turn, axis=0)
+    restored = partial(jnp.roll, shift=turn, axis=0)
+    return replace(
+        comm,
+        replica_index=lambda: (comm.replica_index() + turn) % comm.size,
+        all_to_all=lambda rows: restored(comm.all_to_all(rotated(rows))),
+        all_gather=lambda x: restored(comm.all_gather(x)),
+        reduce_scatter=lambda rows: comm.reduce_scatter(rotated(rows)),
+    )
+
+
+def _over(mesh: Mesh, tree: PyTree) -> Any:
+    return jax.tree.map(partial(on_mesh, mesh=mesh), tree)

@@ -1,7 +1,7 @@
 """Collectives that move arrays between the programs of replicas, and bytes between their hosts."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -26,6 +26,8 @@ class Transport(NamedTuple):
     `x` is this replica's blocks, concatenated."""
     inside: Communicator
     """Collectives inside a program that sends one message while other programs compute."""
+    program: Callable[..., Callable[..., Any]] | None = None
+    """Compiles such a program, like `Placement.program`; None: the placement compiles it."""
     clones: "tuple[Transport, ...]" = ()
     """Concurrent transports for alternate messages; empty: this transport sends all."""
     levels: "ByLevel[Transport] | None" = None

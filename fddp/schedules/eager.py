@@ -61,10 +61,7 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
     their own, in order. Where a process has several devices, or sums go over nodes first, the
     group has no such communicator, and a step returns after its last update.
     """
-    lane, has_lane = own_lane(group)
-    # On a mesh a hook's sums use the communicator that hosts use between two steps.
-    hooked = any(reduction.apply for reduction in pieces.reductions)
-    overlaps = has_lane and not (group.placement.on_mesh and hooked)
+    lane, overlaps = own_lane(group)
     plain = _only_plain_sums(pieces)
     unconditional = all(r.collective == "all_reduce" and r.asks is None for r in pieces.reductions)
     first_use = pieces.uses if unconditional and overlaps else {}

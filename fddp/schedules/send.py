@@ -93,7 +93,8 @@ def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
         sum_spec = per_replica
     out_specs = sum_spec, per_replica, REPLICATED, REPLICATED
     # The memory is not donated: `remembered` may return it.
-    return group.placement.program(run, (per_replica, per_replica), out_specs)
+    program = group.transport.program or group.placement.program
+    return program(run, (per_replica, per_replica), out_specs)
 
 
 def _is_needed(reduction: Reduction, flags: Callable[[], jax.Array]) -> bool:

@@ -115,28 +115,34 @@ def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.
     replicas = group.size
     per_replica = group.placement.per_replica
 
-    def inside(comm: fddp.Communicator, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    transports = group.clone(2)
+
+    def inside(comm: fddp.Communicator, x: jax.Array) -> tuple[jax.Array, ...]:
         part = comm.reduce_scatter(x.reshape(replicas, -1))
-        return comm.all_gather(part).reshape(-1), comm.all_reduce(x)
+        return comm.all_gather(part).reshape(-1), comm.all_reduce(x), comm.replica_index()[None]
 
     for dtype in (np.float32, np.float16, jnp.bfloat16):
         # Whole numbers with exact sums.
         local = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
         total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
         x = group.placement.place(local, per_replica)
-        part = group.transport.reduce_scatter(x)
-        gathered = group.transport.all_gather(part)
-        assert part.dtype == gathered.dtype == local.dtype
-        (local_part,) = [np.asarray(shard.data) for shard in part.addressable_shards]
-        np.testing.assert_array_equal(local_part, total.astype(dtype)[5 * group.rank :][:5])
-        np.testing.assert_array_equal(_first_shard(gathered), total.astype(dtype))
-        # Those of a program of its own, which leave the core to others while they wait, do the
-        # same.
-        for comm in (group.communicator, group.transport.inside):
-            for received in group.placement.program(
-                partial(inside, comm), (per_replica,), REPLICATED
-            )(x):
+        for transport in transports:
+            part = transport.reduce_scatter(x)
+            gathered = transport.all_gather(part)
+            assert part.dtype == gathered.dtype == local.dtype
+            (local_part,) = [np.asarray(shard.data) for shard in part.addressable_shards]
+            np.testing.assert_array_equal(local_part, total.astype(dtype)[5 * group.rank :][:5])
+            np.testing.assert_array_equal(_first_shard(gathered), total.astype(dtype))
+        # The collectives of a program do the same, in the step's program and in a message's.
+        programs = [(group.communicator, group.placement.program)]
+        programs += [(t.inside, t.program or group.placement.program) for t in transports]
+        for comm, program in programs:
+            *sums, number = program(
+                partial(inside, comm), (per_replica,), (REPLICATED, REPLICATED, per_replica)
+            )(x)
+            for received in sums:
                 np.testing.assert_array_equal(_first_shard(received), total.astype(dtype))
+            assert int(_first_shard(number)[0]) == group.rank
 
 
 def _first_shard(x: jax.Array) -> np.ndarray:
