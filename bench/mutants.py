@@ -121,6 +121,12 @@ class Mutant(NamedTuple):
     """The fault in a sentence."""
     patch: Path
 
+    @property
+    def module(self) -> str:
+        """The name of its module."""
+        (path,) = re.findall(r"^\+\+\+ b/(.+)\.py$", self.patch.read_text(), re.MULTILINE)
+        return Path(path).name
+
 
 # Arguments by which pytest selects tests.
 Tests: TypeAlias = tuple[str, ...]
@@ -265,7 +271,7 @@ class Suite:
         begin = time.monotonic()
         if not applies(mutant.patch, mutated):
             return Verdict("does not apply")
-        for tests in self.stages(mutant.package):
+        for tests in self.stages(mutant):
             while self.sound.get(tests, True):
                 run = self.run(mutated, tests, "-x")
                 if run.passed:
@@ -274,10 +280,15 @@ class Suite:
                     return verdict._replace(seconds=round(time.monotonic() - begin, 1))
         return Verdict("survived", seconds=round(time.monotonic() - begin, 1))
 
-    def stages(self, package: str) -> Iterator[Tests]:
-        """The tests of a package, then those of the nearest ones; a file for each worker."""
-        near = (f"fddp/{package}", f"tests/{package}", *NEAREST[package])
-        paths = dict.fromkeys(file for path in near for file in files_of(path))
+    def stages(self, mutant: Mutant) -> Iterator[Tests]:
+        """The tests named like the mutant's module, those of its package, then of the nearest ones;
+        a file for each worker."""
+        near = (f"fddp/{mutant.package}", f"tests/{mutant.package}", *NEAREST[mutant.package])
+        words = set(mutant.module.split("_"))
+        paths = sorted(
+            dict.fromkeys(file for path in near for file in files_of(path)),
+            key=lambda path: words.isdisjoint(Path(path).stem.split("_")),
+        )
         for of_ranks, group in groupby(paths, lambda path: path.startswith(CLAIMS)):
             files = list(group)
             size = 1 if of_ranks else max(1, self.workers)
@@ -301,8 +312,8 @@ class Suite:
 
     def find_broken(self, mutants: Sequence[Mutant]) -> None:
         """Runs all tests that are chosen for some mutants, without a mutant."""
-        for package in dict.fromkeys(x.package for x in mutants):
-            for tests in self.stages(package):
+        for mutant in mutants:
+            for tests in self.stages(mutant):
                 if tests not in self.sound:
                     run = self.run(self.plain, tests)
                     self.broken += [test for test in run.failed if test not in self.broken]

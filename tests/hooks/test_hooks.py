@@ -99,6 +99,25 @@ def test_sixteen_bits_are_rounded_once_before_and_once_after_a_sum_in_float32(gr
         np.testing.assert_array_equal(total, by * rounded.sum(0).astype(dtype).astype(np.float32))
 
 
+@pytest.mark.parametrize(
+    ("hook", "dtype", "by"),
+    [(hooks.bf16(), jnp.bfloat16, 1), (hooks.fp16(), jnp.float16, REPLICAS)],
+    ids=["bf16", "fp16"],
+)
+def test_sixteen_bits_of_a_scattered_sum_are_rounded_once(group, hook, dtype, by):
+    rows = normal(REPLICAS, 8)
+    step = fddp.train_step(
+        lambda w, x: jnp.mean(x @ w),
+        optax.sgd(1.0),
+        group=group(REPLICAS),
+        hook=hook,
+        shard="optimizer",
+    )
+    state, _ = step(step.init(np.zeros(8, np.float32)), rows)
+    total = by * (rows / by).astype(dtype).astype(np.float32).sum(0)
+    np.testing.assert_allclose(fddp.whole(state.params), -total / REPLICAS, rtol=1e-5, atol=1e-7)
+
+
 def test_float16_sums_do_not_overflow_because_they_are_divided_first(group):
     rows = np.full((REPLICAS, 3), 30_000, np.float32)
     assert reduced(group, hooks.fp16(), rows)[0][0].tolist() == [120_000] * 3
