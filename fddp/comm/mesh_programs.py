@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, held_alike, placed, placed_alike
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, holding, placed, placed_alike
 from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS, over_axes
 
 # By default XLA merges all buckets into one all-reduce, scatter or gather: on CPU without a limit,
@@ -89,7 +89,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         spec=spec,
         program=program,
         place=place,
-        holds=partial(held_alike, sharding(REPLICATED)) if single else lambda arrays: False,
+        holds=holding(sharding(REPLICATED)) if single else lambda arrays: False,
         each=_each,
         together=partial(_together, mesh.shape[axis_name], sharding),
         feed=feed,

@@ -15,7 +15,7 @@ from fddp.comm.placement import (
     REPLICATED,
     WHOLE,
     Placement,
-    held_alike,
+    holding,
     placed,
     placed_alike,
     trace,
@@ -65,7 +65,7 @@ def mpi_placement(comm: Any) -> Placement:
         spec=lambda x: REPLICATED,
         program=program,
         place=place,
-        holds=partial(held_alike, sharding),
+        holds=holding(sharding),
         each=lambda x: (x,),
         together=lambda arrays, spec: arrays[0],
         feed=partial(

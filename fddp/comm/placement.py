@@ -195,18 +195,29 @@ def laid_out(placement: Placement, tree: PyTree, where: Any) -> Any:
     return jax.tree.map(jax.lax.with_sharding_constraint, tree, where)
 
 
-def held_alike(sharding: Sharding, arrays: Sequence[Any]) -> bool:
-    """Returns True if all values are JAX arrays of this sharding, and none is donated."""
-    # Each step checks each leaf of its state, so this must be fast: a list's `count` compares
-    # identities first.
-    alike = (
-        all(issubclass(kind, jax.Array) for kind in set(map(type, arrays)))
-        and [x.sharding for x in arrays].count(sharding) == len(arrays)
-        and True not in [x.is_deleted() for x in arrays]
-    )
-    if not alike or len(sharding.addressable_devices) == 1:
-        return alike
-    return True not in [part.is_deleted() for x in arrays for part in parts_here(x)]
+def holding(sharding: Sharding) -> Callable[[Sequence[Any]], bool]:
+    """Makes a function: True if all values are JAX arrays of this sharding, and none is donated.
+
+    Each step checks each leaf of its state, so it must be fast. A program's outputs have the same
+    sharding objects in each step, and lists compare identities first.
+    """
+    last = list[Sharding]()
+
+    def holds(arrays: Sequence[Any]) -> bool:
+        if not all(issubclass(kind, jax.Array) for kind in set(map(type, arrays))):
+            return False
+        shardings = [x.sharding for x in arrays]
+        if shardings != last:
+            if shardings.count(sharding) < len(shardings):
+                return False
+            last[:] = shardings
+        if True in [x.is_deleted() for x in arrays]:
+            return False
+        if len(sharding.addressable_devices) == 1:
+            return True
+        return True not in [part.is_deleted() for x in arrays for part in parts_here(x)]
+
+    return holds
 
 
 def placed_alike(tree: PyTree, sharding: Sharding) -> Any:

@@ -134,14 +134,17 @@ class Launcher:
     ) -> tuple[Do, Callable[[], None]]:
         """Makes two functions: to launch a program, and to wait for all launched programs."""
         launched = deque[tuple[Task, Sequence[Any], float]]()
+        moves = prepared.arranged.routes.moves
         clock = perf_counter()
 
         def wait_until(at_most: int) -> None:
             nonlocal clock
             while len(launched) > at_most:
                 task, outputs, since = launched.popleft()
-                # The next task may have overwritten an output; then that task is waited for next.
-                _wait_for(task.name, [x for x in jax.tree.leaves(outputs) if not given_away(x)])
+                # A program's outputs are ready together. The next task may have overwritten some of
+                # them; if it has overwritten all, it is waited for next.
+                ready = (x for x in jax.tree.leaves(outputs) if not given_away(x))
+                _wait_for(task.name, next(ready, ()))
                 observed = [ready_at[value] for value in task.writes if value in ready_at]
                 end = min([perf_counter(), *observed])
                 begin = max(since, clock)
@@ -151,8 +154,9 @@ class Launcher:
         def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
             since = perf_counter()
             self._group.journal.say(task.name)
-            # Other threads read the shards of the outputs, as this one does.
-            outputs = with_parts_listed(prepared.programs[task.name](*inputs))
+            outputs = prepared.programs[task.name](*inputs)
+            if moves[task.name].crossing:  # other threads read the outputs' parts, as this one does
+                with_parts_listed(outputs)
             launched.append((task, outputs, since))
             wait_until(self._ahead)
             return outputs

@@ -53,6 +53,19 @@ def forms_promised(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
 
 
+class Moves(NamedTuple):
+    """The values of a task that need more than a look-up; the others stay as they are."""
+
+    last: tuple[Value, ...]
+    """The values that it is the last to read, in the only queue that reads them."""
+    shared: tuple[Value, ...]
+    """The values that it reads, as tasks of other queues do."""
+    crossing: tuple[Value, ...]
+    """The values that it writes for other queues."""
+    unread: tuple[Value, ...]
+    """The values that it writes for no reader."""
+
+
 class Routes(NamedTuple):
     """Tasks by queue, and the routes of their values; computed once per list."""
 
@@ -64,8 +77,10 @@ class Routes(NamedTuple):
     """The values that the caller needs at the end."""
     crossing: tuple[Value, ...]
     """The values that one queue writes and another one reads."""
+    moves: Mapping[str, Moves]
+    """Task name → its moves."""
     readers: Mapping[Value, int]
-    """The number of tasks that read a value, plus one if the caller needs it."""
+    """The number of tasks that read a value of several queues, plus one if the caller needs it."""
 
     @property
     def speaking(self) -> tuple[str, ...]:
@@ -119,17 +134,33 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -
     for task in tasks:
         queues.setdefault(queue_of(task), []).append(task)
     reading = _reading_queues(tasks, queue_of)
+    last = freed(tasks, queue_of)
     for name in results:
         reading.setdefault(name, set()).add(HERE)
+    shared = {name for name, readers in reading.items() if len(readers) > 1}
     written = {name: queue_of(task) for task in tasks for name in task.writes}
     # The queue that reports the bytes of all messages starts last: it waits for the other queues.
     order = sorted(queues, key=lambda queue: any(BYTES in task.writes for task in queues[queue]))
+    crossing = [name for name, queue in written.items() if reading.get(name, {queue}) != {queue}]
+    crosses = set(crossing)
+    returned = set(results)
+    reads = [*results, *(name for task in tasks for name in task.reads)]
+    moves = {
+        task.name: Moves(
+            last=tuple(name for name in dict.fromkeys(last[task.name]) if name not in returned),
+            shared=tuple(name for name in task.reads if name in shared),
+            crossing=tuple(name for name in task.writes if name in crosses),
+            unread=tuple(name for name in task.writes if name not in reading),
+        )
+        for task in tasks
+    }
     return Routes(
         queues={queue: tuple(queues[queue]) for queue in order},
         inputs=tuple(name for name in reading if name not in written),
         results=tuple(results),
-        crossing=tuple(n for n, queue in written.items() if reading.get(n, {queue}) != {queue}),
-        readers=Counter([*results, *(name for task in tasks for name in task.reads)]),
+        crossing=tuple(crossing),
+        moves=moves,
+        readers=Counter(name for name in reads if name in shared),
     )
 
 
@@ -205,17 +236,21 @@ class Queues:
         if not all(x.done() for x in values if isinstance(x, Future)):
             idle()
         inputs = list(map(awaited, values))
+        moves = self._routes.moves[task.name]
+        for name in moves.last:
+            del self._values[name]
         with self._lock:
-            for name in task.reads:
+            for name in moves.shared:
                 self._readers[name] -= 1
                 if not self._readers[name]:
-                    self._values.pop(name, None)
+                    del self._values[name]
         return inputs
 
     def _store(self, task: Task, outputs: Sequence[Any]) -> None:
-        for name, value in zip(task.writes, outputs, strict=True):
-            promise = self._values.get(name)
-            if isinstance(promise, Future):
-                promise.set_result(value)
-            elif self._readers.get(name):
-                self._values[name] = value
+        moves = self._routes.moves[task.name]
+        written = dict(zip(task.writes, outputs, strict=True))
+        for name in moves.crossing:
+            self._values[name].set_result(written.pop(name))
+        for name in moves.unread:
+            del written[name]
+        self._values.update(written)
