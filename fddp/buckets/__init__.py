@@ -30,6 +30,7 @@ from fddp.buckets.messages import take_tail as take_tail
 from fddp.buckets.packing import check_plan as check_plan
 from fddp.buckets.packing import pack as pack
 from fddp.buckets.packing import unpack as unpack
+from fddp.buckets.packing import unpack_received as unpack_received
 from fddp.buckets.plan import Bucket as Bucket
 from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf

@@ -9,6 +9,7 @@ Source: PyTorch's 2D parallelism, `DistributedDataParallel` over a `DeviceMesh` 
 tensor-parallel dim.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -16,7 +17,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets.by_device import by_device
 from fddp.buckets.messages import Messages, add_tail, take_tail
-from fddp.buckets.packing import pack, unpack
+from fddp.buckets.packing import pack
 from fddp.buckets.plan import BucketPlan
 
 
@@ -39,9 +40,16 @@ def pack_device_parts(
 
 
 def unpack_device_parts(
-    axes: tuple[str, ...], plan: BucketPlan, messages: Messages, where: Any
+    axes: tuple[str, ...],
+    plan: BucketPlan,
+    messages: Messages,
+    where: Any,
+    unpack: Callable[..., Any],
 ) -> tuple[list[Any], Any]:
-    """Unpacks gradients and tail from summed messages: the inverse of `pack_device_parts`."""
+    """Unpacks gradients and tail from summed messages: the inverse of `pack_device_parts`.
+
+    `unpack` is `unpack_received`, or `unpack` if the messages did not leave.
+    """
     specs = plan.treedef.flatten_up_to(where)
 
     def unpack_local(messages: Messages) -> tuple[list[Any], Any]:

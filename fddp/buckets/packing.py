@@ -1,7 +1,8 @@
 """Packs a tree into bucket arrays and unpacks it; no other module knows the layout of a bucket."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,11 @@ from jaxtyping import Array, ArrayLike, PyTree, Shaped
 
 from fddp.buckets.plan import Bucket, BucketPlan
 from fddp.wording import check_has
+
+# (array, sizes of the pieces along its last dim) → the pieces
+Split: TypeAlias = Callable[[Array, Sequence[int]], Sequence[Array]]
+# The number of kernels that a program must save to have its offsets as arguments.
+SHARED = 16
 
 
 def pack(plan: BucketPlan, tree: PyTree) -> tuple[Shaped[Array, " n"], ...]:
@@ -67,6 +73,15 @@ def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
     Raises:
       ValueError: the number or the shapes of the buckets differ from the plan.
     """
+    return _unpack(plan, buckets, _split)
+
+
+def unpack_received(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
+    """Unpacks buckets that are results of messages, and compiles faster than `unpack` on CPUs."""
+    return _unpack(plan, buckets, _split_at_offsets)
+
+
+def _unpack(plan: BucketPlan, buckets: Iterable[Array], split: Split) -> Any:
     check_plan("unpack", plan)
     check_has("__iter__", "unpack: buckets", buckets, "the arrays of pack")
     buckets = tuple(buckets)  # a generator can be read only once
@@ -80,10 +95,31 @@ def unpack(plan: BucketPlan, buckets: Iterable[Shaped[Array, " n"]]) -> Any:
         sizes = [leaf.size // bucket.rounds for leaf in leaves]
         if bucket.rounds > 1:
             flat = flat.reshape(bucket.rounds, -1)
-        split = jax.lax.split(flat, sizes, axis=flat.ndim - 1)
-        return [piece.reshape(leaf.shape) for leaf, piece in zip(leaves, split)]
+        return [piece.reshape(leaf.shape) for leaf, piece in zip(leaves, split(flat, sizes))]
 
     return put_together(plan, map(pieces, plan.buckets, buckets))
+
+
+def _split(rows: Array, sizes: Sequence[int]) -> Sequence[Array]:
+    return jax.lax.split(rows, sizes, axis=rows.ndim - 1)
+
+
+def _split_at_offsets(rows: Array, sizes: Sequence[int]) -> Sequence[Array]:
+    """Splits an array so that XLA:CPU compiles one kernel for all readers of equal pieces.
+
+    It compiles equal kernels once, but each constant offset makes a kernel of its own, which takes
+    20 ms. Behind a barrier an offset is an argument.
+    """
+    if len(sizes) - len(set(sizes)) < SHARED or rows.shape[-1] > np.iinfo(np.int32).max:
+        return _split(rows, sizes)
+
+    def at_offsets(rows: Array) -> list[Array]:
+        begins = np.cumsum([0, *sizes[:-1]], dtype=np.int32)
+        offsets = jax.lax.optimization_barrier(list(map(jnp.asarray, begins)))
+        piece = partial(jax.lax.dynamic_slice_in_dim, rows, axis=rows.ndim - 1)
+        return list(map(piece, offsets, sizes))
+
+    return jax.lax.platform_dependent(rows, cpu=at_offsets, default=partial(_split, sizes=sizes))
 
 
 def elements_in(leaf: Array, bucket: Bucket) -> Array:

@@ -1,4 +1,4 @@
-"""The placement of replicas along one axis of a mesh, and the XLA options of their programs."""
+"""The placement of replicas along one axis of a mesh."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,25 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, holding, placed, placed_alike
-from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS, over_axes
-
-# By default XLA merges all buckets into one all-reduce, scatter or gather: on CPU without a limit,
-# on GPU up to 30 MiB. XLA:CPU drops barriers before it orders instructions; ranks with different
-# programs would then call collectives in different orders. It compiles loops of less than 1 KiB as
-# small calls, and aborts at a barrier inside of such a loop (`jax.checkpoint` in a scan). On GPUs
-# before Hopper XLA's scheduler overlaps nothing by default.
-CPU_OPTIONS = {
-    "xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse_barrier_expander,"
-    "small-while-loop-hoisting"
-}
-GPU_OPTIONS = {
-    "xla_gpu_all_reduce_combine_threshold_bytes": "0",
-    "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
-    "xla_gpu_all_gather_combine_threshold_bytes": "0",
-    "xla_gpu_enable_latency_hiding_scheduler": "True",
-    **PIPELINED_ROUNDS,
-    **OVERLAP_OPTIONS,
-}
+from fddp.jax_internals import CPU_OPTIONS, GPU_OPTIONS, over_axes
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from fddp.comm.placement import (
     trace,
 )
 from fddp.comm.translation import has_collectives, run_translated
-from fddp.jax_internals import without_jit
+from fddp.jax_internals import CPU_OPTIONS, without_jit
 
 
 def mpi_placement(comm: Any) -> Placement:
@@ -29,7 +29,9 @@ def mpi_placement(comm: Any) -> Placement:
 
     `comm` is an mpi4py communicator for the collectives of losses only.
     """
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    device = jax.local_devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    options = CPU_OPTIONS if device.platform == "cpu" else None
     words = mpi_words(comm, mpi_communicator(comm))
 
     def program(
@@ -47,7 +49,7 @@ def mpi_placement(comm: Any) -> Placement:
                 run_translated(closed, jax.tree.leaves(args), AXIS, words),
             )
 
-        return jax.jit(run, donate_argnums=tuple(donate))
+        return jax.jit(run, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: PyTree, spec: PartitionSpec) -> Any:
         del spec

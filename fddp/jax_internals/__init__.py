@@ -25,8 +25,6 @@ from fddp.jax_internals.compiled import compile_to_read as compile_to_read
 from fddp.jax_internals.compiled import host_cpu as host_cpu
 from fddp.jax_internals.compiled import packed as packed
 from fddp.jax_internals.compiled import unpacked as unpacked
-from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
-from fddp.jax_internals.configuration import PIPELINED_ROUNDS as PIPELINED_ROUNDS
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import cache_small_programs as cache_small_programs
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache
@@ -94,3 +92,7 @@ from fddp.jax_internals.promises import awaited as awaited
 from fddp.jax_internals.promises import has_promises as has_promises
 from fddp.jax_internals.refs import without_refs as without_refs
 from fddp.jax_internals.service import HEARTBEAT_S as HEARTBEAT_S
+from fddp.jax_internals.xla_options import CPU_OPTIONS as CPU_OPTIONS
+from fddp.jax_internals.xla_options import GPU_OPTIONS as GPU_OPTIONS
+from fddp.jax_internals.xla_options import OVERLAP_OPTIONS as OVERLAP_OPTIONS
+from fddp.jax_internals.xla_options import PIPELINED_ROUNDS as PIPELINED_ROUNDS

@@ -1,4 +1,4 @@
-"""JAX's configuration of a thread, and XLA's options."""
+"""JAX's configuration of a thread."""
 
 import os
 from collections.abc import Callable
@@ -29,22 +29,6 @@ MESH = tuple(
 )
 # Names the thread that may start programs of several processes: a copy would switch it off.
 LEFT = {"jax_thread_guard"}
-
-# XLA of JAX 0.11.1 has its own kernels for all-reduces of a few MiB between GPUs of a host, and
-# computes nothing during those of 16 bits: their traffic is not hidden. The option leaves them to
-# NCCL; earlier versions do not know it.
-OVERLAP_OPTIONS = dict[str, str]()
-# With these options a loop awaits the messages of a round in the next round, and gathers the inputs
-# of a round in the round before. JAX 0.11.1 renamed them.
-PIPELINED = "xla_gpu_enable_pipelined_{}"
-ON = "True"
-if jax.__version_info__ >= (0, 11, 1):
-    OVERLAP_OPTIONS["xla_gpu_experimental_use_collective_kernels"] = ""
-    PIPELINED = "xla_gpu_pipeline_{}"
-    ON = "COLLECTIVE_PIPELINING_MODE_ON"
-PIPELINED_ROUNDS = dict.fromkeys(
-    map(PIPELINED.format, ("all_reduce", "all_gather", "reduce_scatter")), ON
-)
 
 
 def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:

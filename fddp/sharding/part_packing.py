@@ -17,7 +17,7 @@ from fddp.buckets import (
     pack,
     pack_rows,
     take_tail,
-    unpack,
+    unpack_received,
     unpack_rows,
     whole_forms,
 )
@@ -45,7 +45,7 @@ def unpack_sums(
     totals = reduce(add_trees, (*earlier, tuple(buckets)))
 
     def unpack_local(buckets: Sequence[Array]) -> list[Any]:
-        leaves = plans.plan.treedef.flatten_up_to(unpack(plans.part_plan, buckets))
+        leaves = plans.plan.treedef.flatten_up_to(unpack_received(plans.part_plan, buckets))
         return _map_sent(_with_dim_of_rows, leaves, plans.leaf_layouts)
 
     unpack_all = plans.by_device(unpack_local, (plans.message_spec,), plans.specs("rows"))

@@ -20,7 +20,9 @@ from fddp.buckets import (
     Shard,
     Slice,
     pack_device_parts,
+    unpack,
     unpack_device_parts,
+    unpack_received,
 )
 from fddp.comm import Group, specs
 from fddp.hooks import Hook
@@ -167,8 +169,11 @@ def _whole_pieces(replica: Replica, facts: Facts) -> Pieces:
     axes = replica.group.placement.other_axes
     layout = specs(replica.group.placement, facts.state.params)
 
-    def unpack(messages: Messages) -> tuple[list[Any], Any]:
-        return unpack_device_parts(axes, plan, messages, layout)
+    # XLA packs nothing for a single replica if it sees where each leaf goes.
+    of_received = unpack_received if replica.group.size > 1 else unpack
+
+    def unpacked(messages: Messages) -> tuple[list[Any], Any]:
+        return unpack_device_parts(axes, plan, messages, layout, of_received)
 
     def backward(
         state: TrainState, pending: Pending | None, rows: PyTree, *nothing: Any
@@ -180,7 +185,9 @@ def _whole_pieces(replica: Replica, facts: Facts) -> Pieces:
     def finish(
         state: TrainState, shards: PyTree, messages: Messages, saved: PyTree, nbytes: jax.Array
     ) -> tuple[Any, Any]:
-        return facts.use(state, replica.mean(plan, unpack, state, messages, saved, nbytes)), shards
+        return facts.use(
+            state, replica.mean(plan, unpacked, state, messages, saved, nbytes)
+        ), shards
 
     inputs = ("state", "pending", "rows")
     sums = replica.reductions(plan, facts.state.params)

@@ -1,5 +1,6 @@
 """Packing is lossless: every bit of every leaf and of the tail is restored."""
 
+from functools import partial
 from typing import Any
 
 import hypothesis
@@ -13,7 +14,9 @@ from trees import same_bits
 
 from fddp import make_plan, pack, unpack
 from fddp.buckets.messages import add_tail, take_tail
+from fddp.buckets.packing import SHARED, unpack_received
 from fddp.buckets.scalars import place_scalars
+from fddp.jax_internals import CPU_OPTIONS
 
 FLOATS = [
     np.dtype(d)
@@ -58,6 +61,25 @@ def test_unpack_inverts_pack_to_the_bit(tree, cap):
         buckets = pack(plan, tree)
         assert [(b.shape, b.dtype) for b in buckets] == [((b.size,), b.dtype) for b in plan.buckets]
         same_bits(unpack(plan, buckets), tree)
+
+
+@pytest.mark.parametrize("count", [SHARED + 1, 3])
+def test_what_was_received_unpacks_to_the_same_bits(count):
+    draw = np.random.default_rng(0)
+    tree = {"equal": [draw.normal(size=(2, 3)).astype(np.float32) for _ in range(count)]}
+    tree["others"] = [np.arange(size, dtype=np.float32) for size in (4, 0, 7)]
+    plan = make_plan(tree)
+    same_bits(jax.jit(partial(unpack_received, plan))(pack(plan, tree)), tree)
+
+
+def test_offsets_of_equal_leaves_are_arguments_of_kernels_on_cpus_alone():
+    plan = make_plan([np.zeros(3, np.float32)] * 40)
+    unpacking = jax.jit(partial(unpack_received, plan), compiler_options=CPU_OPTIONS)
+    program = unpacking.trace(pack(plan, [np.ones(3, np.float32)] * 40))
+    kernels = program.lower().compile().as_text()
+    assert kernels is not None and "slice={" not in kernels
+    on_gpus = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert "dynamic_slice" not in on_gpus and "barrier" not in on_gpus
 
 
 def test_buckets_of_a_generator_are_unpacked_as_those_of_a_list():
