@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 BATCH_BYTES = 32 * 2**20  # least size of a file, except the last
+TABLES = "#tables"
+TABLES_BYTES = 100 * 2**20
 OLD = "default"  # Orbax's folder for arrays without an item name
 
 Index: TypeAlias = tuple[slice, ...]
@@ -108,10 +110,12 @@ def open_reader(folder: Path, forms: Mapping[str, tuple[str, Sequence[int]]]) ->
     by_orbax = (folder / OLD).is_dir()
     database = folder / OLD if by_orbax else folder
 
+    # Orbax omits chunks of zeros.
+    specs = {name: _spec(database, name) | {"fill_missing_data_reads": by_orbax} for name in forms}
+    opening = {name: ts.open(spec, open=True, context=context) for name, spec in specs.items()}
+
     def read(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
-        # Orbax omits chunks of zeros.
-        spec = _spec(database, name) | {"fill_missing_data_reads": by_orbax}
-        array = ts.open(spec, open=True, context=context).result()
+        array = opening[name].result()
         dtype = jnp.dtype(forms[name][0])
         if array.shape == dims:
             return array[place].read().result().view(dtype)
@@ -132,10 +136,15 @@ def _storable(x: np.ndarray) -> np.ndarray:
 
 
 def _context() -> Any:
-    """Makes a TensorStore context without a cache, since nothing is read twice."""
+    """Makes a TensorStore context that caches the tables of contents, which each array reads."""
     import tensorstore as ts
 
-    return ts.Context({"cache_pool": {"total_bytes_limit": 0}})
+    return ts.Context(
+        {
+            "cache_pool": {"total_bytes_limit": 0},  # no number is read twice
+            f"cache_pool{TABLES}": {"total_bytes_limit": TABLES_BYTES},
+        }
+    )
 
 
 def _spec(folder: Path, name: str) -> dict[str, Any]:
@@ -143,4 +152,5 @@ def _spec(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _database(folder: Path) -> dict[str, Any]:
-    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}}
+    base = {"driver": "file", "path": f"{folder.absolute()}/"}
+    return {"driver": "ocdbt", "base": base, "cache_pool": f"cache_pool{TABLES}"}

@@ -1,7 +1,7 @@
 """The placement of MPI ranks: MPI runs the collectives of a loss inside their programs."""
 
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from fddp.comm.placement import (
     trace,
 )
 from fddp.comm.translation import has_collectives, run_translated
-from fddp.jax_internals import CPU_OPTIONS, without_jit
+from fddp.jax_internals import CPU_OPTIONS, named_like, without_jit
 
 
 def mpi_placement(comm: Any) -> Placement:
@@ -39,7 +39,7 @@ def mpi_placement(comm: Any) -> Placement:
     ) -> jax.stages.Wrapped:
         del in_specs, out_specs
 
-        @wraps(f)
+        @named_like(f)
         def run(*args: Any) -> Any:
             closed, shapes = trace(placement, f, *args)
             if without_jit() and not has_collectives(closed.jaxpr, AXIS):

@@ -7,7 +7,7 @@ along one axis of a mesh; the user places arrays along its other axes like any J
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, wraps
+from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from fddp.jax_internals import (
     inner_map,
     jaxpr_as_fun,
     line_of_mesh,
+    named_like,
     part_shape,
     parts_here,
     resharded,
@@ -125,7 +126,7 @@ def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[Clos
 def as_program(placement: Placement, f: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a function run its traced program, which has no shardings."""
 
-    @wraps(f)
+    @named_like(f)
     def run(*args: Any) -> Any:
         if without_jit() or placement.other_axes:
             return f(*args)

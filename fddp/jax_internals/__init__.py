@@ -59,6 +59,7 @@ from fddp.jax_internals.jaxprs import jaxpr_as_fun as jaxpr_as_fun
 from fddp.jax_internals.jaxprs import joins_first_dim as joins_first_dim
 from fddp.jax_internals.jaxprs import make_program as make_program
 from fddp.jax_internals.jaxprs import named_as as named_as
+from fddp.jax_internals.jaxprs import named_like as named_like
 from fddp.jax_internals.jaxprs import new_variable as new_variable
 from fddp.jax_internals.jaxprs import of_a_vector as of_a_vector
 from fddp.jax_internals.jaxprs import over_axes as over_axes

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 else:
     # Relies on `Jaxpr`, which holds its constants since JAX 0.12: there it is the type of both.
     ClosedJaxpr = getattr(core, "ClosedJaxpr", Jaxpr)
+
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 # Primitives that call a single program. First those that only wrap it,
 WRAPPERS = {"jit", "pjit", "closed_call", "core_call", "eval_jaxpr"}
@@ -72,6 +74,16 @@ def new_variable(like: Var, aval: core.AbstractValue | None = None) -> Var:
     return Var(aval or like.aval)
 
 
+def named_like(f: Callable[..., Any]) -> Callable[[Call], Call]:
+    """`functools.wraps`, but JAX does not look inside: it would print all arrays of a partial."""
+
+    def name(call: Call) -> Call:
+        del wraps(f)(call).__wrapped__
+        return call
+
+    return name
+
+
 def over_axes(
     f: Callable[..., Any],
     *,
@@ -85,14 +97,14 @@ def over_axes(
     The compiler of JAX 0.11 crashes on such an argument next to others, so it is recreated inside.
     """
 
-    @wraps(f)
+    @named_like(f)
     def spread(*args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(args)
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
         nonempty = [k for k, x in enumerate(leaves) if x.size]
         used_mesh = mesh or jax.sharding.get_abstract_mesh()
 
-        @wraps(f)
+        @named_like(f)
         def inside(*local_arrays: Any) -> Any:
             local = dict(zip(nonempty, local_arrays))
             for k in set(range(len(leaves))) - set(nonempty):
