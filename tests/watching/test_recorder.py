@@ -287,7 +287,7 @@ def test_ranks_stop_at_the_question_that_all_agreed_to():
     propose(4, settled=False)
     assert not recorder.stops() and agreed() == 4
     threading.Timer(0.1, propose, (4, True)).start()
-    assert recorder.stops()  # it has waited for the others
+    assert recorder.stops() and PROPOSAL.read(recorder.memory)["settled"]  # it waited for others
     assert not recorder.stops()
 
 
