@@ -134,7 +134,7 @@ class Launcher:
     ) -> tuple[Do, Callable[[], None]]:
         """Makes two functions: to launch a program, and to wait for all launched programs."""
         launched = deque[tuple[Task, Sequence[Any], float]]()
-        moves = prepared.arranged.routes.moves
+        crossing = set(prepared.arranged.routes.crossing)
         clock = perf_counter()
 
         def wait_until(at_most: int) -> None:
@@ -155,8 +155,8 @@ class Launcher:
             since = perf_counter()
             self._group.journal.say(task.name)
             outputs = prepared.programs[task.name](*inputs)
-            if moves[task.name].crossing:  # other threads read the outputs' parts, as this one does
-                with_parts_listed(outputs)
+            if not crossing.isdisjoint(task.writes):
+                with_parts_listed(outputs)  # other threads read the parts, as this one does
             launched.append((task, outputs, since))
             wait_until(self._ahead)
             return outputs

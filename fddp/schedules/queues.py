@@ -53,9 +53,10 @@ def forms_promised(tree: PyTree) -> Any:
     return jax.tree.map(lambda x: x.form if isinstance(x, Promise) else x, tree)
 
 
-class Moves(NamedTuple):
-    """The values of a task that need more than a look-up; the others stay as they are."""
+class Routed(NamedTuple):
+    """A task, and those of its values that need more than a look-up."""
 
+    task: Task
     last: tuple[Value, ...]
     """The values that it is the last to read, in the only queue that reads them."""
     shared: tuple[Value, ...]
@@ -69,7 +70,7 @@ class Moves(NamedTuple):
 class Routes(NamedTuple):
     """Tasks by queue, and the routes of their values; computed once per list."""
 
-    queues: dict[str, tuple[Task, ...]]
+    queues: dict[str, tuple[Routed, ...]]
     """The tasks of each queue, in order."""
     inputs: tuple[Value, ...]
     """The values that tasks read and none writes."""
@@ -77,8 +78,6 @@ class Routes(NamedTuple):
     """The values that the caller needs at the end."""
     crossing: tuple[Value, ...]
     """The values that one queue writes and another one reads."""
-    moves: Mapping[str, Moves]
-    """Task name → its moves."""
     readers: Mapping[Value, int]
     """The number of tasks that read a value of several queues, plus one if the caller needs it."""
 
@@ -88,12 +87,12 @@ class Routes(NamedTuple):
         return tuple(
             queue
             for queue, tasks in self.queues.items()
-            if any(isinstance(task, Communicate) for task in tasks)
+            if any(isinstance(entry.task, Communicate) for entry in tasks)
         )
 
     def makes(self, queue: str, values: Collection[Value]) -> bool:
         """True if a queue writes one of these values."""
-        return any(value in values for task in self.queues[queue] for value in task.writes)
+        return any(value in values for entry in self.queues[queue] for value in entry.task.writes)
 
 
 @dataclass(frozen=True)
@@ -130,36 +129,40 @@ def arranging(
 
 def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -> Routes:
     """Assigns tasks to queues; the calling thread needs `results` at the end."""
-    queues: dict[str, list[Task]] = {}
-    for task in tasks:
-        queues.setdefault(queue_of(task), []).append(task)
     reading = _reading_queues(tasks, queue_of)
-    last = freed(tasks, queue_of)
     for name in results:
         reading.setdefault(name, set()).add(HERE)
     shared = {name for name, readers in reading.items() if len(readers) > 1}
     written = {name: queue_of(task) for task in tasks for name in task.writes}
-    # The queue that reports the bytes of all messages starts last: it waits for the other queues.
-    order = sorted(queues, key=lambda queue: any(BYTES in task.writes for task in queues[queue]))
-    crossing = [name for name, queue in written.items() if reading.get(name, {queue}) != {queue}]
-    crosses = set(crossing)
-    returned = set(results)
-    reads = [*results, *(name for task in tasks for name in task.reads)]
-    moves = {
-        task.name: Moves(
-            last=tuple(name for name in dict.fromkeys(last[task.name]) if name not in returned),
+    crossing = {
+        name: queue for name, queue in written.items() if reading.get(name, {queue}) != {queue}
+    }
+    last_reader = {name: at for at, task in enumerate(tasks) for name in task.reads}
+    last_reader |= dict.fromkeys(results, len(tasks))
+    queues: dict[str, list[Routed]] = {}
+    for at, task in enumerate(tasks):
+        entry = Routed(
+            task,
+            last=tuple(
+                name
+                for name in dict.fromkeys(task.reads)
+                if last_reader[name] == at and name not in shared
+            ),
             shared=tuple(name for name in task.reads if name in shared),
-            crossing=tuple(name for name in task.writes if name in crosses),
+            crossing=tuple(name for name in task.writes if name in crossing),
             unread=tuple(name for name in task.writes if name not in reading),
         )
-        for task in tasks
-    }
+        queues.setdefault(queue_of(task), []).append(entry)
+    # The queue that reports the bytes of all messages starts last: it waits for the other queues.
+    last_queue = written.get(BYTES)
+    reads = [*results, *(name for task in tasks for name in task.reads)]
     return Routes(
-        queues={queue: tuple(queues[queue]) for queue in order},
+        queues={
+            queue: tuple(queues[queue]) for queue in sorted(queues, key=lambda q: q == last_queue)
+        },
         inputs=tuple(name for name in reading if name not in written),
         results=tuple(results),
         crossing=tuple(crossing),
-        moves=moves,
         readers=Counter(name for name in reads if name in shared),
     )
 
@@ -220,37 +223,35 @@ class Queues:
         tasks = self._routes.queues.get(queue, ())
         done = 0
         try:
-            for task in tasks:
-                self._store(task, do(task, self._take(task, idle)))
+            for entry in tasks:
+                self._store(entry, do(entry.task, self._take(entry, idle)))
                 done += 1
             idle()
         except BaseException as error:
-            for name in (name for task in tasks[done:] for name in task.writes):
+            for name in (name for entry in tasks[done:] for name in entry.task.writes):
                 promise = self._values.get(name)
                 if isinstance(promise, Future) and not promise.done():
                     promise.set_exception(error)
             raise
 
-    def _take(self, task: Task, idle: Callable[[], None]) -> list[Any]:
-        values = [self._values[name] for name in task.reads]
+    def _take(self, entry: Routed, idle: Callable[[], None]) -> list[Any]:
+        values = [self._values[name] for name in entry.task.reads]
         if not all(x.done() for x in values if isinstance(x, Future)):
             idle()
         inputs = list(map(awaited, values))
-        moves = self._routes.moves[task.name]
-        for name in moves.last:
+        for name in entry.last:
             del self._values[name]
         with self._lock:
-            for name in moves.shared:
+            for name in entry.shared:
                 self._readers[name] -= 1
                 if not self._readers[name]:
                     del self._values[name]
         return inputs
 
-    def _store(self, task: Task, outputs: Sequence[Any]) -> None:
-        moves = self._routes.moves[task.name]
-        written = dict(zip(task.writes, outputs, strict=True))
-        for name in moves.crossing:
+    def _store(self, entry: Routed, outputs: Sequence[Any]) -> None:
+        written = dict(zip(entry.task.writes, outputs, strict=True))
+        for name in entry.crossing:
             self._values[name].set_result(written.pop(name))
-        for name in moves.unread:
+        for name in entry.unread:
             del written[name]
         self._values.update(written)

@@ -11,7 +11,7 @@ import pytest
 from fddp.schedules import Span
 from fddp.schedules.queues import HERE, Queues, by_kind, freed, routed
 from fddp.schedules.step_log import StepLog
-from fddp.schedules.tasks import Compute, Task
+from fddp.schedules.tasks import Communicate, Compute, Task
 from fddp.schedules.values import Value
 
 X, Y, Z = map(Value, "xyz")
@@ -97,3 +97,18 @@ def test_of_a_task_that_goes_on_beyond_its_step_each_step_tells_its_part():
     log.begin()
     log.end()
     assert not log.timeline().spans, "what was over is forgotten"
+
+
+def test_messages_of_one_name_have_their_own_values():
+    first, second = (Value("message", k) for k in range(2))
+    sums = [Value("sum", k) for k in range(2)]
+    tasks = [
+        Compute("a", (), (first,)),
+        Communicate("bucket 0", (first,), (sums[0],)),
+        Compute("b", (sums[0],), (second,)),
+        Communicate("bucket 0", (second,), (sums[1],)),
+        Compute("c", (sums[1],), (Z,), kind="update"),
+    ]
+    queues = Queues(routed(tasks, lambda task: HERE, [Z]), {}, {})
+    queues.work(HERE, lambda task, read: [(task.name, *read)])
+    assert queues.results() == {Z: ("c", ("bucket 0", ("b", ("bucket 0", ("a",)))))}
