@@ -96,6 +96,7 @@ def measure(job: str, leaves: int, turns: int) -> None:
         (random.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 6, np.zeros(WIDTH, np.float32))
         for _ in range(leaves // 2)
     ]
+    random = np.random.default_rng(1 + group.rank)
     rows = random.normal(size=(32 * group.size // group.processes, WIDTH)).astype(np.float32)
     ways = {
         f"{schedule} ({job})": a_step(group, schedule, params, rows)
