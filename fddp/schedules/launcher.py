@@ -134,7 +134,7 @@ class Launcher:
     ) -> tuple[Do, Callable[[], None]]:
         """Makes two functions: to launch a program, and to wait for all launched programs."""
         launched = deque[tuple[Task, Sequence[Any], float]]()
-        crossing = set(prepared.arranged.routes.crossing)
+        crossing = prepared.arranged.routes.crossing
         clock = perf_counter()
 
         def wait_until(at_most: int) -> None:

@@ -76,7 +76,7 @@ class Routes(NamedTuple):
     """The values that tasks read and none writes."""
     results: tuple[Value, ...]
     """The values that the caller needs at the end."""
-    crossing: tuple[Value, ...]
+    crossing: frozenset[Value]
     """The values that one queue writes and another one reads."""
     readers: Mapping[Value, int]
     """The number of tasks that read a value of several queues, plus one if the caller needs it."""
@@ -134,9 +134,7 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -
         reading.setdefault(name, set()).add(HERE)
     shared = {name for name, readers in reading.items() if len(readers) > 1}
     written = {name: queue_of(task) for task in tasks for name in task.writes}
-    crossing = {
-        name: queue for name, queue in written.items() if reading.get(name, {queue}) != {queue}
-    }
+    crossing = frozenset(n for n, queue in written.items() if reading.get(n, {queue}) != {queue})
     last_reader = {name: at for at, task in enumerate(tasks) for name in task.reads}
     last_reader |= dict.fromkeys(results, len(tasks))
     queues: dict[str, list[Routed]] = {}
@@ -162,7 +160,7 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -
         },
         inputs=tuple(name for name in reading if name not in written),
         results=tuple(results),
-        crossing=tuple(crossing),
+        crossing=crossing,
         readers=Counter(name for name in reads if name in shared),
     )
 
