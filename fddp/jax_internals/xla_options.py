@@ -26,12 +26,15 @@ if jax.__version_info__ >= (0, 11, 1):
 PIPELINED_ROUNDS = dict.fromkeys(
     map(PIPELINED.format, ("all_reduce", "all_gather", "reduce_scatter")), ON
 )
-# On GPUs before Hopper XLA's scheduler overlaps nothing by default.
+# On GPUs before Hopper XLA's scheduler overlaps nothing by default. By default ranks also share the
+# timing of kernels when they compile. A rank that compiles alone (a shorter batch, another branch,
+# a program that the others found in JAX's cache) would wait for them forever.
 GPU_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": "0",
     "xla_gpu_reduce_scatter_combine_threshold_bytes": "0",
     "xla_gpu_all_gather_combine_threshold_bytes": "0",
     "xla_gpu_enable_latency_hiding_scheduler": "True",
+    "xla_gpu_shard_autotuning": "False",
     **PIPELINED_ROUNDS,
     **OVERLAP_OPTIONS,
 }
