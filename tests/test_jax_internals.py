@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from processes import free_port
@@ -344,6 +345,16 @@ def test_an_equation_that_is_run_again_keeps_its_own_derivative(kind, slope):
     (eqn,) = jax.make_jaxpr(lambda x: CALLS[kind][0](x))(1.0).jaxpr.eqns
     value, gradient = jax.value_and_grad(lambda x: internals.run_again(eqn, [x])[0])(2.0)
     assert (value, gradient) == (6, slope)
+
+
+def test_an_equation_that_runs_again_runs_in_its_context():
+    def marked(x):
+        with set_xla_metadata(place="first"):
+            return jnp.sin(x)
+
+    (eqn,) = jax.make_jaxpr(marked)(1.0).jaxpr.eqns
+    text = jax.jit(lambda x: internals.run_again(eqn, [x])).lower(1.0).as_text()
+    assert 'place = "first"' in text
 
 
 def test_what_is_rematerialised_like_an_equation_has_its_policy():

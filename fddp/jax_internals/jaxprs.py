@@ -165,8 +165,12 @@ def run_as_it_is(program: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> li
 
 
 def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
-    """Applies an equation to other arguments. Relies on `bind` and `get_bind_params`."""
-    return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    """Applies an equation to other arguments, in its context (`compute_on`, `set_xla_metadata`).
+
+    Relies on `bind`, `get_bind_params` and `ctx`.
+    """
+    with eqn.ctx.manager:
+        return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
 
 
 def named_as(eqn: JaxprEqn) -> AbstractContextManager[None]:
