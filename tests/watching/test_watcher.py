@@ -274,17 +274,6 @@ def test_of_ranks_that_died_one_after_the_other_the_first_is_named():
     assert conclude(rank(0), rank(1, gone=NOW)) is None  # other deaths are not known yet
 
 
-def test_a_death_between_different_collectives_names_both():
-    then = NOW - 2 * AFTER_S
-    in_call = rank(0, gone=then, steps=1, together=True, doing="broadcast")
-    in_step = rank(1, steps=2, together=True, doing="step")
-    verdict = conclude(in_call, in_step)
-    words = "rank 0 died in broadcast after step 1, while rank 1 is in step 2"
-    assert verdict == Verdict(words, True)
-    verdict = conclude(in_call, rank(1, steps=1, together=True, doing="broadcast"))
-    assert verdict == Verdict("rank 0 died in broadcast after step 1", True)
-
-
 def test_of_ranks_that_mpiexec_killed_at_once_the_one_that_did_not_wait_is_named():
     then = NOW - 2 * AFTER_S
     waits = {"together": True, "steps": 53, "sending": "bucket 0 (b)"}

@@ -17,7 +17,6 @@ LEAST_S = 30.0  # shortest stall by default, in seconds
 STEPS = 10  # shortest stall by default, in steps
 # The limit is this many times longer for a live rank without a task: it may evaluate or compile.
 PATIENCE = 20
-GROUP_CALLS = "all_gather", "broadcast"
 
 Report = Mapping[str, Any]
 
@@ -39,7 +38,7 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
     failed = [report for report in every if report["doing"] == FAILED]
     finished = [report for report in every if report["doing"] == FINISHED]
     if dead := [report for report in active if report["gone"]]:
-        return report_death(dead, active, failed, time_s)
+        return report_death(dead, failed, time_s)
     failed_dead = [report for report in failed if report["gone"]]
     for leaver in every:
         for waiter in active:
@@ -56,22 +55,14 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
     return stalled(active, time_s, stall_s) or missing(active, finished, time_s, stall_s)
 
 
-def report_death(
-    dead: Sequence[Report], active: Sequence[Report], failed: Sequence[Report], time_s: float
-) -> Verdict | None:
+def report_death(dead: Sequence[Report], failed: Sequence[Report], time_s: float) -> Verdict | None:
     """Reports the first death, or the failure that caused it."""
     first = first_of(dead)
     if time_s <= first["gone"] + AFTER_S:
         return None
     if failed:  # a failed rank ends the other ranks itself
         return Verdict(f"rank {failed[0]['rank']} failed", True)
-    words = f"rank {first['rank']} died {where(first)}"
-    for report in active:
-        # Gloo aborts a process that receives a message of another collective than its own.
-        together = first["together"] and report["together"]
-        if together and in_group_call(first) != in_group_call(report):
-            return Verdict(f"{words}, while rank {report['rank']} is {where(report)}", True)
-    return Verdict(words, True)
+    return Verdict(f"rank {first['rank']} died {where(first)}", True)
 
 
 def first_of(dead: Sequence[Report]) -> Report:
@@ -216,7 +207,7 @@ def where(report: Report) -> str:
         return "since it fell silent"
     # The number in the training, which may have begun in another process.
     number = report["steps"] + report["before"]
-    if in_group_call(report):
+    if report["together"] and report["doing"] in ("all_gather", "broadcast"):
         return f"in {report['doing']} after step {number}"
     # The place within a task is its name, between tasks the line of the script.
     doing = report["doing"]
@@ -231,11 +222,6 @@ def where(report: Report) -> str:
     if report["steps"]:
         return f"between steps {number} and {number + 1}{doing}"
     return f"before its first step{doing}"
-
-
-def in_group_call(report: Report) -> bool:
-    """True for a rank that waits in a group call, such as a checkpoint's, rather than in a step."""
-    return report["together"] and report["doing"] in GROUP_CALLS
 
 
 def judge_alone(
