@@ -14,6 +14,8 @@ from fddp.hlo.flops import total_flops, work
 from fddp.hlo.module import Array, Computation, ComputationSchedule, Instruction, Module
 
 RENAMING = ("copy", "bitcast", "get-tuple-element")
+# The memory space of arrays that XLA registers with NCCL; from JAX 0.12 on it has another number.
+REGISTERED = "S(1)", "S(7)"
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
@@ -47,6 +49,8 @@ class Collective:
     """True if each round sends values of the previous round, and so overlaps with all of it."""
     ahead: bool = False
     """True if each round receives values of the next round, and so overlaps with all of it."""
+    registered: bool = False
+    """True if its buffers are registered with NCCL, which symmetric kernels need."""
 
     @property
     def asynchronous(self) -> bool:
@@ -112,6 +116,7 @@ def _of_schedule(module: Module, schedule: ComputationSchedule) -> Iterator[Coll
             flops=schedule.rounds * sum(map(total_flops, overlapped)),
             pipelined=in_loop and all(_is_given(computation, name) for name in line.operands),
             ahead=in_loop and _is_handed_on(computation, line.name),
+            registered=line.space in REGISTERED,
         )
 
 

@@ -47,6 +47,8 @@ class Instruction:
     """Names of the instructions that compute its inputs."""
     attributes: str
     """The text after the operands."""
+    space: str = ""
+    """The memory space of its result, as XLA writes it: "S(7)"; empty: the default."""
 
     @cached_property
     def op_name(self) -> str:
@@ -182,6 +184,7 @@ def _instruction(line: str) -> Instruction:
         opcode=text[:opening],
         operands=tuple(re.findall(r"%([\w.-]+)", text[opening:closing])),
         attributes=text[closing:],
+        space=find(r"(S\(\d+\))", shape),
     )
 
 

@@ -21,6 +21,7 @@ from fddp.analysis.auditing.device_memory import WAYS, memory_table
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
+from fddp.comm import mesh_programs
 from fddp.hlo.collectives import find_collectives
 from fddp.hlo.flops import traffic
 from fddp.hlo.module import parse
@@ -811,6 +812,18 @@ def test_the_same_step_on_another_group_trains_alike(group):
     results = [s(s.init(jnp.zeros(())), rows)[0].params for s in (step, moved)]
     assert float(results[0]) == float(results[1])
     assert moved.plan == step.plan
+
+
+@aot
+@pytest.mark.parametrize("registers", [False, True])
+def test_sums_in_memory_that_xla_registers_are_named(monkeypatch, registers):
+    option = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": str(registers)}
+    monkeypatch.setattr(mesh_programs, "GPU_OPTIONS", mesh_programs.GPU_OPTIONS | option)
+    mesh_programs.mesh_placement.cache_clear()
+    audit = look(plain_mlp(64), "h100:8", bucket_cap_mb=0.5)
+    mesh_programs.mesh_placement.cache_clear()
+    assert {collective.registered for collective in audit.collectives} == {registers}
+    assert ("asynchronous, registered" in str(audit)) == registers
 
 
 ### Hooks, and messages of some steps only

@@ -233,6 +233,8 @@ def _mode(op: Collective) -> str:
         mode += ", each under the next"
     if op.ahead:
         mode += ", each under the one before"
+    if op.registered:
+        mode += ", registered"
     return mode
 
 
