@@ -141,8 +141,8 @@ def one_gpu(env: Mapping[str, str]) -> dict[str, str]:
 def shared(machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
     """The variables of ranks: a GPU each, or one GPU for all, which NCCL allows by a flag from 2.30
     on."""
-    # Two threads of XLA:CPU. And no folder of programs: ranks of a GPU share the work of compiling,
-    # and one that finds its program there would leave the others waiting.
+    # Two threads of XLA:CPU. And no folder of programs: in those of plain JAX the ranks share the
+    # work of compiling, and one that finds its program there would leave the others waiting.
     nccl_variables = {"NPROC": "2", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     if not machine.on_gpu or machine.gpus > 1:
         return nccl_variables

@@ -6,8 +6,8 @@ rank.
 """
 
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -219,11 +219,22 @@ def tell_scanned(figures: dict[str, Any]) -> str:
 
 def _group_with(options: dict[str, str]) -> fddp.Group:
     """All ranks, whose programs XLA compiles with more options; XLA:CPU ignores those of GPUs."""
+    with more_options(options):
+        return fddp.mesh_group(replica_mesh(jax.devices()))
+
+
+@contextmanager
+def more_options(options: dict[str, str]) -> Iterator[None]:
+    """Adds options of XLA to the programs of groups that its block makes."""
     with ExitStack() as stack:
+        # A mesh has one placement as long as it is remembered, and a placement has its options.
+        forget = mesh_programs.mesh_placement.cache_clear
+        stack.callback(forget)
         for name in ("CPU_OPTIONS", "GPU_OPTIONS"):
             more = getattr(mesh_programs, name) | options
             stack.enter_context(patch.object(mesh_programs, name, more))
-        return fddp.mesh_group(replica_mesh(jax.devices()))
+        forget()
+        yield
 
 
 def _rows_of(batch: Any, rank: int, processes: int) -> Any:

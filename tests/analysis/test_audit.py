@@ -16,12 +16,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from problems import square
 
 import fddp
+from bench.on_gpu.ranks import more_options
 from bench.plain_jax import compiled_plain
 from fddp.analysis.auditing.device_memory import WAYS, memory_table
 from fddp.analysis.auditing.report import read
 from fddp.analysis.auditing.targets import read_target
 from fddp.analysis.workload import Workload
-from fddp.comm import mesh_programs
 from fddp.hlo.collectives import find_collectives
 from fddp.hlo.flops import traffic
 from fddp.hlo.module import parse
@@ -816,12 +816,9 @@ def test_the_same_step_on_another_group_trains_alike(group):
 
 @aot
 @pytest.mark.parametrize("registers", [False, True])
-def test_sums_in_memory_that_xla_registers_are_named(monkeypatch, registers):
-    option = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": str(registers)}
-    monkeypatch.setattr(mesh_programs, "GPU_OPTIONS", mesh_programs.GPU_OPTIONS | option)
-    mesh_programs.mesh_placement.cache_clear()
-    audit = look(plain_mlp(64), "h100:8", bucket_cap_mb=0.5)
-    mesh_programs.mesh_placement.cache_clear()
+def test_sums_in_memory_that_xla_registers_are_named(registers):
+    with more_options({"xla_gpu_experimental_enable_nccl_symmetric_buffers": str(registers)}):
+        audit = look(plain_mlp(64), "h100:8", bucket_cap_mb=0.5)
     assert {collective.registered for collective in audit.collectives} == {registers}
     assert ("asynchronous, registered" in str(audit)) == registers
 
