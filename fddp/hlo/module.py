@@ -47,7 +47,7 @@ class Instruction:
     """Names of the instructions that compute its inputs."""
     attributes: str
     """The text after the operands."""
-    space: str = ""
+    space: str
     """The memory space of its result, as XLA writes it: "S(7)"; empty: the default."""
 
     @cached_property

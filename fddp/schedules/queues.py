@@ -58,7 +58,7 @@ class Routed(NamedTuple):
 
     task: Task
     last: tuple[Value, ...]
-    """The values that it is the last to read, in the only queue that reads them."""
+    """The values without a later reader that only its queue reads."""
     shared: tuple[Value, ...]
     """The values that it reads, as tasks of other queues do."""
     crossing: tuple[Value, ...]
@@ -134,7 +134,9 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -
         reading.setdefault(name, set()).add(HERE)
     shared = {name for name, readers in reading.items() if len(readers) > 1}
     written = {name: queue_of(task) for task in tasks for name in task.writes}
-    crossing = frozenset(n for n, queue in written.items() if reading.get(n, {queue}) != {queue})
+    crossing = frozenset(
+        name for name, queue in written.items() if reading.get(name, {queue}) != {queue}
+    )
     last_reader = {name: at for at, task in enumerate(tasks) for name in task.reads}
     last_reader |= dict.fromkeys(results, len(tasks))
     queues: dict[str, list[Routed]] = {}
