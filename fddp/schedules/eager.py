@@ -88,11 +88,11 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
             group.recovery.fail()
         group.recovery.sends()  # from here on this rank must not retry the step alone
         launcher.log.begin()
-        routes = prepared.arranged.routes
+        routes = prepared.routes
         first = id(prepared) not in promised
         late = {name: Promise(form) for name, form in promised.get(id(prepared), {}).items()}
         names = [n for n in routes.results if n.replaces in values] if first and overlaps else []
-        donated[:] = [values[name] for name in prepared.arranged.gives]
+        donated[:] = [values[name] for name in prepared.donated]
         launched = launcher.launch(prepared, values, memory=memory, late=late)
         results = launched.results
         job = launched.jobs.get(LATE) if late and memory else None

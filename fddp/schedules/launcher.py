@@ -79,7 +79,7 @@ class Launcher:
         memory; its arrays may be promises. `late` holds a future for each result that may arrive
         late; if it is empty, nothing goes on.
         """
-        routes = prepared.arranged.routes
+        routes = prepared.routes
         queues = Queues(routes, values, late)
         values.clear()
         arrived = dict[Value, Sent]()
@@ -134,7 +134,7 @@ class Launcher:
     ) -> tuple[Do, Callable[[], None]]:
         """Makes two functions: to launch a program, and to wait for all launched programs."""
         launched = deque[tuple[Task, Sequence[Any], float]]()
-        crossing = prepared.arranged.routes.crossing
+        crossing = prepared.routes.crossing
         clock = perf_counter()
 
         def wait_until(at_most: int) -> None:

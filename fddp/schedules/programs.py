@@ -1,7 +1,6 @@
 """The compute tasks of a list as XLA programs, prepared once for each shape of the arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +13,7 @@ from fddp.jax_internals import Promise
 from fddp.schedules.communications import inputs_of
 from fddp.schedules.compiling import Compiling, compiling, first_call
 from fddp.schedules.pieces import MakeList, StepInputs
-from fddp.schedules.queues import Arrange, Arranged, forms_promised
+from fddp.schedules.queues import Arrange, Routes, forms_promised
 from fddp.schedules.send import Sent, sending
 from fddp.schedules.tasks import Compute, TaskList
 from fddp.schedules.values import MESSAGE, SHARDS, STATE, Value
@@ -33,7 +32,9 @@ class Prepared(NamedTuple):
     """A list, ready to be launched."""
 
     listed: TaskList
-    arranged: Arranged
+    routes: Routes
+    donated: tuple[Value, ...]
+    """The arrays of the state whose memory its programs reuse."""
     programs: Programs
     unwrapped: Programs
     """The programs without the wrappers that show their names."""
@@ -82,16 +83,16 @@ def preparing(
     def prepare_anew(state: Any, *per_replica: Any) -> Prepared:
         replicas = group.placement.replicas_in_array
         listed = make(of_one_replica(state, 1), *of_one_replica(per_replica, replicas))
-        arranged = arrange(listed)
-        if not donate:
-            arranged = replace(arranged, freed={})
+        routes = arrange(listed)
+        freed = routes.freed if donate else {}
+        donated = tuple({v for values in freed.values() for v in values if v.kind == STATE})
         values = listed.enter(state, *per_replica)
         report = partial(compiling, group)
-        unwrapped = programs(group.placement, listed, values, arranged.freed, report)
+        unwrapped = programs(group.placement, listed, values, freed, report)
         send = sending(group, [task.reduction for task in listed.messages])
         numbers = {name: number for number, name in enumerate(inputs_of(listed.messages))}
         named = {name: partial(_shown, name, program) for name, program in unwrapped.items()}
-        return Prepared(listed, arranged, named, unwrapped, send, numbers)
+        return Prepared(listed, routes, donated, named, unwrapped, send, numbers)
 
     return prepare
 

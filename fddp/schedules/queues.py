@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from functools import cached_property
 from threading import Lock
 from typing import Any, NamedTuple, TypeAlias
 
@@ -14,7 +12,7 @@ from jaxtyping import PyTree
 from fddp.comm import Group
 from fddp.jax_internals import Promise, awaited
 from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
-from fddp.schedules.values import BYTES, STATE, Value
+from fddp.schedules.values import BYTES, Value
 
 HERE = "here"  # the queue of the thread that calls the step
 # The queue of a loss's collectives, if these have a communicator of their own.
@@ -82,6 +80,14 @@ class Routes(NamedTuple):
     """The number of tasks that read a value of several queues, plus one if the caller needs it."""
 
     @property
+    def freed(self) -> dict[str, tuple[Value, ...]]:
+        """Task name → the values whose memory it may reuse: no other task reads them later.
+
+        A value that another queue reads as well is not among them: that queue may lag.
+        """
+        return {entry.task.name: entry.last for tasks in self.queues.values() for entry in tasks}
+
+    @property
     def speaking(self) -> tuple[str, ...]:
         """The queues that hold messages."""
         return tuple(
@@ -95,22 +101,8 @@ class Routes(NamedTuple):
         return any(value in values for entry in self.queues[queue] for value in entry.task.writes)
 
 
-@dataclass(frozen=True)
-class Arranged:
-    """A list of tasks, arranged for the launcher."""
-
-    routes: Routes
-    freed: Mapping[str, tuple[Value, ...]]
-    """Task name → the values whose memory it may reuse."""
-
-    @cached_property
-    def gives(self) -> tuple[Value, ...]:
-        """The freed values that are arrays of the state."""
-        return tuple({v for values in self.freed.values() for v in values if v.kind == STATE})
-
-
-# (a list of tasks) → the same, arranged
-Arrange: TypeAlias = Callable[[TaskList], Arranged]
+# (a list of tasks) → the same, by queue
+Arrange: TypeAlias = Callable[[TaskList], Routes]
 
 
 def arranging(
@@ -118,20 +110,15 @@ def arranging(
     order: Callable[[TaskList], Sequence[Task]] = lambda listed: listed.tasks,
 ) -> Arrange:
     """Makes a function that arranges a list; `order` returns its tasks in launch order."""
-
-    def arrange(listed: TaskList) -> Arranged:
-        queue_of = queues_of(listed)
-        tasks = order(listed)
-        return Arranged(routed(tasks, queue_of, listed.results), freed(tasks, queue_of))
-
-    return arrange
+    return lambda listed: routed(order(listed), queues_of(listed), listed.results)
 
 
 def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -> Routes:
     """Assigns tasks to queues; the calling thread needs `results` at the end."""
-    reading = _reading_queues(tasks, queue_of)
-    for name in results:
-        reading.setdefault(name, set()).add(HERE)
+    reading: dict[Value, set[str]] = {name: {HERE} for name in results}
+    for task in tasks:
+        for name in task.reads:
+            reading.setdefault(name, set()).add(queue_of(task))
     shared = {name for name, readers in reading.items() if len(readers) > 1}
     written = {name: queue_of(task) for task in tasks for name in task.writes}
     crossing = frozenset(
@@ -165,31 +152,6 @@ def routed(tasks: Sequence[Task], queue_of: QueueOf, results: Sequence[Value]) -
         crossing=crossing,
         readers=Counter(name for name in reads if name in shared),
     )
-
-
-def freed(tasks: Sequence[Task], queue_of: QueueOf) -> dict[str, tuple[Value, ...]]:
-    """Finds the values whose memory each task may reuse, by task name.
-
-    A task may reuse a value that it is the last to read. A value that another queue reads as well
-    is excluded: that queue may lag.
-    """
-    queues = _reading_queues(tasks, queue_of)
-    last_reader = {name: task.name for task in tasks for name in task.reads}
-    return {
-        task.name: tuple(
-            name for name in task.reads if len(queues[name]) == 1 and last_reader[name] == task.name
-        )
-        for task in tasks
-    }
-
-
-def _reading_queues(tasks: Sequence[Task], queue_of: QueueOf) -> dict[Value, set[str]]:
-    """Value → the queues that read it."""
-    queues: dict[Value, set[str]] = {}
-    for task in tasks:
-        for name in task.reads:
-            queues.setdefault(name, set()).add(queue_of(task))
-    return queues
 
 
 class Queues:

@@ -17,7 +17,7 @@ from fddp.comm.placement import REPLICATED
 from fddp.schedules import in_one_piece, in_one_program, in_order, in_stages, on_threads
 from fddp.schedules.ahead_of_time import compiled
 from fddp.schedules.pieces import Pieces
-from fddp.schedules.queues import HERE, freed
+from fddp.schedules.queues import HERE, routed
 from fddp.schedules.stage_tasks import stages_of
 from fddp.schedules.tasks import TaskList
 from fddp.schedules.timeline import outline
@@ -208,7 +208,7 @@ def list_of_program(
     tasks = stages_of("stage", "compute", closed, names, results, groups)
     values = dict(zip(names, leaves))
     listed = TaskList(tuple(tasks), lambda *_: values, lambda values: (values, ()))
-    gives = freed(tasks, lambda task: HERE) if donate else {}
+    gives = routed(tasks, lambda task: HERE, results).freed if donate else {}
     programs = compiled(placement, listed, values, gives, lambda what: nullcontext())
     for task in tasks:
         values.update(zip(task.writes, programs[task.name](*(values[name] for name in task.reads))))

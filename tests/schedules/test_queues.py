@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fddp.schedules import Span
-from fddp.schedules.queues import HERE, Queues, by_kind, freed, routed
+from fddp.schedules.queues import HERE, Queues, by_kind, routed
 from fddp.schedules.step_log import StepLog
 from fddp.schedules.tasks import Communicate, Compute, Task
 from fddp.schedules.values import Value
@@ -25,8 +25,8 @@ def test_what_tasks_of_two_queues_read_is_given_to_neither():
         Compute("update", (step, second, X), (), kind="update"),
     )
     in_one_queue = {"stage": (first,), "update": (step, second, X)}
-    assert freed(tasks, lambda task: HERE) == in_one_queue
-    assert freed(tasks, by_kind) == {"stage": (first,), "update": (second, X)}
+    assert routed(tasks, lambda task: HERE, ()).freed == in_one_queue
+    assert routed(tasks, by_kind, ()).freed == {"stage": (first,), "update": (second, X)}
 
 
 def test_an_error_in_one_queue_ends_all_that_wait_for_it():
