@@ -4,7 +4,7 @@ Source: `register_comm_hook` and `skip_all_reduce_unused_params` in PyTorch; pap
 layers that are dropped.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -208,9 +208,27 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTyp
     return all_reduce_bytes(comm, size, dtype)
 
 
-def all_finite(total: Shaped[Array, " n"]) -> Bool[Array, ""]:
-    """True if a sum is finite. Replicas have equal sums, so they agree."""
-    return jnp.all(jnp.isfinite(total))
+def finite_by_level(
+    comm: Communicator, sums: Iterable[tuple[Reduction, Shaped[Array, " n"], PyTree]]
+) -> dict[Level, Bool[Array, ""]]:
+    """Returns for each level whether its sums are finite, from (reduction, sum, hook's memory).
+
+    The replicas of a level agree. Replicas have different parts of a scattered sum, so they
+    exchange their flags, unless no hook has a memory that depends on them.
+    """
+    flags = dict[Level, tuple[Array, bool]]()
+    for reduction, total, memory in sums:
+        finite, apart = flags.get(reduction.level, (jnp.bool_(True), False))
+        finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(total)))
+        scattered = reduction.collective == "reduce_scatter" and bool(jax.tree.leaves(memory))
+        flags[reduction.level] = finite, apart or scattered
+
+    def agreed(level: Level, finite: Array, apart: bool) -> Array:
+        if not apart:
+            return finite
+        return comm.at(level).exact_sum(jnp.where(finite, 0.0, 1.0)[None])[0] == 0
+
+    return {level: agreed(level, *flag) for level, flag in flags.items()}
 
 
 def by_message(plan: BucketPlan, hook_state: Any) -> Memory:

@@ -16,18 +16,19 @@ from fddp.schedules.launcher import Launched
 
 
 def remembered(launched: Launched, memory: Memory) -> Memory:
-    """The memory after all messages have arrived; unchanged if a hook's sum is not finite."""
+    """The memory after all messages; a level's is unchanged if one of its sums is not finite."""
     arrived = list(launched.arrived.values())  # another thread may add to the dict
-    if all(message.finite for message in arrived):
-        return tuple(launched.memory[index] for index in range(len(memory)))
-    return jax.tree.map(awaited, memory)
+    broken = {message.reduction.level for message in arrived if not message.finite}
+    unchanged = {m.reduction.memory for m in arrived if m.reduction.level in broken}
+    return tuple(
+        jax.tree.map(awaited, old) if index in unchanged else launched.memory[index]
+        for index, old in enumerate(memory)
+    )
 
 
 def promised_memory(launched: Launched, job: Future[None], memory: Memory) -> Memory:
     """Promises of the memory that `job` leaves once it has sent all messages, or of its error."""
-    promises = jax.tree.map(
-        lambda x: Promise(x.form if isinstance(x, Promise) else _form(x)), memory
-    )
+    promises = jax.tree.map(lambda x: Promise(jax.ShapeDtypeStruct(x.shape, x.dtype)), memory)
 
     def fulfil(job: Future[None]) -> None:
         error = job.exception()
@@ -40,7 +41,3 @@ def promised_memory(launched: Launched, job: Future[None], memory: Memory) -> Me
 
     job.add_done_callback(fulfil)
     return promises
-
-
-def _form(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)

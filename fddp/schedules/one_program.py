@@ -1,7 +1,7 @@
 """Runs all tasks in one XLA program, whose scheduler overlaps messages with computation."""
 
 from collections.abc import Callable
-from functools import partial, reduce
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fddp.comm import REPLICATED, Communicator, Group, add_replica_dim, drop_replica_dim
-from fddp.hooks import Memory, all_finite, summed
+from fddp.hooks import Memory, finite_by_level, summed
 from fddp.jax_internals import compile_to_read
 from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
@@ -112,9 +112,9 @@ def _run(
     The order of the list is not the order in which XLA runs: it starts a message as soon as the
     gradients of its bucket exist, though the list has the whole backward pass before.
 
-    If one hook's sum is not finite, all hooks keep their previous memory. A hook that remembered an
-    overflow would never be finite again, and an optimizer that skips such a step does not use the
-    other hooks' sums either.
+    If a hook's sum is not finite, all hooks of its level keep their previous memory. A hook that
+    remembered an overflow would never be finite again, and an optimizer that skips such a step does
+    not use the other hooks' sums either.
     """
     values = listed.enter(state, pending, shards, rows)
     previous = dict[int | None, Any](enumerate(drop_replica_dim(memory)))
@@ -152,11 +152,17 @@ def _run(
         all_bytes.append(nbytes)
         if BYTES in task.writes:
             values[BYTES] = jnp.stack(all_bytes)
-    hooked = [values[task.writes[0]] for task in listed.messages if task.reduction.apply]
-    # Not an array: it could have no elements, which JAX 0.11 cannot take into a shard_map.
-    finite = reduce(jnp.logical_and, map(all_finite, hooked), jnp.bool_(True))
-    memory = jax.tree.map(lambda new, old: jnp.where(finite, new, old), current, previous)
-    return *listed.leave(values), add_replica_dim(tuple(memory[k] for k in range(len(memory))))
+    hooked = [task for task in listed.messages if task.reduction.apply]
+    finite = finite_by_level(
+        comm,
+        ((t.reduction, values[t.writes[0]], current.get(t.reduction.memory)) for t in hooked),
+    )
+    moves = {task.reduction.memory: finite[task.reduction.level] for task in hooked}
+    new_memory = (
+        jax.tree.map(partial(jnp.where, moves.get(k, True)), current[k], previous[k])
+        for k in range(len(previous))
+    )
+    return *listed.leave(values), add_replica_dim(tuple(new_memory))
 
 
 def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:

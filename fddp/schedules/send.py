@@ -20,7 +20,7 @@ from fddp.comm import (
     as_uint32,
     drop_replica_dim,
 )
-from fddp.hooks import Reduction, all_finite, plain_bytes, summed
+from fddp.hooks import Reduction, finite_by_level, plain_bytes, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
 
@@ -34,8 +34,9 @@ class Sent(NamedTuple):
     nbytes: Any
     """Bytes that each replica sent."""
     span: Span
-    finite: bool = True
-    """True unless a hook's sum is not finite; the same on all ranks."""
+    reduction: Reduction
+    finite: bool
+    """False if a hook's sum is not finite; the same on all ranks of the reduction's level."""
 
 
 def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
@@ -73,7 +74,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
                     total, memory, sent, finite = outputs
         nbytes = size * message.dtype.itemsize
         span = Span("communication", reduction.name, start, perf_counter(), nbytes)
-        return Sent(total, memory, sent, span, bool(jax.device_get(finite)))
+        return Sent(total, memory, sent, span, reduction, bool(jax.device_get(finite)))
 
     return send
 
@@ -83,10 +84,10 @@ def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
     per_replica = group.placement.per_replica
 
     def run(message: jax.Array, memory: PyTree) -> tuple[Any, Any, Any, Any]:
-        total, memory, sent = summed(
-            group.transport.inside, reduction, None, message, drop_replica_dim(memory)
-        )
-        return total, add_replica_dim(memory), sent, all_finite(total)
+        comm = group.transport.inside
+        total, memory, sent = summed(comm, reduction, None, message, drop_replica_dim(memory))
+        (finite,) = finite_by_level(comm, [(reduction, total, memory)]).values()
+        return total, add_replica_dim(memory), sent, finite
 
     sum_spec = REPLICATED
     if reduction.among_some or reduction.collective == "reduce_scatter":

@@ -179,3 +179,29 @@ def test_a_sum_that_is_not_finite_moves_no_memory_of_other_buckets(group: Groups
     memories = [jax.tree.map(np.asarray, x.hook_state) for x in (state, moved, after)]
     assert not np.array_equal(memories[0]["a"]["sent"], memories[1]["a"]["sent"])
     jax.tree.map(np.testing.assert_array_equal, memories[0], memories[2])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shard"),
+    [("fused", "optimizer"), ("fused", "state"), ("staged", "optimizer"), ("eager", "state")],
+)
+def test_a_sum_that_is_not_finite_in_one_replicas_part_moves_no_replicas_memory(
+    group: Groups, schedule: Any, shard: Any
+):
+    rows = np.random.default_rng(0).normal(size=(2, 16)).astype(np.float32)
+    step = fddp.train_step(
+        lambda w, x: jnp.mean(x @ w),
+        optax.sgd(1.0),
+        group=group(2),
+        hook=hooks.quantize(block=4),
+        schedule=schedule,
+        shard=shard,
+        skip_nonfinite=True,
+        donate=False,
+    )
+    state, _ = step(step.init(np.zeros(16, np.float32)), rows)
+    infinite = rows.copy()
+    infinite[0, 15] = np.inf  # of replica 0, in the part of replica 1
+    after, info = step(state, infinite)
+    assert info.skipped
+    jax.tree.map(np.testing.assert_array_equal, state.hook_state, after.hook_state)
