@@ -108,7 +108,9 @@ class Launcher:
             for queue, job in jobs.items():
                 if not (late and (queue in self._lanes or routes.makes(queue, late))):
                     job.result()
-        except BaseException:
+        except BaseException as error:
+            for queue in routes.queues.keys() - jobs.keys():  # a thread may fail to start
+                queues.fail(queue, error)
             wait(list(jobs.values()))
             raise
         return Launched(results, jobs, arrived, current_memory)

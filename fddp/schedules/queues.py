@@ -190,11 +190,18 @@ class Queues:
                 done += 1
             idle()
         except BaseException as error:
-            for name in (name for entry in tasks[done:] for name in entry.task.writes):
-                promise = self._values.get(name)
-                if isinstance(promise, Future) and not promise.done():
-                    promise.set_exception(error)
+            self._fail(tasks[done:], error)
             raise
+
+    def fail(self, queue: str, error: BaseException) -> None:
+        """Passes an error to the readers of all values of a queue that cannot run."""
+        self._fail(self._routes.queues.get(queue, ()), error)
+
+    def _fail(self, tasks: Sequence[Routed], error: BaseException) -> None:
+        for name in (name for entry in tasks for name in entry.task.writes):
+            promise = self._values.get(name)
+            if isinstance(promise, Future) and not promise.done():
+                promise.set_exception(error)
 
     def _take(self, entry: Routed, idle: Callable[[], None]) -> list[Any]:
         values = [self._values[name] for name in entry.task.reads]

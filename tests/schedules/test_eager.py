@@ -580,3 +580,22 @@ def test_with_shards_an_eager_step_is_a_staged_one(group: Groups, shard: Any):
     form = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)
     lists = [str(step.tasks(step.shapes(PARAMS), form)) for step in (eager, staged)]
     assert lists[0] == lists[1]
+
+
+def test_a_thread_that_cannot_start_ends_the_step(group: Groups, monkeypatch: pytest.MonkeyPatch):
+    step = fddp.train_step(
+        lambda w, x: jnp.mean(w * x), optax.sgd(0.1), group=group(2), schedule="eager"
+    )
+    state = step.init(jnp.ones(4))
+    start, started = threading.Thread.start, list[str]()
+
+    def only_once(thread: threading.Thread) -> None:
+        if thread.name.startswith("fddp-"):
+            started.append(thread.name)
+            if len(started) == 2:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", only_once)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        step(state, np.ones((2, 4), np.float32))
