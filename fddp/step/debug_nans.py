@@ -17,8 +17,14 @@ from fddp.jax_internals import awaited, parts_here
 from fddp.wording import leaf_name
 
 
-def with_finite_results(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes `call(settled, state, args)` check its results if one of JAX's two flags is set."""
+def with_finite_results(
+    call: Callable[..., Any], together: Callable[[Any, Any], bool]
+) -> Callable[..., Any]:
+    """Makes `call(settled, state, args)` check its results if one of JAX's two flags is set.
+
+    All ranks raise if `together(settled, state)` is True, else this rank by itself: a call without
+    collectives may occur more often on one rank than on another.
+    """
 
     @wraps(call)
     def checked(settled: Any, state: Any, args: Any) -> Any:
@@ -35,7 +41,10 @@ def with_finite_results(call: Callable[..., Any]) -> Callable[..., Any]:
                 for word, test in tests
                 if _holds(test, x)
             ]
-            if settled.replica.group.all_reduce(np.int32(len(failures)), op="max"):
+            failed = np.int32(len(failures))
+            if together(settled, state):
+                failed = settled.replica.group.all_reduce(failed, op="max")
+            if failed:
                 where = ", ".join(failures[:8]) or "a value of another rank"
                 raise FloatingPointError(
                     f"{where} after this step (jax_debug_nans, jax_debug_infs). The input state "
@@ -56,7 +65,9 @@ def _floats(result: Any) -> list[tuple[str, jax.Array]]:
     """Lists the float arrays of a step's result, by name."""
     leaves = jax.tree_util.tree_leaves_with_path(result)
     arrays = (
-        (leaf_name(path[1:]) or "the loss", x) for path, x in leaves if isinstance(x, jax.Array)
+        (leaf_name(path[1:]) or ("the loss" if path[0].idx == 0 else "the gradient"), x)
+        for path, x in leaves
+        if isinstance(x, jax.Array)
     )
     return [(name, x) for name, x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
 

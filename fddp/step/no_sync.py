@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a settled step holds the program
 
 
 @without_context_mesh
-@with_finite_results
+@partial(with_finite_results, together=lambda settled, state: False)
 def accumulate_locally(
     settled: "Settled", state: TrainState, inputs: StepInputs
 ) -> tuple[TrainState, Sums]:

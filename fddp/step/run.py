@@ -1,6 +1,7 @@
 """Calls of a settled step."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -74,7 +75,7 @@ def compare(settled: Settled, inputs: StepInputs) -> Settled:
 
 
 @without_context_mesh
-@with_finite_results
+@partial(with_finite_results, together=lambda settled, state: settled.waiting(state) > 1)
 def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
     """Runs a step: averages the gradients of all replicas, and returns the result of `use`."""
     group = settled.replica.group

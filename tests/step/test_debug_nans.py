@@ -73,6 +73,15 @@ def test_gradients_with_a_nan_raise(group: fddp.Group, call: str):
         CALLS[call](group)
 
 
+def test_a_gradient_of_a_single_array_is_named(group: fddp.Group):
+    step = fddp.value_and_grad(lambda w, x: jnp.sum(jnp.sqrt(w)) * jnp.mean(x), group=group)
+    with (
+        jax.debug_infs(True),
+        pytest.raises(FloatingPointError, match="inf in the gradient after"),
+    ):
+        step(np.zeros(2, np.float32), ROWS)
+
+
 def test_an_infinite_loss_raises_where_only_infs_are_asked_for(group: fddp.Group):
     step = fddp.train_step(
         lambda w, x: jnp.mean(w * 1e38) * jnp.mean(x), optax.sgd(0.0), group=group
