@@ -30,8 +30,8 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
     run = settled.runner.inside
     if run is None:
         raise _not_inside(
-            "it needs Python between its programs; a step with schedule='fused' does not, but over "
-            "MPI"
+            "it needs Python between its programs; a step with schedule='fused' does not, except "
+            "over MPI and with fddp.local_steps"
         )
     if not staged_out((state, batch)):
         raise _not_inside("it can be a part only of jax.jit and jax.lax.scan, over all replicas")

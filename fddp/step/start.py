@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from fddp.buckets import insert_shards
+from fddp.buckets import from_words, insert_shards, to_words
 from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
 from fddp.jax_internals import ClosedJaxpr, without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
@@ -120,10 +120,10 @@ def _from_first_replica(group: Group, tree: PyTree) -> Any:
     """Broadcasts the first replica's arrays, bit for bit, and keeps their layout on other axes."""
 
     def broadcast(x: jax.Array) -> jax.Array:
-        # A sum of bytes with zeros from all other replicas is exact for any dtype.
-        words = x.view(jnp.uint8)
+        # A sum of words with zeros from all other replicas is exact for any dtype.
+        words = to_words(x)
         message = jnp.where(group.communicator.replica_index() == 0, words, jnp.zeros_like(words))
-        return group.communicator.all_reduce(message).view(x.dtype)
+        return from_words(group.communicator.all_reduce(message), x)
 
     layout = specs(group.placement, tree)
     program = group.placement.program(

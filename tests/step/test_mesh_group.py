@@ -240,6 +240,17 @@ def test_buffers_keys_and_used_sets_go_along(x64):
     assert in_halves(state.params) == {"first", "second"}
 
 
+def test_keys_in_parts_begin_as_the_first_replicas():
+    step = fddp.train_step(
+        lambda p, x, rng: jnp.mean(p * x), optax.sgd(0.1), group=fddp.mesh_group(mesh())
+    )
+    keys = jax.random.split(jax.random.key(0), 4)
+    state = step.init(
+        np.float32(1), rng=jax.device_put(keys, NamedSharding(mesh(), PartitionSpec("part")))
+    )
+    np.testing.assert_array_equal(jax.random.key_data(state.rng), jax.random.key_data(keys))
+
+
 def test_an_optimizers_factors_need_not_have_the_shape_of_a_parameter(x64):
     optimizer = optax.chain(optax.scale_by_factored_rms(min_dim_size_to_factor=2), optax.sgd(0.1))
     step = fddp.train_step(
