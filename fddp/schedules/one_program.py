@@ -25,12 +25,13 @@ from fddp.schedules.values import BYTES, Value
 Hold: TypeAlias = Callable[[list[Value], int, bool], list[Value]]
 
 
-def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
-    """Traces the tasks of a list, in order, into one program."""
-    return _program(group, make, donate, _in_turn)
+def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
+    """Lets messages leave one after the other; XLA overlaps where it can (GPU, TPU)."""
+    del last
+    return sums[waited:]
 
 
-def _program(group: Group, make: MakeList, donate: bool, hold: Hold) -> Runner:
+def in_one_program(group: Group, make: MakeList, donate: bool, hold: Hold = _in_turn) -> Runner:
     """Traces a list into one program, in which a message waits for the sums that `hold` names.
 
     If `donate`, the program may reuse the state's memory.
@@ -165,12 +166,6 @@ def _run(
     return *listed.leave(values), add_replica_dim(tuple(new_memory))
 
 
-def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
-    """Lets messages leave one after the other; XLA overlaps where it can (GPU, TPU)."""
-    del last
-    return sums[waited:]
-
-
 def scope(name: str) -> str:
     """The name of a message inside a compiled program."""
     return name.replace(" ", "")
@@ -178,7 +173,7 @@ def scope(name: str) -> str:
 
 def one_program_schedule(name: str, hold: Hold) -> Schedule:
     def make(group: Group, pieces: Pieces, donate: bool) -> Runner:
-        return _program(group, partial(in_one_piece, group.placement, pieces), donate, hold)
+        return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate, hold)
 
     return Schedule(name, make, one_program=True, cuts=False)
 

@@ -2,10 +2,9 @@
 
 from collections import Counter
 
-import jax
 from jaxtyping import PyTree
 
-from fddp.wording import leaf_name
+from fddp.wording import leaf_names
 
 # The replicated arrays of the state that a step takes.
 STATE = "state"
@@ -76,7 +75,7 @@ BYTES = Value("bytes")
 
 def names_of(kind: str, tree: PyTree) -> list[Value]:
     """A value of a kind for each leaf of a tree, by its path."""
-    paths = [leaf_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = leaf_names(tree)
     counts = Counter(paths)
     values = list[Value]()
     for at, path in enumerate(paths):

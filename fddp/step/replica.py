@@ -12,10 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import (
-    BucketPlan,
-    Messages,
-)
+from fddp.buckets import BucketPlan, Messages
 from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, per_device, reductions
 from fddp.jaxpr import differentiable

@@ -145,11 +145,9 @@ def with_local_parts(
     """Puts a replica's shards and the hook's memory back into a step's result."""
     if settled.replica.way.apart:
         result = insert_shards(result, shards)
-    if isinstance(result[0], TrainState):
-        hook_state = state.hook_state
-        if jax.tree.leaves(hook_state):
-            new = result[0]._replace(hook_state=by_leaf(settled.plan, hook_state, memory))
-            result = new, *result[1:]
+    if isinstance(result[0], TrainState) and jax.tree.leaves(state.hook_state):
+        hook_state = by_leaf(settled.plan, state.hook_state, memory)
+        result = result[0]._replace(hook_state=hook_state), *result[1:]
     return result
 
 

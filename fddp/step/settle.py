@@ -1,4 +1,4 @@
-"""Settles a step with its first batch, and checks later batches.
+"""Settles a step with its first batch.
 
 The ranks compare their batches. The gradients' program gives the ready order, the order gives the
 bucket plan, and the plan gives the pieces for a schedule. Later calls only run the step.
