@@ -85,6 +85,7 @@ class Checkpoints:
         self._every = int(every)
         self._keep = int(keep)
         self._last: int | None = None  # number of the last saved step; None before the first call
+        self._seen = 0  # number of the state in the last call of `save`
         self._saves = 0
         self._writer = ThreadPoolExecutor(1, "fddp-checkpoints")
         self._writing = Future[Exception | None]()
@@ -126,19 +127,17 @@ class Checkpoints:
                 f"Checkpoints: nothing can be saved in {self._path}: {refusal}. Restore from it, "
                 "and save with another Checkpoints in a writable folder."
             )
-        training = self._step.training
         if self._last is None:
             # A state that cannot be saved is refused at once, not after `every` steps.
             by_path(state)
             _check_place(place)
-            training.number = int(state.step)
-            self._last = training.number - 1
-        due = (
-            training.number // self._every > self._last // self._every and state.accumulated is None
-        )
+        number = self._step.training.of(state.step)
+        if self._last is None or number < self._seen:  # the script continues an earlier state
+            self._last = number - 1
+        self._seen = number
+        due = number // self._every > self._last // self._every and state.accumulated is None
         if not (due or now):
             return False
-        number = int(state.step)
         if now:  # asynchronous islands may differ in their number of steps
             number = int(self._group.all_reduce(np.int64(number), "max"))
         if number == self._last:
@@ -196,8 +195,8 @@ class Checkpoints:
         read = source(self._folder, number, listed)
         state = on_all(self._folder, lambda: read_state(group, number, listed, read, state))
         report_restored(self._folder, number, listed)
-        self._step.training.number = number
         self._last = number
+        self._seen = 0
         group.journal.goes_on(number)
         return state, listed.values["place"]
 

@@ -16,10 +16,10 @@ from fddp.buckets import insert_shards, take_apart
 from fddp.islands.client import Client
 from fddp.islands.island_state import Island, island_of
 from fddp.islands.merging import Contribution, SharedParams
-from fddp.local_training import LastStep, LocalSteps, LocalWay, local_way
+from fddp.local_training import LocalSteps, LocalWay, local_way
 from fddp.losses import Joined
 from fddp.schedules import Runner, Schedule, StepInputs, StepOutputs, TaskList, more_sent
-from fddp.step import QUORUM, Facts, IslandState, Replica, TrainState, Way, refuse
+from fddp.step import QUORUM, Facts, IslandState, Replica, Training, TrainState, Way, refuse
 
 # (island, state) → client; called by every process before its island's first separate step.
 Join = Callable[[Island, TrainState], Client]
@@ -77,15 +77,16 @@ class _Trainer:
     synchronous: Runner
     join: Join | None
     client: Client | None = None
-    last: LastStep = field(default_factory=LastStep)
+    last: Training = field(default_factory=Training)
     version: int | None = None
     """Version of the shared parameters received last; None before the first exchange."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
-        current, due = self.last.following(self.steps, inputs.state.step)
-        if current.number <= self.steps.start:
+        number = self.last.of(inputs.state.step) + 1
+        due = self.steps.sends(number)
+        if number <= self.steps.start:
             outputs = self.synchronous.run(inputs._replace(memory=()))
-            self.last = current._replace(step=outputs.result[0].step)
+            self.last.step, self.last.number = outputs.result[0].step, number
             return outputs._replace(memory=inputs.memory)
         full_state = insert_shards(inputs.state, inputs.shards)
         if self.client is None and self.join:
@@ -93,7 +94,7 @@ class _Trainer:
         with self.island.members.recovery:
             (new, info), local_shards, _ = self.local.run(_local_inputs(inputs, full_state))
         new = _whole(insert_shards(new, local_shards), full_state)
-        self.last = current._replace(step=new.step)
+        self.last.step, self.last.number = new.step, number
         if self.client and due:
             contribution = self._contribution(new)
             new = self._landed(self.steps.mix, new, self.client.exchange(contribution))
@@ -127,7 +128,7 @@ class _Trainer:
         """True if the next step averages the gradients of all islands."""
         if not self.steps.start or isinstance(state.step, jax.ShapeDtypeStruct):
             return False
-        return self.last.following(self.steps, state.step)[0].number <= self.steps.start
+        return self.last.of(state.step) < self.steps.start
 
     def _contribution(self, state: TrainState) -> Contribution:
         """Returns the island's contribution; raises ValueError if the state is not the latest."""

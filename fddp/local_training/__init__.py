@@ -5,7 +5,6 @@ it.
 """
 
 from fddp.local_training.inside import array_of as array_of
-from fddp.local_training.local_optimizer import LastStep as LastStep
 from fddp.local_training.local_optimizer import LocalSteps as LocalSteps
 from fddp.local_training.local_runner import LocalWay as LocalWay
 from fddp.local_training.local_runner import SyncSteps as SyncSteps

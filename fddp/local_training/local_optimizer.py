@@ -13,9 +13,8 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
@@ -163,19 +162,3 @@ class LocalSteps(StepOptimizer):
             if name == NODE:
                 return number
         return None
-
-
-class LastStep(NamedTuple):
-    """The last step, or the one that is due."""
-
-    step: Any = None
-    """`state.step` of its result, perhaps not computed yet."""
-    number: int = 0
-
-    def following(self, steps: LocalSteps, step: Any) -> tuple["LastStep", tuple[int, ...]]:
-        """Returns the step after `step`, a state's number, and the exchanges due in it."""
-        number = self.number
-        # The last result is recognized by identity: its number may still be in computation.
-        if step is not self.step:
-            number = int(jax.device_get(step))
-        return LastStep(None, number + 1), steps.sends(number + 1)

@@ -22,7 +22,7 @@ from fddp.local_training.inside import (
     within_island,
 )
 from fddp.local_training.local_means import local_means
-from fddp.local_training.local_optimizer import LastStep, LocalSteps
+from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.local_pieces import Local
 from fddp.local_training.periods import check_fields
 from fddp.local_training.remembered import (
@@ -46,6 +46,7 @@ from fddp.step import (
     LocalState,
     Options,
     Replica,
+    Training,
     TrainState,
     Travels,
     Way,
@@ -173,22 +174,22 @@ class LocalWay(Way):
             return schedule(group, pieces, replica.options.donate)
 
         first = latest = of_kind((0,))
-        last = LastStep()
+        last = Training()
 
-        def due(state: TrainState) -> tuple[LastStep, Runner]:
+        def due(state: TrainState) -> tuple[int, Runner]:
             if isinstance(state.step, jax.ShapeDtypeStruct):
-                return last, first
-            following, kind = last.following(steps, state.step)
-            return following, of_kind(TOGETHER if following.number <= steps.start else kind)
+                return 0, first
+            number = last.of(state.step) + 1
+            return number, of_kind(TOGETHER if number <= steps.start else steps.sends(number))
 
         def with_places(inputs: StepInputs) -> StepInputs:
             return inputs._replace(memory=in_places(inputs.memory))
 
         def run(inputs: StepInputs) -> StepOutputs:
-            nonlocal last, latest
-            following, runner = due(inputs.state)
+            nonlocal latest
+            number, runner = due(inputs.state)
             outputs = runner.run(with_places(inputs))
-            last, latest = following._replace(step=outputs.result[0].step), runner
+            last.step, last.number, latest = outputs.result[0].step, number, runner
             return outputs._replace(memory=by_messages_and_leaves(outputs.memory))
 
         def lower(inputs: StepInputs) -> jax.stages.Lowered:

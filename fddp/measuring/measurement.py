@@ -208,15 +208,11 @@ def measure(step: "TrainStep", state: TrainState, batches: Iterable[Any]) -> Mea
             return current, info
         return info
 
-    steps = step.steps
-    try:
-        jax.block_until_ready(run(batches[0]))
-        timeline = step.timeline
-        if step.settled.is_one_program:
-            timeline = None
-        return watch(run, batches, timeline)
-    finally:
-        step.training.number -= step.steps - steps  # measured steps are not steps of the training
+    jax.block_until_ready(run(batches[0]))
+    timeline = step.timeline
+    if step.settled.is_one_program:
+        timeline = None
+    return watch(run, batches, timeline)
 
 
 def watch(

@@ -83,8 +83,15 @@ class IslandState(NamedTuple):
 class Training:
     """The progress of a training, which a step shares with its `with_options` variants."""
 
+    step: Any = None
+    """`state.step` of its last result, perhaps not computed yet."""
     number: int = 0
     """Number of its last step."""
+
+    def of(self, step: Any) -> int:
+        """Returns the number in `state.step`; waits for it unless it is the last result's."""
+        # The last result is recognized by identity: its number may still be in computation.
+        return self.number if step is self.step else int(step)
 
 
 class StepInfo(NamedTuple):

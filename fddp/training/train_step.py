@@ -111,15 +111,15 @@ class TrainStep(SettledStep):
         self._settled = settled = compare(self._settled, args)
         if not self.steps:  # compared once before step 1, so that an error does not appear late
             self._check(state, 0)
-            self.training.number = int(state.step)
+        number = self.training.of(state.step) + 1
         state, info = synchronize(settled, state, args)
         self.steps += 1
-        self.training.number += 1
+        self.training.step, self.training.number = state.step, number
         self.sent = info.sent
-        self.skips.note(self.group, settled.plan, settled.facts.chosen, self.training.number, info)
+        self.skips.note(self.group, settled.plan, settled.facts.chosen, number, info)
         if settled.runner.timeline is not None and self.steps > 1:  # step 1 compiles
             self.lately.append(settled.runner.timeline())
-        self._check(state, self.training.number)
+        self._check(state, number)
         return state, info
 
     def shapes(

@@ -242,11 +242,10 @@ def test_steps_that_a_measurement_could_not_end_are_none_of_the_training(group):
         lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group(1), schedule="after"
     )
     state, _ = step(step.init(jnp.zeros(())), jnp.ones(2))
-    # Another object goes on with the state, and learns the number of its steps from it.
     for measured in (step, step.on(step.group)):
         with pytest.raises(ValueError, match="0 rows"):
             measured.measure(state, [jnp.ones(2), jnp.ones(0)])
-        assert measured.training.number == 1
+        assert measured.training.of(state.step) == 1
 
 
 def test_there_must_be_something_to_measure(group):

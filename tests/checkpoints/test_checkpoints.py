@@ -294,6 +294,42 @@ def test_steps_are_counted_through_other_options_and_measurements(
         assert int(train(step, state, 8)[0].step) == 8 == step.training.number
 
 
+@pytest.mark.quick("whole")
+def test_saves_are_due_by_the_number_in_the_state(
+    group: Callable[[int], fddp.Group], tmp_path: Path, make: Make
+):
+    def saved(states: Iterator[fddp.TrainState], other: fddp.TrainStep, folder: str) -> list[int]:
+        with fddp.Checkpoints(tmp_path / folder, other, every=10, keep=9) as checkpoints:
+            return [int(state.step) for state in states if checkpoints.save(state)]
+
+    def stepped(state: fddp.TrainState, count: int) -> Iterator[fddp.TrainState]:
+        for _ in range(count):
+            state, _ = step(state, ROWS[:8])
+            yield state
+
+    def scanned(state: fddp.TrainState) -> Iterator[fddp.TrainState]:
+        run = jax.jit(lambda state: jax.lax.scan(step, state, np.stack([ROWS[:8]] * 5))[0])
+        for _ in range(8):
+            state = run(state)
+            yield state
+
+    def rolled_back(state: fddp.TrainState) -> Iterator[fddp.TrainState]:
+        for earlier in stepped(state, 10):
+            if int(earlier.step) == 7:
+                state = jax.tree.map(jnp.copy, earlier)
+            yield earlier
+        yield from stepped(state, 14)
+
+    step, state = make(group(1))
+    other, _ = make(group(1))
+    assert saved(stepped(state, 21), other, "another object") == [10, 20]
+    assert saved(rolled_back(make(group(1))[1]), step, "rollback") == [10, 10, 20]
+    step, state = make(group(1))
+    step = step.with_options(schedule="fused")
+    state, _ = step(state, ROWS[:8])
+    assert saved(scanned(state._replace(step=state.step - 1)), step, "scan") == [10, 20, 30, 40]
+
+
 def test_a_number_that_a_user_has_put_into_the_state_is_saved(
     group: Callable[[int], fddp.Group], tmp_path: Path
 ):

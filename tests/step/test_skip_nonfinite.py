@@ -84,6 +84,17 @@ def test_the_replica_and_the_leaf_are_named(
     )
 
 
+def test_steps_of_another_first_state_are_counted_from_1(
+    group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+):
+    step, state = make(group(1))
+    for _ in range(3):
+        state, _ = step(state, WELL)
+    state, _ = step(step.init(START, model_state=np.float32(0)), ILL)
+    jax.block_until_ready(step(state, WELL))
+    assert "step 1 was skipped" in capfd.readouterr().err
+
+
 def test_of_several_leaves_the_one_that_was_ready_first_is_named(
     group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
 ):
