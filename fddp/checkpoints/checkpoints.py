@@ -140,7 +140,7 @@ class Checkpoints:
             return False
         if now:  # asynchronous islands may differ in their number of steps
             number = int(self._group.all_reduce(np.int64(number), "max"))
-        if number == self._last:
+        if number == self._last and state.accumulated is None:
             return False
         values = {
             "place": json.loads(json.dumps(place)),

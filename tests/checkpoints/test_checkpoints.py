@@ -174,14 +174,16 @@ def test_pending_gradients_are_saved_when_asked_and_come_back(
 ):
     step, state = make(group(2))
     state, _ = step(state, ROWS[:8])
-    with fddp.Checkpoints(tmp_path, step) as checkpoints:
-        checkpoints.save(state)
+    with fddp.Checkpoints(tmp_path, step, every=2) as checkpoints:
         state, _ = step(state, ROWS[:8])
+        assert checkpoints.save(state)
         state, _ = step.no_sync(state, ROWS[8:16])
-        assert checkpoints.save(state, now=True)
+        assert checkpoints.save(state, 2, now=True)
     second_step, fresh = make(group(2))
     with fddp.Checkpoints(tmp_path, second_step) as checkpoints:
-        same_arrays(checkpoints.restore(fresh)[0], state)
+        restored_state, place = checkpoints.restore(fresh)
+        same_arrays(restored_state, state)
+        assert place == 2
         pending, _ = second_step.no_sync(fresh, ROWS[:8])
         same_arrays(checkpoints.restore(pending)[0], state)
 
