@@ -46,25 +46,23 @@ class Skips:
     ) -> None:
         # A stack may be in several buckets.
         ready = list(dict.fromkeys(i for bucket in plan.buckets for i in bucket.leaves))
-        name = f"fddp: rank {group.rank} of {group.processes}: step {number} was skipped"
+        skip = f"fddp: rank {group.rank} of {group.processes}: step {number} was skipped"
         flags = _here(info.broken)
         devices = len(flags) // (group.size // group.processes)  # of a replica
         for replica, broken in enumerate(flags[::devices]):
             leaves = [i for i in ready if i in chosen and broken[chosen.index(i)]]
             if leaves:
-                reason = (
-                    f"its gradient of {plan.leaves[leaves[0]].name} was the first that is not "
-                    "finite"
-                )
+                name = plan.leaves[leaves[0]].name or "the parameter"
+                reason = f"its gradient of {name} was the first that is not finite"
                 if group.size > group.processes:
                     reason += f" on replica {replica}"
                 if len(leaves) > 1:
                     reason += f" ({len(leaves)} of {len(ready)} are not)"
-                print(f"{name}: {reason}.", file=sys.stderr, flush=True)
+                print(f"{skip}: {reason}.", file=sys.stderr, flush=True)
                 return
         if group.rank == 0:
             reason = "the mean gradients are not finite; its own are"
-            print(f"{name}: {reason}.", file=sys.stderr, flush=True)
+            print(f"{skip}: {reason}.", file=sys.stderr, flush=True)
 
 
 def _here(x: Any) -> list[np.ndarray]:

@@ -84,6 +84,16 @@ def test_the_replica_and_the_leaf_are_named(
     )
 
 
+def test_parameters_that_are_one_array_are_named(
+    group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
+):
+    step = fddp.train_step(
+        lambda w, x: jnp.sum(w * x), optax.sgd(1.0), group=group(1), skip_nonfinite=True
+    )
+    jax.block_until_ready(step(step.init(jnp.ones(())), np.full(2, np.nan, np.float32)))
+    assert "its gradient of the parameter was the first" in capfd.readouterr().err
+
+
 def test_steps_of_another_first_state_are_counted_from_1(
     group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
 ):
