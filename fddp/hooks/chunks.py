@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from fddp.comm import Communicator
 from fddp.hooks.hook import GradBucket, Hook, State, join_memory, of_floats, split_memory
-from fddp.wording import check_whole
+from fddp.wording import check_range, check_whole
 
 
 def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) -> Hook:
@@ -31,15 +31,16 @@ def chunks(share: float = 0.1, *, chunk: int = 32_768, momentum: float = 0.0) ->
 
     Raises:
       ValueError: an argument is out of its range.
+      TypeError: `share` or `momentum` is not a number.
 
     Source: GradientFlow's coarse-grained sparsity (Sun et al., 2019); momentum as in Deep Gradient
       Compression (Lin et al., 2018).
     """
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ValueError(f"chunks: share must be above 0 and at most 1, got {share!r}.")
+    share = check_range("chunks: share", share, "above 0 and at most 1", lambda x: 0 < x <= 1)
     check_whole("chunks: chunk", chunk, 1)
-    if isinstance(momentum, bool) or not isinstance(momentum, int | float) or not 0 <= momentum < 1:
-        raise ValueError(f"chunks: momentum must be 0 or more and below 1, got {momentum!r}.")
+    momentum = check_range(
+        "chunks: momentum", momentum, "0 or more and below 1", lambda x: 0 <= x < 1
+    )
 
     names = ("left", "speed") if momentum else ("left",)
 

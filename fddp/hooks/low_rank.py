@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from fddp.comm import Communicator
 from fddp.hooks.first_steps import starting
 from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, is_float, leaves_of_buffer
-from fddp.wording import check_number, check_switch, check_whole
+from fddp.wording import check_range, check_switch, check_whole
 
 
 def powersgd(
@@ -59,11 +59,9 @@ def powersgd(
     check_whole("powersgd: rank", rank, 1)
     check_switch("powersgd: warm_start", warm_start)
     check_switch("powersgd: error_feedback", error_feedback)
-    check_number("powersgd: min_compression_rate", min_compression_rate)
-    if not min_compression_rate >= 0:
-        raise ValueError(
-            f"powersgd: min_compression_rate must be 0 or more, got {min_compression_rate!r}."
-        )
+    check_range(
+        "powersgd: min_compression_rate", min_compression_rate, "0 or more", lambda x: x >= 0
+    )
 
     low_rank = _LowRank(rank, warm_start, error_feedback, min_compression_rate)
     words = (

@@ -16,7 +16,7 @@ from jaxtyping import Array
 from fddp.comm import Communicator
 from fddp.hooks.first_steps import one_phase
 from fddp.hooks.hook import GradBucket, Hook, State, check_hook, join_memory, leaves_of_buffer
-from fddp.wording import check_whole
+from fddp.wording import check_range, check_whole
 
 
 def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
@@ -36,11 +36,11 @@ def momentum(hook: Hook, *, start: int, b1: float = 0.9) -> Hook:
 
     Raises:
       ValueError: an argument is out of its range.
+      TypeError: `hook` is not a hook, or `b1` not a number.
     """
     check_hook("momentum: hook", hook)
     check_whole("momentum: start", start, 0)
-    if isinstance(b1, bool) or not isinstance(b1, int | float) or not 0 <= b1 < 1:
-        raise ValueError(f"momentum: b1 must be 0 or more and below 1, got {b1!r}.")
+    b1 = check_range("momentum: b1", b1, "0 or more and below 1", lambda x: 0 <= x < 1)
 
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         zeros = jnp.zeros(leaf.shape, leaf.dtype)

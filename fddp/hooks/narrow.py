@@ -13,7 +13,7 @@ from jaxtyping import Array, Shaped
 
 from fddp.comm import Communicator, add_rows
 from fddp.hooks.hook import Hook, Reduce, State, allreduce, check_hook, is_float, nothing
-from fddp.wording import check_number
+from fddp.wording import check_range
 
 
 def noop() -> Hook:
@@ -63,9 +63,7 @@ def fp16(hook: Hook | None = None, *, predivide: float | None = None) -> Hook:
       ValueError: predivide is not above 0.
     """
     if predivide is not None:
-        check_number("fp16: predivide", predivide)
-        if not predivide > 0:
-            raise ValueError(f"fp16: predivide must be more than 0, got {predivide!r}.")
+        check_range("fp16: predivide", predivide, "more than 0", lambda x: x > 0)
     if hook is None:
         hook = allreduce()
     check_hook("fp16: hook", hook)

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from fddp.comm import Communicator
 from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, leaves_of_buffer, of_floats
-from fddp.wording import check_number, check_switch
+from fddp.wording import check_range, check_switch
 
 
 def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
@@ -27,9 +27,7 @@ def topk(ratio: float = 0.01, *, error_feedback: bool = True) -> Hook:
       ValueError: ratio is out of its range.
     """
     check_switch("topk: error_feedback", error_feedback)
-    check_number("topk: ratio", ratio)
-    if not 0 < ratio <= 1:
-        raise ValueError(f"topk: ratio must be above 0 and at most 1, got {ratio!r}.")
+    ratio = check_range("topk: ratio", ratio, "above 0 and at most 1", lambda x: 0 < x <= 1)
 
     def reduce(comm: Communicator, x: Float[Array, " n"]) -> tuple[Array, Array]:
         # Numbers that are not finite rank first, or other replicas would not see them.

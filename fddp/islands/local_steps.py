@@ -19,7 +19,7 @@ from fddp.jax_internals import without_context_mesh
 from fddp.local_training import LocalSteps, SyncSteps, read_periods
 from fddp.step import IslandState, StepOptimizer, TrainState, Way, check_state, check_step
 from fddp.training import TrainStep
-from fddp.wording import check_whole
+from fddp.wording import check_range, check_whole
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,8 +158,7 @@ def local_steps(
             "ends. If a fragment takes longer than a step, give more fragments."
         )
     every, others = read_periods(every, delay)
-    if isinstance(mix, bool) or not isinstance(mix, int | float) or not 0 <= mix <= 1:
-        raise ValueError(f"mix must be a number from 0 to 1, got {mix!r}.")
+    mix = check_range("mix", mix, "a number from 0 to 1", lambda x: 0 <= x <= 1)
     if fragments > 1 and (callable(every) or fragments > every):
         raise ValueError(
             "local_steps sends at most one fragment per step, so fragments must be no more than "

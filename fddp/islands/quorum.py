@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from fddp.wording import check_whole
+from fddp.wording import check_range, check_whole
 
 # Age of a contribution, in merges → factor of its weight
 Discount: TypeAlias = Callable[[Any], Any]
@@ -100,14 +100,11 @@ def make_quorum(
             )
         return None
     check_whole("quorum", count, 1)
-    if (
-        isinstance(grace_s, bool)
-        or not isinstance(grace_s, int | float)
-        or not 0 <= grace_s < float("inf")
-    ):
-        raise ValueError(f"grace_s must be a number of seconds of 0 or more, got {grace_s!r}.")
+    grace_s = check_range(
+        "grace_s", grace_s, "a number of seconds of 0 or more", lambda x: 0 <= x < float("inf")
+    )
     if max_staleness is not None:
         check_whole("max_staleness", max_staleness, 0)
     if discount is not None and not callable(discount):
         raise TypeError(f"discount must be a function of an age, got {type(discount).__name__}.")
-    return Quorum(count, float(grace_s), max_staleness, discount, None if log is None else str(log))
+    return Quorum(count, grace_s, max_staleness, discount, None if log is None else str(log))

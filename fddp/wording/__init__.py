@@ -5,6 +5,7 @@ Every other room imports this room, which imports none.
 
 from fddp.wording.texts import check_has as check_has
 from fddp.wording.texts import check_number as check_number
+from fddp.wording.texts import check_range as check_range
 from fddp.wording.texts import check_seconds as check_seconds
 from fddp.wording.texts import check_switch as check_switch
 from fddp.wording.texts import check_whole as check_whole

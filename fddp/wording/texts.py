@@ -1,6 +1,6 @@
 """Names of leaves, tables, and checks of arguments."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from numbers import Integral, Real
 from typing import Any
@@ -56,6 +56,17 @@ def check_number(name: str, value: object) -> None:
     """Raises TypeError if a value is not a real number."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r:.60}.")
+
+
+def check_range(name: str, value: Any, expected: str, within: Callable[[Any], bool]) -> float:
+    """Returns a real number as a `float`; raises TypeError for other values.
+
+    Raises ValueError if the number is not `within` the range, which `expected` describes.
+    """
+    check_number(name, value)
+    if not within(value):
+        raise ValueError(f"{name} must be {expected}, got {value!r}.")
+    return float(value)
 
 
 def check_switch(name: str, value: object) -> None:

@@ -717,6 +717,24 @@ def test_a_hook_out_of_its_range_is_refused_where_it_is_made(make: Callable[[], 
         make()
 
 
+def test_a_number_may_be_a_numpy_scalar():
+    half: Any = np.float32(0.5)
+    pairs = [
+        (hooks.chunks(half, momentum=half), hooks.chunks(0.5, momentum=0.5)),
+        (
+            hooks.momentum(hooks.sign(), start=1, b1=half),
+            hooks.momentum(hooks.sign(), start=1, b1=0.5),
+        ),
+        (hooks.topk(half), hooks.topk(0.5)),
+    ]
+    for hook, expected in pairs:
+        assert hook.name == expected.name
+    optimizers = [fddp.local_steps(optax.sgd(0.1), mix=x, quorum=1, grace_s=x) for x in (half, 0.5)]
+    assert repr(optimizers[0]) == repr(optimizers[1])
+    with pytest.raises(TypeError, match="share must be a number, got True"):
+        hooks.chunks(True)
+
+
 def test_what_is_no_hook_or_needs_a_state_is_refused(group):
     with pytest.raises(
         TypeError, match=r"hook must be a fddp.Hook, such as one of fddp.hooks, got str"
