@@ -5,6 +5,7 @@ compression open.
 """
 
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -42,7 +43,8 @@ def adaptive(bits: Sequence[int] = (8,)) -> Hook:
       Hook(adaptive(32, 8))
     """
     check_has("__iter__", "adaptive: bits", bits, "a sequence of numbers, [8]")
-    if not bits or not set(bits) <= set(BITS):
+    bits = tuple(bits)
+    if not bits or not all(isinstance(x, Integral) and x in BITS and x is not True for x in bits):
         raise ValueError(
             f"adaptive: bits must be some of {', '.join(map(str, BITS))}, got {bits!r}."
         )
@@ -65,7 +67,7 @@ def adaptive(bits: Sequence[int] = (8,)) -> Hook:
     def scatter(comm: Communicator, bucket: GradRows, memory: State) -> tuple[Array, State]:
         return hook_of(bucket).scatter(comm, bucket, memory)
 
-    return Hook(hooks[16].init, apply, name, scatter=scatter, bits=tuple(bits))
+    return Hook(hooks[16].init, apply, name, scatter=scatter, bits=bits)
 
 
 def _plain(init: Callable[[jax.ShapeDtypeStruct], Any]) -> Hook:

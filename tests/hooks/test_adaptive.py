@@ -40,10 +40,16 @@ def test_a_step_with_other_bits_goes_on_with_what_was_lost_before(group: Any, op
     np.testing.assert_allclose(params["b"], 2 * ROWS.mean(1).sum(0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [(), (2,), (32, 7)])
+@pytest.mark.parametrize("bits", [(), (2,), (32, 7), (True,)])
 def test_other_bits_are_refused(bits: Any):
     with pytest.raises(ValueError, match="bits must be some of 32, 16, 8, 4, 1, got"):
         hooks.adaptive(bits)
+
+
+def test_bits_may_be_an_iterator_or_an_array():
+    for bits in (iter([32, 8]), np.array([32, 8])):
+        hook = hooks.adaptive(bits)  # pyright: ignore[reportArgumentType]
+        assert (hook.bits, hook.name) == ((32, 8), "adaptive(32, 8)")
 
 
 def test_a_step_with_some_options_new_keeps_how_its_state_is_held(group: Any):
