@@ -234,7 +234,7 @@ def _holders(shard: Shard) -> str | None:
 
 
 def _check_pending(replica: Replica, state: TrainState) -> None:
-    """Raises ValueError if the pending sums come from another number of replicas."""
+    """Raises ValueError if the pending sums have other replicas or `find_unused_parameters`."""
     count = replica.group.placement.replicas_in_array
     for pending in jax.tree.leaves(state.accumulated)[:1]:
         if len(pending) != count:
@@ -242,6 +242,12 @@ def _check_pending(replica: Replica, state: TrainState) -> None:
                 f"the state has gradients pending of {len(pending)} replicas, this group has "
                 f"{count}; synchronize with a step before the number of replicas changes."
             )
+    option = replica.options.find_unused_parameters
+    if state.accumulated and option == (state.accumulated.sums.used is None):
+        raise ValueError(
+            f"the state has gradients pending from a step with find_unused_parameters={not option},"
+            f" this step has {option}; synchronize with a step before the option changes."
+        )
 
 
 def _check_memory(replica: Replica, state: TrainState) -> None:

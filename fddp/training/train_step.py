@@ -194,7 +194,7 @@ class TrainStep(SettledStep):
 
         Returns:
           A separate step, which its next batch settles. It accepts states of this step, unless the
-          hook's state differs.
+          hook's state differs, or gradients are pending and `find_unused_parameters` differs.
         """
         replica = replace(self._replica, options=with_some_new(self.options, options))
         return TrainStep(replica, self._optimizer, self._use, self.training)

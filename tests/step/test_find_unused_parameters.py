@@ -249,3 +249,20 @@ def test_a_batch_that_uses_what_the_first_had_no_path_to_is_refused(make, call):
     )
     with pytest.raises(ValueError, match=r"the loss uses b, .*skip_all_reduce_unused_params=True"):
         (step if call == "step" else step.no_sync)(state, TASKS[1])
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("counted", [True, False], ids="counted={}".format)
+def test_gradients_pending_under_the_other_option_are_refused(group: Any, counted: bool):
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((w - x) ** 2),
+        optax.sgd(0.1),
+        group=group(1),
+        find_unused_parameters=counted,
+    )
+    state, _ = step.no_sync(step.init(jnp.zeros(())), jnp.ones(2))
+    other = step.with_options(find_unused_parameters=not counted)
+    for call in (other, other.no_sync):
+        with pytest.raises(ValueError, match=f"find_unused_parameters={counted}, .*synchronize"):
+            call(state, jnp.ones(2))
+    step(state, jnp.ones(2))
