@@ -68,7 +68,7 @@ def rows_of_batch(batch: PyTree, count: int, *, undivided: bool | None = None) -
     if isinstance(batch, Joined):
         return batch._replace(rows=rows_of_batch(batch.rows, count, undivided=undivided))
     if isinstance(batch, Stacked):
-        batches = list(batch.batches)
+        batches = list(batch.batches) if hasattr(batch.batches, "__iter__") else []
         if len(batches) == count and not unlike(batches):
             return _stacked(batches)
         return batch
@@ -150,7 +150,8 @@ def _stacked(batches: Sequence[PyTree]) -> Undivided:
 
 
 def _form(x: ArrayLike) -> str:
-    return f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+    dtype = jnp.result_type(x) if _is_numeric(x) else type(x).__name__
+    return f"{dtype}{list(np.shape(x))}"
 
 
 def _is_numeric(x: Any) -> bool:

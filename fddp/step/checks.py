@@ -136,6 +136,7 @@ def check_rows(batch: PyTree, advice: str = "") -> int:
     """Counts the rows of a batch; raises ValueError, with `advice`, if its arrays differ."""
     inner = unjoined(batch)
     if isinstance(inner, Stacked):
+        check_has("__len__", "fddp.Stacked: batches", inner.batches, "a sequence of batches")
         wrong = unlike(inner.batches) or f"it holds {len(inner.batches)}"
         raise ValueError(f"fddp.Stacked holds batches of equal forms, and {wrong}{advice}.")
     check_filled(inner)

@@ -204,6 +204,16 @@ def test_stacked_batches_that_do_not_fit_are_named(group: Groups):
         f(W, fddp.Stacked([graph(0), {"nodes": 1}]))
 
 
+def test_stacked_batches_that_are_not_numeric_are_refused_as_plain_ones(group: Groups):
+    f = fddp.value_and_grad(lambda w, b: w * 1.0, group=group(2))
+    for x in ("cat", np.array("cat"), object()):
+        with pytest.raises(TypeError, match="holds leaves that are not numeric, text"):
+            f(1.0, fddp.Stacked([{"text": x}] * 2))
+    for batches in (None, 5):
+        with pytest.raises(TypeError, match="Stacked: batches must be a sequence of batches, got"):
+            f(1.0, fddp.Stacked(batches))  # pyright: ignore[reportArgumentType]
+
+
 def test_the_first_batch_decides_whether_rows_are_counted(group: Groups):
     loss = lambda w, b: jnp.mean(w * b["x"])  # noqa: E731
     step = fddp.train_step(loss, optax.sgd(0.1), group=group(1))
