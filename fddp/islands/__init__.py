@@ -2,7 +2,7 @@
 
 The server runs in a process that rank 0 starts, each island is its client, and the `local_steps` of
 a user chooses between such islands and those of local_training. This room imports training,
-local_training and the rooms below step.
+local_training, step and the rooms below.
 """
 
 from fddp.islands.local_steps import local_steps as local_steps

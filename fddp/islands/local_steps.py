@@ -123,12 +123,14 @@ def local_steps(
         no limit.
       discount: function from the age of a pseudo-gradient, in outer steps, to the factor of its
         weight, in jax.numpy; None: 1.
-      log: file of JSON lines for the order of all outer steps, for `fddp.replay_islands`.
+      log: file of JSON lines for the order of all outer steps, for `fddp.replay_islands`. It is not
+        written if all islands wait for each other: with a quorum of all, or `max_staleness=0`.
 
     Returns:
-      The optimizer, for `train_step`; its state is a `LocalState`. With a quorum, `shared` holds
-      the parameters that the island received last, `version` the number of outer steps up to them,
-      and `outer` the state of the outer optimizer at the last `fddp.meet`.
+      The optimizer, for `train_step`; its state is a `LocalState`. With a quorum it is an
+      `IslandState`: `shared` holds the parameters that the island received last, `version` the
+      number of outer steps up to them, and `outer` the state of the outer optimizer at the last
+      `fddp.meet`. If all islands wait for each other, it is a `LocalState`.
 
     Raises:
       ValueError: a number is out of range, or `fragments` or `delay` is combined with `quorum`.
