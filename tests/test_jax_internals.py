@@ -347,14 +347,15 @@ def test_an_equation_that_is_run_again_keeps_its_own_derivative(kind, slope):
     assert (value, gradient) == (6, slope)
 
 
-def test_an_equation_that_runs_again_runs_in_its_context():
+def test_an_equation_that_runs_again_keeps_its_context_and_its_name():
     def marked(x):
-        with set_xla_metadata(place="first"):
+        with set_xla_metadata(place="first"), jax.named_scope("one"):
             return jnp.sin(x)
 
     (eqn,) = jax.make_jaxpr(marked)(1.0).jaxpr.eqns
-    text = jax.jit(lambda x: internals.run_again(eqn, [x])).lower(1.0).as_text()
+    text = jax.jit(lambda x: internals.run_again(eqn, [x])).lower(1.0).as_text(debug_info=True)
     assert 'place = "first"' in text
+    assert "/one/sin" in text
 
 
 def test_what_is_rematerialised_like_an_equation_has_its_policy():

@@ -158,19 +158,18 @@ def called_program(eqn: JaxprEqn) -> ClosedJaxpr:
     return ClosedJaxpr(inner, ())
 
 
-def run_as_it_is(program: ClosedJaxpr, eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
-    """Runs an equation on `args`, under the equation's name and source line."""
-    inputs: dict[Var, Any] = {v: x for v, x in zip(eqn.invars, args) if not isinstance(v, Literal)}
-    return jaxpr_as_fun(make_program(program, [eqn], list(inputs), eqn.outvars))(*inputs.values())
+def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
+    """Applies an equation to `args`, under its name and in its context (such as `compute_on`).
 
-
-def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> Any:
-    """Applies an equation to other arguments, in its context (`compute_on`, `set_xla_metadata`).
-
-    Relies on `bind`, `get_bind_params` and `ctx`.
+    A rule of a derivative gets JAX arrays, as in JAX, also for constants of the program. As JAX's
+    own evaluation of programs, it does not look for NaNs. Relies on `bind`, `get_bind_params`,
+    `multiple_results` and `ctx`.
     """
-    with eqn.ctx.manager:
-        return eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    if eqn.primitive.name in OWN_DERIVATIVE:
+        args = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in args]
+    with jax.debug_nans(False), named_as(eqn), eqn.ctx.manager:
+        outputs = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return outputs if eqn.primitive.multiple_results else [outputs]
 
 
 def named_as(eqn: JaxprEqn) -> AbstractContextManager[None]:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from fddp.jax_internals.jaxprs import ClosedJaxpr, JaxprEqn
+from fddp.jax_internals.jaxprs import ClosedJaxpr, JaxprEqn, run_again
 
 Item = TypeVar("Item")
 
@@ -22,11 +22,10 @@ def scan_body(eqn: JaxprEqn) -> tuple[ClosedJaxpr, dict[str, Any]]:
 def shorter_scan(eqn: JaxprEqn, length: int, args: Sequence[Any]) -> list[Any]:
     """Runs `length` rounds of a `scan`.
 
-    Relies on its parameters `length`, `unroll` and `jaxpr`, and on `bind`.
+    Relies on its parameters `length` and `unroll`.
     """
-    return eqn.primitive.bind(
-        *args, **{**eqn.params, "length": length, "unroll": min(length, eqn.params["unroll"])}
-    )
+    shorter = {"length": length, "unroll": min(length, eqn.params["unroll"])}
+    return run_again(eqn.replace(params={**eqn.params, **shorter}), args)
 
 
 def while_programs(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ClosedJaxpr]:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
-from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, run_as_it_is
+from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, run_again
 from fddp.jaxpr.equations import form_of
 
 Read: TypeAlias = Callable[[Var | Literal], Any]
@@ -44,7 +44,7 @@ class Values(dict[Var, Any]):
         for eqn in eqns:
             outputs = rule(eqn, self.read)
             if outputs is None:
-                outputs = run_as_it_is(self._program, eqn, self.read_all(eqn.invars))
+                outputs = run_again(eqn, self.read_all(eqn.invars))
             self.update(zip(eqn.outvars, outputs))
 
     def outputs(self) -> list[Any]:

@@ -387,6 +387,21 @@ def test_what_only_the_rule_reads_is_used_beside_a_choice():
     assert used_by(loss, -1) == [False, True, True, False]
 
 
+def test_a_rule_may_index_a_constant_of_the_program_by_a_traced_number():
+    def value(x: Any, y: Any, scale: Any) -> Any:
+        return scale * jax.lax.cond(x[0] > 0, lambda: x, lambda: y)
+
+    def rule(scale: Any, g: Any) -> Any:
+        return jax.lax.map(lambda i: g[i] * scale[i], jnp.arange(2)), g, None
+
+    scaled = jax.custom_vjp(value)
+    scaled.defvjp(lambda *args: (value(*args), args[-1]), rule)
+    f = lambda p: (jnp.sum(jax.jit(scaled)(p[0], p[1], jnp.array([2.0, 3.0]))), None)  # noqa: E731
+    leaves = [jnp.ones(2), jnp.ones(2)]
+    grads, _ = jax.grad(tracked(f), has_aux=True)(leaves)
+    jax.tree.map(np.testing.assert_array_equal, grads, jax.grad(f, has_aux=True)(leaves)[0])
+
+
 def test_a_rule_stays_one_equation():
     program = jax.make_jaxpr(tracked(with_aux(CASES["cond_in_custom_vjp"][0], 1)))(LEAVES).jaxpr
     assert equations(program, "custom_vjp_call") == 1

@@ -216,7 +216,7 @@ class _SlicedValues(Values):
         operands = [
             self._slice(x, bounds, k) if x in in_slices else self.read(x) for x in eqn.invars
         ]
-        return run_again(eqn, operands)
+        return run_again(eqn, operands)[0]
 
     def _slice(self, atom: Var | Literal, bounds: Bounds, k: int) -> Any:
         sliced = self._sliced(atom)

@@ -139,10 +139,10 @@ def rows_read(eqn: JaxprEqn) -> list[Var]:
 
 def run_on_layers(eqn: JaxprEqn, inputs: Sequence[Any], length: int) -> Array:
     """Runs an equation that reads layers on a single of `length` layers, under its name."""
+    if eqn.primitive.name not in RESHAPES:
+        return run_again(eqn, inputs)[0]
     with named_as(eqn):
-        if eqn.primitive.name in RESHAPES:
-            return inputs[0].reshape(row_dims(eqn.outvars[0], length))
-        return run_again(eqn, inputs)
+        return inputs[0].reshape(row_dims(eqn.outvars[0], length))
 
 
 def _in_rows(atoms: Iterable[Var | Literal], length: int) -> bool:

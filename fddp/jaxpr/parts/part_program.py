@@ -119,8 +119,7 @@ def _apply(step: OnParts, arguments: Sequence[Any], ranks: Ranks) -> Sequence[An
     name = eqn.primitive.name
     part = next((x for kind, x in zip(inputs, arguments) if isinstance(kind, Follows)), None)
     if part is None:
-        output = run_again(eqn, arguments)
-        return output if eqn.primitive.multiple_results else [output]
+        return run_again(eqn, arguments)
     if name == "cond":
         calls = [partial(_branch, branch, inputs[1:], results, ranks) for branch in branches(eqn)]
         return jax.lax.switch(arguments[0], calls, *arguments[1:])
@@ -129,11 +128,11 @@ def _apply(step: OnParts, arguments: Sequence[Any], ranks: Ranks) -> Sequence[An
         (leaf,) = source_leaves(inputs)
         mask = ranks.there(leaf, form_of(eqn.invars[0]).size)
         full = [jnp.where(mask, spread(x, part.shape), neutral).reshape(-1) for x in arguments]
-        output = run_again(eqn if name == "dot_general" else of_a_vector(eqn), full)
+        (output,) = run_again(eqn if name == "dot_general" else of_a_vector(eqn), full)
         return [output.reshape(form_of(eqn.outvars[0]).shape)]
     if name not in ELEMENTWISE:  # it only changes the shape
         return [part]
-    return [run_again(eqn, [spread(x, part.shape) for x in arguments])]
+    return run_again(eqn, [spread(x, part.shape) for x in arguments])
 
 
 def _neutral(name: str, dtype: Any) -> Array:
