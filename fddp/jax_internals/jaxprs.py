@@ -126,13 +126,17 @@ def over_axes(
 
 
 def acts(eqn: JaxprEqn) -> bool:
-    """True if an equation has an effect, such as a print or a message. Relies on `effects`."""
-    return bool(eqn.effects)
+    """True if an equation has an effect, such as a print or a message."""
+    return acts_alike(eqn, eqn)
 
 
 def acts_alike(eqn: JaxprEqn, earlier: JaxprEqn) -> bool:
-    """True if two equations have an effect in common, so that their order counts."""
-    return bool(eqn.effects & earlier.effects)
+    """True if two equations have an effect in common, so that their order counts.
+
+    Relies on `effects`, which also lists the axes that an equation reads.
+    """
+    common = eqn.effects & earlier.effects
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in common)
 
 
 def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:

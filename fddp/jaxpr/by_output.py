@@ -23,7 +23,14 @@ from fddp.jax_internals import (
     without_dead_code,
 )
 from fddp.jaxpr.cost import operations
-from fddp.jaxpr.equations import form_of, maker_positions, read_by, straighten, variables
+from fddp.jaxpr.equations import (
+    OF_A_REPLICA,
+    form_of,
+    maker_positions,
+    read_by,
+    straighten,
+    variables,
+)
 from fddp.jaxpr.flow import joined
 from fddp.jaxpr.interpreter import Read, interpret
 
@@ -155,7 +162,7 @@ def _draws(eqn: JaxprEqn, small: set[Var], seeds: set[Var], returned: set[Var]) 
     outputs = set(eqn.outvars)
     if (
         acts(eqn)
-        or eqn.primitive.name == DRAWN
+        or eqn.primitive.name in OF_A_REPLICA | {DRAWN}
         or not inputs <= small
         or not all(map(_is_small, outputs))
         or outputs & returned

@@ -8,6 +8,7 @@ from typing import Any
 
 from fddp.jax_internals import (
     COLLECTIVES,
+    INDEX,
     OWN_DERIVATIVE,
     REMATERIALISED,
     WRAPPERS,
@@ -44,6 +45,8 @@ ELEMENTWISE = {
 }
 # These keep the elements and their order, and change only the dims or the placement.
 RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
+# Their results may differ between replicas with equal inputs.
+OF_A_REPLICA = COLLECTIVES | {INDEX}
 
 
 def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> ClosedJaxpr:

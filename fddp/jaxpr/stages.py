@@ -11,8 +11,6 @@ from itertools import accumulate, chain, count, filterfalse, pairwise
 from typing import Any
 
 from fddp.jax_internals import (
-    COLLECTIVES,
-    INDEX,
     ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
@@ -26,6 +24,7 @@ from fddp.jax_internals import (
     make_program,
 )
 from fddp.jaxpr.equations import (
+    OF_A_REPLICA,
     cheap,
     collectives,
     form_of,
@@ -38,7 +37,6 @@ from fddp.jaxpr.flow import arrival, flow
 from fddp.jaxpr.leaves import split_leaves
 
 PRODUCTS = {"dot_general", "conv_general_dilated"}
-OF_A_REPLICA = COLLECTIVES | {INDEX}
 
 
 @dataclass(frozen=True)
@@ -59,6 +57,8 @@ class Stage:
     """Marks the written values that are outputs of the program, but not results."""
     speaks: bool = False
     """True if it contains collectives."""
+    acts: bool = False
+    """True if it contains equations with an effect, such as a print."""
 
 
 def cut(
@@ -140,6 +140,7 @@ def cut(
             alike=tuple(not differs(var) for var in written[k]),
             between=tuple(map(passing.__contains__, written[k])),
             speaks=bool(collectives(body)),
+            acts=any(map(acts, body.jaxpr.eqns)),
         )
 
     return tuple(map(stage, range(len(members))))

@@ -16,6 +16,7 @@ from fddp.jax_internals import Jaxpr, callbacks, inner_programs
 from fddp.schedules.claims import each_by_one
 from fddp.schedules.compiling import Compiling, first_call
 from fddp.schedules.programs import Freed, Programs, of_state, program_of, specs_of
+from fddp.schedules.stage_tasks import idle
 from fddp.schedules.tasks import Communicate, Compute, TaskList
 from fddp.schedules.values import HANDED, WRITTEN, Value
 
@@ -43,13 +44,12 @@ def compiled(
         for task in listed.tasks:
             if isinstance(task, Communicate):
                 forms.update(zip(task.writes, _received(placement, listed, task, forms)))
-            elif task.writes:
+            elif task.run is not idle:
                 keys[task.name] = traces.key(task, freed.get(task.name, ()), forms)
         traced = list(traces.known.values())
         programs = dict(zip(traces.known, each_by_one([t.text for t in traced], make)))
-    # A stage that writes nothing has nothing to do: other stages use the values it waits for.
-    idle = {task.name: task.run for task in listed.computations if not task.writes}
-    return idle | {name: programs[key] for name, key in keys.items()}
+    idle_tasks = dict.fromkeys((task.name for task in listed.computations), idle)
+    return idle_tasks | {name: programs[key] for name, key in keys.items()}
 
 
 @dataclass(frozen=True)

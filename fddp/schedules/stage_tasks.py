@@ -48,11 +48,17 @@ def stages_of(
         stacked_out = tuple(n not in bare for n in stage.writes)
         key = (stage.run, stacked_in, stacked_out)
         run = programs.setdefault(key, partial(_with_replica_dims, *key))
-        run = run if writes else lambda *values: ()
+        run = run if writes or stage.acts else idle
         speaks = stage.speaks and kind == "compute"
         return Compute(f"{title} {k}", reads, writes, run, kind, speaks=speaks)
 
     return [task(k, stage) for k, stage in enumerate(stages)]
+
+
+def idle(*values: Any) -> tuple[()]:
+    """The function of a task that has nothing to do: others read the values it waits for."""
+    del values
+    return ()
 
 
 def _computed_groups(

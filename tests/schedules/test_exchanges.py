@@ -150,3 +150,19 @@ def test_each_collective_is_a_task_by_its_name_and_a_span(group):
         assert all(written_at[name] < at for name in task.reads if name in written_at)
     step(state, rows)
     assert set(spoken) <= {span.name for span in step.timeline().communication}
+
+
+@pytest.mark.steps
+@crossed(replicas=[1, 2], schedule=["staged", "eager"])
+def test_a_print_of_a_collective_is_shown_once_per_replica(group, capfd, replicas, schedule):
+    def loss(p, x):
+        hidden = x @ p["a"]
+        mean = jax.lax.pmean(jnp.mean(hidden), "replica")
+        jax.debug.print("mean {}", mean)
+        jax.lax.axis_index("replica")  # its result is unused
+        return jnp.mean(((hidden - mean) @ p["b"]) ** 2)
+
+    f = fddp.value_and_grad(loss, group=group(replicas), schedule=schedule, bucket_cap_mb=0)
+    jax.block_until_ready(f({"a": jnp.ones((4, 8)), "b": jnp.ones((8, 2))}, jnp.ones((4, 4))))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("mean 4.0") == replicas
