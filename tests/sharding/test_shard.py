@@ -329,6 +329,24 @@ def test_an_update_may_print_a_norm_over_all_shards(group: Groups, shard: Any, c
 
 
 @both
+def test_an_update_may_print_a_sum_on_all_replicas_and_a_leaf_on_its_home(group, shard, capfd):
+    def printing(updates: Any, params: Any) -> Any:
+        del params
+        jax.debug.print("sum {}", jnp.sum(updates))
+        jax.debug.print("leaf {}", updates)
+        return updates
+
+    optimizer = optax.chain(optax.stateless(printing), optax.sgd(0.5))
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x - w) ** 2), optimizer, group=group(2), shard=shard
+    )
+    step(step.init(jnp.zeros(2)), np.ones((4, 2), np.float32))
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == ["leaf [-1. -1.]", "sum -2.0", "sum -2.0"]
+
+
+@both
 def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups, shard: Any):
     step = fddp.train_step(
         loss_fn, optax.adam(0.1), group=group(3), shard=shard, ignore=lambda name: name == "w"

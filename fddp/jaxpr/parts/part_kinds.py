@@ -200,7 +200,7 @@ def _total(eqn: JaxprEqn, inputs: Sequence[Kind]) -> Total | None:
         inputs = [kind for kind, atom in zip(inputs, eqn.invars) if not _zero(atom)]
     totals = [kind for kind in inputs if isinstance(kind, Total)]
     same = [kind for kind in inputs if isinstance(kind, Same)]
-    if not totals or len(totals) + len(same) < len(inputs):
+    if not eqn.outvars or not totals or len(totals) + len(same) < len(inputs):
         return None
     result = form_of(eqn.outvars[0])
     if result.size != 1:

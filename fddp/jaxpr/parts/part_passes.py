@@ -12,7 +12,7 @@ al., "Muon is Scalable for LLM Training" (2025), which gathers each matrix.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, branches
+from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, acts, branches
 from fddp.jaxpr.cost import operations
 from fddp.jaxpr.equations import form_of, outputs_of, read_by, straighten, variables
 from fddp.jaxpr.parts.part_kinds import (
@@ -150,7 +150,9 @@ def _on_parts(
             totals.update(dict.fromkeys(map(eqn.invars.__getitem__, missing)))
             if not missing:
                 results = _result_kinds(eqn, inputs)
-                if not any(map(is_whole, results)):
+                # An equation without results, such as a print, needs whole arrays.
+                acts_on_leaves = not results and source_leaves(inputs)
+                if not acts_on_leaves and not any(map(is_whole, results)):
                     steps.append(OnParts(eqn, inputs, results))
                     var_kinds.update(zip(eqn.outvars, results))
                     continue
@@ -187,7 +189,7 @@ def _visits(
     for leaf, home_eqns in by_leaf.items():
         brings = list(filter(used.__contains__, outputs_of(home_eqns)))
         outer = [var for var in read_by(home_eqns) if var not in leaf_of]
-        if brings:
+        if brings or any(map(acts, home_eqns)):
             takes = [var for var in outer if isinstance(var_kinds[var], Follows)]
             visits.append(Visit(leaf, home_eqns, takes, brings))
     for visit in visits:
