@@ -292,6 +292,21 @@ def test_an_update_that_mixes_layers_waits_for_all_slices(group, x64):
     compare(params, plain(loss, optimizer, weights()))
 
 
+@pytest.mark.steps
+def test_an_update_may_print_the_gradient_of_a_single_layer(group, capfd):
+    def printing(updates: Any, params: Any) -> Any:
+        del params
+        jax.debug.print("layer {}", jnp.sum(updates["layers"][0]))
+        return updates
+
+    optimizer = optax.chain(optax.stateless(printing), optax.sgd(0.5))
+    loss = lambda p, x: jnp.sum(jax.lax.scan(lambda x, w: (x + w, None), x, p["layers"])[0])  # noqa: E731
+    step = fddp.train_step(loss, optimizer, group=group(1), schedule="staged", bucket_cap_mb=0)
+    step(step.init({"layers": jnp.ones((4, 3))}), jnp.ones((2, 3)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "layer 6.0\n"
+
+
 @pytest.mark.quick("staged")
 @pytest.mark.steps
 @pytest.mark.parametrize("schedule", ["staged", "eager"])

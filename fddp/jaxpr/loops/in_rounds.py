@@ -81,21 +81,18 @@ def _reading_last(
     Otherwise the reads would keep the memory from being overwritten.
     """
 
+    main = list[JaxprEqn]()
+    final = list[JaxprEqn]()
+
     def through(eqn: JaxprEqn, inputs: list[bool]) -> list[bool]:
         span = along_first_dim(eqn)
-        reads = any(span in bounds.get(var, ()) for var in variables(eqn.invars))
-        return [any(inputs) or reads] * len(eqn.outvars)
+        reads = any(inputs) or any(span in bounds.get(v, ()) for v in variables(eqn.invars))
+        (final if reads else main).append(eqn)
+        return [reads] * len(eqn.outvars)
 
     reads_slice = flow(jaxpr, [False] * len(jaxpr.invars), through, lambda atom: False)
     if any(map(reads_slice, written)):
         return list(jaxpr.eqns), []
-    main = list[JaxprEqn]()
-    final = list[JaxprEqn]()
-    for eqn in jaxpr.eqns:
-        if any(map(reads_slice, eqn.outvars[:1])):
-            final.append(eqn)
-        else:
-            main.append(eqn)
     return main, final
 
 
