@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -17,6 +17,9 @@ MARK_BYTES = 12
 LINE_ENDS = (b"\n", b"\r")  # a progress bar ends its lines with \r
 LONGEST = 2**16
 GREETING = re.compile(rb"\[Gloo\] Rank \d+ is connected to ")  # XLA always prints it
+LOOK_S = 0.05
+# Held while a line is written: lines of several ranks do not mix.
+_writing = {"stdout": threading.Lock(), "stderr": threading.Lock()}
 
 
 def shown(
@@ -28,7 +31,8 @@ def shown(
     `ending`.
     """
 
-    def copy(stream: IO[bytes], out: IO[bytes] | None) -> None:
+    def copy(stream: IO[bytes], name: str) -> None:
+        out = getattr(sys, name)  # None if a shell has closed it
         with stream:
             for line in _of_each_rank(stream, prefix.encode()):
                 if FLIGHT in line:
@@ -36,23 +40,41 @@ def shown(
                 if out is None:
                     continue
                 try:
-                    out.write(line)  # one write: lines of several ranks do not mix
-                    out.flush()
+                    with _writing[name]:
+                        _write(out.fileno(), line)
                 except OSError as error:  # a full disk, or no reader: the ranks continue
                     with Path(os.devnull).open("wb") as nowhere:
-                        os.dup2(nowhere.fileno(), out.fileno())  # also drops the buffered rest
+                        os.dup2(nowhere.fileno(), out.fileno())
                     with suppress(OSError):
                         print_line(
                             f"the output of the ranks is lost from now on: {error.strerror}."
                         )
 
-    # A shell may close both.
-    outs = [getattr(stream, "buffer", None) for stream in (sys.stdout, sys.stderr)]
-    pairs = zip((process.stdout, process.stderr), outs)
+    pairs = zip((process.stdout, process.stderr), _writing)
     threads = [threading.Thread(target=copy, args=pair, daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
     return threads
+
+
+def drain(readers: Iterable[threading.Thread], limit_s: float, signals: Sequence[int]) -> None:
+    """Waits for the rest of the output, until a signal arrives.
+
+    Time in which a line is being written does not count towards the limit: a process that outlives
+    its rank may hold the output open, and the reader of this process may be slow.
+    """
+    received = len(signals)
+    for reader in readers:
+        while reader.is_alive() and limit_s > 0 and len(signals) == received:
+            reader.join(LOOK_S)
+            if not any(lock.locked() for lock in _writing.values()):
+                limit_s -= LOOK_S
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    """Writes without a buffer: Python aborts at its end if a thread holds the lock of one."""
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _of_each_rank(stream: IO[bytes], rank: bytes) -> Iterator[bytes]:

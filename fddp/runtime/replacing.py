@@ -17,11 +17,10 @@ from typing import NamedTuple
 
 from fddp.runtime.children import collect_signals, describe_end, exit_code, exit_status, kill_groups
 from fddp.runtime.launchers import worlds
-from fddp.runtime.output import print_line, shown
+from fddp.runtime.output import LOOK_S, drain, print_line, shown
 from fddp.runtime.supervisor import (
     END_S,
     ENDING,
-    LOOK_S,
     PAUSE_S,
     Job,
     forward,
@@ -63,6 +62,7 @@ def supervise_ranks(job: Job) -> int:
             return ranks.watch(signals)
         finally:
             ranks.kill()
+            drain(ranks.readers, END_S, signals)
 
 
 class _Ranks:
@@ -75,6 +75,7 @@ class _Ranks:
         self._failures: dict[str, list[float]] = {}
         self._due = dict.fromkeys(range(job.ranks), 0.0)  # rank → when to start it
         self._running = dict[int, Running]()
+        self.readers = list[threading.Thread]()
         self._restarts = 0
         self._quick_failures = dict.fromkeys(range(job.ranks), 0)
 
@@ -145,7 +146,7 @@ class _Ranks:
             job = replace(self._job, ranks=1, least=1, hosts=(host,))
             words = [*on_hosts(job, [host], [FOLDER, *self._worlds[rank]]), *words]
         process = start_process(words, {**self._env, **self._worlds[rank]})
-        shown(process, f"[{rank}] ", threading.Event())
+        self.readers += shown(process, f"[{rank}] ", threading.Event())
         self._running[rank] = Running(process, host, now)
 
     def _host(self, rank: int, now: float) -> str | None:

@@ -28,9 +28,8 @@ from fddp.runtime.children import collect_signals, describe_end, exit_code, exit
 from fddp.runtime.cores import cores_for
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
-from fddp.runtime.output import print_line, shown
+from fddp.runtime.output import LOOK_S, drain, print_line, shown
 
-LOOK_S = 0.05
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # from a scheduler, or from the keyboard
 END_S = 10.0  # the watchers end a job sooner
 ANSWER_S = 10.0
@@ -167,8 +166,7 @@ def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[i
         for process in processes:
             with suppress(subprocess.TimeoutExpired):  # another user's process is not killed
                 process.wait(END_S)
-    for reader in readers:
-        reader.join(END_S)  # a watcher may outlive its rank, and prints last
+    drain(readers, END_S, signals)  # a watcher may outlive its rank, and prints last
     if first is None:
         return Ended(0, "all ranks ended")
     code = processes[first].returncode

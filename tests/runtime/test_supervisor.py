@@ -95,6 +95,42 @@ def test_ranks_go_on_when_nothing_takes_their_output(tmp_path: Path):
         (tmp_path / "end").unlink()
 
 
+def impatient(script: Path, *words: str) -> subprocess.Popen[bytes]:
+    """Starts `fddp run` of one rank, with half a second for the rest of its output."""
+    words = ("run", *words, "--by", "processes", "-n", "1", str(script))
+    patched = (
+        "from fddp.__main__ import main; from fddp.runtime import replacing, supervisor; "
+        f"replacing.END_S = supervisor.END_S = 0.5; raise SystemExit(main({words}))"
+    )
+    return subprocess.Popen(
+        [*PYTHON, patched], env=os.environ | ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.parametrize("words", [(), ("--elastic",)], ids=["together", "elastic"])
+def test_a_slow_reader_receives_all_output_after_the_end_of_the_ranks(
+    words: tuple[str, ...], tmp_path: Path
+):
+    script = tmp_path / "script.py"
+    script.write_text("for k in range(10_000): print('line', k)")
+    with impatient(script, *words) as job:
+        assert job.stdout and job.stderr and job.stdout.readline().endswith(b"line 0\n")
+        time.sleep(3)
+        out, err = job.stdout.read(), job.stderr.read()
+    assert (job.returncode, err, out.count(b"\n")) == (0, b"", 9_999)
+
+
+def test_a_process_that_outlives_its_rank_and_prints_does_not_delay_the_end(tmp_path: Path):
+    script = tmp_path / "script.py"
+    prints = "for k in $(seq 80); do echo alive; sleep 0.1; done"
+    script.write_text(
+        f"import subprocess; subprocess.Popen({prints!r}, shell=True, start_new_session=True)"
+    )
+    with impatient(script) as job:
+        out, _ = job.communicate(timeout=60)
+    assert job.returncode == 0 and out.count(b"alive") < 60
+
+
 def test_no_rank_outlives_fddp_run_though_it_is_killed(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
