@@ -19,7 +19,7 @@ import jax
 import jax.extend.backend
 import numpy as np
 
-from fddp.comm import Group, unwatched, world_group
+from fddp.comm import Group, Journal, world_group
 from fddp.elastic.views import View
 from fddp.jax_internals import connect_to_service, leave_service
 from fddp.runtime import all_devices, start_service
@@ -51,7 +51,7 @@ class JaxWorld(NamedTuple):
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-def form_world(view: View, rank: int) -> JaxWorld:
+def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     """Joins the other members of a view.
 
     Raises:
@@ -60,7 +60,7 @@ def form_world(view: View, rank: int) -> JaxWorld:
     before = {name for connection, name in _connections() if connection.close() is None}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     connect_to_service(view.service, rank, len(view.members), MEET_S)
-    group = replace(world_group(all_devices("gloo")), backend="gloo", journal=unwatched())
+    group = replace(world_group(all_devices("gloo")), backend="gloo", journal=journal)
     group.barrier()
     # Gloo connects at the first message of each communicator.
     payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)

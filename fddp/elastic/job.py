@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from fddp.comm import Group
+from fddp.comm import Group, unwatched
 from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_meeting
 from fddp.elastic.meeting_place import (
     address_of,
@@ -46,6 +46,7 @@ class ElasticJob:
         limits = Limits(launch.size, min(SILENCE_S, stall_s), stall_s, tie)
         self._timeout_s, self._stall_s = timeout_s, stall_s
         self._world: JaxWorld | None = None
+        self._journal = unwatched()
         self.view = View(0, ())
         founds = launch.rank == 0 and not is_founded(launch.coordinator)
         host = host_towards(known_addresses(launch.coordinator))
@@ -105,7 +106,8 @@ class ElasticJob:
             if self.membership.regroups():  # a rank was lost since
                 continue
             try:
-                self._world = form_world(view, view.members.index(self.membership.me))
+                rank = view.members.index(self.membership.me)
+                self._world = form_world(view, rank, self._journal)
             except Exception as error:
                 if not (from_transport(error) and self.membership.regroups(REASON_S)):
                     raise

@@ -61,6 +61,12 @@ def test_ranks_die_one_of_them_rank_0_and_the_bits_are_those_of_a_calm_run(tmp_p
 
 
 @pytest.mark.ranks
+def test_sigterm_stops_the_loop_after_ranks_have_changed(tmp_path: Path):
+    ends, _ = results(tmp_path, 2, {}, {"1": ["kill", 5]})
+    assert all(1 in end["sizes"] and end["preempted"] for end in ends if len(end["sizes"]) == STEPS)
+
+
+@pytest.mark.ranks
 def test_two_ranks_die_at_once_and_one_while_the_others_regroup(tmp_path: Path):
     faults = {"1": ["kill", 5], "2": ["kill", 5], "3": ["kill between", 0]}
     ends, _ = results(tmp_path, 4, VIRTUAL, faults)

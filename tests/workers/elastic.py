@@ -1,7 +1,8 @@
 """One rank of an elastic job with faults on purpose: `elastic.py FOLDER STEPS OPTIONS FAULTS`.
 
 OPTIONS are those of the step, and FAULTS maps a rank to [kind, step], both as JSON. A rank that
-starts again has no fault. Prints the numbers of replicas of the steps, and the digest of the state.
+starts again has no fault. Prints the numbers of replicas of the steps, the digest of the state, and
+whether SIGTERM still stops the loop.
 """
 
 import ctypes
@@ -105,11 +106,13 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
         if trainer.number == at and not met.exists():
             met.touch()
             fault(kind)
+        fddp.preempted()
         trainer.step(lambda group: rows_of(trainer.number, group, chosen))
         sizes.append(trainer.group.size)
     kernel = np.asarray(jax.device_get(fddp.whole(trainer.state.params)["a"])).tolist()
     end = {"refusal": refusal, "sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}
-    print(json.dumps(end | {"stats": trainer.stats()}))
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(json.dumps(end | {"stats": trainer.stats(), "preempted": fddp.preempted()}))
 
 
 if __name__ == "__main__":
