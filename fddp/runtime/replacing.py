@@ -5,6 +5,7 @@ used for a while.
 """
 
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -113,10 +114,11 @@ class _Ranks:
             for number in signals[forwarded:]:
                 self._due.clear()
                 forward([running.process for running in self._running.values()], number)
-                deadline = min(deadline, now + END_S)
+                if number != signal.SIGTERM:  # after which a script saves its state
+                    deadline = min(deadline, now + END_S)
                 forwarded += 1
             if now > deadline:
-                self.kill()
+                kill_groups(running.process.pid for running in self._running.values())
             time.sleep(LOOK_S)
 
     def kill(self) -> None:

@@ -131,6 +131,24 @@ def test_a_process_that_outlives_its_rank_and_prints_does_not_delay_the_end(tmp_
     assert job.returncode == 0 and out.count(b"alive") < 60
 
 
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 5), (signal.SIGINT, 128 + 9)], ids=["TERM", "INT"]
+)
+def test_a_rank_of_an_elastic_job_has_unlimited_time_after_sigterm_alone(
+    number: int, code: int, tmp_path: Path
+):
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import signal, sys, time\nsignal.signal({int(number)}, lambda *_: print('saves'))\n"
+        "print('trains', flush=True)\ntime.sleep(3)\nsys.exit(5)"
+    )
+    with impatient(script, "--elastic") as job:
+        assert job.stdout and job.stderr and job.stdout.readline() == b"[0] trains\n"
+        job.send_signal(number)
+        err = job.stderr.read().decode()
+    assert job.returncode == code and "Traceback" not in err, err
+
+
 def test_no_rank_outlives_fddp_run_though_it_is_killed(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
