@@ -52,8 +52,8 @@ BREAK: dict[str, Callable[[], None]] = {
     **{name: function for name, (function, _) in FAULTS.items()},
     "os._exit": lambda: os._exit(7),  # a rank that ends with 0 has reached its end
 }
-# Kinds that end a rank with an exit code, not by a signal.
-EXITS = {"raise", "SystemExit", "os._exit"}
+# Kinds that end a rank by itself, and not by `fddp run`.
+EXITS = {"SIGKILL", "SIGSEGV", "raise", "SystemExit", "os._exit"}
 
 
 @dataclass

@@ -78,6 +78,7 @@ class _Ranks:
         self._running = dict[int, Running]()
         self.readers = list[threading.Thread]()
         self._restarts = 0
+        self._silenced = set[int]()  # processes that `_end_lost` has ended
         self._quick_failures = dict.fromkeys(range(job.ranks), 0)
 
     def watch(self, signals: list[int]) -> int:
@@ -136,6 +137,7 @@ class _Ranks:
             running = self._running.get(int(rank))
             if running and running.process.pid == int(process):
                 print_line(f"rank {rank} is silent or stuck: it is ended.")
+                self._silenced.add(int(process))
                 kill_groups([int(process)])
 
     def _start(self, rank: int, now: float) -> None:
@@ -163,7 +165,8 @@ class _Ranks:
 
     def _fail(self, rank: int, running: Running, status: int, *, again: bool) -> None:
         now = time.monotonic()
-        soon = status > 0 and now - running.since < SOON_S
+        silenced = running.process.pid in self._silenced
+        soon = not silenced and now - running.since < SOON_S
         self._quick_failures[rank] = self._quick_failures[rank] + 1 if soon else 0
         place = f" on {running.host}" if running.host else ""
         words = f"rank {rank}{place} ended {describe_end(status)}"

@@ -288,6 +288,17 @@ def test_a_rank_of_an_elastic_job_leaves_a_host_on_which_it_failed_twice(
     assert err.count("rank 0 on a ended with exit code 3: it starts again") == 2
 
 
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.abort()"])
+def test_a_rank_of_an_elastic_job_that_fails_at_once_starts_three_times(
+    end: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("fddp.runtime.replacing.PAUSE_S", 0.0)
+    script = f"import os, sys, time; (time.sleep(2) if os.environ['FDDP_RANK'] == '0' else {end})"
+    assert supervise_ranks(Job([*PYTHON, script], 2, restarts=9)) == 0
+    err = capfd.readouterr().err
+    assert "soon after 3 starts, and is not started again" in err and "restart 3" not in err
+
+
 @pytest.mark.steps
 def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
