@@ -8,8 +8,8 @@ Source: in-memory checkpoints of neighbours, Wang et al., "Gemini" (SOSP 2023).
 
 import pickle
 import socket
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import IO
 
@@ -28,8 +28,8 @@ class Copies:
 
     def __init__(self, uid: str) -> None:
         self._uid = uid
-        self._thread = ThreadPoolExecutor(1, "fddp-copies")
-        self._under_way: Future[None] | None = None
+        self._sending = threading.Lock()
+        self._under_way: threading.Thread | None = None
         self._connection: socket.socket | None = None
         self._store: Store = {}
 
@@ -52,13 +52,15 @@ class Copies:
 
         If that member is lost, the part is not sent, and the members regroup.
         """
-        self._under_way = self._thread.submit(self._send, held_state, call)
+        # Python waits at its end for threads that are no daemons, before it calls `atexit`.
+        thread = threading.Thread(target=self._send, args=(held_state, call), daemon=True)
+        thread.start()
+        self._under_way = thread
 
     def wait(self, given_up: Callable[[], bool]) -> None:
         """Waits until the last part has arrived, or the members regroup."""
-        while self._under_way and not given_up():
-            if wait([self._under_way], LOOK_S).done:
-                return
+        while self._under_way and self._under_way.is_alive() and not given_up():
+            self._under_way.join(LOOK_S)
 
     def receive(self, uid: str, connection: socket.socket, stream: IO[bytes]) -> None:
         """Stores the copies of another member until the connection ends."""
@@ -86,16 +88,19 @@ class Copies:
     def _send(self, held_state: HeldState, call: Call) -> None:
         # The other member has the leaves that are whole.
         data = pickle.dumps(held_state._replace(forms={}, leaves={}), protocol=5)
-        try:
-            if self._connection is None:
-                _, self._connection, _ = call()
-                self._connection.settimeout(None)
-            self._connection.sendall(len(data).to_bytes(SIZE_BYTES))
-            self._connection.sendall(data)
-            if self._connection.recv(1) != RECEIVED:
+        with self._sending:
+            try:
+                connection = self._connection  # `disconnect` may drop it at any time
+                if connection is None:
+                    _, connection, _ = call()
+                    connection.settimeout(None)
+                    self._connection = connection
+                connection.sendall(len(data).to_bytes(SIZE_BYTES))
+                connection.sendall(data)
+                if connection.recv(1) != RECEIVED:
+                    self._connection = None
+            except OSError:
                 self._connection = None
-        except OSError:
-            self._connection = None
 
     def _put(self, uid: str, held_state: HeldState) -> None:
         self._store[uid, held_state.version] = held_state

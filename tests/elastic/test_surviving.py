@@ -121,6 +121,20 @@ def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(
     np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
 
 
+def test_an_error_ends_a_rank_whose_copy_does_not_arrive():
+    script = (
+        "import socket\n"
+        "from fddp.elastic.held_state import HeldState\n"
+        "from fddp.elastic.neighbours import Copies\n"
+        "ends = socket.socketpair()\n"
+        "Copies('x').send(HeldState((1, 1), (), {}, {}, {}), lambda: ('y', ends[0], None))\n"
+        "ends[1].recv(1)\n"
+        "raise RuntimeError('too few ranks remain')"
+    )
+    outcome = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, timeout=60)
+    assert outcome.returncode == 1 and b"too few ranks remain" in outcome.stderr
+
+
 def test_a_job_with_gpus_cannot_be_elastic(monkeypatch: pytest.MonkeyPatch):
     """NCCL's communicators form by JAX's coordination service, which elastic ranks leave."""
     with pytest.raises(ValueError, match="NCCL connects through JAX's coordination service"):
