@@ -128,8 +128,15 @@ def leave(after_s: float = 0.0) -> None:
 
     It waits `after_s` seconds before, as other ranks may end by themselves.
     """
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # closed, or without a reader
-            stream.flush()
+    flush_output()
     time.sleep(after_s)
     os._exit(1)
+
+
+def flush_output(report: str = "") -> None:
+    """Writes a report, and flushes both streams; one may be closed, full or without a reader."""
+    for stream, text in ((sys.stderr, report), (sys.stdout, "")):
+        with suppress(AttributeError, OSError, ValueError):
+            # A single write, so that lines of several ranks do not interleave.
+            stream.write(text)
+            stream.flush()

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from fddp.comm import leave
+from fddp.comm import flush_output, leave
 from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.launchers import worlds
 from fddp.runtime.world import fails
@@ -244,8 +244,7 @@ def _run(work: bytes, pipe: Connection) -> None:
         pipe.send((DONE, _packed(fn, fn(*args))))
     except BaseException as error:  # sys.exit too: the function has not returned
         if fails(error):
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
+            flush_output()
             pipe.send((FAILED, traceback.format_exc()))
             time.sleep(END_S)  # until it is killed; if it left, the watchers would report that
         leave()

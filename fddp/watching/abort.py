@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Journal, leave, poll
+from fddp.comm import Journal, flush_output, leave, poll
 from fddp.watching.watcher.shared_memory import FAILED
 
 GRACE_S = 5.0
@@ -50,7 +50,7 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
         together = ending.all_failed(grace_s)
         if together and rank:
             report = short_report
-        _write(report)
+        flush_output(report)
         if not together:
             ending.abort()
 
@@ -65,7 +65,7 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
         journal.say(FAILED)
         cause = ending.cause()
         if cause is not None:
-            _write(f"{name} ends because of {cause}\n")
+            flush_output(f"{name} ends because of {cause}\n")
             ending.abort()
         message = f"{kind.__name__}: {error}"
         details = "".join(traceback.format_exception(kind, error, trace))
@@ -103,10 +103,3 @@ def read_grace(env: Mapping[str, str]) -> float:
     if not 0 <= seconds < math.inf:
         raise ValueError(f"FDDP_GRACE_S must be a number of seconds of 0 or more, got {text!r}.")
     return seconds
-
-
-def _write(text: str) -> None:
-    # A single write, so that lines of several ranks do not interleave.
-    sys.stderr.write(text)
-    sys.stderr.flush()
-    sys.stdout.flush()

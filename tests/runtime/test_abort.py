@@ -3,6 +3,9 @@
 `test_watcher.py` has ranks that die, leave or are stuck.
 """
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,21 @@ def test_a_keyboards_interrupt_of_one_rank_ends_all_without_a_traceback(
     outputs = failed_outputs(tmp_path, backend, "interrupted")
     assert outputs[1].startswith("fddp: rank 1 of 2 was interrupted.\n")
     assert "Traceback" not in "".join(outputs)
+
+
+def test_an_error_ends_the_world_though_nothing_takes_the_output():
+    script = (
+        "import os, sys\n"
+        "from fddp.comm import Journal\n"
+        "from fddp.watching import Ending, end_together\n"
+        "parts = lambda _: None, lambda _: False, lambda: None, lambda: os._exit(7)\n"
+        "end_together(0, 2, Ending(*parts), Journal())\n"
+        "sys.stdout.write('progress')\n"
+        "raise RuntimeError('on purpose')"
+    )
+    env = os.environ | {"FDDP_GRACE_S": "0", "PYTHONUNBUFFERED": ""}
+    with Path("/dev/full").open("w") as full:
+        outcome = subprocess.run(
+            [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, env=env, timeout=60
+        )
+    assert outcome.returncode == 7 and b"RuntimeError: on purpose" in outcome.stderr

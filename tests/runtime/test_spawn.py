@@ -150,6 +150,25 @@ def test_a_rank_that_leaves_without_a_result_has_failed_whatever_its_exit_code(
         fddp.launch(leave, 1, code, timeout_s=END_S)
 
 
+def without_reader() -> None:
+    """Fails with lines in its buffer that no process takes."""
+    reader, writer = os.pipe()
+    os.dup2(writer, 1)
+    os.close(writer)
+    os.close(reader)
+    sys.stdout.write("progress")
+    raise ArithmeticError("on purpose")
+
+
+@pytest.mark.ranks
+def test_the_error_of_a_rank_without_a_reader_of_its_output_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0 of 1 failed:.*ArithmeticError"):
+        fddp.launch(without_reader, 1, timeout_s=END_S)
+
+
 @pytest.mark.ranks
 def test_ranks_that_have_not_ended_in_time_are_ended():
     before = multiprocessing.active_children()
