@@ -14,6 +14,7 @@ from jaxtyping import PyTree, UInt8
 
 from fddp.comm.chunked_collectives import GLOO_BYTES, gather_in_pieces, scattered
 from fddp.comm.communicator import ByLevel, Communicator, axis_communicator
+from fddp.comm.device_caches import device_cache
 from fddp.comm.group import Group
 from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
@@ -115,7 +116,7 @@ def _subgroup(
     return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
 
 
-@functools.cache
+@device_cache
 def _lane(devices: frozenset[Any]) -> Lane:
     """Returns one lane for all groups of the same devices, as XLA has one Gloo communicator."""
     del devices

@@ -10,11 +10,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from fddp.comm.device_caches import device_cache
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, holding, placed, placed_alike
 from fddp.jax_internals import CPU_OPTIONS, GPU_OPTIONS, over_axes
 
 
-@functools.cache
+@device_cache
 def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
     """Makes the placement of replicas along one axis; a replica's devices lie along the others."""
     single = mesh.shape[axis_name] == mesh.size  # a replica is one device

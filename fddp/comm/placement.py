@@ -7,7 +7,6 @@ along one axis of a mesh; the user places arrays along its other axes like any J
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from fddp.comm.device_caches import device_cache
 from fddp.jax_internals import (
     MESH_ERRORS,
     ClosedJaxpr,
@@ -261,7 +261,7 @@ def whole_here(x: Any) -> Any:
     return _replicating(sharding.mesh)(x)
 
 
-@cache
+@device_cache
 def _replicating(mesh: Mesh) -> Any:
     """Makes a program per mesh, not per array."""
     replicated = NamedSharding(mesh, REPLICATED)

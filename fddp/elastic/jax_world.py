@@ -19,7 +19,7 @@ import jax
 import jax.extend.backend
 import numpy as np
 
-from fddp.comm import Group, Journal, world_group
+from fddp.comm import Group, Journal, forget_device_caches, world_group
 from fddp.elastic.views import View
 from fddp.jax_internals import connect_to_service, leave_service
 from fddp.runtime import all_devices, start_service
@@ -78,6 +78,7 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
 
 def forget_devices() -> None:
     """Forgets the devices of a world; all arrays and programs on them become invalid."""
+    forget_device_caches()
     jax.clear_caches()
     jax.extend.backend.clear_backends()
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.buckets import Layout, Shard, map_shards, shards_of
-from fddp.comm import REPLICATED, Group, from_hosted, hosted
+from fddp.comm import REPLICATED, Group, device_cache, from_hosted, hosted
 from fddp.jax_internals import awaited, resharded, without_context_mesh
 from fddp.runtime import group_of
 
@@ -111,7 +111,7 @@ def _check(fits: bool, holders: str, group: Group) -> None:
         )
 
 
-@cache
+@device_cache
 def _of_ranks(ranks: tuple[int, ...]) -> Group:
     """The group of these processes of the job; cached, since a group holds communicators."""
     world = group_of("whole", None)
@@ -155,7 +155,7 @@ def _mean(x: jax.Array, form: Shard) -> jax.Array:
     return copies[0]
 
 
-@cache
+@device_cache
 def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -> Any:
     """Makes the program that joins parts; arrays cut within a replica remain cut."""
     if all(form.nodes is None or form.copies for form in forms):

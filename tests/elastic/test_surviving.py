@@ -121,6 +121,29 @@ def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(
     np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
 
 
+def test_a_world_that_has_ended_leaves_no_threads():
+    script = (
+        "import gc, jax, numpy as np\n"
+        "from pathlib import Path\n"
+        "from fddp.comm import world_group\n"
+        "from fddp.elastic.jax_world import forget_devices\n"
+        "for _ in range(4):\n"
+        "    group = world_group(jax.devices())\n"
+        "    placement = group.placement\n"
+        "    x = placement.place(np.ones(1, np.float32), placement.per_replica)\n"
+        "    group.lane.carriers(group.transport, group.clone)\n"
+        "    jax.block_until_ready(group.transport.all_reduce(x))\n"
+        "    del group, placement, x\n"
+        "    forget_devices()\n"
+        "    gc.collect()\n"
+        "    print(len(list(Path('/proc/self/task').iterdir())))"
+    )
+    words = [sys.executable, "-c", script]
+    outcome = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    _, second, *_, last = outcome.stdout.split()
+    assert second == last, outcome.stdout
+
+
 def test_an_error_ends_a_rank_whose_copy_does_not_arrive():
     script = (
         "import socket\n"
