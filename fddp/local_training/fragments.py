@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import BucketPlan, Messages, is_shard, place_scalars, scalar_dtype
+from fddp.buckets import BucketPlan, Messages, is_shard, scalar_dtype
 from fddp.comm import Communicator
 from fddp.hooks import Reduction
 from fddp.jaxpr import with_trained
@@ -91,9 +91,7 @@ class Fragment:
         """Its messages between islands."""
         num_parts = self.steps.replicas(self.replica.group.parts)
         buckets = tuple(self.of.buckets[k] for k in self.numbers)
-        plan = place_scalars(
-            replace(self.of, buckets=buckets, parts=num_parts), self.scalars, exact=False
-        )
+        plan = replace(self.of, buckets=buckets, parts=num_parts)
 
         def named(reduction: Reduction) -> Reduction:
             if reduction.bucket is None:
