@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from fddp.comm import AXIS
 from fddp.jax_internals import rows_here
 from fddp.jaxpr import differentiable
-from fddp.losses import Pending, check_callable, contribute, make_objective
+from fddp.losses import Pending, check_callable, contribute, folded, make_objective
 from fddp.step import check_arrays, check_rows
 from fddp.wording import leaf_name
 
@@ -148,11 +148,10 @@ def check(
     single = jax.tree.map(lambda x: x[None], even)
     contiguous = jax.tree.map(lambda x: x.reshape(2, half, *x.shape[1:]), even)
     strided = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(half, 2, *x.shape[1:]), 0, 1), even)
-    full = mean_of(single, rng)
-    redrawn = full
-    if rng is not None:
-        redrawn = mean_of(single, jax.tree.map(_another, rng))
-    halves = [mean_of(contiguous, rng), mean_of(strided, rng)]
+    key = folded(rng, 0, 0, 0)
+    full = mean_of(single, key)
+    redrawn = full if rng is None else mean_of(single, folded(rng, 1, 0, 0))
+    halves = [mean_of(contiguous, key), mean_of(strided, key)]
     return _compared(names, 2 * half, full, halves, redrawn)
 
 
@@ -201,9 +200,3 @@ def _factor(full: list[jax.Array], halves: list[list[jax.Array]]) -> float | Non
 
 def _flat(grads: list[jax.Array]) -> np.ndarray:
     return np.concatenate([np.asarray(g, complex).reshape(-1) for g in grads])
-
-
-def _another(key: Any) -> Any:
-    if jnp.issubdtype(jnp.result_type(key), jax.dtypes.prng_key):
-        return jax.random.fold_in(key, 1)
-    return key

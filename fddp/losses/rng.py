@@ -8,7 +8,7 @@ from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import ArrayLike, Int, PyTree
 
 
 class Shared(NamedTuple):
@@ -28,7 +28,10 @@ class Shared(NamedTuple):
 
 
 def folded(
-    rng: PyTree, step: Int[Array, ""], micro_batch: Int[Array, ""], replica: Int[Array, ""]
+    rng: PyTree,
+    step: Int[ArrayLike, ""],
+    micro_batch: Int[ArrayLike, ""],
+    replica: Int[ArrayLike, ""],
 ) -> Any:
     """Returns the plain keys of one micro-batch of one replica, from a tree of keys or None.
 

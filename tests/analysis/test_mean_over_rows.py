@@ -98,11 +98,13 @@ def test_the_leaves_that_differ_are_named_the_largest_first():
     assert verdict.leaves[0][1] == pytest.approx(0.5)
 
 
-def test_random_numbers_are_no_reason_and_hide_no_sum():
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("kind", [lambda key: key, fddp.Shared], ids=["alone", "shared"])
+def test_random_numbers_are_no_reason_and_hide_no_sum(kind: Any, make: Callable[[int], Any]):
     def loss_fn(w: Any, b: Any, rng: Any) -> Any:
         return jnp.mean((b["x"] @ w) ** 2 * jax.random.bernoulli(rng, 0.5, (len(b["x"]),)))
 
-    verdict = fddp.check(loss_fn, W, BATCH, rng=jax.random.key(0))
+    verdict = fddp.check(loss_fn, W, BATCH, rng=kind(make(0)))
     assert (
         verdict.equal and verdict.random and "as far as its random numbers let see" in str(verdict)
     )
@@ -110,7 +112,7 @@ def test_random_numbers_are_no_reason_and_hide_no_sum():
         lambda w, b, rng: loss_fn(w, b, jax.random.key(1)) * ROWS**2,
         W,
         BATCH,
-        rng=jax.random.key(0),
+        rng=kind(make(0)),
     )
     assert not shared.random
 
