@@ -193,9 +193,18 @@ def _by_arrival(
     latest = 0
     for positions, result in zip(members, results):
         by_time = dict[int, set[int]]()
-        for position in positions:
-            time = max(map(when, jaxpr.eqns[position].invars), default=0)
-            by_time.setdefault(max(latest, time), set()).add(position)
+        times = dict[Var, int]()
+        acting = list[tuple[JaxprEqn, int]]()
+        for position in sorted(positions):
+            eqn = jaxpr.eqns[position]
+            inputs = [times.get(var, when(var)) for var in variables(eqn.invars)]
+            # Effects stay in order.
+            earlier = [time for other, time in acting if acts_alike(eqn, other)]
+            time = max([latest, *inputs, *earlier])
+            times.update(dict.fromkeys(eqn.outvars, time))
+            if acts(eqn):
+                acting.append((eqn, time))
+            by_time.setdefault(time, set()).add(position)
         latest = max([latest, *map(when, result), *by_time])
         for time in sorted({*by_time, latest}):
             stages.append(by_time.get(time, set()))

@@ -135,6 +135,22 @@ def test_what_acts_in_order_acts_in_the_same_order_in_stages():
     assert calls == ["first", "second", "third"]
 
 
+def test_what_acts_in_order_waits_for_the_late_input_of_what_acts_before():
+    calls = []
+
+    def program(late, early):
+        io_callback(lambda x: calls.append("first"), None, late, ordered=True)
+        second = lambda x: (calls.append("second"), np.asarray(x))[1]  # noqa: E731
+        return late, 2 * io_callback(
+            second, jax.ShapeDtypeStruct((), jnp.float32), early, ordered=True
+        )
+
+    closed = jax.make_jaxpr(program)(1.0, 2.0)
+    assert run_stages(cut(closed, [2], {0: 1}), closed, [1.0, 2.0]) == [1, 4]
+    jax.effects_barrier()
+    assert calls == ["first", "second"]
+
+
 def test_groups_must_hold_all_outputs():
     closed, _ = gradient_program()
     with pytest.raises(ValueError, match=r"5 outputs, got \[1, 1\]"):
