@@ -23,6 +23,9 @@ def grad_order(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> tuple
       Indices of the leaves of `params`, first ready first. Leaves without a gradient (integers)
       are omitted.
 
+    Raises:
+      ValueError: the loss has a collective.
+
     Example:
       >>> import jax.numpy as jnp
       >>> loss = lambda p, x: jnp.sum(jnp.tanh(x @ p["first"]) @ p["second"])
@@ -39,5 +42,13 @@ def grad_order(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> tuple
         return value[0] if isinstance(value, tuple) else value
 
     trainable, fixed = split_leaves(chosen, leaves)
-    closed = jax.make_jaxpr(jax.grad(loss))(trainable, fixed, *args)
+    try:
+        closed = jax.make_jaxpr(jax.grad(loss))(trainable, fixed, *args)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise ValueError(
+            f"grad_order: the loss has a collective ({error}), and no axis is bound here. Pass a "
+            "loss without collectives, or read the order from step.plan."
+        ) from None
     return tuple(chosen[k] for k in ready_order(closed, len(chosen)))

@@ -152,6 +152,12 @@ def test_what_is_done_to_all_parameters_before_the_first_layer_delays_no_gradien
     )
 
 
+def test_the_order_of_a_loss_with_a_collective_is_refused():
+    loss = lambda w, x: jnp.mean(w * x) - jax.lax.pmean(jnp.mean(w), "replica")  # noqa: E731
+    with pytest.raises(ValueError, match=r"grad_order: .*unbound axis name: replica"):
+        grad_order(loss, jnp.ones(2), jnp.ones(2))
+
+
 def test_further_arguments_are_passed_on():
     loss = lambda params, x, scale: chain("plain", "z", "a")(params, x) * scale  # noqa: E731
     assert order(loss, {"a": W, "z": W}, X, np.float32(2)) == ["a", "z"]
