@@ -30,7 +30,6 @@ from fddp.jaxpr.loops.in_rounds import in_rounds as in_rounds
 from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
 from fddp.jaxpr.loops.readings import in_readings as in_readings
 from fddp.jaxpr.loops.readings import run_in_readings as run_in_readings
-from fddp.jaxpr.loops.rounds import Stack as Stack
 from fddp.jaxpr.loops.rounds import in_slices as in_slices
 from fddp.jaxpr.loops.rounds import stacks as stacks
 from fddp.jaxpr.loops.row_origins import made_row_by_row as made_row_by_row

@@ -25,7 +25,7 @@ def split_leaves(chosen: Sequence[int], leaves: Sequence[Any]) -> tuple[list[Any
 
 
 def join_leaves(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
-    """Joins the leaves in their original order: the inverse of `split`."""
+    """Joins the leaves in their original order: the inverse of `split_leaves`."""
     leaves = list(fixed)
     for index, leaf in sorted(zip(chosen, trainable), key=itemgetter(0)):
         leaves.insert(index, leaf)

@@ -60,8 +60,8 @@ def tracked(
     A leaf is used if a path leads from it to the loss, whatever the gradient along it: a product
     with zero is a path. Integers, booleans and `stop_gradient` end a path. Only the branch taken
     counts (`vmap` takes all). A loop uses the leaves of all its rounds. A function with a custom
-    derivative also uses the inputs that its value ignores. Values and gradients are unchanged and
-    computed once. `f` must be traceable by `jit`, with arrays in `aux`.
+    derivative also uses the inputs that its value uses in no branch. Values and gradients are
+    unchanged and computed once. `f` must be traceable by `jit`, with arrays in `aux`.
 
     >>> import jax.numpy as jnp
     >>> f = lambda w: (jax.lax.cond(w[0] > 0, lambda: w[0] * w[1], lambda: w[0] * w[2]), w[3])

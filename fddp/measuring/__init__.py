@@ -1,6 +1,6 @@
 """Measurements and pictures of a step's time, and the statistics of DDP's log.
 
-This room imports step, schedules, optim, buckets, comm and jaxpr.
+This room imports step, schedules, buckets, comm and jaxpr.
 """
 
 from fddp.measuring.measurement import MeasuredStep as MeasuredStep
