@@ -124,8 +124,8 @@ class Links:
         try:
             connection.settimeout(PROOF_S)
             connection.sendall(challenge.encode() + b"\n")
-            lines = connection.makefile("rb")
-            purpose, uid, answer, proof = map(str, json.loads(lines.readline(MOST)))
+            line = _line_within(connection, PROOF_S)
+            purpose, uid, answer, proof = map(str, json.loads(line))
             if not signed(proof, purpose, challenge, answer, uid):
                 raise ConnectionError
             proof = signature(purpose, answer, challenge, self._uid)
@@ -133,6 +133,7 @@ class Links:
         except (OSError, ValueError, TypeError):
             connection.close()
             return
+        lines = connection.makefile("rb")
         if purpose == LINES:
             self._begin(uid, connection, lines)
         else:
@@ -151,3 +152,16 @@ class Links:
     def _read(self, link: Connection) -> None:
         link.read(self._handlers.on_line)
         self._handlers.on_end(link)
+
+
+def _line_within(connection: socket.socket, seconds: float) -> bytes:
+    """Receives the only line that has been sent; raises an OSError after some seconds in all."""
+    deadline = time.monotonic() + seconds
+    line = b""
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(deadline - time.monotonic(), 0.0))
+        received = connection.recv(MOST)
+        if not received or len(line) > MOST:
+            raise ConnectionResetError("no line")
+        line += received
+    return line

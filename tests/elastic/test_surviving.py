@@ -5,8 +5,10 @@ The truth is a run of one process, by `fddp.train_step` alone.
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -22,6 +24,7 @@ from runtime.test_supervisor import run
 from workers.elastic import PARAMS, digest, loss, rows_of
 
 import fddp
+from fddp.elastic.connections import Handlers, Links
 from fddp.runtime import FINISHED, FOLDER
 
 STEPS = 40
@@ -119,6 +122,17 @@ def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(
     ends, _ = results(tmp_path, 2, {"shard": "optimizer"}, {})
     assert all(end["sizes"] == [] for end in ends)
     np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
+
+
+def test_a_stranger_that_sends_single_bytes_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("fddp.elastic.connections.PROOF_S", 0.4)
+    links = Links("0-1-a", ("127.0.0.1", 0), Handlers(*[lambda *_: None] * 4))
+    with socket.create_connection(("127.0.0.1", links.port)) as stranger:
+        since = time.monotonic()
+        with pytest.raises(OSError):
+            while time.monotonic() < since + 5:
+                stranger.sendall(b"x")
+                time.sleep(0.1)
 
 
 def test_a_world_that_has_ended_leaves_no_threads():
