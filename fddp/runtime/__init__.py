@@ -1,7 +1,7 @@
 """Starts processes, joins them to one world and ends them together.
 
 The variables of a launcher give the rank of a process. The processes meet and choose a backend. An
-error on one rank ends all. This room imports comm.
+error on one rank ends all. This room imports comm and watching.
 """
 
 from fddp.runtime.coordinator import start_service as start_service

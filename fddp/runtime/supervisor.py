@@ -59,7 +59,7 @@ class Job:
     restarts: int = 0
     """Maximum number of restarts."""
     least: int = 1
-    """Minimum number of ranks for a restart."""
+    """Minimum number of ranks for a restart; with --elastic, for going on."""
     mpiexec: tuple[str, str | None] | None = None
     """The launcher and its vendor; None: child processes, which find each other by `FDDP_*`."""
 
