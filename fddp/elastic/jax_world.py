@@ -6,6 +6,7 @@ message, and leave it. The death of any member, or of all but one, then breaks m
 error that can be caught.
 """
 
+import gc
 import os
 import socket
 import subprocess
@@ -81,6 +82,7 @@ def forget_devices() -> None:
     forget_device_caches()
     jax.clear_caches()
     jax.extend.backend.clear_backends()
+    gc.collect()  # cycles of groups and steps hold XLA's client and its threads
 
 
 def _connections() -> Iterator[tuple[socket.socket, str]]:

@@ -102,11 +102,11 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
         make, PARAMS, checkpoints=lambda step: Saves(Path(folder, "saved"), step, every=10)
     )
     sizes = list[int]()
+    fddp.preempted()
     while trainer.number < int(steps):
         if trainer.number == at and not met.exists():
             met.touch()
             fault(kind)
-        fddp.preempted()
         trainer.step(lambda group: rows_of(trainer.number, group, chosen))
         sizes.append(trainer.group.size)
     kernel = np.asarray(jax.device_get(fddp.whole(trainer.state.params)["a"])).tolist()
