@@ -21,7 +21,7 @@ from bench.on_gpu.ahead import SHARDS, allocated, audit_figures, program_words
 from bench.on_gpu.machine import CAP_MB, RANKED, Machine, shared
 from bench.record import interleave, ratio, summary
 from bench.workload import Workload, read
-from fddp.comm import mesh_programs, replica_mesh
+from fddp.comm import forget_device_caches, mesh_programs, replica_mesh
 from fddp.jax_internals import PIPELINED_ROUNDS
 
 STEPS = 10
@@ -228,12 +228,11 @@ def more_options(options: dict[str, str]) -> Iterator[None]:
     """Adds options of XLA to the programs of groups that its block makes."""
     with ExitStack() as stack:
         # A mesh has one placement as long as it is remembered, and a placement has its options.
-        forget = mesh_programs.mesh_placement.cache_clear
-        stack.callback(forget)
+        stack.callback(forget_device_caches)
         for name in ("CPU_OPTIONS", "GPU_OPTIONS"):
             more = getattr(mesh_programs, name) | options
             stack.enter_context(patch.object(mesh_programs, name, more))
-        forget()
+        forget_device_caches()
         yield
 
 
