@@ -347,6 +347,19 @@ def test_an_update_may_print_a_sum_on_all_replicas_and_a_leaf_on_its_home(group,
 
 
 @both
+def test_an_update_that_prints_several_leaves_at_once_is_refused(group: Groups, shard: Any):
+    def printing(updates: Any, params: Any) -> Any:
+        del params
+        jax.debug.print("{} {}", updates["v"], updates["w"])
+        return updates
+
+    optimizer = optax.chain(optax.stateless(printing), optax.sgd(0.5))
+    step = fddp.train_step(loss_fn, optimizer, group=group(2), shard=shard)
+    with pytest.raises(ValueError, match=r"of several leaves needs whole arrays.*for each leaf"):
+        step.init(jax.tree.map(np.float32, PARAMS))
+
+
+@both
 def test_a_leaf_that_is_ignored_has_no_shard_and_stays(group: Groups, shard: Any):
     step = fddp.train_step(
         loss_fn, optax.adam(0.1), group=group(3), shard=shard, ignore=lambda name: name == "w"

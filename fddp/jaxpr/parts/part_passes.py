@@ -74,7 +74,7 @@ def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], di
     """Splits a program without `CALLS` into passes; returns them, and the kind of each variable.
 
     Inputs are `Follows` or `Same`. A variable that is `Whole` after all passes needs arrays of
-    several leaves, and no pass computes it.
+    several leaves, and no pass computes it. An effect that needs them raises a ValueError.
     """
     var_kinds = dict(zip(program.jaxpr.invars, inputs)) | constants(program)
     eqns = list(program.jaxpr.eqns)
@@ -94,6 +94,11 @@ def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], di
         finished.append(Pass(steps, numbers, visits))
     for eqn in eqns:
         inputs = list(map(as_whole, kinds_of(var_kinds, eqn.invars)))
+        if acts(eqn):
+            raise ValueError(
+                f"{eqn.primitive.name} of several leaves needs whole arrays, and in shards no "
+                "replica has them: call it for each leaf, or for a norm."
+            )
         var_kinds.update(zip(eqn.outvars, _result_kinds(eqn, inputs)))
     return finished, var_kinds
 
