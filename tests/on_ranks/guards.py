@@ -62,17 +62,6 @@ def a_nan_raises_on_all_ranks_where_jax_looks_for_nans(group: fddp.Group):
         assert np.isfinite(float(info.loss))
 
 
-@claim()
-def with_jax_debug_nans_a_rank_may_call_no_sync_more_often(group: fddp.Group):
-    step = pull(group)
-    state = step.init(np.float32(0))
-    with jax.debug_nans(True):
-        for _ in range(1 + group.rank):
-            state, _ = step.no_sync(state, rows(2, 1))
-        state, info = step(state, rows(2, 1))
-    assert np.isfinite(float(info.loss))
-
-
 @claim(sizes=(3, 4))
 def a_rank_that_changes_its_parameters_alone_is_found_and_named_by_all(group: fddp.Group):
     step = pull(group, check_replicas_every=2)

@@ -139,8 +139,11 @@ def test_a_rank_of_an_elastic_job_has_unlimited_time_after_sigterm_alone(
 ):
     script = tmp_path / "script.py"
     script.write_text(
-        f"import signal, sys, time\nsignal.signal({int(number)}, lambda *_: print('saves'))\n"
-        "print('trains', flush=True)\ntime.sleep(3)\nsys.exit(5)"
+        f"import signal, sys, time\nsaves = []\n"
+        f"signal.signal({int(number)}, lambda *_: saves.append(1))\n"
+        "print('trains', flush=True)\n"
+        "while not saves: time.sleep(0.05)\n"
+        "time.sleep(5)\nsys.exit(5)"
     )
     with impatient(script, "--elastic") as job:
         assert job.stdout and job.stderr and job.stdout.readline() == b"[0] trains\n"

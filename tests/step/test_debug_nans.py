@@ -73,6 +73,14 @@ def test_gradients_with_a_nan_raise(group: fddp.Group, call: str):
         CALLS[call](group)
 
 
+def test_no_sync_exchanges_nothing(group: fddp.Group, monkeypatch: pytest.MonkeyPatch):
+    step = make(group)
+    state, _ = step.no_sync(step.init(PARAMS), ROWS)
+    monkeypatch.setattr(fddp.Group, "all_reduce", lambda *_, **__: pytest.fail("it exchanges"))
+    with jax.debug_nans(True):
+        step.no_sync(state, ROWS)
+
+
 def test_a_gradient_of_a_single_array_is_named(group: fddp.Group):
     step = fddp.value_and_grad(lambda w, x: jnp.sum(jnp.sqrt(w)) * jnp.mean(x), group=group)
     with (
