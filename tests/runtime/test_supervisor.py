@@ -99,6 +99,8 @@ def impatient(script: Path, *words: str) -> subprocess.Popen[bytes]:
     """Starts `fddp run` of one rank, with half a second for the rest of its output."""
     words = ("run", *words, "--by", "processes", "-n", "1", str(script))
     patched = (
+        # A shell starts a command in the background with SIGINT ignored.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from fddp.__main__ import main; from fddp.runtime import replacing, supervisor; "
         f"replacing.END_S = supervisor.END_S = 0.5; raise SystemExit(main({words}))"
     )
@@ -142,7 +144,8 @@ def test_a_rank_of_an_elastic_job_has_unlimited_time_after_sigterm_alone(
         f"import signal, sys, time\nsaves = []\n"
         f"signal.signal({int(number)}, lambda *_: saves.append(1))\n"
         "print('trains', flush=True)\n"
-        "while not saves: time.sleep(0.05)\n"
+        "until = time.monotonic() + 60\n"
+        "while not saves and time.monotonic() < until: time.sleep(0.05)\n"
         "time.sleep(5)\nsys.exit(5)"
     )
     with impatient(script, "--elastic") as job:
