@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import IO, Any, NamedTuple
 
 from fddp.comm import new_secret, signature, signed
+from fddp.runtime import receive_line
 
 MOST = 1 << 20  # bytes of a line
 SEND_S = 2  # a member that reads nothing for this time is silent
@@ -124,7 +125,7 @@ class Links:
         try:
             connection.settimeout(PROOF_S)
             connection.sendall(challenge.encode() + b"\n")
-            line = _line_within(connection, PROOF_S)
+            line = receive_line(connection, time.monotonic() + PROOF_S)
             purpose, uid, answer, proof = map(str, json.loads(line))
             if not signed(proof, purpose, challenge, answer, uid):
                 raise ConnectionError
@@ -152,16 +153,3 @@ class Links:
     def _read(self, link: Connection) -> None:
         link.read(self._handlers.on_line)
         self._handlers.on_end(link)
-
-
-def _line_within(connection: socket.socket, seconds: float) -> bytes:
-    """Receives the only line that has been sent; raises an OSError after some seconds in all."""
-    deadline = time.monotonic() + seconds
-    line = b""
-    while not line.endswith(b"\n"):
-        connection.settimeout(max(deadline - time.monotonic(), 0.0))
-        received = connection.recv(MOST)
-        if not received or len(line) > MOST:
-            raise ConnectionResetError("no line")
-        line += received
-    return line

@@ -93,7 +93,7 @@ def _call(
 
 def _answer(link: socket.socket, words: str, end: float, reason: list[str], job: str) -> str:
     """Calls once; returns rank 0's answer, or '' without a signed answer, with `reason` set."""
-    greeting = GREETING.fullmatch(_line(link, min(end, time.monotonic() + ATTEMPT_S)))
+    greeting = GREETING.fullmatch(receive_line(link, min(end, time.monotonic() + ATTEMPT_S)))
     if greeting is None:
         reason[0] = STRANGE
         return ""
@@ -101,7 +101,7 @@ def _answer(link: socket.socket, words: str, end: float, reason: list[str], job:
     link.sendall(f"fddp: {sign(words)} {challenge} {words}\n".encode())
     reason[0] = "it is reachable, and waits for other ranks"
     # Rank 0 started first, so its time is over first.
-    line = _line(link, end + ATTEMPT_S)
+    line = receive_line(link, end + ATTEMPT_S)
     proof, _, answer = line.rstrip("\n").partition(" ")
     if signed(proof, job, greeting[1], challenge, answer):
         return answer
@@ -111,7 +111,7 @@ def _answer(link: socket.socket, words: str, end: float, reason: list[str], job:
     return ""
 
 
-def _line(link: socket.socket, end: float) -> str:
+def receive_line(link: socket.socket, end: float) -> str:
     """Receives a line until the time `end`; the received part of it, if it is incomplete."""
     line = b""
     while not line.endswith(b"\n") and len(line) < MOST:
