@@ -20,6 +20,7 @@ from fddp.jax_internals.collective_equations import exchanged_dims as exchanged_
 from fddp.jax_internals.collective_equations import gathered_dim as gathered_dim
 from fddp.jax_internals.collective_equations import scattered_dim as scattered_dim
 from fddp.jax_internals.collective_equations import sets_of as sets_of
+from fddp.jax_internals.collective_equations import unbound_axis as unbound_axis
 from fddp.jax_internals.collective_equations import ways_of as ways_of
 from fddp.jax_internals.compiled import compile_to_read as compile_to_read
 from fddp.jax_internals.compiled import host_cpu as host_cpu

@@ -1,5 +1,6 @@
 """Collectives as equations: their names, their axes and their other parameters."""
 
+import re
 from typing import Any
 
 from fddp.jax_internals.jaxprs import JaxprEqn
@@ -10,6 +11,15 @@ COLLECTIVES = {
 }
 # It sends nothing, but it needs an axis.
 INDEX = "axis_index"
+
+
+def unbound_axis(error: NameError) -> str | None:
+    """Returns the axis that a collective names and no program binds; None for another error.
+
+    Relies on JAX's words.
+    """
+    found = re.search(r"unbound axis name: ([^.\s]+)", str(error))
+    return found and found[1]
 
 
 def axes_of(eqn: JaxprEqn) -> tuple[Any, ...]:

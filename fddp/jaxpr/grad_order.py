@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
+from fddp.jax_internals import unbound_axis
 from fddp.jaxpr.leaves import differentiable, join_leaves, split_leaves
 from fddp.jaxpr.order import ready_order
 from fddp.wording import check_has
@@ -45,7 +46,7 @@ def grad_order(loss_fn: Callable[..., Any], params: PyTree, *args: Any) -> tuple
     try:
         closed = jax.make_jaxpr(jax.grad(loss))(trainable, fixed, *args)
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        if unbound_axis(error) is None:
             raise
         raise ValueError(
             f"grad_order: the loss has a collective ({error}), and no axis is bound here. Pass a "

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import PyTree
 
-from fddp.jax_internals import ClosedJaxpr
+from fddp.jax_internals import ClosedJaxpr, unbound_axis
 from fddp.jaxpr import Follows, Kind, Same, Whole, result_kinds, stays
 from fddp.optim.state_leaves import map_state, masked
 from fddp.optim.updates import updates_of
@@ -67,7 +67,7 @@ def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any =
     try:
         program = jax.make_jaxpr(call)(forms, opt_state, forms, loss)
     except NameError as error:
-        if "unbound axis name" not in str(error):
+        if unbound_axis(error) is None:
             raise
         raise ValueError(
             "with shard each replica updates its part, and the optimizer has a collective: leave "

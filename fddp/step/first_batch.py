@@ -4,7 +4,6 @@ These are the ready order of the gradients, the unused parameters, and the loops
 layer by layer.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import Slice, Travelling
 from fddp.comm import described, trace
-from fddp.jax_internals import ClosedJaxpr, without_jit
+from fddp.jax_internals import ClosedJaxpr, unbound_axis, without_jit
 from fddp.jaxpr import (
     collectives,
     first_uses,
@@ -168,14 +167,14 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Clos
         closed, (_, outputs) = trace(traced_replica.group.placement, program, state, batch)
         return closed, outputs
     except NameError as error:
-        unbound = re.search(r"unbound axis name: ([^.\s]+)", str(error))
-        if unbound is None:
+        axis = unbound_axis(error)
+        if axis is None:
             raise
     # Raised outside `except`, so that the traceback does not show JAX's error first.
     if traced_replica is not replica:
-        refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {unbound[1]!r}"})
+        refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {axis!r}"})
     raise ValueError(
-        f"the loss has a collective over the axis {unbound[1]!r}; backend "
+        f"the loss has a collective over the axis {axis!r}; backend "
         f"{replica.group.backend!r} has the axis {replica.group.axis_name!r}."
     )
 
