@@ -218,13 +218,13 @@ def finite_by_level(
     """
     flags = dict[Level, tuple[Array, bool]]()
     for reduction, total, memory in sums:
-        finite, apart = flags.get(reduction.level, (jnp.bool_(True), False))
+        finite, in_parts = flags.get(reduction.level, (jnp.bool_(True), False))
         finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(total)))
         scattered = reduction.collective == "reduce_scatter" and bool(jax.tree.leaves(memory))
-        flags[reduction.level] = finite, apart or scattered
+        flags[reduction.level] = finite, in_parts or scattered
 
-    def agreed(level: Level, finite: Array, apart: bool) -> Array:
-        if not apart:
+    def agreed(level: Level, finite: Array, in_parts: bool) -> Array:
+        if not in_parts:
             return finite
         return comm.at(level).exact_sum(jnp.where(finite, 0.0, 1.0)[None])[0] == 0
 
