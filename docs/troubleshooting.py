@@ -367,6 +367,12 @@ BATCHES = (
         "(training.md#which-rows-a-process-reads).",
     ),
     Fault(
+        "are different programs. That is right for a branch by rank",
+        "The losses of some ranks have other operations: a branch in Python, or arrays in the order "
+        "of a set of strings, which differs between processes.",
+        "Sort the names, or use a dict. The remark is harmless if the branch is intended.",
+    ),
+    Fault(
         "it counts the rows of all processes, and each reads the same number",
         "`fddp.samples` takes the batch size of all processes together.",
         "Give a multiple of the number of processes.",

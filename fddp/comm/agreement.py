@@ -5,6 +5,7 @@ names, dtypes and options, and raises the same error on every rank.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jax.tree_util import FlattenedIndexKey
 from jaxtyping import PyTree
 
 from fddp.comm.allgatherv import gather_bytes
@@ -23,7 +25,7 @@ if TYPE_CHECKING:  # a group compares, too
 Found = TypeVar("Found")
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
-BESIDE = 16  # uncompared bytes that each rank may add to its description
+BESIDE = 32  # uncompared bytes that each rank may add to its description
 
 
 def verify(
@@ -83,9 +85,15 @@ def nothing_to_compare(result: object) -> tuple[str, ...]:
 
 
 def described(title: str, tree: PyTree) -> list[str]:
-    """Describes a tree by one line for each leaf: title, path, dtype and shape."""
+    """Describes a tree by one line for each leaf: title, path, dtype and shape.
+
+    The paths of classes without keys are numbers: then there is a line for each class, too.
+    """
     named = jax.tree_util.tree_leaves_with_path(tree)
     words = [(title, leaf_name(path), _form(x)) for path, x in named]
+    if any(isinstance(key, FlattenedIndexKey) for path, _ in named for key in path):
+        text = re.sub(r" at 0x[0-9a-f]+", "", str(jax.tree.structure(tree)))
+        words += [(title, "in", part.rstrip(")], ")) for part in text.split("CustomNode(")[1:]]
     return [" ".join(filter(None, line)) for line in words]
 
 
@@ -114,8 +122,13 @@ def _disagreement(subject: str, reports: list[dict[str, Any]], most: int = 6) ->
             f"{subject}: {len(failed)} of {len(reports)} ranks failed.\n" + "\n".join(texts[:most])
         )
     common = set.intersection(*(set(report["lines"]) for report in reports))
+    in_order = [[line for line in report["lines"] if line in common] for report in reports]
+    moved = {line for lines in zip(*in_order) if len(set(lines)) > 1 for line in lines}
     texts = []
     for rank, report in enumerate(reports):
         differences = [line for line in report["lines"] if line not in common]
+        if moved:
+            order = [line for line in in_order[rank] if line in moved]
+            differences.insert(0, f"the order {shortened(order, ', ')}")
         texts.append(f"rank {rank}: {shortened(differences) or 'nothing more'}")
     return ValueError(f"ranks differ in their {subject}.\n" + "\n".join(texts))

@@ -56,3 +56,4 @@ from fddp.jaxpr.stages import cut as cut
 from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used
 from fddp.jaxpr.used_at_run_time import tracked as tracked
+from fddp.jaxpr.wiring import wiring as wiring

@@ -23,6 +23,7 @@ from fddp.jaxpr import (
     ready_order,
     text_digest,
     touched_rows,
+    wiring,
 )
 from fddp.losses import unjoined
 from fddp.schedules import SCHEDULES, Schedule, described_exchanges, shorter_loops, staged
@@ -32,8 +33,8 @@ from fddp.step.held import check_held
 from fddp.step.options import name_of
 from fddp.step.partitions import partitions_of
 from fddp.step.planned import formatted_groups, provisional_plan
+from fddp.step.rank_remarks import DIGEST, digest
 from fddp.step.replica import Replica
-from fddp.step.same_rows import digest
 from fddp.step.state import TrainState, check_state, form_of
 from fddp.step.traced import contribution, marked_paths
 
@@ -63,6 +64,8 @@ class Seen(NamedTuple):
     under `reshard_after_forward`."""
     digest: bytes
     """Digest of this rank's first rows; empty on one process."""
+    wiring: bytes
+    """Digest of the operations of the gradients' program; empty on one process."""
     program: str
     """Digest of the gradients' program if its loops may contain sums, else "". All ranks need the
     same program then."""
@@ -101,6 +104,7 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> Seen:
         collectives=tuple(sorted(collectives(program))),
         lines=_lines(replica, program, schedule, len(chosen)),
         digest=digest(unjoined(batch)) if several else b"",
+        wiring=wiring(program)[:DIGEST] if several else b"",
         program=text_digest(program) if sums_in_loops else "",
     )
 

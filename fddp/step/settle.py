@@ -9,7 +9,6 @@ Source: `Reducer` in PyTorch's `reducer.cpp`.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import jax
@@ -26,8 +25,8 @@ from fddp.step.first_batch import Seen, described_batch, look
 from fddp.step.held import held_form
 from fddp.step.no_sync import accumulating
 from fddp.step.planned import plan_buckets
+from fddp.step.rank_remarks import DIGEST, tell_other_programs, tell_same_rows
 from fddp.step.replica import Replica
-from fddp.step.same_rows import tell_same_rows
 from fddp.step.state import Mean, TrainState
 from fddp.step.way import Facts
 
@@ -79,8 +78,11 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
     group = replica.group
     describe = partial(described_batch, replica, batch, call)
     find = partial(look, replica, state, batch)
-    seen, digests = verify_beside(group, "batch or loss", find, describe, attrgetter("digest"))
-    tell_same_rows(group, digests)
+    seen, digests = verify_beside(
+        group, "batch or loss", find, describe, lambda seen: seen.digest + seen.wiring
+    )
+    tell_same_rows(group, [both[:DIGEST] for both in digests])
+    tell_other_programs(group, [both[DIGEST:] for both in digests])
     forms = forms_of(seen.state.params)
     unit = np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches
     objective = params_checked(replica, forms, replica.objective)

@@ -3,6 +3,7 @@ value."""
 
 import contextlib
 import io
+from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -325,3 +326,75 @@ def ranks_that_read_the_same_rows_are_told_so_once(group: fddp.Group):
         assert words.getvalue().count(f"ranks {ranks} pass the same first rows") == warned, (
             words.getvalue()
         )
+
+
+class Bag:
+    """A class that flattens in the order of its attributes; a set has another one per process."""
+
+    def __init__(self, **named: Any) -> None:
+        self.__dict__.update(named)
+
+
+jax.tree_util.register_pytree_node(
+    Bag,
+    lambda bag: (tuple(bag.__dict__.values()), tuple(bag.__dict__)),
+    lambda names, values: Bag(**dict(zip(names, values))),
+)
+
+
+def in_another_order(group: fddp.Group, **named: Any) -> dict[str, Any]:
+    """The same names, reversed on the odd rank."""
+    return dict(reversed(named.items())) if odd(group) else named
+
+
+@claim()
+def classes_without_keys_in_another_order_are_an_error_that_names_both_orders(group: fddp.Group):
+    named = in_another_order(group, first=jnp.zeros(2), second=jnp.ones(2))
+    message = init_error(group, [Bag(**named)])
+    assert_each_rank(group, message, "Bag[('first', 'second')]", "Bag[('second', 'first')]")
+
+
+@claim()
+def leaves_in_another_order_are_named_in_each_ranks_order(group: fddp.Group):
+    rows = OrderedDict(
+        in_another_order(group, a=np.zeros((4, 2)), b=np.zeros((4, 3)), c=np.ones(4))
+    )
+    message = step_error(group, rows, loss=lambda p, x: jnp.mean(p["a"] * x["c"]))
+    assert_each_rank(group, message, "the order batch a float", "the order batch c float")
+
+
+def remarks_on(group: fddp.Group, loss: Any) -> int:
+    """How many remarks on other programs a first step prints."""
+    words = io.StringIO()
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group)
+    state = step.init((jnp.ones((3, 3)), jnp.full((3, 3), 2.0)))
+    rows = np.random.default_rng(group.rank).normal(size=(4, 3)).astype(np.float32)
+    with contextlib.redirect_stderr(words):
+        step(state, rows)
+    return words.getvalue().count("are different programs")
+
+
+@claim(quick=("mpi",))
+def parameters_in_the_order_of_a_set_are_remarked_on(group: fddp.Group):
+    def loss(p: Any, x: Any) -> jax.Array:
+        first, second = reversed(p) if odd(group) else p
+        return jnp.mean(jnp.tanh(x @ first) @ second)
+
+    assert remarks_on(group, loss) == (group.rank == 0)
+
+
+@claim(quick=("mpi",))
+def numbers_of_ranks_and_prints_of_one_rank_are_not_remarked_on(group: fddp.Group):
+    @jax.jit
+    def layer(x: Any, w: Any) -> jax.Array:
+        if odd(group):
+            jax.debug.callback(lambda _: None, jnp.max(jnp.sin(x)))
+        return jnp.tanh(x @ w)
+
+    def loss(p: Any, x: Any) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(0), group.rank)
+        x = jax.checkpoint(layer)(x + jax.random.normal(key, x.shape), p[0])
+        x, _ = jax.lax.scan(lambda x, _: (layer(x, p[1]), None), x, None, length=2)
+        return jnp.mean(x) * (group.rank + 1.5) + p[0][group.rank % 3, 0]
+
+    assert remarks_on(group, loss) == 0

@@ -1,4 +1,8 @@
-"""Warns about ranks with equal rows: without a sampler all ranks but one train in vain."""
+"""Remarks on ranks with equal rows, and on ranks with unequal programs: a mistake, or intended.
+
+Without a sampler all ranks but one train in vain. A tuple from a set has another order on each
+rank, and the gradients of different parameters would be averaged with each other.
+"""
 
 import sys
 from collections import defaultdict
@@ -14,29 +18,40 @@ from jaxtyping import PyTree
 from fddp.comm import BESIDE, Group
 
 ROWS = 8
+DIGEST = BESIDE // 2
 
 
 def digest(batch: PyTree) -> bytes:
-    """Hashes the first rows of this process's batch into `BESIDE` bytes.
+    """Hashes the first rows of this process's batch into `DIGEST` bytes.
 
     Zeros mean "unknown": `jax.ShapeDtypeStruct`s, arrays with parts in other processes, and
     constant rows, which are placeholders for a trial.
     """
     leaves = jax.tree.leaves(batch)
     if not all(map(_is_here, leaves)):
-        return bytes(BESIDE)
+        return bytes(DIGEST)
     arrays = [_first_rows(x) for x in leaves]
     if all(x.size == 0 or np.all(x == x.flat[0]) for x in arrays):
-        return bytes(BESIDE)
-    return sha256(b"".join(x.tobytes() for x in arrays)).digest()[:BESIDE]
+        return bytes(DIGEST)
+    return sha256(b"".join(x.tobytes() for x in arrays)).digest()[:DIGEST]
+
+
+def tell_other_programs(group: Group, digests: Sequence[bytes]) -> None:
+    """Prints a warning on rank 0 unless the digests of all ranks' programs are equal."""
+    sets = list(_ranks_by_digest(digests).values())
+    if len(sets) > 1:
+        ranks = " and ".join(", ".join(map(str, ranks)) for ranks in sets)
+        group.print(
+            f"fddp: the losses of ranks {ranks} are different programs. That is right for a branch "
+            "by rank; but arrays in the order of a set get mixed up: sort their names, or use a "
+            "dict.",
+            file=sys.stderr,
+        )
 
 
 def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:
     """Prints a warning on rank 0 for ranks with equal digests."""
-    ranks_by_digest = defaultdict[bytes, list[int]](list)
-    for rank, row_digest in enumerate(digests):
-        ranks_by_digest[row_digest].append(rank)
-    for row_digest, ranks in ranks_by_digest.items():
+    for row_digest, ranks in _ranks_by_digest(digests).items():
         if len(ranks) > 1 and any(row_digest):
             group.print(
                 f"fddp: ranks {', '.join(map(str, ranks))} pass the same first rows: does each "
@@ -45,6 +60,13 @@ def tell_same_rows(group: Group, digests: Sequence[bytes]) -> None:
                 "of an epoch.",
                 file=sys.stderr,
             )
+
+
+def _ranks_by_digest(digests: Sequence[bytes]) -> dict[bytes, list[int]]:
+    ranks = defaultdict[bytes, list[int]](list)
+    for rank, digest in enumerate(digests):
+        ranks[digest].append(rank)
+    return ranks
 
 
 def _is_here(x: object) -> bool:

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import fddp
-from fddp.comm import BESIDE, verify_beside
-from fddp.step.same_rows import ROWS, digest, tell_same_rows
+from fddp.comm import verify_beside
+from fddp.step.rank_remarks import DIGEST, ROWS, digest, tell_same_rows
 
 X = np.random.default_rng(0).normal(size=(12, 3))
 
@@ -32,7 +32,7 @@ def test_equal_first_rows_have_one_digest_wherever_they_lie():
     ],
 )
 def test_of_rows_that_are_made_up_nothing_is_told(batch: Any):
-    assert digest(batch) == bytes(BESIDE)
+    assert digest(batch) == bytes(DIGEST)
 
 
 def test_rank_0_names_the_ranks_that_bring_the_same_rows(
@@ -40,7 +40,7 @@ def test_rank_0_names_the_ranks_that_bring_the_same_rows(
 ):
     same = digest(X)
     other_digest = digest(X[1:])
-    nothing = bytes(BESIDE)
+    nothing = bytes(DIGEST)
     tell_same_rows(group(1), [same, other_digest, nothing, same, nothing])
     words = capfd.readouterr().err
     assert words.startswith("fddp: ranks 0, 3 pass the same first rows") and "fddp.samples" in words
@@ -51,6 +51,6 @@ def test_rank_0_names_the_ranks_that_bring_the_same_rows(
 def test_what_travels_beside_a_comparison_comes_back_filled_up(group: Callable[[int], fddp.Group]):
     assert verify_beside(group(1), "nothing", list, list, lambda verdicts: b"abc") == (
         [],
-        [b"abc" + bytes(13)],
+        [b"abc" + bytes(29)],
     )
-    assert verify_beside(group(1), "nothing", list, list, lambda verdicts: b"") == ([], [bytes(16)])
+    assert verify_beside(group(1), "nothing", list, list, lambda verdicts: b"") == ([], [bytes(32)])
