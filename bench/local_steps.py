@@ -1,13 +1,11 @@
 r"""Training alone between synchronizations: how much does it cost in test loss? Loss over bytes.
 
-    python bench/local_steps.py [--problems digits gpt] [--methods "local SGD" quorum] \
+    python bench/local_steps.py [--problems digits gpt] [--methods "local SGD"] \
         [--seeds 5] [--first 0] [--quick]
 
 Four replicas on devices of one CPU, equal rows for all methods: handwritten digits with a small
 network and plain momentum, and a GPT of bytes (1.6 million parameters, Python's own sources) with
-AdamW. Bytes are those of each replica in the whole training. Islands with a quorum are four, too,
-one replica each, and are simulated: their steps take 0.5 to 1.5 s at random, in place of a clock.
-The results of bench/islands.py at equal rows are in the same picture.
+AdamW. Bytes are those of each replica in the whole training.
 
 With --methods (the beginnings of names) and --first it can be run in parts: the file keeps the
 rest.
@@ -36,14 +34,12 @@ from rich.table import Table
 import fddp
 from bench.record import save, save_picture, saved
 from fddp import hooks
-from fddp.islands.merge_log import Merged
 from fddp.measuring.plots import figure
 from models import data, gpt
 
 REPLICAS = 4
 MiB = 2**20
 Optimizer = optax.GradientTransformation
-QUARTER = optax.sgd(1 / REPLICAS)
 NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
@@ -139,17 +135,6 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
             }
             for k in (8, 32)
         },
-        **{f"quorum of three, {k}": {"local": {"every": k, "quorum": 3}} for k in (8, 32)},
-        **{
-            f"quorum of one, {k}": {"local": {"every": k, "quorum": 1, "outer": QUARTER}}
-            for k in (1, 8)
-        },
-        **{
-            f"quorum of one, 1, staleness {s}": {
-                "local": {"every": 1, "quorum": 1, "outer": QUARTER, "max_staleness": s}
-            }
-            for s in (1, 4)
-        },
         "PowerSGD(2)": {"hook": hooks.powersgd(2, start_step=steps // 10)},
         "top-k, 1 %": {"hook": hooks.starting(steps // 10, hooks.topk(0.01))},
         "chunks, 10 %": {"hook": hooks.starting(steps // 10, hooks.chunks(0.1))},
@@ -165,8 +150,6 @@ def train(
 ) -> tuple[float, float, float]:
     """Test loss, MiB that each replica sent, and seconds."""
     optimizer = fddp.local_steps(problem.optimizer, **local) if local else problem.optimizer
-    if local and "quorum" in local:
-        return train_without_waiting(problem, seed, optimizer)
     step = fddp.train_step(problem.loss_fn, optimizer, group=group, **options)
     state = step.init(problem.params)
     nbytes = 0
@@ -175,33 +158,6 @@ def train(
         state, info = step(state, batch)
         nbytes += int(np.sum(np.asarray(info.sent), dtype=np.int64))
     test_loss = fddp.evaluate(problem.loss_fn, state, problem.held_out, group=group)
-    return test_loss, nbytes / MiB, time.perf_counter() - begin
-
-
-def train_without_waiting(
-    problem: Problem, seed: int, optimizer: Any
-) -> tuple[float, float, float]:
-    """The same of islands with a quorum, simulated; each trains on its share of every batch."""
-    begin = time.perf_counter()
-    seconds = np.random.default_rng(seed).uniform(0.5, 1.5, (REPLICAS, problem.steps + 1))
-
-    def share(island: int) -> Iterator[Any]:
-        for batch in islice(problem.batches(seed), problem.steps):
-            yield jax.tree.map(lambda x: np.split(x, REPLICAS)[island], batch)
-
-    islands = fddp.simulate_islands(
-        problem.loss_fn,
-        optimizer,
-        problem.params,
-        [share(island) for island in range(REPLICAS)],
-        seconds=lambda island, number: seconds[island, number],
-    )
-    exchanges = sum(len(line.islands) for line in islands.log if isinstance(line, Merged))
-    nbytes = (
-        exchanges / REPLICAS * sum(np.asarray(x).nbytes for x in jax.tree.leaves(problem.params))
-    )
-    loss_fn = jax.jit(problem.loss_fn)
-    test_loss = float(np.mean([loss_fn(islands.params, batch) for batch in problem.held_out]))
     return test_loss, nbytes / MiB, time.perf_counter() - begin
 
 
@@ -302,10 +258,7 @@ def summarize(
 
 def picture(results: dict[str, Any]) -> Path:
     """Test loss over bytes, with the range over seeds."""
-    curves = saved("islands").get("equal_rows")
-    sheet, axes = figure(len(results) + bool(curves))
-    if curves:
-        draw_curves(np.atleast_1d(axes)[-1], curves)
+    sheet, axes = figure(len(results))
     for axis, (name, result) in zip(np.atleast_1d(axes), results.items()):
         families = list(dict.fromkeys(method.split(",")[0] for method in result["methods"]))
         for k, (method, entry) in enumerate(result["methods"].items()):
@@ -326,20 +279,6 @@ def picture(results: dict[str, Any]) -> Path:
             fontsize=6, ncols=2, loc="center left", bbox_to_anchor=(1.01, 0.5), borderaxespad=0
         )
     return save_picture("local_steps", sheet, dpi=150)
-
-
-def draw_curves(axis: Any, curves: dict[str, Any]) -> None:
-    """Test loss over rows, synchronous and not, with the range over seeds."""
-    for method, losses in curves["test_loss"].items():
-        axis.plot(curves["rows"], np.mean(losses, axis=0), label=method)
-        axis.fill_between(curves["rows"], np.min(losses, axis=0), np.max(losses, axis=0), alpha=0.2)
-    axis.set(
-        yscale="log",
-        xlabel="rows of all islands",
-        ylabel="test loss",
-        title="digits, an island 3 times slower",
-    )
-    axis.legend(fontsize=6)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *on_ranks("unused", "scan"),
         *("tests/schedules", "tests/step", "tests/sharding"),
     ),
-    "islands": (*on_ranks("islands"), "tests/local_training"),
-    "local_training": (*on_ranks("local_steps", "islands"), "tests/islands"),
+    "local_training": on_ranks("local_steps"),
     "losses": ("tests/step", "tests/data", "tests/evaluation", *on_ranks("join")),
     "measuring": (
         *("tests/analysis/test_measurement.py", "tests/analysis/test_statistics.py"),
@@ -104,7 +103,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *("tests/data", "tests/losses", "tests/sharding/test_narrow_gathers.py"),
         "tests/schedules",
     ),
-    "training": (*on_ranks("islands"), "tests/local_training", "tests/step"),
+    "training": ("tests/local_training", "tests/step"),
     "watching": ("tests/runtime", "tests/test_command.py"),
 }
 # Tests of this repository's files, which say nothing of the library.

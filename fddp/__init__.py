@@ -11,11 +11,10 @@
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
 preempted, elastic
 Train: train_step, TrainStep, Options, TrainState, Promise, StepInfo, value_and_grad, evaluate, \
-meet, whole, Checkpoints
+whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm, \
 conv_general_dilated
-Optimizers: local_steps, LocalState, simulate_islands, replay_islands, Islands, dynamic_scale, \
-DynamicScaleState
+Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
@@ -45,13 +44,9 @@ from fddp.evaluation import evaluate as evaluate
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
-from fddp.islands import Islands as Islands
-from fddp.islands import local_steps as local_steps
-from fddp.islands import meet as meet
-from fddp.islands import replay_islands as replay_islands
-from fddp.islands import simulate_islands as simulate_islands
 from fddp.jax_internals import Promise as Promise
 from fddp.jaxpr import grad_order as grad_order
+from fddp.local_training import local_steps as local_steps
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
 from fddp.losses import Stacked as Stacked

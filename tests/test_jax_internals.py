@@ -679,16 +679,6 @@ def test_the_client_of_a_coordination_service_keeps_what_it_is_told():
 ### Profiles
 
 
-def test_a_jax_without_cpus_is_told_to_take_one(monkeypatch):
-    def unknown(backend: str) -> None:
-        raise RuntimeError(f"Unknown backend {backend}")
-
-    monkeypatch.setattr(jax, "local_devices", unknown)
-    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
-    with pytest.raises(RuntimeError, match="JAX_PLATFORMS=cuda excludes: append cpu"):
-        internals.host_cpu()
-
-
 @pytest.mark.steps
 def test_a_profile_is_read_where_warnings_are_errors(tmp_path):
     run_python(f"""
@@ -711,29 +701,6 @@ def test_a_profile_is_read_where_warnings_are_errors(tmp_path):
         starts = [event.start_ns - step.start_ns for event in inside]
         assert inside and all(0 <= start < step.duration_ns for start in starts)
     """)
-
-
-@pytest.mark.ranks
-def test_a_packed_program_runs_in_another_process_though_jaxs_cache_has_it(tmp_path: Path):
-    """XLA packs no code of a program that it has read from the cache."""
-    run_python(f"""
-        import jax, jax.numpy as jnp
-        from pathlib import Path
-        from fddp import jax_internals as internals
-
-        jax.config.update("jax_compilation_cache_dir", {str(tmp_path / "cache")!r})
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-        f = lambda x, y: [jnp.where(x > 0, x + y, y)]
-        form = jax.ShapeDtypeStruct((4,), "float32")
-        jax.jit(f).lower(form, form).compile()
-        for _ in range(2):
-            jax.clear_caches()
-            program = internals.packed(f, form, form)
-        Path({str(tmp_path / "program")!r}).write_bytes(program)
-    """)
-    program = internals.unpacked((tmp_path / "program").read_bytes())
-    x = np.array([1, -1, 2, -2], np.float32)
-    np.testing.assert_array_equal(program(x, x)[0], [2, -1, 4, -2])
 
 
 def run_python(script: str) -> None:

@@ -17,7 +17,6 @@ from boxes import boxes
 from processes import launch
 
 import fddp
-from fddp.islands.merge_log import read_log, serialize
 from fddp.step.foreign_options import ANSWERS
 
 ROOT = Path(__file__).parents[1]
@@ -197,12 +196,6 @@ def test_a_script_of_the_pages_prints_the_same_before_and_after(change, tmp_path
 @pytest.mark.parametrize("page", [README, *PAGES.values()], ids=["README.md", *PAGES])
 def test_every_output_of_a_page_is_compared(page):
     assert [box.output for box in boxes(page) if box.output not in COMPARED] == []
-
-
-def test_a_line_of_a_log_of_merges_is_as_the_page_shows_it(tmp_path):
-    (line,) = re.findall(r"```json\n(.*)\n```", PAGES["asynchronous.md"])
-    (tmp_path / "log").write_text(line)
-    assert [serialize(merged) for merged in read_log(tmp_path / "log")] == [line]
 
 
 def test_the_lines_of_the_examples_stand_in_their_scripts():

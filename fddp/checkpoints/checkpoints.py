@@ -138,8 +138,6 @@ class Checkpoints:
         due = number // self._every > self._last // self._every and state.accumulated is None
         if not (due or now):
             return False
-        if now:  # asynchronous islands may differ in their number of steps
-            number = int(self._group.all_reduce(np.int64(number), "max"))
         if number == self._last and state.accumulated is None:
             return False
         values = {

@@ -15,7 +15,7 @@ from fddp.checkpoints import Checkpoints
 from fddp.comm import Group
 from fddp.elastic.held_state import has_parts, newest_state, to_devices, to_host
 from fddp.elastic.job import REASON_S, current_job
-from fddp.step import IslandState, LocalState, StepInfo, TrainState
+from fddp.step import LocalState, StepInfo, TrainState
 from fddp.training import TrainStep
 from fddp.watching import from_transport
 
@@ -188,7 +188,7 @@ class Trainer:
 
 
 def _refuse_local_steps(state: TrainState) -> None:
-    if isinstance(state.opt_state, LocalState | IslandState):
+    if isinstance(state.opt_state, LocalState):
         raise ValueError(
             "fddp.elastic.Trainer cannot train with fddp.local_steps: the parameters of a lost "
             "rank exist nowhere else. Give train_step the plain optimizer, or start the job "

@@ -23,9 +23,6 @@ from fddp.jax_internals.collective_equations import sets_of as sets_of
 from fddp.jax_internals.collective_equations import unbound_axis as unbound_axis
 from fddp.jax_internals.collective_equations import ways_of as ways_of
 from fddp.jax_internals.compiled import compile_to_read as compile_to_read
-from fddp.jax_internals.compiled import host_cpu as host_cpu
-from fddp.jax_internals.compiled import packed as packed
-from fddp.jax_internals.compiled import unpacked as unpacked
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import cache_small_programs as cache_small_programs
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache

@@ -15,7 +15,7 @@ from fddp.buckets import Shard, insert_shards, is_shard, map_shards, whole_forms
 from fddp.comm import Group
 from fddp.losses import Joined
 from fddp.losses import Shared as Alike
-from fddp.step import Copy, Cut, IslandState, LocalState, Replica, TrainState, Way
+from fddp.step import Copy, Cut, Replica, TrainState, Way
 
 
 class Trains(NamedTuple):
@@ -52,14 +52,6 @@ def parts_held(
 def copies_held(tree: PyTree, copy: Copy) -> Any:
     """Replaces plain arrays by local copies."""
     return jax.tree.map(lambda x: x if is_shard(x) else copy(x), tree, is_leaf=is_shard)
-
-
-def shared_held(opt_state: PyTree, copy: Copy) -> Any:
-    """Copies the shared parameters of asynchronous islands, whose versions differ."""
-    if isinstance(opt_state, LocalState):
-        return opt_state
-    shared, version, outer, *local_fields = opt_state
-    return IslandState(*jax.tree.map(copy, (shared, version, outer)), *local_fields)
 
 
 def own_view(state: TrainState, shards: Sequence[Array]) -> TrainState:

@@ -27,7 +27,6 @@ from fddp.local_training.inside import (
     own_copies,
     own_rows,
     own_view,
-    shared_held,
     trained_leaves,
 )
 from fddp.local_training.local_optimizer import LocalSteps
@@ -116,7 +115,7 @@ class Local:
         copy = partial(copy_of, self.replica.group.copy_ranks)
         tree = (trained_leaves(self.replica, view.params), view.opt_state, view.model_state)
         params, trains, buffers = copies_held(tree, copy)
-        opt_state = shared_held(local, copy)._replace(inner=trains.opt_state, weight=trains.weight)
+        opt_state = local._replace(inner=trains.opt_state, weight=trains.weight)
         params = with_trained(view.params, params)
         state = view._replace(
             params=params, model_state=buffers, opt_state=opt_state, rng=before.rng

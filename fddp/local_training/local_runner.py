@@ -17,7 +17,6 @@ from fddp.local_training.inside import (
     own_rows,
     own_view,
     parts_held,
-    shared_held,
     whole_view,
     within_island,
 )
@@ -119,7 +118,7 @@ class LocalWay(Way):
         params, inner, weight, buffers = copies_held(
             (params, inner, opt_state.weight, model_state), copy
         )
-        return params, shared_held(opt_state, copy)._replace(inner=inner, weight=weight), buffers
+        return params, opt_state._replace(inner=inner, weight=weight), buffers
 
     def seen(self, replica: Replica, state: TrainState) -> TrainState:
         """Returns the state with that of the inner optimizer."""

@@ -23,7 +23,7 @@ from fddp.jaxpr import refuse_deleted
 from fddp.measuring.plots import draw, figure
 from fddp.measuring.profile import profiled
 from fddp.schedules import Span, Timeline
-from fddp.step import QUORUM, IslandState, TrainState, check_state, check_step, refuse
+from fddp.step import TrainState, check_state, check_step
 from fddp.wording import check_has, preformatted, table
 
 if TYPE_CHECKING:  # a step measures itself
@@ -185,8 +185,7 @@ def measure(step: "TrainStep", state: TrainState, batches: Iterable[Any]) -> Mea
       The measurement; `print` shows a table, `.trace(path)` writes a file for Perfetto.
 
     Raises:
-      ValueError: no batches, different numbers of batches on the ranks, or islands that do not wait
-        for each other.
+      ValueError: no batches, or different numbers of batches on the ranks.
     """
     check_step("fddp.measure", step)
     check_has("__iter__", "fddp.measure: batches", batches, "a sequence of batches")
@@ -196,8 +195,6 @@ def measure(step: "TrainStep", state: TrainState, batches: Iterable[Any]) -> Mea
     if not batches:
         raise ValueError("there is nothing to measure: batches is empty.")
     refuse_deleted(state)
-    if isinstance(state.opt_state, IslandState):
-        refuse({QUORUM: QUORUM, "fddp.measure": "fddp.measure"})
     current = without_context_mesh(jax.jit(partial(jax.tree.map, jnp.copy)))(state)
 
     def run(batch: PyTree) -> Any:

@@ -99,10 +99,6 @@ class Runner(NamedTuple):
     """True if a `Promise` may stand for an array of the state, as argument and as result."""
     rehearse: Callable[..., None] = lambda *arguments: None
     """(state, pending, shards, rows), as shapes of one replica: traces the steps due only later."""
-    waits: Callable[[Any], bool] = lambda state: True
-    """True if the next step waits for all processes of the group."""
-    meet: Callable[[Any], Any] = lambda state: state
-    """The state after all islands that do not wait for each other have met; else unchanged."""
     inside: Callable[[StepInputs], StepOutputs] | None = None
     """`run` as a part of the user's own program, with the rows of all processes; None if the step
     needs the host."""

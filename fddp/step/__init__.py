@@ -15,7 +15,6 @@ from fddp.step.combinations import ALONE as ALONE
 from fddp.step.combinations import ISLANDS as ISLANDS
 from fddp.step.combinations import LOCAL as LOCAL
 from fddp.step.combinations import MEMORY as MEMORY
-from fddp.step.combinations import QUORUM as QUORUM
 from fddp.step.combinations import refuse as refuse
 from fddp.step.held import held_form as held_form
 from fddp.step.held import leaf_layouts as leaf_layouts
@@ -44,7 +43,6 @@ from fddp.step.start import described_start as described_start
 from fddp.step.start import first_form as first_form
 from fddp.step.start import first_state as first_state
 from fddp.step.start import read_start as read_start
-from fddp.step.state import IslandState as IslandState
 from fddp.step.state import LocalState as LocalState
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo

@@ -11,7 +11,6 @@ from fddp.schedules import SCHEDULES
 AXES = "a replica of several devices"
 FUNCTION = "a function in place of parameters"
 LOCAL = "fddp.local_steps"
-QUORUM = "local_steps(quorum=)"
 ALONE = "fddp.local_steps without island"
 ISLANDS = "fddp.local_steps with island"
 LOOKAHEAD = "optax.lookahead"
@@ -69,54 +68,6 @@ PAIRS = (
     ),
     Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
     Pair(LOCAL, LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
-    # asynchronous islands
-    *(
-        Pair(QUORUM, feature, why, instead)
-        for feature, why, instead in (
-            (
-                "skip_all_reduce_unused_params",
-                "islands do not communicate before they send",
-                "leave skip_all_reduce_unused_params out",
-            ),
-            (AXES, "an island's replicas have one device each", "leave one of them out"),
-            (
-                MEMORY,
-                "islands compute different numbers of sums for its memory",
-                "use a hook without a memory",
-            ),
-            (LOOKAHEAD, "it has two sets of parameters", "give plain parameters"),
-            (
-                "schedule='eager'",
-                "an island has to wait for its parameters before it sends them",
-                "give schedule='fused' or 'staged'",
-            ),
-            (
-                "check_replicas_every",
-                "islands are never equal, and a comparison would make them wait for each other",
-                "leave check_replicas_every out",
-            ),
-            (
-                COLLECTIVES,
-                "islands would wait for each other in every step",
-                "compute on the rows of one island",
-            ),
-            (
-                "fddp.join",
-                "it makes ranks wait for each other before every step",
-                "let each island end with its rows, and call fddp.meet",
-            ),
-            (
-                "fddp.measure",
-                "islands would merge the updates of its steps",
-                "measure the step of the inner optimizer",
-            ),
-            (
-                "virtual_replicas",
-                "virtual replicas replace synchronous replicas",
-                "leave one of them out",
-            ),
-        )
-    ),
     # virtual replicas
     *(
         Pair(

@@ -17,13 +17,11 @@ from fddp.jax_internals import awaited, parts_here
 from fddp.wording import leaf_name
 
 
-def with_finite_results(
-    call: Callable[..., Any], together: Callable[[Any, Any], bool]
-) -> Callable[..., Any]:
+def with_finite_results(call: Callable[..., Any], together: bool) -> Callable[..., Any]:
     """Makes `call(settled, state, args)` check its results if one of JAX's two flags is set.
 
-    All ranks raise if `together(settled, state)` is True, else this rank by itself: a call without
-    collectives may occur more often on one rank than on another.
+    All ranks raise if `together` is True, else this rank by itself: a call without collectives may
+    occur more often on one rank than on another.
     """
 
     @wraps(call)
@@ -42,7 +40,7 @@ def with_finite_results(
                 if _holds(test, x)
             ]
             failed = np.int32(len(failures))
-            if together(settled, state):
+            if together:
                 failed = settled.replica.group.all_reduce(failed, op="max")
             if failed:
                 where = ", ".join(failures[:8]) or "a value of another rank"

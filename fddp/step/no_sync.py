@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # a settled step holds the program
 
 
 @without_context_mesh
-@partial(with_finite_results, together=lambda settled, state: False)
+@partial(with_finite_results, together=False)
 def accumulate_locally(
     settled: "Settled", state: TrainState, inputs: StepInputs
 ) -> tuple[TrainState, Sums]:
@@ -34,7 +34,7 @@ def accumulate_locally(
     accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
-    journal.adds(settled.waiting(state))
+    journal.adds(group.processes)
     return state._replace(accumulated=accumulated), means
 
 

@@ -75,12 +75,12 @@ def compare(settled: Settled, inputs: StepInputs) -> Settled:
 
 
 @without_context_mesh
-@partial(with_finite_results, together=lambda settled, state: settled.waiting(state) > 1)
+@partial(with_finite_results, together=True)
 def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
     """Runs a step: averages the gradients of all replicas, and returns the result of `use`."""
     group = settled.replica.group
     timeline = settled.runner.timeline
-    with group.journal.step(settled.waiting(state)), group.recovery:
+    with group.journal.step(group.processes), group.recovery:
         result, shards, memory = settled.runner.run(inputs)
         if timeline:
             group.journal.computed(timeline().computing)

@@ -68,10 +68,6 @@ class Settled(NamedTuple):
         """True if XLA launches the buckets (schedule "fused")."""
         return self.runner.timeline is None
 
-    def waiting(self, state: TrainState) -> int:
-        """Counts the processes that wait for each other in the next step, for the watchers."""
-        return self.replica.group.processes if self.runner.waits(state) else 1
-
 
 def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: str) -> Settled:
     """Settles a step with this rank's first batch. Collective; an error is raised on every rank."""

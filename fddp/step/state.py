@@ -64,21 +64,6 @@ class LocalState(NamedTuple):
     each further mean of `every`; local to each replica."""
 
 
-class IslandState(NamedTuple):
-    """The state of `local_steps` with a quorum, local to each island."""
-
-    shared: Any
-    """Shared parameters that the island received last."""
-    version: Int[Array, ""]
-    """Version of `shared`: the number of merges so far."""
-    outer: Any
-    """State of the outer optimizer at the last meeting; between meetings the server updates it."""
-    inner: Any
-    """State of the inner optimizer."""
-    weight: Float[Array, " 1"]
-    """Σ w that the island has trained on since it received `shared`."""
-
-
 @dataclass
 class Training:
     """The progress of a training, which a step shares with its `with_options` variants."""

@@ -11,7 +11,6 @@ from fddp.comm import Group
 from fddp.guards import Skips, comparing
 from fddp.schedules import TaskList, Timeline
 from fddp.step import (
-    QUORUM,
     Options,
     Replica,
     Settled,
@@ -65,14 +64,9 @@ class SettledStep(metaclass=_Public):
             if settled
             else "to be settled by the first batch"
         )
-        warning = (
-            ", islands do not wait: not the mathematics of one replica"
-            if QUORUM in self._replica.asked
-            else ""
-        )
         return (
             f"TrainStep({self._replica.loss}, size={self.group.size}, "
-            f"backend={self.group.backend!r}, {how}{warning})"
+            f"backend={self.group.backend!r}, {how})"
         )
 
     @property

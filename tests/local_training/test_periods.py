@@ -476,10 +476,6 @@ def test_periods_that_cannot_be_are_refused(group: Groups):
         fddp.local_steps(optax.adam(0.1), every={"params": 2, "mu": 1}, delay=1)
     with pytest.raises(TypeError, match="the name of a part must be a str, got 3"):
         fddp.local_steps(optax.adam(0.1), every={"params": 2, 3: 4})  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        ValueError, match=r"quorum exchange with the server one at a time.* got one for 'mu'"
-    ):
-        fddp.local_steps(optax.adam(0.1), every={"params": 2, "mu": 4}, quorum=1)
     unknown = fddp.local_steps(optax.adam(0.1), every={"params": 2, "count": 4})
     with pytest.raises(
         ValueError, match=r"has a period of 'count', .* a field of the state: 'mu', 'nu'"

@@ -176,8 +176,6 @@ def test_what_is_not_a_state_is_refused_by_every_call_that_takes_one(make):
             for call in calls_with(step, wrong):
                 refused(TypeError, message, call)
         state, _ = step(state, X)
-    pair: Any = (state, info)
-    refused(TypeError, "got tuple: .* returns .state, info", lambda: fddp.meet(step, pair))
 
 
 def test_a_state_among_the_parameters_is_refused(make, group):
@@ -588,7 +586,6 @@ untyped: Any = partial  # of values that no type allows
 OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     (fddp.stats, (square,), NOT_A_STEP),
     (fddp.measure, (square, None, [X]), NOT_A_STEP),
-    (fddp.meet, (square, None), NOT_A_STEP),
     (fddp.audit, (square, None, X), NOT_A_STEP),
     (fddp.mesh_group, ([1],), r"mesh must be a jax.sharding.Mesh, got list \[1\]"),
     (fddp.round_robin, (["a"],), "each of groups must be a fddp.Group, got str 'a'"),

@@ -24,7 +24,6 @@ from fddp.step.combinations import (
     MULTI_STEPS,
     OWN_SCHEDULE,
     PAIRS,
-    QUORUM,
     SCALE_INSIDE,
     WHOLE_LEAVES,
     as_markdown,
@@ -85,7 +84,6 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
     optimizer = (
         fddp.local_steps(inner, every=2, island=2 if ISLANDS in local else 1) if local else inner
     )
-    optimizer = fddp.local_steps(inner, quorum=1) if QUORUM in features else optimizer
     optimizer = (
         optax.MultiSteps(inner, 2).gradient_transformation()
         if MULTI_STEPS in features

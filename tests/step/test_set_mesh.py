@@ -207,19 +207,6 @@ def modules(group: fddp.Group, folder: Path) -> None:
     )
 
 
-def islands(group: fddp.Group, folder: Path) -> None:
-    optimizer = fddp.local_steps(optax.sgd(0.25), quorum=1)
-    loss = lambda w, x: jnp.mean((x - w) ** 2)  # noqa: E731
-    arguments = loss, optimizer, jnp.zeros(()), [[np.full(8, 2.0)] * 2, [np.full(8, 4.0)]]
-    result = fddp.simulate_islands(
-        *arguments, seconds=lambda island, number: 3.0 if island else 1.0
-    )
-    assert (
-        float(result.params) == 3.5
-        and float(fddp.replay_islands(result.log, *arguments).params) == 3.5
-    )
-
-
 def in_local_steps(group: fddp.Group, folder: Path) -> None:
     step = fddp.train_step(first_column, fddp.local_steps(optax.sgd(0.1), every=2), group=group)
     state = step.init(PARAMS)
@@ -262,7 +249,7 @@ CHECKS: dict[str, Check] = {
             state_from_function,
         )
     },
-    **{f.__name__: f for f in (modules, islands, in_local_steps)},
+    **{f.__name__: f for f in (modules, in_local_steps)},
 }
 
 

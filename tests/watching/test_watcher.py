@@ -225,14 +225,12 @@ def test_a_rank_without_a_sign_of_life_is_ended_after_two_stalls(
     assert (first.end, second.end) == (False, True)
 
 
-def test_islands_wait_for_one_that_is_slow_and_not_for_one_that_is_lost():
+def test_ranks_of_a_smaller_group_wait_for_a_slow_rank_and_not_for_a_lost_one():
     waits = {"doing": "update", "sending": "pseudo-gradient", "still": 21.0}
     for slow in ({"still": 21.0}, {"stopped": True, "lifeless": 21.0, "still": 21.0}):
         assert conclude(rank(0, **waits), rank(1, **waits), rank(2, **slow)) is None
     lost = {"heard": NOW - 21.0}
-    assert (
-        conclude(rank(0, **waits), rank(1, still=0.5), rank(2, **lost)) is None
-    )  # with the others it has its quorum
+    assert conclude(rank(0, **waits), rank(1, still=0.5), rank(2, **lost)) is None
     verdict = conclude(rank(0, **waits), rank(1, **waits), rank(2, **lost))
     assert verdict is not None and verdict.end
     assert (

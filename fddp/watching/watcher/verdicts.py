@@ -99,7 +99,7 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
     # A running watcher reports all the time.
     lost = any(time_s - report["heard"] > usual_s and has_met(report) for report in reports)
     if lost:
-        # Islands wait in messages between themselves: only a lost island is a fault.
+        # Some ranks wait in messages of a smaller group: only a lost rank is a fault.
         waiting = [report for report in reports if report["together"] or report["sending"]]
     if not waiting:
         return None
