@@ -59,19 +59,17 @@ NORMED = (
 HOOKS: dict[str, Callable[[], fddp.Hook]] = {
     "allreduce": fddp.hooks.allreduce,
     "topk(1.0)": lambda: fddp.hooks.topk(1.0),
-    "chunks(1.0)": lambda: fddp.hooks.chunks(1.0, chunk=4),
     "bf16": fddp.hooks.bf16,
     "fp16": fddp.hooks.fp16,
     "quantize": lambda: fddp.hooks.quantize(block=8),
     "quantize without memory": lambda: fddp.hooks.quantize(error_feedback=False),
     "topk(0.3)": lambda: fddp.hooks.topk(0.3),
-    "chunks(0.5)": lambda: fddp.hooks.chunks(0.5, chunk=4),
     "powersgd": lambda: fddp.hooks.powersgd(2, start_step=1),
     "bf16(powersgd)": lambda: fddp.hooks.bf16(fddp.hooks.powersgd(1, start_step=0)),
     "adasum": fddp.hooks.adasum,
-    "starting": lambda: fddp.hooks.starting(1, fddp.hooks.fp16()),
+    "signs": lambda: fddp.hooks.quantize(bits=1, block=8),
 }
-EXACT = ("", "allreduce", "topk(1.0)", "chunks(1.0)")
+EXACT = ("", "allreduce", "topk(1.0)")
 # The dtype to which a hook rounds every message, and in which it is rounded once more.
 ROUNDED = {"bf16": "bfloat16", "fp16": "float16"}
 

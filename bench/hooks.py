@@ -33,7 +33,7 @@ HOOKS: dict[str, fddp.Hook | None] = {
     "quantize": hooks.quantize(),
     "powersgd(2)": hooks.powersgd(2, start_step=20),
     "bf16(powersgd(4))": hooks.bf16(hooks.powersgd(4, start_step=20)),
-    "topk(0.05)": hooks.starting(20, hooks.topk(0.05)),
+    "topk(0.05)": hooks.topk(0.05),
 }
 
 

@@ -136,8 +136,7 @@ def methods(steps: int) -> dict[str, dict[str, Any]]:
             for k in (8, 32)
         },
         "PowerSGD(2)": {"hook": hooks.powersgd(2, start_step=steps // 10)},
-        "top-k, 1 %": {"hook": hooks.starting(steps // 10, hooks.topk(0.01))},
-        "chunks, 10 %": {"hook": hooks.starting(steps // 10, hooks.chunks(0.1))},
+        "top-k, 1 %": {"hook": hooks.topk(0.01)},
     }
 
 

@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.cut_wire import CUTS, STALL_S
 from bench.jobs import ending
 from bench.record import save
 from bench.two_hosts import NAMES, ROOT, TWO, two_hosts
 from fddp.comm import poll
 
+CUTS = {"pulled": "ip link set wire down", "silent": "tc qdisc replace dev wire root bfifo limit 1"}
+STALL_S = 2.0
 LIMIT_S = 60.0
 STEPS = 60  # before the cut
 FURTHER = 30

@@ -109,10 +109,10 @@ def test_the_list_of_what_needs_emulated_hosts_is_complete():
     assert set(re.findall(r"`(\w+)`", listed)) == need
 
 
-def test_each_of_60_mutants_applies_and_changes_one_line_of_its_package():
+def test_each_mutant_applies_and_changes_one_line_of_its_package():
     mutants = read_mutants()
     wrong = {mutant.name: faults for mutant in mutants if (faults := faults_of(mutant))}
-    assert (len(mutants), wrong) == (60, {})
+    assert mutants and not wrong
 
 
 def faults_of(mutant: Mutant) -> list[str]:

@@ -38,7 +38,6 @@ from fddp.buckets.plan import Message as Message
 from fddp.buckets.scalars import place_scalars as place_scalars
 from fddp.buckets.shard_packing import pack_rows as pack_rows
 from fddp.buckets.shard_packing import plan_of_parts as plan_of_parts
-from fddp.buckets.shard_packing import true_numbers as true_numbers
 from fddp.buckets.shard_packing import unpack_rows as unpack_rows
 from fddp.buckets.shards import Shard as Shard
 from fddp.buckets.shards import copy_of as copy_of

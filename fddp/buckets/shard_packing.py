@@ -15,8 +15,7 @@ from math import prod
 from typing import Any
 
 import jax
-import numpy as np
-from jaxtyping import Array, Bool, PyTree, Shaped
+from jaxtyping import Array, PyTree, Shaped
 
 from fddp.buckets.layout import Layout, leaf_layout
 from fddp.buckets.packing import concatenated, elements_in, put_together
@@ -83,15 +82,6 @@ def unpack_rows(
         ]
 
     return put_together(plan, map(whole_leaves, plan.buckets, buckets))
-
-
-def true_numbers(plan: BucketPlan, part_plan: BucketPlan) -> Bool[np.ndarray, "parts n"]:
-    """Marks the elements in the rows of the plan's only bucket that are not padding."""
-    masks = []
-    for layout in _layouts(plan, part_plan, plan.buckets[0]):
-        mask = np.arange(layout.dims[-1]) < layout.lengths[:, None]
-        masks.append(np.tile(mask, layout.depth))
-    return np.concatenate(masks, axis=1)
 
 
 def _layouts(plan: BucketPlan, part_plan: BucketPlan, bucket: Bucket) -> list[Layout]:

@@ -1,29 +1,23 @@
 """Hooks that sum a message over replicas: plainly, in few bits, sparsely, or with low rank.
 
-Hooks compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits, `starting(100, topk(0.01))`
-begins with plain sums. A hook's memory has the units of its step, Σ w·g, and is added to the next
-step's gradients whatever their weights. Memory that was added to the sum of a parameter is lost if
-no replica used the parameter. This room imports buckets and comm.
+Hooks compose: `bf16(powersgd(4))` sends PowerSGD's factors in 16 bits. A hook's memory has the
+units of its step, Σ w·g, and is added to the next step's gradients whatever their weights. Memory
+that was added to the sum of a parameter is lost if no replica used the parameter. This room imports
+buckets and comm.
 
 Source: `ddp_comm_hooks` in PyTorch.
 """
 
-from fddp.hooks.adaptive import adaptive as adaptive
 from fddp.hooks.adasum import adasum as adasum
-from fddp.hooks.chunks import chunks as chunks
-from fddp.hooks.coded import quantize as quantize
-from fddp.hooks.coded import sign as sign
 from fddp.hooks.collective import all_reduce as all_reduce
-from fddp.hooks.first_steps import starting as starting
+from fddp.hooks.few_bits import quantize as quantize
+from fddp.hooks.half_precision import bf16 as bf16
+from fddp.hooks.half_precision import fp16 as fp16
+from fddp.hooks.half_precision import noop as noop
 from fddp.hooks.hook import GradBucket as GradBucket
-from fddp.hooks.hook import GradRows as GradRows
 from fddp.hooks.hook import Hook as Hook
 from fddp.hooks.hook import allreduce as allreduce
 from fddp.hooks.low_rank import powersgd as powersgd
-from fddp.hooks.momentum import momentum as momentum
-from fddp.hooks.narrow import bf16 as bf16
-from fddp.hooks.narrow import fp16 as fp16
-from fddp.hooks.narrow import noop as noop
 from fddp.hooks.reductions import PLAIN as PLAIN
 from fddp.hooks.reductions import Memory as Memory
 from fddp.hooks.reductions import Reduction as Reduction

@@ -1,4 +1,4 @@
-"""Codes for numbers in few bits: 16-bit floats, small integers, or signs.
+"""Codes for numbers in few bits: small integers, or signs.
 
 A block of numbers shares a scale, a float32 that is sent with it. If a number of a block is not
 finite, the scale is NaN, and so are all decoded numbers of the block.
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Int, Shaped, UInt8
 
 BYTES_OF_A_SCALE = 4
@@ -29,18 +28,6 @@ class Code(NamedTuple):
     """Words → numbers, in float32."""
     block: int = 1
     """Count of numbers in a block."""
-
-
-def floats(dtype: DTypeLike) -> Code:
-    """Encodes numbers as floats of 16 bits."""
-
-    def encode(x: Float[Array, "... m"], counts: ArrayLike) -> Array:
-        del counts
-        return jax.lax.bitcast_convert_type(x.astype(dtype), jnp.uint16)
-
-    return Code(
-        encode, lambda words: jax.lax.bitcast_convert_type(words, dtype).astype(jnp.float32)
-    )
 
 
 def integers(bits: int, block: int) -> Code:

@@ -9,49 +9,29 @@ Source: `register_comm_hook` and `GradBucket` in PyTorch.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Shaped
+from jaxtyping import Array, Shaped
 
 from fddp.comm import Communicator
 from fddp.wording import check_has
 
 State = tuple[Any, ...]
-# (communicator, bucket or rows, memory of its leaves) → (sum, new memory)
-Reduce: TypeAlias = Callable[[Communicator, Any, State], tuple[Array, State]]
+# (communicator, bucket, memory of its leaves) → (sum, new memory)
+Reduce: TypeAlias = Callable[[Communicator, "GradBucket", State], tuple[Array, State]]
 
 
 class GradBucket(NamedTuple):
     """The bucket that a hook sums; named as in PyTorch."""
 
-    buffer: Shaped[Array, " n"]
-    """This replica's contributions, Σ w·g over its micro-batches, leaf after leaf."""
+    buffer: Shaped[Array, "*dims"]
+    """This replica's contributions, Σ w·g over its micro-batches: one dim, leaf after leaf. With
+    `shard=` two dims: row i holds the shards of replica i, which may end with padding."""
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     """Shape and dtype of each leaf."""
-    number: int = 0
-    """Index of the bucket in the plan (PyTorch's `index`)."""
-
-
-class GradRows(NamedTuple):
-    """The bucket that a hook scatters: row i holds the shards of replica i."""
-
-    buffer: Shaped[Array, "replicas n"]
-    """This replica's contributions."""
-    leaves: tuple[jax.ShapeDtypeStruct, ...]
-    """Shape and dtype of each leaf."""
-    rows_of: Callable[[Sequence[Array]], Shaped[Array, "replicas n"]]
-    """Leaves → rows, in the layout of the buffer."""
-    leaves_of: Callable[[Shaped[Array, "replicas n"]], list[Array]]
-    """Rows → leaves: the inverse."""
-    true: Bool[np.ndarray, "replicas n"]
-    """Mask of the elements that are not padding."""
-    number: int = 0
-    """Index of the bucket in the plan (PyTorch's `index`)."""
 
 
 class Hook(NamedTuple):
@@ -71,20 +51,13 @@ class Hook(NamedTuple):
     none."""
     apply: Callable[[Communicator, GradBucket, State], tuple[Array, State]]
     """(comm, bucket, memory of its leaves) → (sum, new memory). The sum has the shape and dtype of
-    the buffer, and is equal on all replicas. Every replica must call the collectives of `comm` in
-    the same order."""
+    the buffer, and is equal on all replicas; of two dims it may also be this replica's row. Every
+    replica must call the collectives of `comm` in the same order."""
     name: str = "a hook of the user's own"
     """Name of the hook, equal on all ranks."""
     by_element: bool = False
     """True if it sums each element separately, without a memory. Slices of a leaf can then be sent
-    one by one."""
-    scatter: Callable[[Communicator, GradRows, State], tuple[Array, State]] | None = None
-    """(comm, rows, memory of their leaves) → (this replica's row of the sum, new memory): the first
-    half of `apply`, for a state in shards. None: `apply` is called, and each replica takes its
-    shards of the sum."""
-    bits: tuple[int, ...] = ()
-    """Bits per number of each bucket, the last for all further buckets; () if the hook has no such
-    option."""
+    one by one, and shards of leaves (`shard=`)."""
 
     def __repr__(self) -> str:
         return f"Hook({self.name})"
@@ -92,7 +65,7 @@ class Hook(NamedTuple):
 
 def allreduce() -> Hook:
     """Sums buckets plainly (PyTorch's `allreduce_hook`)."""
-    return Hook(nothing, _all_reduced, "allreduce", by_element=True, scatter=_scattered)
+    return Hook(nothing, _plain, "allreduce", by_element=True)
 
 
 def of_floats(hook: Hook) -> Hook:
@@ -101,16 +74,11 @@ def of_floats(hook: Hook) -> Hook:
     def init(leaf: jax.ShapeDtypeStruct) -> Any:
         return hook.init(leaf) if is_float(leaf.dtype) else ()
 
-    def guarded(
-        reduce: Reduce, plain: Reduce, comm: Communicator, bucket: Any, memory: State
-    ) -> tuple[Array, State]:
-        if is_float(bucket.buffer.dtype):
-            return reduce(comm, bucket, memory)
-        return plain(comm, bucket, memory)
+    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        reduce = hook.apply if is_float(bucket.buffer.dtype) else _plain
+        return reduce(comm, bucket, memory)
 
-    apply = partial(guarded, hook.apply, _all_reduced)
-    scatter = hook.scatter and partial(guarded, hook.scatter, _scattered)
-    return hook._replace(init=init, apply=apply, scatter=scatter)
+    return hook._replace(init=init, apply=apply)
 
 
 def is_float(dtype: DTypeLike) -> bool:
@@ -157,9 +125,7 @@ def check_hook(name: str, hook: Any) -> Hook:
     return hook
 
 
-def _all_reduced(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+def _plain(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+    if bucket.buffer.ndim == 2:
+        return comm.reduce_scatter(bucket.buffer), memory
     return comm.all_reduce(bucket.buffer), memory
-
-
-def _scattered(comm: Communicator, rows: GradRows, memory: State) -> tuple[Array, State]:
-    return comm.reduce_scatter(rows.buffer), memory

@@ -8,7 +8,7 @@ Source: Vogels, Karimireddy, Jaggi, "PowerSGD" (NeurIPS 2019); `powerSGD_hook` i
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fddp.comm import Communicator
-from fddp.hooks.first_steps import starting
+from fddp.comm import Communicator, add_bytes, as_uint32, count_aside
 from fddp.hooks.hook import GradBucket, Hook, State, flat_buffer, is_float, leaves_of_buffer
 from fddp.wording import check_range, check_switch, check_whole
 
@@ -35,7 +34,8 @@ def powersgd(
     Args:
       rank: number of columns of the thin matrices; more columns give a more exact sum in more
         bytes.
-      start_step: number of first steps with plain sums.
+      start_step: number of first steps with plain sums, since compression harms early gradients
+        most.
       warm_start: whether a step starts from the last step's Q, and not from random numbers.
       error_feedback: whether the error is added to the next step's gradients.
       min_compression_rate: a leaf is compressed if it shrinks by more than this factor, and summed
@@ -53,21 +53,23 @@ def powersgd(
       >>> loss = lambda w, x: jnp.mean((x @ w) ** 2)
       >>> step = fddp.train_step(loss, optax.sgd(0.1), hook=fddp.hooks.powersgd(2, start_step=0))
       >>> state, info = step(step.init(jnp.ones((64, 64))), jnp.eye(64))
-      >>> state.hook_state["then"]["q"].shape[1:]  # of each replica
+      >>> state.hook_state["q"].shape[1:]  # of each replica
       (64, 2)
     """
     check_whole("powersgd: rank", rank, 1)
+    check_whole("powersgd: start_step", start_step, 0)
     check_switch("powersgd: warm_start", warm_start)
     check_switch("powersgd: error_feedback", error_feedback)
     check_range(
         "powersgd: min_compression_rate", min_compression_rate, "0 or more", lambda x: x >= 0
     )
 
-    low_rank = _LowRank(rank, warm_start, error_feedback, min_compression_rate)
+    low_rank = _LowRank(rank, start_step, warm_start, error_feedback, min_compression_rate)
     words = (
-        f"{rank}, warm_start={warm_start}, error_feedback={error_feedback}, {min_compression_rate}"
+        f"{rank}, start_step={start_step}, warm_start={warm_start}, "
+        f"error_feedback={error_feedback}, {min_compression_rate}"
     )
-    return starting(start_step, Hook(low_rank.init, low_rank.apply, f"powersgd({words})"))
+    return Hook(low_rank.init, low_rank.apply, f"powersgd({words})")
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class _LowRank:
     """The two functions of the hook, for its arguments."""
 
     rank: int
+    start_step: int
     warm_start: bool
     error_feedback: bool
     min_compression_rate: float
@@ -93,14 +96,38 @@ class _LowRank:
         columns = self.columns(leaf)
         if not columns:
             return ()
-        memory: dict[str, Array] = {"q": _random(leaf, columns, 0)}
+        memory: dict[str, Array] = {
+            "step": jnp.zeros((), jnp.int32),
+            "q": _random(leaf, columns, 0),
+        }
         if self.error_feedback:
             memory["error"] = jnp.zeros(leaf.shape, leaf.dtype)
-        if not self.warm_start:
-            memory["step"] = jnp.zeros((), jnp.int32)
         return memory
 
     def apply(self, comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        steps = [leaf["step"] for leaf in memory if leaf]
+        if not steps:
+            return comm.all_reduce(bucket.buffer), memory
+
+        def counted(total: Callable[..., tuple[Array, State]]) -> Callable[[State], Any]:
+            def branch(memory: State) -> Any:
+                outputs, nbytes = count_aside(comm, total, bucket, memory)
+                return outputs, as_uint32(nbytes)
+
+            return branch
+
+        branches = counted(self._plain), counted(self._compressed)
+        (total, memory), nbytes = jax.lax.cond(steps[0] < self.start_step, *branches, memory)
+        add_bytes(comm, nbytes)
+        new_memory = (leaf and leaf | {"step": leaf["step"] + 1} for leaf in memory)
+        return total, tuple(new_memory)
+
+    def _plain(self, comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        return comm.all_reduce(bucket.buffer), memory
+
+    def _compressed(
+        self, comm: Communicator, bucket: GradBucket, memory: State
+    ) -> tuple[Array, State]:
         leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
         new_memory = list(memory)
         compressed = [i for i, leaf in enumerate(bucket.leaves) if self.columns(leaf)]
@@ -135,11 +162,9 @@ class _LowRank:
         # The next step starts from the directions of Q, as its scale would grow without bound.
         # If the gradient has no component along a direction, that direction is retained.
         directions = _orthonormal(q)
-        new_memory = {"q": jnp.where(jnp.any(directions != 0, axis=0), directions, start)}
+        new_memory = memory | {"q": jnp.where(jnp.any(directions != 0, axis=0), directions, start)}
         if self.error_feedback:
             new_memory["error"] = (m - p @ (p.T @ m)).reshape(shape)
-        if not self.warm_start:
-            new_memory["step"] = memory["step"] + 1
         return new_memory
 
 

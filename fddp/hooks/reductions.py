@@ -129,7 +129,7 @@ def reductions(
             return reduction
         leaves = plan.travelling(bucket)
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        apply = partial(_hooked, hook, forms, message.bucket)
+        apply = partial(_hooked, hook, forms)
         return reduction._replace(apply=apply, memory=index)
 
     return tuple(reduction_of(index, message) for index, message in enumerate(plan.messages))
@@ -256,9 +256,8 @@ def by_leaf(plan: BucketPlan, hook_state: Any, memory: Memory) -> Any:
 def _hooked(
     hook: Hook,
     leaves: tuple[jax.ShapeDtypeStruct, ...],
-    number: int,
     comm: Communicator,
     buffer: Shaped[Array, " n"],
     memory: State,
 ) -> tuple[Array, State]:
-    return hook.apply(comm, GradBucket(buffer, leaves, number), memory)
+    return hook.apply(comm, GradBucket(buffer, leaves), memory)

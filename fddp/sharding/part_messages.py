@@ -4,12 +4,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import jax
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import Layout, Message, pack, pack_rows, true_numbers, unpack, unpack_rows
+from fddp.buckets import Message
 from fddp.comm import Communicator
-from fddp.hooks import GradRows, Reduction, per_device, reductions
+from fddp.hooks import Reduction, per_device, reductions
 from fddp.sharding.shard_plans import ShardPlans
 
 
@@ -21,11 +20,7 @@ def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
     def scatter(message: Message, reduction: Reduction) -> Reduction:
         if message.bucket is None:
             return reduction
-        apply = None
-        if plans.replica.travels.scatter:
-            apply = partial(_sum_rows, plans, message.bucket, plans.replica.travels.scatter)
-        elif reduction.apply is not None:
-            apply = partial(_sum_whole_leaves, plans, message.bucket, reduction.apply)
+        apply = reduction.apply and partial(_row_of_sum, reduction.apply)
         reduction = reduction._replace(
             collective="reduce_scatter",
             replicas=group.parts,
@@ -62,48 +57,11 @@ def gathers(plans: ShardPlans, order: Sequence[int]) -> tuple[Reduction, ...]:
     return tuple(per_device(plans.replica.group.placement, x) for x in reductions_of)
 
 
-def _sum_rows(
-    plans: ShardPlans,
-    bucket: int,
-    scatter: Callable[..., tuple[Array, PyTree]],
-    comm: Communicator,
-    message: Array,
-    memory: PyTree,
+def _row_of_sum(
+    apply: Callable[..., tuple[Array, PyTree]], comm: Communicator, message: Array, memory: PyTree
 ) -> tuple[Array, Any]:
-    """Sums a bucket by a hook that scatters; returns this replica's part, and new memory."""
-    plan, part_plan = plans.only(bucket)
-    numbers = plan.buckets[0].leaves
-
-    def rows_of(leaves: Sequence[Array]) -> Array:
-        by_number = dict(zip(numbers, leaves))
-        tree = plan.treedef.unflatten(by_number.get(i) for i in range(len(plan.leaves)))
-        return pack_rows(plan, part_plan, tree)[0].reshape(comm.size, -1)
-
-    def leaves_of(rows: Array) -> list[Array]:
-        tree = unpack_rows(plan, part_plan, (rows.reshape(-1),))
-        leaves = plan.treedef.flatten_up_to(tree)
-        return [leaves[i] for i in numbers]
-
-    forms = tuple(
-        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in plan.travelling(plan.buckets[0])
-    )
-    mask = true_numbers(plan, part_plan)
-    rows = GradRows(message.reshape(comm.size, -1), forms, rows_of, leaves_of, mask, bucket)
-    return scatter(comm, rows, memory)
-
-
-def _sum_whole_leaves(
-    plans: ShardPlans,
-    bucket: int,
-    apply: Callable[..., tuple[Array, PyTree]],
-    comm: Communicator,
-    message: Array,
-    memory: PyTree,
-) -> tuple[Array, Any]:
-    """Sums a bucket by a hook of whole leaves; returns this replica's part, and new memory."""
-    plan, part_plan = plans.only(bucket)
-    shares = comm.at("shards")
-    (flat,) = pack(plan, unpack_rows(plan, part_plan, (message,)))
-    total, memory = apply(comm, flat, memory)
-    (rows,) = pack_rows(plan, part_plan, unpack(plan, (total,)))
-    return Layout(rows.shape, shares.size).part(rows, shares.replica_index()), memory
+    """Sums the shards of all replicas by a hook; returns this replica's row."""
+    total, memory = apply(comm, message.reshape(comm.size, -1), memory)
+    if total.ndim == 2:
+        total = total[comm.replica_index()]
+    return total, memory

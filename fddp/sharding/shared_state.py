@@ -80,12 +80,9 @@ class Sharded(Way):
     def travels(self, options: Options, group: Group) -> Travels:
         """Parts are scattered: no message is a sum of whole messages."""
         forms = super().travels(options, group)
-        # A hook without `scatter` needs whole leaves.
-        scatters = options.hook is None or forms.scatter is not None
         return forms._replace(
             exact=False,
             table_rows=False,
-            slices=forms.slices and scatters,
             rounds=forms.rounds and group.communicator.levels is None,
         )
 

@@ -39,6 +39,12 @@ PAIRS = (
         "all trained parameters are gathered, used or unused",
         "leave one of them out",
     ),
+    Pair(
+        "shard",
+        WHOLE_LEAVES,
+        "each replica sums its shards of the leaves",
+        "use a hook that sums each element separately, hooks.bf16() or hooks.fp16()",
+    ),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
     # a function that makes the parameters
     Pair(

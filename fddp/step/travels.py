@@ -1,7 +1,6 @@
 """The forms in which the gradients of a step may travel."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fddp.comm import Group
 from fddp.step.options import Options
@@ -18,8 +17,6 @@ class Travels(NamedTuple):
     """Some layers of a stack may be a message of their own."""
     rounds: bool
     """A gradient may be summed in the rounds of the loop that makes it."""
-    scatter: Callable[..., Any] | None
-    """The hook's `scatter`, if it may be used."""
 
 
 def travels(options: Options, group: Group) -> Travels:
@@ -31,19 +28,14 @@ def travels(options: Options, group: Group) -> Travels:
     | table_rows | exact; one device holds each gradient |
     | slices     | every bucket is sent; one device holds each gradient; a hook acts by element |
     | rounds     | as `table_rows` |
-    | scatter    | no levels: a group of nodes would have to sum its parts further |
     """
     hook = options.hook
     exact = hook is None and not options.skip_all_reduce_unused_params
     on_one_device = not group.placement.other_axes
     sends_all = on_one_device and not options.skip_all_reduce_unused_params
-    scatter = None
-    if hook and group.communicator.levels is None:
-        scatter = hook.scatter
     return Travels(
         exact=exact,
         table_rows=exact and on_one_device,
         slices=sends_all and (hook is None or hook.by_element),
         rounds=exact and on_one_device,
-        scatter=scatter,
     )

@@ -142,13 +142,6 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
             optax.sgd(0.1),
             {"hook": hooks.quantize(), "schedule": "staged"},
         ),
-        (
-            "quantize shards",
-            unrolled,
-            optax.adamw(0.1),
-            {"hook": hooks.quantize(), "shard": "optimizer"},
-        ),
-        ("powersgd", unrolled, optax.sgd(0.1), {"hook": hooks.powersgd(2, start_step=0)}),
         ("virtual replicas", unrolled, optax.sgd(0.1), {"virtual_replicas": 8}),
         ("local steps", unrolled, fddp.local_steps(optax.adam(0.1), every=2), {}),
         (

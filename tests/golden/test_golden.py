@@ -17,7 +17,7 @@ QUICK = (
         "scanned state eager",
         "a matrix at its home",
     ),
-    *("accumulated shards", "buffers", "quantize shards", "fragments"),
+    *("accumulated shards", "buffers", "quantize staged", "fragments"),
 )
 
 

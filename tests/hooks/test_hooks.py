@@ -31,7 +31,6 @@ LOSSY = {
     "fp16": hooks.fp16(),
     "quantize": hooks.quantize(block=16),
     "topk": hooks.topk(0.25),
-    "chunks": hooks.chunks(0.25, chunk=8, momentum=0.5),
     "adasum": hooks.adasum(),
     "powersgd": hooks.powersgd(1, start_step=1),
     "bf16 powersgd": hooks.bf16(hooks.powersgd(1, start_step=0)),
@@ -42,9 +41,8 @@ DEFAULTS = [
     hooks.bf16(),
     hooks.fp16(),
     hooks.quantize(),
-    hooks.sign(),
+    hooks.quantize(bits=1),
     hooks.topk(0.2),
-    hooks.chunks(),
     hooks.powersgd(start_step=0),
 ]
 
@@ -188,49 +186,6 @@ def test_topk_sends_the_largest_numbers_of_each_replica_and_remembers_the_others
     ]
 
 
-def test_chunks_are_those_with_the_largest_norms_of_all_replicas_and_the_others_wait(group):
-    rows = np.zeros((REPLICAS, 7), np.float32)
-    rows[0] = [1, 1, 0, -3, 0, 0, 2]
-    rows[1, 4] = 4
-    rows[2, 0] = 8
-    totals, residual = reduced(group, hooks.chunks(0.5, chunk=2), rows, np.zeros_like(rows))
-    # Norms 10, 3, 4 and 2: two of four chunks leave, the first and the third, and the others with
-    # the next step.
-    assert totals[0].tolist() == [9, 1, 0, 0, 4, 0, 0]
-    assert totals[1].tolist() == [0, 0, 0, -3, 0, 0, 2]
-    assert not np.any(residual["left"])
-
-
-def test_a_chunk_that_waits_gathers_the_momentum_of_its_gradients(group):
-    """Its message at the end is the path of SGD with momentum up to then."""
-    rows = np.zeros((REPLICAS, 2), np.float32)
-    rows[0] = [9, 1]
-    later = np.zeros_like(rows)
-    later[0] = [8, 1]
-    last = np.zeros_like(rows)
-    last[1] = [0, 5]
-    totals, residual = reduced(group, hooks.chunks(0.5, chunk=1, momentum=0.5), rows, later, last)
-    # The second number: speeds 1, 1.5 and 0.75 + 5 of two replicas; their sum, with all that
-    # waited.
-    assert [total.tolist() for total in totals] == [[9, 0], [8, 0], [0, 1 + 1.5 + 0.75 + 5]]
-    assert not np.any(residual["left"]) and not np.any(residual["speed"])
-
-
-def test_chunks_send_their_share_and_a_float_each(group):
-    hook = hooks.chunks(0.25, chunk=4)
-    step = fddp.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), group=group(2), hook=hook)
-    _, info = step(step.init(np.ones((8, 4), np.float32)), np.ones((2, 8), np.float32))
-    # Of two replicas each sends as many bytes as a message has: 8 norms, and 2 chunks of 4 numbers.
-    assert int(info.sent[0]) == 4 * 8 + 4 * 8
-
-
-def test_chunks_of_everything_are_the_plain_sum(group):
-    rows = normal(REPLICAS, 6, 4)
-    np.testing.assert_allclose(
-        reduced(group, hooks.chunks(1.0, chunk=5), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6
-    )
-
-
 @pytest.mark.quick("3", "4")
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_adasum_adds_pair_by_pair_what_is_not_along_the_other(group, n):
@@ -274,7 +229,9 @@ def test_adasum_in_16_bits_takes_its_products_in_32(group, narrow, size):
 
 
 @pytest.mark.parametrize(
-    "hook", [hooks.topk(0.25), hooks.sign(), hooks.quantize()], ids=["topk", "sign", "quantize"]
+    "hook",
+    [hooks.topk(0.25), hooks.quantize(bits=1), hooks.quantize()],
+    ids=["topk", "signs", "quantize"],
 )
 def test_what_a_hook_remembers_counts_for_nothing_where_nothing_has_weight(group, hook):
     def loss(w: Any, batch: Any) -> Any:
@@ -319,7 +276,7 @@ def test_topk_of_float64_loses_no_digit(group, x64):
     [
         hooks.topk(0.1),
         hooks.quantize(bits=4, block=16),
-        hooks.sign(block=8),
+        hooks.quantize(bits=1, block=8),
         hooks.powersgd(1, start_step=0),
     ],
     ids=str,
@@ -327,7 +284,7 @@ def test_topk_of_float64_loses_no_digit(group, x64):
 def test_with_error_feedback_nothing_is_lost_for_ever(group, hook):
     steps = [normal(REPLICAS, 12, 10) for _ in range(6)]
     totals, memory = reduced(group, hook, *steps)
-    residual = memory["then"]["error"] if isinstance(memory, dict) and "then" in memory else memory
+    residual = memory["error"] if isinstance(memory, dict) and "error" in memory else memory
     residual = sum(np.sum(x, 0) for x in jax.tree.leaves(residual))
     np.testing.assert_allclose(sum(totals) + residual, sum(x.sum(0) for x in steps), atol=4e-5)
 
@@ -344,7 +301,7 @@ def test_powersgd_is_one_step_of_subspace_iteration(group, x64):
         p, _ = np.linalg.qr(matrix @ q)
         q = matrix.T @ p
         np.testing.assert_allclose(got.reshape(36, 10), p @ p.T @ matrix, atol=1e-12)
-    assert memory["then"]["q"].shape == (REPLICAS, 10, 2)
+    assert memory["q"].shape == (REPLICAS, 10, 2)
 
 
 def test_powersgd_finds_the_singular_vectors_with_a_warm_start_only(group, x64):
@@ -463,7 +420,7 @@ def test_a_hook_and_unused_parameters_go_together(group):
     assert (int(info.used["unused"]), int(info.used["used"]["a"])) == (0, REPLICAS)
 
 
-@pytest.mark.parametrize("name", ["quantize", "topk", "chunks", "powersgd"])
+@pytest.mark.parametrize("name", ["quantize", "topk", "powersgd"])
 def test_a_step_that_overflows_leaves_no_trace_in_what_a_hook_remembers(group, name):
     optimizer = fddp.dynamic_scale(optax.sgd(0.1), initial=4.0)
     step = fddp.train_step(
@@ -497,7 +454,6 @@ FINITE = {
     "quantize": hooks.quantize(),
     "quantize without memory": hooks.quantize(error_feedback=False),
     "topk": hooks.topk(0.01),
-    "chunks": hooks.chunks(0.25, chunk=64),
     "adasum": hooks.adasum(),
     "topk without memory": hooks.topk(0.01, error_feedback=False),
     "powersgd": hooks.powersgd(2, start_step=0),
@@ -506,7 +462,6 @@ FINITE = {
     ),
     "bf16 powersgd": hooks.bf16(hooks.powersgd(2, start_step=0)),
     "fp16 powersgd": hooks.fp16(hooks.powersgd(2, start_step=0)),
-    "starting": hooks.starting(1, hooks.fp16(hooks.topk(0.01)), hooks.quantize()),
 }
 
 
@@ -583,7 +538,6 @@ def test_what_is_left_of_16_bits_is_finite_where_the_sum_is(group):
     "name",
     [
         "quantize",
-        "starting",
         *(pytest.param(x, marks=pytest.mark.slow) for x in ("topk", "powersgd")),
     ],
 )
@@ -628,9 +582,9 @@ def traffic(text: str) -> int:
     return total
 
 
-@pytest.mark.parametrize("name", [None, "bf16", "fp16", "quantize", "sign", "topk"])
+@pytest.mark.parametrize("name", [None, "bf16", "fp16", "quantize", "signs", "topk"])
 def test_the_bytes_that_are_told_are_those_in_the_compiled_program(group, name):
-    by_name = LOSSY | {"sign": hooks.sign(block=8)}
+    by_name = LOSSY | {"signs": hooks.quantize(bits=1, block=8)}
     step = fddp.train_step(
         loss_fn, optax.sgd(0.1), group=group(REPLICAS), hook=by_name.get(name), **OPTIONS
     )
@@ -698,17 +652,14 @@ def test_a_state_without_the_hooks_memory_or_of_other_replicas_is_refused(group)
         (lambda: hooks.fp16(predivide=0), "predivide must be more than 0, got 0"),
         (lambda: hooks.quantize(block=0), "block must be a whole number of 1 or more, got 0"),
         (lambda: hooks.topk(0), "ratio must be above 0 and at most 1, got 0"),
-        (lambda: hooks.chunks(0), "share must be above 0 and at most 1, got 0"),
-        (lambda: hooks.chunks(chunk=0), "chunk must be a whole number of 1 or more, got 0"),
-        (lambda: hooks.chunks(momentum=1), "momentum must be 0 or more and below 1, got 1"),
         (lambda: hooks.powersgd(0), "rank must be a whole number of 1 or more, got 0"),
         (
             lambda: hooks.powersgd(min_compression_rate=-1),
             "min_compression_rate must be 0 or more, got -1",
         ),
         (
-            lambda: hooks.starting(-1, hooks.bf16()),
-            "step must be a whole number of 0 or more, got -1",
+            lambda: hooks.powersgd(start_step=-1),
+            "start_step must be a whole number of 0 or more, got -1",
         ),
     ],
 )
@@ -719,18 +670,9 @@ def test_a_hook_out_of_its_range_is_refused_where_it_is_made(make: Callable[[], 
 
 def test_a_number_may_be_a_numpy_scalar():
     half: Any = np.float32(0.5)
-    pairs = [
-        (hooks.chunks(half, momentum=half), hooks.chunks(0.5, momentum=0.5)),
-        (
-            hooks.momentum(hooks.sign(), start=1, b1=half),
-            hooks.momentum(hooks.sign(), start=1, b1=0.5),
-        ),
-        (hooks.topk(half), hooks.topk(0.5)),
-    ]
-    for hook, expected in pairs:
-        assert hook.name == expected.name
-    with pytest.raises(TypeError, match="share must be a number, got True"):
-        hooks.chunks(True)
+    assert hooks.topk(half).name == hooks.topk(0.5).name
+    with pytest.raises(TypeError, match="ratio must be a number, got True"):
+        hooks.topk(True)
 
 
 def test_what_is_no_hook_or_needs_a_state_is_refused(group):

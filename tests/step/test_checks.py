@@ -599,14 +599,16 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
     ),
     (fddp.hooks.bf16, (8,), "bf16: hook must be a fddp.Hook, one of fddp.hooks, got int 8"),
     (fddp.hooks.fp16, (8,), "fp16: hook must be a fddp.Hook"),
-    (fddp.hooks.starting, (8, "bf16"), "starting: hook must be a fddp.Hook"),
-    (untyped(fddp.hooks.momentum, start=1), (None,), "momentum: hook must be a fddp.Hook"),
     (
         untyped(fddp.hooks.topk, error_feedback="no"),
         (),
         "error_feedback must be True or False, got 'no'",
     ),
-    (untyped(fddp.hooks.sign, error_feedback=1), (), "error_feedback must be True or False, got 1"),
+    (
+        untyped(fddp.hooks.quantize, error_feedback=1),
+        (),
+        "error_feedback must be True or False, got 1",
+    ),
     (fddp.dynamic_scale, ("adam",), "optimizer must be an optax transformation, got str 'adam'"),
     (
         untyped(fddp.train_step, has_aux="metrics"),
@@ -622,7 +624,6 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
         (optax.sgd(0.1),),
         "initial must be a number, got 'x'",
     ),
-    (fddp.hooks.adaptive, (8,), r"bits must be a sequence of numbers, \[8\], got int 8"),
     (untyped(fddp.make_plan, order="ready"), (W,), "order must be the numbers of leaves"),
     (
         untyped(fddp.join, throw_on_early_termination="no"),

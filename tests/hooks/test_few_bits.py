@@ -12,7 +12,7 @@ import pytest
 import fddp
 from fddp import hooks
 from fddp.hooks import GradBucket
-from fddp.hooks.codes import floats, integers, signs
+from fddp.hooks.codes import integers, signs
 
 pytestmark = pytest.mark.steps
 
@@ -44,14 +44,6 @@ def test_a_block_with_a_number_that_is_not_finite_arrives_as_nan(code: Any, bad:
     assert np.isfinite(got[:8]).all() and np.isnan(got[8:]).all()
 
 
-def test_floats_of_16_bits_are_rounded_to_the_nearest():
-    numbers = DRAW.normal(size=9).astype(np.float32)
-    code: Any = floats(jnp.bfloat16)
-    np.testing.assert_array_equal(
-        code.decode(code.encode(numbers, None)), numbers.astype(jnp.bfloat16).astype(np.float32)
-    )
-
-
 ### Sums of hooks, against NumPy
 
 
@@ -72,7 +64,7 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
     replicas = group(3)
     size = 43
     block = 8
-    hook = hooks.sign(block=block) if bits == 1 else hooks.quantize(bits=bits, block=block)
+    hook = hooks.quantize(bits=bits, block=block)
     steps = DRAW.normal(size=(4, 3, size)).astype(np.float32)
     form = jax.ShapeDtypeStruct((size,), np.float32)
     per_replica = replicas.placement.per_replica
@@ -103,8 +95,8 @@ def test_sums_and_errors_are_those_of_the_rule(group: Any, bits: int):
 
 
 @pytest.mark.quick("4 bits")
-@pytest.mark.parametrize("hook", [hooks.sign(), hooks.quantize(bits=4)], ids=["1 bit", "4 bits"])
-def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.Hook):
+@pytest.mark.parametrize("bits", [1, 4], ids=["1 bit", "4 bits"])
+def test_what_is_lost_comes_later_under_another_plan_too(group: Any, bits: int):
     """The messages received so far, plus the residuals of numbers and of sums, are all
     gradients."""
     weights = DRAW.normal(size=(2, 700)).astype(np.float32)
@@ -113,7 +105,7 @@ def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.
     def loss(params: Any, x: Any) -> Any:
         return jnp.mean(x) * sum(jnp.vdot(params[name], w) for name, w in zip("ab", weights))
 
-    step = fddp.train_step(loss, optax.sgd(1.0), group=group(2), hook=hook)
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(2), hook=hooks.quantize(bits=bits))
     state = step.init({"a": np.zeros(700, np.float32), "b": np.zeros(700, np.float32)})
     for count in range(1, 5):
         state, _ = step(state, rows)
@@ -127,33 +119,10 @@ def test_what_is_lost_comes_later_under_another_plan_too(group: Any, hook: fddp.
         )
 
 
-@pytest.mark.parametrize("bits", [8, 4, 1])
-def test_in_shards_each_part_is_the_sum_of_what_stands_for_the_rows(group: Any, bits: int):
-    """Padding of the parts does not count among the true numbers of a block."""
-    hook = hooks.sign(block=8) if bits == 1 else hooks.quantize(bits=bits, block=8)
-    rows = DRAW.normal(size=(3, 7)).astype(np.float32)
-    loss = lambda w, x: jnp.sum(w * x)  # noqa: E731
-    step = fddp.train_step(loss, optax.sgd(1.0), group=group(3), hook=hook, shard="state")
-    state, info = step(step.init(np.zeros(7, np.float32)), rows)
-    ranges = [(0, 3), (3, 6), (6, 7)]  # of seven numbers three each, and two of padding
-    stood = np.stack(
-        [
-            np.concatenate(
-                [
-                    nearest(np.pad(x[a:b], (0, 8 - b + a)), bits, 8, b - a)[: b - a]
-                    for a, b in ranges
-                ]
-            )
-            for x in rows
-        ]
-    )
-    np.testing.assert_allclose(fddp.whole(state.params), -stood.sum(0) / 3, rtol=1e-5)
-    # Of three rows of code two leave, and the new part goes to two replicas.
-    assert int(info.sent[0]) == 2 * (8 * bits // 8 + 4) + 2 * 3 * 4
-
-
 @pytest.mark.parametrize(
-    ("hook", "of_256"), [(hooks.quantize(bits=4), 128 + 4), (hooks.sign(), 32 + 4)], ids=str
+    ("hook", "of_256"),
+    [(hooks.quantize(bits=4), 128 + 4), (hooks.quantize(bits=1), 32 + 4)],
+    ids=str,
 )
 def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
     step = fddp.train_step(lambda w, x: jnp.mean(x @ w), optax.sgd(0.1), group=group(2), hook=hook)
@@ -165,13 +134,13 @@ def test_bytes_are_those_of_the_code(group: Any, hook: fddp.Hook, of_256: int):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: hooks.quantize(bits=2), "bits must be 8 or 4, got 2"),
+        (lambda: hooks.quantize(bits=2), "bits must be 8, 4 or 1, got 2"),
         (
             lambda: hooks.quantize(bits=4, block=7),
             "block must be a multiple of 2, so that numbers fill bytes, got 7",
         ),
         (
-            lambda: hooks.sign(block=12),
+            lambda: hooks.quantize(bits=1, block=12),
             "block must be a multiple of 8, so that numbers fill bytes, got 12",
         ),
     ],

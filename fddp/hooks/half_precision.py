@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Shaped
 
 from fddp.comm import Communicator, add_rows
-from fddp.hooks.hook import Hook, Reduce, State, allreduce, check_hook, is_float, nothing
+from fddp.hooks.hook import GradBucket, Hook, State, allreduce, check_hook, is_float, nothing
 from fddp.wording import check_range
 
 
@@ -83,11 +82,10 @@ def _narrow(hook: Hook, name: str, dtype: DTypeLike, predivide: float | None) ->
             unrounded=comm.exact_sum,
         )
 
-    def run(reduce: Reduce, comm: Communicator, bucket: Any, memory: State) -> tuple[Array, State]:
-        return reduce(narrow(comm), bucket, memory)
+    def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
+        return hook.apply(narrow(comm), bucket, memory)
 
-    scatter = hook.scatter and partial(run, hook.scatter)
-    return Hook(hook.init, partial(run, hook.apply), name, hook.by_element, scatter)
+    return Hook(hook.init, apply, name, hook.by_element)
 
 
 def _of_floats(
