@@ -676,6 +676,25 @@ def test_the_client_of_a_coordination_service_keeps_what_it_is_told():
     """)
 
 
+@pytest.mark.steps
+def test_gloo_listens_at_the_address_that_it_is_given():
+    run_python(f"""
+        import jax
+        from fddp.jax_internals import bind_gloo
+
+        bind_gloo("198.51.100.9")  # of no host: RFC 5737
+        jax.distributed.initialize("127.0.0.1:{free_port()}", 1, 0)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            assert "bind(2) for [198.51.100.9] failed" in str(error), error
+        else:
+            raise AssertionError("Gloo listens elsewhere")
+        jax.distributed.shutdown()
+    """)
+
+
 ### Profiles
 
 

@@ -19,6 +19,7 @@ from fddp.runtime import (
     installed,
     missing_compiler,
     mpi_vendors,
+    name_problem,
     read_launch,
     spoken,
 )
@@ -60,7 +61,7 @@ def _findings() -> Iterator[ReportLine]:
     if variables:
         yield _unless_it_fails("rank 0 is met at", _meeting)
     yield ReportLine("backend local", "ready: the devices of this process")
-    yield ReportLine("backend gloo", "ready: CPUs of several processes")
+    yield ReportLine("backend gloo", "ready: CPUs of several processes", name_problem())
     *status, vendor = _mpi()
     yield ReportLine("backend mpi", *status)
     yield ReportLine("launcher", *_launcher(vendor))

@@ -22,8 +22,8 @@ import numpy as np
 
 from fddp.comm import Group, Journal, forget_device_caches, world_group
 from fddp.elastic.views import View
-from fddp.jax_internals import connect_to_service, leave_service
-from fddp.runtime import all_devices, start_service
+from fddp.jax_internals import bind_gloo, connect_to_service, leave_service
+from fddp.runtime import all_devices, start_service, without_proxies
 
 MEET_S = 20
 
@@ -60,7 +60,9 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     """
     before = {name for connection, name in _connections() if connection.close() is None}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    connect_to_service(view.service, rank, len(view.members), MEET_S)
+    bind_gloo(view.members[rank].address[0])
+    with without_proxies():
+        connect_to_service(view.service, rank, len(view.members), MEET_S)
     group = replace(world_group(all_devices("gloo")), backend="gloo", journal=journal)
     group.barrier()
     # Gloo connects at the first message of each communicator.

@@ -77,6 +77,7 @@ from fddp.jax_internals.mesh_free import inner_map as inner_map
 from fddp.jax_internals.mesh_free import line_of_mesh as line_of_mesh
 from fddp.jax_internals.mesh_free import without_meshes as without_meshes
 from fddp.jax_internals.processes import backends_started as backends_started
+from fddp.jax_internals.processes import bind_gloo as bind_gloo
 from fddp.jax_internals.processes import connect_to_service as connect_to_service
 from fddp.jax_internals.processes import coordination_client as coordination_client
 from fddp.jax_internals.processes import leave_service as leave_service

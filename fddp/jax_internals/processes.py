@@ -1,5 +1,6 @@
 """The connections between JAX's processes."""
 
+from functools import partial
 from typing import Any
 
 from jax._src import config, distributed, xla_bridge
@@ -47,6 +48,17 @@ def connect_to_service(address: str, rank: int, size: int, timeout_s: int) -> No
     client.connect()
     state.client, state.process_id, state.num_processes = client, rank, size
     state.coordinator_address = address
+
+
+def bind_gloo(address: str) -> None:
+    """Makes Gloo listen at an address of this host, not at the one that the host's name has.
+
+    Relies on JAX's call of `jaxlib._jax.make_gloo_tcp_collectives`, when its devices start.
+    """
+    _jax.make_gloo_tcp_collectives = partial(_make_gloo, hostname=address)
+
+
+_make_gloo = _jax.make_gloo_tcp_collectives
 
 
 def leave_service() -> None:

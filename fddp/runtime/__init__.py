@@ -10,12 +10,14 @@ from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
 from fddp.runtime.join_service import all_devices as all_devices
+from fddp.runtime.join_service import name_problem as name_problem
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
 from fddp.runtime.packages import fddp_version as fddp_version
 from fddp.runtime.packages import installed as installed
 from fddp.runtime.place import Launch as Launch
 from fddp.runtime.place import place_of as place_of
+from fddp.runtime.place import without_proxies as without_proxies
 from fddp.runtime.rendezvous import receive_line as receive_line
 from fddp.runtime.replacing import FINISHED as FINISHED
 from fddp.runtime.replacing import FOLDER as FOLDER

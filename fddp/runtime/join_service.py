@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,12 +13,17 @@ from typing import Any
 import jax
 
 from fddp.comm import Group, Journal, poll, world_group
-from fddp.jax_internals import HEARTBEAT_S, backends_started, coordination_client, secured
+from fddp.jax_internals import (
+    HEARTBEAT_S,
+    backends_started,
+    bind_gloo,
+    coordination_client,
+    secured,
+)
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
-from fddp.runtime.place import Launch
-from fddp.runtime.reception import ServiceAddresses
+from fddp.runtime.place import Launch, without_proxies
 from fddp.runtime.rendezvous import meet_ranks
 from fddp.watching import LEFT, Ending, end_together, shared_recorder, watched
 
@@ -55,17 +61,46 @@ def join_service(
 
 def all_devices(backend: str) -> list[Any]:
     """The devices of all processes; refuses a backend that does not connect them."""
-    on_cpus = jax.default_backend() == "cpu"
-    if backend == "nccl" and on_cpus:
+    cpus = on_cpus()
+    if backend == "nccl" and cpus:
         raise RuntimeError(
             "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
         )
-    if backend == "gloo" and not on_cpus:
+    if backend == "gloo" and not cpus:
         raise RuntimeError(
             f"backend 'gloo' connects CPUs, and JAX uses {jax.default_backend()!r} here; set "
             "JAX_PLATFORMS=cpu, or use 'nccl'."
         )
     return jax.devices()
+
+
+def on_cpus() -> bool:
+    """Starts JAX's devices; True if they are CPUs."""
+    try:
+        return jax.default_backend() == "cpu"
+    except RuntimeError as error:
+        if jax.distributed.is_initialized() and (problem := name_problem()):
+            raise RuntimeError(f"backend 'gloo' cannot start: {problem}.") from error
+        raise
+
+
+def name_problem() -> str:
+    """Describes why no process can listen at the address of this host's name; empty if it can.
+
+    Gloo listens there in a `jax.distributed` that `fddp.init` adopts.
+    """
+    name = socket.gethostname()
+    try:
+        family, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+    except OSError as error:
+        return (
+            f"the name {name!r} of this host does not lead to an address of this host "
+            f"({error.strerror}): add a line such as '127.0.1.1 {name}' to /etc/hosts, or leave "
+            "jax.distributed.initialize to fddp.init, which needs no name"
+        )
+    return ""
 
 
 def _leave(
@@ -97,9 +132,12 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     coordinator = launch.coordinator or agree_on_coordinator(launch)
     meeting = meet_ranks(launch.rank, launch.size, coordinator, timeout_s, problem, launch.job)
     if secured():  # certificates are issued for names, not for addresses
-        meeting = ServiceAddresses(coordinator, f"[::]:{coordinator.rsplit(':', 1)[1]}")
+        bind = f"[::]:{coordinator.rsplit(':', 1)[1]}"
+        meeting = meeting._replace(coordinator=coordinator, bind=bind)
     options: dict[str, Any] = {}
     if backend == "gloo":
+        if meeting.host:
+            bind_gloo(meeting.host)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # On CPUs no process needs a GPU, but JAX would query MPI for it, and MPI may not run.
         options["cluster_detection_method"] = "deactivate"
@@ -114,15 +152,16 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
     jax.config.update("jax_enable_preemption_service", False)
     service = start_coordinator(meeting.bind, launch.rank, launch.size)
     try:
-        jax.distributed.initialize(
-            meeting.coordinator,
-            launch.size,
-            launch.rank,
-            initialization_timeout=int(max(timeout_s, 1)),
-            heartbeat_timeout_seconds=HEARTBEAT_S,
-            coordinator_bind_address=service.bind,
-            **options,
-        )
+        with without_proxies():  # the ranks have just met without a proxy
+            jax.distributed.initialize(
+                meeting.coordinator,
+                launch.size,
+                launch.rank,
+                initialization_timeout=int(max(timeout_s, 1)),
+                heartbeat_timeout_seconds=HEARTBEAT_S,
+                coordinator_bind_address=service.bind,
+                **options,
+            )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
     return service.kept

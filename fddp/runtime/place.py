@@ -1,7 +1,10 @@
 """The place of a process in its job, and the environment variables that describe it."""
 
+import os
 import re
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 
@@ -98,3 +101,37 @@ def text(env: Mapping[str, str], name: str) -> str:
     if name not in env:
         raise ValueError(f"{name} is not set, though the launcher's other variables are.")
     return env[name]
+
+
+### Changes of the environment
+
+_changing = threading.Lock()
+
+
+@contextmanager
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """Changes variables of this process's environment during a block; None removes a variable."""
+    with _changing:
+        previous = {name: os.environ.get(name) for name in changes}
+        try:
+            _set(changes)
+            yield
+        finally:
+            _set(previous)
+
+
+def without_proxies() -> AbstractContextManager[None]:
+    """Hides the variables of HTTP proxies during a block.
+
+    gRPC, by which JAX connects processes, would send its connections to other ranks to the proxy.
+    """
+    names = [name for name in os.environ if name.lower().endswith("_proxy")]
+    return environment(dict.fromkeys(names))
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

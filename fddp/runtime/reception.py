@@ -30,6 +30,8 @@ class ServiceAddresses(NamedTuple):
     """host:port for this rank to connect to."""
     bind: str
     """host:port for rank 0 to listen at: loopback if all ranks are on one host."""
+    host: str = ""
+    """Address of this rank's host for the other ranks; empty if it is unknown."""
 
 
 class Guest(NamedTuple):
@@ -54,7 +56,7 @@ def receive(
     try:
         problem = _open(guests, size, place, end, job)
         guest_address, meeting = _places(guests, place[1])
-        answer = f"{GO}{guest_address}"
+        answer = f"{GO}{guest_address} {meeting.host}"
         if refusal:
             problem = f"rank 0: {refusal}"
         if problem:
@@ -169,15 +171,20 @@ def _places(guests: Guests, port: int) -> tuple[str, ServiceAddresses]:
     """Returns the guests' address of JAX's service, '' for the coordinator's, and rank 0's."""
     loopback = f"127.0.0.1:{port}"
     if {guest.host for guest in guests.values()} <= {own_host()}:
-        return loopback, ServiceAddresses(loopback, loopback)
-    addresses = {guest.address for guest in guests.values()}
+        return loopback, ServiceAddresses(loopback, loopback, "127.0.0.1")
+    addresses = {guest.address.removeprefix("::ffff:") for guest in guests.values()}
+    host = next(filter(reachable, sorted(addresses)), "")
     if len(addresses) > 1 or "%" in (address := addresses.pop()):  # link-local
-        return "", ServiceAddresses(loopback, f"[::]:{port}")
+        return "", ServiceAddresses(loopback, f"[::]:{port}", host)
     # Rank 0 does not resolve its name: that may give another of its addresses.
-    address = address.removeprefix("::ffff:")
     if ":" in address:
         address = f"[{address}]"
-    return "", ServiceAddresses(f"{address}:{port}", f"{address}:{port}")
+    return "", ServiceAddresses(f"{address}:{port}", f"{address}:{port}", host)
+
+
+def reachable(address: str) -> bool:
+    """False for addresses that no other host reaches: loopback and link-local ones."""
+    return not (address.startswith("127.") or address == "::1" or "%" in address)
 
 
 def _listen(host: str, port: int) -> socket.socket:

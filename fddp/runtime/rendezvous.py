@@ -21,6 +21,7 @@ from fddp.runtime.reception import (
     ServiceAddresses,
     missing_ranks,
     own_host,
+    reachable,
     receive,
 )
 from fddp.wording import printable
@@ -53,9 +54,12 @@ def meet_ranks(
         with reporting(
             lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {reason[0]}"
         ):
-            answer = _call(f"rank {rank} of {size}", place, end, reason, problem, job)
+            answer, host = _call(f"rank {rank} of {size}", place, end, reason, problem, job)
         if answer.startswith(GO):
-            meeting = ServiceAddresses(answer.removeprefix(GO) or coordinator, "")
+            loopback, _, first_host = answer.removeprefix(GO).partition(" ")
+            if loopback or not reachable(host):  # this rank is on the host of rank 0
+                host = first_host
+            meeting = ServiceAddresses(loopback or coordinator, "", host)
     else:
         guests: Guests = {}
         with reporting(lambda: f"rank 0 waits at {coordinator}: {missing_ranks(guests, size)}"):
@@ -73,22 +77,23 @@ def meet_ranks(
 
 def _call(
     name: str, place: tuple[str, int], end: float, reason: list[str], problem: str, job: str
-) -> str:
-    """Calls rank 0 until it answers; returns its answer, or an error."""
+) -> tuple[str, str]:
+    """Calls rank 0 until it answers; returns its answer, or an error, and this host's address."""
     words = f"{name} on {own_host()}{problem and f': {problem}'}"
     while (seconds := end - time.monotonic()) > 0:
         try:
             with socket.create_connection(place, min(seconds, ATTEMPT_S)) as link:
+                host = link.getsockname()[0]
                 answer = _answer(link, words, end, reason, job)
         except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             reason[0] = _reason(error, place)
         else:
             if answer.startswith((GO, STOP)):
-                return printable(answer.removeprefix(STOP))
+                return printable(answer.removeprefix(STOP)), host
         time.sleep(RETRY_S)
     if problem:
-        return f"{name.partition(' of ')[0]}: {problem}"
-    return f"{name} has not reached rank 0 in time: {reason[0]}"
+        return f"{name.partition(' of ')[0]}: {problem}", ""
+    return f"{name} has not reached rank 0 in time: {reason[0]}", ""
 
 
 def _answer(link: socket.socket, words: str, end: float, reason: list[str], job: str) -> str:

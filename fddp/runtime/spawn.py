@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ import jax
 from fddp.comm import flush_output, leave
 from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.launchers import worlds
+from fddp.runtime.place import environment
 from fddp.runtime.world import fails
 from fddp.wording import check_seconds, check_whole
 
@@ -161,28 +162,10 @@ def _start(work: bytes, world: Mapping[str, str]) -> Rank:
     variables = dict(world)
     if platforms := jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
         variables["JAX_PLATFORMS"] = platforms
-    with sender, _environment(variables):
+    with sender, environment(variables):  # modules may read it on import
         process.start()
     pid: Any = process.pid
     return Rank(int(rank), f"rank {rank} of {world['FDDP_SIZE']}", process, pid, receiver)
-
-
-_starting = threading.Lock()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Changes this process's environment while a rank starts: modules may read it on import."""
-    with _starting:
-        previous = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
-        try:
-            yield
-        finally:
-            for name, value in previous.items():
-                del os.environ[name]
-                if value is not None:
-                    os.environ[name] = value
 
 
 def _interrupts() -> list[int]:

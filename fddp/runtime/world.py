@@ -19,7 +19,7 @@ from fddp.comm import Group, unwatched, world_group
 from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import join_mpi, mpi_size
-from fddp.runtime.join_service import join_service
+from fddp.runtime.join_service import join_service, on_cpus
 from fddp.runtime.launchers import read_launch
 from fddp.runtime.place import Launch
 from fddp.watching import FAILED, follows_another
@@ -203,7 +203,7 @@ _started: list[World] = []
 
 def _pick(launch: Launch) -> str:
     if jax.distributed.is_initialized():
-        if jax.default_backend() == "cpu":
+        if on_cpus():
             return "gloo"
         return "nccl"
     if launch.size == 1:

@@ -316,22 +316,35 @@ def test_ranks_of_one_host_meet_at_its_loopback_device_whatever_the_host_is_call
         ]
     loopback = f"127.0.0.1:{port}"
     assert [future.result() for future in both] == [
-        ServiceAddresses(loopback, loopback),
-        ServiceAddresses(loopback, ""),
+        ServiceAddresses(loopback, loopback, "127.0.0.1"),
+        ServiceAddresses(loopback, "", "127.0.0.1"),
     ]
 
 
 @pytest.mark.parametrize(
     ("addresses", "meeting"),
     [
-        (["::ffff:10.0.0.5"] * 2, ServiceAddresses("10.0.0.5:7", "10.0.0.5:7")),
-        (["fd00::5"] * 2, ServiceAddresses("[fd00::5]:7", "[fd00::5]:7")),
-        (["10.0.0.5", "10.1.0.5"], ServiceAddresses("127.0.0.1:7", "[::]:7")),
+        (["::ffff:10.0.0.5"] * 2, ServiceAddresses("10.0.0.5:7", "10.0.0.5:7", "10.0.0.5")),
+        (["fd00::5"] * 2, ServiceAddresses("[fd00::5]:7", "[fd00::5]:7", "fd00::5")),
+        (["10.0.0.5", "10.1.0.5"], ServiceAddresses("127.0.0.1:7", "[::]:7", "10.0.0.5")),
+        # A rank on rank 0's host, where the host's name leads to the loopback device.
+        (["127.0.1.1", "::ffff:10.0.0.5"], ServiceAddresses("127.0.0.1:7", "[::]:7", "10.0.0.5")),
         (["fe80::5%eth0"] * 2, ServiceAddresses("127.0.0.1:7", "[::]:7")),
     ],
 )
-def test_ranks_of_other_hosts_find_the_service_where_they_came_in(addresses, meeting):
+def test_service_and_gloo_listen_where_ranks_of_other_hosts_came_in(addresses, meeting):
     guests = {socket.socket(): Guest(1, "another host", address, ("", "")) for address in addresses}
     for guest in guests:
         guest.close()
     assert reception._places(guests, 7) == ("", meeting)
+
+
+def test_a_rank_of_rank_0s_host_has_its_address_where_others_come_from_elsewhere(monkeypatch):
+    monkeypatch.setattr(
+        reception, "_places", lambda *_: ("", ServiceAddresses("10.0.0.5:7", "", "10.0.0.5"))
+    )
+    coordinator = free_address()
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(meet_ranks, rank, 2, coordinator, 60) for rank in (0, 1)]
+    # Rank 1 has come in over the loopback device.
+    assert both[1].result() == ServiceAddresses(coordinator, "", "10.0.0.5")

@@ -2,12 +2,14 @@
 late, and leaving."""
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
 from processes import Outcome, free_port, launch, launch_with
 
 import fddp
+from fddp.runtime import name_problem
 
 ranks = pytest.mark.ranks
 slow = pytest.mark.slow
@@ -98,6 +100,26 @@ def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_
     for text in outcome.outputs:
         assert "Flux does not say where rank 0 is: set FDDP_COORDINATOR=host:port" in text
         assert "backend 'gloo'; fddp.init('mpi')" not in text  # nothing starts with Gloo
+
+
+### Hosts
+
+
+@ranks
+def test_ranks_behind_an_http_proxy_meet_without_it(tmp_path: Path):
+    proxy = "http://127.0.0.1:9"  # nothing listens at it
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY"), proxy)
+    outcome = launch("gloo", 2, "doors.py", "join", folder=tmp_path, **proxies)
+    assert outcome.outputs == tuple(f"gloo {rank} of 2, 2 replicas, 0.5\n" for rank in range(2))
+
+
+@pytest.mark.parametrize("name", ["nowhere.invalid", "198.51.100.9"])
+def test_a_hosts_name_that_leads_elsewhere_is_named_with_its_cure(name: str, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert f"{name!r} of this host does not lead to an address of this host" in name_problem()
+    assert f"add a line such as '127.0.1.1 {name}' to /etc/hosts" in name_problem()
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert name_problem() == ""
 
 
 ### Too late
