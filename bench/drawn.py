@@ -274,8 +274,6 @@ def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, An
     options |= {name: value() for name, (p, value) in draws.items() if chance(p)}
     if chance(0.5 if "find_unused_parameters" in options else 0.03):
         options["skip_all_reduce_unused_params"] = True
-    if options.get("shard") == "state" and chance(0.5):
-        options["reshard_after_forward"] = True
     return options
 
 

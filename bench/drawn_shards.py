@@ -25,7 +25,6 @@ from bench.drawn import (
 WAYS: tuple[dict[str, Any], ...] = (
     {"shard": "optimizer"},
     {"shard": "state"},
-    {"shard": "state", "reshard_after_forward": True},
 )
 # They sum each element by itself, and remember nothing, so that plain JAX computes the result.
 BY_ELEMENT = ("allreduce", "bf16", "fp16", "quantize without memory")
@@ -49,8 +48,6 @@ def draw_shards(seed: int) -> Drawn:
         form = form - OF_A_SLICE | {"statistics"}
     hook = pick.choice(BY_ELEMENT if chance(0.9) else list(HOOKS)) if chance(0.35) else ""
     options = options_of(pick, replicas, bool(hook)) | pick.choice(WAYS)
-    if "reshard_after_forward" in options and options["shard"] == "optimizer":
-        del options["reshard_after_forward"]
     options.pop("virtual_replicas", None)
     if chance(0.9):
         options.pop("skip_all_reduce_unused_params", None)

@@ -37,7 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole, staged": {"schedule": "staged"},
     "optimizer, staged": {"schedule": "staged", "shard": "optimizer"},
     "state, staged": {"schedule": "staged", "shard": "state"},
-    "resharded, staged": {"schedule": "staged", "shard": "state", "reshard_after_forward": True},
     "whole, eager": {"schedule": "eager"},
     "whole, after": {"schedule": "after"},
     "optimizer, after": {"schedule": "after", "shard": "optimizer"},
@@ -135,11 +134,6 @@ def one_host(
                 "to_whole": ratio(
                     slower[way],
                     slower["whole, after" if way.endswith("after") else "whole, staged"],
-                ),
-                **(
-                    {"to_state": ratio(slower[way], slower["state, staged"])}
-                    if way.startswith("resharded")
-                    else {}
                 ),
                 "optimizer_mib": round(local_bytes(training.state.opt_state) / MiB, 2),
                 "parameters_mib": round(local_bytes(training.state.params) / MiB, 2),

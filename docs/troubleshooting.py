@@ -571,11 +571,6 @@ SHARDS = (
         "Remove the collective: the gradients are averaged already.",
     ),
     Fault(
-        "reshard_after_forward=True drops parameters that rest in shards",
-        "The parameters are whole on each replica.",
-        "Give `shard='state'`.",
-    ),
-    Fault(
         "local_steps cannot make … fragments of …",
         "There are fewer buckets than fragments.",
         "Give fewer fragments, or a smaller `bucket_cap_mb`.",

@@ -47,7 +47,7 @@ def main(
     group = fddp.init()
     loss_fn = gpt.loss_fn(model)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3))
-    shards: Any = {"shard": "state", "reshard_after_forward": True, "bucket_cap_mb": 1}
+    shards: Any = {"shard": "state", "bucket_cap_mb": 1}
     step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True, **shards)
 
     def make() -> Any:

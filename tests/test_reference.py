@@ -92,7 +92,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "`shard=None`": {},
     '`"optimizer"`': {"shard": "optimizer"},
     '`"state"`': {"shard": "state"},
-    '`"state"`, `reshard_after_forward`': {"shard": "state", "reshard_after_forward": True},
 }
 PRECISIONS: dict[str, tuple[Any, Any]] = {
     "float32, SGD": (jnp.float32, optax.sgd(0.1)),
@@ -170,7 +169,6 @@ def test_the_memory_of_a_hook_is_eight_bytes_per_parameter(group: Groups, hook: 
         "none",
         '`shard="optimizer"`',
         '`shard="state"`',
-        '`shard="state", reshard_after_forward=True`',
         "`accumulation_steps=2`",
         "`donate=False`",
         "`bucket_cap_mb=1000`",

@@ -28,15 +28,11 @@ from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.leaves import with_trained as with_trained
 from fddp.jaxpr.loops.in_rounds import in_rounds as in_rounds
 from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
-from fddp.jaxpr.loops.readings import in_readings as in_readings
-from fddp.jaxpr.loops.readings import run_in_readings as run_in_readings
 from fddp.jaxpr.loops.rounds import in_slices as in_slices
 from fddp.jaxpr.loops.rounds import stacks as stacks
 from fddp.jaxpr.loops.row_origins import made_row_by_row as made_row_by_row
 from fddp.jaxpr.loops.row_origins import places as places
 from fddp.jaxpr.loops.scan import run_scan as run_scan
-from fddp.jaxpr.loops.weight_rows import LayerWeights as LayerWeights
-from fddp.jaxpr.loops.weight_rows import read_by_rows as read_by_rows
 from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import ready_order as ready_order
 from fddp.jaxpr.parts.part_kinds import Follows as Follows

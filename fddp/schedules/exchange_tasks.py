@@ -1,8 +1,4 @@
-"""Makes tasks of a loss's collectives: each runs between the stage before it and those after it.
-
-The gathers of `reshard_after_forward` are such collectives. As tasks they leave one behind the
-other; inside of a stage XLA would gather the parameters of all its layers at once.
-"""
+"""Makes tasks of a loss's collectives: each runs between the stage before it and those after it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

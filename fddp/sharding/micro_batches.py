@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -34,15 +34,8 @@ class Before(NamedTuple):
     """Number of the micro-batch."""
 
 
-# (state, shards, values at the start, rows of a micro-batch) → gradients, pending values, marks of
-# non-finite gradients, and the bytes sent for each bucket to compute them, () for none.
-Gradients: TypeAlias = Callable[[TrainState, Any, Before, Any], tuple[Any, Any, Any, Any]]
-
-
 def micro_batches(
-    plans: ShardPlans,
-    begin: Callable[[TrainState, Pending | None, Messages], Before],
-    gradients: Gradients,
+    plans: ShardPlans, begin: Callable[[TrainState, Pending | None, Messages], Before]
 ) -> list[Round]:
     """Makes one round per micro-batch; the last round also sends loss, metrics and buffers.
 
@@ -61,19 +54,21 @@ def micro_batches(
             received: Messages,
             saved: PyTree,
         ) -> tuple[Messages, Any]:
+            del shards
             before = _following(saved, received) if number else begin(state, pending, received)
             # The number is an input, so that equal micro-batches are equal programs.
             micro_batch = jax.tree.map(lambda x: x[before.number[0]], in_parts(rows, count))
-            grads, pending, broken, nbytes = gradients(state, shards, before, micro_batch)
+            if before.params is not None:
+                state = state._replace(params=before.params)
+            grads, pending, broken = replica.gradients(state, before.pending, micro_batch, 1)
             broken = add_replica_dim(broken)
             if before.broken is not None:
                 broken = before.broken | broken
             buckets = pack_gradients(plans, grads)
             if number == count - 1:
                 tail, local_buffers = replica.tail(pending, rows)
-                local_buffers, nbytes = add_replica_dim((local_buffers, nbytes))
                 return add_tail(plan, buckets, tail), AfterBackward(
-                    local_buffers, nbytes, broken, before.sums
+                    add_replica_dim(local_buffers), broken, before.sums
                 )
             sums = (reduce(add_trees, before.sums),) if number else ()
             params = add_replica_dim(before.params)  # as for every output of a program
@@ -100,17 +95,3 @@ def _following(saved: Before, received: Messages) -> Before:
     return saved._replace(
         params=drop_replica_dim(saved.params), sums=(*saved.sums, received.arrays)
     )
-
-
-def by_whole_parameters(
-    plans: ShardPlans,
-    state: TrainState,
-    shards: Sequence[Array],
-    before: Before,
-    micro_batch: PyTree,
-) -> tuple[Any, Any, Any, Any]:
-    """Computes the gradients of a micro-batch from whole parameters; see `Gradients`."""
-    del shards
-    if before.params is not None:
-        state = state._replace(params=before.params)
-    return *plans.replica.gradients(state, before.pending, micro_batch, 1), ()

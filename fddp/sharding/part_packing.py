@@ -1,15 +1,13 @@
 """Packs whole leaves and parts into messages, and unpacks sums and gathered parameters."""
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
-    BucketPlan,
     Layout,
     Messages,
     is_shard,
@@ -67,23 +65,13 @@ def pack_parameters(plans: ShardPlans, params: PyTree, order: Sequence[int]) -> 
     return Messages(pack_all(plans.travelling(params)), ((), None))
 
 
-def gather(plans: ShardPlans, message: Array) -> Array:
-    """Gathers a message inside a program, as a collective of the loss would be."""
-    group = plans.replica.group
-    axis = group.placement.axis_name
-    if axis is None:
-        return message
-    run = partial(jax.lax.all_gather, axis_name=axis, axis_index_groups=group.nodes, tiled=True)
-    return plans.by_device(run, plans.message_spec, plans.message_spec)(message)
-
-
 def unpack_parameters(
     plans: ShardPlans, params: PyTree, messages: Messages, order: Sequence[int]
 ) -> Any:
     """Unpacks gathered parameters into a tree with the leaves that are not gathered."""
     plan = plans.plan
     by_bucket = sorted(zip(order, messages.arrays), key=lambda pair: pair[0])
-    received = unpack_leaves(plans, plan, plans.part_plan, [array for _, array in by_bucket])
+    received = _unpack_leaves(plans, [array for _, array in by_bucket])
     leaves = leaves_with_shards(params)
     for i, x in enumerate(received):
         if x is not None:
@@ -93,18 +81,17 @@ def unpack_parameters(
     return plan.treedef.unflatten(leaves)
 
 
-def unpack_leaves(
-    plans: ShardPlans, plan: BucketPlan, part_plan: BucketPlan, buckets: Sequence[Array]
-) -> list[Any]:
-    """Unpacks whole leaves from gathered buckets; None for leaves of other buckets."""
+def _unpack_leaves(plans: ShardPlans, buckets: Sequence[Array]) -> list[Any]:
+    """Unpacks whole leaves from gathered buckets; None for leaves that are not gathered."""
+    plan = plans.plan
 
     def unpack_local(buckets: Sequence[Array]) -> list[Any]:
-        tree = unpack_rows(plan, part_plan, buckets)
+        tree = unpack_rows(plan, plans.part_plan, buckets)
         leaves = plan.treedef.flatten_up_to(tree)
         # The loss casts again, and reads the numbers that were gathered.
         return _map_sent(lambda x, leaf: x.astype(leaf.dtype), leaves, plan.leaves)
 
-    unpack_all = plans.by_device(unpack_local, (plans.message_spec,), plans.specs("spec", plan))
+    unpack_all = plans.by_device(unpack_local, (plans.message_spec,), plans.specs("spec"))
     return unpack_all(buckets)
 
 

@@ -11,7 +11,6 @@ Source: ZeRO (Rajbhandari et al., SC 2020), stages 1 to 3 (stage 2 for micro-bat
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from fddp.buckets import Messages, insert_shards, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.losses import Pending
 from fddp.schedules import Pieces, Round
-from fddp.sharding.micro_batches import Before, as_the_state_is, by_whole_parameters, micro_batches
+from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import local_parts, pack_parameters, unpack_parameters
 from fddp.sharding.shard_plans import ShardPlans
@@ -59,7 +58,7 @@ def gathered_last(replica: Replica, facts: Facts) -> Pieces:
         return (new_state, info), new_shards
 
     rounds = (
-        *micro_batches(plans, as_the_state_is, partial(by_whole_parameters, plans)),
+        *micro_batches(plans, as_the_state_is),
         Round("update", ("state", "shards"), update, gathers(plans, order)),
     )
     return Pieces(rounds, unpack, "unpack")
@@ -94,6 +93,6 @@ def gathered_first(replica: Replica, facts: Facts) -> Pieces:
 
     rounds = (
         Round("pack", ("state", "shards"), packed, gathers(plans, order)),
-        *micro_batches(plans, begin, partial(by_whole_parameters, plans)),
+        *micro_batches(plans, begin),
     )
     return Pieces(rounds, update)

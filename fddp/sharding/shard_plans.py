@@ -62,18 +62,6 @@ class ShardPlans:
         plan = replace(self.plan, buckets=(self.plan.buckets[bucket],))
         return plan, replace(self.part_plan, buckets=(self.part_plan.buckets[bucket],))
 
-    def one_round(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:
-        """The same plans for one round of the bucket: one layer of each stack."""
-
-        def of_layers(plan: BucketPlan) -> BucketPlan:
-            leaves = tuple(replace(leaf, shape=leaf.shape[1:]) for leaf in plan.leaves)
-            (all_rounds,) = plan.buckets
-            layer = replace(all_rounds, size=all_rounds.size // all_rounds.rounds, rounds=1)
-            return replace(plan, leaves=leaves, buckets=(layer,))
-
-        plan, part_plan = map(of_layers, self.only(bucket))
-        return plan, part_plan
-
     @property
     def message_spec(self) -> PartitionSpec:
         """The spec of a message, which differs between the devices of a replica."""
@@ -85,11 +73,9 @@ class ShardPlans:
         leaves = self.plan.treedef.flatten_up_to(tree)
         return [x if i in numbers else None for i, x in enumerate(leaves)]
 
-    def specs(
-        self, kind: Literal["spec", "rows"], plan: BucketPlan | None = None
-    ) -> list[PartitionSpec | None]:
+    def specs(self, kind: Literal["spec", "rows"]) -> list[PartitionSpec | None]:
         """The specs of whole leaves or of their rows; None for leaves that are not sent."""
-        numbers = _leaves_of(plan or self.plan)
+        numbers = _leaves_of(self.plan)
         specs = [getattr(layout.cut, kind) for layout in self.leaf_layouts]
         return [spec if i in numbers else None for i, spec in enumerate(specs)]
 

@@ -22,8 +22,6 @@ class AfterBackward(NamedTuple):
 
     buffers: Any
     """The buffers that stay on this replica."""
-    nbytes: Any
-    """Bytes sent for each bucket to compute the gradients; () for none."""
     broken: Any
     """Marks this replica's non-finite gradients; None if not checked."""
     sums: tuple[tuple[Array, ...], ...]

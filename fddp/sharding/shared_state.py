@@ -16,7 +16,6 @@ from fddp.comm import REPLICATED, Group
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import divided, kinds_of_state
 from fddp.schedules import Pieces
-from fddp.sharding.gathered_twice import gathered_twice
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import (
@@ -111,8 +110,6 @@ class Sharded(Way):
         """Makes the pieces of a step that scatters gradients and gathers parameters."""
         if self.shared == "optimizer":
             return gathered_last(replica, facts)
-        if replica.options.reshard_after_forward:
-            return gathered_twice(replica, facts)
         return gathered_first(replica, facts)
 
 

@@ -60,8 +60,7 @@ class Seen(NamedTuple):
     collectives: tuple[str, ...]
     """Kinds of the loss's collectives."""
     lines: Sequence[str]
-    """More lines to compare: the loss's collectives that become tasks, and the program's digest
-    under `reshard_after_forward`."""
+    """More lines to compare: the loss's collectives that become tasks."""
     digest: bytes
     """Digest of this rank's first rows; empty on one process."""
     wiring: bytes
@@ -132,9 +131,6 @@ def _lines(replica: Replica, program: ClosedJaxpr, schedule: Schedule, gradients
     lines = []
     if schedule.cuts:
         lines += described_exchanges(replica.group.placement, program, gradients)
-    # The program determines when a parameter is gathered, so that all ranks need the same one.
-    if replica.options.reshard_after_forward and replica.group.processes > 1:
-        lines.append(f"program, with reshard_after_forward, {text_digest(program)}")
     return lines
 
 

@@ -35,6 +35,7 @@ ANSWERS = {
     **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), CLIPPING),
     **dict.fromkeys(("fsdp", "fsdp_plugin", "sharding_strategy"), SHARD),
     **dict.fromkeys(("ignored_params", "ignored_states", "ignored_modules"), "give ignore="),
+    "reshard_after_forward": "give shard='state', which gathers the parameters once a step",
     "param_init_fn": "give step.init a function in place of parameters",
     "sync_batchnorm": "use BatchNorm(axis_name=group.axis_name) in the module",
     "even_batches": "iterate over fddp.join(batches)",

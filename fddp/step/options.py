@@ -26,8 +26,7 @@ ORDERS = get_args(Order)
 SCHEDULES = get_args(ScheduleName)
 SHARED = get_args(Shared)
 SWITCHES = (
-    *("find_unused_parameters", "skip_all_reduce_unused_params", "skip_nonfinite"),
-    *("reshard_after_forward", "donate"),
+    *("find_unused_parameters", "skip_all_reduce_unused_params", "skip_nonfinite", "donate"),
 )
 
 # The line on options in a docstring, which `explained` extends.
@@ -55,7 +54,6 @@ class OptionArguments(TypedDict, total=False):
     check_replicas_every: int
     schedule: ScheduleName | MakeRunner
     shard: Shared | None
-    reshard_after_forward: bool
     virtual_replicas: int | None
     donate: bool
 
@@ -109,10 +107,6 @@ class Options:
         (stage 3, except that they stay gathered until the backward pass ends); None: each replica
         holds and updates everything. The optimizer must work element by element, except for norms.
         `fddp.whole(state)` joins the shards.
-      reshard_after_forward (False): with shard='state', free the gathered parameters after the
-        forward pass and gather them again for the backward pass, each time one bucket ahead (FSDP's
-        name). At most two buckets, or layers under `lax.scan`, are whole at a time, for 50 % more
-        bytes.
       virtual_replicas (None): number of slices of the rows, computed separately and added in a
         fixed order. Training then gives the same bits on any number of replicas that divides it.
         None: one slice per replica, added in the fastest order.
@@ -140,7 +134,6 @@ class Options:
     check_replicas_every: int = 0
     schedule: ScheduleName | MakeRunner = "auto"
     shard: Shared | None = None
-    reshard_after_forward: bool = False
     virtual_replicas: int | None = None
     donate: bool = True
 
@@ -173,11 +166,6 @@ class Options:
         if self.shard not in (None, *SHARED):
             raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
         refuse(self.asked)
-        if self.reshard_after_forward and self.shard != "state":
-            raise ValueError(
-                "reshard_after_forward=True drops parameters that rest in shards, and got "
-                f"shard={self.shard!r}: give shard='state', or leave it out."
-            )
         if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
             raise ValueError(
                 "skip_all_reduce_unused_params=True needs find_unused_parameters=True as well."

@@ -22,8 +22,8 @@ def partitions_of(
     A schedule that cuts sends slices in separate messages. One program sends one part per round of
     the loop.
     """
-    pays_off = replica.group.placement.overlaps or replica.options.reshard_after_forward
-    in_loop = schedule.one_program and pays_off and replica.group.size > 1
+    overlaps = replica.group.placement.overlaps
+    in_loop = schedule.one_program and overlaps and replica.group.size > 1
     if replica.options.order == "reverse" or not (schedule.cuts or in_loop):
         return {}
     chosen = replica.chosen(params)
@@ -49,13 +49,7 @@ def _slices(replica: Replica, params: PyTree, loops: Loops) -> dict[int, list[Tr
 def _rounds(
     replica: Replica, params: PyTree, loops: Loops, ready: Mapping[int, int]
 ) -> dict[int, list[Travelling]]:
-    """Divides the leaves of loops by rounds; `ready` maps a leaf to its ready position.
-
-    Without `ready` all leaves of loops qualify. Parameters that are gathered layer by layer save
-    memory only if their gradients are scattered layer by layer.
-    """
+    """Divides the leaves of loops by rounds; `ready` maps a leaf to its ready position."""
     if not replica.travels.rounds:
         return {}
-    if replica.options.reshard_after_forward:
-        ready = {}
     return fill_rounds(params, loops, ready, **replica.options.bucketing)

@@ -353,65 +353,6 @@ def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target)
 
 
 @aot
-@on_both_targets
-def test_layers_are_gathered_and_scattered_in_loops_all_but_first_and_last_hidden(target):
-    def residual(x, w):
-        return x + jnp.tanh(x @ w["up"]) @ w["down"], None
-
-    params = {name: jax.ShapeDtypeStruct((6, 512, 512), jnp.float32) for name in ("up", "down")}
-    few = Workload(
-        lambda p, b: (jnp.mean(jax.lax.scan(residual, b, p)[0] ** 2), {}),
-        params,
-        jnp.ones((8192, 512)),
-    )
-    audit = look(few, target, bucket_cap_mb=1, shard="state", reshard_after_forward=True)
-    print(audit)
-    (bucket,) = (k for k, candidate in enumerate(audit.plan.buckets) if candidate.rounds > 1)
-    rounds = dict.fromkeys((f"gather {bucket}", f"bucket {bucket}"), 0)
-    # The sum of the scalars ends the step, and has nothing to lie under.
-    heavy = [collective for collective in audit.collectives if collective.kind != "all-reduce"]
-    waited = [collective for collective in heavy if not collective.asynchronous]
-    # The XLA of JAX 0.12 lays nothing under the scatters of a loop, and for Hopper it waits for the
-    # gathers of the backward loop. The audit names both.
-    bare_loop = jax.__version_info__ >= (0, 12)
-    waits_in_loop = target.startswith("h100") and bare_loop
-    # Nothing lies before the first layer's gathers; for Hopper the XLA of JAX 0.11 waits for one of
-    # them at once.
-    assert len(waited) == (1 if newer_xla_for_hopper(target) else 0)
-    assert all(collective.kind == "all-gather" for collective in waited)
-    assert any(collective.loops for collective in waited) == waits_in_loop
-    for collective, name in zip(audit.collectives, audit.carries):
-        if name in rounds and collective.loops:
-            # XLA takes the first gather out of each loop, and the last scatter, and a round of each
-            # loop with them.
-            assert collective.heavy or bare_loop
-            assert collective.pipelined if collective.kind == "reduce-scatter" else collective.ahead
-        if name in rounds:
-            rounds[name] += collective.rounds
-    assert rounds == {f"gather {bucket}": 2 * 6, f"bucket {bucket}": 6}
-    assert "each under the one before" in str(audit)
-    problems = audit.problems()
-    assert len(problems) == waits_in_loop + bare_loop
-    assert all(problem.startswith("in a loop") for problem in problems)
-
-
-@aot
-def test_no_more_than_two_layers_of_a_scan_are_whole():
-    def more(layers):
-        few = scanned_layers(64, layers=layers, width=1024)
-        memory = look(
-            few, "h100:8", bucket_cap_mb=4, shard="state", reshard_after_forward=True
-        ).memory
-        assert memory is not None
-        return memory.more
-
-    layer = 4 * 1024 * 1024
-    few, many = (more(layers) / layer for layers in (4, 12))
-    assert few < 5  # of gradients two are, too
-    assert (many - few) / 8 < 1 / 4  # an eighth is each replica's part of the gradients
-
-
-@aot
 @slow
 def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a100():
     """The order that fddp gives to its messages lets some leave early even without the

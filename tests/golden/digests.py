@@ -119,12 +119,6 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
             {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
         ),
         ("finite", unrolled, fddp.dynamic_scale(optax.sgd(0.1)), {"skip_nonfinite": True}),
-        (
-            "gathered twice",
-            scanned,
-            optax.adamw(0.1),
-            {"shard": "state", "reshard_after_forward": True},
-        ),
         ("buffers", with_buffers, optax.sgd(0.1), {}),
         (
             "mean buffers staged",

@@ -32,7 +32,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "staged": {"schedule": "staged"},
     "optimizer": {"shard": "optimizer"},
     "state": {"shard": "state", "schedule": "staged"},
-    "gathered twice": {"shard": "state", "reshard_after_forward": True},
 }
 
 

@@ -81,23 +81,6 @@ def messages_in_another_order_are_named_on_every_rank_though_they_are_equally_lo
         assert line.index(f"({first})") < line.index(f"({second})"), message
 
 
-@claim()
-def ranks_that_would_gather_in_different_orders_are_told(group: fddp.Group):
-    def loss(p: Any, x: Any) -> jax.Array:
-        order = sorted(p, reverse=bool(group.rank))
-        for name in order:
-            x = jnp.tanh(x @ p[name])
-        return jnp.mean(x)
-
-    params = {name: np.eye(4, dtype=np.float32) for name in "abc"}
-    step = fddp.train_step(
-        loss, optax.sgd(1.0), group=group, shard="state", reshard_after_forward=True
-    )
-    state = step.init(params)
-    error = error_of(lambda: step(state, np.ones((2, 4), np.float32)))
-    assert "program, with reshard_after_forward" in error, error
-
-
 @claim(quick=("mpi",))
 def ranks_whose_branches_in_python_differ_put_off_the_same_sums(group: fddp.Group):
     """Rank 0 does not read one of the leaves, so its own program implies another order of the

@@ -24,7 +24,6 @@ WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"shard": "optimizer"},
     {"shard": "state"},
-    {"shard": "state", "reshard_after_forward": True},
     {"schedule": "eager"},
 )
 

@@ -18,12 +18,11 @@ import fddp
 
 PARAMS = {"w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5), "b": np.float32(0.25)}
 WAYS = (
-    ("fused", "optimizer", 1, False),
-    ("staged", "optimizer", 2, False),
-    ("staged", "state", 1, False),
-    ("eager", "state", 2, False),
-    ("fused", "state", 1, True),
-    ("staged", "state", 2, True),
+    ("fused", "optimizer", 1),
+    ("staged", "optimizer", 2),
+    ("staged", "state", 1),
+    ("eager", "state", 2),
+    ("fused", "state", 1),
 )
 
 
@@ -34,16 +33,14 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
     expected, opt_state, *_ = by_plain_jax(layer, optimizer, PARAMS, [batch] * 3)
     nodes = group.hierarchical(local=2)
-    for schedule, shard, micro_batches, reshard in WAYS:
+    for schedule, shard, micro_batches in WAYS:
         options: Any = {
             "schedule": schedule,
             "shard": shard,
             "bucket_cap_mb": 0,
             "accumulation_steps": micro_batches,
         }
-        step = fddp.train_step(
-            layer, optimizer, group=nodes, reshard_after_forward=reshard, **options
-        )
+        step = fddp.train_step(layer, optimizer, group=nodes, **options)
         state = step.init(PARAMS)
         loss = None
         for _ in range(3):

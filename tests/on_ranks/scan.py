@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
-from on_ranks.claims import claim, same_on_all_ranks, schedules
+from on_ranks.claims import claim, same_on_all_ranks
 from problems import square
 from trees import close
 from truth import by_plain_jax
@@ -31,14 +31,6 @@ def stacked_layers_in_shards_travel_in_slices_and_are_trained_as_by_plain_jax(gr
     cases: Any = (("optimizer", "staged"), ("state", "staged"), ("state", "eager"))
     for shard, schedule in cases:
         trained_as_by_plain_jax(group, 4, shard=shard, schedule=schedule)
-
-
-@claim(quick=("gloo",))
-def stacked_layers_are_gathered_one_by_one_and_trained_as_by_plain_jax(group: fddp.Group):
-    """Fused steps gather in the loops that read the layers, staged ones slice by slice."""
-    resharding: Any = {"shard": "state", "reshard_after_forward": True}
-    for schedule in schedules(group, ("fused", "staged")):
-        trained_as_by_plain_jax(group, 3, schedule=schedule, **resharding)
 
 
 def trained_as_by_plain_jax(group: fddp.Group, steps: int, **options: Any) -> None:

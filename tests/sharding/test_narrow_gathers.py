@@ -75,19 +75,9 @@ def test_gathers_take_half_the_bytes_and_the_loss_has_the_same_bits(group: Group
     assert before - nbytes == GATHERED // 2 * (4 - 2)
 
 
-def test_parameters_that_are_gathered_twice_take_half_the_bytes_both_times(group: Groups):
-    loss = fddp.mixed_precision(loss_fn, jnp.bfloat16)
-    settings: dict[str, Any] = {"shard": "state", "reshard_after_forward": True}
-    losses, _, nbytes = trained(group(2), loss, **settings)
-    expected, _, wide_bytes = trained(group(2), loss_fn, **settings)
-    np.testing.assert_allclose(losses, expected, rtol=0.02)
-    assert 0 < wide_bytes - nbytes <= 2 * GATHERED // 2 * (4 - 2)
-
-
 LAYERS = 4
 STACK = {"layers": DRAW.normal(size=(LAYERS, WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5}
-TWICE: dict[str, Any] = {"shard": "state", "reshard_after_forward": True}
-WAYS = {"state": {"shard": "state"}, "gathered twice": TWICE}
+WAYS: dict[str, dict[str, Any]] = {"state": {"shard": "state"}}
 
 
 def scanned(p: Any, x: Any) -> Any:
@@ -96,7 +86,7 @@ def scanned(p: Any, x: Any) -> Any:
     )
 
 
-@pytest.mark.quick("fused-gathered twice")
+@pytest.mark.quick("fused-state")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("schedule", ["fused", pytest.param("staged", marks=pytest.mark.slow)])
 def test_in_nodes_gathers_take_half_the_bytes_and_the_loss_is_the_same(
@@ -125,9 +115,9 @@ def test_slices_of_a_loop_are_gathered_in_half_the_bytes(group: Groups, schedule
         "params": STACK,
         "bucket_cap_mb": 2 * WIDTH * WIDTH * 4 / 2**20,
     }
-    losses, params, nbytes = trained(replicas, loss, **options, **TWICE)
+    losses, params, nbytes = trained(replicas, loss, **options, shard="state")
     expected, masters, _ = trained(replicas, loss, **options)
-    _, _, wide_bytes = trained(replicas, scanned, **options, **TWICE)
+    _, _, wide_bytes = trained(replicas, scanned, **options, shard="state")
     np.testing.assert_allclose(losses, expected, rtol=1e-6)
     close(params, masters, rtol=1e-5, atol=1e-6)
     # Each layer is gathered once, and those that the backward pass drops again.

@@ -34,7 +34,6 @@ ROWS = DRAW.normal(size=(48, 3))
 WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"shard": "optimizer"},
     "state": {"shard": "state"},
-    "gathered twice": {"shard": "state", "reshard_after_forward": True},
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 clipped = optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(0.05))
@@ -64,7 +63,7 @@ def trained(group: fddp.Group, optimizer: Any, steps: int, **options: Any) -> tu
 
 @pytest.mark.quick(
     "(4, 2, {'schedule': 'staged'})-state",
-    "(8, 4, {'accumulation_steps': 2})-gathered twice",
+    "(8, 4, {'accumulation_steps': 2})-state",
     "(4, 2, {})-optimizer",
     "(4, 4, {})-state",
 )
@@ -126,9 +125,7 @@ def test_parts_cross_the_network_once_and_gathers_do_not(group: Groups, schedule
 def test_the_network_carries_the_parts_alone(group: Groups):
     """Half of each bucket travels between nodes of two in the compiled program, and no gather
     does."""
-    step, state, _ = trained(
-        group(4).hierarchical(2), optax.sgd(0.1), 0, shard="state", reshard_after_forward=True
-    )
+    step, state, _ = trained(group(4).hierarchical(2), optax.sgd(0.1), 0, shard="state")
     compiled = step.lower(state, ROWS).compile().as_text() or ""
     between = [line for line in compiled.splitlines() if "{{0,2},{1,3}}" in line]
     inside = [line for line in compiled.splitlines() if "{{0,1},{2,3}}" in line]

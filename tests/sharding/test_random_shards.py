@@ -43,7 +43,6 @@ def test_what_is_drawn_has_all_that_shards_go_with():
     }
     assert {"rows", "joined"} <= {configuration.rows for configuration in drawn}
     for has in (
-        lambda configuration: "reshard_after_forward" in configuration.options,
         lambda configuration: "accumulation_steps" in configuration.options,
         lambda configuration: "bucket_cap_mb" in configuration.options,
         lambda configuration: "statistics" in configuration.form,

@@ -23,7 +23,6 @@ WEIGHTS = {f"w{k}": (DRAW.normal(size=(WIDTH, WIDTH)) / 3).astype(np.float32) fo
 WAYS: dict[str, dict[str, Any]] = {
     "optimizer": {"shard": "optimizer"},
     "state": {"shard": "state"},
-    "gathered twice": {"shard": "state", "reshard_after_forward": True},
 }
 each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -71,14 +70,14 @@ def alike(got: Any, expected: Any) -> None:
         )
 
 
-@pytest.mark.quick("complex-optimizer", "of 16 bits-state", "of two dtypes-gathered twice")
+@pytest.mark.quick("complex-optimizer", "of 16 bits-state", "of two dtypes-state")
 @each_way
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_parameters_of_other_dtypes(group: Groups, params: Any, way: dict[str, Any]):
     alike(trained(group(3), deep, params, **way), trained(group(3), deep, params))
 
 
-@pytest.mark.quick("gathered twice")
+@pytest.mark.quick("state")
 @each_way
 def test_a_loss_in_16_bits_with_whole_masters(group: Groups, way: dict[str, Any]):
     loss = fddp.mixed_precision(deep, jnp.bfloat16)

@@ -136,16 +136,6 @@ def test_shards_of_parts_go_with_options(x64: None, options: dict[str, Any]):
     trains_alike(trained(*reversed(first_step((2, 2), **options))), by_one_replica())
 
 
-def test_a_bucket_or_two_of_parts_are_whole_at_once(x64: None):
-    options = {
-        "shard": "state",
-        "reshard_after_forward": True,
-        "bucket_cap_mb": 0,
-        "accumulation_steps": 2,
-    }
-    trains_alike(trained(*reversed(first_step((2, 2), **options))), by_one_replica())
-
-
 @pytest.mark.quick("(2, 2)")
 @pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
 def test_leaves_that_an_optimizer_needs_whole_are_gathered_by_each_replica(

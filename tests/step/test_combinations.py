@@ -47,7 +47,6 @@ def centred(w: Any, x: Any) -> Any:
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"shard": "state"},
     "shard='optimizer'": {"shard": "optimizer"},
-    "reshard_after_forward": {"shard": "state", "reshard_after_forward": True},
     "skip_all_reduce_unused_params": {
         "skip_all_reduce_unused_params": True,
         "find_unused_parameters": True,

@@ -134,8 +134,6 @@ def programs(draw: Any) -> Drawn:
             },
         )
     )
-    if "shard" in options and options["schedule"] != "eager":
-        options["reshard_after_forward"] = draw(st.booleans())
     return Drawn(tuple(draw(st.permutations(layers))), draw(st.integers(1, 3)), options)
 
 

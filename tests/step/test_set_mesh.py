@@ -226,7 +226,6 @@ CHECKS: dict[str, Check] = {
     "shard=optimizer": after_steps(shard="optimizer"),
     "shard=state": after_steps(shard="state"),
     "shard=state, eager": after_steps(shard="state", schedule="eager"),
-    "reshard_after_forward": after_steps(shard="state", reshard_after_forward=True),
     "virtual_replicas": after_steps(virtual_replicas=8),
     "accumulation_steps": after_steps(accumulation_steps=2),
     "quantize": lambda group, folder: trained(group, hook=fddp.hooks.quantize()),

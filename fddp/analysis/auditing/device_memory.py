@@ -12,7 +12,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "shard='optimizer'": {"shard": "optimizer"},
     "shard='state'": {"shard": "state"},
-    "shard='state', reshard_after_forward": {"shard": "state", "reshard_after_forward": True},
 }
 HEAD = ("each replica holds", "MiB of state and rows", "MiB at its peak", "ms a step", "ms exposed")
 
