@@ -22,7 +22,6 @@ INTERNAL = {
         "levels",
         "make_subgroup",
         "placement",
-        "recovery",
         "transport",
     ),
     "training.settled_step.SettledStep": (

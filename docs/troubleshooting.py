@@ -133,9 +133,9 @@ HANGS = (
         "Read the output of rank 0.",
     ),
     Fault(
-        "an earlier error left this rank at message … of its group",
-        "The script caught an error on one rank, and other ranks were at another message.",
-        "Catch errors on all ranks or on none, and restart the script.",
+        "an earlier error inside a step left this rank at another message",
+        "The script caught an error of a step, and called a step again.",
+        "Let the error end the script, and restart it.",
     ),
     Fault(
         "ranks differ in their …",

@@ -59,10 +59,6 @@ from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.placement import trace_again as trace_again
 from fddp.comm.placement import whole_here as whole_here
-from fddp.comm.recovery import Recovery as Recovery
-from fddp.comm.recovery import flush_output as flush_output
-from fddp.comm.recovery import leave as leave
-from fddp.comm.recovery import poll as poll
 from fddp.comm.rotation import round_robin as round_robin
 from fddp.comm.secret import SECRET as SECRET
 from fddp.comm.secret import new_secret as new_secret

@@ -54,7 +54,7 @@ def verify_beside(
 
     Both are one message. Returns the result of `find`, and each rank's bytes, padded with zeros.
     """
-    group.recovery.resume()
+    group.journal.refuse_broken()
     failure = None
     result: Any = None
     attachment = b""

@@ -15,7 +15,6 @@ from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, hierarchical
 from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
-from fddp.comm.recovery import Recovery
 from fddp.comm.transport import Hosts, Transport
 from fddp.comm.trees import broadcast_tree, rows
 from fddp.jax_internals import without_context_mesh
@@ -54,8 +53,6 @@ class Group:
     """Collectives of the replicas between programs."""
     hosts: Hosts = field(repr=False)
     """Collectives of the processes."""
-    recovery: Recovery = field(repr=False, compare=False)
-    """Decides whether a step may run after an error in another step."""
     make_subgroup: "Callable[[Sequence[int]], Group]" = field(repr=False, compare=False)
     """Makes a smaller group; see `subgroup`."""
     clone: Callable[[int], tuple[Transport, ...]] = field(repr=False, compare=False)

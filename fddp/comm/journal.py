@@ -57,6 +57,16 @@ class Journal:
     """Requests that this process end soon; safe in a signal handler."""
     stops: Callable[[], bool] = lambda: False
     """Returns True if all ranks stop now: the n-th call gets the same answer on every rank."""
+    broken: bool = False
+    """True after an error inside a step: this rank may be at another message than the others."""
+
+    def refuse_broken(self) -> None:
+        """Raises a RuntimeError after an error inside a step."""
+        if self.broken:
+            raise RuntimeError(
+                "an earlier error inside a step left this rank at another message than the other "
+                "ranks, and the next ones would no longer match: restart the script on all ranks."
+            )
 
 
 def unwatched() -> Journal:

@@ -20,10 +20,9 @@ from fddp.comm.lane import Lane
 from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
 from fddp.comm.mesh_programs import first_devices, mesh_placement
 from fddp.comm.placement import AXIS, REPLICATED, Placement, from_process
-from fddp.comm.recovery import Recovery, service_meet
 from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
-from fddp.jax_internals import context_mesh, coordination_client, on_mesh, without_context_mesh
+from fddp.jax_internals import context_mesh, on_mesh, without_context_mesh
 from fddp.wording import check_has
 
 
@@ -95,9 +94,6 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         communicator=communicator,
         transport=transport,
         hosts=hosts,
-        recovery=Recovery(
-            service_meet(coordination_client, [x.process_index for x in first_devices(mesh)])
-        ),
         make_subgroup=partial(_subgroup, mesh, axis_name, owner_ranks),
         clone=clone,
         lane=_lane(frozenset(mesh.devices.flat)),

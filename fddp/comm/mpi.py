@@ -12,7 +12,6 @@ from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, in_two_levels, same_places
 from fddp.comm.mpi_programs import mpi_placement
 from fddp.comm.mpi_transport import MESSAGES, mpi_transport, poll_until_done, receive_buffers
-from fddp.comm.recovery import Recovery, mpi_meet
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.wording import check_has
 
@@ -39,7 +38,7 @@ def mpi_group(comm: Any) -> Group:
     from mpi4py import MPI
 
     # Each kind of message has a communicator, so that two kinds never meet: messages inside
-    # programs (mpi4jax), of a loss, between programs, of the hosts, after an error, and the user's.
+    # programs (mpi4jax), of a loss, between programs, of the hosts, and the user's.
     transport = mpi_transport(comm.Clone())
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
@@ -55,7 +54,6 @@ def mpi_group(comm: Any) -> Group:
         communicator=communicator,
         transport=transport,
         hosts=hosts,
-        recovery=Recovery(mpi_meet(comm.Clone())),
         make_subgroup=lambda ranks: mpi_group(
             comm.Create_group(comm.Get_group().Incl(list(ranks)))
         ),

@@ -63,7 +63,8 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     bind_gloo(view.members[rank].address[0])
     with without_proxies():
         connect_to_service(view.service, rank, len(view.members), MEET_S)
-    group = replace(world_group(all_devices("gloo")), backend="gloo", journal=journal)
+    whole = replace(journal, broken=False)  # new communicators have no messages of the lost step
+    group = replace(world_group(all_devices("gloo")), backend="gloo", journal=whole)
     group.barrier()
     # Gloo connects at the first message of each communicator.
     payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)

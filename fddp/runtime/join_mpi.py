@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fddp.comm import Group, mpi_group, poll
+from fddp.comm import Group, mpi_group
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.mpi_vendors import import_mpi4jax
 from fddp.runtime.place import Launch
-from fddp.watching import Ending, end_together, shared_recorder, watched
+from fddp.watching import Ending, end_together, poll, shared_recorder, watched
 
 
 def join_mpi(launch: Launch, stall_s: float | None) -> Group:

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fddp.comm import Group, Journal, poll, world_group
+from fddp.comm import Group, Journal, world_group
 from fddp.jax_internals import (
     HEARTBEAT_S,
     backends_started,
@@ -25,7 +25,7 @@ from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch, without_proxies
 from fddp.runtime.rendezvous import meet_ranks
-from fddp.watching import LEFT, Ending, end_together, shared_recorder, watched
+from fddp.watching import LEFT, Ending, end_together, poll, shared_recorder, watched
 
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or "

@@ -85,8 +85,8 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
         if any(id(x) in used for x in values.values()):
             raise used_up()
         if launcher.failed():  # after the last step had returned, perhaps on this rank only
-            group.recovery.fail()
-        group.recovery.sends()  # from here on this rank must not retry the step alone
+            group.journal.broken = True
+            group.journal.refuse_broken()
         launcher.log.begin()
         routes = prepared.routes
         first = id(prepared) not in promised

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.profiler import TraceAnnotation
 
-from fddp.comm import Group, Recovery
+from fddp.comm import Group
 from fddp.hooks import Memory
 from fddp.jax_internals import (
     asked_for,
@@ -180,7 +180,6 @@ class Launcher:
 
         def do(task: Task, inputs: Sequence[Any]) -> Sequence[Any]:
             inputs = jax.block_until_ready(inputs)
-            self._group.recovery.sends()
             nbytes = sum(x.nbytes for x in inputs) // self._group.placement.replicas_in_array
             journal = self._group.journal.message(task.name, nbytes)
             with self.log.under_way(task), journal, asked_for():
@@ -229,13 +228,11 @@ class Launcher:
 def own_lane(group: Group) -> tuple[Group, bool]:
     """Gives the same replicas another communicator, for messages that leave between two steps.
 
-    Such messages belong to no step that may be retried. Returns the group, and True if its messages
-    may travel while others do. They may not without a second communicator.
+    Returns the group, and True if its messages may travel while others do. They may not without a
+    second communicator.
     """
     transports = group.lane.carriers(group.transport, group.clone)
-    no_retry = Recovery(lambda place, seconds: False)
-    lane = replace(group, transport=transports[-1], recovery=no_retry)
-    return lane, len(transports) > 1
+    return replace(group, transport=transports[-1]), len(transports) > 1
 
 
 def _by_kind(sending: Do, computing: Do, exchanging: Do) -> Do:

@@ -50,15 +50,7 @@ def in_one_program(group: Group, make: MakeList, donate: bool, hold: Hold = _in_
         return inputs._replace(rows=group.placement.feed(inputs.rows))
 
     def run(inputs: StepInputs) -> StepOutputs:
-        arguments = fed(inputs)
-        try:
-            result = StepOutputs(*launch(*arguments))
-        except BaseException:
-            # A step that cannot be traced has sent nothing, and raises here again.
-            program.lower(*arguments)
-            group.recovery.sends()
-            raise
-        group.recovery.sends()
+        result = StepOutputs(*launch(*fed(inputs)))
         if group.placement.shares_cores:
             jax.block_until_ready(result)
         return result

@@ -58,7 +58,6 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             total = group.placement.place(np.zeros(size, message.dtype), REPLICATED)
             sent = size = 0
         else:
-            group.recovery.sends()
             journal = group.journal.message(reduction.title, size * message.dtype.itemsize)
             with TraceAnnotation(reduction.name), journal:
                 if reduction.apply is None:

@@ -80,8 +80,13 @@ def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
     """Runs a step: averages the gradients of all replicas, and returns the result of `use`."""
     group = settled.replica.group
     timeline = settled.runner.timeline
-    with group.journal.step(group.processes), group.recovery:
-        result, shards, memory = settled.runner.run(inputs)
+    group.journal.refuse_broken()
+    with group.journal.step(group.processes):
+        try:
+            result, shards, memory = settled.runner.run(inputs)
+        except BaseException:
+            group.journal.broken = group.processes > 1
+            raise
         if timeline:
             group.journal.computed(timeline().computing)
         # The report of a step; its state is donated to the next one.

@@ -11,6 +11,9 @@ from fddp.watching.abort import follows_another as follows_another
 from fddp.watching.abort import from_transport as from_transport
 from fddp.watching.flight_records import read_flights as read_flights
 from fddp.watching.flight_records import told as told
+from fddp.watching.leaving import flush_output as flush_output
+from fddp.watching.leaving import leave as leave
+from fddp.watching.leaving import poll as poll
 from fddp.watching.watchdog import shared_recorder as shared_recorder
 from fddp.watching.watchdog import watched as watched
 from fddp.watching.watcher.links import allow_files as allow_files

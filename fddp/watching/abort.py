@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Journal, flush_output, leave, poll
+from fddp.comm import Journal
+from fddp.watching.leaving import flush_output, leave, poll
 from fddp.watching.watcher.shared_memory import FAILED
 
 GRACE_S = 5.0

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from fddp.comm import Group, leave, new_secret, on_one_host, own_addresses, signature
+from fddp.comm import Group, new_secret, on_one_host, own_addresses, signature
+from fddp.watching.leaving import leave
 from fddp.watching.recorder import Recorder
 from fddp.watching.watcher.shared_memory import FINISHED, PORT, SIZE
 

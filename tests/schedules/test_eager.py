@@ -23,13 +23,14 @@ from truth import by_plain_jax
 
 import fddp
 from bench.steady import steady_seconds
-from fddp.comm import Journal, Lane, poll
+from fddp.comm import Journal, Lane
 from fddp.hooks import Reduction
 from fddp.hooks.reductions import Asks
 from fddp.jax_internals import with_configuration
 from fddp.schedules.message_order import trailed
 from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
 from fddp.schedules.values import BYTES, Value
+from fddp.watching import poll
 
 Groups = Callable[[int], fddp.Group]
 

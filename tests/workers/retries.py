@@ -2,7 +2,6 @@
 `retries.py HOW`."""
 
 import sys
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +11,6 @@ import numpy as np
 import optax
 
 import fddp
-from fddp.comm import recovery
-
-recovery.PATIENCE_S = 2.0
 
 
 def main(how: str) -> None:
@@ -24,7 +20,7 @@ def main(how: str) -> None:
 
     def reduce(wire: jax.Array) -> jax.Array:
         calls.append(wire.size)
-        if len(calls) == 3 * 3 - 1 and (last or how == "late"):  # the second all-reduce of three
+        if len(calls) == 3 * 3 - 1 and last:  # the second all-reduce of three
             raise ArithmeticError("on purpose")
         return group.transport.all_reduce(wire)
 
@@ -42,14 +38,11 @@ def main(how: str) -> None:
 
     def step() -> tuple[fddp.TrainStep, fddp.TrainState]:
         loss = lambda p, x: sum(jnp.mean((w - x) ** 2) for w in p)  # noqa: E731
-        ahead = {
-            "before, whole": {"schedule": "eager"},
-        }
         options: Any = {
             "group": breaking,
             "bucket_cap_mb": 0,
             "donate": False,
-            **ahead.get(how, {"schedule": "staged"}),
+            "schedule": "eager" if how == "before, whole" else "staged",
         }
         step = fddp.train_step(loss, optax.sgd(0.1), **options)
         # Of seven messages there are two orders, which the first steps try.
@@ -66,8 +59,6 @@ def main(how: str) -> None:
             state, _ = train(state, np.zeros(1, np.float32))
         except ArithmeticError:
             failed = True
-            if how == "late" and last:
-                time.sleep(4.0)
         except RuntimeError as error:
             if not how.endswith("swallow") or not last:
                 raise
