@@ -113,11 +113,6 @@ HANGS = (
         "Check the named call.",
     ),
     Fault(
-        "rank … is slow: its own part of a step takes …",
-        "A straggler: all ranks wait for it in each step.",
-        "Check its host for other jobs, hot devices and few cores; *between steps*, its input.",
-    ),
-    Fault(
         "rank … has called no_sync … times by step …",
         "Ranks accumulate different numbers of batches.",
         "Call `no_sync` equally often on each rank.",

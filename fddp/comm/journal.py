@@ -39,8 +39,6 @@ class Journal:
     """Records the current activity of the main thread."""
     between: Callable[[], None] = _note
     """Records that the main thread is between two steps, and makes progress."""
-    computed: Callable[[float], None] = _note
-    """Records the seconds of computation in the current step, if they are known."""
     launched: Callable[[Any], None] = _note
     """Records the results of an asynchronous step, which ends when the last of them is ready."""
     adds: Callable[[int], None] = _note

@@ -85,7 +85,7 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
         if any(id(x) in used for x in values.values()):
             raise used_up()
         if launcher.failed():  # after the last step had returned, perhaps on this rank only
-            group.journal.broken = True
+            group.journal.broken = group.processes > 1
             group.journal.refuse_broken()
         launcher.log.begin()
         routes = prepared.routes

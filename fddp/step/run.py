@@ -79,7 +79,6 @@ def compare(settled: Settled, inputs: StepInputs) -> Settled:
 def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
     """Runs a step: averages the gradients of all replicas, and returns the result of `use`."""
     group = settled.replica.group
-    timeline = settled.runner.timeline
     group.journal.refuse_broken()
     with group.journal.step(group.processes):
         try:
@@ -87,8 +86,6 @@ def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
         except BaseException:
             group.journal.broken = group.processes > 1
             raise
-        if timeline:
-            group.journal.computed(timeline().computing)
         # The report of a step; its state is donated to the next one.
         group.journal.launched(result[1])
     return with_local_parts(settled, state, result, shards, memory)

@@ -11,17 +11,19 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import islice
 from mmap import mmap
+from operator import sub
 from typing import Any
 
 import jax
 
 from fddp.comm import Finding, Journal
-from fddp.watching.pace import StepTimes
 from fddp.watching.watcher import shared_memory
 from fddp.watching.watcher.shared_memory import BETWEEN, ENDS, LAUNCHED, STEP, Record
 
 WAIT_S = 0.01
+STEPS = 20  # number of last steps in the typical time
 
 
 class Recorder:
@@ -33,12 +35,10 @@ class Recorder:
         self.processes = processes
         self._lock = threading.RLock()
         self._launched = deque[Any]()
-        self._pace = StepTimes()  # of steps of all ranks
-        self._other = StepTimes()  # of steps of a part of the ranks, and of collectives of hosts
-        self._computing = 0.0
+        self._starts = deque[float](maxlen=STEPS)  # of steps of all ranks
+        self._typical = 0.0
         self._life = self._steps = self._calls = self._messages = self._before = 0
-        self._adds = 0
-        self._added = (0, 0)
+        self._adds = self._added = 0
         self._inside = self._together = False
         self._doing = BETWEEN
         self._asked = 0
@@ -53,7 +53,6 @@ class Recorder:
             message=self.message,
             say=self.say,
             between=self.between,
-            computed=self.computed,
             launched=self.launched,
             adds=self.adds,
             goes_on=self.goes_on,
@@ -65,13 +64,11 @@ class Recorder:
     def step(self, processes: int) -> AbstractContextManager[None]:
         """Records a step of this many processes, from its first task to its last."""
         self._steps += 1
-        if processes == self.processes:
-            return self._noted(STEP, processes, self._pace)
-        return self._noted(STEP, processes, self._other)
+        return self._noted(STEP, processes)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
         """Records a collective of the hosts of this many processes."""
-        return self._noted(name, processes, self._other)
+        return self._noted(name, processes)
 
     @contextmanager
     def message(self, name: str, nbytes: int) -> Iterator[None]:
@@ -86,10 +83,6 @@ class Recorder:
         with self._lock:
             record.write(self.memory, *key, time.monotonic(), nbytes, name)
             self._write(shared_memory.SENDING, "")
-
-    def computed(self, seconds: float) -> None:
-        """Records the seconds of computation in the current step, if they are known."""
-        self._computing = seconds
 
     def adds(self, processes: int) -> None:
         """Records a batch without a message, for a later step of this many processes."""
@@ -163,15 +156,15 @@ class Recorder:
         return Finding(**shared_memory.VERDICT.read(self.memory))
 
     @contextmanager
-    def _noted(self, doing: str, processes: int, pace: StepTimes) -> Iterator[None]:
+    def _noted(self, doing: str, processes: int) -> Iterator[None]:
         added = self._added
         self._inside = True
         self._together = processes == self.processes
         if self._together:
             self._calls += 1
-            self._added = (self._adds, added[0])
-        self._computing = 0.0
-        began = time.monotonic()
+            self._added = self._adds
+            if doing == STEP:
+                self._time_step()
         if self._launched:
             self.say(LAUNCHED)
         else:
@@ -188,7 +181,14 @@ class Recorder:
             with self._lock:
                 self._inside = False
                 self._look(over=True)
-        pace.add(began, time.monotonic(), self._computing, hidden=bool(self._launched))
+
+    def _time_step(self) -> None:
+        """Updates the lower quartile of step times; a single pause does not change it."""
+        if self._steps > 2:  # the first step compiles, and has no step before it
+            self._starts.append(time.monotonic())
+            times = sorted(map(sub, islice(self._starts, 1, None), self._starts))
+            if times:
+                self._typical = times[len(times) // 4]
 
     def _look(self, over: bool = False) -> None:
         """Removes the ended ones of the launched steps, which end in order."""
@@ -206,9 +206,9 @@ class Recorder:
         self._write_head()
 
     def _write_head(self) -> None:
-        counts = (self._steps, self._calls, self._messages, *self._added)
+        counts = (self._steps, self._calls, self._messages, self._added)
         shared_memory.HEAD.write(
-            self.memory, *counts, time.monotonic(), self._together, self._before, *self._pace.usual
+            self.memory, *counts, time.monotonic(), self._together, self._before, self._typical
         )
 
 

@@ -1,7 +1,6 @@
 """A step of ranks that hold different values takes the mean over all of them; on problems small
 enough for paper."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -177,23 +176,3 @@ def without_jit_a_step_of_no_schedule_in_particular_trains_too(group: fddp.Group
         step = towards_the_mean(group)
         state, _ = step(step.init(np.zeros(())), rows(group.rank))
     assert float(state.params) == np.arange(group.size).mean()
-
-
-@claim()
-def a_rank_that_fails_alone_before_a_step_may_try_again(group: fddp.Group):
-    def loss(w: Any, x: Any) -> Any:
-        return jnp.sum((w - x) ** 2)
-
-    for schedule in schedules(group, ("fused", "staged", "after")):
-        step = fddp.train_step(loss, optax.sgd(0.5), group=group, schedule=schedule, donate=False)
-        state = step.init(jnp.zeros(10))
-        x = np.full(1, group.rank, np.float32)
-        for number in (-1, 0, 1):
-            if group.rank == number:  # the others wait meanwhile
-                assert "shapes" in error_of(
-                    partial(step, state, np.zeros((1, 3), np.float32)), Exception
-                )
-            new, _ = step(state, x)
-            np.testing.assert_array_equal(
-                new.params, np.full(10, np.arange(group.size).mean()), err_msg=schedule
-            )

@@ -31,8 +31,15 @@ from fddp.watching.watcher.links import (
 )
 from fddp.watching.watcher.main import STOP_S, Stop, stop_of
 from fddp.watching.watcher.mpiexec import leave_last
-from fddp.watching.watcher.remarks import remarks
-from fddp.watching.watcher.verdicts import AFTER_S, PATIENCE, Verdict, judge, judge_alone, unheard
+from fddp.watching.watcher.verdicts import (
+    AFTER_S,
+    PATIENCE,
+    Verdict,
+    judge,
+    judge_alone,
+    unequal,
+    unheard,
+)
 
 ### Conclusions of the watchers
 
@@ -45,10 +52,6 @@ GOING = {
     "sending": "",
     "place": "",
     "added": 0,
-    "added_before": 0,
-    "between": 0.001,
-    "inside": 0.009,
-    "computing": 0.006,
     "still": 0.1,
     "lifeless": 0.2,
     "typical": 0.01,
@@ -360,52 +363,8 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
 
 
 def remarks_on(*ranks: dict[str, Any]) -> list[str]:
-    return list(remarks({record["rank"]: record for record in ranks}).values())
-
-
-def test_a_rank_whose_part_of_a_step_is_three_times_as_long_is_slow():
-    slow = {"between": 0.001, "computing": 0.034, "typical": 0.04}
-    assert remarks_on(rank(0), rank(1), rank(2, **slow)) == [
-        "rank 2 is slow: its own part of a step takes 35.0 ms, 5.0 times as long as the others "
-        "(7.0 ms), most of it "
-        "computing"
-    ]
-    (words,) = remarks_on(rank(0, **slow | {"between": 1.0, "typical": 1.1}), rank(1))
-    assert words.startswith("rank 0 is slow: its own part of a step takes 1.0 s, 147.7 times")
-    assert words.endswith("most of it between steps (its input, say)")
-
-
-def test_of_a_step_that_is_one_program_only_what_lies_between_is_known():
-    times = {"computing": 0.0, "typical": 0.06}
-    ranks = [
-        rank(0, inside=0.055, **times),
-        rank(1, inside=0.055, **times),
-        rank(2, inside=0.01, between=0.05, **times),
-    ]
-    (words,) = remarks_on(*ranks)
-    assert words.startswith(
-        "rank 2 is slow: its own part of a step takes 60.0 ms, 5.5 times as long as the others "
-        "(11.0 ms)"
-    )
-    assert remarks_on(*ranks[:2]) == []
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"computing": 0.017},  # less than three times
-        {"computing": 0.034, "typical": 0.2},  # no rank waits for it
-        {"computing": 0.034, "typical": 0.04, "steps": 19},  # not known for long
-        {"computing": 0.034, "typical": 0.04, "gone": 99.0},
-    ],
-)
-def test_no_other_rank_is_called_slow(fields: dict[str, Any]):
-    assert remarks_on(rank(0), rank(1), rank(2, **fields)) == []
-
-
-def test_a_few_milliseconds_that_the_operating_system_took_make_no_rank_slow():
-    short = {"between": 0.0, "computing": 0.001, "inside": 0.004, "typical": 0.004}
-    assert remarks_on(rank(0, **short), rank(1, **short | {"computing": 0.0035})) == []
+    remark = unequal(ranks)
+    return [remark.words] if remark else []
 
 
 def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
@@ -416,12 +375,8 @@ def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
     )
     assert remarks_on(rank(0, added=9), rank(1, added=9)) == []
     assert remarks_on(rank(0, added=6), rank(1, added=9)) == [words]
-    waits = {"calls": 56, "steps": 52, "added": 12}  # in the next step
-    assert remarks_on(rank(0, added=9), rank(1, added_before=9, **waits)) == []
-    assert remarks_on(rank(0, added=6), rank(1, added_before=9, **waits)) == [words]
-    assert (
-        remarks_on(rank(0, added=6, calls=50), rank(1, added_before=9, **waits)) == []
-    )  # a step without a record
+    assert remarks_on(rank(0, added=6), rank(1, added=9, calls=56)) == []  # in the next step
+    assert remarks_on(rank(0, added=6), rank(1, added=9, gone=99.0)) == []
 
 
 def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
@@ -760,23 +715,21 @@ def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_
 
 
 @on_ranks("backend, size, schedule", (GLOO, "fused"), slow=[(MPI, "staged")])
-def test_a_rank_that_is_slow_and_accumulates_more_batches_is_named_by_all(
+def test_a_rank_that_accumulates_more_batches_is_named_by_all(
     backend: str, size: int, schedule: str, tmp_path: Path
 ):
-    outcome = launch(backend, size, "faults.py", "slow", schedule, folder=tmp_path)
+    outcome = launch(backend, size, "faults.py", "accumulate", schedule, folder=tmp_path)
     assert outcome.succeeded
     lines = "\n".join(written(tmp_path, size)).splitlines()
     for number in range(size):
         lines_of_rank = [
             line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")
         ]
-        (slow,) = [line for line in lines_of_rank if f"rank {size - 1} is slow" in line]
-        assert "between steps (its input, say)" in slow
         (more,) = [line for line in lines_of_rank if "no_sync" in line]
         assert f"rank {size - 1} has called no_sync 1 times by step" in more
         assert more.endswith("they will not have equally many steps.")
     # The last report stands in the step's own numbers.
-    assert all("slow" in output or "no_sync" in output for output in outcome.outputs)
+    assert all("no_sync" in output for output in outcome.outputs)
 
 
 @pytest.mark.quick("gloo-2")

@@ -16,7 +16,7 @@ import optax
 import fddp
 
 STALL_S = 2.0
-SLOW_S = 0.05
+SLOW_S = 0.05  # long enough for the watchers to see some of the steps
 # A pause is not a stall, however busy the machine is.
 PAUSE_S = 1.5
 LONG_STALL_S = 20.0
@@ -59,9 +59,9 @@ def main(how: str, schedule: Any) -> None:
         bucket_cap_mb=0,
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
-    last_steps = {"early": 200, "pause": 200, "slow": 80, "late": 20, "late_stop": 20}
+    last_steps = {"early": 200, "pause": 200, "accumulate": 80, "late": 20, "late_stop": 20}
     for number in range(last_steps.get(how, 100_000)):
-        if broken and how == "slow" and number >= 20:
+        if broken and how == "accumulate" and number >= 20:
             if number == 20:
                 state, _ = step.no_sync(state, np.ones((4, 4), np.float32))
             time.sleep(SLOW_S)
@@ -80,7 +80,7 @@ def main(how: str, schedule: Any) -> None:
         raise ArithmeticError("broken on purpose")
     if broken and how == "late_stop":
         HOW["stop"]()
-    if how == "slow":
+    if how == "accumulate":
         print(fddp.stats(step).watchers_said)
     if how == "pause":
         print(f"trained {int(state.step)}")

@@ -1,7 +1,7 @@
 """The main loop of a watcher, the separate process for each rank that `watchdog.py` starts.
 
 A watcher reads the records of its rank (`shared_memory.py`) and reports to the watcher of rank 0,
-which judges (`verdicts.py`, `remarks.py`). It ends its rank when the job must end. A stopped,
+which judges (`verdicts.py`). It ends its rank when the job must end. A stopped,
 debugged or killed rank cannot silence it, because they share no interpreter. Watchers exchange
 lines of JSON, and accept only links with the job's token.
 
@@ -34,9 +34,8 @@ from .links import (
 )
 from .mpiexec import leave_last
 from .rank import death, end, pidfd, record, report_reader
-from .remarks import remarks
 from .shared_memory import FAILED, PROPOSAL, SIZE, VERDICT
-from .verdicts import Verdict, judge, judge_alone, unheard
+from .verdicts import Verdict, judge, judge_alone, unequal, unheard
 
 STOP_S = 1.5  # seconds until all ranks have received a proposed stop
 LEAST_S = 1e-3  # least seconds of a step when `STOP_S` is converted to steps
@@ -115,8 +114,8 @@ class Watch:
     spoke: dict[socket.socket, float] = field(default_factory=dict)
     """Link → time of its last message."""
     stop: Stop = field(default=Stop(0, False))
-    remarked: set[str] = field(default_factory=set)
-    """Subjects of earlier remarks."""
+    remarked: bool = False
+    """True after the remark on unequal numbers of accumulated batches."""
     said: str = ""
     """Text of the last verdict for the rank."""
     sent: float = 0.0
@@ -152,7 +151,7 @@ def _hear(watch: Watch) -> list[Verdict]:
 
 
 def _judge(watch: Watch) -> list[Verdict]:
-    """Judges all ranks on rank 0, with new remarks; other watchers judge if rank 0 is silent."""
+    """Judges all ranks on rank 0, with a remark; other watchers judge if rank 0 is silent."""
     stall_s = watch.job["stall_s"]
     verdict = None
     verdicts = list[Verdict]()
@@ -165,10 +164,9 @@ def _judge(watch: Watch) -> list[Verdict]:
         if len(watch.reports) == len(ranks) or watch.now > watch.born + LAST_S:
             verdict = judge(silent | watch.reports, watch.now, stall_s)
         watch.stop = stop_of(watch.reports, watch.stop)
-        for subject, words in remarks(watch.reports).items():
-            if subject not in watch.remarked:
-                watch.remarked.add(subject)
-                verdicts.append(Verdict(words, False))
+        if not watch.remarked and (remark := unequal(list(watch.reports.values()))):
+            watch.remarked = True
+            verdicts.append(remark)
     PROPOSAL.write(watch.memory, *watch.stop)
     if verdict:
         verdicts.append(verdict)

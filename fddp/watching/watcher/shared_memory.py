@@ -91,15 +91,10 @@ HEAD = _record(
     ("calls", "Q", "calls begun that all ranks make together: steps, and collectives of hosts"),
     ("messages", "Q", "messages begun"),
     ("added", "Q", "batches added without a message before the last such call"),
-    ("added_before", "Q", "the same before the call before that"),
     ("moved", "d", "time at which the rank last moved, in seconds of the monotonic clock"),
     ("together", "?", "whether the rank is in a call of all ranks"),
     ("before", "q", "steps of the training before this process began"),
-    # The pace of its steps, as in `Usual`.
-    ("typical", "d", "seconds from the begin of one step to the begin of the next"),
-    ("between", "d", "seconds from the end of one step to the begin of the next"),
-    ("inside", "d", "seconds from the begin of a step to its end"),
-    ("computing", "d", "seconds of it in tasks that compute"),
+    ("typical", "d", "seconds of three of four steps, at least, from one begin to the next"),
 )
 DOING = _record(HEAD.end, ("doing", "120s", "what the rank does"))
 SENDING = _record(DOING.end, ("sending", "120s", "the message under way; empty: none"))

@@ -6,6 +6,7 @@ Source: the stall check of Horovod; PyTorch's monitored barrier.
 """
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .shared_memory import BETWEEN, FAILED, FINISHED, STEP
@@ -165,6 +166,23 @@ def missing(
     text = f"rank {silent['rank']} {condition(silent, time_s, silence(active, stall_s))}"
     words = f"{text}, and rank {finished[0]['rank']} has finished and waits for it"
     return Verdict(words, quiet_s > end_s)
+
+
+def unequal(reports: Sequence[Report]) -> Verdict | None:
+    """Remarks on two ranks with different numbers of accumulated batches in the same step."""
+    active = [report for report in reports if not (report["done"] or report["gone"])]
+    last = max((report["calls"] for report in active), default=0)
+    last_call = [report for report in active if report["calls"] == last]
+    few = min(last_call, key=itemgetter("added"), default={"added": 0})
+    many = max(last_call, key=itemgetter("added"), default=few)
+    if few["added"] == many["added"]:
+        return None
+    return Verdict(
+        f"rank {many['rank']} has called no_sync {many['added']} times by step "
+        f"{many['steps'] + many['before']}, and rank {few['rank']} {few['added']} times: call it "
+        "equally often on each rank, or they will not have equally many steps",
+        False,
+    )
 
 
 def longest(reports: Sequence[Report], stall_s: float | None) -> float:
