@@ -25,9 +25,7 @@ def test_a_job_without_errors_ends_well_and_prints_nothing(
     outcome, _ = reports(backend, size)
     assert outcome.succeeded
     # In some claims all ranks have the same rows, or programs of their own.
-    remark = re.compile(
-        r"fddp: (compiling |ranks [\d, ]+ pass the same |the losses of ranks ).*\n"
-    )
+    remark = re.compile(r"fddp: (compiling |ranks [\d, ]+ pass the same |the losses of ranks ).*\n")
     assert [remark.sub("", output) for output in outcome.outputs] == [""] * size
 
 
