@@ -14,7 +14,6 @@ SHOWN = {
 INTERNAL = {
     "comm.communicator.Communicator": ("native16", "sent"),
     "comm.group.Group": (
-        "clone",
         "communicator",
         "hosts",
         "journal",

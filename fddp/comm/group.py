@@ -37,14 +37,10 @@ class Group:
 
     rank: int
     """Number of this process in the group."""
-    processes: int
-    """Number of processes."""
     size: int
     """Number of replicas: processes × devices of each."""
     backend: str
     """"nccl", "gloo", "mpi" or "local"."""
-    global_ranks: tuple[int, ...]
-    """Numbers of the processes in the whole job, in order of rank."""
     placement: Placement
     """Devices of the replicas' programs and arrays."""
     communicator: Communicator = field(repr=False)
@@ -52,11 +48,9 @@ class Group:
     transport: Transport = field(repr=False)
     """Collectives of the replicas between programs."""
     hosts: Hosts = field(repr=False)
-    """Collectives of the processes."""
+    """The processes, and their collectives."""
     make_subgroup: "Callable[[Sequence[int]], Group]" = field(repr=False, compare=False)
     """Makes a smaller group; see `subgroup`."""
-    clone: Callable[[int], tuple[Transport, ...]] = field(repr=False, compare=False)
-    """`clone(count)`: makes `count` concurrent transports, or as many as the backend has."""
     levels: Levels = field(repr=False, compare=False)
     """Makes the collectives of a group with nodes; see `hierarchical`."""
     nodes: Nodes | None = None
@@ -69,6 +63,20 @@ class Group:
     def __dir__(self) -> list[str]:
         internal = {"placement", *(x.name for x in fields(self) if not x.repr)}
         return [name for name in super().__dir__() if name not in internal]
+
+    def __repr__(self) -> str:
+        numbers = f"rank={self.rank}, processes={self.processes}, size={self.size}"
+        return f"Group({numbers}, backend={self.backend!r})"
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Numbers of the processes in the whole job, in order of rank."""
+        return self.hosts.ranks
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return len(self.hosts.ranks)
 
     @property
     def axis_name(self) -> str | None:

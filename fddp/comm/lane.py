@@ -5,8 +5,6 @@ from concurrent.futures import Executor, Future, wait
 
 from fddp.comm.transport import Transport
 
-Clone = Callable[[int], tuple[Transport, ...]]
-
 
 class Lane:
     """Jobs that send a step's messages after its return.
@@ -18,13 +16,13 @@ class Lane:
 
     def __init__(self) -> None:
         self._last: Future[None] | None = None
-        self._carriers = dict[tuple[Transport, Clone], tuple[Transport, ...]]()
+        self._carriers = dict[Transport, tuple[Transport, ...]]()
 
-    def carriers(self, transport: Transport, clone: Clone) -> tuple[Transport, ...]:
+    def carriers(self, transport: Transport) -> tuple[Transport, ...]:
         """Clones a transport once for all steps: MPI has about 2,000 communicators, never freed."""
-        if (transport, clone) not in self._carriers:
-            self._carriers[transport, clone] = clone(2)
-        return self._carriers[transport, clone]
+        if transport not in self._carriers:
+            self._carriers[transport] = transport.with_more(2)
+        return self._carriers[transport]
 
     def add(self, thread: Executor, job: Callable[..., None], *args: object) -> Future[None]:
         """Starts a job on a thread when the previous job has ended, even with an error."""

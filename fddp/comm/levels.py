@@ -41,22 +41,20 @@ class Levels(NamedTuple):
 
     find: Callable[[], Sequence[Hashable]]
     """Labels the node of each replica, equally on all processes; every process calls it."""
-    make: Callable[
-        [Nodes, Nodes | None], tuple[Communicator, Callable[[int], tuple[Transport, ...]]]
-    ]
-    """(nodes, sets of neighbours) → the communicator and `clone` of the group with these nodes."""
+    make: Callable[[Nodes, Nodes | None], tuple[Communicator, Transport]]
+    """(nodes, sets of neighbours) → communicator and transport of the group with these nodes."""
 
     def on(
         self, nodes: Nodes, neighbours: Nodes | None, turns: int
-    ) -> tuple[Communicator, Transport, Callable[[int], tuple[Transport, ...]]]:
-        """Makes the communicator, transport and `clone` of a group with nodes and neighbours.
+    ) -> tuple[Communicator, Transport]:
+        """Makes the communicator and the transport of a group with nodes and neighbours.
 
         `turns` is the number of transports for alternate messages; 0: one transport for all. Every
         process calls it.
         """
-        communicator, clone = self.make(nodes, neighbours)
-        lanes = clone(max(1, turns))
-        return communicator, lanes[0]._replace(clones=lanes[:turns]), clone
+        communicator, transport = self.make(nodes, neighbours)
+        clones = transport.with_more(turns) if turns else ()
+        return communicator, transport._replace(clones=clones)
 
 
 def in_two_levels(
@@ -87,8 +85,8 @@ def hierarchical(group: "Group", local: int | None) -> "Group":
     verify(group, "nodes", lambda: _described_nodes(group, local))
     # Every process finds the same nodes, so either all continue or all raise.
     nodes = by_node(group.levels.find()) if local is None else blocks(local, group.size)
-    communicator, transport, clone = group.levels.on(nodes, None, len(group.transport.clones))
-    return replace(group, nodes=nodes, communicator=communicator, transport=transport, clone=clone)
+    communicator, transport = group.levels.on(nodes, None, len(group.transport.clones))
+    return replace(group, nodes=nodes, communicator=communicator, transport=transport)
 
 
 def _described_nodes(group: "Group", local: int | None) -> list[str]:
@@ -142,8 +140,8 @@ def islands_in_nodes(group: "Group", size: int) -> "Group":
     nodes = group.nodes or group.sharing
     islands, neighbours = islands_of(nodes, size)
     nodes = nodes if size == 1 else islands
-    communicator, transport, clone = group.levels.on(nodes, neighbours, len(group.transport.clones))
-    return replace(group, nodes=nodes, communicator=communicator, transport=transport, clone=clone)
+    communicator, transport = group.levels.on(nodes, neighbours, len(group.transport.clones))
+    return replace(group, nodes=nodes, communicator=communicator, transport=transport)
 
 
 def islands_of(nodes: Nodes, size: int) -> tuple[Nodes, Nodes]:

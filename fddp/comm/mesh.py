@@ -64,13 +64,13 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         )
     platform = mesh.devices.flat[0].platform
 
-    def clone(count: int) -> tuple[Transport, ...]:
+    def more(count: int) -> tuple[Transport, ...]:
         # Programs of several threads may reach the devices of one process, and the one queue of a
         # GPU, in different orders, and then wait for each other forever: there is one transport.
         if len(processes) < mesh.size or backend == "nccl":
-            return (transport,)
-        turns = range(1, min(count, len(processes)))
-        return (transport, *(_turned(mesh, axis_name, piece, turn) for turn in turns))
+            return ()
+        turns = range(1, min(count + 1, len(processes)))
+        return tuple(_turned(mesh, axis_name, piece, turn) for turn in turns)
 
     placement = mesh_placement(mesh, axis_name)
     backend = "nccl"
@@ -81,21 +81,17 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         backend = "gloo"
         piece = GLOO_BYTES
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
-    transport = mesh_transport(placement, communicator, piece)
     hosts = mesh_hosts(mesh)
     owner_ranks = [processes.index(process) for process in owners]
     return Group(
         rank=processes.index(jax.process_index()),
-        processes=len(processes),
         size=mesh.shape[axis_name],
         backend=backend,
-        global_ranks=tuple(processes),
         placement=placement,
         communicator=communicator,
-        transport=transport,
+        transport=mesh_transport(placement, communicator, piece)._replace(more=more),
         hosts=hosts,
         make_subgroup=partial(_subgroup, mesh, axis_name, owner_ranks),
-        clone=clone,
         lane=_lane(frozenset(mesh.devices.flat)),
         levels=mesh_levels(
             placement, communicator, platform, partial(hosts_of, hosts, owner_ranks), piece
@@ -202,9 +198,7 @@ def mesh_levels(
     def transport(communicator: Communicator, alike: PartitionSpec = REPLICATED) -> Transport:
         return mesh_transport(placement, communicator, piece, alike=alike)
 
-    def make(
-        nodes: Nodes, neighbours: Nodes | None = None
-    ) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
+    def make(nodes: Nodes, neighbours: Nodes | None = None) -> tuple[Communicator, Transport]:
         subsets = [
             axis_communicator(str(placement.axis_name), len(among[0]), platform, among=among)
             for among in (nodes, same_places(nodes), neighbours)
@@ -217,7 +211,7 @@ def mesh_levels(
             levels=ByLevel(shards, *(transport(subset, per_replica) for subset in subsets))
         )
         # A single transport: a rotated order has the same nodes, and two sums would mix on them.
-        return two_level, lambda count: (carrier,)
+        return two_level, carrier
 
     return Levels(find, make)
 
@@ -250,7 +244,8 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
         with jax.disable_jit(False):
             return np.asarray(join(from_process(NamedSharding(hosts, row), summand[None])))
 
-    return Hosts(all_gather, broadcast)
+    ranks = tuple(device.process_index for device in hosts.devices.flat)
+    return Hosts(ranks, all_gather, broadcast)
 
 
 def _turned(mesh: Mesh, axis_name: str, piece: int | None, turn: int) -> Transport:

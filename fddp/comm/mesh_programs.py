@@ -64,7 +64,6 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         axis_size=mesh.shape[axis_name],
         on_mesh=True,
         per_replica=per_replica,
-        replicas_in_array=mesh.shape[axis_name],
         # Steps in flight may block all threads of XLA:CPU in all-reduces that wait for a device.
         shares_cores=on_cpu and mesh.size > len(first_devices(mesh)),
         overlaps=not on_cpu,

@@ -35,21 +35,17 @@ def mpi_group(comm: Any) -> Group:
         )
     check_has("Clone", "mpi_group: comm", comm, "a communicator of mpi4py")
 
-    from mpi4py import MPI
-
     # Each kind of message has a communicator, so that two kinds never meet: messages inside
     # programs (mpi4jax), of a loss, between programs, of the hosts, and the user's.
-    transport = mpi_transport(comm.Clone())
+    transport = mpi_transport(comm.Clone())._replace(
+        more=lambda count: tuple(mpi_transport(comm.Clone()) for _ in range(count))
+    )
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
-    world = MPI.COMM_WORLD.Get_group()
-    ranks = comm.Get_group()
     return Group(
         rank=comm.rank,
-        processes=comm.size,
         size=comm.size,
         backend="mpi",
-        global_ranks=tuple(MPI.Group.Translate_ranks(ranks, None, world)),
         placement=mpi_placement(comm.Clone()),
         communicator=communicator,
         transport=transport,
@@ -57,7 +53,6 @@ def mpi_group(comm: Any) -> Group:
         make_subgroup=lambda ranks: mpi_group(
             comm.Create_group(comm.Get_group().Incl(list(ranks)))
         ),
-        clone=lambda count: (transport, *(mpi_transport(comm.Clone()) for _ in range(count - 1))),
         levels=mpi_levels(comm, communicator, hosts),
     )
 
@@ -72,9 +67,7 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
         shared.Free()
         return hosts.all_gather(first.view(np.uint8)).view(first.dtype).ravel().tolist()
 
-    def make(
-        nodes: Nodes, neighbours: Nodes | None = None
-    ) -> tuple[Communicator, Callable[[int], tuple[Transport, ...]]]:
+    def make(nodes: Nodes, neighbours: Nodes | None = None) -> tuple[Communicator, Transport]:
         def split() -> list[Any]:
             partitions = (subsets for subsets in (nodes, same_places(nodes), neighbours) if subsets)
             positions = [
@@ -91,9 +84,9 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
             plain = mpi_transport(comm.Clone())._replace(all_reduce=_two_level_sum(node, network))
             return _with_levels(plain, *map(mpi_transport, subset_comms))
 
-        transport = carrier()
+        transport = carrier()._replace(more=lambda count: tuple(carrier() for _ in range(count)))
         two_level = in_two_levels(communicator, *map(mpi_communicator, split()))
-        return two_level, lambda count: (transport, *(carrier() for _ in range(count - 1)))
+        return two_level, transport
 
     return Levels(find, make)
 
@@ -145,6 +138,10 @@ def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:
 
 def mpi_hosts(comm: Any) -> Hosts:
     """Makes the collectives of hosts on an mpi4py communicator without other users."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD.Get_group()
+    ranks = tuple(MPI.Group.Translate_ranks(comm.Get_group(), None, world))
 
     def all_gather(data: Bytes) -> UInt8[np.ndarray, "processes n"]:
         rows = np.empty((comm.size, data.size), np.uint8)
@@ -156,4 +153,4 @@ def mpi_hosts(comm: Any) -> Hosts:
         comm.Bcast(data, root=root)
         return data
 
-    return Hosts(all_gather, broadcast)
+    return Hosts(ranks, all_gather, broadcast)

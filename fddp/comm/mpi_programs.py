@@ -60,7 +60,6 @@ def mpi_placement(comm: Any) -> Placement:
         axis_size=comm.size,
         on_mesh=False,
         per_replica=REPLICATED,
-        replicas_in_array=1,
         shares_cores=False,
         overlaps=False,
         view=WHOLE,

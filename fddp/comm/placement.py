@@ -52,8 +52,6 @@ class Placement(NamedTuple):
     arrays."""
     per_replica: PartitionSpec
     """Spec of an array with unequal rows on replicas: concatenated over replicas along dim 0."""
-    replicas_in_array: int
-    """Number of replicas with rows in such an array."""
     shares_cores: bool
     """True if several devices of this process share its cores: a step must end before the next
     begins."""
@@ -83,6 +81,11 @@ class Placement(NamedTuple):
 
     def __repr__(self) -> str:
         return f"Placement(axis_name={self.axis_name!r})"
+
+    @property
+    def replicas_in_array(self) -> int:
+        """Number of replicas with rows in an array of unequal rows."""
+        return self.axis_size if self.on_mesh else 1
 
     @property
     def other_axes(self) -> tuple[str, ...]:

@@ -51,7 +51,8 @@ def round_robin(groups: Sequence[Group]) -> Group:
     for group in groups:
         check_has("placement", "round_robin: each of groups", group, "a fddp.Group")
     verify(first, "groups for round_robin", lambda: _described(groups))
-    return replace(first, transport=first.transport._replace(clones=first.clone(len(groups))))
+    transport = first.transport
+    return replace(first, transport=transport._replace(clones=transport.with_more(len(groups))))
 
 
 def _described(groups: Sequence[Group]) -> list[str]:

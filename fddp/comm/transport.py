@@ -30,8 +30,14 @@ class Transport(NamedTuple):
     """Compiles such a program, like `Placement.program`; None: the placement compiles it."""
     clones: "tuple[Transport, ...]" = ()
     """Concurrent transports for alternate messages; empty: this transport sends all."""
+    more: "Callable[[int], tuple[Transport, ...]]" = lambda count: ()
+    """`more(count)`: makes up to `count` transports that may send while this one does."""
     levels: "ByLevel[Transport] | None" = None
     """Collectives of subsets of the replicas; None: all replicas are one node."""
+
+    def with_more(self, count: int) -> "tuple[Transport, ...]":
+        """Returns this transport and concurrent ones: `count` in all, or what the backend has."""
+        return (self, *self.more(count - 1))
 
     def at(self, level: Level) -> "Transport":
         """Returns the collectives of a level; those of all replicas if all are one node."""
@@ -41,8 +47,10 @@ class Transport(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """Collectives of the processes."""
+    """The processes of a group, and their collectives."""
 
+    ranks: tuple[int, ...]
+    """Numbers of the processes in the whole job, in order of rank."""
     all_gather: Callable[[Bytes], UInt8[np.ndarray, "processes n"]]
     """Gathers equally many bytes from every process, on every process."""
     broadcast: Callable[[Bytes, int], Bytes]

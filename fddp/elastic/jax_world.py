@@ -68,7 +68,7 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     group.barrier()
     # Gloo connects at the first message of each communicator.
     payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)
-    for transport in group.clone(2):
+    for transport in group.transport.with_more(2):
         jax.block_until_ready(transport.all_reduce(payload))
     leave_service()
     of_members = {member.address[1] for member in view.members}

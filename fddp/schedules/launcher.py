@@ -231,7 +231,7 @@ def own_lane(group: Group) -> tuple[Group, bool]:
     Returns the group, and True if its messages may travel while others do. They may not without a
     second communicator.
     """
-    transports = group.lane.carriers(group.transport, group.clone)
+    transports = group.lane.carriers(group.transport)
     return replace(group, transport=transports[-1]), len(transports) > 1
 
 

@@ -54,7 +54,8 @@ def test_reducing_over_one_process_is_the_identity(group, op):
 
 
 def as_ranks(group: fddp.Group, processes: int) -> list[fddp.Group]:
-    return [replace(group, rank=rank, processes=processes) for rank in range(processes)]
+    hosts = group.hosts._replace(ranks=tuple(range(processes)))
+    return [replace(group, rank=rank, hosts=hosts) for rank in range(processes)]
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 8])

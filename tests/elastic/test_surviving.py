@@ -145,7 +145,7 @@ def test_a_world_that_has_ended_leaves_no_threads():
         "    group = world_group(jax.devices())\n"
         "    placement = group.placement\n"
         "    x = placement.place(np.ones(1, np.float32), placement.per_replica)\n"
-        "    group.lane.carriers(group.transport, group.clone)\n"
+        "    group.lane.carriers(group.transport)\n"
         "    jax.block_until_ready(group.transport.all_reduce(x))\n"
         "    del group, placement, x\n"
         "    forget_devices()\n"

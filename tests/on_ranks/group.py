@@ -115,7 +115,7 @@ def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.
     replicas = group.size
     per_replica = group.placement.per_replica
 
-    transports = group.clone(2)
+    transports = group.transport.with_more(2)
 
     def inside(comm: fddp.Communicator, x: jax.Array) -> tuple[jax.Array, ...]:
         part = comm.reduce_scatter(x.reshape(replicas, -1))

@@ -179,8 +179,9 @@ class Wire:
         self._under_way = 0
         self._transport = replicas.transport
         self._changed = threading.Condition()
-        lanes = self._transport, self._transport._replace(all_reduce=self.all_reduce)
-        self.group = replace(replicas, clone=lambda count: lanes, journal=Journal(), lane=Lane())
+        late = self._transport._replace(all_reduce=self.all_reduce)
+        transport = self._transport._replace(more=lambda count: (late,))
+        self.group = replace(replicas, transport=transport, journal=Journal(), lane=Lane())
 
     def all_reduce(self, x: jax.Array) -> jax.Array:
         self._under_way += 1
@@ -519,8 +520,8 @@ def test_an_error_in_a_stage_shows_when_nothing_is_under_way_any_more(group: Gro
 @pytest.mark.steps
 def test_without_a_communicator_of_its_own_a_step_leaves_nothing(group: Groups):
     wire = Wire(group(1))
-    transport = wire.group.transport._replace(all_reduce=wire.all_reduce)
-    step = trainer(replace(wire.group, transport=transport, clone=lambda count: (transport,)))
+    transport = group(1).transport._replace(all_reduce=wire.all_reduce)
+    step = trainer(replace(wire.group, transport=transport))
     state, _ = step(step.init(PARAMS), batch(0))
     waits_for_all(wire, lambda: step(state, batch(1)))
     assert wire.most == 1

@@ -139,15 +139,12 @@ def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Sequence[int]], G
     transport = mesh_transport(placement, communicator)
     return Group(
         rank=0,
-        processes=1,
         size=size,
         backend="nccl",
-        global_ranks=(0,),
         placement=placement._replace(place=place, feed=lambda rows: rows),
         communicator=communicator,
         transport=transport,
-        hosts=Hosts(all_gather=lambda data: data[None], broadcast=lambda data, root: data),
+        hosts=Hosts((0,), all_gather=lambda data: data[None], broadcast=lambda data, root: data),
         make_subgroup=make_subgroup,
-        clone=lambda count: (transport,),
         levels=mesh_levels(placement, communicator, "gpu", lambda: (0,) * size),
     )
