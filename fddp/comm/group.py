@@ -65,8 +65,7 @@ class Group:
         return [name for name in super().__dir__() if name not in internal]
 
     def __repr__(self) -> str:
-        numbers = f"rank={self.rank}, processes={self.processes}, size={self.size}"
-        return f"Group({numbers}, backend={self.backend!r})"
+        return f"Group(rank={self.rank}, size={self.size}, backend={self.backend!r})"
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
