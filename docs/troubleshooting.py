@@ -363,7 +363,7 @@ BATCHES = (
     ),
     Fault(
         "are different programs. That is right for a branch by rank",
-        "The losses of some ranks have other operations: a branch in Python, or arrays in the order "
+        "The losses of ranks have other operations: a branch in Python, or arrays in the order "
         "of a set of strings, which differs between processes.",
         "Sort the names, or use a dict. The remark is harmless if the branch is intended.",
     ),

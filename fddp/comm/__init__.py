@@ -58,6 +58,7 @@ from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.placement import trace_again as trace_again
+from fddp.comm.placement import unshared as unshared
 from fddp.comm.placement import whole_here as whole_here
 from fddp.comm.rotation import round_robin as round_robin
 from fddp.comm.secret import SECRET as SECRET

@@ -68,8 +68,8 @@ class Placement(NamedTuple):
     """`place(tree, spec)`: moves this process's arrays (for `per_replica` its rows) to a program's
     devices."""
     holds: Callable[[Sequence[Any]], bool]
-    """True if arrays already are where `place(arrays, REPLICATED)` moves them, and are not
-    donated."""
+    """True if arrays already are where `place(arrays, REPLICATED)` moves them, are not donated,
+    and share no memory."""
     each: Callable[[Any], tuple[Any, ...]]
     """Splits an array into one per replica of this process, on its device, for programs of one
     replica."""
@@ -200,7 +200,9 @@ def laid_out(placement: Placement, tree: PyTree, where: Any) -> Any:
 
 
 def holding(sharding: Sharding) -> Callable[[Sequence[Any]], bool]:
-    """Makes a function: True if all values are JAX arrays of this sharding, and none is donated.
+    """Makes a function: True if all values are JAX arrays of this sharding, to be donated together.
+
+    None is donated already, and no two share memory.
 
     Each step checks each leaf of its state, so it must be fast. A program's outputs have the same
     sharding objects in each step, and lists compare identities first.
@@ -217,11 +219,29 @@ def holding(sharding: Sharding) -> Callable[[Sequence[Any]], bool]:
             last[:] = shardings
         if True in [x.is_deleted() for x in arrays]:
             return False
-        if len(sharding.addressable_devices) == 1:
-            return True
-        return True not in [part.is_deleted() for x in arrays for part in parts_here(x)]
+        firsts = arrays
+        if len(sharding.device_set) > 1:
+            parts = [parts_here(x) for x in arrays]
+            if True in [part.is_deleted() for x in parts for part in x]:
+                return False
+            firsts = [x[0] for x in parts]
+        return len({x.unsafe_buffer_pointer() for x in firsts}) == len(arrays)
 
     return holds
+
+
+def unshared(tree: PyTree) -> Any:
+    """Copies each array that shares memory with an earlier one: memory is donated only once."""
+    known = set[int]()
+
+    def own(x: Any) -> Any:
+        memory = parts_here(x)[0].unsafe_buffer_pointer()
+        if memory in known:
+            return x.copy()
+        known.add(memory)
+        return x
+
+    return jax.tree.map(own, tree)
 
 
 def placed_alike(tree: PyTree, sharding: Sharding) -> Any:

@@ -145,7 +145,8 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
         raise ValueError(
             f"the state is not in shards of {replica.group.parts} replicas, as a step with "
             f"{replica.way.name} has it: continue with the state that step.init or the last step "
-            "returned, or from a checkpoint; fddp.whole(state) is only for reading it."
+            "returned, or from a checkpoint; fddp.whole(state) is only for reading it, or for "
+            "another place: model_state=fddp.whole(state.params)."
         )
     _check_group(replica.group, state)
     _check_pending(replica, state)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
-from fddp.comm import REPLICATED, of_one_replica
+from fddp.comm import REPLICATED, of_one_replica, unshared
 from fddp.hooks import Memory, by_leaf, by_message
 from fddp.jax_internals import (
     Promise,
@@ -138,7 +138,8 @@ def step_inputs(
         replicated, shards = take_apart(replicated)
     local = state.accumulated, shards
     pending, shards = placement.place(local, placement.per_replica)
-    return StepInputs(placement.place(replicated, REPLICATED), pending, shards, memory, rows)
+    replicated = placement.place(replicated, REPLICATED)
+    return StepInputs(*unshared((replicated, pending, shards)), memory, rows)
 
 
 def with_local_parts(

@@ -176,3 +176,19 @@ def without_jit_a_step_of_no_schedule_in_particular_trains_too(group: fddp.Group
         step = towards_the_mean(group)
         state, _ = step(step.init(np.zeros(())), rows(group.rank))
     assert float(state.params) == np.arange(group.size).mean()
+
+
+@claim()
+def an_array_put_at_a_second_place_of_a_state_is_copied(group: fddp.Group):
+    def loss(p: jax.Array, x: Any, *, model_state: jax.Array) -> Any:
+        return jnp.mean((p - x) ** 2) + jnp.sum(model_state), (model_state, {})
+
+    for schedule in ("fused", "staged"):
+        step = fddp.train_step(loss, optax.sgd(RATE), group=group, has_aux=True, schedule=schedule)
+        state = step.init(jnp.zeros(()), model_state=jnp.ones(()))
+        state, _ = step(state, rows(group.rank))  # the parameter is the mean of the ranks now
+        for _ in range(2):
+            state, info = step(state._replace(model_state=state.params), rows(group.rank))
+        ranks = np.arange(group.size)
+        assert float(state.model_state) == float(state.params) == ranks.mean(), schedule
+        np.testing.assert_allclose(float(info.loss), ranks.var() + ranks.mean(), rtol=1e-6)

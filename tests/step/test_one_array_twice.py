@@ -1,0 +1,62 @@
+"""A state may hold one array at several places: each place is donated memory of its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from trees import same_bits
+
+import fddp
+
+X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+W = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
+OPTIMIZER = optax.chain(optax.sgd(0.1, momentum=0.9), optax.ema(0.5))
+
+
+def loss(p: Any, x: Any, *, model_state: Any) -> Any:
+    target = jnp.tanh(x @ model_state["a"]) + x @ model_state["b"]
+    return jnp.mean((jnp.tanh(x @ p["a"]) + x @ p["b"] - target) ** 2), (model_state, {})
+
+
+def as_target(state: fddp.TrainState, copy: Callable[[Any], Any]) -> fddp.TrainState:
+    return state._replace(model_state=jax.tree.map(copy, state.params))
+
+
+def tied(state: fddp.TrainState, copy: Callable[[Any], Any]) -> fddp.TrainState:
+    return state._replace(params={"a": state.params["a"], "b": copy(state.params["a"])})
+
+
+def as_moments(state: fddp.TrainState, copy: Callable[[Any], Any]) -> fddp.TrainState:
+    leaves, treedef = jax.tree.flatten(state.opt_state)
+    params = iter([state.params["a"], state.params["b"]] * 2)
+    moments = [copy(next(params)) if jnp.ndim(x) else x for x in leaves]
+    return state._replace(opt_state=treedef.unflatten(moments))
+
+
+@pytest.mark.parametrize("again", [as_target, tied, as_moments])
+@pytest.mark.parametrize("same", [lambda x: x, jax.device_put], ids=["object", "memory"])
+@pytest.mark.parametrize("schedule, replicas", [("fused", 4), ("staged", 4), ("fused", 1)])
+def test_an_array_put_at_a_second_place_trains_as_its_copy(
+    group: Callable[[int], fddp.Group], schedule: Any, replicas: int, same: Any, again: Any
+):
+    def trained(copy: Callable[[Any], Any]) -> fddp.TrainState:
+        step = fddp.train_step(
+            loss,
+            OPTIMIZER,
+            group=group(replicas),
+            has_aux=True,
+            schedule=schedule,
+            bucket_cap_mb=1e-5,
+        )
+        state = step.init({"a": W, "b": -W}, model_state={"a": W + 1, "b": W})
+        for _ in range(2):
+            state, _ = step(state, X)
+            state = again(state, copy)
+        state, _ = step(state, X)
+        return step(state, X)[0]
+
+    same_bits(trained(same), trained(jnp.copy))
