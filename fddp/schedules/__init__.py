@@ -18,9 +18,6 @@ from fddp.schedules.named import NamedSchedule as NamedSchedule
 from fddp.schedules.one_program import fused as fused
 from fddp.schedules.one_program import in_one_program as in_one_program
 from fddp.schedules.one_program import scope as scope
-from fddp.schedules.other_orders import held as held
-from fddp.schedules.other_orders import unordered as unordered
-from fddp.schedules.pieces import MakeRunner as MakeRunner
 from fddp.schedules.pieces import Pieces as Pieces
 from fddp.schedules.pieces import Round as Round
 from fddp.schedules.pieces import Runner as Runner

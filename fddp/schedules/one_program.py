@@ -1,8 +1,7 @@
 """Runs all tasks in one XLA program, whose scheduler overlaps messages with computation."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +19,16 @@ from fddp.schedules.planned_memory import of_one_program
 from fddp.schedules.tasks import Communicate, TaskList
 from fddp.schedules.values import BYTES, Value
 
-# (sums so far, how many of them an earlier message waited for, True for the last message) → the
-# sums that XLA must have before the message leaves, and that are used only afterwards.
-Hold: TypeAlias = Callable[[list[Value], int, bool], list[Value]]
 
-
-def _in_turn(sums: list[Value], waited: int, last: bool) -> list[Value]:
-    """Lets messages leave one after the other; XLA overlaps where it can (GPU, TPU)."""
-    del last
-    return sums[waited:]
-
-
-def in_one_program(group: Group, make: MakeList, donate: bool, hold: Hold = _in_turn) -> Runner:
-    """Traces a list into one program, in which a message waits for the sums that `hold` names.
+def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
+    """Traces a list into one program, in which messages leave one after the other.
 
     If `donate`, the program may reuse the state's memory.
     """
     per_replica = group.placement.per_replica
     in_specs = REPLICATED, per_replica, per_replica, per_replica, per_replica
     out_specs = REPLICATED, per_replica, per_replica
-    step = partial(traced, group, make, hold)
+    step = partial(traced, group, make)
     donated: tuple[int, ...] = ()
     if donate:
         donated = (0, 2, 3)  # state, shards and memory; the result has no pending sums or rows
@@ -75,7 +64,6 @@ def in_one_program(group: Group, make: MakeList, donate: bool, hold: Hold = _in_
 def traced(
     group: Group,
     make: MakeList,
-    hold: Hold,
     state: Any,
     pending: PyTree,
     shards: PyTree,
@@ -84,7 +72,7 @@ def traced(
 ) -> tuple[Any, Any, Memory]:
     """Runs the tasks of one replica; gradients made in the rounds of a loop are summed in them."""
     listed = make(state, pending, shards, rows)
-    run = partial(_run, group.communicator, listed, hold)
+    run = partial(_run, group.communicator, listed)
     if any(task.reduction.rounds > 1 for task in listed.messages):
         run = fused_loops(run)
     return run(state, pending, shards, memory, rows)
@@ -93,7 +81,6 @@ def traced(
 def _run(
     comm: Communicator,
     listed: TaskList,
-    hold: Hold,
     state: Any,
     pending: PyTree,
     shards: PyTree,
@@ -114,7 +101,6 @@ def _run(
     current = dict(previous)
     sums = list[Value]()
     waited = 0  # how many of the sums a message has waited for
-    last = next((task for task in reversed(listed.messages) if task.reduction.rounds == 1), None)
     all_bytes = list[Any]()
     for task in listed.tasks:
         inputs = (values[name] for name in task.reads)
@@ -130,7 +116,7 @@ def _run(
             # leave first. A sum inside a loop has the loop's place, and the same program on all
             # ranks.
             if comm.size > 1 and task.reduction.rounds == 1:
-                awaited_sums = hold(sums, waited, task is last)
+                awaited_sums = sums[waited:]
                 barred = (message, *(values[name] for name in awaited_sums))
                 message, *barred_sums = jax.lax.optimization_barrier(barred)
                 values.update(zip(awaited_sums, barred_sums))
@@ -163,11 +149,8 @@ def scope(name: str) -> str:
     return name.replace(" ", "")
 
 
-def one_program_schedule(name: str, hold: Hold) -> Schedule:
-    def make(group: Group, pieces: Pieces, donate: bool) -> Runner:
-        return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate, hold)
-
-    return Schedule(name, make, one_program=True, cuts=False)
+def _fused(group: Group, pieces: Pieces, donate: bool) -> Runner:
+    return in_one_program(group, partial(in_one_piece, group.placement, pieces), donate)
 
 
-fused = one_program_schedule("fused", _in_turn)
+fused = Schedule("fused", _fused, one_program=True, cuts=False)

@@ -19,7 +19,6 @@ SCALE_INSIDE = "optax.MultiSteps(fddp.dynamic_scale)"
 MEMORY = "a hook with a memory"
 COLLECTIVES = "collectives in the loss"
 WHOLE_LEAVES = "a hook that needs whole leaves"
-OWN_SCHEDULE = "a schedule of your own"
 
 
 class Pair(NamedTuple):
@@ -83,10 +82,7 @@ PAIRS = (
             "step cannot be",
             "give schedule='staged' or 'after'",
         )
-        for schedule in (
-            *(f"schedule={name!r}" for name, x in SCHEDULES.items() if x.launch is None),
-            OWN_SCHEDULE,
-        )
+        for schedule in (f"schedule={name!r}" for name, x in SCHEDULES.items() if x.launch is None)
     ),
     *(
         Pair(

@@ -30,7 +30,6 @@ from fddp.schedules import SCHEDULES, Schedule, described_exchanges, shorter_loo
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
-from fddp.step.options import name_of
 from fddp.step.partitions import partitions_of
 from fddp.step.planned import formatted_groups, provisional_plan
 from fddp.step.rank_remarks import DIGEST, digest
@@ -217,10 +216,6 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
         refuse(
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
-    if isinstance(schedule, Schedule):
-        return schedule
-    if callable(schedule):
-        return Schedule(name_of(schedule), schedule)
     if schedule != "auto":
         return SCHEDULES[schedule]
     # Over MPI a replica computes on JAX's default device.

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 from fddp.buckets import Caps, Groups, check_caps, group_keys
 from fddp.hooks import Hook
-from fddp.schedules import MakeRunner
-from fddp.step.combinations import OWN_SCHEDULE, WHOLE_LEAVES, refuse
+from fddp.step.combinations import WHOLE_LEAVES, refuse
 from fddp.step.foreign_options import refuse_unknown
 from fddp.wording import check_whole
 
@@ -17,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Types that the keyword arguments and the record of options share.
 Order: TypeAlias = Literal["ready", "reverse"]
-ScheduleName: TypeAlias = Literal["auto", "fused", "held", "unordered", "staged", "eager", "after"]
+ScheduleName: TypeAlias = Literal["auto", "fused", "staged", "eager", "after"]
 Buffers: TypeAlias = bool | Literal["mean"]
 Shared: TypeAlias = Literal["optimizer", "state"]
 Ignore: TypeAlias = Callable[[str], bool]
@@ -52,7 +51,7 @@ class OptionArguments(TypedDict, total=False):
     ignore: Ignore | None
     skip_nonfinite: bool
     check_replicas_every: int
-    schedule: ScheduleName | MakeRunner
+    schedule: ScheduleName
     shard: Shared | None
     virtual_replicas: int | None
     donate: bool
@@ -93,14 +92,11 @@ class Options:
       check_replicas_every (0): compare the parameters and the optimizer state of all ranks before
         the first step and after every so many steps. A difference, such as a flipped bit, raises on
         all ranks and names rank and leaf. 0: never.
-      schedule ('auto'): 'fused': one program; 'held': the same, but all updates wait until the last
-        bucket is sent; 'unordered': the same, but XLA orders the buckets, and all ranks must
-        compile the same order (`fddp.tune` estimates which of these three hides the most on a GPU);
-        'staged': several programs, cut where buckets become ready; 'eager': the same, but a step
-        returns before its last sums arrive, so that they overlap with the next forward pass (with
-        `shard`: as 'staged'); 'after': all traffic after the backward pass; 'auto': one of these,
-        never 'eager' (`fddp.tune` measures whether that is faster). Or a function that makes a
-        schedule (`fddp.schedules.Schedule`).
+      schedule ('auto'): 'fused': one program; 'staged': several programs, cut where buckets become
+        ready; 'eager': the same, but a step returns before its last sums arrive, so that they
+        overlap with the next forward pass (with `shard`: as 'staged'); 'after': all traffic after
+        the backward pass; 'auto': one of these, never 'eager' (`fddp.tune` measures whether that is
+        faster).
       shard (None): 'optimizer': each replica holds a shard of the optimizer state and updates that
         shard of the parameters (ZeRO stage 1), with the bytes of an all-reduce; 'state': it also
         holds only a shard of the parameters, which are gathered in the order of the forward pass
@@ -132,7 +128,7 @@ class Options:
     ignore: Ignore | None = field(default=None, repr=False)
     skip_nonfinite: bool = False
     check_replicas_every: int = 0
-    schedule: ScheduleName | MakeRunner = "auto"
+    schedule: ScheduleName = "auto"
     shard: Shared | None = None
     virtual_replicas: int | None = None
     donate: bool = True
@@ -144,8 +140,7 @@ class Options:
         if self.virtual_replicas is not None:
             check_whole("virtual_replicas", self.virtual_replicas, 1)
         _check_choice("order", self.order, ORDERS)
-        if not callable(self.schedule):
-            _check_choice("schedule", self.schedule, SCHEDULES)
+        _check_choice("schedule", self.schedule, SCHEDULES)
         if self.hook is not None and not isinstance(self.hook, Hook):
             raise TypeError(
                 "hook must be a fddp.Hook, such as one of fddp.hooks, got "
@@ -184,8 +179,6 @@ class Options:
                 features[text] = text
         if self.hook is not None and not self.hook.by_element:
             features[WHOLE_LEAVES] = features["hook"]
-        if callable(self.schedule):
-            features[OWN_SCHEDULE] = f"schedule={name_of(self.schedule)}"
         return features
 
     def __repr__(self) -> str:

@@ -192,18 +192,6 @@ def test_several_hosts_are_compiled_for_too():
     assert all(collective.asynchronous for collective in audit.collectives)
 
 
-@aot
-@on_both_targets
-def test_buckets_that_xla_orders_are_messages_of_their_own_too(target):
-    audit = look(plain_mlp(256), target, schedule="unordered", bucket_cap_mb=0)
-    assert (
-        sorted(map(str, audit.carries))
-        == sorted(audit.messages)
-        == [f"bucket {k}" for k in range(4)]
-    )
-    assert all(collective.asynchronous for collective in audit.collectives)
-
-
 @cache
 def audited_with_batch_norm():
     resnet_tiny = workload(resnet, resnet.PRESETS["tiny"], 16)

@@ -13,7 +13,7 @@ import pytest
 
 import fddp
 from fddp.buckets import MiB
-from fddp.schedules import Pieces, Runner, fused
+from fddp.schedules import SCHEDULES, Pieces, Runner, Schedule, fused
 
 pytestmark = pytest.mark.steps
 
@@ -91,7 +91,9 @@ def test_without_shards_a_replica_holds_all(group: Groups):
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
-def test_gradients_are_those_of_all_messages(group: Groups, shard: str):
+def test_gradients_are_those_of_all_messages(
+    group: Groups, shard: str, monkeypatch: pytest.MonkeyPatch
+):
     sizes: list[int] = []
 
     def schedule(group: fddp.Group, pieces: Pieces, donate: bool) -> Runner:
@@ -105,7 +107,8 @@ def test_gradients_are_those_of_all_messages(group: Groups, shard: str):
 
         return fused(group, pieces._replace(rounds=tuple(map(watched, pieces.rounds))), donate)
 
-    step, state = make(group(4), shard, schedule=schedule, bucket_cap_mb=64 / MiB)
+    monkeypatch.setitem(SCHEDULES, "fused", Schedule("fused", schedule, one_program=True))
+    step, state = make(group(4), shard, schedule="fused", bucket_cap_mb=64 / MiB)
     _, info = step(state, ROWS)
     buckets = [
         nbytes for nbytes, message in zip(sizes, step.plan.messages) if message.bucket is not None

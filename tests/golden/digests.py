@@ -84,8 +84,6 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
 } | {
     name: (loss, optimizer, options)
     for name, loss, optimizer, options in (
-        ("held", unrolled, optax.adamw(0.1), {"schedule": "held"}),
-        ("unordered", unrolled, optax.adamw(0.1), {"schedule": "unordered"}),
         (
             "a norm",
             unrolled,

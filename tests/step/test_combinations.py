@@ -22,7 +22,6 @@ from fddp.step.combinations import (
     LOOKAHEAD,
     MEMORY,
     MULTI_STEPS,
-    OWN_SCHEDULE,
     PAIRS,
     SCALE_INSIDE,
     WHOLE_LEAVES,
@@ -60,11 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "check_replicas_every": {"check_replicas_every": 2},
     "skip_nonfinite": {"skip_nonfinite": True},
     "find_unused_parameters": {"find_unused_parameters": True},
-    **{
-        f"schedule={name!r}": {"schedule": name}
-        for name in ("fused", "held", "unordered", "staged", "eager")
-    },
-    OWN_SCHEDULE: {"schedule": lambda group, pieces, donate: None},
+    **{f"schedule={name!r}": {"schedule": name} for name in ("fused", "staged", "eager")},
 }
 
 

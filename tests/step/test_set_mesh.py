@@ -219,10 +219,7 @@ def in_local_steps(group: fddp.Group, folder: Path) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    **{
-        name: after_steps(schedule=name)
-        for name in ("fused", "held", "unordered", "staged", "eager", "after")
-    },
+    **{name: after_steps(schedule=name) for name in ("fused", "staged", "eager", "after")},
     "shard=optimizer": after_steps(shard="optimizer"),
     "shard=state": after_steps(shard="state"),
     "shard=state, eager": after_steps(shard="state", schedule="eager"),
