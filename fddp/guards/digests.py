@@ -26,9 +26,10 @@ ODD = 0x9E3779B1  # odd, so that its product with a word is zero modulo 2³² on
 def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
     """Makes `check(state, number)`, which compares the replicas' parameters and optimizer states.
 
-    Every rank calls it before the first step, as number 0, and after each step. It compares in
-    steps divisible by `every` (0: never), and raises a RuntimeError on all ranks with the unequal
-    leaves and their ranks.
+    Every rank calls it before the first step, as number 0, and after each step. `number` counts the
+    calls, which are equal on all ranks, even if one goes on from an older state. It compares in
+    calls divisible by `every` (0: never), and raises a RuntimeError on all ranks with the unequal
+    step numbers or leaves and their ranks.
     """
     per_replica = group.placement.per_replica
     program = group.placement.program(
@@ -44,8 +45,10 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
         digests = program(group.placement.place(tree, REPLICATED))
         shards = [shard for shard in digests.addressable_shards if shard.replica_id == 0]
         local_digests = np.concatenate([np.asarray(shard.data) for shard in shards])
-        rows = group.all_gather(local_digests)
-        if np.all(rows == local_digests[0]):
+        step = int(state.step)
+        rows = group.all_gather(np.insert(local_digests, 0, step, axis=1))
+        steps, rows = rows[:, 0, 0], rows[..., 1:]
+        if np.all(rows == local_digests[0]) and np.all(steps == step):
             return
         replicas = rows.reshape(-1, rows.shape[-1])
         ranks = list[str]()
@@ -55,12 +58,14 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
             else:
                 ranks += [f"rank {rank}, replica {k}" for k in range(len(local_digests))]
         differences = list[str]()
+        for rank in np.flatnonzero(steps != steps[0]):
+            differences.append(f"rank {rank} is at step {steps[rank]}, rank 0 at step {steps[0]}")
         for (path, _), column in zip(jax.tree_util.tree_leaves_with_path(tree), replicas.T):
             if len(set(column)) > 1:
                 differences.append(_difference(leaf_name(path), ranks, column))
         when = "not equal before the first step"
         if number:
-            when = f"no longer equal after step {number}"
+            when = f"no longer equal after step {steps[0]}"
         raise RuntimeError(
             f"replicas are {when}: {shortened(differences)}. A bit has flipped, or only one rank "
             "has changed its state; continue from an earlier checkpoint."

@@ -139,7 +139,8 @@ def step_inputs(
     local = state.accumulated, shards
     pending, shards = placement.place(local, placement.per_replica)
     replicated = placement.place(replicated, REPLICATED)
-    return StepInputs(*unshared((replicated, pending, shards)), memory, rows)
+    replicated, pending, shards = unshared((replicated, pending, shards))
+    return StepInputs(replicated, pending, shards, memory, rows)
 
 
 def with_local_parts(

@@ -119,7 +119,7 @@ class TrainStep(SettledStep):
         self.skips.note(self.group, settled.plan, settled.facts.chosen, number, info)
         if settled.runner.timeline is not None and self.steps > 1:  # step 1 compiles
             self.lately.append(settled.runner.timeline())
-        self._check(state, number)
+        self._check(state, self.steps)
         return state, info
 
     def shapes(

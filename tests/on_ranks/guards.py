@@ -107,3 +107,15 @@ def a_rank_that_overflows_stops_all_ranks(group: fddp.Group):
             mean = (2 * group.size + 15) / (2 * group.size)
             np.testing.assert_allclose(skipped.opt_state.inner[0].mu, 0.1 * mean, rtol=1e-6)
             assert same_on_all_ranks(group, skipped)
+
+
+@claim()
+def a_rank_that_goes_on_from_an_older_state_is_named_with_its_step(group: fddp.Group):
+    step = pull(group, check_replicas_every=2, donate=False)
+    states = [step.init(np.float32(0))]
+    for _ in range(3):
+        states.append(step(states[-1], rows(1))[0])
+    last = group.size - 1
+    state = states[2 if group.rank == last else 3]
+    error = error_of(partial(step, state, rows(1)), RuntimeError)
+    assert f"after step 4: rank {last} is at step 3, rank 0 at step 4; params " in error, error
