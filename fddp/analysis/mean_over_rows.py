@@ -17,7 +17,7 @@ from jaxtyping import PyTree
 from fddp.comm import AXIS
 from fddp.jax_internals import rows_here
 from fddp.jaxpr import differentiable
-from fddp.losses import Pending, check_callable, contribute, folded, make_objective
+from fddp.losses import Evaluated, Pending, check_callable, contribute, folded, make_objective
 from fddp.step import check_arrays, check_rows
 from fddp.wording import leaf_name
 
@@ -35,6 +35,13 @@ fddp.BatchNorm (Linen) or nnx.BatchNorm with axis_name=group.axis_name takes all
 - contrast among the rows: jax.lax.all_gather over group.axis_name collects all rows."""
 
 
+UNCOUNTED = (
+    "Rows of weight 0 in fddp.Weighted do not count, and their loss is not 0: divide the plain sum "
+    "over the rows by jax.lax.pmean(number, group.axis_name), or use max(number, 1e-6) both as "
+    "divisor and as weight."
+)
+
+
 class Checked(NamedTuple):
     """The findings of `check`; `print` shows them with advice."""
 
@@ -48,6 +55,8 @@ class Checked(NamedTuple):
     """The full batch's gradients divided by those of halves, if one number for all leaves."""
     random: bool = False
     """True if gradients depend on the random key: differences of that size prove nothing."""
+    uncounted: bool = False
+    """True if rows of weight 0 have a loss that is not 0, in `fddp.Weighted`."""
 
     def __bool__(self) -> bool:
         """True if the loss is a mean over its rows, for `assert fddp.check(…)`."""
@@ -68,7 +77,9 @@ class Checked(NamedTuple):
         if len(self.leaves) > SHOWN:
             lines.append(f"  and {len(self.leaves) - SHOWN} more leaves")
         advice = CAUSES
-        if self.factor:
+        if self.uncounted:
+            advice = UNCOUNTED
+        elif self.factor:
             advice = (
                 f"Those of the whole are {self.factor:.3g} times as large: the loss is a sum over "
                 "its rows; take the mean."
@@ -143,16 +154,34 @@ def check(
             g / jnp.where(total.weight == 0, 1, total.weight).astype(g.dtype) for g in total.grads
         ]
 
-    half = rows // 2
-    even = jax.tree.map(lambda x: x[: 2 * half], batch)
-    single = jax.tree.map(lambda x: x[None], even)
-    contiguous = jax.tree.map(lambda x: x.reshape(2, half, *x.shape[1:]), even)
-    strided = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(half, 2, *x.shape[1:]), 0, 1), even)
+    def in_shards(count: int, order: Any) -> Any:
+        return jax.tree.map(lambda x: x[order].reshape(count, -1, *x.shape[1:]), batch)
+
+    def compared(*orders: np.ndarray) -> Checked:
+        single = in_shards(1, orders[0])
+        full = mean_of(single, key)
+        redrawn = full if rng is None else mean_of(single, folded(rng, 1, 0, 0))
+        halves = [mean_of(in_shards(2, order), key) for order in orders]
+        return _compared(names, len(orders[0]), full, halves, redrawn)
+
+    @jax.jit
+    def evaluated(shards: PyTree) -> Evaluated:
+        values = lambda x: objective(params, model_state, key, x)[1]  # noqa: E731
+        return jax.vmap(values, axis_name=axis_name)(shards)
+
     key = folded(rng, 0, 0, 0)
-    full = mean_of(single, key)
-    redrawn = full if rng is None else mean_of(single, folded(rng, 1, 0, 0))
-    halves = [mean_of(contiguous, key), mean_of(strided, key)]
-    return _compared(names, 2 * half, full, halves, redrawn)
+    order = np.arange(rows // 2 * 2)
+    found = compared(order, np.concatenate([order[::2], order[1::2]]))
+    is_weighted = evaluated(in_shards(1, order)).unit[0] == 1  # else the rows, at least two
+    if found and is_weighted:
+        each = evaluated(in_shards(rows, np.arange(rows)))
+        weighted, lossy = each.weight != 0, jnp.isfinite(each.loss) & (each.loss != 0)
+        counted, uncounted = np.flatnonzero(weighted), np.flatnonzero(~weighted & lossy)
+        count = min(len(counted), len(uncounted))
+        if count:
+            found = compared(np.concatenate([uncounted[:count], counted[:count]]))
+            found = found._replace(uncounted=not found)
+    return found
 
 
 def _compared(

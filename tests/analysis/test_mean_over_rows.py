@@ -89,6 +89,25 @@ def test_a_sum_is_named_and_other_causes_are_listed():
     )
 
 
+def focal(w: Any, b: Any, least: float) -> fddp.Weighted:
+    """A sum over all rows, divided by the number of positive ones."""
+    number = jnp.maximum(jnp.sum(masked(b)), least)
+    return fddp.Weighted(jnp.sum((b["x"] @ w) ** 2) / jnp.maximum(number, 1 - (least > 0)), number)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_rows_without_weight_and_with_a_loss_are_named(penalty: float):
+    assert fddp.check(lambda w, b: focal(w, b, 1e-6), W, BATCH)
+    checked = fddp.check(lambda w, b: focal(w, b, 0), W, BATCH)
+    assert not checked and "Rows of weight 0 in fddp.Weighted do not count" in str(checked)
+
+    def penalized(w: Any, b: Any) -> fddp.Weighted:  # the penalty is in every replica's loss
+        known = jnp.sum((b["x"] @ w) ** 2 * masked(b)) / jnp.maximum(masked(b).sum(), 1)
+        return fddp.Weighted(known + penalty * jnp.sum(w**2), masked(b).sum())
+
+    assert fddp.check(penalized, W, BATCH)
+
+
 def test_the_leaves_that_differ_are_named_the_largest_first():
     def loss_fn(p: Any, b: Any) -> Any:
         return jnp.mean((b["x"] @ p["right"]) ** 2) + jnp.sum(p["wrong"] * b["adv"][:, None] ** 2)
