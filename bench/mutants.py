@@ -78,7 +78,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "jaxpr": (
         *("tests/step/test_find_unused_parameters.py", "tests/step/test_scanned_layers.py"),
-        *("tests/sharding/test_narrow_gathers.py", "tests/optim/test_parts.py"),
+        "tests/optim/test_parts.py",
         *on_ranks("unused", "scan"),
         *("tests/schedules", "tests/step", "tests/sharding"),
     ),
@@ -100,7 +100,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "sharding": (*on_ranks("shard", "nodes"), "tests/checkpoints", "tests/optim/test_parts.py"),
     "step": (
         *on_ranks("train_step", "buffers", "unused", "join", "made"),
-        *("tests/data", "tests/losses", "tests/sharding/test_narrow_gathers.py"),
+        *("tests/data", "tests/losses"),
         "tests/schedules",
     ),
     "training": ("tests/local_training", "tests/step"),

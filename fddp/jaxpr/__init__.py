@@ -11,7 +11,6 @@ from fddp.jaxpr.by_output import inputs_of_outputs as inputs_of_outputs
 from fddp.jaxpr.by_output import pieces as pieces
 from fddp.jaxpr.by_output import run_seeds as run_seeds
 from fddp.jaxpr.by_output import seeded as seeded
-from fddp.jaxpr.casts import read_in as read_in
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.exchanges import apart as apart

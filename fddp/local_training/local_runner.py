@@ -74,7 +74,6 @@ def local_way(steps: LocalSteps, inner: Way) -> Way:
         schedule=inner.schedule,
         apart=True,
         scattered=inner.scattered,
-        gathers=inner.gathers,
     )
 
 

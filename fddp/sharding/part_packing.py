@@ -52,12 +52,10 @@ def unpack_sums(
 
 def pack_parameters(plans: ShardPlans, params: PyTree, order: Sequence[int]) -> Messages:
     """Packs this replica's parts of the parameters into buckets to gather, in this order."""
-    plan = plans.gather_plan
+    plan = plans.part_plan
 
     def pack_local(leaves: list[Any]) -> tuple[Array, ...]:
-        local = _map_sent(
-            lambda x, leaf: x.reshape(leaf.shape).astype(leaf.dtype), leaves, plan.leaves
-        )
+        local = _map_sent(lambda x, leaf: x.reshape(leaf.shape), leaves, plan.leaves)
         buckets = pack(plan, plan.treedef.unflatten(local))
         return tuple(buckets[k] for k in order)
 
@@ -71,7 +69,12 @@ def unpack_parameters(
     """Unpacks gathered parameters into a tree with the leaves that are not gathered."""
     plan = plans.plan
     by_bucket = sorted(zip(order, messages.arrays), key=lambda pair: pair[0])
-    received = _unpack_leaves(plans, [array for _, array in by_bucket])
+
+    def unpack_local(buckets: Sequence[Array]) -> list[Any]:
+        return plan.treedef.flatten_up_to(unpack_rows(plan, plans.part_plan, buckets))
+
+    unpack_all = plans.by_device(unpack_local, (plans.message_spec,), plans.specs("spec"))
+    received = unpack_all([array for _, array in by_bucket])
     leaves = leaves_with_shards(params)
     for i, x in enumerate(received):
         if x is not None:
@@ -79,20 +82,6 @@ def unpack_parameters(
         elif is_shard(leaves[i]):  # leaves without elements are not gathered
             leaves[i] = jnp.zeros(leaves[i].shape, plan.leaves[i].dtype)
     return plan.treedef.unflatten(leaves)
-
-
-def _unpack_leaves(plans: ShardPlans, buckets: Sequence[Array]) -> list[Any]:
-    """Unpacks whole leaves from gathered buckets; None for leaves that are not gathered."""
-    plan = plans.plan
-
-    def unpack_local(buckets: Sequence[Array]) -> list[Any]:
-        tree = unpack_rows(plan, plans.part_plan, buckets)
-        leaves = plan.treedef.flatten_up_to(tree)
-        # The loss casts again, and reads the numbers that were gathered.
-        return _map_sent(lambda x, leaf: x.astype(leaf.dtype), leaves, plan.leaves)
-
-    unpack_all = plans.by_device(unpack_local, (plans.message_spec,), plans.specs("spec"))
-    return unpack_all(buckets)
 
 
 def local_parts(plans: ShardPlans, params: PyTree) -> Any:

@@ -66,7 +66,7 @@ def gathered_last(replica: Replica, facts: Facts) -> Pieces:
 
 def gathered_first(replica: Replica, facts: Facts) -> Pieces:
     """Makes the pieces of a step that gathers sharded parameters in order of first use."""
-    plans = ShardPlans(replica, facts, facts.read_in)
+    plans = ShardPlans(replica, facts)
     first_uses = [facts.first_use(bucket) for bucket in facts.plan.buckets]
     order = sorted(range(len(first_uses)), key=first_uses.__getitem__)
 

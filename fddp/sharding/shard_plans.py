@@ -1,16 +1,14 @@
 """The layouts of a replica's leaves in parts, and the plans of their buckets."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.buckets import Bucket, BucketPlan, Layout, by_device, plan_of_parts
+from fddp.buckets import BucketPlan, Layout, by_device, plan_of_parts
 from fddp.comm import specs
 from fddp.step import Facts, Replica, leaf_layouts
 
@@ -23,8 +21,6 @@ class ShardPlans:
 
     replica: Replica
     facts: Facts
-    read_in: Mapping[int, np.dtype] = field(default_factory=dict)
-    """Leaf → narrower dtype of the loss's reads, and so of the gather."""
 
     @property
     def plan(self) -> BucketPlan:
@@ -35,20 +31,6 @@ class ShardPlans:
     def part_plan(self) -> BucketPlan:
         """The same buckets, with one replica's parts of the leaves."""
         return plan_of_parts(self.plan)
-
-    @cached_property
-    def gather_plan(self) -> BucketPlan:
-        """The buckets of parts, in the dtypes in which the loss reads the parameters."""
-        plan = self.part_plan
-        leaves = tuple(replace(leaf, dtype=self._read(i)) for i, leaf in enumerate(plan.leaves))
-        buckets = list[Bucket]()
-        for bucket in plan.buckets:
-            dtype = np.dtype(jnp.result_type(*map(self._read, bucket.leaves)))
-            buckets.append(replace(bucket, dtype=dtype))
-        return replace(plan, leaves=leaves, buckets=tuple(buckets))
-
-    def _read(self, leaf: int) -> np.dtype:
-        return self.read_in.get(leaf, self.plan.leaves[leaf].dtype)
 
     @cached_property
     def leaf_layouts(self) -> list[Layout]:

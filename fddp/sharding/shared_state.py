@@ -42,7 +42,6 @@ def sharded(shared: Shared) -> Way:
         name=f"shard={shared!r}",
         apart=True,
         scattered=True,
-        gathers=shared == "state",
     )
 
 

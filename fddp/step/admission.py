@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 
 from fddp.buckets import take_apart, whole_forms
 from fddp.schedules import forms_of
-from fddp.step.checks import check_batch, check_casts, check_params, check_paths
-from fddp.step.first_batch import casts, paths
+from fddp.step.checks import check_batch, check_params, check_paths
+from fddp.step.first_batch import paths
 from fddp.step.held import check_cuts, check_held, held_form
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
@@ -55,7 +55,7 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
 
 
 def _check_program(replica: Replica, facts: Facts, state: TrainState, batch: PyTree) -> None:
-    """Raises ValueError if a batch's program reaches leaves outside the plan, or casts others.
+    """Raises ValueError if a batch's program reaches leaves outside the plan.
 
     A batch of another form may have another program.
     """
@@ -64,8 +64,6 @@ def _check_program(replica: Replica, facts: Facts, state: TrainState, batch: PyT
     if left_out:
         has_path = zip(facts.chosen, paths(replica, state, batch))
         check_paths(facts.plan, [i for i, path in has_path if path and i in left_out])
-    if replica.way.gathers and facts.read_in:
-        check_casts(facts.plan, facts.read_in, casts(replica, state, batch))
 
 
 def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:

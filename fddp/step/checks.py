@@ -1,12 +1,11 @@
 """Checks the arguments of a call of a step, so that errors name them before JAX fails inside."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan, is_shard
@@ -198,23 +197,6 @@ def check_paths(plan: BucketPlan, unplanned: Sequence[int]) -> None:
             f"{names}, to which it had no path before, so that no bucket contains them; with "
             "skip_all_reduce_unused_params=True every step decides which parameters are sent."
         )
-
-
-def check_casts(
-    plan: BucketPlan, first: Mapping[int, np.dtype], current: Mapping[int, np.dtype]
-) -> None:
-    """Raises ValueError if a batch reads a leaf in another dtype than the first batch did.
-
-    Leaves are gathered in the dtype that the first batch's loss reads.
-    """
-    for i, dtype in first.items():
-        if current.get(i) != dtype:
-            leaf = plan.leaves[i]
-            raise ValueError(
-                f"this batch has other arrays than the first batch, and with them {leaf.name} is "
-                f"read as {current.get(i, leaf.dtype)}, and the first batch's loss read it as "
-                f"{dtype}, in which it is gathered: cast alike for all batches."
-            )
 
 
 def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:

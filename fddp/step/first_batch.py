@@ -19,7 +19,6 @@ from fddp.jaxpr import (
     collectives,
     first_uses,
     in_slices,
-    read_in,
     ready_order,
     text_digest,
     touched_rows,
@@ -49,8 +48,6 @@ class Seen(NamedTuple):
     """The trained leaves, or slices of them, in the ready order of their gradients."""
     uses: Mapping[tuple[int, Slice | None], int]
     """(leaf, slice) → position of its first use in the forward pass."""
-    read_in: Mapping[int, np.dtype]
-    """Leaf → narrower dtype to which the loss casts it; other leaves are omitted."""
     reach: tuple[Sequence[bool], Sequence[int]]
     """Marks of a path to the loss, and numbers of non-zero gradient rows, for each trained leaf."""
     schedule: Schedule
@@ -95,7 +92,6 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> Seen:
             (unit.leaf, unit.slice): use
             for unit, use in zip(chain(*units.values()), first_uses(sliced)[1:])
         },
-        read_in=_read_in(program, chosen),
         reach=(paths(replica, state, batch), touched),
         schedule=schedule,
         outputs=outputs,
@@ -142,16 +138,6 @@ def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...
 
     trace(replica.group.placement, program, state, batch)
     return marks[0]
-
-
-def casts(replica: Replica, state: TrainState, batch: PyTree) -> Mapping[int, np.dtype]:
-    """Finds the leaves that a batch's loss casts to a narrower dtype, and these dtypes."""
-    return _read_in(_gradients(replica, state, batch)[0], replica.chosen(state.params))
-
-
-def _read_in(program: ClosedJaxpr, chosen: Sequence[int]) -> dict[int, np.dtype]:
-    dtypes = read_in(program)[1:]  # without the step number, the first input
-    return {i: dtype for i in chosen if (dtype := dtypes[i]) is not None}
 
 
 def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[ClosedJaxpr, Any]:

@@ -107,18 +107,13 @@ def _agreed(
     options = replica.options
     # Programs may differ between ranks (a branch in Python). Then rank 0's order is used, as in
     # DDP. A leaf without a path to the loss on any rank is not sent.
-    order, uses, program, read_in = group.broadcast_object(
-        (seen.order, seen.uses, seen.program, seen.read_in)
-    )
+    order, uses, program = group.broadcast_object((seen.order, seen.uses, seen.program))
     # Ranks with different programs cannot agree on the order of a loop's sums and other messages.
     # All ranks take the same branch, since `program` is rank 0's.
     if program and group.all_reduce(np.int32(seen.program != program), op="max"):
         order = [part._replace(rounds=1) for part in order]
     has_path, touched = seen.reach
-    casts_differ = [seen.read_in.get(i) != read_in.get(i) for i in seen.chosen]
-    has_path, touched, casts_differ = group.all_reduce(
-        np.asarray([has_path, touched, casts_differ], np.int32), op="max"
-    )
+    has_path, touched = group.all_reduce(np.asarray([has_path, touched], np.int32), op="max")
     reached = {i for i, path in zip(seen.chosen, has_path) if path}
     ready = [part for part in order if part.leaf in reached]
     # All leaves are sent if each step skips its unused ones, since a later batch may use more
@@ -137,7 +132,6 @@ def _agreed(
             i: options.accumulation_steps * int(count) for i, count in zip(seen.chosen, touched)
         },
     )
-    differing = {i for i, differs in zip(seen.chosen, casts_differ) if differs}
     return Facts(
         plan=replace(plan, collectives=seen.collectives),
         state=seen.state,
@@ -145,6 +139,5 @@ def _agreed(
         rows=rows,
         outputs=seen.outputs,
         uses=uses,
-        read_in={i: dtype for i, dtype in read_in.items() if i not in differing},
         use=use,
     )

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import (
@@ -59,8 +58,6 @@ class Facts(NamedTuple):
     """Shapes and dtypes of loss and aux."""
     uses: Mapping[tuple[int, Slice | None], int]
     """(leaf, slice) → position of its first use in the forward pass."""
-    read_in: Mapping[int, np.dtype]
-    """Leaf → narrower dtype to which the loss casts it on all ranks; other leaves are omitted."""
     use: Callable[[TrainState, Mean], Any]
     """(state, mean) → the step's result."""
 
@@ -87,8 +84,6 @@ class Way:
     """True if part of the state differs between replicas: shards, or local copies."""
     scattered: bool = False
     """True if buckets are cut into one part per replica."""
-    gathers: bool = False
-    """True if the loss's parameters are gathered, in the narrowest dtype that it reads."""
 
     def check(self, replica: Replica, optimizer: Optimizer, params: PyTree) -> str:
         """Raises ValueError if an optimizer does not fit; returns a remark for the user, or ""."""
