@@ -73,7 +73,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *("tests/sharding/test_shard_pairs.py", "tests/sharding/test_shard.py"),
     ),
     "jax_internals": (
-        *("tests/test_jax_internals.py", "tests/jaxpr", "tests/step/test_made.py"),
+        *("tests/test_jax_internals.py", "tests/jaxpr"),
         "tests/schedules",
     ),
     "jaxpr": (
@@ -99,7 +99,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "sharding": (*on_ranks("shard", "nodes"), "tests/checkpoints", "tests/optim/test_parts.py"),
     "step": (
-        *on_ranks("train_step", "buffers", "unused", "join", "made"),
+        *on_ranks("train_step", "buffers", "unused", "join"),
         *("tests/data", "tests/losses"),
         "tests/schedules",
     ),

@@ -50,11 +50,8 @@ def main(
     shards: Any = {"shard": "state", "bucket_cap_mb": 1}
     step = fddp.train_step(loss_fn, optimizer, group=group, has_aux=True, **shards)
 
-    def make() -> Any:
-        return gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))[0]
-
-    state = step.init(make)
-    params = jax.eval_shape(make)
+    params, _ = gpt.init(model, jax.random.key(seed), gpt.batch(model, 1))
+    state = step.init(params)
     full_mib = mib((params, jax.eval_shape(optimizer.init, params)))
     part_mib = mib(
         jax.tree.map(lambda x: x.addressable_shards[0].data, (state.params, state.opt_state))

@@ -68,20 +68,6 @@ def test_the_table_of_schedules_is_what_was_measured(row, problem):
     assert shown == [math.floor(x + 0.5) for x in measured]
 
 
-def test_the_memory_of_large_states_is_what_was_measured():
-    section = section_of("States beyond a rank's memory")
-    for row, form in (
-        ("`step.init(make)`", "function"),
-        ("`step.init(jax.jit(make)())`", "arrays"),
-    ):
-        (line,) = re.findall(rf"^\| {re.escape(row)} \|(.*)$", section, re.MULTILINE)
-        peaks = [
-            max(rank["peak_mib"] for rank in saved(name)[form])
-            for name in ("holding_mpi_4", "holding_gloo_4")
-        ]
-        assert re.findall(r"[\d,]+", line) == [f"{peak:,.0f}" for peak in peaks]
-
-
 def section_of(heading: str) -> str:
     """The text of a section of the README."""
     return (BENCH / "README.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]

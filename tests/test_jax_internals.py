@@ -175,25 +175,6 @@ def test_a_program_made_of_equations_runs_them_on_its_inputs_and_constants():
     assert jaxpr_as_fun(identity)(jnp.ones(3))[0].tolist() == [1, 1, 1]
 
 
-def test_a_program_is_left_without_what_no_output_needs_in_its_loops_too():
-    def program(x: Any, y: Any, carry: Any) -> Any:
-        return jnp.tanh(y), jax.lax.scan(two_alone, carry, length=3)[0][0]
-
-    closed = jax.make_jaxpr(program)(*map(np.float32, (1, 2)), (np.float32(3), np.float32(4)))
-    live_program, reads = internals.without_dead_code(closed)
-    assert reads == (1, 2)
-    assert names(live_program.jaxpr) == {"tanh", "scan", "sin"}
-    np.testing.assert_allclose(
-        jaxpr_as_fun(live_program)(2.0, 3.0),
-        jax.tree.leaves(jaxpr_as_fun(closed)(1.0, 2.0, 3.0, 4.0)),
-    )
-
-
-def two_alone(carry: tuple[Any, Any], _: None) -> tuple[tuple[Any, Any], None]:
-    first, second = carry
-    return (jnp.sin(first), jnp.exp(second)), None
-
-
 def test_what_a_program_of_equations_does_it_still_does():
     values = []
     closed = jax.make_jaxpr(lambda x: jax.debug.callback(lambda x: values.append(float(x)), x))(1.0)

@@ -17,7 +17,6 @@ from jax._src.core import Literal as Literal
 from jax._src.core import Var as Var
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.core import jaxprs_in_params
-from jax.interpreters.partial_eval import dce_jaxpr_consts
 from jax.sharding import Mesh
 
 from fddp.jax_internals.arrays import part_shape, resharded
@@ -55,18 +54,6 @@ def make_program(
     names = like.jaxpr.debug_info.with_unknown_names()
     jaxpr = Jaxpr(list(consts), list(inputs), list(outputs), list(eqns), effects, names)
     return ClosedJaxpr(jaxpr, list(consts.values()))
-
-
-def without_dead_code(closed: ClosedJaxpr) -> tuple[ClosedJaxpr, tuple[int, ...]]:
-    """Removes dead code and unused inputs; returns the program and the numbers of its inputs.
-
-    Loops inside the program are cleaned, too. Relies on `dce_jaxpr_consts`.
-    """
-    jaxpr, consts, inputs = dce_jaxpr_consts(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    used_consts = [x for x, used in zip(closed.consts, consts) if used]
-    return ClosedJaxpr(jaxpr, used_consts), tuple(
-        number for number, used in enumerate(inputs) if used
-    )
 
 
 def new_variable(like: Var, aval: core.AbstractValue | None = None) -> Var:

@@ -5,15 +5,10 @@ programs into stages. `loops` splits and fuses their loops, and `parts` runs upd
 leaves. This room imports no other.
 """
 
-from fddp.jaxpr.by_output import Piece as Piece
-from fddp.jaxpr.by_output import each_alone as each_alone
-from fddp.jaxpr.by_output import inputs_of_outputs as inputs_of_outputs
-from fddp.jaxpr.by_output import pieces as pieces
-from fddp.jaxpr.by_output import run_seeds as run_seeds
-from fddp.jaxpr.by_output import seeded as seeded
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.exchanges import apart as apart
+from fddp.jaxpr.flow import inputs_of_outputs as inputs_of_outputs
 from fddp.jaxpr.grad_order import grad_order as grad_order
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.interpreter import Read as Read

@@ -9,8 +9,8 @@ from functools import partial
 from itertools import count as count_up
 from typing import TypeVar
 
-from fddp.jax_internals import Jaxpr, JaxprEqn, Literal, Var
-from fddp.jaxpr.equations import cheap
+from fddp.jax_internals import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from fddp.jaxpr.equations import cheap, straighten
 
 Fact = TypeVar("Fact")
 
@@ -57,6 +57,20 @@ def joined(
         return [join(facts)] * len(eqn.outvars)
 
     return flow(jaxpr, inputs, through, lambda atom: empty)
+
+
+def inputs_of_outputs(closed: ClosedJaxpr) -> list[frozenset[int]]:
+    """Finds the inputs that each output of a program may depend on.
+
+    >>> import jax
+    >>> inputs_of_outputs(jax.make_jaxpr(lambda x, y: (x + 1.0, x * y, 3.0))(1.0, 2.0))
+    [frozenset({0}), frozenset({0, 1}), frozenset()]
+    """
+    jaxpr = straighten(closed).jaxpr
+    inputs = [frozenset([position]) for position in range(len(jaxpr.invars))]
+    nothing = frozenset[int]()
+    sources = joined(jaxpr, inputs, lambda sets: nothing.union(*sets), nothing)
+    return list(map(sources, jaxpr.outvars))
 
 
 def arrival(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> Callable[[Var | Literal], int]:

@@ -3,12 +3,10 @@
 The user writes a function `loss(model, batch)`. It becomes a pure loss of parameters, buffers and
 random keys, as `train_step` needs it. `module(state)` converts a state back to a module, in memory
 that no later step reuses. A module has whole parameters: if the state is in shards, every rank
-calls `module`, and gets a whole module. For models that no process can hold, parameters and buffers
-are functions, which `step.init` runs leaf by leaf.
+calls `module`, and gets a whole module.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen
@@ -40,32 +38,6 @@ class Linen(NamedTuple):
     """`module(state)`: the module, bound to a copy of the state's parameters and buffers; call it,
     or read its `.variables`. If the state is in shards, every rank calls it."""
 
-    def functions(self, rng: Any, batch: Any) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
-        """Splits `init` in two functions for `step.init`, which never holds a whole sharded model.
-
-        Args:
-          rng: as for `init`; equal on all ranks.
-          batch: as for `init`. Arrays of these shapes and dtypes suffice, unless the module reads
-            their values to make parameters.
-
-        Returns:
-          `(params, model_state)`, functions of no arguments; the second is None for modules without
-          buffers.
-
-        Example:
-          >>> import fddp, flax.linen as nn, jax, jax.numpy as jnp, optax
-          >>> linen = fddp.from_linen(nn.Dense(4), lambda model, batch: jnp.mean(model(batch) ** 2))
-          >>> params, model_state = linen.functions(jax.random.key(0), jnp.ones((8, 3)))
-          >>> step = fddp.train_step(linen.loss_fn, optax.adam(0.1), shard="state")
-          >>> step.init(params, model_state=model_state).params["kernel"]
-          Shard of float32[3, 4]
-        """
-        _, buffers = jax.eval_shape(self.init, rng, batch)
-        params = lambda: self.init(rng, batch)[0]  # noqa: E731
-        if buffers is None:
-            return params, None
-        return params, lambda: self.init(rng, batch)[1]
-
 
 class Nnx(NamedTuple):
     """The loss, the parameters and the buffers of an nnx module."""
@@ -74,10 +46,9 @@ class Nnx(NamedTuple):
     """The loss for `train_step`; takes `model_state=` if there are buffers, and `rng=` if the
     module draws numbers."""
     params: Any
-    """A plain tree of the module's `nnx.Param`s, or a function that makes it; for `step.init`."""
+    """A plain tree of the module's `nnx.Param`s, for `step.init`."""
     model_state: Any
-    """A plain tree of the buffers, or a function that makes it; None for modules without
-    buffers."""
+    """A plain tree of the buffers; None for modules without buffers."""
     module: Callable[[Any], nnx.Module]
     """`module(state)`: a new module with a copy of the state's parameters and buffers, and the
     original random streams; to evaluate, or to save. If the state is in shards, every rank calls
@@ -161,13 +132,11 @@ def from_linen(
     return Linen(loss_fn, init, bound_module)
 
 
-def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx:
+def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
     """Converts an nnx module and its loss to a pure loss.
 
     Args:
-      module: the module, with its values. For a model that no process can hold, a function that
-        makes it, `lambda: Network(nnx.Rngs(0))`: it is traced, as by `nnx.eval_shape`, and `params`
-        and `model_state` become functions.
+      module: the module, with its values.
       loss: `loss(model, batch)` → loss or (loss, aux), as for `nnx.value_and_grad`.
 
     Returns:
@@ -185,24 +154,15 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
       (8, 1)
     """
     check_callable("from_nnx", "loss", loss)
-    whole_module = isinstance(module, nnx.Module)
-    if not whole_module and (isinstance(module, flax.linen.Module) or not callable(module)):
-        raise TypeError(
-            "from_nnx: module must be a flax.nnx.Module or a function that returns one, "
-            f"got {module!r:.60}."
-        )
-    make: Any = (lambda: module) if whole_module else module
-    graphdef, params, streams, buffers = _split(module if whole_module else nnx.eval_shape(make))
-    if not whole_module:  # streams are small
-        streams = jax.jit(lambda: _split(make())[2])()
+    if not isinstance(module, nnx.Module):
+        raise TypeError(f"from_nnx: module must be a flax.nnx.Module, got {module!r:.60}.")
+    graphdef, params, streams, buffers = _split(module)
 
     def loss_fn(new_params: Any, batch: Any, *, model_state: Any = None, rng: Any = None) -> Any:
         if rng is None and jax.tree.leaves(streams):
             raise ValueError(
                 "the module draws random numbers, as dropout does: give step.init(params, rng=key)."
             )
-        if model_state is None and buffers and not whole_module:
-            raise ValueError(BUFFERS)
         model = nnx.merge(
             graphdef,
             _filled(params, new_params),
@@ -233,11 +193,8 @@ def from_nnx(module: nnx.Module | Callable[[], nnx.Module], loss: LossOf) -> Nnx
             graphdef, _filled(params, new_params), copied(streams), _filled(initial, new_buffers)
         )
 
-    def values(index: int) -> Any:
-        return nnx.to_pure_dict(_split(make())[index])
-
-    give = values if whole_module else partial(partial, values)
-    return Nnx(loss_fn, give(1), give(3) if buffers else None, merged_module)
+    model_state = nnx.to_pure_dict(buffers) if buffers else None
+    return Nnx(loss_fn, nnx.to_pure_dict(params), model_state, merged_module)
 
 
 def _split(module: nnx.Module) -> Any:

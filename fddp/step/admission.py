@@ -72,7 +72,7 @@ def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> 
     if replica.way.apart:
         local += take_apart(state)[1]
     shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
-    return tree, [x.shape for x in local], shardings, form_of_batch(batch)
+    return tree, [(x.shape, x.dtype) for x in local], shardings, form_of_batch(batch)
 
 
 def form_of_batch(batch: PyTree) -> Any:

@@ -70,6 +70,8 @@ def check_arrays(params: PyTree) -> None:
             advice = ""
             if callable(x):
                 advice = " Separate a module's arrays from the rest, as eqx.partition does."
+            if callable(x) and not path:
+                advice = " Give the arrays that it makes: step.init(jax.jit(make)())."
             raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.{advice}")
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise TypeError(

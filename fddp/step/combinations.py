@@ -9,7 +9,6 @@ from typing import NamedTuple
 from fddp.schedules import SCHEDULES
 
 AXES = "a replica of several devices"
-FUNCTION = "a function in place of parameters"
 LOCAL = "fddp.local_steps"
 ALONE = "fddp.local_steps without island"
 ISLANDS = "fddp.local_steps with island"
@@ -45,13 +44,6 @@ PAIRS = (
         "use a hook that sums each element separately, hooks.bf16() or hooks.fp16()",
     ),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
-    # a function that makes the parameters
-    Pair(
-        FUNCTION,
-        AXES,
-        "it does not define the placement of the parts of each array",
-        "give arrays with a placement, `jax.jit(make, out_shardings=...)()`",
-    ),
     # local steps
     Pair(
         ALONE,

@@ -36,7 +36,7 @@ ANSWERS = {
     **dict.fromkeys(("fsdp", "fsdp_plugin", "sharding_strategy"), SHARD),
     **dict.fromkeys(("ignored_params", "ignored_states", "ignored_modules"), "give ignore="),
     "reshard_after_forward": "give shard='state', which gathers the parameters once a step",
-    "param_init_fn": "give step.init a function in place of parameters",
+    "param_init_fn": "give step.init the arrays, jax.jit(make)()",
     "sync_batchnorm": "use BatchNorm(axis_name=group.axis_name) in the module",
     "even_batches": "iterate over fddp.join(batches)",
     **dict.fromkeys(("cpu_offload", "offload_policy"), "not in fddp"),

@@ -1,4 +1,4 @@
-"""Makes the first state, equal on all replicas: with rank 0's values, or with one function on all.
+"""Makes the first state, equal on all replicas, with rank 0's values.
 
 Source: `_sync_module_states` in PyTorch's `distributed.py`.
 """
@@ -16,16 +16,15 @@ from jaxtyping import PyTree
 
 from fddp.buckets import from_words, insert_shards, to_words
 from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
-from fddp.jax_internals import ClosedJaxpr, without_context_mesh
+from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
 from fddp.losses import not_numeric
 from fddp.optim import DynamicScaleState
 from fddp.runtime import fddp_version
 from fddp.step.checks import check_arrays, check_trained
-from fddp.step.combinations import FUNCTION, LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
+from fddp.step.combinations import LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
 from fddp.step.held import first_held, form_in_shards, with_held
 from fddp.step.hook_state import first_hook_state, hook_state_form
-from fddp.step.made import described_program, is_form, made_state, read_functions
 from fddp.step.planned import formatted_groups, provisional_plan
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_no_state
@@ -36,12 +35,8 @@ class Start(NamedTuple):
     """The arguments of `TrainStep.init` on one rank."""
 
     params: Any
-    """Arrays, or shapes and dtypes if a function makes them."""
     model_state: Any
-    """Arrays, or shapes and dtypes if a function makes them."""
     rng: Any
-    program: ClosedJaxpr | None
-    """The program of these functions, if any."""
     remark: str
     """A remark for the user, or ""."""
 
@@ -64,14 +59,12 @@ def equal_start(group: Group, tree: PyTree) -> Any:
 def read_start(
     replica: Replica, optimizer: StepOptimizer, params: PyTree, model_state: PyTree, rng: PyTree
 ) -> Start:
-    """Checks the arguments of `TrainStep.init` on one rank, and traces functions among them."""
-    params, model_state, program = read_functions(params, model_state)
+    """Checks the arguments of `TrainStep.init` on one rank."""
     for name, tree in (("model_state", model_state), ("rng", rng)):
         check_no_state(name, tree)
         if paths := not_numeric(tree):
             raise TypeError(f"{name} must be a tree of arrays, and holds {shortened(paths, ', ')}.")
-    remark = _check_start(replica, optimizer, params, program is not None)
-    return Start(params, model_state, rng, program, remark)
+    return Start(params, model_state, rng, _check_start(replica, optimizer, params))
 
 
 @without_context_mesh
@@ -79,18 +72,12 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
     """Makes the first state on the group's devices. Collective."""
     group = replica.group
     placement = group.placement
-    leaves, tree = jax.tree.flatten((start.params, start.model_state))
-    indices = [i for i, x in enumerate(leaves) if not is_form(x)]
-    arrays, forms = split_leaves(indices, leaves)
-    arrays, rng = equal_start(group, (arrays, start.rng))
-    params, model_state = tree.unflatten(join_leaves(indices, arrays, forms))
+    params, model_state, rng = equal_start(group, (start.params, start.model_state, start.rng))
     hook_state = placement.program(
         partial(first_hook_state, replica, params), (), placement.per_replica
     )()
     number = placement.place(np.zeros((), np.int32), REPLICATED)
     state = TrainState(number, params, None, model_state, hook_state, None, rng)
-    if start.program is not None:
-        return made_state(replica, optimizer, start.program, state)
     make = partial(first_held, replica, optimizer, specs(placement, replica.trained(params)))
     program = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))
     return with_held(state, insert_shards(*program(params, model_state)))
@@ -105,7 +92,7 @@ def first_form(
     def first(params: PyTree, model_state: PyTree, rng: PyTree) -> TrainState:
         return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
-    params, model_state, _ = read_functions(params, model_state)
+    check_arrays(params)
     layout = specs(replica.group.placement, replica.trained(params))
     state = jax.eval_shape(first, params, model_state, rng)
     opt_state = jax.eval_shape(optimizer.init, replica.trained(state.params))
@@ -134,9 +121,7 @@ def _from_first_replica(group: Group, tree: PyTree) -> Any:
     return program(group.placement.place(tree, REPLICATED))
 
 
-def _check_start(
-    replica: Replica, optimizer: StepOptimizer, params: PyTree, has_functions: bool
-) -> str:
+def _check_start(replica: Replica, optimizer: StepOptimizer, params: PyTree) -> str:
     """Raises an error if a step cannot start like this; returns a remark for the user, or ""."""
     check_arrays(params)
     check_trained(params, replica.chosen(params))
@@ -144,8 +129,6 @@ def _check_start(
     features = dict(replica.asked)
     if jax.tree.leaves(hook_state_form(replica, params)):
         features[MEMORY] = f"{replica.options.hook}, which has a memory"
-    if has_functions:
-        features[FUNCTION] = FUNCTION
     if isinstance(params, optax.LookaheadParams):
         features[LOOKAHEAD] = LOOKAHEAD
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
@@ -168,7 +151,7 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
     """Lists the facts that must be equal on all ranks before the first message, one per line."""
     params = start.params
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
-    lines = [
+    return [
         f"fddp {fddp_version()}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
         replica.way.described,
@@ -182,6 +165,3 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
         *described("model_state", start.model_state),
         *described("rng", start.rng),
     ]
-    if start.program is not None:
-        lines += described_program(start.program)
-    return lines

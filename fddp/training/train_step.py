@@ -43,14 +43,9 @@ class TrainStep(SettledStep):
     def init(self, params: PyTree, *, model_state: PyTree = None, rng: PyTree = None) -> TrainState:
         """Makes the first state, with rank 0's values, after a comparison of the ranks.
 
-        A function in place of parameters serves a model larger than a replica's memory: it runs
-        leaf by leaf, and each replica keeps only its shard.
-
         Args:
-          params: tree of arrays, or a function without arguments that returns one, with the bits of
-            `jax.jit` of it. A callable pytree of arrays counts as a tree. Float and complex leaves
-            are trained, except those to `ignore`.
-          model_state: buffers, which the loss takes and returns, or a function that makes them.
+          params: tree of arrays. Float and complex leaves are trained, except those to `ignore`.
+          model_state: buffers, which the loss takes and returns.
           rng: random key for the loss (`jax.random.key(0)`), or a tree of keys. Replicas draw
             different numbers, but equal ones from a `fddp.Shared` key.
 
@@ -59,14 +54,13 @@ class TrainStep(SettledStep):
 
         Raises:
           ValueError: no leaf is trained, or ranks differ (also in versions); on every rank.
-          TypeError: a function needs arguments, cannot be traced, or returns values that are no
-            arrays; on every rank.
+          TypeError: a leaf is not an array; on every rank.
 
         Example:
           >>> import fddp, jax, jax.numpy as jnp, optax
           >>> loss = lambda w, x: jnp.mean((x - w) ** 2)
           >>> step = fddp.train_step(loss, optax.adam(0.1), shard="state")
-          >>> step.init(lambda: jax.random.normal(jax.random.key(0), (4, 3))).params
+          >>> step.init(jax.random.normal(jax.random.key(0), (4, 3))).params
           Shard of float32[4, 3]
         """
         replica = self._replica

@@ -189,14 +189,6 @@ def test_a_tuning_keeps_the_groups_that_it_is_given(step_and_state: Make):
     assert [(x.bucket_cap_mb, len(x.nbytes)) for x in tuning.candidates] == [(0, 1)]
 
 
-@pytest.mark.steps
-def test_a_tuning_takes_a_state_that_a_function_made(group):
-    step = fddp.train_step(two_layers, optax.sgd(0.1), group=group(1), schedule="staged")
-    state = step.init(lambda: {"a": jnp.ones((4, 8)), "b": jnp.ones((8, 1))})
-    tuning = fddp.tune(step, state, ROWS, caps_mb=[0.25], steps=1)
-    assert [len(candidate.nbytes) for candidate in tuning.candidates] == [1]
-
-
 def test_what_only_a_fused_step_can_run_is_refused(group, step_and_state: Make):
     step = fddp.train_step(two_layers, optax.sgd(0.1), group=group(2))
     with pytest.raises(ValueError, match="2 replicas in 1 processes"):

@@ -147,14 +147,6 @@ def test_sums_that_are_pending_join_the_next_step(group: Groups, x64: None, way:
     close(fddp.whole(state).params, plain(clipped, 1)[0], rtol=0, atol=1e-10)
 
 
-def test_a_function_makes_the_parts_of_each_node(group: Groups):
-    step = fddp.train_step(loss_fn, clipped, group=group(4).hierarchical(2), shard="state")
-    from_function = step.init(lambda: jax.tree.map(jnp.asarray, PARAMS))
-    from_arrays = step.init(PARAMS)
-    assert jax.tree.structure(from_function) == jax.tree.structure(from_arrays)
-    close(from_function, from_arrays, rtol=0, atol=0)
-
-
 def test_a_state_is_put_together_inside_of_jit(group: Groups):
     _, state, _ = trained(group(4).hierarchical(2), clipped, 1, shard="state")
     close(jax.jit(fddp.whole)(state.params), fddp.whole(state.params), rtol=0, atol=0)

@@ -654,3 +654,36 @@ def test_a_group_that_does_not_hold_the_shards_is_told_so(group: Groups):
 def test_a_function_may_be_mapped_over_a_state_in_shards(group: Groups):
     state = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard="state").init(PARAMS)
     assert "Shard of shape [" in repr(jax.tree.map(jnp.shape, state.params))
+
+
+@pytest.mark.quick("state")
+@both
+def test_a_step_is_told_of_shards_that_other_devices_hold(group: Groups, shard: Any):
+    step = fddp.train_step(loss_fn, optax.adam(0.1), group=group(2), shard=shard)
+    state = step.init(PARAMS)
+    for devices in ([2, 3], [1, 0]):
+        moved = step.on(
+            fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices())[devices], "replica"))
+        )
+        with pytest.raises(
+            ValueError, match=r"shards that devices \[0, 1\] hold, and .* are devices"
+        ):
+            moved(state, ROWS)
+        moved_state, _ = moved(moved.init(PARAMS), ROWS)
+        with pytest.raises(ValueError, match=r"shards that devices \[0, 1\] hold"):
+            moved(state, ROWS)
+        moved(moved_state, ROWS)
+    step(state, ROWS)
+
+
+def test_parameters_that_lie_along_the_replicas_begin_a_state(group: Groups):
+    replicas = group(4)
+    mesh = jax.sharding.Mesh(jax.devices()[:4], "replica")
+    along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("replica"))
+    make = lambda: {"w": jnp.arange(24.0).reshape(8, 3)}  # noqa: E731
+    for shard in (None, "state"):
+        step = fddp.train_step(
+            lambda p, x: jnp.mean(x @ p["w"]), optax.adam(0.1), group=replicas, shard=shard
+        )
+        states = [step.init(params) for params in (make(), jax.jit(make, out_shardings=along)())]
+        close(*map(fddp.whole, states), rtol=0, atol=0)

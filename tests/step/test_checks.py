@@ -640,10 +640,11 @@ OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
         (linen.Dense(1), square),
         "rngs must be a sequence of names, got 5",
     ),
+    (fddp.from_nnx, (linen.Dense(1), square), "module must be a flax.nnx.Module, got"),
     (
-        fddp.from_nnx,
-        (linen.Dense(1), square),
-        "module must be a flax.nnx.Module or a function that returns one",
+        fddp.train_step(square, optax.sgd(0.1)).init,
+        (lambda: W,),
+        r"params must be an array, got function .*step\.init\(jax\.jit\(make\)\(\)\)",
     ),
     (fddp.from_nnx, (lambda: None, 3), "loss must be a function, got int"),
 ]

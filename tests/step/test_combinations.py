@@ -16,7 +16,6 @@ from fddp.step.combinations import (
     ALONE,
     AXES,
     COLLECTIVES,
-    FUNCTION,
     ISLANDS,
     LOCAL,
     LOOKAHEAD,
@@ -89,7 +88,7 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
         replicas = group(1)
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
     params = optax.LookaheadParams.init_synced(jnp.asarray(W)) if LOOKAHEAD in features else W
-    state = step.init((lambda: jnp.asarray(W)) if FUNCTION in features else params)
+    state = step.init(params)
     if "fddp.tune" in features:
         fddp.tune(step, state, X)
         return

@@ -185,13 +185,6 @@ def joined(group: fddp.Group, folder: Path) -> None:
     close(state.params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 1).params)
 
 
-def state_from_function(group: fddp.Group, folder: Path) -> None:
-    for shard in (None, "state"):
-        step = fddp.train_step(first_column, OPTIMIZER, group=group, shard=shard)
-        state = step.init(lambda: {name: jnp.asarray(x) + 1 for name, x in PARAMS.items()})
-        close(fddp.whole(state.params), jax.tree.map(lambda x: x + 1, PARAMS))
-
-
 def modules(group: fddp.Group, folder: Path) -> None:
     net = fddp.from_nnx(
         nnx.Linear(3, 1, rngs=nnx.Rngs(0)), lambda model, x: jnp.mean(model(x) ** 2)
@@ -242,7 +235,6 @@ CHECKS: dict[str, Check] = {
             tuned,
             checked,
             joined,
-            state_from_function,
         )
     },
     **{f.__name__: f for f in (modules, in_local_steps)},
