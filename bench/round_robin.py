@@ -22,9 +22,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
-from bench.record import ratio, save, save_picture, summary
+from bench.record import ratio, save, summary
 from bench.turns import BACKENDS, staged, take_turns
-from fddp.measuring.plots import figure
 
 GROUPS = (1, 3, 5)
 CAP_MB = 4.0
@@ -59,7 +58,6 @@ def main() -> None:
     Console(width=100).print(sheet)
     if not args.quick:
         print(save("round_robin", {"bucket_cap_mb": CAP_MB, "groups": results_of_groups}))
-        print(picture(results_of_groups))
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
@@ -76,31 +74,6 @@ def results(
         | {"of_one_group": ratio(durations, seconds["1"])}
         for groups, durations in seconds.items()
     }
-
-
-def picture(results_of_groups: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Path:
-    """Draws bars with quartiles for every number of groups."""
-    sheet, (axis,) = figure(1)
-    for shift, count in enumerate(map(str, GROUPS)):
-        rows = [result[count] for result in results_of_groups.values()]
-        middle = np.array([row["median_ms"] for row in rows])
-        reach = [
-            middle - [row["quartile_1_ms"] for row in rows],
-            [row["quartile_3_ms"] for row in rows] - middle,
-        ]
-        places = np.arange(len(rows)) + 0.25 * (shift - 1)
-        axis.bar(
-            places,
-            middle,
-            0.23,
-            yerr=reach,
-            capsize=3,
-            label=f"{count} group{'s' * (count != '1')}",
-        )
-    axis.set_xticks(range(len(results_of_groups)), list(results_of_groups))
-    axis.set_title("ms a step", loc="left")
-    axis.legend(frameon=False)
-    return save_picture("round_robin", sheet, dpi=80)
 
 
 if __name__ == "__main__":
