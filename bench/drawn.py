@@ -262,7 +262,6 @@ def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, An
         "shard": (0.08 if hooked else 0.3, lambda: pick.choice(("optimizer", "state"))),
         "bucket_cap_mb": (0.5, lambda: pick.choice((0, 0, 1e-5, 1e-4, [1e-5, 1e-4, 0]))),
         "order": (0.1, lambda: "reverse"),
-        "groups": (0.08, lambda: _first_letter),
         "accumulation_steps": (0.4, lambda: pick.choice((2, 3))),
         "find_unused_parameters": (0.3, lambda: True),
         "broadcast_buffers": (0.5, lambda: pick.choice((False, "mean"))),
@@ -272,13 +271,7 @@ def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, An
         "virtual_replicas": (0.1, lambda: pick.choice((replicas, 2 * replicas, 6))),
     }
     options |= {name: value() for name, (p, value) in draws.items() if chance(p)}
-    if chance(0.5 if "find_unused_parameters" in options else 0.03):
-        options["skip_all_reduce_unused_params"] = True
     return options
-
-
-def _first_letter(path: str) -> str | None:
-    return path[0] if path[0] in "abct" else None
 
 
 def _local(pick: random.Random) -> dict[str, Any]:

@@ -49,8 +49,6 @@ def draw_shards(seed: int) -> Drawn:
     hook = pick.choice(BY_ELEMENT if chance(0.9) else list(HOOKS)) if chance(0.35) else ""
     options = options_of(pick, replicas, bool(hook)) | pick.choice(WAYS)
     options.pop("virtual_replicas", None)
-    if chance(0.9):
-        options.pop("skip_all_reduce_unused_params", None)
     if hook:
         options["hook"] = HOOKS[hook]()
     return Drawn(

@@ -53,12 +53,9 @@ def main() -> None:
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """The table as rows, and whole."""
 
-    def table_group(name: str) -> str | None:
-        return name if name == "table" else None
-
     return {
         ROWS: staged(task, group, CAP_MB),
-        WHOLE: staged(task, group, CAP_MB, groups=table_group),
+        WHOLE: staged(task, group, CAP_MB, hook=fddp.hooks.allreduce()),
     }
 
 

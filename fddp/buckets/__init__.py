@@ -18,9 +18,6 @@ from fddp.buckets.caps import MiB as MiB
 from fddp.buckets.caps import check_caps as check_caps
 from fddp.buckets.device_parts import pack_device_parts as pack_device_parts
 from fddp.buckets.device_parts import unpack_device_parts as unpack_device_parts
-from fddp.buckets.groups import Groups as Groups
-from fddp.buckets.groups import described_groups as described_groups
-from fddp.buckets.groups import group_keys as group_keys
 from fddp.buckets.layout import Layout as Layout
 from fddp.buckets.layout import leaf_layout as leaf_layout
 from fddp.buckets.messages import Messages as Messages

@@ -15,7 +15,6 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets.caps import Caps, MiB, check_caps
-from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
 from fddp.buckets.scalars import place_scalars
 from fddp.wording import leaf_name
@@ -28,7 +27,6 @@ def make_plan(
     bucket_cap_mb: Caps = 25,
     first_bucket_mb: float = 1,
     last_bucket_mb: float = 1,
-    groups: Groups | None = None,
 ) -> BucketPlan:
     """Assigns the leaves of a tree to buckets (PyTorch's `compute_bucket_assignment_by_size`).
 
@@ -36,9 +34,6 @@ def make_plan(
     reach the cap. A leaf is never split, so a bucket exceeds its cap by less than one leaf. The
     first cap is small, so that communication starts early. The last bucket is split, so that at
     most `last_bucket_mb`, or one leaf, is sent after the backward pass.
-
-    Leaves with the same key under `groups` share one bucket per dtype, whatever the caps. That
-    bucket is ready with the last of its leaves.
 
     Args:
       tree: parameters, gradients or `jax.ShapeDtypeStruct`s: any tree whose leaves have a shape and
@@ -48,10 +43,7 @@ def make_plan(
       bucket_cap_mb: cap of a bucket in MiB; 0 gives every leaf its own bucket. A sequence holds one
         cap per bucket, the last for all further buckets, and the next two arguments are ignored.
       first_bucket_mb: cap of the first bucket in MiB, if less than `bucket_cap_mb`.
-      last_bucket_mb: cap of the last bucket in MiB, if less than `bucket_cap_mb`; a group is not
-        split.
-      groups: maps the name of a leaf ("layers/0/kernel") to the hashable key of its group, or to
-        None if it has no group (Horovod's `groups`).
+      last_bucket_mb: cap of the last bucket in MiB, if less than `bucket_cap_mb`.
 
     Returns:
       A `BucketPlan`; `print(plan)` shows it as a table.
@@ -59,17 +51,36 @@ def make_plan(
     Raises:
       ValueError: a cap is not a number of 0 or more, or `order` is not a selection of the leaves'
         indices.
-      TypeError: a leaf is neither an array nor a number, an index in `order` is not an integer, or
-        a key of `groups` is not hashable.
+      TypeError: a leaf is neither an array nor a number, or an index in `order` is not an integer.
 
     Example:
       >>> import numpy as np
       >>> tree = {"w": np.zeros((256, 1024), np.float32), "b": np.zeros(1024, np.float32)}
       >>> [bucket.names for bucket in make_plan(tree, bucket_cap_mb=1).buckets]
       [('w',), ('b',)]
-      >>> plan = make_plan(tree, bucket_cap_mb=1, groups=lambda name: "layer")
-      >>> [bucket.names for bucket in plan.buckets]
-      [('w', 'b')]
+    """
+    return plan_together(
+        tree,
+        {},
+        order=order,
+        bucket_cap_mb=bucket_cap_mb,
+        first_bucket_mb=first_bucket_mb,
+        last_bucket_mb=last_bucket_mb,
+    )
+
+
+def plan_together(
+    tree: PyTree,
+    together: Mapping[int, Hashable],
+    *,
+    order: Sequence[int] | None = None,
+    bucket_cap_mb: Caps = 25,
+    first_bucket_mb: float = 1,
+    last_bucket_mb: float = 1,
+) -> BucketPlan:
+    """Makes a plan in which leaves with one key in `together` share a bucket per dtype.
+
+    No cap closes that bucket. The further arguments are those of `make_plan`.
     """
     check_caps(bucket_cap_mb, first_bucket_mb, last_bucket_mb)
     if isinstance(order, str) or not (order is None or hasattr(order, "__iter__")):
@@ -86,7 +97,7 @@ def make_plan(
             f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, "
             f"got {list(order)}."
         )
-    keys = dict(zip(order, group_keys([leaves[i].name for i in order], groups)))
+    keys = {i: together.get(i) for i in order}
     one_cap = isinstance(bucket_cap_mb, int | float)
     caps = [min(first_bucket_mb, bucket_cap_mb), bucket_cap_mb] if one_cap else bucket_cap_mb
     buckets = _fill(leaves, keys, [cap * MiB for cap in caps])
@@ -102,7 +113,7 @@ def make_plan(
 def _fill(
     leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], caps: Sequence[float]
 ) -> list[list[int]]:
-    """Fills buckets: one is open per dtype, and per group and dtype one that no cap closes.
+    """Fills buckets: one is open per dtype, and per key and dtype one that no cap closes.
 
     `keys` lists the leaves in launch order. The k-th bucket that closes, of any dtype, has cap k.
     """

@@ -11,7 +11,6 @@ from jaxtyping import PyTree
 
 from fddp.buckets.assignment import make_plan
 from fddp.buckets.caps import Caps, MiB
-from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.layout import leaf_layout
 from fddp.buckets.plan import Bucket, BucketPlan
 from fddp.buckets.table_rows import plan_with_table_rows
@@ -22,15 +21,14 @@ def fill_buckets(
     tree: PyTree,
     loops: Mapping[int, tuple[int, int]],
     *,
-    groups: Groups | None = None,
     bucket_cap_mb: Caps = 25,
     **caps: Any,
 ) -> dict[int, list[Travelling]]:
     """Cuts stacked gradients into slices of as many rounds as fill a bucket.
 
     `loops` maps the index of a leaf to the number of the loop that computes its gradient slice by
-    slice, and to the number of rounds. Leaves with a group are left out, and so are loops whose
-    rounds all fit into one bucket. Of several caps the last one counts.
+    slice, and to the number of rounds. Loops whose rounds all fit into one bucket are left
+    out. Of several caps the last one counts.
 
     >>> import numpy as np
     >>> tree = {"bias": np.zeros((6, 256), "f4"), "kernel": np.zeros((6, 256, 256), "f4")}
@@ -45,8 +43,7 @@ def fill_buckets(
     stacks = list[int]()
     loop_bytes = Counter[int]()
     for i, (loop, length) in loops.items():
-        (key,) = group_keys([leaves[i].name], groups)
-        if key is None and leaves[i].shape[0] == length > 0:
+        if leaves[i].shape[0] == length > 0:
             stacks.append(i)
             loop_bytes[loop] += leaves[i].nbytes
     slices: dict[int, list[Travelling]] = {}
@@ -65,8 +62,6 @@ def fill_rounds(
     tree: PyTree,
     loops: Mapping[int, tuple[int, int]],
     places: Mapping[int, int],
-    *,
-    groups: Groups | None = None,
     **caps: Any,
 ) -> dict[int, list[Travelling]]:
     """Selects the stacks to sum round by round in the loop that computes them.
@@ -87,7 +82,7 @@ def fill_rounds(
     stacks: dict[int, tuple[int, int]] = {}
     for dtype in {leaves[i].dtype for i in loops}:
         same_dtype = {i: loop for i, loop in loops.items() if leaves[i].dtype == dtype}
-        slices = fill_buckets(tree, same_dtype, groups=groups, **caps)
+        slices = fill_buckets(tree, same_dtype, **caps)
         stacks |= {i: loops[i] for i in slices}
 
     def worth(loop: int) -> bool:
@@ -115,36 +110,29 @@ def plan_with_slices(
     replicas: int,
     *,
     order: Sequence[Travelling],
-    groups: Groups | None = None,
     **caps: Any,
 ) -> BucketPlan:
     """Makes a plan in which the slices of the same rounds of a loop share a bucket per dtype.
 
-    `order` lists whole leaves and slices as they become ready; `groups` are for whole leaves. The
-    further arguments are those of `plan_with_table_rows`.
+    `order` lists whole leaves and slices as they become ready. The further
+    arguments are those of `plan_with_table_rows`.
     """
     if not any(_by_rounds(entry) for entry in order):
         indices = [entry.leaf for entry in order]
-        return plan_with_table_rows(tree, touched, replicas, order=indices, groups=groups, **caps)
+        return plan_with_table_rows(tree, touched, replicas, order=indices, **caps)
     leaf_plan = make_plan(tree, order=())
     leaves = jax.tree.leaves(tree)
-    keys = group_keys([leaf_plan.leaves[entry.leaf].name for entry in order], groups)
-    touched_entries: dict[int, int] = {}
-    for k, entry in enumerate(order):
-        if _by_rounds(entry):
-            keys[k] = "rounds", entry.loop, entry.slice
-            continue
-        if keys[k] is not None:
-            keys[k] = "group", keys[k]
-        if entry.leaf in touched:
-            touched_entries[k] = touched[entry.leaf]
+    together = {k: (x.loop, x.slice) for k, x in enumerate(order) if _by_rounds(x)}
+    touched_entries = {
+        k: touched[x.leaf] for k, x in enumerate(order) if k not in together and x.leaf in touched
+    }
     # Plans a list of the entries; its leaves are named by their index.
     plan = plan_with_table_rows(
         [_form(leaves[entry.leaf], entry) for entry in order],
         touched_entries,
         replicas,
         order=range(len(order)),
-        groups=lambda name: keys[int(name)],
+        together=together,
         **caps,
     )
 

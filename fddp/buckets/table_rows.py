@@ -8,8 +8,9 @@ Source: `sparse=True` of `Embedding` in PyTorch, whose gradients DDP gathers; Ki
 (EuroSys 2019).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -17,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, PyTree, Shaped, UInt
 
-from fddp.buckets.assignment import make_plan
+from fddp.buckets.assignment import make_plan, plan_together
 from fddp.buckets.bits import from_words, to_words
-from fddp.buckets.groups import Groups, group_keys
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
 from fddp.buckets.travelling import Rows
 
@@ -32,13 +32,13 @@ def plan_with_table_rows(
     replicas: int,
     *,
     order: Sequence[int],
-    groups: Groups | None = None,
+    together: Mapping[int, Hashable] = MappingProxyType({}),
     **caps: Any,
 ) -> BucketPlan:
     """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved.
 
-    `touched` maps the index of a leaf to the number of rows that a replica's gradient touches. A
-    leaf with a group is sent dense. The further arguments are those of `make_plan`.
+    `touched` maps the index of a leaf to the number of rows that a replica's gradient touches. The
+    further arguments are those of `plan_together`.
 
     >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
     >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
@@ -47,16 +47,13 @@ def plan_with_table_rows(
     [None]
     """
     leaves = make_plan(tree, order=order).leaves
-    keys = group_keys([leaves[i].name for i in order], groups)
     sparse: dict[int, Bucket] = {}
-    for i, key in zip(order, keys):
-        if key is not None:
-            continue
+    for i in order:
         bucket = _bucket_of_rows(i, leaves[i], touched.get(i, 0))
         if bucket and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES:
             sparse[i] = bucket
     dense = [i for i in order if i not in sparse]
-    plan = make_plan(tree, order=dense, groups=groups, **caps)
+    plan = plan_together(tree, together, order=dense, **caps)
     position = {i: k for k, i in enumerate(order)}
     buckets = sorted(
         [*plan.buckets, *sparse.values()], key=lambda bucket: position[bucket.leaves[-1]]

@@ -235,6 +235,8 @@ def unshared(tree: PyTree) -> Any:
     known = set[int]()
 
     def own(x: Any) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
         memory = parts_here(x)[0].unsafe_buffer_pointer()
         if memory in known:
             return x.copy()

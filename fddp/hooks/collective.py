@@ -81,7 +81,7 @@ def all_reduce(
         messages=tuple(map(Message, range(len(plan.buckets)))),
     )
     sums = list[Array]()
-    bucket_reductions = reductions(dense_plan, hook, None)
+    bucket_reductions = reductions(dense_plan, hook)
     for bucket, reduction, buffer in zip(plan.buckets, bucket_reductions, pack(plan, tree)):
         bucket_memory = tuple(memory[leaf] for leaf in bucket.leaves)
         total, _, _ = summed(comm, reduction, None, buffer, bucket_memory)

@@ -1,7 +1,6 @@
-"""Sums messages over replicas: plainly, by a hook, or not at all if no replica used the leaves.
+"""Sums messages over replicas: plainly, or by a hook.
 
-Source: `register_comm_hook` and `skip_all_reduce_unused_params` in PyTorch; paper section 6.2.2 for
-layers that are dropped.
+Source: `register_comm_hook` in PyTorch.
 """
 
 from collections.abc import Callable, Iterable
@@ -98,15 +97,11 @@ COLLECTIVES: dict[str, Callable[[Communicator, Array], Array]] = {
 }
 
 
-def reductions(
-    plan: BucketPlan, hook: Hook | None, mask: tuple[int, ...] | None, replicas: int = 1
-) -> tuple[Reduction, ...]:
+def reductions(plan: BucketPlan, hook: Hook | None, replicas: int = 1) -> tuple[Reduction, ...]:
     """Returns the reduction of each message of a plan, by `hook` or plainly.
 
-    `mask` lists the leaves whose use is counted in the sum of message 0: buckets that no replica
-    used are then not sent. None: all are sent. `replicas` is read for table rows only.
+    `replicas` is read for table rows only.
     """
-    places = {leaf: k for k, leaf in enumerate(mask or ())}
 
     def reduction_of(index: int, message: Message) -> Reduction:
         if message.bucket is None:
@@ -122,9 +117,6 @@ def reductions(
             return reduction._replace(collective="all_gather", replicas=replicas)
         if bucket.rows:  # the previous message holds the rows, and the flags of overflow
             return reduction._replace(asks=Asks(index - 1, flags(bucket, replicas)))
-        if mask is not None:
-            asks = Asks(0, tuple(places[leaf] for leaf in bucket.leaves))
-            reduction = reduction._replace(asks=asks)
         if hook is None:
             return reduction
         leaves = plan.travelling(bucket)

@@ -71,7 +71,7 @@ class Wire:
         """Weighted sums over islands."""
         return tuple(
             self.named(reduction)._replace(level=self.level)
-            for reduction in reductions(self.sent, self.hook, None)
+            for reduction in reductions(self.sent, self.hook)
         )
 
     @property

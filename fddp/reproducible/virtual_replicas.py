@@ -173,7 +173,7 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
 
     reductions = tuple(
         reduction._replace(collective="tree_reduce", blocks=each // block)
-        for reduction in replica.reductions(plan, facts.state.params)
+        for reduction in replica.reductions(plan)
     )
     # Its outputs are packed only after they are added up.
     run: Any = contribute

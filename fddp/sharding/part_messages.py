@@ -30,7 +30,7 @@ def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
         )
         return per_device(group.placement, reduction)
 
-    return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook, None)))
+    return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook)))
 
 
 def scatters_of(plans: ShardPlans, micro_batch: str) -> tuple[Reduction, ...]:

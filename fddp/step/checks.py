@@ -196,8 +196,8 @@ def check_paths(plan: BucketPlan, unplanned: Sequence[int]) -> None:
         names = ", ".join(plan.leaves[i].name for i in unplanned)
         raise ValueError(
             "this batch has other arrays than the first batch, and with them the loss uses "
-            f"{names}, to which it had no path before, so that no bucket contains them; with "
-            "skip_all_reduce_unused_params=True every step decides which parameters are sent."
+            f"{names}, to which it had no path before, so that no bucket contains them: make one "
+            "step for each kind of batch."
         )
 
 

@@ -33,12 +33,6 @@ PAIRS = (
     # shard
     Pair(
         "shard",
-        "skip_all_reduce_unused_params",
-        "all trained parameters are gathered, used or unused",
-        "leave one of them out",
-    ),
-    Pair(
-        "shard",
         WHOLE_LEAVES,
         "each replica sums its shards of the leaves",
         "use a hook that sums each element separately, hooks.bf16() or hooks.fp16()",
@@ -56,12 +50,6 @@ PAIRS = (
         "schedule='eager'",
         "an island's update is followed by sums between islands",
         "give schedule='staged' or 'fused'",
-    ),
-    Pair(
-        LOCAL,
-        "skip_all_reduce_unused_params",
-        "independent replicas do not communicate before they send",
-        "leave skip_all_reduce_unused_params out",
     ),
     Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
     Pair(LOCAL, LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
@@ -83,7 +71,7 @@ PAIRS = (
             "it adds unchanged buckets, in a fixed order",
             "leave one of them out",
         )
-        for feature in ("hook", "shard", "skip_all_reduce_unused_params")
+        for feature in ("hook", "shard")
     ),
     Pair(
         "virtual_replicas",

@@ -30,7 +30,7 @@ from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.held import check_held
 from fddp.step.partitions import partitions_of
-from fddp.step.planned import formatted_groups, provisional_plan
+from fddp.step.planned import provisional_plan
 from fddp.step.rank_remarks import DIGEST, digest
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_state, form_of
@@ -111,7 +111,6 @@ def described_batch(replica: Replica, batch: PyTree, call: str, seen: Seen) -> l
         repr(replica.options),
         f"schedule {seen.schedule.name}",
         f"plan {provisional_plan(replica, state.params).digest}",
-        *formatted_groups(replica, state.params),
         f"group.local {replica.group.local}",
         *described("batch", batch),
         *described("parameter", state.params),

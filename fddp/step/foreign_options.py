@@ -16,9 +16,13 @@ ANSWERS = {
     "lazy_bucket_allocation": LEAVE + "XLA holds a bucket's memory only while it is used",
     "dim": LEAVE + "the rows of a batch lie along its first dim",
     "process_group": "give group=, from fddp.init() or group.subgroup(ranks)",
+    **dict.fromkeys(
+        ("groups", "num_groups"), "give bucket_cap_mb=[…], with the cap of each bucket in order"
+    ),
     "bucket_cap_mb_list": "give bucket_cap_mb=[…], with the cap of each bucket in order",
     "batched_grad_copy": LEAVE + "XLA copies all gradients of a bucket at once",
     "forward_sync_buffers": "give broadcast_buffers=, and step.init gives all ranks rank 0's",
+    "skip_all_reduce_unused_params": LEAVE + "a parameter without a path to the loss is never sent",
     "check_reduction": LEAVE + "PyTorch ignores it too",
     "require_manual_backward_finalization": LATE,
     "init_sync": LEAVE + "step.init compares the ranks and gives all of them rank 0's values",

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from textwrap import indent
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
-from fddp.buckets import Caps, Groups, check_caps, group_keys
+from fddp.buckets import Caps, check_caps
 from fddp.hooks import Hook
 from fddp.step.combinations import WHOLE_LEAVES, refuse
 from fddp.step.foreign_options import refuse_unknown
@@ -24,9 +24,7 @@ Ignore: TypeAlias = Callable[[str], bool]
 ORDERS = get_args(Order)
 SCHEDULES = get_args(ScheduleName)
 SHARED = get_args(Shared)
-SWITCHES = (
-    *("find_unused_parameters", "skip_all_reduce_unused_params", "skip_nonfinite", "donate"),
-)
+SWITCHES = (*("find_unused_parameters", "skip_nonfinite", "donate"),)
 
 # The line on options in a docstring, which `explained` extends.
 OPTIONS = "**options: fields of `fddp.Options`, named as DDP names them."
@@ -41,12 +39,10 @@ class OptionArguments(TypedDict, total=False):
     bucket_cap_mb: Caps
     first_bucket_mb: float
     last_bucket_mb: float
-    groups: Groups | None
     order: Order
     accumulation_steps: int
     find_unused_parameters: bool
     broadcast_buffers: Buffers
-    skip_all_reduce_unused_params: bool
     hook: Hook | None
     ignore: Ignore | None
     skip_nonfinite: bool
@@ -68,8 +64,6 @@ class Options:
       first_bucket_mb (1): cap of the first bucket in MiB; small, so that traffic starts early.
       last_bucket_mb (1): cap of the last bucket in MiB; small, so that little traffic remains after
         the backward pass.
-      groups (None): a function from a parameter's path ('Dense_0/kernel') to a hashable key or
-        None. Parameters with the same key and dtype share a bucket, whatever the caps.
       order ('ready'): 'ready': the order in which the gradients' program produces them; 'reverse':
         the leaves in reverse, DDP's guess.
       accumulation_steps (1): micro-batches per step, synchronized once. With `shard` the gradients
@@ -79,9 +73,6 @@ class Options:
       broadcast_buffers (True): source of the model state for the next forward pass. True: replica
         0; 'mean': the mean over replicas (integers: replica 0); False: each replica's own. Under
         `fddp.join` only replicas with data count.
-      skip_all_reduce_unused_params (False): do not send buckets that no replica used; needs
-        `find_unused_parameters`. One tiny all-reduce before the first bucket agrees on these
-        buckets.
       hook (None): the sum of each bucket, from `fddp.hooks` or your own `fddp.Hook`; None: the
         plain sum.
       ignore (None): a function that returns True for the path ('Dense_0/kernel') of a frozen
@@ -112,18 +103,16 @@ class Options:
 
     Raises:
       ValueError: a value out of its range; the message names the option and the valid values.
-      TypeError: `hook` is not a `Hook`, or `ignore` or `groups` is not a function.
+      TypeError: `hook` is not a `Hook`, or `ignore` is not a function.
     """
 
     bucket_cap_mb: Caps = 25
     first_bucket_mb: float = 1
     last_bucket_mb: float = 1
-    groups: Groups | None = field(default=None, repr=False)
     order: Order = "ready"
     accumulation_steps: int = 1
     find_unused_parameters: bool = False
     broadcast_buffers: Buffers = True
-    skip_all_reduce_unused_params: bool = False
     hook: Hook | None = None
     ignore: Ignore | None = field(default=None, repr=False)
     skip_nonfinite: bool = False
@@ -150,7 +139,6 @@ class Options:
             raise TypeError(
                 f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}."
             )
-        group_keys((), self.groups)
         for name in SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -161,10 +149,6 @@ class Options:
         if self.shard not in (None, *SHARED):
             raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
         refuse(self.asked)
-        if self.skip_all_reduce_unused_params and not self.find_unused_parameters:
-            raise ValueError(
-                "skip_all_reduce_unused_params=True needs find_unused_parameters=True as well."
-            )
 
     @property
     def asked(self) -> dict[str, str]:
@@ -199,7 +183,7 @@ class Options:
         """The keyword arguments of `make_plan`."""
         return {
             name: getattr(self, name)
-            for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb", "groups")
+            for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
         }
 
 

@@ -11,13 +11,11 @@ from jaxtyping import PyTree
 from fddp.buckets import (
     BucketPlan,
     Travelling,
-    described_groups,
     place_scalars,
     plan_with_slices,
 )
 from fddp.comm import device_parts
 from fddp.step.replica import Replica
-from fddp.wording import leaf_names
 
 
 def plan_buckets(
@@ -41,12 +39,6 @@ def plan_buckets(
     if replica.way.scattered:
         plan = replace(plan, parts=replica.group.parts)
     return place_scalars(plan, dtype, early=True, exact=replica.travels.exact)
-
-
-def formatted_groups(replica: Replica, params: PyTree) -> list[str]:
-    """Formats the groups of the trained leaves, for a comparison over ranks."""
-    names = leaf_names(params)
-    return described_groups([names[i] for i in replica.chosen(params)], replica.options.groups)
 
 
 def provisional_plan(replica: Replica, params: PyTree) -> BucketPlan:

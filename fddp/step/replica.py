@@ -99,7 +99,6 @@ class Replica:
     def tail(self, pending: Pending, rows: PyTree) -> tuple[Any, Any]:
         """Returns the values to send after the gradients, and the buffers to save for `mean`."""
         buffers, saved = self.buffers.send(self.group.communicator, pending.model_state, rows)
-        # `used` comes first: `Asks` reads it at fixed places to skip unused buckets.
         return (pending.sums.used, pending.sums._replace(used=None), buffers), saved
 
     @property
@@ -117,12 +116,9 @@ class Replica:
         """The rule for the model state."""
         return {True: broadcast, "mean": average, False: keep}[self.options.broadcast_buffers]()
 
-    def reductions(self, plan: BucketPlan, params: PyTree) -> tuple[Reduction, ...]:
+    def reductions(self, plan: BucketPlan) -> tuple[Reduction, ...]:
         """Makes the reduction of each message, for each device of a replica separately."""
-        unused_of = None
-        if self.options.skip_all_reduce_unused_params:
-            unused_of = self.chosen(params)
-        sums = reductions(plan, self.options.hook, unused_of, self.group.size)
+        sums = reductions(plan, self.options.hook, self.group.size)
         return tuple(per_device(self.group.placement, reduction) for reduction in sums)
 
     def mean(

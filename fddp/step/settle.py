@@ -116,9 +116,8 @@ def _agreed(
     has_path, touched = group.all_reduce(np.asarray([has_path, touched], np.int32), op="max")
     reached = {i for i, path in zip(seen.chosen, has_path) if path}
     ready = [part for part in order if part.leaf in reached]
-    # All leaves are sent if each step skips its unused ones, since a later batch may use more
-    # leaves, and if replicas update shards, since every trained leaf is gathered.
-    if options.skip_all_reduce_unused_params or replica.way.apart:
+    # If replicas update shards, every trained leaf is gathered.
+    if replica.way.apart:
         ready += [part for part in order if part.leaf not in reached]
     averaged = None
     if options.broadcast_buffers == "mean":

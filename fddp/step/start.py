@@ -25,7 +25,7 @@ from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
 from fddp.step.held import first_held, form_in_shards, with_held
 from fddp.step.hook_state import first_hook_state, hook_state_form
-from fddp.step.planned import formatted_groups, provisional_plan
+from fddp.step.planned import provisional_plan
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_no_state
 from fddp.step.step_optimizer import Optimizer, StepOptimizer
@@ -156,7 +156,6 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
         repr(replica.options),
         replica.way.described,
         f"plan {provisional_plan(replica, params).digest}",
-        *formatted_groups(replica, params),
         f"group.local {replica.group.local}",
         f"{len(jax.tree.leaves(params))} parameters",
         *described("parameter", params),

@@ -24,18 +24,17 @@ def travels(options: Options, group: Group) -> Travels:
 
     |            | requires |
     |---|---|
-    | exact      | plain sums: no hook, and every bucket is sent |
+    | exact      | plain sums: no hook |
     | table_rows | exact; one device holds each gradient |
-    | slices     | every bucket is sent; one device holds each gradient; a hook acts by element |
+    | slices     | one device holds each gradient; a hook acts by element |
     | rounds     | as `table_rows` |
     """
     hook = options.hook
-    exact = hook is None and not options.skip_all_reduce_unused_params
+    exact = hook is None
     on_one_device = not group.placement.other_axes
-    sends_all = on_one_device and not options.skip_all_reduce_unused_params
     return Travels(
         exact=exact,
         table_rows=exact and on_one_device,
-        slices=sends_all and (hook is None or hook.by_element),
+        slices=on_one_device and (hook is None or hook.by_element),
         rounds=exact and on_one_device,
     )

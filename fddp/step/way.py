@@ -186,7 +186,7 @@ def _whole_pieces(replica: Replica, facts: Facts) -> Pieces:
         ), shards
 
     inputs = ("state", "pending", "rows")
-    sums = replica.reductions(plan, facts.state.params)
+    sums = replica.reductions(plan)
     # Every update waits for the message that carries the scalars.
     first = {
         message.name: facts.first_use(plan.buckets[message.bucket])

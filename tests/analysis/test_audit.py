@@ -441,7 +441,7 @@ def read_buckets(text, count):
     plan = fddp.make_plan([np.zeros(9, np.float32)] * count, bucket_cap_mb=0)
     module = parse(text)
     collectives = find_collectives(module)
-    messages = communications([reductions(plan, None, None)])[0]
+    messages = communications([reductions(plan, None)])[0]
     return read(module, collectives, (False,) * len(collectives), messages, plan, "h100:8", None)
 
 
@@ -523,7 +523,7 @@ def read_one(text, target="h100:8"):
     plan = fddp.make_plan([np.zeros((64, 64), np.float32)])
     module = parse(text)
     collectives = find_collectives(module)
-    messages = communications([reductions(plan, None, None)])[0]
+    messages = communications([reductions(plan, None)])[0]
     return read(
         module,
         collectives,

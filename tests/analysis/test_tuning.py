@@ -183,12 +183,6 @@ def test_an_error_of_the_eager_step_is_not_taken_for_a_refusal(step_and_state: M
         fddp.tune(step, state, ROWS, caps_mb=[0], steps=1)
 
 
-@pytest.mark.steps
-def test_a_tuning_keeps_the_groups_that_it_is_given(step_and_state: Make):
-    tuning = fddp.tune(*step_and_state(groups=lambda path: "both"), ROWS, steps=1)
-    assert [(x.bucket_cap_mb, len(x.nbytes)) for x in tuning.candidates] == [(0, 1)]
-
-
 def test_what_only_a_fused_step_can_run_is_refused(group, step_and_state: Make):
     step = fddp.train_step(two_layers, optax.sgd(0.1), group=group(2))
     with pytest.raises(ValueError, match="2 replicas in 1 processes"):

@@ -122,82 +122,6 @@ def test_no_cap_at_all_gives_a_bucket_per_dtype(problem):
     assert len(make_plan(tree, order=order, **caps).buckets) == len({tree[i].dtype for i in order})
 
 
-### Groups
-
-
-@st.composite
-def grouped(
-    draw: st.DrawFn,
-) -> tuple[list[jax.ShapeDtypeStruct], list[int], dict[str, float], list[Any]]:
-    """A problem, and a key or None for each leaf."""
-    tree, order, caps = draw(problems())
-    keys = st.sampled_from([None, "a", ("b", 1), 0])
-    return tree, order, caps, draw(st.lists(keys, min_size=len(tree), max_size=len(tree)))
-
-
-@given(grouped())
-def test_with_groups_too_every_named_leaf_travels_exactly_once(problem):
-    tree, order, caps, keys = problem
-    plan = make_plan(tree, order=order, groups=lambda name: keys[int(name)], **caps)
-    assert sorted(i for bucket in plan.buckets for i in bucket.leaves) == sorted(order)
-    ready = [max(map(order.index, bucket.leaves)) for bucket in plan.buckets]
-    assert ready == sorted(ready)
-
-
-@given(grouped())
-def test_a_group_is_one_bucket_for_each_dtype_and_nothing_else_is_in_it(problem):
-    tree, order, caps, keys = problem
-    plan = make_plan(tree, order=order, groups=lambda name: keys[int(name)], **caps)
-    for key in set(keys) - {None}:
-        members = [i for i in order if keys[i] == key]
-        groups = [
-            list(bucket.leaves) for bucket in plan.buckets if set(bucket.leaves) & set(members)
-        ]
-        assert sorted(groups) == sorted(
-            [i for i in members if tree[i].dtype == dtype]
-            for dtype in {tree[i].dtype for i in members}
-        )
-
-
-@given(grouped())
-def test_leaves_of_no_group_are_bucketed_as_if_there_were_no_others(problem):
-    tree, order, caps, keys = problem
-    # A group of its own comes last, with the others and without: the last bucket is cut unless it
-    # is a group's.
-    tree, keys, end = [*tree, *floats(1)], [*keys, "end"], len(tree)
-    make = partial(make_plan, tree, groups=lambda name: keys[int(name)], **caps)
-    ungrouped = leaves_of(make(order=[*(i for i in order if keys[i] is None), end]))[:-1]
-    assert [
-        leaves for leaves in leaves_of(make(order=[*order, end])) if keys[leaves[0]] is None
-    ] == ungrouped
-
-
-def test_a_group_is_ready_with_its_last_member_and_no_cap_cuts_it():
-    tree = {
-        "a": {"kernel": np.zeros(8, np.float32), "bias": np.zeros(2, np.float32)},
-        "b": np.zeros(4, np.float32),
-    }
-    layer = partial(
-        make_plan, tree, groups=lambda name: "a" if name.startswith("a/") else None, bucket_cap_mb=0
-    )
-    assert [bucket.names for bucket in layer(order=[0, 1, 2]).buckets] == [
-        ("a/bias", "a/kernel"),
-        ("b",),
-    ]
-    assert [bucket.names for bucket in layer(order=[0, 2, 1]).buckets] == [
-        ("b",),
-        ("a/bias", "a/kernel"),
-    ]
-    assert [bucket.names for bucket in layer(order=[1, 2]).buckets] == [("a/kernel",), ("b",)]
-
-
-def test_a_group_of_two_dtypes_is_two_buckets():
-    tree = [np.zeros(2, np.float32), np.zeros(2, jnp.bfloat16), np.zeros(2, np.float32)]
-    assert leaves_of(
-        make_plan(tree, order=range(3), bucket_cap_mb=0, groups=lambda name: "all")
-    ) == [[1], [0, 2]]
-
-
 ### PyTorch's own cases: c10d's ComputeBucketAssignmentTest
 
 
@@ -390,17 +314,6 @@ def test_a_sequence_of_caps_without_one_or_with_one_that_is_none_is_refused(caps
 def test_an_order_that_selects_no_leaf_or_one_twice_is_refused(order):
     with pytest.raises(ValueError, match=r"at most once, by its index in 0..1, got \["):
         make_plan(floats(1, 1), order=order)
-
-
-def test_groups_that_are_no_function_or_give_no_key_are_refused():
-    with pytest.raises(
-        TypeError, match=r"groups must be a function from a leaf's path .* got list"
-    ):
-        make_plan(floats(1), groups=[["0"]])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(
-        TypeError, match=r"groups must give a hashable key, .* for '0' it gave \['a'\]"
-    ):
-        make_plan(floats(1), groups=lambda name: ["a"])  # pyright: ignore[reportArgumentType]
 
 
 def test_a_leaf_that_is_no_array_is_refused_by_name():

@@ -126,18 +126,3 @@ def test_the_last_bucket_of_the_others_is_small_before_a_table_too():
     plan = plan_with_table_rows(tree, {5: 8}, 2, order=range(6))
     assert [bucket.leaves for bucket in plan.buckets] == [(0,), (1, 2, 3), (4,), (5,)]
     assert plan.digest != plan_with_table_rows(tree, {5: 9}, 2, order=range(6)).digest
-
-
-def test_who_is_in_a_group_stays_whole():
-    tree = {
-        "table": jax.ShapeDtypeStruct((100_000, 4), "float32"),
-        "bias": jax.ShapeDtypeStruct((4,), "float32"),
-    }
-    both = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all")
-    assert [bucket.rows for bucket in both.buckets] == [None]
-    by_itself = plan_with_table_rows(tree, {1: 8}, 2, order=(0, 1), groups=lambda name: name)
-    assert [bucket.rows for bucket in by_itself.buckets] == [None, None]
-    grouped = plan_with_table_rows(
-        tree, {1: 8}, 2, order=(0, 1), groups=lambda name: "all" if name == "bias" else None
-    )
-    assert [bucket.rows is None for bucket in grouped.buckets] == [True, False]

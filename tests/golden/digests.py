@@ -110,12 +110,6 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
             {"accumulation_steps": 2, "shard": "state"},
         ),
         ("unused", unrolled, optax.sgd(0.1), {"find_unused_parameters": True}),
-        (
-            "skipped",
-            unrolled,
-            optax.sgd(0.1),
-            {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
-        ),
         ("finite", unrolled, fddp.dynamic_scale(optax.sgd(0.1)), {"skip_nonfinite": True}),
         ("buffers", with_buffers, optax.sgd(0.1), {}),
         (

@@ -100,13 +100,6 @@ def other_options_are_named_with_each_ranks(group: fddp.Group):
         assert_each_rank(group, message, f"{name}={most!r}", f"{name}={odd_value!r}")
 
 
-@claim(quick=("mpi",))
-def other_groups_are_named_with_each_ranks(group: fddp.Group):
-    grouped = (lambda path: path if odd(group) else "both") if group.size > 1 else None
-    message = init_error(group, {"a": jnp.zeros(2), "b": jnp.zeros(2)}, groups=grouped)
-    assert_each_rank(group, message, "group of a: b", "group of b: b")
-
-
 @claim()
 def another_optimizer_is_named_with_each_ranks(group: fddp.Group):
     optimizer = optax.adam(0.1) if odd(group) else optax.sgd(0.1, momentum=0.9)

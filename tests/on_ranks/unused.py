@@ -1,12 +1,9 @@
 """Parameters that some ranks use and others do not."""
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, on_the_wire, same_on_all_ranks, schedules
+from on_ranks.claims import claim, same_on_all_ranks, schedules
 from problems import pull, rows
 
 import fddp
@@ -41,38 +38,3 @@ def without_the_option_a_leaf_that_some_ranks_do_not_use_gets_zeros_from_them(gr
     assert info.used is None
     np.testing.assert_allclose(state.params["a"], -4 / group.size, rtol=1e-6)
     np.testing.assert_allclose(state.params["b"], -4 * (group.size - 1) / group.size, rtol=1e-6)
-
-
-@claim(quick=("gloo",))
-def layers_that_all_ranks_drop_are_not_sent(group: fddp.Group):
-    width = 16
-
-    def loss(params: Any, x: Any, *, rng: Any) -> Any:
-        mask = jax.random.bernoulli(rng, 0.5, (4,))
-        total = 0.0
-        for k in range(4):
-            total += jax.lax.cond(
-                mask[k], lambda w: jnp.sum(w * x), lambda w: jnp.float32(0), params[f"w{k}"]
-            )
-        return total / len(x), jnp.sum(mask * 1.0)
-
-    params = {f"w{k}": np.zeros(width, np.float32) for k in range(4)}
-    for schedule in schedules(group):
-        step = fddp.train_step(
-            loss, optax.sgd(1.0), group=group, has_aux=True, schedule=schedule, bucket_cap_mb=0,
-            find_unused_parameters=True, skip_all_reduce_unused_params=True,
-        )  # fmt: skip
-        state = step.init(params, rng=fddp.Shared(jax.random.key(3)))
-        layer_counts = set()
-        for _ in range(4):
-            state, info = step(state, np.ones((1, width), np.float32))
-            layers = int(info.aux)
-            layer_counts.add(layers)
-            expected = layers * [4 * width] + [
-                4 * 4 + 3 * 4
-            ]  # used leaves travel with loss, weight and metric
-            assert sorted(info.sent.tolist())[4 - layers :] == sorted(
-                on_the_wire(group, n) for n in expected
-            )
-        assert len(layer_counts) > 1
-        assert same_on_all_ranks(group, state.params)

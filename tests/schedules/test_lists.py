@@ -104,18 +104,13 @@ def test_a_cut_list_sends_each_message_behind_the_stage_that_makes_it(group):
 
 @pytest.mark.parametrize("schedule", ["staged", "after"])
 def test_a_task_reads_what_was_there_or_was_written_before(group, schedule):
-    tasks = listed(
-        group(2), schedule, find_unused_parameters=True, skip_all_reduce_unused_params=True
-    )
+    tasks = listed(group(2), schedule, find_unused_parameters=True)
     written = set[str]()
     everything = {name for task in tasks.tasks for name in task.writes}
     for task in tasks.tasks:
         assert everything & set(task.reads) <= written, task.name
         assert not written & set(task.writes), "a value is written once"
         written |= set(task.writes)
-    assert all(
-        "sum 0" in task.reads for task in tasks.messages[1:]
-    )  # which says whether anybody needs the others
     assert "bytes" in tasks.messages[-1].writes
 
 

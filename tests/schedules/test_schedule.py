@@ -68,10 +68,9 @@ def test_staged_gives_what_fused_gives(group, module):
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "parts": {"shard": "state"},
-    "a hook, averaged buffers and skipped messages": {
+    "a hook and averaged buffers": {
         "hook": hooks.quantize(block=4),
         "broadcast_buffers": "mean",
-        "skip_all_reduce_unused_params": True,
     },
 }
 
@@ -332,9 +331,9 @@ def test_threads_begin_with_the_first_call_of_a_step_and_end_with_the_step(group
     [
         {},
         {"hook": hooks.bf16()},
-        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+        {"find_unused_parameters": True},
     ],
-    ids=["plain", "hook", "skipped"],
+    ids=["plain", "hook", "unused"],
 )
 def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, options):
     def loss(p, x):

@@ -155,7 +155,6 @@ def test_a_stack_that_is_cut_layer_by_layer_is_trained_in_one_program_too(
     ("n", "options", "reason"),
     [
         (2, {"bucket_cap_mb": 25}, "all of it fits into a bucket"),
-        (2, {"groups": lambda name: name.partition("/")[0]}, "the user's groups hold leaves"),
         (8, {"width": 15}, "parts of a layer would be tiny"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

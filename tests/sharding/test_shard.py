@@ -525,8 +525,6 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
         ValueError, match=r"cannot be divided so: b \(a state that is in parts only afterwards\)"
     ):
         init(optax.sm3(0.1))
-    with pytest.raises(ValueError, match="does not work with skip_all_reduce_unused_params"):
-        init(optax.adam(0.1), find_unused_parameters=True, skip_all_reduce_unused_params=True)
     with pytest.raises(ValueError, match="nothing to share"):
         fddp.train_step(lambda w, x: w, optax.adam(0.1), shard="optimizer").init(jnp.ones(()))
     with pytest.raises(ValueError, match="shard must be 'optimizer', 'state' or None, got 'all'"):

@@ -443,7 +443,6 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ({"accumulation_steps": True}, ValueError, "accumulation_steps must be .*, got True"),
         ({"order": "forward"}, ValueError, "order must be one of ready, reverse, got 'forward'"),
         ({"schedule": "later"}, ValueError, "schedule must be one of auto, fused.*, got 'later'"),
-        ({"groups": 3}, TypeError, "groups must be a function from a leaf's path .*, got int"),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
         (
             {"broadcast_buffers": 1},

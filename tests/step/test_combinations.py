@@ -45,10 +45,6 @@ def centred(w: Any, x: Any) -> Any:
 OPTIONS: dict[str, dict[str, Any]] = {
     "shard": {"shard": "state"},
     "shard='optimizer'": {"shard": "optimizer"},
-    "skip_all_reduce_unused_params": {
-        "skip_all_reduce_unused_params": True,
-        "find_unused_parameters": True,
-    },
     "virtual_replicas": {"virtual_replicas": 4},
     "hook": {"hook": hooks.bf16()},
     MEMORY: {"hook": hooks.quantize()},

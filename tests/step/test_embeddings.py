@@ -117,7 +117,6 @@ def test_a_table_that_is_read_otherwise_too_travels_whole(group: Groups, x64: No
         {"hook": fddp.hooks.bf16()},
         {"shard": "optimizer"},
         {"virtual_replicas": 4},
-        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
     ],
     ids=lambda options: next(iter(options)),
 )

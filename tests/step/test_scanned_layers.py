@@ -264,10 +264,6 @@ def test_several_loops_have_slices_of_their_own(group, x64, schedule):
             "a hook that weighs leaves is given all of each",
         ),
         ({"schedule": "staged", "bucket_cap_mb": 25}, "all of it fits into a bucket"),
-        (
-            {"schedule": "staged", "groups": lambda name: name.partition("/")[0]},
-            "the user's groups hold leaves",
-        ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -287,25 +287,6 @@ def test_an_ignored_parameter_is_neither_sent_nor_trained(group, schedule):
     assert len(jax.tree.leaves(state.opt_state)) == 3  # count and the two moments of body alone
 
 
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
-def test_a_group_travels_together_and_its_step_is_that_of_one_replica(group, reference, schedule):
-    options: dict[str, Any] = {
-        "bucket_cap_mb": 0,
-        "groups": lambda path: None if path == "layer/b" else "rest",
-    }
-    step = fddp.train_step(net_loss, optax.sgd(1.0), group=group(2), schedule=schedule, **options)
-    state, info = step(step.init(PARAMS), BATCH)
-    assert sorted(sorted(bucket.names) for bucket in step.plan.buckets) == [
-        ["head", "layer/w"],
-        ["layer/b"],
-        ["phase"],
-    ]
-    (loss, _), grads = reference
-    close(info.loss, loss)
-    # optax goes against the gradient, of complex parameters against its conjugate.
-    close(state.params, jax.tree.map(lambda p, g: p - g, PARAMS, grads))
-
-
 def test_a_predicate_that_ignores_everything_is_refused(group):
     step = fddp.train_step(
         lambda w, x: jnp.mean(w * x), optax.sgd(0.1), group=group(1), ignore=lambda path: True

@@ -36,7 +36,6 @@ fddp.train_step(
     SGD,
     hook=hooks.bf16(),
     ignore=lambda path: path.endswith("bias"),
-    groups=lambda path: None,
 )
 fddp.train_step(
     loss_fn,

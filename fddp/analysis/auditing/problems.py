@@ -71,7 +71,7 @@ def problems(audit: "Audit") -> Iterator[str]:
     if branched:
         yield (
             f"in a branch: {_listed(branched)}. It is sent conditionally, at run time (a hook "
-            "that begins later, skip_all_reduce_unused_params). XLA overlaps nothing with a "
+            "that begins later). XLA overlaps nothing with a "
             "conditional, and the estimate excludes its traffic."
         )
     outside = list[int]()

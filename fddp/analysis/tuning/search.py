@@ -36,7 +36,7 @@ from fddp.training import TrainStep
 
 CAPS_MB = (0.0, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 25.0, 50.0, 100.0, 200.0)
 TURNS = 3
-LIMITS = ("first_bucket_mb", "last_bucket_mb", "groups")  # further options of the plan
+LIMITS = ("first_bucket_mb", "last_bucket_mb")  # further options of the plan
 GAIN = 0.02  # the least gain that pays for eager's extra memory and programs
 
 Run = Callable[[], Measurement]
@@ -92,7 +92,7 @@ class Trial:
         params, model_state = whole((state.params, state.model_state))
         self._solo_state = self._solo.init(params, model_state=model_state, rng=state.rng)
         self.link = measure_link(step.group)
-        finest, self._run_finest = self.prepared(self._solo, 0.0, groups=None)
+        finest, self._run_finest = self.prepared(self._solo, 0.0)
         self._run_finest()  # settles the order of readiness
         self._finest = finest.plan
         self._order = [i for bucket in finest.plan.buckets for i in bucket.leaves]
