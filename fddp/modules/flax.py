@@ -18,9 +18,10 @@ from flax.errors import TraceContextError
 from fddp.losses import Weighted, check_callable
 from fddp.modules.copies import copied
 from fddp.step import TrainState, check_state
-from fddp.wording import check_has
+from fddp.wording import check_has, leaf_name
 
 BUFFERS = "the module has buffers: give step.init(net.params, model_state=net.model_state)."
+OVERWRITTEN = "_overwrite_with_gradient"
 LossOf = Callable[[Any, Any], Any]
 Names = Sequence[str]
 
@@ -101,6 +102,7 @@ def from_linen(
     def init(rng: jax.Array, batch: Any) -> tuple[Any, Any]:
         streams = dict(zip(("params", *rngs), jax.random.split(rng, 1 + len(rngs))))
         variables = dict(flax.linen.init(loss, module)(streams, batch))
+        _refuse_overwritten(variables)
         variables = {name: values for name, values in variables.items() if name not in sown}
         return variables.pop("params", {}), variables or None
 
@@ -109,6 +111,7 @@ def from_linen(
         if rng is not None:
             streams = {name: jax.random.fold_in(rng, k) for k, name in enumerate(rngs)}
         state = {name: values for name, values in (model_state or {}).items() if name not in sown}
+        _refuse_overwritten(state)
         run = flax.linen.apply(loss, module, mutable=[*state, *sown])
         value, new = run({"params": params, **state}, batch, rngs=streams)
         new = {name: values for name, values in new.items() if name not in sown}
@@ -169,6 +172,9 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
             _reseeded(streams, rng),
             _filled(buffers, model_state),
         )
+        for path, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.Param):
+                variable.set_metadata("on_set_value", partial(_refuse_write, leaf_name(path)))
         try:
             value = loss(model, batch)
         except TraceContextError as error:
@@ -200,6 +206,27 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
 def _split(module: nnx.Module) -> Any:
     """Splits a module into graph, parameters, random streams and buffers."""
     return nnx.split(module, nnx.Param, nnx.RngState, ...)
+
+
+def _refuse_overwritten(collections: Any) -> None:
+    if OVERWRITTEN in collections:
+        raise ValueError(
+            f"the module has a collection {OVERWRITTEN!r}, as Flax's layers in FP8 have it: its "
+            "gradients are its next values, and a step would average them over the replicas. Train "
+            "such a module with a loss of your own: the collection among the parameters, "
+            "optax.partition with a transformation that replaces them, and jax.lax.pmax over "
+            "group.axis_name in the backward rule of the maxima."
+        )
+
+
+def _refuse_write(name: str, variable: nnx.Variable, value: Any) -> Any:
+    """Refuses a write by a module, but not by Flax's transformations, which do not come here."""
+    raise ValueError(
+        f"the loss writes into the nnx.Param {name}, as nnx.SpectralNorm and nnx.WeightNorm do: a "
+        "step changes parameters by the optimizer alone, and the write would be lost. Compute with "
+        "the new value without storing it, or store it in another nnx.Variable; or change "
+        "state.params between steps."
+    )
 
 
 def _with_state(value: Any, model_state: Any) -> Any:

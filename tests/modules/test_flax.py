@@ -309,3 +309,45 @@ def test_nnx_modules_that_keep_what_they_sow_are_refused():
             else pytest.raises(ValueError, match=r"nnx\.pop\(model, nnx\.Intermediate\)")
         ):
             step(state, X)
+
+
+class Clipped(nnx.Module):
+    """Writes its weights as it runs, inside of Flax's transformations or not."""
+
+    def __init__(self, transform: Any, write: bool) -> None:
+        self.layer = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+        self.transform = transform
+        self.write = write
+
+    def __call__(self, x: Any) -> Any:
+        def run(layer: nnx.Linear, x: Any) -> Any:
+            if self.write:
+                layer.kernel[...] = jnp.clip(layer.kernel[...], -1, 1)
+            return layer(x)
+
+        return self.transform(run)(self.layer, x)
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f: f, nnx.jit, nnx.remat], ids=["as is", "jit", "remat"]
+)
+def test_a_module_that_writes_its_parameters_is_refused(transform: Any):
+    def trained(write: bool) -> Any:
+        net = fddp.from_nnx(Clipped(transform, write), lambda model, x: jnp.mean(model(x) ** 2))
+        step = fddp.train_step(net.loss_fn, optax.sgd(0.1))
+        return step(step.init(net.params, model_state=net.model_state), np.ones((8, 3), np.float32))
+
+    trained(False)
+    with pytest.raises(ValueError, match=r"the loss writes into the nnx\.Param layer/kernel"):
+        trained(True)
+
+
+def test_layers_in_fp8_are_refused_with_the_collection_that_gradients_overwrite():
+    module = linen.Dense(4, dot_general_cls=linen.Fp8DotGeneralOp)
+    net = fddp.from_linen(module, lambda model, x: jnp.mean(model(x) ** 2))
+    x = np.ones((8, 4), np.float32)
+    with pytest.raises(ValueError, match="has a collection '_overwrite_with_gradient'"):
+        net.init(jax.random.key(0), x)
+    variables = dict(module.init(jax.random.key(0), x))
+    with pytest.raises(ValueError, match="has a collection '_overwrite_with_gradient'"):
+        net.loss_fn(variables.pop("params"), x, model_state=variables)
