@@ -25,10 +25,8 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
-from bench.record import interleave, ratio, save, save_picture, summary
+from bench.record import interleave, ratio, save, summary
 from bench.two_hosts import BACKENDS, ask
-from fddp.analysis.tuning.link import Link, fit_link
-from fddp.measuring.plots import figure
 
 NUMBERS = 8_000_000
 SMALL = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
@@ -57,11 +55,8 @@ def main() -> None:
         for backend in args.backends
     }
     Console(width=100).print(table(results))
-    for backend, result in results.items():
-        print(f"{backend}: a call takes {Link(**result['link'])}")
     if not args.quick:
         print(save("allreduce", results))
-        print(picture(results))
     return None
 
 
@@ -86,9 +81,6 @@ def send(backend: str, path: str, rounds: int) -> None:
     totals = {n: seconds * NUMBERS / n for n, seconds in call_seconds.items()}
     if group.rank == 0:
         report = {
-            "link": fit_link(
-                [4 * n for n in SIZES], [float(np.median(call_seconds[n])) for n in SIZES]
-            )._asdict(),
             "numbers": NUMBERS,
             "sizes": [
                 {
@@ -125,25 +117,6 @@ def table(results: dict[str, Any]) -> Table:
             ]
         sheet.add_row(*cells)
     return sheet
-
-
-def picture(results: dict[str, Any]) -> Path:
-    """Draws the total over the size of a call; quartiles as a band."""
-    drawing, (axis,) = figure(1, height=4)
-    for backend, result in results.items():
-        numbers = [row["numbers_per_call"] for row in result["sizes"]]
-        middle, low, high = (
-            [row["total"][name] / 1e3 for row in result["sizes"]]
-            for name in ("median_ms", "quartile_1_ms", "quartile_3_ms")
-        )
-        (line,) = axis.plot(numbers, middle, "o-", label=backend)
-        axis.fill_between(numbers, low, high, color=line.get_color(), alpha=0.2)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("float32 numbers in a call")
-    axis.set_title("seconds to all-reduce 8 million of them, between two hosts", loc="left")
-    axis.legend(frameon=False)
-    return save_picture("allreduce", drawing, dpi=100)
 
 
 if __name__ == "__main__":

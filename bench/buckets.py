@@ -20,11 +20,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
+from bench.plots import figure
 from bench.problems import Problem
 from bench.record import ratio, save, save_picture, summary
 from bench.turns import BACKENDS, staged, take_turns
-from fddp.analysis.tuning.regrouping import different
-from fddp.measuring.plots import figure
 
 CAPS_MB = (0, 1, 2, 4, 8, 16, 25, 50)
 DEFAULT = 25  # PyTorch's and fddp's
@@ -58,7 +57,8 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     plans: dict[float, fddp.BucketPlan] = {
         cap: fddp.make_plan(task.params, bucket_cap_mb=cap) for cap in CAPS_MB
     }
-    chosen = different(plans) | {DEFAULT: plans[DEFAULT]}
+    first = {plan.digest: cap for cap, plan in reversed(plans.items())}
+    chosen = {*first.values(), DEFAULT}
     named = {
         f"{cap:g} MiB, {len(plans[cap].buckets)}": staged(task, group, cap)
         for cap in sorted(chosen)

@@ -14,7 +14,6 @@ with tiny models, and saves nothing.
              there is one
   cost       a fused step's time against a step by hand
   packing    packing and unpacking all gradients against a copy of as many bytes
-  estimate   a step's time against the estimate of `fddp.audit`, at this chip's peak rates
   memory     memory of each rank with shard=None, "optimizer" and "state"
   launchers  the GPU of each rank under fddp.launch, `python -m fddp run`, torchrun, mpirun, srun
   scanned    a step over scanned layers with XLA's pipelined all-reduce, and without
@@ -39,7 +38,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.on_gpu import ahead, cost, estimates, launchers, ranks, same
+from bench.on_gpu import ahead, cost, launchers, ranks, same
 from bench.on_gpu.machine import REHEARSAL, Machine, look, one_gpu, variables
 from bench.on_gpu.words import rows, sentence, unsound
 from bench.record import save
@@ -68,7 +67,6 @@ PARTS = {
     "ranks": Part(ranks.measures_of_training, ranks.tell_training, False, 4),
     "cost": Part(cost.measures_of_steps, cost.tell_steps, True, 2.5),
     "packing": Part(cost.measures_of_packing, cost.tell_packing, True, 0.5),
-    "estimate": Part(estimates.measures, estimates.tell, True, 1.5),
     "memory": Part(ranks.measures_of_memory, ranks.tell_memory, False, 4),
     "launchers": Part(launchers.measures, launchers.tell, False, 2),
     "scanned": Part(ranks.measures_of_scanned, ranks.tell_scanned, False, 2.5),

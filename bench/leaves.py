@@ -28,8 +28,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.jobs import MPIEXEC
-from bench.record import save, save_picture
-from fddp.measuring.plots import figure
+from bench.record import save
 
 LEAVES = (100, 300, 1000, 3000)
 WIDTH = 64
@@ -61,7 +60,6 @@ def main() -> None:
             print(f"{name:16} {count:5} leaves  {figures}", flush=True)
     if not args.quick:
         print(save("leaves", results))
-        print(picture(results))
 
 
 def in_processes(count: int, schedule: str, ranks: int) -> dict[str, float]:
@@ -139,21 +137,6 @@ def timed(step: Callable[[], None], result: Callable[[], Any]) -> tuple[float, f
         seconds.append(time.perf_counter() - start)
     settled = float(np.median(seconds[STEPS // 2 :]))
     return seconds[0] - settled, 1e3 * settled, 1e3 * float(np.median(thread_s[STEPS // 2 :]))
-
-
-def picture(results: dict[str, dict[int, dict[str, float]]]) -> Path:
-    """Each part over the number of leaves, on logarithmic axes; linear growth is the grey slope."""
-    sheet, axes = figure(len(results), height=4)
-    for axis, (name, rows) in zip(axes, results.items()):
-        counts = list(rows)
-        for part in (*PARTS, *SAVING):
-            scale = 1e-3 if part.endswith("ms") else 1
-            axis.loglog(counts, [scale * rows[n][part] for n in counts], "o-", label=part)
-        start = min(rows[counts[0]]["init_s"], 0.01)
-        axis.loglog(counts, [start * n / counts[0] for n in counts], color="0.7", label="linear")
-        axis.set(title=name, xlabel="leaves", ylabel="seconds")
-        axis.legend(fontsize=7, ncols=2)
-    return save_picture("leaves", sheet, dpi=110)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ from rich.console import Console
 from rich.table import Table
 
 import fddp
+from bench.plots import figure
 from bench.record import save, save_picture, saved
 from fddp import hooks
-from fddp.measuring.plots import figure
 from models import data, gpt
 
 REPLICAS = 4

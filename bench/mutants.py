@@ -46,7 +46,7 @@ def on_ranks(*names: str) -> tuple[str, ...]:
 CLAIMS = "tests/on_ranks/"
 # Package → files and folders of tests that run after its own, the nearest first.
 NEAREST: dict[str, tuple[str, ...]] = {
-    "analysis": ("tests/test_command.py",),
+    "analysis": ("tests/test_command.py", *on_ranks("measurement")),
     "buckets": (
         *("tests/step/test_embeddings.py", "tests/step/test_dtypes.py"),
         *on_ranks("rows"),
@@ -64,10 +64,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *("tests/step/test_check_replicas_every.py", "tests/step/test_skip_nonfinite.py"),
         *on_ranks("guards"),
     ),
-    "hlo": (
-        *("tests/step/test_mesh_group.py", "tests/step/test_sums_in_loops.py"),
-        "tests/analysis/test_audit.py",
-    ),
+    "hlo": (*("tests/step/test_sums_in_loops.py", "tests/analysis/test_audit.py"),),
     "hooks": (
         *on_ranks("hooks"),
         *("tests/sharding/test_shard_pairs.py", "tests/sharding/test_shard.py"),
@@ -84,16 +81,12 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "local_training": on_ranks("local_steps"),
     "losses": ("tests/step", "tests/data", "tests/evaluation", *on_ranks("join")),
-    "measuring": (
-        *("tests/analysis/test_measurement.py", "tests/analysis/test_statistics.py"),
-        *on_ranks("measurement"),
-    ),
     "modules": (*on_ranks("modules"), "tests/test_models.py"),
     "optim": ("tests/local_training", "tests/step"),
     "reproducible": (*on_ranks("virtual_replicas"), "tests/data"),
     "runtime": ("tests/test_command.py", *on_ranks("start")),
     "schedules": (
-        *on_ranks("eager", "footprint", "scan", "differing_programs", "train_step"),
+        *on_ranks("eager", "scan", "differing_programs", "train_step"),
         *("tests/hooks/test_hook_memory.py", "tests/analysis/test_audit.py"),
         *("tests/step", "tests/sharding"),
     ),

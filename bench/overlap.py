@@ -7,12 +7,6 @@ Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. All ways of a 
 once and take turns, four steps each, so that a slow moment of the machine hits all alike. PyTorch
 lives in an environment of its own: give the path of its python.
 
-  T_bound    the earliest end that stages, all-reduces and updates allow: stages and updates
-             measured alone, all-reduces in "after", on the rank that waits the least for the other;
-             so a step may beat it by the noise of these
-  E          overlap efficiency (T_after - T_staged) / (T_after - T_bound)
-  E_beside   the same, where T_bound has stages, all-reduces and updates as they were next to each
-             other: the loss by waiting alone, and not by sharing a core
   exposed    (T - T_alone) / T_traffic: T_alone the fastest step without traffic, fddp's or
              PyTorch's, T_traffic the sum of the all-reduces when nothing else runs
 """
@@ -34,14 +28,14 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.jobs import ending
+from bench.plots import draw, figure
 from bench.record import save, save_picture
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
-from fddp.measuring.plots import draw, figure
-from fddp.schedules.timeline import Span, Timeline, outline, simulate
+from fddp.schedules.timeline import Span, Timeline
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
 PROBLEM_S = 480.0  # after these seconds no further round of a problem begins
-# Near the choice of fddp.tune on these hosts, see bench/tuning.py.
+# Near the best on these hosts: see bench/buckets.py.
 CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}
 
 
@@ -165,7 +159,7 @@ def in_turns(
 def evaluate(
     seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timeline, ...]]]
 ) -> dict[str, Any]:
-    """Medians, bounds, efficiencies and exposed shares."""
+    """Medians and exposed shares."""
     times = {way: float(np.median(values)) for way, values in seconds.items()}
     result: dict[str, Any] = {
         "step_ms": {
@@ -181,24 +175,11 @@ def evaluate(
     }
     fastest = min(seconds for way, seconds in times.items() if way.startswith("alone"))
     for wire in ("Gloo", "MPI"):
-        staged = f"fddp staged ({wire})"
-        after = f"fddp after ({wire})"
-        local_way = f"alone, staged ({wire})"
-        stages = _medians(spans[local_way], "compute")
-        updates = _medians(spans[local_way], "update")
-        sends = _medians(spans[after], "communication")
-        # All other time, Python's, comes at the end, as it does in every way.
-        updates[-1] += max(0.0, times[local_way] - sum(stages) - sum(updates))
-        bound = simulate(*outline(stages, sends, updates)).seconds
-        saved = times[after] - times[staged]
-        lost = float(np.median([_waited(ranks) for ranks in spans[staged]]))
+        sends = _medians(spans[f"fddp after ({wire})"], "communication")
         result[wire] = {
-            "alone_ms": 1e3 * times[local_way],
+            "alone_ms": 1e3 * times[f"alone, staged ({wire})"],
             "traffic_ms": 1e3 * sum(sends),
-            "bound_ms": 1e3 * bound,
-            "efficiency": saved / (times[after] - bound),
-            "efficiency_beside": saved / (saved + lost),
-            "exposed": (times[staged] - fastest) / sum(sends),
+            "exposed": (times[f"fddp staged ({wire})"] - fastest) / sum(sends),
         }
     if "PyTorch, alone" in times:
         ddp = min((way for way in times if way.startswith("PyTorch DDP")), key=times.__getitem__)
@@ -209,19 +190,6 @@ def evaluate(
 
 def _timeline(spans: Sequence[dict[str, Any]]) -> Timeline:
     return Timeline(tuple(Span(**span) for span in spans))
-
-
-def _waited(ranks: Sequence[Timeline]) -> float:
-    """The seconds of a step beyond the bound by its own stages, all-reduces and updates."""
-    sends = np.min(
-        [[span.seconds for span in line.communication] for line in ranks], axis=0
-    ).tolist()
-    seconds_of = lambda spans: [span.seconds for span in spans]  # noqa: E731
-    bounds = [
-        simulate(*outline(seconds_of(line.compute), sends, seconds_of(line.updates))).seconds
-        for line in ranks
-    ]
-    return max(line.seconds - bound for line, bound in zip(ranks, bounds))
 
 
 def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:

@@ -14,8 +14,6 @@ import argparse
 import json
 import sys
 import time
-from collections import defaultdict
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ sys.path.insert(0, str(ROOT))
 import fddp
 from bench.problems import Problem, problem
 from bench.record import ratio, save, summary
-from bench.steady import steady_seconds
 from bench.two_hosts import BACKENDS, ask
 from fddp.buckets import MiB
 
@@ -87,14 +84,11 @@ def main() -> None:
                     f"{entry['step']['median_ms']:7.1f} ms, {entry['to_whole']['median']:.3f} of "
                     f"whole"
                 )
-                paper = (
-                    f", on paper {entry['on_paper_ms']:.1f} ms" if "on_paper_ms" in entry else ""
-                )
                 memory = (
                     f"optimizer {entry['optimizer_mib']:.1f} MiB, parameters "
                     f"{entry['parameters_mib']:.1f} MiB"
                 )
-                print(f"{name}, {backend}, {way:17} {times}{paper}; {memory}")
+                print(f"{name}, {backend}, {way:17} {times}; {memory}")
     if not args.quick:
         print(save(args.name, results))
     return None
@@ -111,19 +105,12 @@ def one_host(
     for turn in range(-1, rounds):
         for way, training in ways.items():
             group.barrier()
-            if turn == 0:
-                training.seconds.clear()
             # The first step meets pending traffic of another training.
             duration = [training.step_seconds() for _ in range(STEPS)][1:]
             jax.block_until_ready(
                 training.state
             )  # nor shall the next training meet that of this one
             seconds[way] += duration if turn >= 0 else []
-    on_paper = {
-        way: group.all_reduce(np.array(ways[way].on_paper()), op="max")
-        for way in ways
-        if way.endswith("eager")
-    }
     slower = {
         way: group.all_reduce(np.array(durations), op="max") for way, durations in seconds.items()
     }
@@ -140,9 +127,6 @@ def one_host(
                 "sent_mib": round(
                     int(np.sum(np.asarray(training.info.sent), dtype=np.int64)) / MiB, 2
                 ),
-                **(
-                    {"on_paper_ms": round(1e3 * float(on_paper[way]), 1)} if way in on_paper else {}
-                ),
             }
             for way, training in ways.items()
         }
@@ -157,8 +141,6 @@ class Training:
         self.step = fddp.train_step(
             task.loss_fn, optax.adamw(1e-4), group=group, has_aux=True, **caps, **options
         )
-        self.seconds = defaultdict[str, list[float]](list)
-        self.nbytes = dict[str, int]()
         self.state = self.step.init(task.params, model_state=task.model_state)
         self.batch = task.batch
 
@@ -167,36 +149,7 @@ class Training:
         begin = time.perf_counter()
         self.state, self.info = self.step(self.state, self.batch)
         jax.block_until_ready(self.info)
-        duration = time.perf_counter() - begin
-        for span in self.step.timeline().spans:
-            self.seconds[span.name].append(span.seconds)
-            if span.nbytes:  # it has come back
-                self.nbytes[span.name] = span.nbytes
-        return duration
-
-    def on_paper(self) -> float:
-        """Seconds of an eager step on paper: stages as long as with traffic, updates as alone.
-
-        Sums, some of which lie in two steps, take the median time per byte.
-        """
-        listed = self.step.tasks(self.state, self.batch)
-        names = {task.name for task in listed.messages}
-        rates = [
-            seconds / self.nbytes[name]
-            for name in names
-            for seconds in self.seconds[name]
-            if name in self.nbytes
-        ]
-        per_byte = float(np.median(rates))
-        seconds_of = dict[str, float]()
-        for task in listed.tasks:
-            if task.name in names:
-                seconds_of[task.name] = self.nbytes[task.name] * per_byte
-            elif task.kind == "compute":
-                seconds_of[task.name] = float(np.median(self.seconds[task.name]))
-            else:
-                seconds_of[task.name] = min(self.seconds[task.name])
-        return steady_seconds(listed.tasks, seconds_of, attrgetter("replaces"))
+        return time.perf_counter() - begin
 
 
 def local_bytes(tree: Any) -> int:

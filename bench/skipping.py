@@ -23,14 +23,12 @@ import numpy as np
 import optax
 from rich.console import Console
 from rich.table import Table
-from scipy import signal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
-from bench.record import ratio, save, save_picture, summary
+from bench.record import ratio, save, summary
 from bench.turns import BACKENDS, staged, take_turns
-from fddp.measuring.plots import figure
 from models import data, mlp
 
 EVERY = (1, 2, 4, 8)
@@ -86,7 +84,6 @@ def main() -> None:
     Console(width=100).print(sheet)
     if not args.quick:
         print(save("skipping", {"speed": speed, "batches": count, "last_loss": last}))
-        print(picture(speed, losses))
 
 
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
@@ -130,29 +127,6 @@ def loss_fn(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
 def mean_of_last(losses: list[float]) -> float:
     """The mean of the last tenth."""
     return round(float(np.mean(losses[-len(losses) // 10 :])), 5)
-
-
-def picture(
-    speed: Mapping[str, Mapping[str, Any]], losses: Mapping[int, Mapping[int, list[float]]]
-) -> Path:
-    """Draws the time of a batch over k, and a panel of smoothed losses for every size of a
-    batch."""
-    sheet, axes = figure(1 + len(losses))
-    for backend, rows in speed.items():
-        axes[0].plot(list(rows), [row["median_ms"] for row in rows.values()], "o-", label=backend)
-    axes[0].set_title("MLP: ms a batch, synchronized every k batches", loc="left")
-    axes[0].set_ylim(bottom=0)
-    low_pass: Any = signal.butter(3, 0.05)
-    for axis, (rows, lines) in zip(axes[1:], losses.items()):
-        for k, line in lines.items():
-            axis.plot(signal.filtfilt(low_pass[0], low_pass[1], line), label=f"every {k}")
-        axis.set_title(
-            f"training loss over batches of {rows} rows, rate {PANELS[rows]}", loc="left"
-        )
-        axis.set_yscale("log")
-    for axis in axes:
-        axis.legend(frameon=False)
-    return save_picture("skipping", sheet, dpi=80)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,25 @@ def read(name: str, replicas: int = 1) -> Workload:
     Returns:
       The workload.
     """
+    module, model, rows = _model(name, replicas)
+    batch = jax.device_put(module.batch(model, rows))
+    params, model_state = jax.jit(lambda: module.init(model, jax.random.key(0), batch))()
+    return Workload(module.loss_fn(model), params, model_state, batch)
+
+
+def shapes(name: str, replicas: int = 1) -> Workload:
+    """Makes a workload like `read`, with shapes in place of arrays."""
+    module, model, rows = _model(name, replicas)
+    form = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
+    batch = jax.tree.map(form, module.batch(model, rows))
+    params, model_state = jax.eval_shape(lambda x: module.init(model, jax.random.key(0), x), batch)
+    return Workload(module.loss_fn(model), params, model_state, batch)
+
+
+def _model(name: str, replicas: int) -> tuple[Any, Any, int]:
     model_name, _, rows = name.rpartition(":")
     preset_name, _, layers = model_name.partition("@")
     module_name, preset = preset_name.split(":")
     module = importlib.import_module(f"models.{module_name}")
     model = module.PRESETS[preset].clone(**({"layers": int(layers)} if layers else {}))
-    batch = jax.device_put(module.batch(model, replicas * int(rows)))
-    params, model_state = jax.jit(lambda: module.init(model, jax.random.key(0), batch))()
-    return Workload(module.loss_fn(model), params, model_state, batch)
+    return module, model, replicas * int(rows)

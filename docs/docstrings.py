@@ -25,9 +25,7 @@ INTERNAL = {
     ),
     "training.settled_step.SettledStep": (
         "held",
-        "lately",
         "optimizer",
-        "sent",
         "settled",
         "skips",
         "steps",

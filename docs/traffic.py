@@ -3,17 +3,16 @@ backward pass.
 
     uv run python docs/traffic.py
 
-Both steps are on paper. The seconds of their stages, updates and messages are measured:
-bench/results/tuning.json has them, for an MLP with a bucket for each of its layers, on two hosts
-joined by 1 Gbit/s, over Gloo. `simulate` runs the tasks as `fddp.tune` does; the same file says how
-long the staged step took when it was run.
+Both steps are on paper. The durations of their stages, updates and messages were measured on two
+hosts joined by 1 Gbit/s, over Gloo, for an MLP with a bucket for each of its layers, and put one
+after the other: bench/results/traffic.json has kind, name, start and end in ms.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
-from fddp.analysis.tuning.link import Link
-from fddp.schedules.timeline import Pace, Timeline, outline, simulate
+from fddp.schedules import Span, Timeline
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "traffic.svg"
@@ -31,17 +30,13 @@ def main() -> None:
 
 def steps() -> tuple[Timeline, Timeline]:
     """The step with its traffic behind the backward pass, and the one with its traffic under it."""
-    found = json.loads((ROOT / "bench" / "results" / "tuning.json").read_text())["results"][
-        "mlp, gloo"
-    ]
-    (cap,) = (row for row in found["caps"] if row["cap_mb"] == found["chosen_mb"])
-    *updates, last = (update / 1e3 for update in cap["updates_ms"])
-    updates = [*updates, last + found["idle_ms"] / 1e3]
-    stages = [stage / 1e3 for stage in cap["stages_ms"]]
-    sends = [Link(**found["link"]).seconds(nbytes) for nbytes in cap["nbytes"]]
-    behind = simulate(*outline([sum(stages)], sends, [sum(updates)]))
-    under = simulate(*outline(stages, sends, updates), Pace(**found["pace"]))
-    return behind, under
+    spans = json.loads((ROOT / "bench" / "results" / "traffic.json").read_text())
+    return _timeline(spans["behind"]), _timeline(spans["under"])
+
+
+def _timeline(rows: list[list[Any]]) -> Timeline:
+    spans = (Span(kind, name, start / 1e3, end / 1e3) for kind, name, start, end in rows)
+    return Timeline(tuple(spans))
 
 
 def drawing(behind: Timeline, under: Timeline) -> str:

@@ -62,7 +62,7 @@ SYMPTOMS = (
     Fault(
         "Two processes are slower than one process.",
         "The link is slow, the bucket cap does not fit it, or the processes compete for cores.",
-        "Call `step.measure(state, batches)`, which shows where the time goes; see "
+        "Call `fddp.measure(step, state, batches)`, which shows where the time goes; see "
         "[schedule and bucket cap](performance.md).",
     ),
     Fault(
@@ -277,11 +277,6 @@ PACKAGES = (
         "fddp.Checkpoints needs TensorStore",
         "TensorStore is not a requirement of fddp.",
         "`pip install tensorstore`",
-    ),
-    Fault(
-        "a picture needs matplotlib",
-        "Pictures of `measure` and `audit` are drawn by matplotlib.",
-        "`pip install matplotlib`",
     ),
     Fault(
         "compiling for GPUs needs the package …, not installed here",
@@ -670,14 +665,9 @@ OBSERVERS = (
         "Give a target, or use `fddp.init('gloo')`.",
     ),
     Fault(
-        "tune simulates the staged schedule, for groups of one replica per process",
-        "`fddp.tune` measures on CPU hosts with one device per process.",
-        "Start one process per device. For GPUs give `target=`.",
-    ),
-    Fault(
-        "measure with two or more",
-        "One replica sends nothing, so there is no link to measure.",
-        "Start at least two processes.",
+        "an audit reads one program, of a step with",
+        "The sums of *staged*, *eager* and *after* are not part of a program.",
+        "`step.with_options(schedule='fused')`; `fddp.measure` shows what a staged step overlaps.",
     ),
 )
 

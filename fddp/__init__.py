@@ -18,8 +18,7 @@ Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
 Data: samples, Stacked, join, gather_rows
 Hooks: hooks, Hook, GradBucket, all_reduce
 Buckets: grad_order, make_plan, BucketPlan, Bucket, Leaf, pack, unpack
-Look inside: check, Checked, measure, Measurement, stats, Stats, tune, Tuning, Link, \
-audit, Audit
+Look inside: check, Checked, measure, Measurement, tune, Tuning, audit, Audit
 """
 
 from importlib import import_module
@@ -52,10 +51,6 @@ from fddp.losses import Shared as Shared
 from fddp.losses import Stacked as Stacked
 from fddp.losses import Weighted as Weighted
 from fddp.losses import mixed_precision as mixed_precision
-from fddp.measuring import Measurement as Measurement
-from fddp.measuring import Stats as Stats
-from fddp.measuring import measure as measure
-from fddp.measuring import stats as stats
 from fddp.optim import DynamicScaleState as DynamicScaleState
 from fddp.optim import dynamic_scale as dynamic_scale
 from fddp.runtime import alive as alive
@@ -75,13 +70,14 @@ from fddp.training import value_and_grad as value_and_grad
 
 if TYPE_CHECKING:
     from fddp import elastic as elastic
-    from fddp.analysis.auditing.report import Audit as Audit
-    from fddp.analysis.auditing.report import audit as audit
+    from fddp.analysis.audit import Audit as Audit
+    from fddp.analysis.audit import audit as audit
     from fddp.analysis.mean_over_rows import Checked as Checked
     from fddp.analysis.mean_over_rows import check as check
-    from fddp.analysis.tuning.link import Link as Link
-    from fddp.analysis.tuning.tune import tune as tune
-    from fddp.analysis.tuning.tuning import Tuning as Tuning
+    from fddp.analysis.measure import Measurement as Measurement
+    from fddp.analysis.measure import measure as measure
+    from fddp.analysis.tune import Tuning as Tuning
+    from fddp.analysis.tune import tune as tune
     from fddp.checkpoints import Checkpoints as Checkpoints
     from fddp.modules.batch_norm import BatchNorm as BatchNorm
     from fddp.modules.convolution import conv_general_dilated as conv_general_dilated
@@ -92,11 +88,10 @@ if TYPE_CHECKING:
 
 # Loaded at first use: observers, and modules that need Flax or TensorStore.
 _LATER = {
-    **dict.fromkeys(("Audit", "audit"), "fddp.analysis.auditing.report"),
+    **dict.fromkeys(("Audit", "audit"), "fddp.analysis.audit"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),
-    "Link": "fddp.analysis.tuning.link",
-    "Tuning": "fddp.analysis.tuning.tuning",
-    "tune": "fddp.analysis.tuning.tune",
+    **dict.fromkeys(("Measurement", "measure"), "fddp.analysis.measure"),
+    **dict.fromkeys(("Tuning", "tune"), "fddp.analysis.tune"),
     "BatchNorm": "fddp.modules.batch_norm",
     "Checkpoints": "fddp.checkpoints",
     "conv_general_dilated": "fddp.modules.convolution",
@@ -105,11 +100,6 @@ _LATER = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Choice":
-        import warnings  # not among the names of fddp
-
-        warnings.warn("fddp.Choice is deprecated: use fddp.Tuning.", DeprecationWarning, 2)
-        name = "Tuning"
     if name == "elastic":
         return import_module("fddp.elastic")
     if name not in _LATER:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from bench import beside, hosts
+from bench import hosts
 from bench.jobs import start
 from bench.mutants import KINDS, NEAREST, ROOT, Mutant, applies, read_mutants
 from bench.problems import BACKWARD_S, ELEMENTS, FORWARD_S, LAYERS, waiting
@@ -30,11 +30,6 @@ def test_a_question_says_what_it_asks_and_has_a_quick_answer(name, monkeypatch, 
         importlib.import_module(f"bench.{name}").main()
     shown = capsys.readouterr().out
     assert "--quick" in shown and "?" in shown
-
-
-def test_the_table_of_plain_jax_is_what_was_saved():
-    page = beside.PAGE.read_text()
-    assert with_table(page, beside.sections(saved("beside")), "bench/beside.py") == page
 
 
 def test_the_table_of_2_to_16_hosts_is_what_was_saved():
@@ -123,12 +118,10 @@ def test_a_network_that_waits_has_the_gradients_of_the_sum_of_its_layers_means()
 @pytest.mark.ranks
 def test_no_step_measured_on_loopback_is_shorter_than_its_waits():
     measurement = hosts.measure(
-        {"gloo": partial(start, "gloo", 2)}, 2, 1, 100, rounds=1, warm_up=lambda way: 1
+        {"gloo": partial(start, "gloo", 2)}, 2, 100, rounds=1, warm_up=lambda way: 1
     )
     least = 1e3 * LAYERS * (FORWARD_S + BACKWARD_S)
-    assert {
-        way: low >= least for way, (low, _, _) in measurement["step_ms"].items()
-    } == dict.fromkeys(
-        ("fddp staged (Gloo)", "fddp eager (Gloo)", "fddp after (Gloo)", "alone (Gloo)"), True
+    ways = ("fddp staged (Gloo)", "fddp eager (Gloo)", "fddp after (Gloo)", "alone (Gloo)")
+    assert {way: low >= least for way, (low, _, _) in measurement["step_ms"].items()} == (
+        dict.fromkeys(ways, True)
     )
-    assert measurement["alone_ms"] >= least and measurement["bound_ms"] >= measurement["traffic_ms"]

@@ -114,15 +114,9 @@ def test_ranks_have_the_losses_of_one_replica_and_send_the_planned_buckets(rehea
 
 
 @every_part
-def test_the_times_of_a_step_by_hand_and_of_an_estimate_are_there(rehearsed):
+def test_the_times_of_a_step_by_hand_are_there(rehearsed):
     for entry in figures(rehearsed, "cost").values():
         assert entry["fddp / by hand"]["median"] > 0 and abs(entry["extra_memory_in_gradients"]) < 1
-    estimates = figures(rehearsed, "estimate")
-    # Three kernels and 16 rows: two operations a product, three products each but for the first
-    # input's gradient.
-    products = 2 * 16 * (3 * (16 * 32 + 32 * 32 + 32 * 8) - 16 * 32)
-    assert estimates["mlp:tiny:16"]["GFLOP"] == pytest.approx(products / 1e9)
-    assert all(estimate["measured / estimated"] > 1 for estimate in estimates.values())
 
 
 @every_part

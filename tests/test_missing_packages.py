@@ -12,7 +12,6 @@ import pytest
 
 import fddp
 from fddp.__main__ import main
-from fddp.measuring.plots import figure
 from fddp.runtime import mpi_vendors
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import read_launch
@@ -24,12 +23,6 @@ def test_no_text_of_the_library_advises_to_install_fddp_or_an_extra():
     advice = re.compile(r"""install '?fddp\b|fddp\[|extra ['"]""")
     sources = list((ROOT / "fddp").rglob("*.py"))
     assert sources and [path.name for path in sources if advice.search(path.read_text())] == []
-
-
-def test_a_picture_without_matplotlib_names_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(RuntimeError, match=r"needs matplotlib: pip install matplotlib\."):
-        figure(1)
 
 
 @pytest.mark.steps

@@ -18,7 +18,8 @@ import pytest
 
 import fddp
 from fddp import hooks
-from fddp.__main__ import OBSERVERS, main
+from fddp.__main__ import main
+from fddp.analysis.measure import bytes_of
 from fddp.comm.mesh_programs import GPU_OPTIONS
 from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS
 from fddp.step.foreign_options import ANSWERS
@@ -119,8 +120,10 @@ def per_parameter(
     params = [jnp.zeros((64, 64), dtype)] * 4
     step = fddp.train_step(tanh_layers, optimizer or optax.adamw(0.1), group=group, **options)
     step.init(params)
-    replica_bytes = step.stats().replica_bytes
-    return [nbytes / (4 * 64 * 64) for nbytes in (*replica_bytes.held, replica_bytes.gradients)]
+    held = bytes_of(step.held)
+    gradients = sum(bucket.nbytes for bucket in step.plan.buckets)
+    nbytes = (*(held[name] for name in ("params", "opt_state", "hook_state")), gradients)
+    return [n / (4 * 64 * 64) for n in nbytes]
 
 
 def test_a_replica_holds_between_steps_what_the_formulas_say(group: Groups):
@@ -130,7 +133,7 @@ def test_a_replica_holds_between_steps_what_the_formulas_say(group: Groups):
     formulas = {cells[0].strip("*"): [cell.strip("*") for cell in cells[1:]] for cells in table}
     assert heads == list(LAYOUTS)
     for column, options in enumerate(LAYOUTS.values()):
-        params, opt_state, *_, gradients = per_parameter(group(REPLICAS), **options)
+        params, opt_state, _, gradients = per_parameter(group(REPLICAS), **options)
         for name, nbytes in (
             ("parameters", params),
             ("optimizer state", opt_state),
@@ -147,7 +150,7 @@ def test_optimizers_and_precisions_change_the_bytes_as_the_table_says(group: Gro
     assert {name for name, *_ in table} >= set(PRECISIONS)
     for name, *cells in table:
         if name in PRECISIONS:
-            params, opt_state, *_, gradients = per_parameter(group(REPLICAS), *PRECISIONS[name])
+            params, opt_state, _, gradients = per_parameter(group(REPLICAS), *PRECISIONS[name])
             assert [params, opt_state, gradients] == pytest.approx(
                 [float(cell) for cell in cells], abs=0.01
             ), name
@@ -155,14 +158,13 @@ def test_optimizers_and_precisions_change_the_bytes_as_the_table_says(group: Gro
 
 @pytest.mark.parametrize("hook", [hooks.quantize(), hooks.quantize(bits=1)], ids=str)
 def test_the_memory_of_a_hook_is_eight_bytes_per_parameter(group: Groups, hook: fddp.Hook):
-    _, _, _, hook_state, *_ = per_parameter(group(REPLICAS), hook=hook)
+    _, _, hook_state, _ = per_parameter(group(REPLICAS), hook=hook)
     assert hook_state == 8 and "holds 8 further bytes" in MEMORY
 
 
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.quick("none-fused", "shard optimizer-fused")
+@pytest.mark.quick("none", "shard optimizer")
 @pytest.mark.steps
-@pytest.mark.parametrize("schedule", ["fused", "staged"])
 @pytest.mark.parametrize(
     "row",
     [
@@ -175,21 +177,19 @@ def test_the_memory_of_a_hook_is_eight_bytes_per_parameter(group: Groups, hook: 
     ],
     ids=lambda row: re.sub(r"\W+", " ", row).strip(),
 )
-def test_xla_plans_the_peaks_of_the_table(group: Groups, row: str, schedule: Any):
+def test_xla_plans_the_peaks_of_the_table(group: Groups, row: str):
     """Later versions of XLA may plan somewhat other buffers."""
     (cells,) = [cells for cells in rows(MEMORY, "The peak of a step") if cells[0] == row]
-    between, fused, staged = (float(cell) for cell in cells[1:])
-    options: dict[str, Any] = {"bucket_cap_mb": 4, "schedule": schedule}
+    between, peak = (float(cell) for cell in cells[1:])
+    options: dict[str, Any] = {"bucket_cap_mb": 4, "schedule": "fused"}
     if row != "none":
         options |= eval(f"dict({row.strip('`')})")
     step = fddp.train_step(tanh_layers, optax.adamw(0.1), group=group(REPLICAS), **options)
     state = step.shapes([jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS)
     memory = fddp.audit(step, state, jax.ShapeDtypeStruct((16, WIDTH), jnp.float32)).memory
     assert memory is not None
-    assert memory.given / COUNT == pytest.approx(between, abs=0.05)
-    assert memory.peak / COUNT == pytest.approx(
-        {"fused": fused, "staged": staged}[schedule], rel=0.05
-    )
+    assert memory.resident / COUNT == pytest.approx(between, abs=0.05)
+    assert memory.peak / COUNT == pytest.approx(peak, rel=0.05)
 
 
 ### The command line
@@ -234,32 +234,10 @@ def of_ranks(folder: Path, script: str, **variables: str) -> str:
 
 
 def test_the_page_has_a_section_and_an_example_of_each_command():
-    names = [*OBSERVERS, "run", "flight"]
-    assert len(names) > 5
+    names = ["run", "flight", "doctor"]
     assert sorted(re.findall(r"^## ([a-z]+)$", COMMANDS, re.MULTILINE)) == sorted(names)
     examples = {command.split()[0] for command in EXAMPLES}
     assert sorted({*examples, "doctor"}) == sorted(names)  # doctor's output is of one machine
-
-
-@pytest.mark.usefixtures("optimized")
-@pytest.mark.steps
-@pytest.mark.parametrize(
-    "name",
-    [
-        "plan",
-        "measure",
-        "reproduce",
-        pytest.param("audit", marks=pytest.mark.aot),
-        pytest.param("tune", marks=pytest.mark.aot),
-    ],
-)
-def test_a_command_prints_what_the_page_shows(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(ROOT)
-    (command,) = [command for command in EXAMPLES if command.startswith(f"{name} ")]
-    assert main(shlex.split(command)) == 0
-    assert words(capsys.readouterr().out) == words(EXAMPLES[command])
 
 
 @pytest.mark.ranks

@@ -143,11 +143,8 @@ def test_the_first_picture_shows_the_measured_stages():
     traffic = runpy.run_path(str(DOCS / "traffic.py"))
     serial, under = traffic["steps"]()
     assert traffic["PICTURE"].read_text() == traffic["drawing"](serial, under)
-    tuned = measured("tuning")["mlp, gloo"]
-    (cap,) = (row for row in tuned["caps"] if row["cap_mb"] == tuned["chosen_mb"])
-    assert 1e3 * under.seconds == pytest.approx(cap["predicted_ms"])
     page = (DOCS / "index.md").read_text()
-    for ms in (1e3 * serial.seconds, 1e3 * under.seconds, cap["measured_ms"]):
+    for ms in (1e3 * serial.seconds, 1e3 * under.seconds):
         assert f" {ms:.0f} ms" in page
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import optax
+
 import fddp
 from bench.on_gpu.machine import CAP_MB, RANKED, Machine
-from fddp.analysis.auditing import device_memory
-from fddp.analysis.auditing.report import Audit
-from fddp.analysis.auditing.targets import read_target
-from fddp.analysis.workload import find_workload
+from bench.workload import shapes
+from fddp.analysis.audit import Audit
+from fddp.analysis.targets import read_target
 from fddp.buckets import MiB
-from fddp.schedules import of_one_program
 
 SHARDS = (None, "optimizer", "state")
 REPLICAS = 8
@@ -32,26 +32,23 @@ def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
 
 def audited(name: str, where: str) -> dict[str, Any]:
     """Audits the step of the ranks, for a model as module:preset:rows."""
-    workload, target = _read(name, where)
-    options = {"schedule": "fused", "bucket_cap_mb": CAP_MB}
-    step, state, batch = workload.forms(target.group(), **options)
+    step, state, batch = _forms(name, where, bucket_cap_mb=CAP_MB)
     return {"target": where, **audit_figures(fddp.audit(step, state, batch, where))}
 
 
 def memory_of(name: str, chip: str, shard: Any) -> dict[str, Any]:
     """Reads the memory of each of eight GPUs off a compiled program, for a model as
     module:preset:rows."""
-    workload, target = _read(name, f"{chip}:{REPLICAS}")
-    step, state, batch = workload.forms(target.group(), schedule="fused", shard=shard)
-    lowered = step.lower(state, batch)
-    return {"target": target.name, **allocated(lowered)}
+    target = f"{chip}:{REPLICAS}"
+    step, state, batch = _forms(name, target, shard=shard)
+    return {"target": target, **allocated(step.lower(state, batch))}
 
 
 def allocated(lowered: Any) -> dict[str, float]:
     """XLA's figures of a program's memory in MiB: arguments, and its other allocations."""
-    memory = device_memory.memory_of(of_one_program(lowered.compile()))
-    assert memory is not None  # XLA reports it for GPUs
-    return {"arguments_MiB": memory.given / MiB, "more_MiB": memory.more / MiB}
+    plan = lowered.compile().memory_analysis()
+    more = plan.temp_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
+    return {"arguments_MiB": plan.argument_size_in_bytes / MiB, "more_MiB": more / MiB}
 
 
 def audit_figures(audit: Audit) -> dict[str, Any]:
@@ -63,7 +60,6 @@ def audit_figures(audit: Audit) -> dict[str, Any]:
         "starts": [audit.label(k) for k in range(len(audit.collectives))],
         "heavy_in_flight": [collective.heavy for collective in audit.collectives],
         "heavy": audit.heavy,
-        "GFLOP": audit.flops / 1e9,
         "problems": list(audit.problems()),
     }
 
@@ -88,7 +84,11 @@ def program_words(figures: dict[str, Any]) -> str:
     )
 
 
-def _read(name: str, where: str) -> tuple[Any, Any]:
+def _forms(name: str, where: str, **options: Any) -> tuple[Any, Any, Any]:
+    """A fused step for a target, with the shapes of its state and of all replicas' rows."""
     target = read_target(where)
-    workload, _, rows = name.rpartition(":")
-    return find_workload(f"models.{workload}")(int(rows), target.size, shapes=True), target
+    workload = shapes(name, target.size)
+    settings = {"group": target.group(), "has_aux": True, "schedule": "fused", **options}
+    step = fddp.train_step(workload.loss_fn, optax.adamw(1e-3), **settings)
+    state = step.shapes(workload.params, model_state=workload.model_state)
+    return step, state, workload.batch

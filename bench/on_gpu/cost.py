@@ -13,7 +13,6 @@ from bench.on_gpu.machine import Machine
 from bench.overhead import measure
 from bench.record import interleave, ratio
 from bench.workload import read
-from fddp.analysis.auditing.gpus import CHIPS
 from fddp.buckets.packing import pack, unpack
 
 
@@ -63,9 +62,6 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
         "MiB": nbytes / 2**20,
         "buckets": len(plan.buckets),
         "copy_bytes_per_s": rate,
-        "copy / peak": rate / CHIPS[machine.chip].memory_bytes_per_s
-        if machine.on_gpu and machine.chip
-        else None,
         **{f"{way}_us": 1e6 * float(np.median(values)) for way, values in seconds.items()},
         **{f"{way} / copy": ratio(seconds[way], seconds["copy"]) for way in ("pack", "unpack")},
         **({} if equal else {"wrong": "what was unpacked is not what was packed"}),
@@ -74,11 +70,9 @@ def packing(name: str, machine: Machine) -> dict[str, Any]:
 
 def tell_packing(figures: dict[str, Any]) -> str:
     """The figures in words."""
-    peak = figures["copy / peak"]
-    share = "" if peak is None else f", {peak:.0%} of the memory's peak"
     return (
         f"{figures['MiB']:.1f} MiB in {figures['buckets']} buckets: packing takes "
         f"{figures['pack / copy']['median']:.2f} and unpacking "
         f"{figures['unpack / copy']['median']:.2f} of a copy, "
-        f"which moves {figures['copy_bytes_per_s'] / 1e9:.0f} GB/s{share}"
+        f"which moves {figures['copy_bytes_per_s'] / 1e9:.0f} GB/s"
     )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.analysis.auditing.gpus import CHIPS
+from fddp.analysis.targets import CHIPS
 from fddp.runtime import installed
 
 ROOT = Path(__file__).parents[2]
@@ -51,8 +51,7 @@ class Machine(NamedTuple):
 
     @property
     def chip(self) -> str | None:
-        """The name under which fddp knows the GPU's peak rates; None: it knows none. On CPUs an
-        H100 stands in."""
+        """The name under which fddp can compile for the GPU, or None. On CPUs an H100 stands in."""
         return (
             next((chip for chip in CHIPS if chip in self.kind.lower()), None)
             if self.on_gpu

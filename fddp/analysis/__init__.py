@@ -1,4 +1,4 @@
-"""Observers of a step: its time, the best bucket cap, and the compiled program.
+"""Observers of a step: its loss, its time, the best bucket cap, and the compiled program.
 
 Nothing below imports this room; `fddp` loads it at the first use of one of its names.
 """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.analysis.reproduction import CALLS, ONE_THREAD, small_gradient
+from fddp.analysis.same_bits import CALLS, ONE_THREAD, small_gradient
 from fddp.jax_internals import cache_small_programs, compilation_cache
 from fddp.runtime import (
     cores_for,

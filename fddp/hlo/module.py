@@ -1,7 +1,7 @@
 """Parses the text of a compiled program, as `compiled.as_text()` returns it.
 
 In a module with `is_scheduled=true` the order of the lines is the order of execution. This module
-reads shapes, operands, and the computations that an instruction calls; `flops` reads their cost.
+reads shapes, operands, and the computations that an instruction calls.
 
 Source: `HloInstruction::ToString` in XLA.
 """
@@ -26,13 +26,9 @@ class Array:
     dims: tuple[int, ...]
 
     @property
-    def size(self) -> int:
-        return math.prod(self.dims)
-
-    @property
     def nbytes(self) -> int:
         bits = int(find(r"^[a-z]+(\d+)", self.dtype) or 8)
-        return math.ceil(self.size * BYTES.get(self.dtype, bits / 8))
+        return math.ceil(math.prod(self.dims) * BYTES.get(self.dtype, bits / 8))
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,6 @@ class LocalWay(Way):
             lower=None,
             timeline=None,
             tasks=lambda state, *arguments: due(state)[1].tasks(state, *arguments),
-            footprint=lambda inputs: first.footprint(with_places(inputs)),
             promises=first.promises,
             rehearse=rehearse_all,
         )

@@ -2,14 +2,13 @@
 
 A list says which tasks compute, which send, and which wait for others; a launcher runs them; a
 schedule is both. The mathematics is in the pieces. The room also holds the spans of a step that
-ran, and simulates steps. This room imports jaxpr, buckets, comm and hooks.
+ran. This room imports jaxpr, buckets, comm and hooks.
 """
 
 from fddp.schedules.ahead_of_time import compiled as compiled
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.exchange_tasks import described_exchanges as described_exchanges
-from fddp.schedules.footprint import Footprint as Footprint
 from fddp.schedules.lists import forms_of as forms_of
 from fddp.schedules.lists import in_one_piece as in_one_piece
 from fddp.schedules.lists import in_stages as in_stages
@@ -24,7 +23,6 @@ from fddp.schedules.pieces import Runner as Runner
 from fddp.schedules.pieces import Schedule as Schedule
 from fddp.schedules.pieces import StepInputs as StepInputs
 from fddp.schedules.pieces import StepOutputs as StepOutputs
-from fddp.schedules.planned_memory import of_one_program as of_one_program
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.send import by_bucket as by_bucket
 from fddp.schedules.send import more_sent as more_sent
@@ -36,11 +34,7 @@ from fddp.schedules.staged import staged as staged
 from fddp.schedules.tasks import Communicate as Communicate
 from fddp.schedules.tasks import Compute as Compute
 from fddp.schedules.tasks import TaskList as TaskList
-from fddp.schedules.timeline import Pace as Pace
 from fddp.schedules.timeline import Span as Span
 from fddp.schedules.timeline import Timeline as Timeline
-from fddp.schedules.timeline import observed_pace as observed_pace
-from fddp.schedules.timeline import outline as outline
-from fddp.schedules.timeline import simulate as simulate
 from fddp.schedules.uncut import rehearse as rehearse
 from fddp.schedules.uncut import shorter_loops as shorter_loops

@@ -2,8 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -52,18 +50,6 @@ def compiled(
     return idle_tasks | {name: programs[key] for name, key in keys.items()}
 
 
-@dataclass(frozen=True)
-class CompiledOnCall:
-    """A program that is compiled by its first call."""
-
-    run: Callable[..., Sequence[Any]]
-    lowered: jax.stages.Lowered
-    """The program for reading XLA's plans; the code that its first call compiled is reused."""
-
-    def __call__(self, *inputs: Any) -> Sequence[Any]:
-        return self.run(*inputs)
-
-
 class _Traced(NamedTuple):
     """A program that is still to be compiled."""
 
@@ -110,7 +96,7 @@ class _Traces:
             make = lowered.compile
             if traced.jaxpr.effects or any(sub_byte(dtype) for _, dtype in shapes):
                 run = first_call(jit, task.name, self._says)
-                make = partial(CompiledOnCall, run, lowered)
+                make = lambda: run  # noqa: E731
             self.known.setdefault(key, _Traced(task.name, text, traced.jaxpr.consts, make))
             self._keys[call, donated] = key
         return self._keys[call, donated]

@@ -27,7 +27,6 @@ from fddp.schedules.launcher import Launcher, own_lane
 from fddp.schedules.lists import forms_of, in_stages
 from fddp.schedules.message_order import arrival_order, trailed
 from fddp.schedules.pieces import Pieces, Runner, Schedule, StepInputs, StepOutputs
-from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import preparing
 from fddp.schedules.queues import arranging, by_kind, heard
 from fddp.schedules.staged import refuse_without_jit, staged
@@ -105,7 +104,7 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
     def tasks(*arguments: Any) -> TaskList:
         return trailed(make(*arguments), first_use)
 
-    return Runner(run, None, launcher.log.timeline, tasks, of_tasks(group, prepare), promises=True)
+    return Runner(run, None, launcher.log.timeline, tasks, promises=True)
 
 
 def _only_plain_sums(pieces: Pieces) -> bool:

@@ -9,13 +9,10 @@ from jaxtyping import PyTree
 
 from fddp.comm import REPLICATED, Communicator, Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Memory, finite_by_level, summed
-from fddp.jax_internals import compile_to_read
 from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
-from fddp.schedules.footprint import Footprint
 from fddp.schedules.lists import in_one_piece
 from fddp.schedules.pieces import MakeList, Pieces, Runner, Schedule, StepInputs, StepOutputs
-from fddp.schedules.planned_memory import of_one_program
 from fddp.schedules.tasks import Communicate, TaskList
 from fddp.schedules.values import BYTES, Value
 
@@ -47,15 +44,12 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     def lower(inputs: StepInputs) -> jax.stages.Lowered:
         return program.lower(*fed(inputs))
 
-    def footprint(inputs: StepInputs) -> Footprint | None:
-        return of_one_program(compile_to_read(lower(inputs)))
-
     def inside(inputs: StepInputs) -> StepOutputs:
         # A program inside another one cannot have compiler options.
         without_options: Any = program
         return StepOutputs(*without_options.__wrapped__(*inputs))
 
-    runner = Runner(run, lower, None, make, footprint)
+    runner = Runner(run, lower, None, make)
     if group.placement.on_mesh:
         return runner._replace(inside=inside)
     return runner

@@ -15,7 +15,6 @@ import jax
 from fddp.buckets import Messages
 from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
-from fddp.schedules.footprint import Footprint
 from fddp.schedules.tasks import TaskList
 from fddp.schedules.timeline import Timeline
 from fddp.schedules.values import SHARDS, STATE
@@ -92,9 +91,6 @@ class Runner(NamedTuple):
     """The spans of the last step, if it is several programs."""
     tasks: Callable[[Any, Any, Any, Any], TaskList]
     """(state, pending, shards, rows), or their shapes → the tasks in order; nothing runs."""
-    footprint: Callable[[StepInputs], Footprint | None] = lambda inputs: None
-    """Inputs → the memory of one replica, or None where XLA does not report it. A compiled program
-    is not compiled again."""
     promises: bool = False
     """True if a `Promise` may stand for an array of the state, as argument and as result."""
     rehearse: Callable[..., None] = lambda *arguments: None

@@ -36,8 +36,6 @@ class Prepared(NamedTuple):
     donated: tuple[Value, ...]
     """The arrays of the state whose memory its programs reuse."""
     programs: Programs
-    unwrapped: Programs
-    """The programs without the wrappers that show their names."""
     send: Callable[..., Sent]
     """Sends its messages."""
     numbers: dict[Value, int]
@@ -88,11 +86,11 @@ def preparing(
         donated = tuple({v for values in freed.values() for v in values if v.kind == STATE})
         values = listed.enter(state, *per_replica)
         report = partial(compiling, group)
-        unwrapped = programs(group.placement, listed, values, freed, report)
+        unnamed = programs(group.placement, listed, values, freed, report)
         send = sending(group, [task.reduction for task in listed.messages])
         numbers = {name: number for number, name in enumerate(inputs_of(listed.messages))}
-        named = {name: partial(_shown, name, program) for name, program in unwrapped.items()}
-        return Prepared(listed, routes, donated, named, unwrapped, send, numbers)
+        named = {name: partial(_shown, name, program) for name, program in unnamed.items()}
+        return Prepared(listed, routes, donated, named, send, numbers)
 
     return prepare
 

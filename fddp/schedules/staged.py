@@ -10,7 +10,6 @@ from fddp.schedules.hook_memory import remembered
 from fddp.schedules.launcher import Launcher
 from fddp.schedules.lists import in_one_piece, in_stages
 from fddp.schedules.pieces import MakeList, Pieces, Runner, Schedule, StepInputs, StepOutputs
-from fddp.schedules.planned_memory import of_tasks
 from fddp.schedules.programs import MakePrograms, jitted, preparing
 from fddp.schedules.queues import HERE, QueueOf, arranging, heard, speaks
 from fddp.schedules.send import side_by_side
@@ -88,10 +87,10 @@ def _launched(
     def run(inputs: StepInputs) -> StepOutputs:
         check()
         prepared, values = prepare(inputs)
-        launcher.log.begin(prepared.listed.tasks)
+        launcher.log.begin()
         launched = launcher.launch(prepared, values, memory=inputs.memory)
         launcher.log.end()
         result, shards = prepared.listed.leave(launched.results)
         return StepOutputs(result, shards, remembered(launched, inputs.memory))
 
-    return Runner(run, None, launcher.log.timeline, make, of_tasks(group, prepare))
+    return Runner(run, None, launcher.log.timeline, make)

@@ -1,6 +1,6 @@
 """Records when the tasks of steps run, also of steps that overlap."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
@@ -19,12 +19,10 @@ class StepLog:
         self._spans = dict[int, Span]()
         self._numbers = count()
         self._window = (0.0, 0.0)
-        self._tasks: tuple[Task, ...] = ()
 
-    def begin(self, tasks: Sequence[Task] = ()) -> None:
-        """Starts a step and forgets finished spans; `tasks` are its tasks, if all end with it."""
+    def begin(self) -> None:
+        """Starts a step and forgets finished spans."""
         now = perf_counter()
-        self._tasks = tuple(tasks)
         for number in [number for number, span in list(self._spans.items()) if span.end <= now]:
             del self._spans[number]
         self._window = now, inf
@@ -60,4 +58,4 @@ class StepLog:
             else replace(s, start=max(begin, s.start), end=min(end, s.end))
             for s in spans
         ]
-        return Timeline(tuple(spans), self._tasks)
+        return Timeline(tuple(spans))

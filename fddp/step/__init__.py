@@ -21,7 +21,6 @@ from fddp.step.held import leaf_layouts as leaf_layouts
 from fddp.step.hook_state import first_hook_state as first_hook_state
 from fddp.step.inside_program import run_inside as run_inside
 from fddp.step.inspection import lower as lower
-from fddp.step.inspection import memory_footprint as memory_footprint
 from fddp.step.inspection import tasks as tasks
 from fddp.step.no_sync import accumulate_locally as accumulate_locally
 from fddp.step.options import OptionArguments as OptionArguments

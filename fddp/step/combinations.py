@@ -109,12 +109,6 @@ PAIRS = (
         "it needs the same number of batches on each rank",
         "let fddp.samples distribute the rows",
     ),
-    Pair(
-        "virtual_replicas",
-        "fddp.tune",
-        "tune regroups the stages of an ordinary step, and virtual replicas have separate stages",
-        "leave virtual_replicas out, and give the step the resulting cap",
-    ),
     # schedules and hooks
     *(
         Pair(schedule, AXES, "the program of one device is cut", "use schedule='fused'")

@@ -1,11 +1,10 @@
-"""Views of a settled step that run nothing: its program, its tasks, its memory."""
+"""Views of a settled step that run nothing: its program, its tasks."""
 
 import jax
-from jaxtyping import PyTree
 
 from fddp.jax_internals import without_context_mesh
-from fddp.schedules import Footprint, StepInputs, TaskList
-from fddp.step.run import local_rows, one_replica_arguments, step_inputs
+from fddp.schedules import StepInputs, TaskList
+from fddp.step.run import one_replica_arguments
 from fddp.step.settle import Settled
 from fddp.step.state import TrainState
 
@@ -25,10 +24,3 @@ def lower(settled: Settled, inputs: StepInputs) -> jax.stages.Lowered:
 def tasks(settled: Settled, state: TrainState, inputs: StepInputs) -> TaskList:
     """Lists the tasks of a step."""
     return settled.runner.tasks(*one_replica_arguments(settled, state, inputs.rows))
-
-
-@without_context_mesh
-def memory_footprint(settled: Settled, state: TrainState, batch: PyTree) -> Footprint | None:
-    """Finds the memory of one replica, task by task, without a run; None if XLA reports none."""
-    rows = local_rows(settled.replica, batch, settled.undivided)
-    return settled.runner.footprint(step_inputs(settled, state, jax.tree.leaves(state), rows))

@@ -86,8 +86,7 @@ class Options:
       schedule ('auto'): 'fused': one program; 'staged': several programs, cut where buckets become
         ready; 'eager': the same, but a step returns before its last sums arrive, so that they
         overlap with the next forward pass (with `shard`: as 'staged'); 'after': all traffic after
-        the backward pass; 'auto': one of these, never 'eager' (`fddp.tune` measures whether that is
-        faster).
+        the backward pass; 'auto': one of these, never 'eager'.
       shard (None): 'optimizer': each replica holds a shard of the optimizer state and updates that
         shard of the parameters (ZeRO stage 1), with the bytes of an all-reduce; 'state': it also
         holds only a shard of the parameters, which are gathered in the order of the forward pass

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
@@ -27,7 +26,7 @@ from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
 from fddp.step.settle import Settled, Use, settle
-from fddp.step.state import TrainState, check_state, form_of
+from fddp.step.state import TrainState, check_state
 
 
 @without_context_mesh
@@ -67,11 +66,11 @@ def compare(settled: Settled, inputs: StepInputs) -> Settled:
     """
     group = settled.replica.group
     lower = settled.runner.lower
-    if settled.first is not None:
+    if settled.compared:
         return settled
     if lower and group.processes > 1:
         verify_collectives(group, lower(inputs))
-    return settled._replace(first=_forms(settled, inputs))
+    return settled._replace(compared=True)
 
 
 @without_context_mesh
@@ -153,19 +152,3 @@ def with_local_parts(
         hook_state = by_leaf(settled.plan, state.hook_state, memory)
         result = result[0]._replace(hook_state=hook_state), *result[1:]
     return result
-
-
-def _forms(settled: Settled, inputs: StepInputs) -> StepInputs:
-    """Returns shapes and dtypes of a step's arguments, with all replicas' rows in one array."""
-    group = settled.replica.group
-    # The processes with rows in one array.
-    processes = group.placement.replicas_in_array * group.processes // group.size
-
-    def of_all(x: Any) -> jax.ShapeDtypeStruct:
-        shape = np.shape(x)
-        return jax.ShapeDtypeStruct(
-            (processes * shape[0], *shape[1:]) if shape else (), jax.typeof(x).dtype
-        )
-
-    rows = jax.tree.map(of_all, inputs.rows)
-    return jax.tree.map(form_of, inputs._replace(rows=()))._replace(rows=rows)

@@ -18,7 +18,7 @@ from jaxtyping import PyTree
 from fddp.buckets import BucketPlan, scalar_dtype
 from fddp.comm import specs, verify_beside
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner, StepInputs, forms_of
+from fddp.schedules import Runner, forms_of
 from fddp.step.admission import Admitted, fit_of, form_of_batch
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import Seen, described_batch, look
@@ -49,9 +49,8 @@ class Settled(NamedTuple):
     accumulate: jax.stages.Wrapped
     """The program of `no_sync`."""
     admitted: Admitted
-    first: StepInputs | None = None
-    """Shapes and dtypes of the first step's inputs, once the ranks have compared the collectives
-    of their programs; None before."""
+    compared: bool = False
+    """True once the ranks have compared the collectives of their programs."""
 
     @property
     def plan(self) -> BucketPlan:

@@ -1,6 +1,5 @@
 """The record of a training step, before and after its first batch settles it."""
 
-from collections import deque
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from fddp.step import (
 )
 
 # Members for fddp's own rooms, which completion and `help` omit.
-INTERNAL = {"held", "lately", "on", "sent", "settled", "skips", "steps", "training"}
+INTERNAL = {"held", "on", "settled", "skips", "steps", "training"}
 
 
 class _Public(type):
@@ -50,9 +49,7 @@ class SettledStep(metaclass=_Public):
         self._settled: Settled | None = None
         self.training = training or Training()
         self.steps = 0  # number of steps of this object
-        self.lately = deque[Timeline](maxlen=100)  # timelines of the last steps
         self.skips = Skips()  # steps with non-finite gradients
-        self.sent: Any = None  # `StepInfo.sent` of the last step
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in INTERNAL]

@@ -5,16 +5,14 @@ Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyT
 """
 
 import sys
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Unpack
+from typing import Unpack
 
 from jaxtyping import PyTree
 
 from fddp.comm import Group, verify
 from fddp.jax_internals import transformed
-from fddp.measuring import Measurement, Stats, measure, stats
 from fddp.runtime import group_of
 from fddp.step import (
     OptionArguments,
@@ -109,10 +107,7 @@ class TrainStep(SettledStep):
         state, info = synchronize(settled, state, args)
         self.steps += 1
         self.training.step, self.training.number = state.step, number
-        self.sent = info.sent
         self.skips.note(self.group, settled.plan, settled.facts.chosen, number, info)
-        if settled.runner.timeline is not None and self.steps > 1:  # step 1 compiles
-            self.lately.append(settled.runner.timeline())
         self._check(state, self.steps)
         return state, info
 
@@ -150,22 +145,6 @@ class TrainStep(SettledStep):
         )
         state, means = accumulate_locally(self._settled, state, args)
         return state, StepInfo(means.loss, means.aux)
-
-    def measure(self, state: TrainState, batches: Iterable[Any]) -> Measurement:
-        """Runs a step on each batch and measures its time: `fddp.measure(step, state, batches)`.
-
-        Args:
-          state: from `init` or the last step.
-          batches: as for steps; equally many on every rank.
-
-        Returns:
-          The measurement.
-        """
-        return measure(self, state, batches)
-
-    def stats(self) -> Stats:
-        """Returns the facts and times that DDP logs: `fddp.stats(step)`."""
-        return stats(self)
 
     def on(self, group: Group) -> "TrainStep":
         """Makes the same step for another group.

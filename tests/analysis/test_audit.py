@@ -4,7 +4,9 @@ Shapes are chosen so that operations are real and compiling is quick: rows are t
 """
 
 import importlib.util
+from collections.abc import Callable
 from functools import cache
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,14 +19,9 @@ from problems import square
 
 import fddp
 from bench.on_gpu.ranks import more_options
-from bench.plain_jax import compiled_plain
-from fddp.analysis.auditing.device_memory import WAYS, memory_table
-from fddp.analysis.auditing.report import read
-from fddp.analysis.auditing.targets import read_target
-from fddp.analysis.workload import Workload
-from fddp.hlo.collectives import find_collectives
-from fddp.hlo.flops import traffic
-from fddp.hlo.module import parse
+from fddp.analysis.audit import Audit, read
+from fddp.analysis.targets import read_target
+from fddp.hlo import parse
 from fddp.hooks.reductions import reductions
 from fddp.schedules.communications import communications
 from models import bert, gpt, mlp, resnet
@@ -50,6 +47,16 @@ TRANSFORMERS = [
 on_both_targets = pytest.mark.parametrize("target", ["h100:8", pytest.param("a100:8", marks=slow)])
 
 
+class Workload(NamedTuple):
+    """A loss, the shapes of its parameters and buffers, and the rows of all replicas."""
+
+    loss_fn: Callable[..., Any]
+    params: Any
+    batch: Any
+    model_state: Any = None
+    has_aux: bool = True
+
+
 @cache
 def audited(name, target):
     module, model, rows, options = MODELS[name]
@@ -57,8 +64,10 @@ def audited(name, target):
 
 
 def look(workload, target, **options):
-    step, state, batch = workload.forms(read_target("h100:2").group(), **options)
-    return fddp.audit(step, state, batch, target)
+    settings = {"group": read_target("h100:2").group(), "has_aux": workload.has_aux, **options}
+    step = fddp.train_step(workload.loss_fn, optax.adamw(1e-3), **settings)
+    state = step.shapes(workload.params, model_state=workload.model_state)
+    return fddp.audit(step, state, workload.batch, target)
 
 
 def newer_xla_for_hopper(target):
@@ -144,7 +153,7 @@ def test_products_are_computed_under_scatters_and_parameters_gathered_at_the_end
     assert all(collective.asynchronous for collective in scatters)
     assert all(collective.heavy > 0 for collective in scatters[:-1])
     (problem,) = audit.problems()
-    assert problem.startswith("at the end: gather 0, gather 1")
+    assert "no heavy operation overlaps with" in problem and "gather 0, gather 1" in problem
 
 
 @aot
@@ -176,7 +185,6 @@ def test_the_operations_of_a_program_are_those_that_a_person_counts():
     audit = audited("mlp", "h100:8")
     # Eight layers forwards, eight gradients of kernels, seven of inputs.
     assert audit.heavy == 23
-    assert audit.flops == 23 * 2 * 256 * 1024 * 1024
 
 
 @aot
@@ -190,27 +198,6 @@ def test_several_hosts_are_compiled_for_too():
     )
     assert audit.carries == tuple(f"bucket {k}" for k in range(4))
     assert all(collective.asynchronous for collective in audit.collectives)
-
-
-@cache
-def audited_with_batch_norm():
-    resnet_tiny = workload(resnet, resnet.PRESETS["tiny"], 16)
-    step, state, _ = resnet_tiny.forms(read_target("h100:2").group())
-    return resnet_tiny, compiled_plain(step, state, resnet_tiny.batch, "h100:2")
-
-
-@pytest.mark.slow
-@aot
-@pytest.mark.parametrize("name", ["jit with NamedSharding", "shard_map, pmean a leaf"])
-def test_plain_jax_makes_the_statistics_of_batch_norm_of_a_replicas_rows_too(name):
-    """No mean over rows is sent: only gradients and two scalars."""
-    resnet_tiny, programs = audited_with_batch_norm()
-    (plain,) = [plain for plain in programs if plain.way == name]
-    nbytes = sum(span.nbytes for span in plain.timeline.communication)
-    trained = sum(x.size for x in jax.tree.leaves(resnet_tiny.params))
-    statistics = sum(x.size for x in jax.tree.leaves(resnet_tiny.model_state))
-    # XLA finds one gradient of 16 numbers in another.
-    assert 4 * (trained - 16) <= nbytes <= 4 * (trained + 2) < 4 * (trained + statistics)
 
 
 @aot
@@ -237,41 +224,6 @@ def test_the_hook_in_bfloat16_halves_the_bytes_of_float32_gradients():
     assert audit.carries == ("tail", *(f"bucket {k}" for k in range(4))) and audit.problems() == ()
 
 
-### Plain JAX with the same loss and optimizer
-
-
-@aot
-@pytest.mark.parametrize(
-    ("name", "target"),
-    [
-        ("mlp", "h100:8"),
-        pytest.param("two layers of gpt", "h100:8", marks=slow),
-        pytest.param("mlp", "a100:8", marks=slow),
-        pytest.param("gpt", "h100:8", marks=slow),
-    ],
-)
-def test_a_step_is_not_estimated_behind_plain_jax(name, target):
-    module, model, rows, _ = MODELS[name]
-    task = workload(module, model, rows * 8)
-    step, state, _ = task.forms(read_target(target).group())
-    audit = fddp.audit(step, state, task.batch, target)
-    programs = compiled_plain(step, state, task.batch, target)
-    ways = {plain.way: plain.timeline.seconds for plain in programs}
-    assert audit.timeline is not None and audit.timeline.seconds <= min(ways.values())
-    assert [*ways][:2] == ["jit with NamedSharding", "shard_map, pmean a leaf"]
-
-
-@aot
-def test_the_update_of_early_buckets_is_computed_while_the_last_sums_travel():
-    audit = audited("mlp", "h100:8")
-    assert audit.timeline is not None
-    last = audit.timeline.communication[-1]
-    under = [
-        span for span in audit.timeline.compute if last.start <= span.start and span.end <= last.end
-    ]
-    assert sum(span.seconds for span in under) > 0
-
-
 ### Audits find and name obstacles
 
 
@@ -281,7 +233,7 @@ def test_one_bucket_over_everything_has_nothing_to_overlap_with():
     audit = look(plain_mlp(512), "h100:8", **caps)
     assert [collective.heavy for collective in audit.collectives] == [0]
     (problem,) = audit.problems()
-    assert "one bucket holds everything" in problem and "bucket_cap_mb" in problem
+    assert problem.startswith("exposed: no heavy operation overlaps with bucket 0")
 
 
 class Scanned(nn.Module):
@@ -312,9 +264,8 @@ def test_layers_in_a_scan_deliver_all_gradients_at_once_where_they_fit_into_a_bu
     assert len(audit.collectives) == 2 and all(
         collective.heavy == 0 for collective in audit.collectives
     )
-    assert audit.looped > audit.flops / 2
     (problem,) = audit.problems()
-    assert "ready at once" in problem and "lax.scan" in problem
+    assert problem.startswith("exposed")
 
 
 @aot
@@ -332,26 +283,15 @@ def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target)
     )
     (looped,) = (collective for collective in carrying if collective.loops)
     # XLA takes the first round out of the loop, and the last round's sum.
-    assert looped.asynchronous and looped.pipelined and looped.rounds == 5
+    assert looped.asynchronous and looped.rounds == 5
     # A layer's backward pass is two products; for Hopper the XLA of JAX 0.11 puts one of them
     # before the sum.
     assert looped.heavy == (1 if newer_xla_for_hopper(target) else 2)
-    assert "5 rounds of a loop, each under the next" in str(audit)
+    assert "asynchronous, in 5 rounds of a loop" in str(audit)
     assert audit.problems() == ()
 
 
 @aot
-@slow
-def test_without_the_latency_hiding_scheduler_plain_jax_overlaps_nothing_on_an_a100():
-    """The order that fddp gives to its messages lets some leave early even without the
-    scheduler."""
-    task = plain_mlp(512)
-    step, state, _ = task.forms(read_target("h100:2").group())
-    ways = {plain.way: plain for plain in compiled_plain(step, state, task.batch, "a100:8")}
-    assert len(ways) == 4
-    assert all((plain.asynchronous > 0) == ("latency hiding" in way) for way, plain in ways.items())
-
-
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("target", "hook"),
@@ -397,9 +337,8 @@ def test_on_cpu_all_reduces_are_synchronous_and_the_audit_says_so(group):
     audit = fddp.audit(step, state, np.ones((8, 4), np.float32))
     assert audit.carries == audit.messages == ("bucket 0", "bucket 1") and audit.where == "cpu"
     (problem,) = audit.problems()
-    assert "bucket 0, bucket 1" in problem and "staged" in problem
-    with pytest.raises(ValueError, match="target"):
-        audit.picture("nowhere.png")
+    assert "bucket 0, bucket 1" in problem and "XLA:CPU overlaps nothing" in problem
+    assert not any(collective.asynchronous for collective in audit.collectives)
 
 
 def test_a_collective_in_a_loop_is_named(group):
@@ -437,23 +376,16 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 """
 
 
-def read_buckets(text, count):
-    plan = fddp.make_plan([np.zeros(9, np.float32)] * count, bucket_cap_mb=0)
-    module = parse(text)
-    collectives = find_collectives(module)
+def read_buckets(text: str, count: int, size: tuple[int, ...] = (9,)) -> Audit:
+    plan = fddp.make_plan([np.zeros(size, np.float32)] * count, bucket_cap_mb=0)
     messages = communications([reductions(plan, None)])[0]
-    return read(module, collectives, (False,) * len(collectives), messages, plan, "h100:8", None)
+    return read(parse(text), [message.name for message in messages], plan, "h100:8")
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (MERGED, "merged: XLA made one all-reduce of 2"),
-        (MERGED, "xla_gpu_all_reduce_combine_threshold_bytes=0"),
-        (
-            MERGED.replace("all-reduce", "reduce-scatter"),
-            "xla_gpu_reduce_scatter_combine_threshold_bytes=0",
-        ),
         (SWAPPED, "out of order: messages start in the order bucket 1, bucket 0"),
         (SWAPPED.replace("bucket1", "bucket0"), "not as planned: no collective carries bucket 1"),
     ],
@@ -476,19 +408,11 @@ ENTRY %main (x: f32[9], y: f32[9,9]) -> f32[9] {
 """
 
 
-def test_the_scheduler_is_doubted_only_where_the_program_waits_for_all_that_it_sends():
-    """If XLA hides one sum, its scheduler is on; it waits for the others because nothing is left to
-    hide them under."""
-    (problem,) = read_buckets(WAITED, 3).problems()
-    assert (
-        "nothing heavy is computed while bucket 1, bucket 2 (reduce-scatter), bucket 2 "
-        "(all-reduce) are" in problem
-    )
-    (problem,) = read_buckets(WAITED.replace("-start", "").replace("-done", ""), 3).problems()
-    assert (
-        problem.startswith("synchronous: bucket 0, ")
-        and "xla_gpu_enable_latency_hiding_scheduler" in problem
-    )
+def test_messages_that_nothing_heavy_overlaps_are_named_with_their_bytes():
+    audit = read_buckets(WAITED, 3)
+    assert [collective.heavy for collective in audit.collectives] == [1, 0, 0, 0]
+    (problem,) = audit.problems()
+    assert problem.startswith("exposed: no heavy operation overlaps with bucket 1, bucket 2, 0.0")
 
 
 @aot
@@ -496,7 +420,7 @@ def test_a_step_too_small_to_hide_anything_is_told_to_take_more_rows():
     audit = look(workload(mlp, mlp.PRESETS["tiny"], 8 * 8), "h100:8", shard="state")
     assert {collective.asynchronous for collective in audit.collectives} == {True, False}
     (problem,) = audit.problems()
-    assert problem.startswith("nothing to overlap with") and "more rows" in problem
+    assert problem.startswith("exposed") and "more rows" in problem
 
 
 ### Loops
@@ -519,164 +443,28 @@ backend_config={"known_trip_count":{"n":"3"}}
 """
 
 
-def read_one(text, target="h100:8"):
-    plan = fddp.make_plan([np.zeros((64, 64), np.float32)])
-    module = parse(text)
-    collectives = find_collectives(module)
-    messages = communications([reductions(plan, None)])[0]
-    return read(
-        module,
-        collectives,
-        (False,) * len(collectives),
-        messages,
-        plan,
-        target,
-        read_target(target),
-    )
-
-
 def test_what_a_loop_sends_counts_once_a_round():
-    audit = read_one(ROUNDS)
+    audit = read_buckets(ROUNDS, 1, (64, 64))
     (collective,) = audit.collectives
-    assert (collective.rounds, collective.heavy, collective.flops) == (3, 1, 3 * 2 * 64**3)
-    assert collective.flops == audit.flops == audit.looped
-    assert audit.timeline is not None
-    nbytes = 64 * 64 * 4
-    assert [span.nbytes for span in audit.timeline.communication] == [nbytes] * 3
-    # A product of 64 x 64 is over long before its round's sum is back, and the next round waits for
-    # that.
-    np.testing.assert_allclose(
-        audit.timeline.seconds, 3 * read_target("h100:8").seconds("all-reduce", nbytes)
-    )
+    assert (collective.rounds, collective.heavy, audit.heavy) == (3, 1, 3)
     assert "in 3 rounds of a loop" in str(audit)
+    assert "3 of 3 collectives asynchronous, 0.047 MiB; 3 heavy operations" in str(audit)
 
 
 def test_a_sum_in_a_loop_is_a_problem_only_where_nothing_hides_it():
-    assert not any("in a loop" in problem for problem in read_one(ROUNDS).problems())
+    assert not any(
+        "in a loop" in problem for problem in read_buckets(ROUNDS, 1, (64, 64)).problems()
+    )
     start, product, done = (
         line for line in ROUNDS.splitlines() if line[2:].startswith(("%start", "%dot", "%done"))
     )
     bare = ROUNDS.replace(f"{start}\n{product}\n{done}", f"{product}\n{start}\n{done}")
     assert bare != ROUNDS
-    problem = read_one(bare).problems()[0]
-    assert (
-        "in a loop" in problem and "in each of 3 rounds" in problem and "bucket_cap_mb" in problem
-    )
-
-
-FILLED = """HloModule f, is_scheduled=true
-%write (into: f32[64,64,64], row: f32[1,64,64], at: s32[]) -> f32[64,64,64] {
-  %into = f32[64,64,64] parameter(0)
-  %row = f32[1,64,64] parameter(1)
-  %at = s32[] parameter(2)
-  ROOT %made = f32[64,64,64] dynamic-update-slice(%into, %row, %at, %at, %at)
-}
-ENTRY %main (into: f32[64,64,64], row: f32[1,64,64], at: s32[]) -> f32[64,64,64] {
-  %into = f32[64,64,64] parameter(0)
-  %row = f32[1,64,64] parameter(1)
-  %at = s32[] parameter(2)
-  ROOT %fusion = f32[64,64,64] fusion(%into, %row, %at), kind=kLoop, calls=%write
-}
-"""
-
-
-def test_a_slice_that_is_written_into_an_array_counts_with_its_own_bytes():
-    module = parse(FILLED)
-    line, body = next(module.schedules()).lines[-1]
-    assert traffic(module, line, body) == 2 * 64 * 64 * 4 + 4
-
-
-def test_a_loop_takes_as_long_as_its_rounds_one_after_the_other():
-    copies = ROUNDS.replace("all-reduce-start(", "copy(").replace("all-reduce-done(", "copy(")
-    once = read_one(copies.replace('"n":"3"', '"n":"1"')).timeline
-    thrice = read_one(copies).timeline
-    assert once is not None and thrice is not None
-    np.testing.assert_allclose(thrice.seconds, 3 * once.seconds)
+    problem = read_buckets(bare, 1, (64, 64)).problems()[0]
+    assert "in a loop" in problem and "in each of 3 rounds" in problem
 
 
 ### Targets
-
-
-def test_a_ring_takes_twice_the_bytes_but_one_part():
-    target = read_target("h100:8")
-    # 18 NVLinks of 25 GB/s; 900 MB.
-    np.testing.assert_allclose(
-        target.seconds("all-reduce", 900_000_000), 20e-6 + 2 * 7 / 8 * 900e6 / 450e9
-    )
-    # Across hosts eight network cards of 50 GB/s.
-    np.testing.assert_allclose(
-        read_target("h100:2x8").seconds("all-reduce", 900_000_000),
-        60e-6 + 2 * 15 / 16 * 900e6 / 400e9,
-    )
-
-
-EIGHT_PAIRS = tuple((k, k + 8) for k in range(8))
-
-
-@pytest.mark.parametrize(
-    ("kind", "groups", "seconds"),
-    [
-        # Two GPUs of a host: NVLinks of 450 GB/s. 900 MB are a GPU's part of the gathered array,
-        # all that is scattered.
-        ("all-gather", ((0, 1), (2, 3)), 20e-6 + 900e6 / 450e9),
-        ("reduce-scatter", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
-        ("all-to-all", ((0, 1), (2, 3)), 20e-6 + 450e6 / 450e9),
-        ("collective-permute", ((0, 1), (1, 0)), 20e-6 + 900e6 / 450e9),
-        # One of each host: through its own card, of 50 GB/s; two of each host: through two.
-        ("all-reduce", EIGHT_PAIRS, 60e-6 + 900e6 / 50e9),
-        ("reduce-scatter", EIGHT_PAIRS, 60e-6 + 450e6 / 50e9),
-        ("all-reduce", ((0, 1, 8, 9), (2, 3, 10, 11)), 60e-6 + 2 * 675e6 / 100e9),
-        # Three and one: all traffic passes the card of the single GPU.
-        ("all-reduce", ((0, 1, 2, 8),), 60e-6 + 2 * 675e6 / 50e9),
-        # Inside and across: the slower one counts.
-        ("all-gather", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
-        ("collective-permute", ((0, 1), (7, 8)), 60e-6 + 900e6 / 50e9),
-        # The card of each GPU sends the parts for other hosts: eight of 16; three of four where
-        # it is alone.
-        ("all-to-all", (), 60e-6 + 450e6 / 50e9),
-        ("all-to-all", ((0, 1, 2, 8),), 60e-6 + 675e6 / 50e9),
-    ],
-)
-def test_a_collective_takes_as_long_as_its_slowest_group(kind, groups, seconds):
-    assert read_target("h100:2x8").seconds(kind, 900_000_000, groups) == pytest.approx(seconds)
-
-
-@pytest.mark.parametrize("name", ["h100:8", "a100:2x8", "h100:4x2"])
-@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
-def test_a_group_that_is_written_out_is_that_of_all(name, kind):
-    target = read_target(name)
-    assert target.seconds(kind, 12_345, (tuple(range(target.size)),)) == target.seconds(
-        kind, 12_345
-    )
-
-
-@pytest.mark.parametrize(
-    ("groups", "seconds"),
-    [("", 60e-6 + 2 * 15 / 16 * 16384 / 400e9), ("{{0,1},{2,3}}", 20e-6 + 16384 / 450e9)],
-)
-def test_an_estimate_charges_a_collective_among_its_own_groups(groups, seconds):
-    audit = read_one(
-        ROUNDS.replace("all-reduce-start(%y)", f"all-reduce-start(%y), replica_groups={groups}"),
-        "h100:2x8",
-    )
-    assert audit.timeline is not None
-    assert [span.seconds for span in audit.timeline.communication] == pytest.approx([seconds] * 3)
-
-
-@pytest.mark.parametrize(
-    ("chip", "dtype", "teraflops"),
-    [
-        ("a100", "bf16", 312),
-        ("a100", "f32", 156),
-        ("h100", "bf16", 989),
-        ("h200", "f8e4m3fn", 1979),
-        ("a100", "f64", 19.5),
-    ],
-)
-def test_peaks_are_those_of_the_data_sheets(chip, dtype, teraflops):
-    np.testing.assert_allclose(
-        read_target(f"{chip}:1").chip.flops_per_s(dtype), teraflops * 1e12, rtol=2e-3
-    )
 
 
 @pytest.mark.parametrize("name", ["h100", "b300:8", "h100:0", "h100:2x", "", 8])
@@ -696,42 +484,28 @@ def test_a_missing_compiler_is_named(monkeypatch):
         read_target("h100:8").group()
 
 
-def test_a_step_of_several_programs_says_so():
-    workload = plain_mlp(64)
-    step, state, _ = workload.forms(read_target("h100:8").group(), schedule="after")
-    with pytest.raises(ValueError, match="schedule='fused'"):
-        fddp.audit(step, state, workload.batch, "h100:8")
+@pytest.mark.parametrize("schedule", ["staged", "after"])
+def test_a_step_of_several_programs_says_so(group, schedule):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2), schedule=schedule)
+    with pytest.raises(ValueError, match="a step with schedule='fused'"):
+        fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4))
 
 
 ### Printed audits
 
 
 @aot
-def test_a_table_has_a_line_for_each_collective_and_a_picture_is_a_file(tmp_path):
+def test_a_table_has_a_line_for_each_collective():
     audit = audited("mlp", "h100:8")
     lines = str(audit).splitlines()
     assert [line.split()[:3] for line in lines[1:9]] == [
         [str(k), "bucket", str(k)] for k in range(8)
     ]
-    assert lines[9].startswith(
-        "h100:8: 8 of 8 collectives asynchronous, 8 buckets planned; 23 heavy operations"
-    )
-    assert lines[-1] == "no problem found"
-    audit.picture(tmp_path / "schedule.png")
-    assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
-
-
-@aot
-def test_an_estimate_has_all_the_traffic_and_no_more_compute_than_time():
-    audit = audited("mlp", "h100:8")
-    line = audit.timeline
-    assert line is not None
-    assert [span.nbytes for span in line.communication] == [
-        collective.nbytes for collective in audit.collectives
+    assert lines[9:11] == [
+        "h100:8: 8 of 8 collectives asynchronous, 32.000 MiB; 23 heavy operations",
+        "planned: 8 buckets, 32.000 MiB",
     ]
-    assert 0 < sum(span.seconds for span in line.compute) <= line.seconds
-    # Of the last bucket's traffic nothing is hidden.
-    assert line.exposed >= line.communication[-1].seconds
+    assert lines[-1] == "no problem found"
 
 
 def test_the_same_step_on_another_group_trains_alike(group):
@@ -756,7 +530,7 @@ def test_sums_in_memory_that_xla_registers_are_named(registers):
 
 
 @aot
-def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
+def test_what_is_sent_in_a_branch_is_named():
     audit = look(
         plain_mlp(256), "h100:8", bucket_cap_mb=0, hook=fddp.hooks.powersgd(2, start_step=5)
     )
@@ -764,18 +538,7 @@ def test_what_is_sent_in_a_branch_is_named_and_left_out_of_the_estimate():
     assert inside and not any(collective.loops for collective in inside)
     (problem,) = (problem for problem in audit.problems() if "in a branch" in problem)
     assert all(f"bucket {k}" in problem for k in range(4))
-    assert audit.timeline is not None
-    nbytes = sum(span.nbytes for span in audit.timeline.communication)
-    assert nbytes == sum(collective.nbytes for collective in audit.collectives) - sum(
-        collective.nbytes for collective in inside
-    )
     assert "in a branch" in str(audit)
-
-
-def test_a_hook_that_gathers_is_charged_for_what_it_gathers():
-    eight = read_target("h100:8")
-    assert eight.seconds("all-gather", 9_000_000) == pytest.approx(20e-6 + 7 * 9e6 / 450e9)
-    assert eight.seconds("all-to-all", 9_000_000) == pytest.approx(20e-6 + 7 / 8 * 9e6 / 450e9)
 
 
 def test_an_all_to_all_is_no_merged_bucket(group):
@@ -789,29 +552,17 @@ def test_an_all_to_all_is_no_merged_bucket(group):
 
 
 @aot
-def test_the_memory_of_a_step_is_told_before_it_runs():
+def test_the_memory_of_a_step_is_planned_before_it_runs():
     """AdamW: three numbers for each parameter; eight replicas share two of them, or all."""
     module, model, _, options = MODELS["mlp"]
     task = workload(module, model, 8 * 8)
     numbers = sum(x.size for x in jax.tree.leaves(task.params))
-    peaks = []
-    audits = [look(task, "h100:8", **options, **way) for way in WAYS.values()]
-    for audit, shared in zip(audits, (0, 2, 3, 3)):
-        assert audit.memory is not None
+    for shard, shared in {None: 0, "optimizer": 2, "state": 3}.items():
+        audit = look(task, "h100:8", shard=shard, **options)
+        assert audit.memory is not None and audit.memory.peak > audit.memory.resident
         assert f"memory of a device: {audit.memory}" in str(audit)
-        assert audit.memory.given == pytest.approx(
-            4 * numbers * (3 - shared + shared / 8), rel=0.02
-        )
-        peaks.append(audit.memory.peak)
-    # Parameters that are gathered for each pass are not whole all the time.
-    assert peaks[3] < peaks[2] < peaks[0]
-    rows = memory_table(lambda way: audits[list(WAYS.values()).index(way)]).splitlines()
-    assert len(rows) == 5 and "MiB of state and rows  MiB at its peak" in rows[0]
-    assert all(
-        audit.memory and f"  {audit.memory.given / 2**20:.1f}  " in row
-        for audit, row in zip(audits, rows[1:])
-    )
-    assert f"{peaks[3] / 2**20:.1f}" in rows[4]
+        held = 3 - shared + shared / 8
+        assert audit.memory.resident == pytest.approx(4 * numbers * held, rel=0.02)
 
 
 @aot

@@ -286,7 +286,7 @@ def test_steps_are_counted_through_other_options_and_measurements(
         state, _ = train(step, state, 3, checkpoints)
         step = step.with_options(bucket_cap_mb=25)
         state, _ = train(step, state, 5, checkpoints)
-        step.measure(state, [ROWS[:8]] * 3)
+        fddp.measure(step, state, [ROWS[:8]] * 3)
         state, _ = train(step, state, 7, checkpoints)
         checkpoints.save(state, now=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "6", "7"]

@@ -250,7 +250,7 @@ def a_rank_that_gives_no_state_or_another_optimizers_fails_on_all(group: fddp.Gr
         (foreign_state, ValueError, "the state belongs to another optimizer"),
     ):
         argument: Any = wrong if odd(group) else state
-        for call in (step, step.tasks, lambda state, x: step.measure(state, [x])):
+        for call in (step, step.tasks, lambda state, x: fddp.measure(step, state, [x])):
             message = the_same(
                 group, error_of(lambda call=call, argument=argument: call(argument, x), kind)
             )

@@ -167,7 +167,7 @@ def test_an_overflow_in_the_forward_pass_keeps_the_buffers_and_is_counted(
         skipped.append(bool(info.skipped))
     # The second step is skipped: w is 1, 0, -1, and the mean 0, 1/2, 1/4.
     assert float(state.params) == -1.0
-    assert skipped == [False, True, False] and step.stats().skipped_steps == 1
+    assert skipped == [False, True, False] and step.skips.count == 1
     for shard in state.model_state["mean"].addressable_shards:
         assert float(np.asarray(shard.data)) == 0.25
     assert int(state.model_state["calls"]) == 2 and int(state.step) == 3

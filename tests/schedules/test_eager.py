@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from bench.steady import steady_seconds
 from tied_net import TOKENS, plain, tied_net, tied_params
 from truth import by_plain_jax
 
 import fddp
-from bench.steady import steady_seconds
 from fddp.comm import Journal, Lane
 from fddp.hooks import Reduction
 from fddp.hooks.reductions import Asks

@@ -16,7 +16,8 @@ from trees import close
 from truth import by_plain_jax
 
 import fddp
-from fddp.buckets import take_apart
+from fddp.analysis.measure import bytes_of
+from fddp.buckets import take_apart, whole_forms
 from fddp.comm import of_one_replica, trace
 from fddp.hlo import find_collectives, parse
 from fddp.schedules import Communicate
@@ -578,8 +579,8 @@ def warnings_and_savings(
     step = fddp.train_step(lambda p, x: jnp.mean(x), optimizer, group=group, shard=shard)
     capfd.readouterr()
     step.init(params)
-    replica_bytes = step.stats().replica_bytes
-    return capfd.readouterr().err.splitlines(), sum(replica_bytes.whole) - sum(replica_bytes.held)
+    whole, held = (sum(bytes_of(x).values()) for x in (whole_forms(step.held), step.held))
+    return capfd.readouterr().err.splitlines(), whole - held
 
 
 @pytest.mark.parametrize(

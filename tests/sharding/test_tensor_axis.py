@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from device_groups import device_groups
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import launch
 from trees import close
@@ -20,6 +21,7 @@ from truth import by_plain_jax
 from workers import parts_in_shards
 
 import fddp
+from fddp.analysis.measure import bytes_of
 from fddp.hlo import find_collectives, parse
 from models.tensor_parallel import two_axes
 
@@ -174,7 +176,7 @@ def test_each_device_holds_its_share_of_its_part_and_no_more():
                 "bias": {4},
                 "scale": {1},
             }
-    assert step.stats().replica_bytes.held.params == 4 * (6 + 10 + 240 + 4 + 1 + 2)
+    assert bytes_of(step.held)["params"] == 4 * (6 + 10 + 240 + 4 + 1 + 2)
 
 
 def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
@@ -186,9 +188,9 @@ def test_parts_travel_among_devices_that_hold_the_same(optimized: None):
         # A quarter of half of each leaf, and of the numbers on a replica's devices; the last gather
         # is of norms.
         assert sorted(sizes)[-5:] == [1, 2, 3, 5, 120]
-        assert {x.devices for x in collectives if x.kind == kind} == {on_replicas}
+        assert {device_groups(x.groups) for x in collectives if x.kind == kind} == {on_replicas}
     # Among the devices of a replica nothing moves but sums of activations, and of norms.
-    among_parts = [x for x in collectives if x.devices != on_replicas]
+    among_parts = [x for x in collectives if device_groups(x.groups) != on_replicas]
     assert {x.kind for x in among_parts} == {"all-reduce"}
     assert {x.arrays[0].dims for x in among_parts} == {(4, 40), (4, 5), ()}
 

@@ -158,9 +158,9 @@ def calls_with(step: fddp.TrainStep, state: Any) -> list[Callable[[], Any]]:
     calls = [step, step.no_sync, step.lower, step.tasks]
     return [
         *(partial(call, state, X) for call in calls),
-        partial(step.measure, state, [X]),
+        partial(fddp.measure, step, state, [X]),
         partial(fddp.audit, step, state, X),
-        partial(fddp.tune, step, state, X, "h100:4"),
+        partial(fddp.tune, step, state, X),
     ]
 
 
@@ -583,7 +583,6 @@ NOT_A_STEP = "step must be a step, from fddp.train_step, got function"
 NOT_A_PLAN = r"plan must be a fddp.BucketPlan, from fddp.make_plan, got dict {}"
 untyped: Any = partial  # of values that no type allows
 OF_ANOTHER_KIND: list[tuple[Any, Any, str]] = [
-    (fddp.stats, (square,), NOT_A_STEP),
     (fddp.measure, (square, None, [X]), NOT_A_STEP),
     (fddp.audit, (square, None, X), NOT_A_STEP),
     (fddp.mesh_group, ([1],), r"mesh must be a jax.sharding.Mesh, got list \[1\]"),

@@ -80,17 +80,9 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
     )
     scaled = optax.MultiSteps(fddp.dynamic_scale(inner), 2).gradient_transformation()
     optimizer = scaled if SCALE_INSIDE in features else optimizer
-    if "fddp.tune" in features:
-        replicas = group(1)
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
     params = optax.LookaheadParams.init_synced(jnp.asarray(W)) if LOOKAHEAD in features else W
     state = step.init(params)
-    if "fddp.tune" in features:
-        fddp.tune(step, state, X)
-        return
-    if "fddp.measure" in features:
-        step.measure(state, [X])
-        return
     batch: Any = next(iter(fddp.join([X], replicas))) if "fddp.join" in features else X
     (step.no_sync if "no_sync" in features else step)(state, batch)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from device_groups import Devices, device_groups
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from processes import launch
 from trees import close
@@ -22,7 +23,6 @@ from workers import trainings
 from workers.train_all import Run, train
 
 import fddp
-from fddp.hlo.device_groups import Devices, device_groups
 from models import gpt, tensor_parallel
 
 pytestmark = pytest.mark.steps

@@ -154,19 +154,16 @@ def audited(group: fddp.Group, folder: Path) -> None:
     step = fddp.train_step(first_column, OPTIMIZER, group=group, schedule="fused")
     state = step.init(PARAMS)
     assert len(fddp.audit(step, state, ROWS).collectives) == len(step.plan.buckets)
-    assert step.tasks(state, ROWS).tasks and fddp.stats(step)
-    staged = fddp.train_step(first_column, OPTIMIZER, group=group, schedule="staged")
-    assert fddp.audit(staged, staged.init(PARAMS), ROWS).memory
+    assert step.tasks(state, ROWS).tasks
 
 
 def measured(group: fddp.Group, folder: Path) -> None:
     step = fddp.train_step(first_column, OPTIMIZER, group=group, schedule="staged")
-    assert len(step.measure(step.init(PARAMS), [ROWS, ROWS]).steps) == 2
+    assert len(fddp.measure(step, step.init(PARAMS), [ROWS, ROWS]).steps) == 2
 
 
 def tuned(group: fddp.Group, folder: Path) -> None:
-    single = fddp.mesh_group(mesh_of(1, AxisType.Auto), "data")
-    step = fddp.train_step(first_column, OPTIMIZER, group=single)
+    step = fddp.train_step(first_column, OPTIMIZER, group=group)
     tuning = fddp.tune(step, step.init(PARAMS), ROWS, caps_mb=[0.0, 25.0], steps=1)
     assert len(tuning.candidates) == 2
 

@@ -50,7 +50,7 @@ def test_training_goes_on_as_if_the_batch_had_not_been(
         for x in batches:
             state, info = step(state, x)
             skipped.append(bool(info.skipped))
-        results.append((bits(state), int(state.step), skipped, step.stats().skipped_steps))
+        results.append((bits(state), int(state.step), skipped, step.skips.count))
     assert results[0] == (results[1][0], 3, [False, True, False], 1)
     assert results[1][1:] == (2, [False, False], 0)
 
@@ -110,7 +110,7 @@ def test_of_several_leaves_the_one_that_was_ready_first_is_named(
 ):
     step, state = make(group(1), schedule="staged")
     state, _ = step(state, np.full((4, 3), np.nan, np.float32))
-    (first, *_) = step.stats().grad_ready_order
+    first = step.plan.buckets[0].names[0]
     assert (
         f"its gradient of {first} was the first that is not finite (2 of 2 are not)"
         in capfd.readouterr().err

@@ -200,7 +200,7 @@ def test_a_used_up_state_is_an_error_that_names_donate(group, n, schedule):
     for call in (
         step,
         step.no_sync,
-        lambda state, x: step.measure(state, [x]),
+        lambda state, x: fddp.measure(step, state, [x]),
     ):
         with pytest.raises(ValueError, match=r"this state is used up.*donate=False"):
             call(state, X[:, None])

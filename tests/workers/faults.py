@@ -81,7 +81,7 @@ def main(how: str, schedule: Any) -> None:
     if broken and how == "late_stop":
         HOW["stop"]()
     if how == "accumulate":
-        print(fddp.stats(step).watchers_said)
+        print(step.group.journal.finding().words)
     if how == "pause":
         print(f"trained {int(state.step)}")
 

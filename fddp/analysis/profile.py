@@ -9,7 +9,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -26,32 +26,38 @@ COLLECTIVE = re.compile(
 CONTAINER = re.compile(r"(while|call|conditional)(\.|$)")
 
 
-def profiled(
-    run: Callable[[Any], Any], batches: Iterable[Any]
-) -> tuple[tuple[tuple[float, float], Timeline], ...]:
-    """Runs a step on each batch under the profiler, and waits for the outputs of `run`.
+class MeasuredStep(NamedTuple):
+    """A step from its call to its result."""
 
-    Returns the (start, end) of each step in seconds, and the timeline of this process's first
-    device.
-    """
+    seconds: float
+    timeline: Timeline
+
+    @property
+    def idle(self) -> float:
+        """Seconds without computation or communication: Python, row placement, launch delays."""
+        return self.seconds - self.timeline.computing - self.timeline.exposed
+
+
+def profiled(run: Callable[[Any], None], batches: Iterable[Any]) -> tuple[MeasuredStep, ...]:
+    """Runs a step, which waits for its outputs, on each batch under the profiler."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # Python's calls would fill the trace and slow the step
     with tempfile.TemporaryDirectory(prefix="fddp-profile-") as folder:
         with jax.profiler.trace(folder, profiler_options=options):
             for batch in batches:
                 with jax.profiler.TraceAnnotation(STEP):
-                    jax.block_until_ready(run(batch))
+                    run(batch)
         (path,) = Path(folder).rglob("*.xplane.pb")
         return read_steps(read_profile(path))
 
 
-def read_steps(planes: Iterable[Plane]) -> tuple[tuple[tuple[float, float], Timeline], ...]:
-    """Returns the steps of a profile, like `profiled`.
+def read_steps(planes: Iterable[Plane]) -> tuple[MeasuredStep, ...]:
+    """Returns the steps of a profile.
 
     Each accelerator has its own plane. All CPU devices share the host's plane, and their events
     differ by ordinal.
     """
-    windows: list[tuple[float, float]] = []
+    windows = list[Span]()
     spans = defaultdict[tuple[bool, str], list[Span]](list)
     for plane in planes:
         on_host = not plane.name.startswith("/device:")
@@ -59,28 +65,21 @@ def read_steps(planes: Iterable[Plane]) -> tuple[tuple[tuple[float, float], Time
             if event.duration_ns <= 0:
                 continue
             if event.name == STEP:
-                windows.append(_times(event))
+                windows.append(_span(event, "step"))
             elif "hlo_op" in event.stats and not CONTAINER.match(event.name):
-                device = plane.name
-                if on_host:
-                    device = str(event.stats.get("device_ordinal", 0))
-                spans[on_host, device].append(_span(event, str(event.stats["hlo_op"])))
-    ordered = list[Span]()
-    if spans:
-        ordered = sorted(spans[min(spans)], key=lambda span: span.start)
-    steps = list[tuple[tuple[float, float], Timeline]]()
-    for start, end in sorted(windows):
-        inside = tuple(span for span in ordered if start <= span.start < end)
-        steps.append(((start, end), Timeline(inside)))
-    return tuple(steps)
+                device = str(event.stats.get("device_ordinal", 0)) if on_host else plane.name
+                named = f"{event.name} {event.stats['hlo_op']}"
+                kind = "communication" if COLLECTIVE.search(named) else "compute"
+                spans[on_host, device].append(_span(event, kind))
+    of_device = spans[min(spans)] if spans else []
+    windows.sort(key=lambda step: step.start)
+    return tuple(
+        MeasuredStep(w.seconds, Timeline(tuple(x for x in of_device if w.start <= x.start < w.end)))
+        for w in windows
+    )
 
 
-def _span(event: Event, operation: str) -> Span:
-    kind = "compute"
-    if COLLECTIVE.search(event.name) or COLLECTIVE.search(operation):
-        kind = "communication"
-    return Span(kind, operation, *_times(event))
-
-
-def _times(event: Event) -> tuple[float, float]:
-    return event.start_ns / 1e9, (event.start_ns + event.duration_ns) / 1e9
+def _span(event: Event, kind: str) -> Span:
+    end_ns = event.start_ns + event.duration_ns
+    name = str(event.stats.get("hlo_op", event.name))
+    return Span(kind, name, event.start_ns / 1e9, end_ns / 1e9)
