@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -260,6 +261,11 @@ def test_arrays_without_elements_go_into_functions_over_axes_with_others():
 
 
 ### Equations
+
+
+def test_effects_may_be_a_dict_as_mpi4jax_has_them():
+    eqn: Any = SimpleNamespace(effects={"token": None})
+    assert internals.acts_alike(eqn, eqn)
 
 
 def test_a_print_acts_and_a_product_does_not():

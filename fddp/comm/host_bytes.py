@@ -11,6 +11,12 @@ from fddp.comm.placement import whole_here
 
 def one_array(x: Any) -> np.ndarray:
     """Converts an argument to one array, and refuses trees, text and objects."""
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(
+            "all_gather and all_reduce of a group exchange the host's arrays and cannot be called "
+            "under jax.jit, grad or vmap; use jax.lax.psum over group.axis_name in a loss, or "
+            "fddp.all_reduce inside jax.shard_map."
+        )
     try:
         array = np.asarray(x)
     except (ValueError, TypeError):  # arrays of unequal shapes, random keys

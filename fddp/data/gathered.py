@@ -15,6 +15,9 @@ from fddp.comm import Group, described, gather_bytes, verify
 from fddp.jax_internals import rows_here
 from fddp.runtime import group_of
 
+# The subject of an error.
+ROWS = "rows (an array without rows needs the dtype of the others)"
+
 
 def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
     """Concatenates the rows of all ranks, in order of rank, on every rank; every rank calls it.
@@ -44,7 +47,7 @@ def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
         rows = jax.tree_util.tree_map_with_path(_row, tree)
         return rows, list(map(np.asarray, jax.tree.leaves(tree)))
 
-    _, hosted = verify(group, "rows", find, lambda result: described("a row of", result[0]))
+    _, hosted = verify(group, ROWS, find, lambda result: described("a row of", result[0]))
     counts = np.array(list(map(len, hosted)), np.int64)
     messages = gather_bytes(group, counts.tobytes() + b"".join(x.tobytes() for x in hosted))
     rank_arrays = [_read(data, hosted) for data in messages]

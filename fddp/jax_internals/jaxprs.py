@@ -122,7 +122,7 @@ def acts_alike(eqn: JaxprEqn, earlier: JaxprEqn) -> bool:
 
     Relies on `effects`, which also lists the axes that an equation reads.
     """
-    common = eqn.effects & earlier.effects
+    common = set(eqn.effects) & set(earlier.effects)  # mpi4jax gives dicts
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in common)
 
 

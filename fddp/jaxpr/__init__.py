@@ -6,6 +6,7 @@ leaves. This room imports no other.
 """
 
 from fddp.jaxpr.equations import collectives as collectives
+from fddp.jaxpr.equations import has_64_bits as has_64_bits
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.exchanges import apart as apart
 from fddp.jaxpr.flow import inputs_of_outputs as inputs_of_outputs

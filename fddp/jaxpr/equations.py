@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
 from typing import Any
 
+import numpy as np
+
 from fddp.jax_internals import (
     COLLECTIVES,
     INDEX,
@@ -24,6 +26,7 @@ from fddp.jax_internals import (
     new_variable,
 )
 
+WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 # XLA fuses these equations into the readers of their results, and repeats them there rather than
 # store a result.
 CHEAP = {
@@ -87,6 +90,19 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: those over a mesh axis, or MPI's."""
     return set(_collectives(closed.jaxpr.eqns))
+
+
+def has_64_bits(closed: ClosedJaxpr) -> bool:
+    """True if a value of a program, at any depth, has 64-bit numbers."""
+
+    def wide(eqns: Iterable[JaxprEqn]) -> bool:
+        return any(
+            any(getattr(var.aval, "dtype", None) in WIDE for var in eqn.outvars)
+            or wide(inner_equations(eqn))
+            for eqn in eqns
+        )
+
+    return wide(closed.jaxpr.eqns)
 
 
 def text_digest(closed: ClosedJaxpr) -> str:

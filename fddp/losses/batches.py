@@ -113,11 +113,15 @@ def lists_of_numbers(batch: PyTree) -> list[str]:
 
 
 def not_numeric(batch: PyTree) -> list[str]:
-    """Returns the names of leaves that no program takes: text, dates, objects, Refs."""
+    """Returns the names of leaves that no program takes: text, objects, foreign tensors, Refs."""
     if isinstance(batch, Undivided):
         batch = batch.rows
     leaves = jax.tree_util.tree_leaves_with_path(batch)
-    return [f"{leaf_name(path)} {x!r:.40}".strip() for path, x in leaves if not _is_numeric(x)]
+    return [
+        f"{leaf_name(path)} {x!r:.40} {getattr(x, 'dtype', '')}".strip()
+        for path, x in leaves
+        if not _is_numeric(x)
+    ]
 
 
 def unlike(batches: Sequence[PyTree]) -> str:
@@ -157,6 +161,8 @@ def _form(x: ArrayLike) -> str:
 def _is_numeric(x: Any) -> bool:
     if isinstance(x, jax.Ref):
         return False
-    if not hasattr(x, "dtype"):
-        return isinstance(x, int | float | complex) or hasattr(x, "__jax_array__")
-    return getattr(x.dtype, "kind", "") not in ("U", "S", "O", "M", "m")
+    try:
+        jax.typeof(x)
+    except TypeError:
+        return hasattr(x, "__jax_array__")
+    return True

@@ -7,6 +7,7 @@ calls `module`, and gets a whole module.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen

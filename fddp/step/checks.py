@@ -155,7 +155,8 @@ def check_filled(batch: PyTree) -> None:
         )
     if paths := not_numeric(batch):
         raise TypeError(
-            f"the batch holds leaves that are not numeric, {shortened(paths, ', ')}: give numbers."
+            f"the batch holds leaves that are not numeric, {shortened(paths, ', ')}: give numbers, "
+            "such as np.asarray(x, np.float32)."
         )
     if paths := lists_of_numbers(batch):
         raise ValueError(

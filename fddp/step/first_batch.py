@@ -18,6 +18,7 @@ from fddp.jax_internals import ClosedJaxpr, unbound_axis, without_jit
 from fddp.jaxpr import (
     collectives,
     first_uses,
+    has_64_bits,
     in_slices,
     ready_order,
     text_digest,
@@ -201,13 +202,21 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
         refuse(
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
+    # A stage is traced again, without the loss's context of 64 bits.
+    wide = not jax.config.jax_enable_x64 and has_64_bits(program)
     if schedule != "auto":
+        if wide and SCHEDULES[schedule].cuts:
+            raise ValueError(
+                f"the loss computes in 64 bits, by jax.enable_x64 inside of it, and schedule="
+                f"{schedule!r} cuts it where that is lost: give schedule='fused' or 'after', or "
+                "set JAX_ENABLE_X64 for the whole script."
+            )
         return SCHEDULES[schedule]
     # Over MPI a replica computes on JAX's default device.
     on_cpu = not group.placement.overlaps
     on_cpu = on_cpu and (group.placement.on_mesh or jax.default_backend() == "cpu")
     cpu_hosts = group.processes > 1 and group.size == group.processes and on_cpu
-    uncut = kinds or group.placement.other_axes or without_jit()
+    uncut = kinds or wide or group.placement.other_axes or without_jit()
     if cpu_hosts and not uncut:
         return staged
     return replica.way.schedule

@@ -25,7 +25,8 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
     """
     if settled is None:
         raise _not_inside(
-            "its first batch settles it, outside of jit; step.lower(state, batch) settles it, too"
+            "its first batch settles it, outside of jit, as step.lower(state, batch) does; over "
+            "MPI, with fddp.local_steps and with other schedules than 'fused' call it from Python"
         )
     run = settled.runner.inside
     if run is None:

@@ -30,6 +30,7 @@ from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
 from fddp.step.way import Facts
 
+FIRST_BATCH = "batch or loss (pad the first batch to the same shapes on all ranks)"
 # (replica, layout of the state, state, mean) → result of a call; runs on every replica
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
 
@@ -74,7 +75,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
     describe = partial(described_batch, replica, batch, call)
     find = partial(look, replica, state, batch)
     seen, digests = verify_beside(
-        group, "batch or loss", find, describe, lambda seen: seen.digest + seen.wiring
+        group, FIRST_BATCH, find, describe, lambda seen: seen.digest + seen.wiring
     )
     tell_same_rows(group, [both[:DIGEST] for both in digests])
     tell_other_programs(group, [both[DIGEST:] for both in digests])

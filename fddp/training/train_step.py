@@ -28,6 +28,7 @@ from fddp.step import (
     provisional_plan,
     read_start,
     ready,
+    refuse_transformations,
     run_inside,
     synchronize,
     with_some_new,
@@ -61,6 +62,7 @@ class TrainStep(SettledStep):
           >>> step.init(jax.random.normal(jax.random.key(0), (4, 3))).params
           Shard of float32[4, 3]
         """
+        refuse_transformations()
         replica = self._replica
         setup = replica, self._optimizer
         read = partial(read_start, *setup, params, model_state, rng)

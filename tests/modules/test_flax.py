@@ -343,7 +343,13 @@ def test_a_module_that_writes_its_parameters_is_refused(transform: Any):
 
 
 def test_layers_in_fp8_are_refused_with_the_collection_that_gradients_overwrite():
-    module = linen.Dense(4, dot_general_cls=linen.Fp8DotGeneralOp)
+    class Scaled(linen.Module):  # as Fp8DirectDotGeneralOp
+        @linen.compact
+        def __call__(self, x: Any) -> Any:
+            scale = self.variable("_overwrite_with_gradient", "scale", jnp.ones, ())
+            return linen.Dense(4)(x) * scale.value
+
+    module = Scaled()
     net = fddp.from_linen(module, lambda model, x: jnp.mean(model(x) ** 2))
     x = np.ones((8, 4), np.float32)
     with pytest.raises(ValueError, match="has a collection '_overwrite_with_gradient'"):

@@ -45,6 +45,13 @@ def refused(kind: type[Exception], message: str, call: Callable[[], Any]) -> Non
 ### Batches
 
 
+class ForeignTensor:
+    """Rows of another library."""
+
+    dtype = "torch.float32"
+    shape = (8, 3)
+
+
 BATCHES = [
     (np.ones(6), r"6 rows cannot be divided into 4 equal parts: .* 4 replicas × 1 micro-batches"),
     (np.ones(0), r"0 rows.*fddp\.join.*fddp\.Weighted\(mean, weight\)"),
@@ -67,6 +74,10 @@ BATCHES = [
     ),
     (np.array(["a"] * 8), r"leaves that are not numeric, array\(\['a', .*: give numbers"),
     ({"x": X, "name": "train"}, "not numeric, name 'train': give numbers"),
+    ({"x": X.astype(">f4")}, r"not numeric, x array\(.* >f4: give numbers, such as np.asarray"),
+    ({"x": X.astype(np.longdouble)}, r"not numeric, x array\(.*float128: give numbers"),
+    ({"x": np.zeros(8, "f4,i4")}, r"not numeric, x array\(.*: give numbers"),
+    ({"x": ForeignTensor()}, "not numeric, x .*ForeignTensor.* torch.float32: give numbers"),
     ({"x": X, "y": np.array([None] * 8)}, r"not numeric, y array\(\[None, "),
     ({"x": X, "day": np.full(8, "2026-01-01", "M8[D]")}, r"not numeric, day array\(\['2026"),
     (None, "the batch is empty: got None"),

@@ -312,3 +312,27 @@ def test_a_bucket_has_one_dtype_however_leaves_alternate(group, schedule):
     assert {name: (p.dtype, p.tolist()) for name, p in state.params.items()} == {
         name: (p.dtype, [0.0] * 4) for name, p in params.items()
     }
+
+
+@pytest.mark.steps
+@pytest.mark.parametrize("schedule", ["fused", "after", "staged", "eager"])
+def test_64_bits_inside_a_loss_are_right_or_refused_where_it_is_cut(
+    group: Callable[[int], fddp.Group], schedule: Any
+):
+    def loss(params: Any, x: Any) -> jax.Array:
+        with jax.enable_x64(True):
+            square = (params["a"] + 2 * jnp.eye(4)).astype(jnp.float64)
+            solved = jnp.linalg.solve(square, params["b"].astype(jnp.float64))
+            solved = solved.astype(jnp.float32)
+        return jnp.mean((x @ solved) ** 2)
+
+    params = {"a": np.eye(4, dtype=np.float32), "b": np.ones((4, 2), np.float32)}
+    x = np.arange(32, dtype=np.float32).reshape(8, 4) / 32
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), schedule=schedule)
+    state = step.init(params)
+    if schedule in ("staged", "eager"):
+        with pytest.raises(ValueError, match=r"in 64 bits.*give schedule='fused' or 'after'"):
+            step(state, x)
+        return
+    _, info = step(state, x)
+    np.testing.assert_allclose(info.loss, jnp.mean((x.sum(1) / 3) ** 2), rtol=1e-6)

@@ -138,3 +138,13 @@ def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int
         jax.jit(step)(step.init(weights()), BATCHES[0][:15])
     with pytest.raises(TypeError, match=r"state must be a fddp\.TrainState"):
         jax.jit(step)(weights(), BATCHES[0])
+
+
+def test_init_and_messages_of_the_host_are_refused_inside_of_jit(
+    group: Callable[[int], fddp.Group],
+):
+    step = fddp.train_step(loss, ADAM, group=group(2))
+    for transform in (jax.jit, jax.vmap):
+        for call in (lambda w: step.init({"kernel": w}).params, group(2).all_reduce):
+            with pytest.raises(TypeError, match=r"cannot be called under jax\.jit, grad or vmap"):
+                transform(call)(jnp.ones((5, 4)))
