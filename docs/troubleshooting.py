@@ -98,6 +98,12 @@ HANGS = (
         "Distribute the rows with `fddp.samples`, or iterate over `fddp.join(batches)`.",
     ),
     Fault(
+        "The ranks are in different calls",
+        "A rank makes a call that the others do not make: it alone saves, evaluates, or with "
+        "`shard='state'` calls `no_sync` more often.",
+        "Make the same calls in the same order on each rank.",
+    ),
+    Fault(
         "has finished and waits for it",
         "A rank failed, is stopped or is lost after other ranks had finished.",
         "Read the first part of the line: it names that rank and its condition.",
@@ -191,6 +197,26 @@ START = (
         "Choose another port on all ranks; give all ranks the same `FDDP_SECRET`.",
     ),
     Fault(
+        "if they are left over from another launch, unset them, or call fddp.init('local')",
+        "The process has a rank by its environment, perhaps of a launcher that has ended.",
+        "Unset the variables that the message lists, or start the other ranks.",
+    ),
+    Fault(
+        "has started this process, which has inherited its variables",
+        "A rank has started a script that uses fddp too.",
+        "Call `fddp.init('local')` in it, or start ranks by `fddp.launch`.",
+    ),
+    Fault(
+        "does not lead to an address of this host",
+        "Gloo of your own `jax.distributed` listens at the address of the host's name.",
+        "Add the name to `/etc/hosts`, or let `fddp.init` connect the processes.",
+    ),
+    Fault(
+        "MPICH may crash with a bus error below",
+        "MPICH's memory is in `/dev/shm`, which containers limit to 64 MiB.",
+        "`docker run --shm-size=1g`, or `python -m fddp run --by processes`.",
+    ),
+    Fault(
         "rank 0 cannot listen there (…)",
         "The port is in use, or the address belongs to another host.",
         "Set another address on all ranks: `FDDP_COORDINATOR=host:port`.",
@@ -207,8 +233,10 @@ START = (
     ),
     Fault(
         "JAX had started before fddp.init was called",
-        "The script created an array, a random key or called `jax.devices()` before `fddp.init`.",
-        "Call `fddp.init()` first; create NumPy arrays before it, not JAX arrays.",
+        "The script created an array, a random key or called `jax.devices()` before `fddp.init`, or "
+        "a module that it imports does: gymnax, for example.",
+        "Call `fddp.init()` first, before such imports; create NumPy arrays before it, not JAX "
+        "arrays.",
     ),
     Fault(
         "fddp.init was called before with (backend, rank, size, coordinator, elastic) = …",
@@ -216,7 +244,7 @@ START = (
         "Use the first group. In a notebook restart the kernel, or use `fddp.launch`.",
     ),
     Fault(
-        "does not say where rank 0 is: set FDDP_COORDINATOR=host:port",
+        "no address of rank 0 comes from …: set FDDP_COORDINATOR=host:port",
         "The launcher states rank and size, but no address.",
         "Set `FDDP_COORDINATOR` to the address of rank 0, on all ranks.",
     ),
@@ -226,7 +254,7 @@ START = (
         "Set both variables on each rank.",
     ),
     Fault(
-        "says that this is rank … of …, MPI that it is rank … of …",
+        "this is rank … of … according to …, and rank … of … according to MPI",
         "`mpiexec` belongs to another MPI than mpi4py, so each process is alone in its MPI world.",
         "Use the `mpiexec` that `python -m fddp doctor` names.",
     ),
@@ -308,7 +336,7 @@ LAUNCH = (
         "Put the call below `if __name__ == '__main__':`.",
     ),
     Fault(
-        "the result of … cannot be pickled; return arrays, for example",
+        "the result of … cannot be pickled; return arrays, for example, or fddp.whole(state)",
         "The function returned a closure, a lock or another object that stays in its process.",
         "Return arrays and numbers.",
     ),

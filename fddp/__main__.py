@@ -1,6 +1,7 @@
 """python -m fddp: starts jobs, reports on failed ones, and examines this installation."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -50,4 +51,6 @@ def _run_doctor(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):  # None if a shell has closed it
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may know ASCII alone
     sys.exit(main(sys.argv[1:]))

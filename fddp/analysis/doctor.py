@@ -17,6 +17,7 @@ from fddp.runtime import (
     fddp_version,
     hints,
     installed,
+    known_faults,
     missing_compiler,
     mpi_vendors,
     name_problem,
@@ -53,6 +54,7 @@ def _findings() -> Iterator[ReportLine]:
             yield ReportLine(name, status)
         else:
             yield ReportLine(name, "missing", f"pip install {name}")
+    yield from _faults()
     yield _unless_it_fails("devices", _devices)
     yield _unless_it_fails("launched as", _launched)
     variables = spoken(os.environ)
@@ -82,6 +84,15 @@ def _unless_it_fails(topic: str, look: Callable[[], tuple[str, str]]) -> ReportL
     except Exception as error:  # JAX raises several types if it has no device
         no_devices = f"JAX has no devices; JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}"
         return ReportLine(topic, "cannot be told", str(error) or no_devices)
+
+
+def _faults() -> Iterator[ReportLine]:
+    for fault in known_faults(installed("jaxlib") or "", os.environ.get("XLA_FLAGS", "")):
+        cures = [f"jaxlib {fault.end}"] if fault.end else []
+        if fault.flag:
+            cures.append(f"XLA_FLAGS={fault.flag}")
+        advice = f"{' or '.join(cures)}; see github.com/{fault.source.replace('#', '/issues/', 1)}"
+        yield ReportLine("fault on CPUs", f"{fault.kind}: {fault.program}", advice)
 
 
 def _cache() -> str:
@@ -161,7 +172,8 @@ def _mpi() -> tuple[str, str, str | None]:
         return "does not load", problem, None
     if problem:
         return "does not load", f"{problem}: {mpi_vendors.rebuild(vendor)}", vendor
-    return f"ready: {vendor}", "", vendor
+    advice = mpi_vendors.small_memory(2) if vendor == "MPICH" else ""
+    return f"ready: {vendor}", advice, vendor
 
 
 def _launcher(vendor: str | None) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from fddp.runtime.cores import cores_for as cores_for
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
+from fddp.runtime.jaxlib_faults import known_faults as known_faults
 from fddp.runtime.join_service import all_devices as all_devices
 from fddp.runtime.join_service import name_problem as name_problem
 from fddp.runtime.launchers import read_launch as read_launch

@@ -55,7 +55,8 @@ def collect_signals(*numbers: int) -> Iterator[list[int]]:
     """Collects signals while its block runs; yields the numbers of the received signals.
 
     No signal interrupts the block or is lost in a callback of another library. Signals that this
-    process ignores, for example under nohup, stay ignored.
+    process ignores, for example under nohup, stay ignored. Only SIGCHLD does not: the kernel would
+    drop the exit codes of the children.
     """
     signals = list[int]()
     handlers = {
@@ -63,6 +64,8 @@ def collect_signals(*numbers: int) -> Iterator[list[int]]:
         for number in numbers
         if signal.getsignal(number) != signal.SIG_IGN
     }
+    if numbers and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield signals
     finally:

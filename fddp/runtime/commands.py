@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 from fddp.runtime.mpi_vendors import loaded
 from fddp.runtime.replacing import supervise_ranks
@@ -82,6 +83,8 @@ def read_command(words: Sequence[str], *, module: bool) -> list[str]:
         raise ValueError(
             "run: give a script, such as train.py, or after -- a command, such as python train.py."
         )
+    if Path(words[0]).is_dir() and not module:
+        raise ValueError(f"run: {words[0]!r} is a folder: give a script in it, such as train.py.")
     python = [sys.executable, "-u"]
     if module:
         return [*python, "-m", *words]

@@ -13,6 +13,7 @@ from fddp.runtime.launchers import (
     TORCH_VARIABLES,
     jax_variables,
     numbered,
+    spoken,
     torch_variables,
 )
 from fddp.runtime.place import Launch, integer, integer_if_set
@@ -94,7 +95,17 @@ def _contradictions(launch: Launch, env: Mapping[str, str]) -> Iterator[str]:
             rival = read(env)
             if rival and (rival.rank, rival.size) != (launch.rank, launch.size):
                 yield (
-                    f"{launch.launcher} says that this is rank {launch.rank} of {launch.size}, "
-                    f"{rival.launcher} that it is rank {rival.rank} of {rival.size}: the former "
-                    f"counts; unset the others, or {MEET}."
+                    f"this is rank {launch.rank} of {launch.size} according to "
+                    f"{launch.launcher}, and rank {rival.rank} of {rival.size} according to "
+                    f"{rival.launcher}: the former counts; unset the others, or {MEET}."
                 )
+
+
+def origin(launch: Launch, env: Mapping[str, str]) -> str:
+    """Says which variables give this process its rank: they may be left over from another job."""
+    if launch.launcher == TOLD[0]:
+        return ""
+    return (
+        f"according to {launch.launcher}: {', '.join(spoken(env))}; if they are left over from "
+        "another launch, unset them, or call fddp.init('local')"
+    )

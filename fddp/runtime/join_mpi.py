@@ -4,15 +4,18 @@ import importlib.util
 import os
 import re
 import socket
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from fddp.comm import Group, mpi_group
 from fddp.runtime.launchers import pmi_socket
-from fddp.runtime.mpi_vendors import import_mpi4jax
+from fddp.runtime.mpi_vendors import import_mpi4jax, small_memory
 from fddp.runtime.place import Launch
-from fddp.watching import Ending, end_together, poll, shared_recorder, watched
+from fddp.watching import Ending, end_together, flush_output, poll, shared_recorder, watched
+
+READ_S = 1.0  # for mpiexec to pass a line on
 
 
 def join_mpi(launch: Launch, stall_s: float | None) -> Group:
@@ -43,7 +46,7 @@ def agree_on_coordinator(launch: Launch) -> str:
         elif launch.by_mpi:
             remedy = "pip install mpi4py; without MPI, python -m fddp run starts ranks on one host"
         raise ValueError(
-            f"{launch.launcher} does not say where rank 0 is: set FDDP_COORDINATOR=host:port, "
+            f"no address of rank 0 comes from {launch.launcher}: set FDDP_COORDINATOR=host:port, "
             f"equal on all ranks, give fddp.init(coordinator='host:port'), or {remedy}."
         )
     comm = _world(launch, "set FDDP_COORDINATOR=host:port")
@@ -75,14 +78,17 @@ def _world(launch: Launch, otherwise: str) -> Any:
         # All ranks are on this host. By default MPICH's transport listens at the devices that other
         # hosts reach.
         os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    if launch.launcher == "Hydra" and (problem := small_memory(launch.local_size or 1)):
+        flush_output(f"fddp: {problem}.\n")
+        time.sleep(READ_S)  # a crash would take the line along
     from mpi4py import MPI  # loads the MPI library for mpi4jax's extension
 
     comm = MPI.COMM_WORLD
     if launch.launcher != "alone" and (comm.rank, comm.size) != (launch.rank, launch.size):
         raise RuntimeError(
-            f"{launch.launcher} says that this is rank {launch.rank} of {launch.size}, MPI that it "
-            f"is rank {comm.rank} of {comm.size}: start it with the mpiexec of the MPI that mpi4py "
-            f"was built with ({MPI.get_vendor()[0]}), or {otherwise}."
+            f"this is rank {launch.rank} of {launch.size} according to {launch.launcher}, and rank "
+            f"{comm.rank} of {comm.size} according to MPI: start it with the mpiexec of the MPI "
+            f"that mpi4py was built with ({MPI.get_vendor()[0]}), or {otherwise}."
         )
     return comm
 

@@ -21,16 +21,17 @@ from fddp.jax_internals import (
     secured,
 )
 from fddp.runtime.coordinator import start_coordinator, wait_for_all
+from fddp.runtime.hints import origin
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
-from fddp.runtime.place import Launch, without_proxies
+from fddp.runtime.place import Launch, listen_problem, without_proxies
 from fddp.runtime.rendezvous import meet_ranks
 from fddp.watching import LEFT, Ending, end_together, poll, shared_recorder, watched
 
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or "
-    "jax.devices() was called), and cannot join other processes after that: call fddp.init() "
-    "first in the script"
+    "jax.devices() was called, perhaps by an imported module), and cannot join other processes "
+    "after that: call fddp.init() first in the script, before such imports"
 )
 
 
@@ -61,12 +62,12 @@ def join_service(
 
 def all_devices(backend: str) -> list[Any]:
     """The devices of all processes; refuses a backend that does not connect them."""
-    cpus = on_cpus()
-    if backend == "nccl" and cpus:
+    on_cpus = jax.default_backend() == "cpu"
+    if backend == "nccl" and on_cpus:
         raise RuntimeError(
             "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
         )
-    if backend == "gloo" and not cpus:
+    if backend == "gloo" and not on_cpus:
         raise RuntimeError(
             f"backend 'gloo' connects CPUs, and JAX uses {jax.default_backend()!r} here; set "
             "JAX_PLATFORMS=cpu, or use 'nccl'."
@@ -74,33 +75,16 @@ def all_devices(backend: str) -> list[Any]:
     return jax.devices()
 
 
-def on_cpus() -> bool:
-    """Starts JAX's devices; True if they are CPUs."""
-    try:
-        return jax.default_backend() == "cpu"
-    except RuntimeError as error:
-        if jax.distributed.is_initialized() and (problem := name_problem()):
-            raise RuntimeError(f"backend 'gloo' cannot start: {problem}.") from error
-        raise
-
-
 def name_problem() -> str:
-    """Describes why no process can listen at the address of this host's name; empty if it can.
-
-    Gloo listens there in a `jax.distributed` that `fddp.init` adopts.
-    """
+    """Describes a host's name at which Gloo cannot listen, as without fddp; empty if it can."""
     name = socket.gethostname()
-    try:
-        family, *_, address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family) as probe:
-            probe.bind(address)
-    except OSError as error:
-        return (
-            f"the name {name!r} of this host does not lead to an address of this host "
-            f"({error.strerror}): add a line such as '127.0.1.1 {name}' to /etc/hosts, or leave "
-            "jax.distributed.initialize to fddp.init, which needs no name"
-        )
-    return ""
+    if not (problem := listen_problem(name)):
+        return ""
+    return (
+        f"the name {name!r} of this host does not lead to an address of this host ({problem}): "
+        "fddp.init needs no name, but a jax.distributed of your own needs a line such as "
+        f"'127.0.1.1 {name}' in /etc/hosts"
+    )
 
 
 def _leave(
@@ -130,7 +114,15 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         problem = LATE
         print(f"fddp: rank {launch.rank} of {launch.size}: {problem}.", file=sys.stderr, flush=True)
     coordinator = launch.coordinator or agree_on_coordinator(launch)
-    meeting = meet_ranks(launch.rank, launch.size, coordinator, timeout_s, problem, launch.job)
+    meeting = meet_ranks(
+        launch.rank,
+        launch.size,
+        coordinator,
+        timeout_s,
+        problem,
+        launch.job,
+        origin(launch, os.environ),
+    )
     if secured():  # certificates are issued for names, not for addresses
         bind = f"[::]:{coordinator.rsplit(':', 1)[1]}"
         meeting = meeting._replace(coordinator=coordinator, bind=bind)

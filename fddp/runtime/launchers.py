@@ -53,6 +53,7 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
     1
     """
+    env = {name: value for name, value in env.items() if value}  # templates leave empty ones
     # Inner launchers first: srun may start the other launchers, and with --mpi=cray_shasta it sets
     # the variables of PALS.
     launchers = (_torchrun, _open_mpi, _hydra, _flux, _mvapich, _slurm, _pals)

@@ -5,6 +5,7 @@ built it. The shell runs the first mpiexec on the PATH.
 """
 
 import importlib.util
+import math
 import os
 import re
 import shutil
@@ -37,6 +38,22 @@ import jax, mpi4jax
 jax.config.update("jax_platforms", "cpu")
 jax.local_devices()
 """
+
+
+SHARED_MIB = 6  # MPICH's memory in /dev/shm for each rank of a host
+
+
+def small_memory(ranks: int) -> str:
+    """Describes a /dev/shm in which MPICH may crash with this many ranks; empty if it is enough."""
+    memory = Path("/dev/shm")
+    size_mib = shutil.disk_usage(memory).total / 2**20 if memory.is_dir() else math.inf
+    if size_mib >= SHARED_MIB * max(4, ranks):  # 16 MiB were too few for one rank
+        return ""
+    return (
+        f"/dev/shm has {size_mib:.3g} MiB, and MPICH may crash with a bus error below "
+        f"{SHARED_MIB} MiB for each rank: docker run --shm-size=1g, or backend 'gloo' "
+        "(python -m fddp run --by processes)"
+    )
 
 
 def loaded() -> tuple[str | None, str]:

@@ -89,7 +89,8 @@ def _of_each_rank(stream: IO[bytes], rank: bytes) -> Iterator[bytes]:
                 line = partial_lines.pop(rank)
                 if not GREETING.match(line):
                     yield rank + line
-    yield from (rank + line for rank, line in partial_lines.items() if line)
+    ends = b"\n" * (partial_lines.keys() != {b""})  # a line of another rank may follow
+    yield from (rank + line + ends for rank, line in partial_lines.items() if line)
 
 
 def _pieces(stream: IO[bytes]) -> Iterator[bytes]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -31,13 +32,13 @@ class Launch:
     def __post_init__(self) -> None:
         if self.size < 1 or not 0 <= self.rank < self.size:
             raise ValueError(
-                f"{self.launcher} says this is rank {self.rank} of {self.size}; "
+                f"rank {self.rank} of {self.size}, according to {self.launcher}: "
                 "a rank lies in 0..size-1."
             )
         if self.coordinator is not None and not _is_place(str(self.coordinator)):
             raise ValueError(
-                f"{self.launcher} names the coordinator {self.coordinator!r}; it must be host:port "
-                "with a port of 1 to 65535, as in 'node1:4711'."
+                f"the coordinator is {self.coordinator!r}, according to {self.launcher}; it must "
+                "be host:port with a port of 1 to 65535, as in 'node1:4711'."
             )
 
     @property
@@ -55,6 +56,17 @@ def place_of(coordinator: str) -> tuple[str, int]:
     """Splits host:port; an IPv6 address may stand in brackets."""
     host, port = coordinator.rsplit(":", 1)
     return host.strip("[]"), int(port)
+
+
+def listen_problem(host: str) -> str:
+    """Says why no process can listen here at the address of a name; empty if one can."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+    return ""
 
 
 def _is_place(text: str) -> bool:

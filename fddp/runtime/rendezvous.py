@@ -11,7 +11,7 @@ import time
 from functools import partial
 
 from fddp.comm import new_secret, reports, signature, signed
-from fddp.runtime.place import place_of
+from fddp.runtime.place import listen_problem, place_of
 from fddp.runtime.reception import (
     GO,
     MOST,
@@ -35,13 +35,20 @@ STRANGE = "the process at this address is not rank 0 of this job, or its FDDP_SE
 
 
 def meet_ranks(
-    rank: int, size: int, coordinator: str, timeout_s: float, problem: str = "", job: str = ""
+    rank: int,
+    size: int,
+    coordinator: str,
+    timeout_s: float,
+    problem: str = "",
+    job: str = "",
+    origin: str = "",
 ) -> ServiceAddresses:
     """Waits until all ranks have reached rank 0; returns the addresses of JAX's service.
 
     Rank 0 and every other rank prove to each other that they know the job's secret. A rank that
     cannot join, because of `problem`, reports that: no rank waits for it, and all raise the same
-    error. `job` distinguishes jobs that use the same port; it may be ''.
+    error. `job` distinguishes jobs that use the same port; it may be ''. `origin` says where this
+    process read its rank.
     """
     place = place_of(coordinator)
     end = time.monotonic() + timeout_s
@@ -49,10 +56,11 @@ def meet_ranks(
         end = min(end, time.monotonic() + TELL_S)
     reporting = partial(reports, first_s=FIRST_WORD_S, next_s=NEXT_WORD_S)
     meeting = ServiceAddresses(coordinator, "")
+    whence = origin and f" ({origin})"
     if rank:
         reason = ["no answer yet"]  # the latest, for the reporting thread
         with reporting(
-            lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {reason[0]}"
+            lambda: f"rank {rank} of {size} waits for rank 0 at {coordinator}: {reason[0]}{whence}"
         ):
             answer, host = _call(f"rank {rank} of {size}", place, end, reason, problem, job)
         if answer.startswith(GO):
@@ -62,12 +70,15 @@ def meet_ranks(
             meeting = ServiceAddresses(loopback or coordinator, "", host)
     else:
         guests: Guests = {}
-        with reporting(lambda: f"rank 0 waits at {coordinator}: {missing_ranks(guests, size)}"):
+        name = coordinator
+        if listen_problem(place[0]):  # or of a service in front of it
+            name += " (not an address of this host)"
+        with reporting(lambda: f"rank 0 waits at {name}: {missing_ranks(guests, size)}{whence}"):
             answer, meeting = receive(guests, size, place, end, problem, job)
     if not answer.startswith(GO):
         raise RuntimeError(
             f"fddp.init(timeout_s={timeout_s:g}) could not join the other ranks at {coordinator}: "
-            f"{answer}."
+            f"{answer}{whence * (' in time' in answer)}."
         )
     return meeting
 
@@ -98,7 +109,10 @@ def _call(
 
 def _answer(link: socket.socket, words: str, end: float, reason: list[str], job: str) -> str:
     """Calls once; returns rank 0's answer, or '' without a signed answer, with `reason` set."""
-    greeting = GREETING.fullmatch(receive_line(link, min(end, time.monotonic() + ATTEMPT_S)))
+    try:
+        greeting = GREETING.fullmatch(receive_line(link, min(end, time.monotonic() + ATTEMPT_S)))
+    except TimeoutError:  # a server that waits for a request
+        greeting = None
     if greeting is None:
         reason[0] = STRANGE
         return ""

@@ -5,7 +5,6 @@ used for a while.
 """
 
 import os
-import signal
 import subprocess
 import tempfile
 import threading
@@ -23,6 +22,7 @@ from fddp.runtime.supervisor import (
     END_S,
     ENDING,
     PAUSE_S,
+    WARNING,
     Job,
     forward,
     on_hosts,
@@ -115,7 +115,7 @@ class _Ranks:
             for number in signals[forwarded:]:
                 self._due.clear()
                 forward([running.process for running in self._running.values()], number)
-                if number != signal.SIGTERM:  # after which a script saves its state
+                if number not in WARNING:
                     deadline = min(deadline, now + END_S)
                 forwarded += 1
             if now > deadline:

@@ -223,7 +223,7 @@ def _run(work: bytes, pipe: Connection) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send((STARTED, None))
-        fn, args = pickle.loads(work)
+        fn, args = _unpickled(work)
         pipe.send((DONE, _packed(fn, fn(*args))))
     except BaseException as error:  # sys.exit too: the function has not returned
         if fails(error):
@@ -233,12 +233,24 @@ def _run(work: bytes, pipe: Connection) -> None:
         leave()
 
 
+def _unpickled(work: bytes) -> tuple[Callable, tuple]:
+    try:
+        return pickle.loads(work)
+    except AttributeError as error:
+        raise ValueError(
+            f"fddp.launch: this rank does not find the function, or the class of an argument "
+            f"({error}): define it in a module, or in the script above "
+            "`if __name__ == '__main__':`."
+        ) from error
+
+
 def _packed(fn: Callable, result: object) -> bytes:
     try:
         return pickle.dumps(result)
     except Exception as error:  # an object may raise anything
         raise TypeError(
-            f"fddp.launch: the result of {_name(fn)} cannot be pickled; return arrays, for example"
+            f"fddp.launch: the result of {_name(fn)} cannot be pickled; return arrays, for "
+            "example, or fddp.whole(state)"
         ) from error
 
 

@@ -30,7 +30,9 @@ from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
 from fddp.runtime.output import LOOK_S, drain, print_line, shown
 
-ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # from a scheduler, or from the keyboard
+# From schedulers: the ranks save their state, in any time.
+WARNING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (*WARNING, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 END_S = 10.0  # the watchers end a job sooner
 ANSWER_S = 10.0
 # Replaces its process by the command. Linux kills it when the parent ends, even by SIGKILL.
@@ -213,7 +215,7 @@ def _wait(
             # The ranks' watchers report the death of a rank and not its reason.
             print_line(f"received {signal.Signals(number).name}, and sends it to the ranks.")
             forward(processes, number)
-            if number != signal.SIGTERM:
+            if number not in WARNING:
                 deadline = time.monotonic() + END_S
             forwarded += 1
         if time.monotonic() > deadline:

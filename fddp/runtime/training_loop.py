@@ -5,6 +5,7 @@ Source: `reached_preemption_sync_point` in JAX's `multihost_utils`.
 
 import os
 import signal
+import threading
 from typing import Any
 
 from fddp.comm import Journal
@@ -35,12 +36,20 @@ def preempted() -> bool:
     Returns:
       True after the last step.
 
+    Raises:
+      RuntimeError: the first call is not on the main thread, on which alone Python handles signals.
+
     Example:
       >>> import fddp
       >>> fddp.preempted()
       False
     """
     journal = init().journal
+    if not _before and threading.current_thread() is not threading.main_thread():
+        raise RuntimeError(
+            "fddp.preempted() handles SIGTERM, which Python allows on the main thread only: call "
+            "it once on the main thread, after fddp.init(), before another thread trains."
+        )
     if not _before:
         _take_over(journal)
     return journal.stops()

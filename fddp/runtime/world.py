@@ -18,13 +18,16 @@ import jax
 from fddp.comm import Group, unwatched, world_group
 from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
+from fddp.runtime.jaxlib_faults import remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
-from fddp.runtime.join_service import join_service, on_cpus
-from fddp.runtime.launchers import read_launch
+from fddp.runtime.join_service import join_service
+from fddp.runtime.launchers import read_launch, spoken
+from fddp.runtime.packages import installed
 from fddp.runtime.place import Launch
 from fddp.watching import FAILED, follows_another
 from fddp.wording import check_seconds, check_switch, check_whole
 
+JOINED = "FDDP_JOINED"  # the process that joined, for processes that it starts
 BACKENDS = ("nccl", "gloo", "mpi", "local")
 NOT_ELASTIC = {
     "mpi": "elastic=True needs backend 'gloo': an MPI job ends with its first dead rank. Start the "
@@ -105,6 +108,14 @@ def init(
     if not _started:
         undo = ExitStack()
         launch = _with_arguments(read_launch(os.environ), rank, size, coordinator)
+        if backend != "local" and os.environ.get(JOINED) == _mark(os.getppid(), launch):
+            raise RuntimeError(
+                f"fddp.init: rank {launch.rank} of {launch.size} has started this process, which "
+                "has inherited its variables: call fddp.init('local') in it, or start it without "
+                f"{', '.join(spoken(os.environ))}; fddp.launch starts ranks of their own."
+            )
+        if launch.size > 1:
+            os.environ[JOINED] = _mark(os.getpid(), launch)
         if elastic:
             group = _elastic(backend, launch, timeout_s, stall_s, undo)
             _started.append(World(request, group, undo))
@@ -113,6 +124,8 @@ def init(
             for line in hints(launch, os.environ):
                 _say(launch, line)
         group = _start(backend or _pick(launch), launch, timeout_s, stall_s, undo)
+        if jax.default_backend() == "cpu":
+            _say(launch, remark(installed("jaxlib") or "", os.environ.get("XLA_FLAGS", "")))
         _started.append(World(request, group, undo))
     return _started[0].group
 
@@ -187,6 +200,11 @@ def fails(error: BaseException) -> bool:
     return True
 
 
+def _mark(process: int, launch: Launch) -> str:
+    """Names a process and its place: its children inherit the place, though they are no ranks."""
+    return f"{process} {launch.rank} {launch.size} {launch.coordinator}"
+
+
 class World(NamedTuple):
     """A joined world."""
 
@@ -203,7 +221,7 @@ _started: list[World] = []
 
 def _pick(launch: Launch) -> str:
     if jax.distributed.is_initialized():
-        if on_cpus():
+        if jax.default_backend() == "cpu":
             return "gloo"
         return "nccl"
     if launch.size == 1:

@@ -68,7 +68,7 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
         if cause is not None:
             flush_output(f"{name} ends because of {cause}\n")
             ending.abort()
-        message = f"{kind.__name__}: {error}"
+        message = f"{kind.__name__}: {_text(error)}"
         details = "".join(traceback.format_exception(kind, error, trace))
         short_report = f"{name} failed as the others did: {message}\n"
         return end(message, f"{name} failed:\n{details}", short_report)
@@ -90,8 +90,16 @@ def follows_another(error: BaseException, journal: Journal) -> bool:
 
 def from_transport(error: BaseException) -> bool:
     """True for an error of a collective, which another rank may have caused."""
-    named = re.search(r"\b(Gloo|NCCL|MPI)", f"{type(error).__module__} {error}")
+    named = re.search(r"\b(Gloo|NCCL|MPI)", f"{type(error).__module__} {_text(error)}")
     return isinstance(error, jax.errors.JaxRuntimeError) or named is not None
+
+
+def _text(error: BaseException) -> str:
+    """The text of an exception, whose class may have a broken `__str__`."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"its text cannot be made ({type(problem).__name__} in __str__)"
 
 
 def read_grace(env: Mapping[str, str]) -> float:

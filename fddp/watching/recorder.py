@@ -109,7 +109,7 @@ class Recorder:
         After it Python may still run exit handlers, and the last steps may be unfinished.
         """
         with self._lock:
-            if self._doing not in ENDS:
+            if not self._doing.startswith(ENDS):
                 self._doing = doing
             self._write(shared_memory.DOING, self._doing)
 

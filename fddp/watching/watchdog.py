@@ -97,9 +97,25 @@ def watched(
         length = int.from_bytes(group.hosts.broadcast(np.zeros(LENGTH, np.uint8), 0).tobytes())
         shared = group.hosts.broadcast(np.zeros(length, np.uint8), 0).tobytes()
         _start(_keyed(job | json.loads(shared)), service_files)
-    atexit.register(recorder.say, FINISHED)
+    _finish_at_exit(recorder)
     threading.Thread(target=_live, args=(recorder,), name="fddp-life", daemon=True).start()
     return group
+
+
+def _finish_at_exit(recorder: Recorder) -> None:
+    """Records the end of the script, and the code of `sys.exit`, which exit handlers cannot see."""
+    codes: list[object] = [0]
+    leave_python = sys.exit
+
+    def exit_with(code: Any = None, /) -> None:
+        codes.append(code)
+        leave_python(code)
+
+    def finish() -> None:
+        recorder.say(FINISHED + f" by sys.exit({codes[-1]!r})" * (codes[-1] not in (None, 0)))
+
+    sys.exit = exit_with
+    atexit.register(finish)
 
 
 def _live(recorder: Recorder) -> None:

@@ -229,10 +229,10 @@ STARTS = {
     "fddp.init('mpi')": "backend 'mpi' needs mpi4jax, not installed here: pip install mpi4jax",
     "fddp.init('nccl')": "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'.",
     "fddp.init(rank=1)": "rank and size belong together, got rank=1 and size=None.",
-    "fddp.init(rank=2, size=2)": "fddp.init's arguments says this is rank 2 of 2",
-    "fddp.init('gloo', rank=0, size=2)": "fddp.init's arguments does not say where rank 0 is",
+    "fddp.init(rank=2, size=2)": "rank 2 of 2, according to fddp.init's arguments",
+    "fddp.init('gloo', rank=0, size=2)": "no address of rank 0 comes from fddp.init's arguments",
     "fddp.init('gloo', rank=0, size=2, coordinator='here')": (
-        "the coordinator 'here'; it must be host:port"
+        "the coordinator is 'here', according to fddp.init's arguments; it must be host:port"
     ),
 }
 # A process of its own, which never joins a world. It does not find mpi4jax until the end.
@@ -277,7 +277,7 @@ def test_a_world_that_cannot_be_started_is_refused(messages, call):
 def test_ranks_of_which_mpi_knows_nothing_are_not_left_to_train_alone(messages):
     """Ranks started by another MPI's mpiexec, or by hand: each is a world of its own to mpi4py."""
     assert re.search(
-        r"says that this is rank 1 of 2, MPI that it is rank 0 of 1: .* or use backend 'gloo'",
+        r"rank 1 of 2 according to .*, and rank 0 of 1 according to MPI: .* or use backend 'gloo'",
         messages["rank 1 of 2"],
     )
 

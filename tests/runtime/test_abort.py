@@ -76,3 +76,22 @@ def test_an_error_ends_the_world_though_nothing_takes_the_output():
             [sys.executable, "-c", script], stdout=full, stderr=subprocess.PIPE, env=env, timeout=60
         )
     assert outcome.returncode == 7 and b"RuntimeError: on purpose" in outcome.stderr
+
+
+def test_an_error_without_a_text_ends_the_world_too():
+    script = (
+        "import os\n"
+        "from fddp.comm import Journal\n"
+        "from fddp.watching import Ending, end_together\n"
+        "end_together(0, 2, Ending(print, lambda _: False, lambda: None, lambda: os._exit(7)), "
+        "Journal())\n"
+        "class Odd(Exception):\n"
+        "    def __str__(self): return self.text\n"
+        "raise Odd"
+    )
+    env = os.environ | {"FDDP_GRACE_S": "0", "PYTHONUNBUFFERED": "1"}
+    outcome = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env=env, timeout=60
+    )
+    assert outcome.returncode == 7 and outcome.stderr.startswith("fddp: rank 0 of 2 failed:\nTrace")
+    assert outcome.stdout == "rank 0: Odd: its text cannot be made (AttributeError in __str__)\n"

@@ -163,6 +163,24 @@ def test_ranks_of_another_job_do_not_count_and_hear_that_it_is_another():
         first.result()
 
 
+@pytest.mark.steps
+def test_a_server_that_waits_for_a_request_is_named_as_no_rank(monkeypatch):
+    monkeypatch.setattr(rendezvous, "ATTEMPT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        (message,) = outcomes([(1, 2)], f"127.0.0.1:{silent.getsockname()[1]}", 1)
+    assert "in time: the process at this address is not rank 0 of this job" in message
+
+
+@pytest.mark.steps
+def test_rank_0_names_an_address_of_another_host_and_whence_it_has_its_rank(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "FIRST_WORD_S", 0.2)
+    origin = "rank 0 of 2 comes from a template"
+    with pytest.raises(RuntimeError, match=f"has not come in time [(]{origin}[)][.]"):
+        meet_ranks(0, 2, f"198.51.100.7:{free_port()}", 1, origin=origin)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "(not an address of this host): rank 1 of 2 has not come (rank 0 of 2 comes" in line
+
+
 def connected(host: str, port: int) -> socket.socket:
     while True:
         try:

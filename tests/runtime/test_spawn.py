@@ -264,10 +264,33 @@ print(fddp.launch(os.getpid, 1))
 """
 
 
+# The ranks import the script and skip this block.
+UNDER_MAIN = """
+import fddp
+if __name__ == "__main__":
+    def inner(): pass
+    fddp.launch(inner, 1)
+"""
+
+
+@pytest.mark.ranks
+def test_a_function_that_ranks_cannot_find_in_the_script_is_told(tmp_path: Path):
+    script = tmp_path / "under_main.py"
+    script.write_text(UNDER_MAIN)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    completed = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=END_S
+    )
+    assert "Can't get attribute 'inner'" in completed.stderr
+    assert completed.stderr.endswith(
+        "define it in a module, or in the script above `if __name__ == '__main__':`.\n\n"
+    )
+
+
 @pytest.mark.ranks
 def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told(tmp_path: Path):
     with pytest.raises(
-        RuntimeError, match=r"the result of a_lock cannot be pickled; return arrays"
+        RuntimeError, match=r"of a_lock cannot be pickled; return .* or fddp.whole\(state\)"
     ):
         fddp.launch(a_lock, 1, None, timeout_s=END_S)
     script = tmp_path / "unguarded.py"

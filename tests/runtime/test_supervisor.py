@@ -16,6 +16,7 @@ from processes import TESTS, UNOPTIMIZED, WORKERS, launch
 
 from fddp.__main__ import main
 from fddp.runtime import cores_for
+from fddp.runtime.commands import read_command
 from fddp.runtime.replacing import supervise_ranks
 from fddp.runtime.supervisor import Ended, Job, launcher, supervise
 
@@ -180,6 +181,42 @@ def test_a_command_that_is_not_there_is_refused():
         completed.returncode == 2
         and "there is no command 'no-such-command' here" in completed.stderr
     )
+
+
+def test_a_folder_is_no_command(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"is a folder: give a script in it, such as train\.py"):
+        read_command([str(tmp_path)], module=False)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_parent_that_ignores_sigchld_hides_no_exit_code(code: int):
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+    command = "os.execv(sys.executable, [sys.executable, '-m', 'fddp', *sys.argv[1:]])"
+    words = ["run", "-n", "2", "--by", "processes", "--", *PYTHON, f"raise SystemExit({code})"]
+    completed = subprocess.run(
+        [*PYTHON, ignoring + command, *words], env=os.environ | ENV, capture_output=True, timeout=60
+    )
+    assert completed.returncode == code, completed.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT])
+def test_signals_of_schedulers_reach_the_ranks(number: signal.Signals):
+    waits = (
+        f"import signal, sys; signal.signal({number}, lambda *_: sys.exit(print('saved'))); "
+        "print('ready', flush=True); signal.pause()"
+    )
+    words = [sys.executable, "-m", "fddp", "run", "-n", "2", "--by", "processes", "--", *PYTHON]
+    with subprocess.Popen([*words, waits], env=os.environ | ENV, stdout=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        ready = {job.stdout.readline() for _ in range(2)}
+        job.send_signal(number)
+        assert {*job.stdout} == {b"[0] saved\n", b"[1] saved\n"}
+    assert ready == {b"[0] ready\n", b"[1] ready\n"} and job.returncode == 0
+
+
+def test_last_lines_of_two_ranks_without_an_end_are_two_lines(capfd: pytest.CaptureFixture[str]):
+    code, out, _ = end_of_ranks(capfd, "print('last', end='')", ranks=2)
+    assert code == 0 and sorted(out.splitlines()) == ["[0] last", "[1] last"]
 
 
 def test_a_script_or_a_module_runs_under_this_python_and_any_command_as_it_is(

@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+import fddp
 
 # In a process of its own, for JAX warns of a fork. Each rank is forked before JAX starts.
 FORKS = """
@@ -65,3 +68,12 @@ def test_a_forked_process_ends_by_sigterm_as_without_fddp_and_stops_no_rank(
     code: int,
 ):
     assert lines[2 * rank :][:2] == [f"False {code} {code} False", "True"]
+
+
+def test_a_first_call_on_another_thread_is_refused_and_the_next_ones_are_not():
+    with ThreadPoolExecutor(1) as thread:
+        with pytest.raises(RuntimeError, match="call it once on the main thread"):
+            thread.submit(fddp.preempted).result()
+        assert not fddp.preempted()
+        assert not thread.submit(fddp.preempted).result()
+    fddp.shutdown()  # and with it the handler

@@ -98,7 +98,7 @@ def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_
     outcome = launch_with(worlds, "doors.py", "join", folder=tmp_path)
     assert outcome.codes == (1, 1)
     for text in outcome.outputs:
-        assert "Flux does not say where rank 0 is: set FDDP_COORDINATOR=host:port" in text
+        assert "no address of rank 0 comes from Flux: set FDDP_COORDINATOR=host:port" in text
         assert "backend 'gloo'; fddp.init('mpi')" not in text  # nothing starts with Gloo
 
 
@@ -117,9 +117,22 @@ def test_ranks_behind_an_http_proxy_meet_without_it(tmp_path: Path):
 def test_a_hosts_name_that_leads_elsewhere_is_named_with_its_cure(name: str, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     assert f"{name!r} of this host does not lead to an address of this host" in name_problem()
-    assert f"add a line such as '127.0.1.1 {name}' to /etc/hosts" in name_problem()
+    assert f"a line such as '127.0.1.1 {name}' in /etc/hosts" in name_problem()
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert name_problem() == ""
+
+
+### Children
+
+
+@ranks
+def test_a_process_that_a_rank_starts_is_no_rank_though_it_inherits_the_variables(tmp_path: Path):
+    outcome = launch("gloo", 2, "doors.py", "child", folder=tmp_path)
+    assert outcome.succeeded
+    refused, alone, trained = outcome.outputs[0].splitlines()
+    assert refused.startswith("RuntimeError: fddp.init: rank 0 of 2 has started this process")
+    assert "without FDDP_" in refused
+    assert (alone, trained) == ("local 0 of 1, 1 replicas, 0.0", "gloo 0 of 2, 2 replicas, 0.5")
 
 
 ### Too late

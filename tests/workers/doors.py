@@ -2,6 +2,7 @@
 
 - join: by the launcher of the ranks; WORD is a backend.
 - adopt: each calls `jax.distributed.initialize` before.
+- child: rank 0 then starts this script as `join`, and as `join local`, and prints their last lines.
 - late: rank WORD, or each for `all`, uses JAX before.
 - gpus: over Gloo; JAX of rank WORD claims to use GPUs.
 - leave: in the reverse order of their variables, at port WORD. All leave the world. Then rank 0
@@ -11,6 +12,7 @@
 import os
 import select
 import signal
+import subprocess
 import sys
 import time
 import warnings
@@ -27,6 +29,12 @@ WATCHERS_S = 4.0  # the watchers end a job sooner
 
 def main(how: str, word: str = "") -> None:
     group = join(how, word)
+    if how == "child" and group.is_main:
+        for words in (["join"], ["join", "local"]):
+            child = subprocess.run(
+                [sys.executable, __file__, *words], capture_output=True, text=True
+            )
+            print((child.stdout or child.stderr).splitlines()[-1], flush=True)
     step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.5), group=group)
     state, _ = step(step.init(jnp.zeros(())), np.full(2, group.rank, np.float32))
     mean = float(state.params)

@@ -42,7 +42,7 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
             "rank": job["rank"],
             "still": still,
             "lifeless": lifeless,
-            "done": doing["doing"] in (FINISHED, FAILED),
+            "done": doing["doing"].startswith((FINISHED, FAILED)),
             "left": doing["doing"] == LEFT,
             "stopped": stopped(job["parent"]),
             **head,

@@ -19,7 +19,7 @@ LAUNCHED = "launched"  # XLA runs the step asynchronously
 FINISHED = "finished"
 FAILED = "failed"
 LEFT = "left the world"  # the process continues independently
-ENDS = (FINISHED, FAILED, LEFT)  # the final states
+ENDS = (FINISHED, FAILED, LEFT)  # the final states begin so
 
 
 class Field(NamedTuple):

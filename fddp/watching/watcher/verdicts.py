@@ -18,6 +18,7 @@ LEAST_S = 30.0  # shortest stall by default, in seconds
 STEPS = 10  # shortest stall by default, in steps
 # The limit is this many times longer for a live rank without a task: it may evaluate or compile.
 PATIENCE = 20
+HOSTS = ("all_gather", "broadcast")  # collectives outside of steps
 
 Report = Mapping[str, Any]
 
@@ -37,7 +38,7 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
     every = list(reports.values())
     active = [report for report in every if not report["done"]]
     failed = [report for report in every if report["doing"] == FAILED]
-    finished = [report for report in every if report["doing"] == FINISHED]
+    finished = [report for report in every if report["doing"].startswith(FINISHED)]
     if dead := [report for report in active if report["gone"]]:
         return report_death(dead, failed, time_s)
     failed_dead = [report for report in failed if report["gone"]]
@@ -139,6 +140,11 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
             f". If this goes on for {end_s:g} s all ranks end; "
             "call fddp.alive() in long loops between steps"
         )
+    elif len({report["doing"] in HOSTS for report in reports if report["together"]}) > 1:
+        advice = (
+            ". The ranks are in different calls: each rank calls step, save, evaluate and, with "
+            "shard='state', no_sync equally often and in the same order"
+        )
     end = quiet_s > end_s
     if end:
         limit_s = end_s
@@ -225,7 +231,7 @@ def where(report: Report) -> str:
         return "since it fell silent"
     # The number in the training, which may have begun in another process.
     number = report["steps"] + report["before"]
-    if report["together"] and report["doing"] in ("all_gather", "broadcast"):
+    if report["together"] and report["doing"] in HOSTS:
         return f"in {report['doing']} after step {number}"
     # The place within a task is its name, between tasks the line of the script.
     doing = report["doing"]
