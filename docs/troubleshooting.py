@@ -197,6 +197,12 @@ START = (
         "Choose another port on all ranks; give all ranks the same `FDDP_SECRET`.",
     ),
     Fault(
+        "on CPUs has a known fault, …",
+        "Some programs compute wrong numbers, crash or are very slow with the installed jaxlib.",
+        "Install the jaxlib that `python -m fddp doctor` names, or set the option in `XLA_FLAGS`, "
+        "which also silences the line.",
+    ),
+    Fault(
         "if they are left over from another launch, unset them, or call fddp.init('local')",
         "The process has a rank by its environment, perhaps of a launcher that has ended.",
         "Unset the variables that the message lists, or start the other ranks.",
