@@ -222,7 +222,9 @@ def test_a_terminal_that_knows_ascii_alone_gets_every_line():
 def test_doctor_names_a_host_and_a_shared_memory_that_will_not_do(monkeypatch, capsys):
     monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=4096))
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "the name 'nowhere.invalid' of this host does not lead to an address" in printed
+    assert "ready: CPUs of several processes, past https_proxy" in printed
     assert "/dev/shm has 0.00391 MiB, and MPICH may crash" in printed

@@ -21,6 +21,7 @@ from fddp.runtime import (
     missing_compiler,
     mpi_vendors,
     name_problem,
+    proxies,
     read_launch,
     spoken,
 )
@@ -63,7 +64,8 @@ def _findings() -> Iterator[ReportLine]:
     if variables:
         yield _unless_it_fails("rank 0 is met at", _meeting)
     yield ReportLine("backend local", "ready: the devices of this process")
-    yield ReportLine("backend gloo", "ready: CPUs of several processes", name_problem())
+    past = ", past ".join(["ready: CPUs of several processes", *proxies(os.environ)])
+    yield ReportLine("backend gloo", past, name_problem())
     *status, vendor = _mpi()
     yield ReportLine("backend mpi", *status)
     yield ReportLine("launcher", *_launcher(vendor))

@@ -18,6 +18,7 @@ from fddp.runtime.packages import fddp_version as fddp_version
 from fddp.runtime.packages import installed as installed
 from fddp.runtime.place import Launch as Launch
 from fddp.runtime.place import place_of as place_of
+from fddp.runtime.place import proxies as proxies
 from fddp.runtime.place import without_proxies as without_proxies
 from fddp.runtime.rendezvous import receive_line as receive_line
 from fddp.runtime.replacing import FINISHED as FINISHED

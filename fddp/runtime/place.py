@@ -137,8 +137,12 @@ def without_proxies() -> AbstractContextManager[None]:
 
     gRPC, by which JAX connects processes, would send its connections to other ranks to the proxy.
     """
-    names = [name for name in os.environ if name.lower().endswith("_proxy")]
-    return environment(dict.fromkeys(names))
+    return environment(dict.fromkeys(proxies(os.environ)))
+
+
+def proxies(env: Mapping[str, str]) -> list[str]:
+    """The names of variables that set HTTP proxies, or exceptions from them."""
+    return [name for name in env if name.lower().endswith("_proxy")]
 
 
 def _set(variables: Mapping[str, str | None]) -> None:

@@ -70,10 +70,11 @@ def meet_ranks(
             meeting = ServiceAddresses(loopback or coordinator, "", host)
     else:
         guests: Guests = {}
-        name = coordinator
         if listen_problem(place[0]):  # or of a service in front of it
-            name += " (not an address of this host)"
-        with reporting(lambda: f"rank 0 waits at {name}: {missing_ranks(guests, size)}{whence}"):
+            coordinator += " (not an address of this host)"
+        with reporting(
+            lambda: f"rank 0 waits at {coordinator}: {missing_ranks(guests, size)}{whence}"
+        ):
             answer, meeting = receive(guests, size, place, end, problem, job)
     if not answer.startswith(GO):
         raise RuntimeError(
