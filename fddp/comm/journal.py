@@ -33,6 +33,8 @@ class Journal:
     """`step(processes)`: records a step of this many processes, from its first task to its last."""
     call: Callable[[str, int], AbstractContextManager[None]] = _block
     """`call(name, processes)`: records a collective of the hosts of this many processes."""
+    inside: Callable[[str], AbstractContextManager[None]] = _block
+    """`inside(name)`: names a call of all ranks, in the records of the collectives in the block."""
     message: Callable[[str, int], AbstractContextManager[None]] = _block
     """`message(name, nbytes)`: records a message until its sum is received; on any thread."""
     say: Callable[[str], None] = _note

@@ -46,7 +46,8 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
         shards = [shard for shard in digests.addressable_shards if shard.replica_id == 0]
         local_digests = np.concatenate([np.asarray(shard.data) for shard in shards])
         step = int(state.step)
-        rows = group.all_gather(np.insert(local_digests, 0, step, axis=1))
+        with group.journal.inside("the comparison of check_replicas_every"):
+            rows = group.all_gather(np.insert(local_digests, 0, step, axis=1))
         steps, rows = rows[:, 0, 0], rows[..., 1:]
         if np.all(rows == local_digests[0]) and np.all(steps == step):
             return

@@ -1,6 +1,7 @@
 """Joins the arrays that replicas hold in parts."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -84,7 +85,19 @@ def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
         shard_parts = group.placement.place(shard_parts, group.placement.per_replica)
     # A single program: several at once would wait for each other on devices that share cores.
     axis = next((x.sharding.spec[0] for x in shard_parts if x.sharding.spec), "")
-    return jax.block_until_ready(_gathering(shard_parts[0].sharding.mesh, axis, forms)(shard_parts))
+    mesh = shard_parts[0].sharding.mesh
+    with _recorded(mesh, group):
+        return jax.block_until_ready(_gathering(mesh, axis, forms)(shard_parts))
+
+
+def _recorded(mesh: Mesh, group: Group | None) -> AbstractContextManager[Any]:
+    """Records the gather of several processes in the journal."""
+    processes = len({device.process_index for device in mesh.devices.flat})
+    if processes == 1:
+        return nullcontext()
+    journal = group_of("whole", group).journal
+    with journal.inside("fddp.whole"):
+        return journal.call("gather", processes)
 
 
 def _of_all_ranks(x: Shard, form: Shard, group: Group | None) -> jax.Array:
@@ -98,7 +111,8 @@ def _of_all_ranks(x: Shard, form: Shard, group: Group | None) -> jax.Array:
         group,
     )
     holders = group if ranks == group.global_ranks else _of_ranks(ranks)
-    rows = from_hosted(holders.all_gather(hosted(x.parts)), x.parts)
+    with holders.journal.inside("fddp.whole"):
+        rows = from_hosted(holders.all_gather(hosted(x.parts)), x.parts)
     return holders.placement.place(_joined([jnp.asarray(rows)], [form])[0], REPLICATED)
 
 

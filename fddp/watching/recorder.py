@@ -41,6 +41,7 @@ class Recorder:
         self._adds = self._added = 0
         self._inside = self._together = False
         self._doing = BETWEEN
+        self._caller = ""
         self._asked = 0
         self._asked_at = time.monotonic()
         self.between()
@@ -50,6 +51,7 @@ class Recorder:
         return Journal(
             step=self.step,
             call=self.call,
+            inside=self.inside,
             message=self.message,
             say=self.say,
             between=self.between,
@@ -68,7 +70,19 @@ class Recorder:
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
         """Records a collective of the hosts of this many processes."""
+        if self._caller:
+            name = f"{name}{shared_memory.OF}{self._caller}"
         return self._noted(name, processes)
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Names a call of all ranks, in the records of the collectives in the block."""
+        outer = self._caller
+        self._caller = outer or name
+        try:
+            yield
+        finally:
+            self._caller = outer
 
     @contextmanager
     def message(self, name: str, nbytes: int) -> Iterator[None]:

@@ -112,7 +112,13 @@ def test_what_hosts_say_to_each_other_is_a_call_and_no_step():
     recorder = Recorder(bytearray(SIZE), 2)
     with recorder.call("all_gather", 2):
         assert (head(recorder)["together"], text(recorder, DOING)) == (True, "all_gather")
-    assert (head(recorder)["steps"], head(recorder)["calls"]) == (0, 1)
+    with (
+        recorder.inside("fddp.evaluate"),
+        recorder.inside("fddp.whole"),
+        recorder.call("all_gather", 2),
+    ):
+        assert text(recorder, DOING) == "all_gather of fddp.evaluate"
+    assert (head(recorder)["steps"], head(recorder)["calls"]) == (0, 2)
 
 
 def test_an_error_ends_a_step_which_then_does_not_count():

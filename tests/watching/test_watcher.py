@@ -143,6 +143,17 @@ def test_a_rank_that_is_stopped_before_its_first_steps_is_named_as_later(steps: 
     assert (first.end, second.end) == (False, True)
 
 
+def test_a_call_that_one_rank_makes_alone_is_named():
+    verdict = conclude(
+        waiting(0, 31.0) | {"steps": 4, "doing": "all_gather of Checkpoints.save"},
+        waiting(1, 31.0) | {"steps": 5, "messages": 9},
+        stall_s=5.0,
+    )
+    assert verdict is not None
+    words = "in all_gather of Checkpoints.save, which all ranks must call, after step 4"
+    assert words in verdict.words and "fddp.alive" not in verdict.words
+
+
 def test_a_host_that_is_lost_in_the_first_step_is_named_as_later():
     verdict_after = lambda still, heard: conclude(  # noqa: E731
         waiting(0, still) | {"steps": 1}, rank(1, steps=0, still=0.1, heard=NOW - heard)

@@ -19,6 +19,7 @@ LAUNCHED = "launched"  # XLA runs the step asynchronously
 FINISHED = "finished"
 FAILED = "failed"
 LEFT = "left the world"  # the process continues independently
+OF = " of "  # between a collective and the call of all ranks that needs it
 ENDS = (FINISHED, FAILED, LEFT)  # the final states begin so
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .shared_memory import BETWEEN, FAILED, FINISHED, STEP
+from .shared_memory import BETWEEN, FAILED, FINISHED, OF, STEP
 
 AFTER_S = 0.5  # delay of the verdict on a death, for reports of simultaneous deaths
 AT_ONCE_S = 0.05  # mpiexec kills the other ranks sooner, and their watchers wake in any order
@@ -18,7 +18,7 @@ LEAST_S = 30.0  # shortest stall by default, in seconds
 STEPS = 10  # shortest stall by default, in steps
 # The limit is this many times longer for a live rank without a task: it may evaluate or compile.
 PATIENCE = 20
-HOSTS = ("all_gather", "broadcast")  # collectives outside of steps
+HOSTS = ("all_gather", "broadcast", "gather")  # collectives outside of steps
 
 Report = Mapping[str, Any]
 
@@ -140,7 +140,7 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
             f". If this goes on for {end_s:g} s all ranks end; "
             "call fddp.alive() in long loops between steps"
         )
-    elif len({report["doing"] in HOSTS for report in reports if report["together"]}) > 1:
+    elif len({is_outside(report) for report in reports if report["together"]}) > 1:
         advice = (
             ". The ranks are in different calls: each rank calls step, save, evaluate and, with "
             "shard='state', no_sync equally often and in the same order"
@@ -225,14 +225,21 @@ def condition(report: Report, time_s: float, silence_s: float) -> str:
     return f"is {where(report)}"
 
 
+def is_outside(report: Report) -> bool:
+    """True if a rank is in a collective outside of steps."""
+    return report["doing"].split(OF)[0] in HOSTS
+
+
 def where(report: Report) -> str:
     """Describes the place of a rank in its script."""
     if report["steps"] < 0:
         return "since it fell silent"
     # The number in the training, which may have begun in another process.
     number = report["steps"] + report["before"]
-    if report["together"] and report["doing"] in HOSTS:
-        return f"in {report['doing']} after step {number}"
+    if report["together"] and is_outside(report):
+        collective, _, caller = report["doing"].partition(OF)
+        call = f" of {caller}, which all ranks must call," if caller else ""
+        return f"in {collective}{call} after step {number}"
     # The place within a task is its name, between tasks the line of the script.
     doing = report["doing"]
     if doing in (BETWEEN, STEP):
