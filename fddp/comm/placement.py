@@ -79,6 +79,12 @@ class Placement(NamedTuple):
     """Makes this process's rows arguments of one program; `place` is slower, and serves several
     programs."""
 
+    def retained(self, tree: PyTree) -> Any:
+        """Copies NumPy arrays, which JAX may read after a program's call has returned."""
+        if self.shares_cores:  # callers wait for the program
+            return tree
+        return jax.tree.map(lambda x: np.array(x) if isinstance(x, np.ndarray) else x, tree)
+
     def __repr__(self) -> str:
         return f"Placement(axis_name={self.axis_name!r})"
 

@@ -82,15 +82,15 @@ def evaluate(
     trees = (state, None)
     if isinstance(state, TrainState):
         trees = (state.params, state.model_state)
-    verify(group, "metric_fn or state", lambda: _described(metric_fn, trees))
-    params, model_state = whole(trees, group=group)
-    compute = partial(_sums, metric_fn, params, model_state, batches, group)
-    sums = verify(group, "evaluation", compute, nothing_to_compare)
-    reports = list(map(json.loads, gather_bytes(group, _written(sums))))
-    rank_sums = _read(sums, reports)
-    if sums is None:
-        sums = rank_sums[0]
-    verify(group, "metrics", lambda: described("metric", sums))
+    with group.journal.inside("fddp.evaluate"):
+        verify(group, "metric_fn or state", lambda: _described(metric_fn, trees))
+        params, model_state = whole(trees, group=group)
+        compute = partial(_sums, metric_fn, params, model_state, batches, group)
+        sums = verify(group, "evaluation", compute, nothing_to_compare)
+        reports = list(map(json.loads, gather_bytes(group, _written(sums))))
+        rank_sums = _read(sums, reports)
+        sums = rank_sums[0] if sums is None else sums
+        verify(group, "metrics", lambda: described("metric", sums))
     totals = jax.tree_util.tree_map_with_path(_added, *rank_sums)
     return jax.tree.map(_mean, totals, is_leaf=_is_weighted)
 
@@ -171,9 +171,8 @@ def _dealt(group: Group, local: Placement, batch: Any, rows: int) -> Any:
     """Places a batch on this process's devices: split by rows if they divide, else replicated."""
     if rows < 2:
         check_filled(batch)
-    if rows > 1 and rows % (group.size // group.processes) == 0:
-        return local.place(batch, local.per_replica)
-    return local.place(batch, REPLICATED)
+    divides = rows > 1 and rows % (group.size // group.processes) == 0
+    return local.place(local.retained(batch), local.per_replica if divides else REPLICATED)
 
 
 @without_context_mesh

@@ -33,7 +33,8 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
     launch = first_call(program, "the step", partial(compiling, group))
 
     def fed(inputs: StepInputs) -> StepInputs:
-        return inputs._replace(rows=group.placement.feed(inputs.rows))
+        rows = group.placement.retained(inputs.rows)
+        return inputs._replace(rows=group.placement.feed(rows))
 
     def run(inputs: StepInputs) -> StepOutputs:
         result = StepOutputs(*launch(*fed(inputs)))

@@ -31,7 +31,8 @@ def accumulate_locally(
     # Gradients stay local, but sharded parameters must be gathered.
     gathered = settled.replica.way.gathered(group, state, replicated)
     replicated = jax.tree.map(awaited, gathered)
-    accumulated, means = settled.accumulate(replicated, shards, pending, placement.feed(rows))
+    rows = placement.feed(placement.retained(rows))
+    accumulated, means = settled.accumulate(replicated, shards, pending, rows)
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
     journal.adds(group.processes)

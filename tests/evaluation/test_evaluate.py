@@ -16,6 +16,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from on_ranks.evaluation import a_loader_may_refill_one_buffer
 
 import fddp
 from fddp.watching.recorder import Recorder
@@ -232,3 +233,8 @@ def test_a_state_that_is_no_tree_of_arrays_is_refused(group):
 def test_an_evaluation_is_no_part_of_another_program(group):
     with pytest.raises(TypeError, match=r"cannot be called under jax.jit"):
         jax.jit(lambda w: fddp.evaluate(metrics, w, [X], group=group(1)))(W)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_a_loader_may_refill_one_buffer(group: Any, replicas: int):
+    a_loader_may_refill_one_buffer.check(group(replicas))

@@ -1,5 +1,6 @@
 """Metrics and rows of ranks that have unequally many, against NumPy on the joined rows."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -121,3 +122,43 @@ def a_metric_that_fails_on_one_rank_is_an_error_on_all_which_may_go_on(group: fd
         )
         == 2
     )
+
+
+### Loaders
+
+
+def refilled(batches: list[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields each batch in one buffer, with junk in it as soon as the next one is asked for."""
+    buffer = np.empty_like(batches[0])
+    for batch in batches:
+        buffer[:] = batch
+        yield buffer
+        buffer[:] = 1e3
+
+
+@claim(sizes=(2,))
+def a_loader_may_refill_one_buffer(group: fddp.Group):
+    shape = 4, 16 * group.size // group.processes, 512
+    batches = list(np.sin(np.arange(np.prod(shape), dtype=np.float32) + group.rank).reshape(shape))
+    params = np.cos(np.arange(512 * 512, dtype=np.float32)).reshape(512, 512) / 30
+
+    def loss_fn(w: Any, x: Any) -> jax.Array:
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def trained(batches: Iterable[np.ndarray], schedule: Any) -> Any:
+        step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group, schedule=schedule)
+        state = step.init(params)
+        for number, batch in enumerate(batches):
+            state, _ = (step if number % 2 else step.no_sync)(state, batch)
+        return np.asarray(state.params.addressable_shards[0].data)
+
+    for schedule in ("auto", "fused", "staged", "eager"):
+        np.testing.assert_array_equal(
+            trained(refilled(batches), schedule), trained(batches, schedule)
+        )
+    got, expected = (
+        fddp.evaluate(loss_fn, params, rows, group=group) for rows in (refilled(batches), batches)
+    )
+    assert got == expected
