@@ -308,11 +308,6 @@ PACKAGES = (
         "Install MPICH or Open MPI, or use `--by processes`.",
     ),
     Fault(
-        "fddp.Checkpoints needs TensorStore",
-        "TensorStore is not a requirement of fddp.",
-        "`pip install tensorstore`",
-    ),
-    Fault(
         "compiling for GPUs needs the package …, not installed here",
         "An audit for a target needs XLA's compiler for GPUs.",
         "Run the command in the message; the compiler needs no GPU.",
@@ -656,24 +651,19 @@ CHECKPOINTS = (
         "Give a folder on a shared file system.",
     ),
     Fault(
-        "another job has saved … since this job began",
-        "Two jobs save into one folder.",
-        "Give each job a separate folder.",
-    ),
-    Fault(
-        "if it still runs, give each job its own folder",
-        "The folder has an unfinished checkpoint of a job that runs or was killed.",
-        "If that job was killed, do nothing: a later save removes the files.",
-    ),
-    Fault(
         "the checkpoint of step … could not be written",
         "Writing failed in the background: the disk is full, or the folder is gone.",
         "Correct the named cause; older checkpoints are intact.",
     ),
     Fault(
-        "nothing can be saved in …",
-        "The folder is read-only.",
-        "Restore from it, and save in another folder.",
+        "another job saves in … now",
+        "Another job has opened the same folder later, and has saved in it.",
+        "Give each job a separate folder.",
+    ),
+    Fault(
+        "nothing is saved at step …, because gradients are pending",
+        "`save(state, now=True)` between `step.no_sync` and the step that synchronizes.",
+        "Save after that step.",
     ),
     Fault(
         "path must be a folder of a file system",
@@ -681,8 +671,8 @@ CHECKPOINTS = (
         "Give the mount point of the bucket.",
     ),
     Fault(
-        "the memory of the hook is reset, so restore into a state from step.init",
-        "The checkpoint is of another number of replicas, and a hook has a memory per replica.",
+        "cannot be restored, so give a state from step.init",
+        "The checkpoint is of another number of replicas, each with a hook's memory or buffers.",
         "`checkpoints.restore(step.init(params))`, not `step.shapes`.",
     ),
     Fault(

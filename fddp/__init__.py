@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     from fddp.modules.flax import from_linen as from_linen
     from fddp.modules.flax import from_nnx as from_nnx
 
-# Loaded at first use: observers, and modules that need Flax or TensorStore.
+# Loaded at first use: observers, and modules that need Flax.
 _LATER = {
     **dict.fromkeys(("Audit", "audit"), "fddp.analysis.audit"),
     **dict.fromkeys(("Checked", "check"), "fddp.analysis.mean_over_rows"),

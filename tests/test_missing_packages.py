@@ -1,7 +1,6 @@
 """An error about a missing package names a package that an index has: fddp is on none."""
 
 import re
-import sys
 from collections.abc import Callable
 from importlib.metadata import Distribution, PackageNotFoundError, version
 from pathlib import Path
@@ -23,17 +22,6 @@ def test_no_text_of_the_library_advises_to_install_fddp_or_an_extra():
     advice = re.compile(r"""install '?fddp\b|fddp\[|extra ['"]""")
     sources = list((ROOT / "fddp").rglob("*.py"))
     assert sources and [path.name for path in sources if advice.search(path.read_text())] == []
-
-
-@pytest.mark.steps
-def test_checkpoints_without_tensorstore_name_it(
-    tmp_path: Path, group: Callable[[int], fddp.Group], monkeypatch: pytest.MonkeyPatch
-):
-    step = fddp.train_step(lambda w, x: ((x @ w) ** 2).mean(), optax.sgd(0.1), group=group(1))
-    step.init(np.ones(3, np.float32))
-    monkeypatch.setitem(sys.modules, "tensorstore", None)
-    with pytest.raises(ModuleNotFoundError, match=r"TensorStore: pip install tensorstore\."):
-        fddp.Checkpoints(tmp_path, step)
 
 
 def test_ranks_of_mpiexec_without_mpi4py_name_it(monkeypatch: pytest.MonkeyPatch):

@@ -6,22 +6,21 @@ arrays that it reads. Checkpoints do not depend on the backend.
 """
 
 import json
-import secrets
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
-from types import TracebackType
 from typing import Any
 
+import jax
 import numpy as np
 
-from fddp.checkpoints.folder import located, met, on_all
-from fddp.checkpoints.host_arrays import read_state
+from fddp.checkpoints.folder import located, met, on_all, remark
 from fddp.checkpoints.restoring import newest, report_restored, source
-from fddp.checkpoints.saving import copy_part, sweep, write_part
-from fddp.checkpoints.state_forms import by_path
-from fddp.comm import Group
-from fddp.jax_internals import without_context_mesh
+from fddp.checkpoints.saved_leaves import LOCAL, named_leaves, stacked_buffers, unstacked_buffers
+from fddp.checkpoints.saving import copy_part, write_part
+from fddp.checkpoints.stored_pieces import is_distributed, read_state
+from fddp.comm import verify
+from fddp.jax_internals import awaited, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.step import TrainState, check_state
 from fddp.training import TrainStep
@@ -33,7 +32,7 @@ class Checkpoints:
 
     Every rank creates a `Checkpoints` and makes the same calls. All ranks write and read a sharded
     state, each its own part. If the other ranks do not see the folder, rank 0 writes and reads any
-    other state for them. Buffers that are not broadcast are saved from rank 0, as in DDP.
+    other state for them.
 
     Example:
       >>> import fddp, jax.numpy as jnp, optax, tempfile
@@ -67,7 +66,6 @@ class Checkpoints:
           ValueError: `every` or `keep` is below 1; `path` is empty or a URL; or, on every rank, the
             step has `shard` and a rank does not see the folder.
           TypeError: `step` is no `TrainStep`, or `path` is no path.
-          ModuleNotFoundError: TensorStore is not installed.
           RuntimeError: rank 0 cannot open the folder; on every rank. A single process raises the
             OSError itself.
         """
@@ -81,7 +79,9 @@ class Checkpoints:
                     f"Checkpoints: {name} must be a whole number of 1 or more, got {value!r}."
                 )
         self._step = step
-        self._path = located(path)
+        self._group = step.group
+        # The fields of the state that differ between replicas.
+        self._local = [x for x in LOCAL if x != "model_state" or not step.options.broadcast_buffers]
         self._every = int(every)
         self._keep = int(keep)
         self._last: int | None = None  # number of the last saved step; None before the first call
@@ -91,10 +91,8 @@ class Checkpoints:
         self._writing = Future[Exception | None]()
         self._writing.set_result(None)
         self._failed = threading.Event()
-        self._token = (
-            self._group.broadcast(np.frombuffer(secrets.token_bytes(4), np.uint8)).tobytes().hex()
-        )
-        self._folder = met(self._group, self._path, self._token, step.options.shard)
+        with self._group.journal.inside("fddp.Checkpoints"):
+            self._folder = met(self._group, located(path), step.options.shard)
 
     @without_context_mesh
     def save(self, state: TrainState, place: Any = None, *, now: bool = False) -> bool:
@@ -102,13 +100,14 @@ class Checkpoints:
 
         The state is copied before this returns, and written while training continues. If the disk
         is full, a message is printed, the older checkpoints stay intact, and only `close` raises.
-        No save is due while gradients are pending (`no_sync`).
+        Nothing is saved while gradients are pending (`no_sync`).
 
         Args:
           state: the state that the last step returned.
           place: rank 0's position in the data: any JSON value. `fddp.samples` needs none: it
             resumes with `start_step=int(state.step)`.
           now: True to save even if no save is due, such as before the job ends (`fddp.preempted`).
+            While gradients are pending rank 0 prints that nothing is saved.
 
         Returns:
           True if the state is being saved.
@@ -117,57 +116,54 @@ class Checkpoints:
           TypeError: JSON cannot hold `place`; checked at the first call, even if no save is due.
           ValueError: two leaves have the same name, as a key "a/b" and a key "b" inside "a" have;
             checked at the first call, too.
-          OSError: the folder cannot be written; on every rank.
         """
         check_state(state)
         refuse_deleted(state.step)
         check_switch("Checkpoints.save: now", now)
-        if refusal := self._folder.refusal:
-            raise OSError(
-                f"Checkpoints: nothing can be saved in {self._path}: {refusal}. Restore from it, "
-                "and save with another Checkpoints in a writable folder."
-            )
         if self._last is None:
             # A state that cannot be saved is refused at once, not after `every` steps.
-            by_path(state)
+            named_leaves(state, ())
             _check_place(place)
         number = self._step.training.of(state.step)
         if self._last is None or number < self._seen:  # the script continues an earlier state
             self._last = number - 1
         self._seen = number
-        due = number // self._every > self._last // self._every and state.accumulated is None
-        if not (due or now):
+        due = now or number // self._every > self._last // self._every
+        if not due or number == self._last or state.accumulated is not None:
+            if now and state.accumulated is not None and self._group.rank == 0:
+                remark(
+                    f"nothing is saved at step {number}, because gradients are pending: save after "
+                    "the step that synchronizes them."
+                )
             return False
-        if number == self._last and state.accumulated is None:
-            return False
-        values = {
-            "place": json.loads(json.dumps(place)),
-            "replicas": self._group.size,
-            "job": self._token,
-        }
-        journal = self._group.journal
-        self._last = number
-        self._saves += 1
-        journal.say(f"saving step {number}")
-        self._writing.result()  # so that memory holds only one copy
-        if self._group.rank == 0:  # at a save only: a reader must not remove anything
-            self._writer.submit(sweep, self._folder, self._token)
-        saved = copy_part(self._folder, number, state, values)
-        if self._group.rank in saved.writers:
+        group, folder = self._group, self._folder
+        place = json.loads(json.dumps(place))
+        values = {"step": number, "replicas": group.size, "place": place}
+        state = stacked_buffers(group, jax.tree.map(awaited, state), self._local)
+        leaves = named_leaves(state, self._local)
+        with group.journal.inside("Checkpoints.save"):
+            if any(is_distributed(group, leaf) for leaf in leaves.values()):
+                verify(group, "step to save", lambda: number, lambda _: [f"step {number}"])
+            self._last = number
+            self._saves += 1
+            group.journal.say(f"saving step {number}")
+            self._writing.result()  # so that memory holds only one copy
+            saved = copy_part(folder, leaves, values)
+        if group.rank in saved.writers:
             # The name is unique: a job that is believed dead may still be writing.
-            staging = self._path / f"{number}.begun.{self._token}.{self._saves}"
+            staging = folder.path / f"{number}.begun.{folder.token}.{self._saves}"
             self._writing = self._writer.submit(
-                write_part, self._folder, staging, saved, self._keep, self._failed.is_set
+                write_part, folder, staging, saved, self._keep, self._failed.is_set
             )
-        journal.between()
+        group.journal.between()
         return True
 
     @without_context_mesh
     def restore(self, state: TrainState) -> tuple[TrainState, Any]:
         """Restores the newest intact checkpoint, if one exists; every rank calls it.
 
-        Rank 0 reports damaged checkpoints. Pending gradients are restored, too. On another number
-        of replicas the hooks' memory starts again from `state`.
+        Rank 0 reports damaged checkpoints. On another number of replicas the hooks' memory, and
+        buffers under `broadcast_buffers=False`, are those of `state`; rank 0 says so.
 
         Args:
           state: a new state from `step.init`; the restored state has its form and lies on its
@@ -179,20 +175,21 @@ class Checkpoints:
           checkpoint.
 
         Raises:
-          ValueError: the checkpoint is of another model, optimizer or hook, or `state` has no form
-            for its pending gradients because their metrics are in a class or a replica is several
-            devices; on every rank.
+          ValueError: the checkpoint is of another model, optimizer or hook; on every rank.
           RuntimeError: there are checkpoints, but none is intact; on every rank.
         """
-        group = self._group
-        on_all(self._folder, lambda: check_state(state))
-        checkpoint = newest(self._folder, lambda: self._writing.result())
-        if checkpoint is None:
-            return state, None
-        number, listed = checkpoint
-        read = source(self._folder, number, listed)
-        state = on_all(self._folder, lambda: read_state(group, number, listed, read, state))
-        report_restored(self._folder, number, listed)
+        group, folder, local = self._group, self._folder, self._local
+        with group.journal.inside("Checkpoints.restore"):
+            on_all(folder, lambda: check_state(state))
+            checkpoint = newest(folder, lambda: self._writing.result())
+            if checkpoint is None:
+                return state, None
+            number, listed = checkpoint
+            read = source(folder, number, listed)
+            like = stacked_buffers(group, state._replace(accumulated=None), local)
+            state = on_all(folder, lambda: read_state(group, listed, read, like, local))
+        report_restored(folder, number, listed, local)
+        state = unstacked_buffers(group, state, local)
         self._last = number
         self._seen = 0
         group.journal.goes_on(number)
@@ -205,14 +202,15 @@ class Checkpoints:
           RuntimeError: the last checkpoint could not be written; on every rank. If all ranks have
             the same error, as a single process does, they raise that error.
         """
-        self._group.journal.say("saving")
 
         def finish() -> None:
             self._writer.shutdown()
             if error := self._writing.result():
                 raise error
 
-        on_all(self._folder, finish)
+        with self._group.journal.inside("Checkpoints.close"):
+            self._group.journal.say("saving")
+            on_all(self._folder, finish)
 
     def abandon(self) -> None:
         """Waits for no other rank, after an error: a checkpoint that lacks parts is left out."""
@@ -222,27 +220,17 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if kind is None:
             self.close()
         else:
             self.abandon()
-
-    @property
-    def _group(self) -> Group:
-        return self._step.group
 
 
 def _check_place(place: Any) -> None:
     try:
         json.dumps(place)
     except (TypeError, ValueError) as error:
-        shown = f"{place!r:.60}"
         raise TypeError(
-            f"Checkpoints.save: place must be what JSON can hold, got {shown}: {error}."
+            f"Checkpoints.save: place must be what JSON can hold, got {place!r:.60}: {error}."
         ) from None

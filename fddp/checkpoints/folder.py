@@ -3,16 +3,17 @@
 import errno
 import os
 import re
+import secrets
+import shutil
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fddp.checkpoints.reports import not_seen
-from fddp.checkpoints.stored_arrays import check_installed
+import numpy as np
+
 from fddp.comm import Group, nothing_to_compare, verify
 
 
@@ -21,12 +22,12 @@ class Folder(NamedTuple):
 
     group: Group
     path: Path
-    shared: bool
+    token: str
+    """A unique word, equal on all ranks."""
+    shared: bool = False
     """True if all ranks write into the folder that rank 0 reads; else only rank 0 uses it."""
-    opened: float
-    """Time of opening."""
-    refusal: str = ""
-    """Reason for which the folder cannot be written; "" if it can."""
+    opened: float = 0.0
+    """Time of opening, by the clock of the file system; 0 if the folder is read-only."""
 
 
 def located(path: str | PathLike[str]) -> Path:
@@ -42,36 +43,59 @@ def located(path: str | PathLike[str]) -> Path:
     return Path(name).expanduser().absolute()
 
 
-def met(group: Group, path: Path, token: str, shard: str | None) -> Folder:
+def met(group: Group, path: Path, shard: str | None) -> Folder:
     """Opens a folder and finds out whether all ranks see it; every rank calls it.
 
-    `token` is a unique word, equal on all ranks, and `shard` the step's option: with it all ranks
-    must see the folder. From a read-only folder rank 0 reads for all ranks.
+    With `shard`, the step's option, all ranks must see the folder. From a read-only folder rank 0
+    reads for all ranks.
     """
+    token = group.broadcast(np.frombuffer(secrets.token_bytes(4), np.uint8)).tobytes().hex()
     meeting = path / f"met.{token}"
-    folder = Folder(group, path, False, time.time())
+    folder = Folder(group, path, token)
 
-    def open_folder() -> str:
-        check_installed()
+    def open_folder() -> float:
         try:
-            if group.rank == 0:
-                path.mkdir(parents=True, exist_ok=True)
-                meeting.mkdir()
+            path.mkdir(parents=True, exist_ok=True)
+            meeting.mkdir()
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not path.is_dir():
                 raise
-            return str(error.strerror)
-        return ""
+            return 0.0
+        return meeting.stat().st_mtime
 
-    if refusal := group.broadcast_object(on_all(folder, open_folder)):
-        return folder._replace(refusal=refusal)
-    blind = not_seen(group, meeting)
+    opened = group.broadcast_object(on_rank_0(folder, open_folder))
+    if not opened:
+        return folder
+    blind = _not_seen(group, meeting)
     if blind and shard:
+        paths = group.all_gather_object(str(path))
+        cure = "give a folder that all hosts share"
+        if len(set(paths)) > 1:
+            cure = (
+                f"they have different paths, such as {paths[blind[0]]}: give all ranks the path "
+                "of rank 0, group.broadcast_object(path)"
+            )
         raise ValueError(
-            f"Checkpoints: ranks {blind} do not see {path} as rank 0 does, or may not write there. "
-            f"With shard={shard!r} each rank writes its part: give a folder that all hosts share."
+            f"Checkpoints: ranks {blind} do not see {paths[0]} as rank 0 does, or may not write "
+            f"there. With shard={shard!r} each rank writes its part: {cure}."
         )
-    return folder._replace(shared=not blind)
+    return folder._replace(shared=not blind, opened=opened)
+
+
+def _not_seen(group: Group, meeting: Path) -> list[int]:
+    """Finds the ranks whose files rank 0 does not see; every rank calls it, and all get the same.
+
+    `meeting` is an empty folder of a new name that rank 0 has made; it is removed.
+    """
+    with suppress(OSError):
+        (meeting / str(group.rank)).touch()
+    group.barrier()
+    visible = group.broadcast(
+        np.array([os.access(meeting / str(rank), os.F_OK) for rank in range(group.processes)])
+    )
+    if group.rank == 0:
+        shutil.rmtree(meeting, ignore_errors=True)
+    return np.flatnonzero(~visible).tolist()
 
 
 def on_all(folder: Folder, act: Callable[[], Any]) -> Any:

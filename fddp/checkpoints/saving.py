@@ -1,26 +1,31 @@
-"""Writes a checkpoint jointly: each rank on a background thread, and rank 0 finishes it."""
+"""Writes a checkpoint jointly: each rank on a background thread, and rank 0 finishes it.
 
+A rank reports the end of its part by a small file. Only rank 0 waits for the others, and it calls
+no collective, so a dead rank cannot hang it.
+"""
+
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-from fddp.buckets import is_shard
-from fddp.checkpoints.files import Listed, digests, finish, swept
+from fddp.checkpoints.archives import Portion, write
+from fddp.checkpoints.files import Listed, digest_of, finish, own, write_at_once
 from fddp.checkpoints.folder import Folder, remark
-from fddp.checkpoints.host_arrays import copy_gathered, copy_local, is_distributed
-from fddp.checkpoints.pending import metrics_literal
-from fddp.checkpoints.reports import WAIT_S, collect_reports, part, report, report_failure
-from fddp.checkpoints.state_forms import by_path, form
-from fddp.checkpoints.stored_arrays import Portion, write, write_contents
-from fddp.step import TrainState
+from fddp.checkpoints.saved_leaves import Leaf, stored_form
+from fddp.checkpoints.stored_pieces import is_distributed, local_portion
+
+WAIT_S = 600.0
+ENDING_S = 10.0  # after an error in training, which may have ended the other ranks, too
+LONGEST_PAUSE_S = 0.5
 
 
 class Saved(NamedTuple):
     """One rank's part of a checkpoint to be written."""
 
-    number: int
-    """Number of the step."""
     portions: list[Portion]
     """This rank's pieces of the arrays."""
     listed: Listed
@@ -29,29 +34,26 @@ class Saved(NamedTuple):
     """The ranks that write."""
 
 
-def copy_part(folder: Folder, number: int, state: TrainState, values: Mapping[str, Any]) -> Saved:
-    """Copies this rank's part of a state, to be saved with `values`; every rank calls it."""
-    group, _, shared, *_ = folder
-    together = shared and is_distributed(group, state)
-    portions = copy_local(group, state) if shared else copy_gathered(group, state)
-    leaves = by_path(state)
-    forms = {name: form(group, name, x) for name, x in leaves.items()}
-    cuts = dict[str, Any]()
-    if shared:
-        shards = {name: x.layout.cut.dims for name, x in leaves.items() if is_shard(x)}
-        cuts = {name: dims for name, dims in shards.items() if dims}
-    listed = Listed({**values, "metrics": metrics_literal(state)}, forms, {}, cuts)
-    return Saved(number, portions, listed, range(group.processes if together else 1))
+def copy_part(folder: Folder, leaves: Mapping[str, Leaf], values: Mapping[str, Any]) -> Saved:
+    """Copies this rank's part of a state, to be saved with `values`; every rank calls it.
 
-
-def sweep(folder: Folder, token: str) -> None:
-    """Removes unfinished folders of killed jobs; reports those of jobs that may be running."""
-    if active := swept(folder.path, token, WAIT_S):
-        remark(
-            f"another job has written {', '.join(active)} in {folder.path} within "
-            f"{WAIT_S / 60:.0f} minutes: if it still runs, give each job its own folder; if it was "
-            "killed, a later save removes this."
-        )
+    If only rank 0 sees the folder, it gathers the parts, leaf by leaf.
+    """
+    group = folder.group
+    portions = list[Portion]()
+    for name, leaf in leaves.items():
+        portion = local_portion(group, name, leaf)
+        if not folder.shared and is_distributed(group, leaf):
+            gathered = group.all_gather_object(portion.pieces)
+            portion = portion._replace(
+                pieces=list(chain.from_iterable(gathered)) if group.rank == 0 else ()
+            )
+        if portion.pieces:
+            portions.append(portion)
+    all_write = folder.shared and any(is_distributed(group, leaf) for leaf in leaves.values())
+    forms = {name: stored_form(group, leaf) for name, leaf in leaves.items()}
+    writers = range(group.processes if all_write else 1)
+    return Saved(portions, Listed(values, forms, {}), writers)
 
 
 def write_part(
@@ -65,34 +67,70 @@ def write_part(
     rank = folder.group.rank
     failure = None
     try:
-        write(part(staging, rank), (saved.portions.pop() for _ in range(len(saved.portions))))
-        report(staging, rank)
+        staging.mkdir(exist_ok=True)
+        if rank == 0:
+            own(folder.path, folder.token, folder.opened)
+        write(_part(staging, rank), (saved.portions.pop() for _ in range(len(saved.portions))))
+        write_at_once(_report(staging, rank), digest_of(_part(staging, rank)))
     except Exception as error:  # training continues, and a later save may find more space
         failure = error
-        report_failure(staging, rank, error)
+        with suppress(OSError):
+            _part(staging, rank).unlink(missing_ok=True)
+            _report(staging, rank).touch()  # an empty report is that of a failure
     if rank == 0:
         try:
-            _finish(folder, staging, saved, keep, ending)
+            listed = saved.listed._replace(files=_collected(staging, saved.writers, ending))
+            own(folder.path, folder.token, folder.opened)  # still
+            finish(folder.path, staging, listed, keep)
         except Exception as error:
             failure = failure or error
             rmtree(staging, ignore_errors=True)
     if failure is None:
         return None
-    owner = f"rank {rank}'s part of " if rank else ""
+    part = f"rank {rank}'s part of " if rank else ""
     remark(
-        f"{owner}the checkpoint of step {saved.number} could not be written: "
+        f"{part}the checkpoint of step {saved.listed.values['step']} could not be written: "
         f"{type(failure).__name__}: {failure}"
     )
     return failure.with_traceback(None)  # a traceback would keep the arrays alive
 
 
-def _finish(
-    folder: Folder, staging: Path, saved: Saved, keep: int, ending: Callable[[], bool]
-) -> None:
-    """Waits for all ranks, and makes their parts a checkpoint."""
-    files = collect_reports(staging, saved.writers, ending)
-    write_contents(staging, [part(staging, writer) for writer in saved.writers])
-    files |= digests(staging, staging, files)
-    finish(
-        folder.path, staging, saved.number, saved.listed._replace(files=files), keep, folder.opened
-    )
+def _collected(staging: Path, ranks: Sequence[int], ending: Callable[[], bool]) -> dict[str, str]:
+    """Waits for the reports of all ranks, removes them, and returns the digests of the files.
+
+    Raises RuntimeError if a rank failed, once no rank writes any more, and TimeoutError if a rank
+    does not report. `ending` returns True once training has ended with an error.
+    """
+    begin = time.monotonic()
+    pause = 0.01
+    while missing := _missing(staging, ranks):
+        waited = time.monotonic() - begin
+        if waited > (ENDING_S if ending() else WAIT_S):
+            raise TimeoutError(
+                f"rank {missing[0]} has not written its part, {waited:.0f} s after rank 0's"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE_S)
+    digests = dict[str, str]()
+    for rank in ranks:
+        digest = _report(staging, rank).read_text()
+        if not digest:
+            raise RuntimeError(f"rank {rank} could not write its part, and has printed the reason")
+        digests[_part(staging, rank).name] = digest
+        _report(staging, rank).unlink()
+    return digests
+
+
+def _missing(staging: Path, ranks: Sequence[int]) -> list[int]:
+    """The ranks that have not reported yet."""
+    # Opening a folder makes a network file system ask its server; a test of a path may be cached.
+    reports = {*staging.iterdir()}
+    return [rank for rank in ranks if _report(staging, rank) not in reports]
+
+
+def _part(staging: Path, rank: int) -> Path:
+    return staging / f"{rank}.npz"
+
+
+def _report(staging: Path, rank: int) -> Path:
+    return staging / f"{rank}.written"

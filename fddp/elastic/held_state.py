@@ -9,14 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.buckets import is_shard
-from fddp.checkpoints.files import Listed
-from fddp.checkpoints.host_arrays import local_portion, read_state
-from fddp.checkpoints.state_forms import by_path, form, part_of_state, words
-from fddp.checkpoints.stored_arrays import Index, Portion
+from fddp.checkpoints.archives import Index, Portion
+from fddp.checkpoints.files import Form, Listed
+from fddp.checkpoints.saved_leaves import field_of, is_key, named_leaves, stored_form
+from fddp.checkpoints.stored_pieces import local_portion, read_state
 from fddp.comm import Group
 from fddp.elastic.views import View
 from fddp.jax_internals import rows_here
 from fddp.step import TrainState
+
+IN_GROUP = ("hook_state", "accumulated")
+"""The fields of a state that end with a group."""
 
 
 class HeldState(NamedTuple):
@@ -26,8 +29,8 @@ class HeldState(NamedTuple):
     """Steps done, and the epoch of the view that did the last one."""
     owners: tuple[str, ...]
     """The members whose parts make up the state; empty if each has all of it."""
-    forms: Mapping[str, tuple[str, Sequence[int]]]
-    """Name of a leaf → dtype and dims; empty for a copy, as `leaves` are."""
+    forms: Mapping[str, Form]
+    """Name of a leaf → its form; empty for a copy, as `leaves` are."""
     leaves: Mapping[str, np.ndarray]
     """Name of a leaf that each member has → its values."""
     portions: Mapping[str, Portion]
@@ -58,15 +61,17 @@ def to_host(group: Group, view: View, number: int, state: TrainState) -> HeldSta
 
     The hooks' memory is left out: it starts again in each group.
     """
-    leaves = {x: y for x, y in by_path(state).items() if part_of_state(x) != "hook_state"}
-    forms = {name: form(group, name, x) for name, x in leaves.items()}
-    arrays = {name: np.array(rows_here(words(x))) for name, x in leaves.items() if not is_shard(x)}
+    named = named_leaves(state, IN_GROUP)
+    leaves = {name: leaf for name, leaf in named.items() if field_of(name) not in IN_GROUP}
+    forms = {name: stored_form(group, leaf) for name, leaf in leaves.items()}
+    arrays = dict[str, np.ndarray]()
     portions = dict[str, Portion]()
-    for name, x in leaves.items():
-        if is_shard(x):
-            portion = local_portion(group, name, words(x))
-            pieces = [(place, np.array(piece)) for place, piece in portion.pieces]
-            portions[name] = portion._replace(pieces=pieces)
+    for name, leaf in leaves.items():
+        if leaf.rows:
+            portions[name] = local_portion(group, name, leaf)
+        else:
+            words = jax.random.key_data(leaf.x) if is_key(leaf.x) else leaf.x
+            arrays[name] = np.array(rows_here(words))
     owners = tuple(member.uid for member in view.members) if portions else ()
     return HeldState((number, view.epoch), owners, forms, arrays, portions)
 
@@ -106,7 +111,7 @@ def newest_state(group: Group, store: Store) -> HeldState | None:
     description: Any = group.broadcast_object(described, root)
     incomplete = bool(group.all_reduce(np.int32(local is None), "max"))
     leaves = dict[str, np.ndarray]()
-    for name, (dtype, dims) in description.forms.items():
+    for name, (dtype, dims, _) in description.forms.items():
         if name not in description.leaves:
             uids = [uid for uid, rank in providers[version].items() if rank == group.rank]
             portions = [store[uid, version].portions[name] for uid in uids]
@@ -135,5 +140,5 @@ def to_devices(group: Group, held_state: HeldState, like: TrainState) -> TrainSt
     def read(name: str, dims: tuple[int, ...], place: Index) -> np.ndarray:
         return held_state.leaves[name].reshape(dims)[place]
 
-    listed = Listed({"replicas": -1}, held_state.forms, {})
-    return read_state(group, held_state.version[0], listed, read, like)
+    listed = Listed({"step": held_state.version[0], "replicas": -1}, held_state.forms, {})
+    return read_state(group, listed, read, like, IN_GROUP)

@@ -1,9 +1,5 @@
 """States in shards inside of nodes, and parts of gradients that are summed between nodes."""
 
-import io
-from contextlib import redirect_stderr
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import jax
@@ -55,26 +51,6 @@ def a_state_in_shards_of_nodes_trains_as_a_whole_one(group: fddp.Group):
         ):
             np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-6)
         assert same_on_all_ranks(group, (gathered.params, gathered.opt_state, loss))
-
-
-@claim(sizes=(4,), quick=("mpi",))
-def a_state_in_shards_of_nodes_is_written_once_and_goes_on_elsewhere(group: fddp.Group):
-    folder = Path(group.broadcast_object(mkdtemp()))
-    local_rows = np.sin(np.arange(12, dtype=np.float32) + group.rank).reshape(4, 3)
-    step = fddp.train_step(
-        layer, optax.adam(0.05), group=group.hierarchical(local=2), shard="state"
-    )
-    state, _ = step(step.init(PARAMS), local_rows)
-    with fddp.Checkpoints(folder, step) as checkpoints:
-        checkpoints.save(state, now=True)
-    ungrouped = fddp.train_step(layer, optax.adam(0.05), group=group, shard="state")
-    with fddp.Checkpoints(folder, ungrouped) as checkpoints, redirect_stderr(io.StringIO()):
-        restored_state, _ = checkpoints.restore(ungrouped.init(PARAMS))
-    for got, want in zip(
-        jax.tree.leaves(fddp.whole(restored_state)), jax.tree.leaves(fddp.whole(state)), strict=True
-    ):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-    ungrouped(restored_state, local_rows)
 
 
 @claim(sizes=(4,))

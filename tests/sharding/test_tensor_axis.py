@@ -254,45 +254,12 @@ def test_parameters_that_lie_in_another_way_need_a_step_of_their_own():
         step(other_step, ROWS)
 
 
-ELSEWHERE: list[tuple[tuple[int, int], Any, Any]] = [
-    ((4, 2), "state", WHERE),
-    ((2, 4), "optimizer", WHERE),
-    ((1, 2), None, WHERE),
-    ((4, 1), "state", WHERE),
-    ((2, 2), "state", OTHER),
-]
-
-
-def test_a_checkpoint_is_restored_on_other_meshes_and_in_other_parts(tmp_path: Path):
-    def bits(state: Any) -> list[bytes]:
-        return [np.asarray(x).tobytes() for x in jax.tree.leaves(fddp.whole(state))]
-
-    step, state = first_step((2, 2), shard="state")
-    state, _ = step(state, ROWS)
-    with fddp.Checkpoints(tmp_path, step) as checkpoints:
-        checkpoints.save(state, now=True)
-    saved = bits(state)
-    for shape, shard, where in ELSEWHERE:
-        other_step, like = first_step(shape, shard=shard, where=where)
-        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", other_step) as checkpoints_again:
-            with fddp.Checkpoints(tmp_path, other_step) as checkpoints:
-                restored, _ = checkpoints.restore(like)
-            assert bits(restored) == saved
-            checkpoints_again.save(restored, now=True)
-        with fddp.Checkpoints(tmp_path / f"{shape}{shard}", step) as checkpoints_again:
-            assert bits(checkpoints_again.restore(state)[0]) == saved
-
-
 ### Over processes
 
 
 @pytest.mark.ranks
 def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
-    (tmp_path / "ranks").mkdir()
-    saved = tmp_path / "saved"
-    outcome = launch(
-        "gloo", 2, "parts_in_shards.py", saved, folder=tmp_path / "ranks", JAX_NUM_CPU_DEVICES="2"
-    )
+    outcome = launch("gloo", 2, "parts_in_shards.py", folder=tmp_path, JAX_NUM_CPU_DEVICES="2")
     assert outcome.succeeded
     start = parts_in_shards.START
     rows = parts_in_shards.ROWS
@@ -305,4 +272,4 @@ def test_processes_share_a_state_whose_parts_their_devices_hold(tmp_path: Path):
             rtol=1e-4,
             atol=1e-5,
         )
-        assert sizes == "{'bias': 2, 'first': 6, 'second': 2} True"
+        assert sizes == "{'bias': 2, 'first': 6, 'second': 2}"

@@ -1,12 +1,10 @@
 """Two processes of two devices share a state, with leaves in parts on their devices:
-`parts_in_shards.py FOLDER`.
+`parts_in_shards.py`.
 
-Prints the final parameters of each and the contents of its devices; both write and read a
-checkpoint in FOLDER.
+Prints the final parameters of each and the contents of its devices.
 """
 
 import json
-import sys
 from typing import Any
 
 import jax
@@ -47,22 +45,12 @@ def main() -> None:
 
     step = fddp.train_step(loss, optax.adam(0.1), group=group, shard="state")
     state = step.init({name: placed(name, x) for name, x in START.items()})
-    with fddp.Checkpoints(sys.argv[1], step) as checkpoints:
-        for _ in range(2):
-            state, _ = step(state, ROWS[4 * group.rank : 4 * group.rank + 4].astype(np.float32))
-        checkpoints.save(state, now=True)
-        like = step.init({name: placed(name, 0 * x) for name, x in START.items()})
-        restored_state, _ = checkpoints.restore(like)
+    for _ in range(2):
+        state, _ = step(state, ROWS[4 * group.rank : 4 * group.rank + 4].astype(np.float32))
     copied = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    trained, restored = (
-        jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(x))
-        for x in (state, restored_state)
-    )
-    print(json.dumps(trained.params))
-    print(
-        {name: x.parts.addressable_shards[0].data.size for name, x in state.params.items()},
-        restored == trained,
-    )
+    params = jax.tree.map(lambda x: np.asarray(copied(x)).tolist(), fddp.whole(state.params))
+    print(json.dumps(params))
+    print({name: x.parts.addressable_shards[0].data.size for name, x in state.params.items()})
 
 
 if __name__ == "__main__":
