@@ -55,6 +55,13 @@ SYMPTOMS = (
         "[installing](installing.md#mpi).",
     ),
     Fault(
+        "An error raised inside the loss (`equinox.error_if`, a callback) hangs on several devices "
+        "of one process.",
+        "One device stops, and the others wait for it in an all-reduce of the same program, as in "
+        "plain JAX. Between processes the error ends all ranks.",
+        'While you look for the error: `schedule="staged"`, which raises it at once.',
+    ),
+    Fault(
         "The loss or the gradient depends on the number of replicas.",
         "The loss is not a mean over its rows, or it uses statistics of the rows of one replica.",
         "Call [`fddp.check`](sharp-bits.md#the-loss) on the loss.",

@@ -32,6 +32,7 @@ all replicas' rows, with
   jax.lax.pmean over group.axis_name;
 - BatchNorm over the rows of each replica, as DDP has it: \
 fddp.BatchNorm (Linen) or nnx.BatchNorm with axis_name=group.axis_name takes all rows;
+- a maximum over the rows (amax of FP8): jax.lax.pmax over group.axis_name;
 - contrast among the rows: jax.lax.all_gather over group.axis_name collects all rows."""
 
 

@@ -163,6 +163,6 @@ def _is_numeric(x: Any) -> bool:
         return False
     try:
         jax.typeof(x)
-    except TypeError:
+    except (TypeError, ValueError):  # of a masked array
         return hasattr(x, "__jax_array__")
     return True

@@ -5,6 +5,7 @@ That `no_sync` leaves them alone is in `test_no_sync.py`; how they go between pr
 `on_ranks/buffers.py`.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -156,3 +157,27 @@ def test_averaged_batch_norm_statistics_are_those_of_all_rows(group):
     state, _ = step(step.init(np.float32(1), model_state=np.zeros(3, np.float32)), rows)
     np.testing.assert_allclose(state.model_state, 0.1 * rows.mean(0), rtol=1e-5, atol=1e-7)
     assert jax.tree.leaves(state.model_state)[0].sharding.is_fully_replicated
+
+
+def test_a_seed_among_the_buffers_is_folded_with_the_replica_as_docs_keras_says(
+    group: Callable[[int], fddp.Group],
+):
+    """A stand-in for Keras: a layer reads its seed from the buffers, and counts its draws there."""
+
+    def stateless_call(w: Any, buffers: list[Any], x: Any) -> Any:
+        (seed,) = buffers
+        kept = jax.random.bernoulli(jax.random.wrap_key_data(seed), 0.5, x.shape)
+        return kept * (x + w), [seed.at[1].add(1)]
+
+    def loss(w: Any, x: Any, *, model_state: Any) -> Any:
+        number = jax.lax.axis_index("replica").astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+        out, buffers = stateless_call(w, [v.at[0].add(number) for v in model_state], x)
+        masks = jax.lax.all_gather(out != 0, "replica")
+        return jnp.mean(out), (buffers, {"masks": masks.astype(jnp.float32)})
+
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(4), has_aux=True)
+    seed = np.array([7, 0], np.uint32)
+    state = step.init(np.float32(0), model_state=[seed])
+    state, info = step(state, np.ones((128,), np.float32))
+    assert len(np.unique(np.asarray(info.aux["masks"]), axis=0)) == 4
+    np.testing.assert_array_equal(np.asarray(state.model_state[0]), [7, 1])
