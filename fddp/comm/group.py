@@ -65,7 +65,8 @@ class Group:
         return [name for name in super().__dir__() if name not in internal]
 
     def __repr__(self) -> str:
-        return f"Group(rank={self.rank}, size={self.size}, backend={self.backend!r})"
+        numbers = f"rank={self.rank}, processes={self.processes}, size={self.size}"
+        return f"Group({numbers}, backend={self.backend!r}, axis_name={self.axis_name!r})"
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
@@ -276,8 +277,7 @@ class Group:
         This is faster over Gloo with several ranks per host; NCCL and MPICH do it by themselves.
         Every process calls it. With one node, or one replica per node, sums are plain, if in
         another order. With `shard=` each node holds a whole state and gathers parameters inside the
-        node (HSDP, PyTorch's HYBRID_SHARD). For shards over all replicas pass the plain group to
-        the step.
+        node (HSDP). For shards over all replicas pass the plain group to the step.
 
         Args:
           local: consecutive replicas per node; None: those sharing memory (MPI) or a host (meshes).
