@@ -1,7 +1,6 @@
 """Measures the shares of computation, communication and idleness in a step's time.
 
-Source: the columns of Li et al. (VLDB 2020), Fig. 6; the temporal breakdown of Holistic Trace
-Analysis; `DDPLoggingData` in PyTorch's `logger.cpp`.
+Source: the columns of Li et al. (VLDB 2020), Fig. 6; `DDPLoggingData` in PyTorch's `logger.cpp`.
 """
 
 from collections.abc import Iterable
@@ -72,11 +71,6 @@ class Measurement:
         # In an eager step two messages may share a name: the end of the last step's, and its own.
         return max(len({x.name for x in step.timeline.communication}) for step in self.steps)
 
-    @property
-    def all_reduce_ms(self) -> float:
-        """Mean milliseconds of a step with an all-reduce pending."""
-        return 1e3 * self._sum("communicating") / len(self.steps)
-
     def __str__(self) -> str:
         shares = (
             ("compute", self.compute_percent, "something is computed"),
@@ -85,7 +79,7 @@ class Measurement:
             ("overlap", self.overlap_percent, "of the communication lies under computation"),
         )
         rows = [(name, f"{share:6.1f}%", meaning) for name, share, meaning in shares]
-        rows.append(("all-reduces", f"{self.all_reduces:6}", f"{self.all_reduce_ms:.2f} ms a step"))
+        rows.append(("all-reduces", f"{self.all_reduces:6}", "in a step"))
         head = f"{len(self.steps)} steps, {self.step_ms:.2f} ms each (median)"
         facts = table([(name, f"{x!s:.80}" or "-") for name, x in self.facts.items()])
         return "\n".join([head, *table(rows), *facts])
@@ -120,8 +114,8 @@ def measure(step: TrainStep, state: TrainState, batches: Iterable[Any]) -> Measu
     check_step("fddp.measure", step)
     check_has("__iter__", "fddp.measure: batches", batches, "a sequence of batches")
     batches = list(batches)
-    count = [f"{len(batches)} batches"]
-    verify(step.group, "state or batches", lambda: check_state(state), lambda _: count)
+    described = lambda _: [f"{len(batches)} batches"]  # noqa: E731
+    verify(step.group, "state or batches", lambda: check_state(state), described)
     if not batches:
         raise ValueError("there is nothing to measure: batches is empty.")
     refuse_deleted(state)

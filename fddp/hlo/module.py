@@ -59,8 +59,7 @@ class Instruction:
     @cached_property
     def groups(self) -> str:
         """The device groups of a collective, as XLA writes them; else empty."""
-        groups = r"(?:replica_groups|source_target_pairs)=(.*?)(?:, \w+=|$)"
-        return find(groups, self.attributes)
+        return find(r"(?:replica_groups|source_target_pairs)=(.*?)(?:, \w+=|$)", self.attributes)
 
     @cached_property
     def calls(self) -> tuple[str, ...]:
@@ -75,8 +74,6 @@ class Instruction:
     @cached_property
     def trips(self) -> int:
         """Number of rounds of a loop; 1 if XLA does not know it, and for other instructions."""
-        if self.opcode != "while":
-            return 1
         return int(find(r'"known_trip_count":\{"n":"?(\d+)', self.attributes) or 1)
 
 
@@ -197,9 +194,7 @@ def _closing(text: str, opening: int) -> int:
 def find(pattern: str, text: str) -> str:
     """Returns the group of a pattern's first match; empty without a match."""
     match = re.search(pattern, text)
-    if match is None:
-        return ""
-    return match[1]
+    return match[1] if match else ""
 
 
 def read_integers(text: str) -> tuple[int, ...]:
