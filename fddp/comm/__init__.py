@@ -8,12 +8,10 @@ and the checks that ranks agree. This room imports jaxpr.
 from fddp.comm.addresses import host_key as host_key
 from fddp.comm.addresses import on_one_host as on_one_host
 from fddp.comm.addresses import own_addresses as own_addresses
-from fddp.comm.agreement import BESIDE as BESIDE
 from fddp.comm.agreement import described as described
 from fddp.comm.agreement import nothing_to_compare as nothing_to_compare
 from fddp.comm.agreement import shortened as shortened
 from fddp.comm.agreement import verify as verify
-from fddp.comm.agreement import verify_beside as verify_beside
 from fddp.comm.allgatherv import gather_bytes as gather_bytes
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator

@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # a group compares, too
 Found = TypeVar("Found")
 
 ERRORS: dict[str, type[Exception]] = {error.__name__: error for error in (ValueError, TypeError)}
-BESIDE = 32  # uncompared bytes that each rank may add to its description
 
 
 def verify(
@@ -39,40 +38,22 @@ def verify(
     `find` and `describe` may raise. If all ranks fail alike, each raises its own error. Otherwise
     the error names `subject` ("parameters", for example) and lists the differences by rank.
     """
-    result, _ = verify_beside(group, subject, find, describe, lambda result: b"")
-    return result
-
-
-def verify_beside(
-    group: "Group",
-    subject: str,
-    find: Callable[[], Found],
-    describe: Callable[[Found], Iterable[str]],
-    attach: Callable[[Found], bytes],
-) -> tuple[Found, list[bytes]]:
-    """Does the same as `verify`, and gathers at most `BESIDE` uncompared bytes from each rank.
-
-    Both are one message. Returns the result of `find`, and each rank's bytes, padded with zeros.
-    """
     group.journal.refuse_broken()
     failure = None
     result: Any = None
-    attachment = b""
     try:
         result = find()
         lines = list(describe(result))
-        attachment = attach(result)
     except Exception as error:  # the other ranks must learn of any error
         failure = error
         lines = [f"{type(error).__name__}: {error}"]
     text = json.dumps({"failed": failure is not None, "lines": lines}).encode()
     # A message of fixed size: ranks at different places would otherwise exchange unequal sizes.
-    message = sha256(text).digest() + attachment.ljust(BESIDE, b"\0")
-    messages = [row.tobytes() for row in group.all_gather(np.frombuffer(message, np.uint8))]
-    if len({row[:-BESIDE] for row in messages}) == 1:
+    message = np.frombuffer(sha256(text).digest(), np.uint8)
+    if len({row.tobytes() for row in group.all_gather(message)}) == 1:
         if failure is not None:
             raise failure
-        return result, [row[-BESIDE:] for row in messages]
+        return result
     raise _disagreement(
         subject, [json.loads(report) for report in gather_bytes(group, text)]
     ) from failure

@@ -22,7 +22,7 @@ from fddp.local_training.inside import array_of, trained_leaves, with_array
 from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.wire import Averaged, Wire
 from fddp.optim import update
-from fddp.step import Facts, LocalState, Replica, TrainState, average
+from fddp.step import Agreed, LocalState, Replica, TrainState, average
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def check_fragments(steps: LocalSteps, plan: BucketPlan) -> None:
         )
 
 
-def scalars_of(facts: Facts) -> Any:
+def scalars_of(agreed: Agreed) -> Any:
     """Finds a dtype for loss, metrics, weights and buffers."""
     weight = jax.ShapeDtypeStruct((), jnp.result_type(float))
-    return scalar_dtype(jax.tree.leaves((facts.outputs, facts.state.model_state, weight)))
+    return scalar_dtype(jax.tree.leaves((agreed.outputs, agreed.state.model_state, weight)))

@@ -25,7 +25,7 @@ from fddp.local_training.inside import array_of, parts_held, trained_leaves, wit
 from fddp.local_training.local_optimizer import LocalSteps
 from fddp.local_training.periods import NODE, fields_of
 from fddp.local_training.wire import Averaged, Wire
-from fddp.step import Facts, LocalState, Replica, TrainState, Way
+from fddp.step import Agreed, LocalState, Replica, TrainState, Way
 from fddp.wording import leaf_name
 
 
@@ -118,12 +118,12 @@ class NodeMean(LocalMean):
 
 
 def local_means(
-    steps: LocalSteps, inner: Way, replica: Replica, facts: Facts, scalars: Any
+    steps: LocalSteps, inner: Way, replica: Replica, agreed: Agreed, scalars: Any
 ) -> list[LocalMean]:
     """Makes the further means of `local_steps(every=)`, in the order of their numbers."""
-    trained = replica.trained(facts.state.params)
-    params, opt_state = _held_forms(inner, replica, trained, facts.state.opt_state)
-    fields = fields_of(facts.state.opt_state, trained)
+    trained = replica.trained(agreed.state.params)
+    params, opt_state = _held_forms(inner, replica, trained, agreed.state.opt_state)
+    fields = fields_of(agreed.state.opt_state, trained)
     island_size = steps.replicas(replica.group.parts)
     level = steps.level(replica.group.parts)
     means = []

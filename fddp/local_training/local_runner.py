@@ -38,9 +38,9 @@ from fddp.step import (
     ALONE,
     ISLANDS,
     LOCAL,
+    Agreed,
     Copy,
     Cut,
-    Facts,
     Held,
     LocalState,
     Options,
@@ -151,14 +151,14 @@ class LocalWay(Way):
         view = whole_view(replica.group, view)._replace(rng=keys_of_island(replica.group, view.rng))
         return within_island(replica, self.inner).accumulate(view, pending, rows)
 
-    def pieces(self, replica: Replica, facts: Facts) -> Pieces:
+    def pieces(self, replica: Replica, agreed: Agreed) -> Pieces:
         """Makes the pieces of a step within an island."""
-        return self.inner.pieces(replica, facts)
+        return self.inner.pieces(replica, agreed)
 
-    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+    def runner(self, schedule: Schedule, replica: Replica, agreed: Agreed) -> Runner:
         """Makes a runner that schedules each kind of step when it is first due."""
         steps = self.steps
-        local, synchronous = self.kinds(replica, facts)
+        local, synchronous = self.kinds(replica, agreed)
         group = replica.group
 
         @cache
@@ -195,7 +195,7 @@ class LocalWay(Way):
 
         def rehearse_all(*arguments: Any) -> None:
             def attempt() -> None:
-                memory = memory_forms(replica, facts.plan)
+                memory = memory_forms(replica, agreed.plan)
                 for number in range(len(local.exchanges)):
                     rehearse(group, local.sends((number,)), memory, *arguments)
 
@@ -215,18 +215,18 @@ class LocalWay(Way):
             runner = runner._replace(timeline=lambda: latest.timeline())  # type: ignore
         return runner
 
-    def kinds(self, replica: Replica, facts: Facts) -> tuple[Local, Pieces]:
+    def kinds(self, replica: Replica, agreed: Agreed) -> tuple[Local, Pieces]:
         """Makes the local steps of islands, and the pieces of a synchronous step."""
         steps = self.steps
         inner = self.inner
-        check_fragments(steps, facts.plan)
-        scalars = scalars_of(facts)
+        check_fragments(steps, agreed.plan)
+        scalars = scalars_of(agreed)
         fragments = [
-            Fragment(steps, replica, number, facts.plan, scalars)
+            Fragment(steps, replica, number, agreed.plan, scalars)
             for number in range(steps.fragments)
         ]
-        exchanges = [*fragments, *local_means(steps, inner, replica, facts, scalars)]
-        counts = counted(facts, isinstance(facts.rows, Joined))
+        exchanges = [*fragments, *local_means(steps, inner, replica, agreed, scalars)]
+        counts = counted(agreed, isinstance(agreed.rows, Joined))
         if self.trains_alone(replica):
             island = by_itself(replica, counts)
         else:

@@ -15,10 +15,10 @@ from fddp.local_training.inside import Trains
 from fddp.losses import Pending
 from fddp.optim import scale_of
 from fddp.schedules import Pieces, Round
-from fddp.step import Facts, Mean, Replica, StepInfo, TrainState
+from fddp.step import Agreed, Mean, Replica, StepInfo, TrainState
 
 
-def counted(facts: Facts, joined: bool) -> Facts:
+def counted(agreed: Agreed, joined: bool) -> Agreed:
     """Makes an update add Σ w to the state's weight; the optimizer state is then a `Trains`.
 
     With `joined`, where data may end, an update without data leaves the state unchanged.
@@ -27,7 +27,7 @@ def counted(facts: Facts, joined: bool) -> Facts:
     def use(view: TrainState, mean: Mean) -> tuple[TrainState, StepInfo]:
         opt_state, weight = view.opt_state
         old = view._replace(opt_state=opt_state)
-        new, info = facts.use(old, mean)
+        new, info = agreed.use(old, mean)
         if joined:
             chosen = partial(jnp.where, mean.weight > 0)
             new = new._replace(
@@ -42,12 +42,12 @@ def counted(facts: Facts, joined: bool) -> Facts:
             opt_state=Trains(new.opt_state, weight + trained_on.astype(weight.dtype))
         ), info
 
-    return facts._replace(use=use)
+    return agreed._replace(use=use)
 
 
-def by_itself(replica: Replica, facts: Facts) -> Pieces:
+def by_itself(replica: Replica, agreed: Agreed) -> Pieces:
     """Makes the pieces of a step of one replica, with local buffers and no messages."""
-    plan = facts.plan
+    plan = agreed.plan
     solo = replace(replica, options=replace(replica.options, broadcast_buffers=False))
 
     def backward(
@@ -65,7 +65,7 @@ def by_itself(replica: Replica, facts: Facts) -> Pieces:
     ) -> tuple[Any, Any]:
         sums, saved = saved
         no_bytes = jnp.zeros(len(plan.messages), jnp.uint32)
-        return facts.use(
+        return agreed.use(
             state, solo.mean(plan, unpacked, state, drop_replica_dim(sums), saved, no_bytes)
         ), shards  # type: ignore
 

@@ -34,7 +34,7 @@ from fddp.losses import Joined
 from fddp.reproducible.virtual_list import Tree, in_virtual_replicas
 from fddp.schedules import Pieces, Round, Runner, Schedule, after, forms_of, on_each_device
 from fddp.step import (
-    Facts,
+    Agreed,
     Options,
     Replica,
     TrainState,
@@ -89,10 +89,10 @@ class Virtual(Way):
         """Returns a virtual replica."""
         return one_of(replica, jnp.int32(0))
 
-    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+    def runner(self, schedule: Schedule, replica: Replica, agreed: Agreed) -> Runner:
         """Makes the runner of a step on threads."""
         group = replica.group
-        make = partial(in_virtual_replicas, group.placement, *_pieces(replica, facts))
+        make = partial(in_virtual_replicas, group.placement, *_pieces(replica, agreed))
         if schedule.launch is None:  # `combinations` refuses it
             raise ValueError("virtual_replicas needs schedule='staged' or 'after'.")
         return schedule.launch(group, make, replica.options.donate, on_each_device)
@@ -137,9 +137,9 @@ class _SentLeaves:
         return self.select(unpack(self._wide, buckets)), tail
 
 
-def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
+def _pieces(replica: Replica, agreed: Agreed) -> tuple[Pieces, Tree]:
     """The pieces of one virtual replica, and the tree that adds its contributions."""
-    plan = facts.plan
+    plan = agreed.plan
     group = replica.group
     each = replica.replicas // group.size
     block = block_of(replica.replicas, each)
@@ -154,8 +154,8 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
         outputs, saved = contribution(state, rows, number)
         return _widened(outputs), saved
 
-    rows = of_one_replica(facts.rows, replica.replicas // group.processes)
-    arguments = forms_of(facts.state), rows, jax.ShapeDtypeStruct((), np.int32)
+    rows = of_one_replica(agreed.rows, replica.replicas // group.processes)
+    arguments = forms_of(agreed.state), rows, jax.ShapeDtypeStruct((), np.int32)
     _, (outputs, _) = trace(group.placement, contribution, *arguments)
     packed = jax.eval_shape(lambda outputs: leaves.pack(_widened(outputs)), outputs)
 
@@ -169,7 +169,7 @@ def _pieces(replica: Replica, facts: Facts) -> tuple[Pieces, Tree]:
         received = leaves.spread(sums[0]), sums[1]
         virtual_replica = one_of(replica, 0)
         mean = virtual_replica.mean(plan, lambda _: received, state, packed, saved, nbytes)
-        return facts.use(state, mean), shards
+        return agreed.use(state, mean), shards
 
     reductions = tuple(
         reduction._replace(collective="tree_reduce", blocks=each // block)

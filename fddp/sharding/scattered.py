@@ -25,13 +25,13 @@ from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import local_parts, pack_parameters, unpack_parameters
 from fddp.sharding.shard_plans import ShardPlans
 from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
-from fddp.step import Facts, Replica, TrainState
+from fddp.step import Agreed, Replica, TrainState
 
 
-def gathered_last(replica: Replica, facts: Facts) -> Pieces:
+def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:
     """Makes the pieces of a step that gathers the parameters as soon as they are updated."""
-    plans = ShardPlans(replica, facts)
-    order = range(len(facts.plan.buckets))
+    plans = ShardPlans(replica, agreed)
+    order = range(len(agreed.plan.buckets))
 
     def update(
         state: TrainState, shards: Sequence[Array], messages: Messages, saved: AfterBackward
@@ -64,10 +64,10 @@ def gathered_last(replica: Replica, facts: Facts) -> Pieces:
     return Pieces(rounds, unpack, "unpack")
 
 
-def gathered_first(replica: Replica, facts: Facts) -> Pieces:
+def gathered_first(replica: Replica, agreed: Agreed) -> Pieces:
     """Makes the pieces of a step that gathers sharded parameters in order of first use."""
-    plans = ShardPlans(replica, facts)
-    first_uses = [facts.first_use(bucket) for bucket in facts.plan.buckets]
+    plans = ShardPlans(replica, agreed)
+    first_uses = [agreed.first_use(bucket) for bucket in agreed.plan.buckets]
     order = sorted(range(len(first_uses)), key=first_uses.__getitem__)
 
     def packed(state: TrainState, shards: Sequence[Array], *unused: Any) -> tuple[Messages, Any]:

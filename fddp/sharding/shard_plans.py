@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan, Layout, by_device, plan_of_parts
 from fddp.comm import specs
-from fddp.step import Facts, Replica, leaf_layouts
+from fddp.step import Agreed, Replica, leaf_layouts
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -20,12 +20,12 @@ class ShardPlans:
     """The layouts of a replica's leaves, and the plans of the buckets that carry their parts."""
 
     replica: Replica
-    facts: Facts
+    agreed: Agreed
 
     @property
     def plan(self) -> BucketPlan:
         """The buckets of whole leaves, or of a device's parts if a replica is several devices."""
-        return self.facts.plan
+        return self.agreed.plan
 
     @cached_property
     def part_plan(self) -> BucketPlan:
@@ -36,7 +36,7 @@ class ShardPlans:
     def leaf_layouts(self) -> list[Layout]:
         """The layout of each leaf in parts of replicas."""
         group = self.replica.group
-        params = self.facts.state.params
+        params = self.agreed.state.params
         return leaf_layouts(group, params, specs(group.placement, params))
 
     def only(self, bucket: int) -> tuple[BucketPlan, BucketPlan]:

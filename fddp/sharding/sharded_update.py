@@ -39,7 +39,7 @@ def update_parts(
     flags = saved.buffers, saved.broken
     mean = replica.mean(plans.part_plan, unpack, local_state, messages, flags, no_bytes)
     comm = replica.group.communicator.at("shards")
-    use = plans.facts.use
+    use = plans.agreed.use
     leaf_layouts = plans.leaf_layouts
     update = partial(run_on_parts, replica, use, leaf_layouts, state, local_state, mean)
     (new_state, info), nbytes = count_bytes(comm, update)

@@ -19,9 +19,9 @@ from fddp.schedules import Pieces
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import (
+    Agreed,
     Copy,
     Cut,
-    Facts,
     Held,
     Options,
     Replica,
@@ -105,11 +105,11 @@ class Sharded(Way):
         params = whole(state.params, group=group)
         return replicated._replace(params=group.placement.place(params, REPLICATED))
 
-    def pieces(self, replica: Replica, facts: Facts) -> Pieces:
+    def pieces(self, replica: Replica, agreed: Agreed) -> Pieces:
         """Makes the pieces of a step that scatters gradients and gathers parameters."""
         if self.shared == "optimizer":
-            return gathered_last(replica, facts)
-        return gathered_first(replica, facts)
+            return gathered_last(replica, agreed)
+        return gathered_first(replica, agreed)
 
 
 def _nothing_saved(replica: Replica, state: TrainState) -> str:

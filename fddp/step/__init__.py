@@ -4,6 +4,7 @@ A `Way` defines how replicas hold a state and compute a step; rooms above subcla
 This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
 """
 
+from fddp.step.agreed import Agreed as Agreed
 from fddp.step.buffers import average as average
 from fddp.step.checks import check_arrays as check_arrays
 from fddp.step.checks import check_filled as check_filled
@@ -56,6 +57,5 @@ from fddp.step.travels import Travels as Travels
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Copy as Copy
 from fddp.step.way import Cut as Cut
-from fddp.step.way import Facts as Facts
 from fddp.step.way import Held as Held
 from fddp.step.way import Way as Way

@@ -13,7 +13,7 @@ from fddp.step.first_batch import paths
 from fddp.step.held import check_cuts, check_held, held_form
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
-from fddp.step.way import Facts
+from fddp.step.way import Agreed
 
 if TYPE_CHECKING:  # a settled step holds what was admitted
     from fddp.step.settle import Settled
@@ -39,7 +39,7 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
     fit = fit_of(replica, tree, state, batch)
     if fit in admitted.fits:
         return settled
-    check_params(replica, forms_of(settled.facts.state.params), whole_forms(state.params))
+    check_params(replica, forms_of(settled.agreed.state.params), whole_forms(state.params))
     gradient_state = check_held(replica, state)
     if replica.group.placement.other_axes:
         check_cuts(state, settled.layout)
@@ -49,21 +49,21 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
         share = held_form(replica.group.placement, state)
     form = form_of_batch(batch)
     if form not in admitted.batches:
-        _check_program(replica, settled.facts, gradient_state, batch)
+        _check_program(replica, settled.agreed, gradient_state, batch)
     fits = (fit, *admitted.fits)[:4]
     return settled._replace(admitted=Admitted(fits, admitted.batches | {form}, share))
 
 
-def _check_program(replica: Replica, facts: Facts, state: TrainState, batch: PyTree) -> None:
+def _check_program(replica: Replica, agreed: Agreed, state: TrainState, batch: PyTree) -> None:
     """Raises ValueError if a batch's program reaches leaves outside the plan.
 
     A batch of another form may have another program.
     """
-    planned = {i for bucket in facts.plan.buckets for i in bucket.leaves}
-    left_out = {i for i in facts.chosen if facts.plan.leaves[i].nbytes and i not in planned}
+    planned = {i for bucket in agreed.plan.buckets for i in bucket.leaves}
+    left_out = {i for i in agreed.chosen if agreed.plan.leaves[i].nbytes and i not in planned}
     if left_out:
-        has_path = zip(facts.chosen, paths(replica, state, batch))
-        check_paths(facts.plan, [i for i, path in has_path if path and i in left_out])
+        has_path = zip(agreed.chosen, paths(replica, state, batch))
+        check_paths(agreed.plan, [i for i, path in has_path if path and i in left_out])
 
 
 def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:

@@ -9,10 +9,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import Slice, Travelling
+from fddp.buckets import Travelling
 from fddp.comm import described, trace
 from fddp.jax_internals import ClosedJaxpr, unbound_axis, without_jit
 from fddp.jaxpr import (
@@ -26,48 +25,30 @@ from fddp.jaxpr import (
     wiring,
 )
 from fddp.losses import unjoined
-from fddp.schedules import SCHEDULES, Schedule, described_exchanges, shorter_loops, staged
+from fddp.schedules import SCHEDULES, Schedule, described_exchanges, forms_of, shorter_loops, staged
+from fddp.step.agreed import Common, Seen
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
+from fddp.step.first_rows import digest
 from fddp.step.held import check_held
 from fddp.step.partitions import partitions_of
 from fddp.step.planned import provisional_plan
-from fddp.step.rank_remarks import DIGEST, digest
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_state, form_of
 from fddp.step.traced import contribution, marked_paths
 
 
-class Seen(NamedTuple):
-    """The facts that one rank reads off the gradients' program."""
+class FirstBatch(NamedTuple):
+    """What one rank reads off its first batch and the gradients' program."""
 
-    state: TrainState
-    """Shapes and dtypes of the state that gradients are computed for, with whole arrays."""
-    chosen: tuple[int, ...]
-    """Indices of the trained leaves."""
-    order: Sequence[Travelling]
-    """The trained leaves, or slices of them, in the ready order of their gradients."""
-    uses: Mapping[tuple[int, Slice | None], int]
-    """(leaf, slice) → position of its first use in the forward pass."""
-    reach: tuple[Sequence[bool], Sequence[int]]
-    """Marks of a path to the loss, and numbers of non-zero gradient rows, for each trained leaf."""
+    common: Common
     schedule: Schedule
-    outputs: Any
-    """Shapes and dtypes of loss and aux."""
-    collectives: tuple[str, ...]
-    """Kinds of the loss's collectives."""
     lines: Sequence[str]
     """More lines to compare: the loss's collectives that become tasks."""
-    digest: bytes
-    """Digest of this rank's first rows; empty on one process."""
-    wiring: bytes
-    """Digest of the operations of the gradients' program; empty on one process."""
-    program: str
-    """Digest of the gradients' program if its loops may contain sums, else "". All ranks need the
-    same program then."""
+    seen: Seen
 
 
-def look(replica: Replica, state: TrainState, batch: PyTree) -> Seen:
+def look(replica: Replica, state: TrainState, batch: PyTree) -> FirstBatch:
     """Checks the first state and batch, and reads the gradients' program."""
     check_state(state)
     check_batch(replica, batch)
@@ -81,44 +62,47 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> Seen:
     sliced = program
     if partitions and schedule.cuts:
         sliced = _in_slices(replica, program, chosen, partitions)
-    touched = [min(count, np.iinfo(np.int32).max) for count in touched_rows(program)[: len(chosen)]]
     several = replica.group.processes > 1
     sums_in_loops = several and schedule.one_program and bool(partitions)
-    return Seen(
-        state=jax.tree.map(form_of, state),
-        chosen=chosen,
+    seen = Seen(
         order=_order(replica, sliced, [unit for i in chosen for unit in units[i]]),
         # The program's inputs are the step number, the parameters, and the rest of the state.
         uses={
             (unit.leaf, unit.slice): use
             for unit, use in zip(chain(*units.values()), first_uses(sliced)[1:])
         },
-        reach=(paths(replica, state, batch), touched),
-        schedule=schedule,
-        outputs=outputs,
-        collectives=tuple(sorted(collectives(program))),
-        lines=_lines(replica, program, schedule, len(chosen)),
-        digest=digest(unjoined(batch)) if several else b"",
-        wiring=wiring(program)[:DIGEST] if several else b"",
+        has_path=dict(zip(chosen, paths(replica, state, batch))),
+        touched=dict(zip(chosen, touched_rows(program))),
+        rows=digest(unjoined(batch)) if several else b"",
+        wiring=wiring(program) if several else b"",
         program=text_digest(program) if sums_in_loops else "",
     )
+    common = Common(
+        state=jax.tree.map(form_of, state),
+        chosen=chosen,
+        rows=forms_of(batch),
+        outputs=outputs,
+        collectives=tuple(sorted(collectives(program))),
+    )
+    lines = _lines(replica, program, schedule, len(chosen))
+    return FirstBatch(common, schedule, lines, seen)
 
 
-def described_batch(replica: Replica, batch: PyTree, call: str, seen: Seen) -> list[str]:
+def described_batch(replica: Replica, batch: PyTree, call: str, first: FirstBatch) -> list[str]:
     """Lists the facts that must be equal on all ranks, one per line."""
-    state = seen.state
+    state = first.common.state
     return [
         f"call {call}",
         repr(replica.options),
-        f"schedule {seen.schedule.name}",
+        f"schedule {first.schedule.name}",
         f"plan {provisional_plan(replica, state.params).digest}",
         f"group.local {replica.group.local}",
         *described("batch", batch),
         *described("parameter", state.params),
         *described("model_state", state.model_state),
         *described("rng", state.rng),
-        *described("loss and aux", seen.outputs),
-        *seen.lines,
+        *described("loss and aux", first.common.outputs),
+        *first.lines,
     ]
 
 

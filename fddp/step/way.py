@@ -5,20 +5,17 @@
 methods.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import (
-    Bucket,
-    BucketPlan,
     Messages,
     Shard,
-    Slice,
     pack_device_parts,
     unpack,
     unpack_device_parts,
@@ -28,10 +25,11 @@ from fddp.comm import Group, specs
 from fddp.hooks import Hook
 from fddp.losses import Pending, Sums
 from fddp.schedules import Pieces, Round, Runner, Schedule, fused
+from fddp.step.agreed import Agreed
 from fddp.step.combinations import LOCAL
 from fddp.step.options import Options
 from fddp.step.replica import Replica
-from fddp.step.state import LocalState, Mean, TrainState
+from fddp.step.state import LocalState, TrainState
 from fddp.step.step_optimizer import Optimizer
 from fddp.step.travels import Travels, travels
 
@@ -42,28 +40,6 @@ Held: TypeAlias = tuple[Any, Any, Any]
 Cut: TypeAlias = Callable[[Any, int], Shard]
 # Whole array → one replica's local copy of it
 Copy: TypeAlias = Callable[[Any], Shard]
-
-
-class Facts(NamedTuple):
-    """The facts that the ranks agree on at the first batch."""
-
-    plan: BucketPlan
-    state: TrainState
-    """Shapes and dtypes of the state that gradients are computed for, with whole arrays."""
-    chosen: tuple[int, ...]
-    """Indices of the trained leaves."""
-    rows: Any
-    """Shapes and dtypes of this process's rows."""
-    outputs: Any
-    """Shapes and dtypes of loss and aux."""
-    uses: Mapping[tuple[int, Slice | None], int]
-    """(leaf, slice) → position of its first use in the forward pass."""
-    use: Callable[[TrainState, Mean], Any]
-    """(state, mean) → the step's result."""
-
-    def first_use(self, bucket: Bucket) -> int:
-        """Finds the position of a bucket's first use in the forward pass."""
-        return min(self.uses[i, bucket.slice] for i in bucket.leaves)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,24 +122,24 @@ class Way:
         """Returns the replica whose gradients a program computes, such as a virtual one."""
         return replica
 
-    def pieces(self, replica: Replica, facts: Facts) -> Pieces:
+    def pieces(self, replica: Replica, agreed: Agreed) -> Pieces:
         """Makes the pieces of a step."""
-        return _whole_pieces(replica, facts)
+        return _whole_pieces(replica, agreed)
 
-    def runner(self, schedule: Schedule, replica: Replica, facts: Facts) -> Runner:
+    def runner(self, schedule: Schedule, replica: Replica, agreed: Agreed) -> Runner:
         """Makes the runner of a step."""
-        return schedule(replica.group, self.pieces(replica, facts), replica.options.donate)
+        return schedule(replica.group, self.pieces(replica, agreed), replica.options.donate)
 
 
 WHOLE = Way()
 """The plain way."""
 
 
-def _whole_pieces(replica: Replica, facts: Facts) -> Pieces:
+def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
     """Makes the pieces of a step with whole states: one round, which sums all gradients."""
-    plan = facts.plan
+    plan = agreed.plan
     axes = replica.group.placement.other_axes
-    layout = specs(replica.group.placement, facts.state.params)
+    layout = specs(replica.group.placement, agreed.state.params)
 
     # XLA packs nothing for a single replica if it sees where each leaf goes.
     of_received = unpack_received if replica.group.size > 1 else unpack
@@ -181,7 +157,7 @@ def _whole_pieces(replica: Replica, facts: Facts) -> Pieces:
     def finish(
         state: TrainState, shards: PyTree, messages: Messages, saved: PyTree, nbytes: jax.Array
     ) -> tuple[Any, Any]:
-        return facts.use(
+        return agreed.use(
             state, replica.mean(plan, unpacked, state, messages, saved, nbytes)
         ), shards
 
@@ -189,7 +165,7 @@ def _whole_pieces(replica: Replica, facts: Facts) -> Pieces:
     sums = replica.reductions(plan)
     # Every update waits for the message that carries the scalars.
     first = {
-        message.name: facts.first_use(plan.buckets[message.bucket])
+        message.name: agreed.first_use(plan.buckets[message.bucket])
         for message in plan.messages
         if message.bucket is not None and message.name != plan.carrier.name
     }

@@ -1,0 +1,145 @@
+"""What each rank sees in its first batch, and what the ranks agree on: a pure function of it."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+
+from fddp.buckets import Bucket, BucketPlan, Slice, Travelling, scalar_dtype
+from fddp.step.planned import plan_buckets
+from fddp.step.replica import Replica
+from fddp.step.state import Mean, TrainState
+
+
+class Seen(NamedTuple):
+    """The facts of one rank's first batch that may differ between ranks."""
+
+    order: Sequence[Travelling]
+    """The trained leaves, or slices of them, in the ready order of their gradients."""
+    uses: Mapping[tuple[int, Slice | None], int]
+    """(leaf, slice) → position of its first use in the forward pass."""
+    has_path: Mapping[int, bool]
+    """Trained leaf → whether it has a path to the loss."""
+    touched: Mapping[int, int]
+    """Trained leaf → number of non-zero rows of its gradient in a micro-batch."""
+    rows: bytes = b""
+    """Digest of the first rows; zeros if unknown, empty on one process."""
+    wiring: bytes = b""
+    """Digest of the operations of the gradients' program; empty on one process."""
+    program: str = ""
+    """Digest of the gradients' program if its loops may contain sums, else "". All ranks need the
+    same program then."""
+
+
+class Agreed(NamedTuple):
+    """What the ranks agree on at the first batch."""
+
+    plan: BucketPlan
+    state: TrainState
+    """Shapes and dtypes of the state that gradients are computed for, with whole arrays."""
+    chosen: tuple[int, ...]
+    """Indices of the trained leaves."""
+    rows: Any
+    """Shapes and dtypes of this process's rows."""
+    outputs: Any
+    """Shapes and dtypes of loss and aux."""
+    uses: Mapping[tuple[int, Slice | None], int]
+    """(leaf, slice) → position of its first use in the forward pass."""
+    use: Callable[[TrainState, Mean], Any]
+    """(state, mean) → the step's result."""
+
+    def first_use(self, bucket: Bucket) -> int:
+        """Finds the position of a bucket's first use in the forward pass."""
+        return min(self.uses[i, bucket.slice] for i in bucket.leaves)
+
+
+class Common(NamedTuple):
+    """The facts of the first batch that were compared: they are equal on all ranks."""
+
+    state: TrainState
+    chosen: tuple[int, ...]
+    rows: Any
+    outputs: Any
+    collectives: tuple[str, ...]
+    """Kinds of the loss's collectives."""
+
+
+def merge(
+    replica: Replica,
+    common: Common,
+    seen: Sequence[Seen],
+    use: Callable[[TrainState, Mean], Any],
+) -> Agreed:
+    """Merges what all ranks have seen, in order of rank. Equal on all ranks; sends nothing.
+
+    Programs may differ between ranks (a branch in Python). Then rank 0's order is used, as in DDP.
+    A leaf without a path to the loss on any rank is not sent.
+    """
+    first = seen[0]
+    order = first.order
+    if len({one.program for one in seen}) > 1:
+        # They cannot agree on the order of a loop's sums and other messages.
+        order = [part._replace(rounds=1) for part in order]
+    reached = {i for i in common.chosen if any(one.has_path[i] for one in seen)}
+    ready = [part for part in order if part.leaf in reached]
+    if replica.way.apart:  # every trained leaf is gathered
+        ready += [part for part in order if part.leaf not in reached]
+    averaged = None
+    if replica.options.broadcast_buffers == "mean":
+        averaged = common.state.model_state
+    plan = plan_buckets(
+        replica,
+        common.state.params,
+        ready,
+        dtype=scalar_dtype(jax.tree.leaves((common.outputs, averaged))),
+        touched={
+            i: replica.options.accumulation_steps * max(one.touched[i] for one in seen)
+            for i in common.chosen
+        },
+    )
+    return Agreed(
+        plan=replace(plan, collectives=common.collectives),
+        state=common.state,
+        chosen=common.chosen,
+        rows=common.rows,
+        outputs=common.outputs,
+        uses=first.uses,
+        use=use,
+    )
+
+
+def remarks(seen: Sequence[Seen]) -> list[str]:
+    """Words about ranks with equal rows, and with unequal programs: a mistake, or intended.
+
+    Without a sampler all ranks but one train in vain. A tuple from a set has another order on each
+    rank, and the gradients of different parameters would be averaged with each other.
+    """
+    words = list[str]()
+    for digest, ranks in _ranks_of(one.rows for one in seen).items():
+        if len(ranks) > 1 and any(digest):
+            words.append(
+                f"fddp: ranks {_listed(ranks)} pass the same first rows: does each read different "
+                "rows? group.rows(batch) selects the rows of a rank, and fddp.samples distributes "
+                "those of an epoch."
+            )
+    sets = _ranks_of(one.wiring for one in seen).values()
+    if len(sets) > 1:
+        words.append(
+            f"fddp: the losses of ranks {' and '.join(map(_listed, sets))} are different programs. "
+            "That is right for a branch by rank; but arrays in the order of a set get mixed up: "
+            "sort their names, or use a dict."
+        )
+    return words
+
+
+def _ranks_of(values: Iterable[Hashable]) -> dict[Any, list[int]]:
+    ranks = defaultdict[Any, list[int]](list)
+    for rank, value in enumerate(values):
+        ranks[value].append(rank)
+    return ranks
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
