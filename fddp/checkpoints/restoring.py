@@ -2,22 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from io import BytesIO
-from typing import TypeAlias
 
 from fddp.checkpoints.archives import Read, open_reader
 from fddp.checkpoints.files import Listed, numbers, read_list, wrong
 from fddp.checkpoints.folder import Folder, on_rank_0, remark
 from fddp.checkpoints.saved_leaves import field_of, words_of
 
-# The number of a checkpoint, and its list.
-Found: TypeAlias = tuple[int, Listed]
 
-
-def newest(folder: Folder, wait: Callable[[], object]) -> Found | None:
+def newest(folder: Folder, wait: Callable[[], object]) -> tuple[int, Listed] | None:
     """Finds the newest intact checkpoint; every rank calls it, and rank 0 reports damaged ones.
 
-    Returns the same on all ranks, None without checkpoints; raises RuntimeError if all are damaged.
-    `wait` waits for rank 0's writer.
+    Returns its number and list on all ranks, None without checkpoints; raises RuntimeError if all
+    are damaged. `wait` waits for rank 0's writer.
     """
 
     def listings() -> list[tuple[int, Listed | str]]:

@@ -66,10 +66,7 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
             )
         if is_shard(x):
             if not x.copies and (x.nodes or x.layout.cut.dims):
-                raise ValueError(
-                    f"{name} lies in parts on the devices of a node or a replica, and cannot be "
-                    "saved or restored."
-                )
+                raise ValueError(f"{name} is in parts of a node or a device, and cannot be saved.")
             leaves[name] = Leaf(x.parts, True, None if x.copies else x.layout)
             continue
         if not hasattr(x, "dtype"):  # a user's number
