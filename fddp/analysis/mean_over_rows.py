@@ -174,14 +174,14 @@ def check(
     order = np.arange(rows // 2 * 2)
     found = compared(order, np.concatenate([order[::2], order[1::2]]))
     is_weighted = evaluated(in_shards(1, order)).unit[0] == 1  # else the rows, at least two
-    if found and is_weighted:
+    if is_weighted:
         each = evaluated(in_shards(rows, np.arange(rows)))
         weighted, lossy = each.weight != 0, jnp.isfinite(each.loss) & (each.loss != 0)
         counted, uncounted = np.flatnonzero(weighted), np.flatnonzero(~weighted & lossy)
         count = min(len(counted), len(uncounted))
         if count:
-            found = compared(np.concatenate([uncounted[:count], counted[:count]]))
-            found = found._replace(uncounted=not found)
+            apart = compared(np.concatenate([uncounted[:count], counted[:count]]))
+            found = found if apart else apart._replace(uncounted=True)
     return found
 
 

@@ -98,8 +98,9 @@ def focal(w: Any, b: Any, least: float) -> fddp.Weighted:
 @pytest.mark.parametrize("penalty", [0.0, 1.0])
 def test_rows_without_weight_and_with_a_loss_are_named(penalty: float):
     assert fddp.check(lambda w, b: focal(w, b, 1e-6), W, BATCH)
-    checked = fddp.check(lambda w, b: focal(w, b, 0), W, BATCH)
-    assert not checked and "Rows of weight 0 in fddp.Weighted do not count" in str(checked)
+    for adv in (BATCH["adv"], np.sort(BATCH["adv"])):  # a half without positive rows, too
+        checked = fddp.check(lambda w, b: focal(w, b, 0), W, BATCH | {"adv": adv})
+        assert not checked and "Rows of weight 0 in fddp.Weighted do not count" in str(checked)
 
     def penalized(w: Any, b: Any) -> fddp.Weighted:  # the penalty is in every replica's loss
         known = jnp.sum((b["x"] @ w) ** 2 * masked(b)) / jnp.maximum(masked(b).sum(), 1)
