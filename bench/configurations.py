@@ -228,9 +228,7 @@ def trained(drawn: Drawn) -> str:
         state = state_after
         if call.kind == "no_sync":
             continue
-        reference = (
-            reference if reference is not None else plain.train(drawn, fragments(drawn, step))
-        )
+        reference = reference if reference is not None else plain.train(drawn)
         compare(drawn, step, state, info, reference[len(infos)], len(infos) + 1)
         infos.append(info)
     return ""
@@ -269,22 +267,6 @@ def message_of(error: Exception) -> str:
     return str(error)
 
 
-def fragments(drawn: Drawn, step: fddp.TrainStep) -> list[list[str]]:
-    """The leaves that `local_steps` sends together: buckets in turn, each fragment from its share
-    of the bytes on."""
-    fragment_count = drawn.local.get("fragments", 1)
-    plan = step.plan
-    offsets = [0, *np.cumsum([bucket.nbytes for bucket in plan.buckets])]
-    begins = [0]
-    for k in range(1, fragment_count):
-        nearest = int(
-            np.argmin([abs(end - k * offsets[-1] / fragment_count) for end in offsets[:-1]])
-        )
-        begins.append(min(max(nearest, begins[-1] + 1), len(plan.buckets) - fragment_count + k))
-    spans = zip(begins, [*begins[1:], len(plan.buckets)])
-    return [[name for bucket in plan.buckets[a:b] for name in bucket.names] for a, b in spans]
-
-
 def compare(
     drawn: Drawn, step: fddp.TrainStep, state: Any, info: Any, reference: plain.Report, number: int
 ) -> None:
@@ -304,13 +286,11 @@ def compare(
             raise Wrong(f"after step {number} parameters are not finite")
         return
     close = Tolerance(drawn, number)
-    close("params", got, reference.params)
+    close("params", got, reference.shared if drawn.local else reference.params)
     if drawn.local:
-        close(
-            "shared",
-            {n: x for n, x in state.opt_state.shared.items() if n in drawn.trained},
-            reference.shared,
-        )
+        local = {name: gathered.opt_state.params[name] for name in drawn.trained}
+        expected = {n: np.broadcast_to(reference.params[n], x.shape) for n, x in local.items()}
+        close("local", local, expected)
     else:
         inner = gathered.opt_state
         if drawn.scale:
@@ -334,11 +314,7 @@ def compare(
 def check_buffers(
     drawn: Drawn, close: "Tolerance", state: Any, gathered: Any, reference: plain.Report
 ) -> None:
-    """Buffers of each replica; under `local_steps` their mean."""
-    if drawn.local:
-        mean = sum(np.asarray(x["mean"]) for x in reference.buffers) / len(reference.buffers)
-        close("buffers", gathered.model_state["mean"], mean)
-        return
+    """Buffers of each replica."""
     for name, x in state.model_state.items():
         for shard in x.addressable_shards:
             buffers = reference.buffers[
@@ -350,7 +326,7 @@ def check_buffers(
 def equal_on_all(drawn: Drawn, state: Any) -> None:
     """Checks that replicas have the same bits of their common arrays."""
     common = {"params": state.params, "opt_state": state.opt_state}
-    if drawn.options.get("broadcast_buffers", True) is not False:
+    if drawn.options.get("broadcast_buffers", True) is not False and not drawn.local:
         common["model_state"] = state.model_state
     for path, x in jax.tree_util.tree_leaves_with_path(common):
         if isinstance(x, jax.Array) and x.is_fully_replicated:

@@ -275,13 +275,9 @@ def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, An
 
 
 def _local(pick: random.Random) -> dict[str, Any]:
-    every = pick.choice((1, 2, 2, 3))
     return {
-        "every": every,
+        "every": pick.choice((1, 2, 2, 3)),
         "start": pick.choice((0, 0, 1)),
-        "fragments": pick.choice((1, 1, 2, every)),
-        "delay": pick.choice((0, 0, 1)),
-        "mix": pick.choice((0.0, 0.0, 0.5)),
         "outer": pick.choice(list(OUTER)),
     }
 
@@ -297,7 +293,7 @@ def calls_of(
     local: bool,
 ) -> list[Call]:
     kinds = ["step"] * (5 if local else 3)
-    if pick.random() < 0.25:
+    if pick.random() < 0.25 and not local:
         kinds.insert(pick.randrange(len(kinds)), "no_sync")
     dtype = np.float64 if x64 and pick.random() < 0.7 else np.float32
     uneven = pick.random() < 0.25 and rows != "stacked"

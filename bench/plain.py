@@ -55,8 +55,8 @@ class Report(NamedTuple):
     aux: Any
     scale: float
     shared: Any = None
-    """The parameters of the last synchronization under `local_steps`; `params` are then the
-    mean."""
+    """The parameters of the last synchronization under `local_steps`; `params` are then those of
+    each replica."""
     used: dict[str, int] | None = None
 
 
@@ -71,19 +71,15 @@ def wide(tree: Any) -> Any:
     return jax.tree.map(widened, tree)
 
 
-def train(drawn: Drawn, fragments: Sequence[Sequence[str]]) -> list[Report]:
-    """Trains a configuration; returns the visible results of each step, without calls of `no_sync`.
-
-    The leaves of a fragment in `fragments` are synchronized together.
-    """
+def train(drawn: Drawn) -> list[Report]:
+    """Trains a configuration; returns the visible results of each step but calls of `no_sync`."""
     with jax.enable_x64(True):
-        return _Plain(drawn, fragments).run()
+        return _Plain(drawn).run()
 
 
 class _Plain:
-    def __init__(self, drawn: Drawn, fragments: Sequence[Sequence[str]]) -> None:
+    def __init__(self, drawn: Drawn) -> None:
         self.drawn = drawn
-        self.fragments = fragments
         self.inner = optimizer_of(drawn)
         self.outer = OUTER[drawn.local.get("outer", "mean")]()
         params = wide(drawn.params)
@@ -99,7 +95,6 @@ class _Plain:
         ] * drawn.dealt
         self.shared = trained
         self.outer_state = jax.device_get(self.outer.init(trained))
-        self.weights = np.zeros((drawn.dealt, max(1, len(fragments))))
         slices = {"model_state", "rng", "shared rng", "branch", "statistics"} & drawn.form
         self.joined = not (slices or drawn.rows != "rows" or drawn.local)
         self.step = 0
@@ -202,77 +197,35 @@ class _Plain:
     # Steps of replicas that train alone
 
     def _local_step(self, pending: list[Call]) -> Report:
-        drawn = self.drawn
         local = self.drawn.local
-        before = list(self.replicas)
-        weights = self.weights.copy()
-        losses = []
-        trained_on = np.zeros(drawn.dealt)
-        for r in range(drawn.dealt):
+        means = []
+        for r, replica in enumerate(self.replicas):
             contribution, live = self._contribution_of(r, pending)
-            grads, loss, aux = _mean([contribution._replace(divisor=contribution.weight)])
-            losses.append((loss, aux))
-            if contribution.weight > 0 or drawn.rows != "joined":
-                updated, skipped = self._updated(self.replicas[r], grads, contribution.used)
-                self.replicas[r] = updated if skipped else updated._replace(buffers=live)
-                skips = skipped or drawn.scale or drawn.optimizer == "apply_if_finite"
-                trained_on[r] = 0 if skips and not _finite(grads) else contribution.weight
-        self.weights += trained_on[:, None]
-        local_count = self.step - local["start"] - local["delay"]
-        every = local["every"]
-        count = len(self.fragments)
-        due = [
-            f for f in range(count) if local_count > 0 and local_count % every == f * every // count
-        ]
-        if due:
-            snapshot, weights = (
-                (before, weights) if local["delay"] else (self.replicas, self.weights)
-            )
-            self._synchronize(due[0], snapshot, weights, pending[-1])
-            self.weights[:, due[0]] = trained_on if local["delay"] else 0
-        mean = lambda *x: sum(x) / len(x)  # noqa: E731
-        params = jax.tree.map(mean, *(replica.params for replica in self.replicas))
+            grads, *mean = _mean([contribution._replace(divisor=contribution.weight)])
+            means.append(mean)
+            updated, skipped = self._updated(replica, grads, contribution.used)
+            self.replicas[r] = updated if skipped else updated._replace(buffers=live)
+        average = lambda *x: sum(x) / len(x)  # noqa: E731
+        loss, aux = means[0]
+        if (self.step - local["start"]) % local["every"] == 0:
+            loss, aux = jax.tree.map(average, *means)
+            self._synchronize(pending[-1])
+        params = jax.tree.map(lambda *x: np.stack(x), *(x.params for x in self.replicas))
         buffers = [replica.buffers for replica in self.replicas]
-        loss, aux = losses[0]
         return Report(params, None, buffers, loss, aux, self.replicas[0].scale, self.shared)
 
-    def _synchronize(
-        self, fragment: int, snapshot: list[Replica], weights: np.ndarray, call: Call
-    ) -> None:
-        fragment_weights = weights[:, fragment]
-        names = self.fragments[fragment]
-        mix = self.drawn.local["mix"]
-        total = fragment_weights.sum() or 1
-        change = {
-            name: sum(
-                w * (self.shared[name] - replica.params[name])
-                for w, replica in zip(fragment_weights, snapshot)
-            )
-            / total
-            for name in names
-        }
-        grads = {name: change.get(name, np.zeros_like(x)) for name, x in self.shared.items()}
-        moved, after = self.update[self.outer](grads, self.outer_state, self.shared)
-        travels = lambda tree: {name: name in names for name in tree}  # noqa: E731
-        self.shared = {name: moved[name] if name in names else x for name, x in self.shared.items()}
-        self.outer_state = _put_back(after, self.outer_state, travels(self.shared))
+    def _synchronize(self, call: Call) -> None:
+        average = lambda *x: sum(x) / len(x)  # noqa: E731
+        mean = jax.tree.map(average, *(replica.params for replica in self.replicas))
+        change = jax.tree.map(np.subtract, self.shared, mean)
+        self.shared, self.outer_state = self.update[self.outer](
+            change, self.outer_state, self.shared
+        )
+        buffers = self._landed([replica.buffers for replica in self.replicas], call.active)
         self.replicas = [
-            replica._replace(
-                params=replica.params
-                | {
-                    name: self.shared[name] + mix * (replica.params[name] - self.shared[name])
-                    for name in names
-                }
-            )
-            for replica in self.replicas
+            replica._replace(params=self.shared, buffers=x)
+            for replica, x in zip(self.replicas, buffers)
         ]
-        if fragment == 0 and snapshot[0].buffers is not None:
-            first = snapshot[int(np.argmax(call.active))].buffers
-            active_means = [
-                replica.buffers["mean"] for replica, active in zip(snapshot, call.active) if active
-            ]
-            landed = first | {"mean": sum(active_means) / len(active_means)}
-            self.replicas = [replica._replace(buffers=landed) for replica in self.replicas]
 
     # Contributions of batches
 

@@ -45,6 +45,7 @@ from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
 from fddp.jax_internals import Promise as Promise
 from fddp.jaxpr import grad_order as grad_order
+from fddp.local_training import LocalState as LocalState
 from fddp.local_training import local_steps as local_steps
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
@@ -60,7 +61,6 @@ from fddp.runtime import launch as launch
 from fddp.runtime import preempted as preempted
 from fddp.runtime import shutdown as shutdown
 from fddp.sharding import whole as whole
-from fddp.step import LocalState as LocalState
 from fddp.step import Options as Options
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState

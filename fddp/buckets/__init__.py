@@ -37,13 +37,11 @@ from fddp.buckets.shard_packing import pack_rows as pack_rows
 from fddp.buckets.shard_packing import plan_of_parts as plan_of_parts
 from fddp.buckets.shard_packing import unpack_rows as unpack_rows
 from fddp.buckets.shards import Shard as Shard
-from fddp.buckets.shards import copy_of as copy_of
 from fddp.buckets.shards import insert_shards as insert_shards
 from fddp.buckets.shards import is_shard as is_shard
 from fddp.buckets.shards import leaves_with_shards as leaves_with_shards
 from fddp.buckets.shards import map_shards as map_shards
 from fddp.buckets.shards import shards_of as shards_of
-from fddp.buckets.shards import stack_shape as stack_shape
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.slices import cut_in_layers as cut_in_layers

@@ -13,7 +13,7 @@ from fddp.buckets.layout import Layout
 
 @dataclass(frozen=True)
 class Shard:
-    """An array in equal parts, or in full copies, one per replica. `fddp.whole` joins them.
+    """An array in equal parts, one per replica. `fddp.whole` joins them.
 
     Example:
       >>> import jax.numpy as jnp
@@ -25,9 +25,7 @@ class Shard:
     """The parts of all replicas in order (under MPI the part of this rank), padded at the ends.
     None: removed by `take_apart`."""
     layout: Layout
-    """Layout of the array, or of each copy."""
-    copies: bool = False
-    """True if each replica or node has a full copy; the copies may differ."""
+    """Layout of the array."""
     ranks: tuple[int, ...] | None = None
     """Global numbers of the processes that hold the parts. None: those of the array's mesh."""
     nodes: tuple[tuple[int, ...], ...] | None = None
@@ -40,12 +38,11 @@ class Shard:
         return self.layout.shape
 
     def __repr__(self) -> str:
-        kind = "Copies" if self.copies else "Shard"
         if hasattr(self.parts, "dtype"):
-            return f"{kind} of {self.parts.dtype}{list(self.shape)}"
+            return f"Shard of {self.parts.dtype}{list(self.shape)}"
         # Any other value is the result of a function that was mapped over the array.
         value = "" if self.parts is None else f", {self.parts!r} in place of its parts"
-        return f"{kind} of shape {list(self.shape)}{value}"
+        return f"Shard of shape {list(self.shape)}{value}"
 
     def __jax_array__(self) -> Any:
         raise TypeError(
@@ -55,7 +52,7 @@ class Shard:
 
 
 jax.tree_util.register_dataclass(
-    Shard, data_fields=["parts"], meta_fields=["layout", "copies", "ranks", "nodes"]
+    Shard, data_fields=["parts"], meta_fields=["layout", "ranks", "nodes"]
 )
 
 
@@ -89,18 +86,6 @@ def whole_forms(tree: PyTree) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.parts.dtype)
 
     return map_shards(form, tree)
-
-
-def copy_of(ranks: tuple[int, ...] | None, x: Shaped[Array, " *dims"]) -> Shard:
-    """Makes a shard of copies from this replica's array, inside a program."""
-    return Shard(x.reshape(-1), Layout(x.shape), copies=True, ranks=ranks)
-
-
-def stack_shape(shard: Shard, replicas: int) -> tuple[int, ...]:
-    """Returns the shape of an array, or of the stack of its copies."""
-    if not shard.copies:
-        return shard.shape
-    return (len(shard.nodes or range(replicas)), *shard.shape)
 
 
 def take_apart(tree: PyTree) -> tuple[Any, list[Shaped[Array, " n"]]]:

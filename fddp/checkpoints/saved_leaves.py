@@ -65,9 +65,9 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
                 "a key."
             )
         if is_shard(x):
-            if not x.copies and (x.nodes or x.layout.cut.dims):
+            if x.nodes or x.layout.cut.dims:
                 raise ValueError(f"{name} is in parts of a node or a device, and cannot be saved.")
-            leaves[name] = Leaf(x.parts, True, None if x.copies else x.layout)
+            leaves[name] = Leaf(x.parts, True, x.layout)
             continue
         if not hasattr(x, "dtype"):  # a user's number
             x = np.asarray(x, jnp.result_type(x))

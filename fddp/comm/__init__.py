@@ -35,7 +35,6 @@ from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import unwatched as unwatched
 from fddp.comm.lane import Lane as Lane
 from fddp.comm.levels import Nodes as Nodes
-from fddp.comm.levels import islands_in_nodes as islands_in_nodes
 from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_levels as mesh_levels

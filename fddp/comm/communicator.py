@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32, Shaped, UInt32
 MOST = 2**32 - 1
 # The replicas of a collective: all of a group, or subsets of them. Where sums go over nodes first,
 # the subsets are the replicas of one node, and the replicas at one position on each node.
-Level: TypeAlias = Literal["all", "shards", "node", "network", "neighbours"]
+Level: TypeAlias = Literal["all", "shards", "node", "network"]
 Carrier = TypeVar("Carrier")
 
 
@@ -31,9 +31,6 @@ class ByLevel(NamedTuple, Generic[Carrier]):
     """The replicas of this replica's node."""
     network: Carrier
     """The replicas at this replica's position, one on each node."""
-    neighbours: Carrier | None = None
-    """The replicas at this replica's position, one in each island of its node; None: a node is one
-    island, see `islands_in_nodes`."""
 
 
 @dataclass(frozen=True)

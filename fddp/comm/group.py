@@ -100,11 +100,6 @@ class Group:
         return None if self.placement.on_mesh else tuple(ranks)
 
     @property
-    def copy_ranks(self) -> tuple[int, ...] | None:
-        """Processes that hold a copy each (`Shard.ranks`); None on a mesh."""
-        return None if self.placement.on_mesh else self.global_ranks
-
-    @property
     def sharing(self) -> Nodes:
         """Sets of replicas that share a state: the nodes, or all replicas."""
         return self.nodes or (tuple(range(self.size)),)

@@ -10,7 +10,7 @@ The first two of these three are the reduce-scatter of replicas that share a sta
 only.
 
 Source: `HOROVOD_HIERARCHICAL_ALLREDUCE` in Horovod; `HYBRID_SHARD` of PyTorch's
-FullyShardedDataParallel; `HierarchicalModelAverager` for islands.
+FullyShardedDataParallel.
 """
 
 import platform
@@ -41,18 +41,16 @@ class Levels(NamedTuple):
 
     find: Callable[[], Sequence[Hashable]]
     """Labels the node of each replica, equally on all processes; every process calls it."""
-    make: Callable[[Nodes, Nodes | None], tuple[Communicator, Transport]]
-    """(nodes, sets of neighbours) → communicator and transport of the group with these nodes."""
+    make: Callable[[Nodes], tuple[Communicator, Transport]]
+    """Nodes → communicator and transport of the group with these nodes."""
 
-    def on(
-        self, nodes: Nodes, neighbours: Nodes | None, turns: int
-    ) -> tuple[Communicator, Transport]:
-        """Makes the communicator and the transport of a group with nodes and neighbours.
+    def on(self, nodes: Nodes, turns: int) -> tuple[Communicator, Transport]:
+        """Makes the communicator and the transport of a group with nodes.
 
         `turns` is the number of transports for alternate messages; 0: one transport for all. Every
         process calls it.
         """
-        communicator, transport = self.make(nodes, neighbours)
+        communicator, transport = self.make(nodes)
         clones = transport.with_more(turns) if turns else ()
         return communicator, transport._replace(clones=clones)
 
@@ -61,7 +59,6 @@ def in_two_levels(
     plain: Communicator,
     node: Communicator,
     network: Communicator,
-    neighbours: Communicator | None = None,
 ) -> Communicator:
     """Adds levels to the communicator of all replicas; its all-reduce goes over nodes first."""
 
@@ -77,7 +74,7 @@ def in_two_levels(
         return node.all_gather(part(rows)).reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
 
     shards = replace(node, all_reduce=all_reduce, reduce_scatter=reduce_scatter, nodes=network.size)
-    return replace(plain, all_reduce=all_reduce, levels=ByLevel(shards, node, network, neighbours))
+    return replace(plain, all_reduce=all_reduce, levels=ByLevel(shards, node, network))
 
 
 def hierarchical(group: "Group", local: int | None) -> "Group":
@@ -85,7 +82,7 @@ def hierarchical(group: "Group", local: int | None) -> "Group":
     verify(group, "nodes", lambda: _described_nodes(group, local))
     # Every process finds the same nodes, so either all continue or all raise.
     nodes = by_node(group.levels.find()) if local is None else blocks(local, group.size)
-    communicator, transport = group.levels.on(nodes, None, len(group.transport.clones))
+    communicator, transport = group.levels.on(nodes, len(group.transport.clones))
     return replace(group, nodes=nodes, communicator=communicator, transport=transport)
 
 
@@ -128,38 +125,6 @@ def by_node(labels: Sequence[Hashable]) -> Nodes:
             "node."
         )
     return nodes
-
-
-def islands_in_nodes(group: "Group", size: int) -> "Group":
-    """Adds the level "neighbours" to a group: the replicas at one position in a node's islands.
-
-    Islands are `size` consecutive replicas of a node, and become the nodes of the new group.
-    Islands of one replica leave the nodes unchanged, so that a sum over all goes over them first.
-    Every process calls it.
-    """
-    nodes = group.nodes or group.sharing
-    islands, neighbours = islands_of(nodes, size)
-    nodes = nodes if size == 1 else islands
-    communicator, transport = group.levels.on(nodes, neighbours, len(group.transport.clones))
-    return replace(group, nodes=nodes, communicator=communicator, transport=transport)
-
-
-def islands_of(nodes: Nodes, size: int) -> tuple[Nodes, Nodes]:
-    """Cuts nodes into islands of `size` consecutive replicas; also returns the sets of neighbours.
-
-    Neighbours are the replicas at one position in the islands of a node. `size` divides the
-    replicas of a node.
-
-    >>> islands_of(((0, 1, 2, 3), (4, 5, 6, 7)), 2)
-    (((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 2), (1, 3), (4, 6), (5, 7)))
-    """
-    islands = list[tuple[int, ...]]()
-    neighbours = list[tuple[int, ...]]()
-    for node in nodes:
-        node_islands = tuple(node[begin : begin + size] for begin in range(0, len(node), size))
-        islands += node_islands
-        neighbours += same_places(node_islands)
-    return tuple(islands), tuple(neighbours)
 
 
 def same_places(nodes: Nodes) -> Nodes:

@@ -198,11 +198,10 @@ def mesh_levels(
     def transport(communicator: Communicator, alike: PartitionSpec = REPLICATED) -> Transport:
         return mesh_transport(placement, communicator, piece, alike=alike)
 
-    def make(nodes: Nodes, neighbours: Nodes | None = None) -> tuple[Communicator, Transport]:
+    def make(nodes: Nodes) -> tuple[Communicator, Transport]:
         subsets = [
             axis_communicator(str(placement.axis_name), len(among[0]), platform, among=among)
-            for among in (nodes, same_places(nodes), neighbours)
-            if among
+            for among in (nodes, same_places(nodes))
         ]
         two_level = in_two_levels(communicator, *subsets)
         per_replica = placement.per_replica

@@ -67,9 +67,9 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
         shared.Free()
         return hosts.all_gather(first.view(np.uint8)).view(first.dtype).ravel().tolist()
 
-    def make(nodes: Nodes, neighbours: Nodes | None = None) -> tuple[Communicator, Transport]:
+    def make(nodes: Nodes) -> tuple[Communicator, Transport]:
         def split() -> list[Any]:
-            partitions = (subsets for subsets in (nodes, same_places(nodes), neighbours) if subsets)
+            partitions = (nodes, same_places(nodes))
             positions = [
                 (k, subset.index(comm.rank))
                 for subsets in partitions
@@ -91,17 +91,15 @@ def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:
     return Levels(find, make)
 
 
-def _with_levels(
-    plain: Transport, node: Transport, network: Transport, neighbours: Transport | None = None
-) -> Transport:
+def _with_levels(plain: Transport, node: Transport, network: Transport) -> Transport:
     """Adds the collectives of its levels to a transport."""
 
     def reduce_scatter(x: jax.Array) -> jax.Array:
         return network.all_reduce(node.reduce_scatter(mpi_word(x))).astype(x.dtype)  # rounded once
 
     shards = node._replace(all_reduce=plain.all_reduce, reduce_scatter=reduce_scatter)
-    inside = in_two_levels(*(level.inside for level in (plain, node, network, neighbours) if level))
-    return plain._replace(levels=ByLevel(shards, node, network, neighbours), inside=inside)
+    inside = in_two_levels(plain.inside, node.inside, network.inside)
+    return plain._replace(levels=ByLevel(shards, node, network), inside=inside)
 
 
 def _two_level_sum(node: Any, network: Any) -> Callable[[jax.Array], jax.Array]:

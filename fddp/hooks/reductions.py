@@ -73,7 +73,7 @@ class Reduction(NamedTuple):
     @property
     def among_some(self) -> bool:
         """True if only some replicas communicate with each other, so that results differ."""
-        return self.level in ("node", "network", "neighbours")
+        return self.level in ("node", "network")
 
     @property
     def title(self) -> str:

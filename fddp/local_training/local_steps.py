@@ -1,60 +1,52 @@
-"""The function that a user calls for local steps."""
+"""The optimizer of replicas that train separately and average their progress every few steps.
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+The mean of shared − local parameters over replicas is a pseudo-gradient for the outer optimizer.
+One formula has many names: local SGD (outer `sgd(1.0)`, which yields the mean of the parameters),
+SlowMo (with momentum), DiLoCo (`sgd(0.7, momentum=0.9, nesterov=True)`), Lookahead (one replica).
 
+Source: Stich, "Local SGD Converges Fast and Communicates Little" (2019); Lin et al., "Don't Use
+Large Mini-Batches, Use Local SGD" (2020); Wang et al., "SlowMo" (2020); Douillard et al., "DiLoCo"
+(2023).
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
-from fddp.local_training.local_optimizer import LocalSteps
-from fddp.local_training.local_runner import SyncSteps
-from fddp.local_training.periods import read_periods
-from fddp.wording import check_range, check_whole
+from fddp.comm import Group
+from fddp.local_training.local_way import LocalWay
+from fddp.optim import check_needs
+from fddp.step import LOCAL, StepOptimizer, Way
+from fddp.wording import check_whole
 
 
 def local_steps(
     optimizer: optax.GradientTransformation,
     *,
     outer: optax.GradientTransformation | None = None,
-    every: int | Callable[[int], int] | Mapping[str, int | Callable[[int], int]] = 1,
+    every: int = 1,
     start: int = 0,
-    fragments: int = 1,
-    delay: int = 0,
-    mix: float = 0.0,
-    island: int | Literal["node"] = 1,
-) -> LocalSteps:
+) -> "LocalSteps":
     """Makes an optimizer for replicas that train separately and synchronize periodically.
 
-    Between two synchronizations a step sends nothing. Its loss and metrics are those of this
-    process's first replica, and the state holds each replica's local parameters and buffers:
-    `fddp.whole(state.params)` is their mean. `state.opt_state.shared` holds the parameters of the
-    last synchronization.
+    Between two synchronizations a step sends nothing, and its loss and metrics are those of this
+    process's first replica. `state.params` are the parameters of the last synchronization, equal on
+    all replicas; `state.opt_state` is a `LocalState`, with each replica's local parameters.
 
     Args:
       optimizer: the inner optimizer of each replica: any optax transformation.
-      outer: the outer optimizer: any optax transformation. Its gradient is the pseudo-gradient: the
-        mean of shared − local parameters, in which a replica's weight is the amount of data it has
-        trained on. None: `optax.sgd(1.0)`, which yields the mean of the local parameters.
-      every: number of steps between two synchronizations; or a function from the number of steps so
-        far to the number until the next one; or a mapping. In a mapping "params" has one of these
-        two. The name of a field of the inner optimizer's state, such as "mu" or "nu" of Adam, has
-        the number of steps after which the replicas average that field, wherever the state has it;
-        other fields are never sent. "node" has the number of steps after which the replicas of each
-        node of `group.hierarchical` average their parameters, in addition to the outer steps.
+      outer: the outer optimizer: any optax transformation. Its gradient is the pseudo-gradient, the
+        mean of shared − local parameters over the replicas. None: `optax.sgd(1.0)`, which yields
+        the mean of the local parameters.
+      every: number of steps from one synchronization to the next.
       start: number of initial steps that average gradients, as without `local_steps`.
-      fragments: number of parts of the parameters, each a group of the plan's buckets. They are
-        synchronized round-robin, spread over the `every` steps. A count in the outer optimizer
-        counts each fragment.
-      delay: 0: a step sends the parameters at its end, and waits for their sum. 1: the next step
-        sends them during its forward and backward pass, and uses the sum at its end; that step's
-        change then counts as part of the local parameters (`mix`).
-      mix: share of its local parameters that a replica retains at a synchronization, 0 to 1.
-      island: number of consecutive replicas that train jointly, as without `local_steps`; "node":
-        the replicas of each node of `group.hierarchical`. An island takes the role of a replica in
-        this text. Each of its replicas sends a part of the pseudo-gradient to the replicas at the
-        same position in the other islands.
 
     Returns:
-      The optimizer, for `train_step`; its state is a `LocalState`.
+      The optimizer, for `train_step`.
 
     Raises:
       ValueError: a number is out of range.
@@ -67,39 +59,85 @@ def local_steps(
       >>> state = step.init(jnp.zeros(()))
       >>> for _ in range(2):
       ...     state, info = step(state, jnp.full(8, 2.0))
-      ...     print(float(fddp.whole(state.params)), float(state.opt_state.shared))
-      1.0 0.0
-      1.5 1.5
+      ...     print(float(state.params), fddp.whole(state.opt_state.params))
+      0.0 [1.]
+      1.5 [1.5]
     """
     outer = optax.sgd(1.0) if outer is None else outer
-    _check_optimizer("optimizer", optimizer)
-    _check_optimizer("outer", outer)
-    if island != "node":
-        check_whole("island", island, 1)
+    for name, value in (("optimizer", optimizer), ("outer", outer)):
+        if not hasattr(value, "init") or not hasattr(value, "update"):
+            raise TypeError(
+                f"local_steps: {name} must be one of optax's optimizers, got "
+                f"{type(value).__name__}."
+            )
+        if isinstance(value, LocalSteps):
+            raise TypeError(
+                f"local_steps: {name} is a local_steps optimizer already; give the optimizer "
+                "inside of it."
+            )
+    check_whole("every", every, 1)
     check_whole("start", start, 0)
-    check_whole("fragments", fragments, 1)
-    if delay not in (0, 1) or isinstance(delay, bool):
-        raise ValueError(
-            f"delay must be 0 or 1, got {delay!r}: the messages of a step have arrived when it "
-            "ends. If a fragment takes longer than a step, give more fragments."
-        )
-    every, others = read_periods(every, delay)
-    mix = check_range("mix", mix, "a number from 0 to 1", lambda x: 0 <= x <= 1)
-    if fragments > 1 and (callable(every) or fragments > every):
-        raise ValueError(
-            "local_steps sends at most one fragment per step, so fragments must be no more than "
-            f"every, a number; got {fragments=}, {every=}."
-        )
-    return SyncSteps(optimizer, outer, every, start, fragments, delay, mix, others, island)
+    return LocalSteps(optimizer, outer, every, start)
 
 
-def _check_optimizer(name: str, value: Any) -> None:
-    if not hasattr(value, "init") or not hasattr(value, "update"):
-        raise TypeError(
-            f"local_steps: {name} must be one of optax's optimizers, got {type(value).__name__}."
+class LocalState(NamedTuple):
+    """The optimizer state of `local_steps`."""
+
+    outer: Any
+    """State of the outer optimizer, equal on all replicas."""
+    params: Any
+    """The replicas' local parameters, stacked along a first dim; each replica holds its own."""
+    inner: Any
+    """The replicas' states of the inner optimizer, stacked and held in the same way."""
+
+
+@dataclass(frozen=True, repr=False)
+class LocalSteps(StepOptimizer):
+    """An optimizer of replicas that train separately."""
+
+    outer: optax.GradientTransformation
+    """Updates the shared parameters with pseudo-gradients."""
+    every: int
+    start: int
+    replicas: int = 1
+
+    def __repr__(self) -> str:
+        """Shows the numbers that must be equal on all ranks."""
+        return f"local_steps(every={self.every}, start={self.start})"
+
+    def init(self, params: PyTree) -> Any:
+        """Initializes both optimizers; local parameters begin equal."""
+
+        def stacked(tree: PyTree) -> Any:
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.replicas, *x.shape)), tree)
+
+        return LocalState(
+            self.outer.init(params), stacked(params), stacked(self.inner.init(params))
         )
-    if isinstance(value, LocalSteps):
+
+    def update(self, *args: Any, **extra: Any) -> Any:
+        """Raises TypeError: only a step can train replicas separately and synchronize them."""
         raise TypeError(
-            f"local_steps: {name} is a local_steps optimizer already; give the optimizer inside "
-            "of it."
+            "fddp.local_steps cannot be a part of another optimizer: give train_step "
+            "local_steps(optimizer, …) itself, with chains, scales and other wrappers inside of it."
+        )
+
+    def check_needs(self, params: PyTree = None) -> None:
+        """Raises TypeError if one of both optimizers requires arguments that a step lacks."""
+        super().check_needs(params)
+        check_needs(self.outer, params)
+
+    def on(self, group: Group) -> StepOptimizer:
+        """Returns the optimizer of as many replicas as the group has."""
+        return replace(self, replicas=group.size)
+
+    def way(self, inner: Way) -> Way:
+        """Returns the way of local steps."""
+        return LocalWay(
+            name=LOCAL,
+            schedule=inner.schedule,
+            apart=True,
+            outer=self.outer,
+            every=self.every,
+            start=self.start,
         )

@@ -40,7 +40,6 @@ from fddp.step import (
     TrainState,
     Travels,
     Way,
-    check_no_sync,
     refuse,
 )
 
@@ -78,12 +77,6 @@ class Virtual(Way):
         """A message carries partial sums of the tree, of whole gradients."""
         forms = super().travels(options, group)
         return forms._replace(exact=False, table_rows=False, slices=False, rounds=False)
-
-    def seen(self, replica: Replica, state: TrainState) -> TrainState:
-        """Refuses pending sums."""
-        if state.accumulated is not None:
-            check_no_sync(replica)
-        return super().seen(replica, state)
 
     def traced(self, replica: Replica) -> Replica:
         """Returns a virtual replica."""

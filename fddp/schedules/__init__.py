@@ -26,7 +26,6 @@ from fddp.schedules.pieces import StepOutputs as StepOutputs
 from fddp.schedules.programs import on_each_device as on_each_device
 from fddp.schedules.send import by_bucket as by_bucket
 from fddp.schedules.send import more_sent as more_sent
-from fddp.schedules.send import sent_by_bucket as sent_by_bucket
 from fddp.schedules.staged import after as after
 from fddp.schedules.staged import in_order as in_order
 from fddp.schedules.staged import on_threads as on_threads
@@ -36,5 +35,4 @@ from fddp.schedules.tasks import Compute as Compute
 from fddp.schedules.tasks import TaskList as TaskList
 from fddp.schedules.timeline import Span as Span
 from fddp.schedules.timeline import Timeline as Timeline
-from fddp.schedules.uncut import rehearse as rehearse
 from fddp.schedules.uncut import shorter_loops as shorter_loops

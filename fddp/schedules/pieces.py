@@ -93,8 +93,6 @@ class Runner(NamedTuple):
     """(state, pending, shards, rows), or their shapes → the tasks in order; nothing runs."""
     promises: bool = False
     """True if a `Promise` may stand for an array of the state, as argument and as result."""
-    rehearse: Callable[..., None] = lambda *arguments: None
-    """(state, pending, shards, rows), as shapes of one replica: traces the steps due only later."""
     inside: Callable[[StepInputs], StepOutputs] | None = None
     """`run` as a part of the user's own program, with the rows of all processes; None if the step
     needs the host."""

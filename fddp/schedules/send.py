@@ -122,19 +122,6 @@ def bytes_of(group: Group, messages: Sequence[Sent]) -> UInt32[Array, " messages
     return group.placement.place(capped, REPLICATED)
 
 
-def sent_by_bucket(
-    reductions: Sequence[Reduction], sent: Array, count: int
-) -> UInt32[Array, " count"]:
-    """Bytes of each of `count` buckets over all its messages; the last also counts the scalars."""
-    total = jnp.zeros(count, jnp.uint32)
-    for reduction, nbytes in zip(reductions, sent):
-        at = reduction.bucket
-        if at is None:
-            at = count - 1
-        total = total.at[at].set(more_sent(total[at], nbytes))
-    return total
-
-
 def more_sent(sent: UInt32[Array, "*messages"], nbytes: Any) -> UInt32[Array, "*messages"]:
     """Adds to a number of bytes, and saturates at 32 bits.
 

@@ -3,15 +3,14 @@ last round."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
-from fddp.comm import Group, Placement, trace, trace_again
-from fddp.hooks import Memory, Reduction, summed
+from fddp.comm import Placement, trace, trace_again
+from fddp.hooks import Reduction
 from fddp.jax_internals import ClosedJaxpr, Literal
 from fddp.jaxpr import in_rounds
 from fddp.schedules.communications import communications, inputs_of, sums_of
@@ -68,30 +67,6 @@ def traced_programs(
     alias = _new_shards_of(last)
     programs = [_renamed(program, alias) for program in (*programs, last)]
     return programs, sends, jax.tree.structure((result, new))
-
-
-def rehearse(group: Group, pieces: Pieces, memory: Memory, *arguments: Any) -> None:
-    """Traces a step and the reductions of its messages; nothing is compiled, sent or run.
-
-    A step that cannot be taken fails before its turn, with the exception that it would raise.
-    `memory` and `arguments` (state, pending, shards, rows) are shapes of one replica.
-    """
-
-    def sums_of_round(reductions: Sequence[Reduction], messages: Sequence[Any]) -> Sequence[Any]:
-        sums = list[Any]()
-        for reduction, message in zip(reductions, messages):
-            flags = None
-            if reduction.asks is not None:
-                flags = sums[reduction.asks.message]
-            hook_memory: Any = ()
-            if memory and reduction.memory is not None:
-                hook_memory = memory[reduction.memory]
-            reduce = partial(summed, group.communicator, reduction)
-            _, (total, _, _) = trace(group.placement, reduce, flags, message, hook_memory)
-            sums.append(total)
-        return sums
-
-    list(_traced_pieces(group.placement, pieces, arguments, sums_of_round))
 
 
 def _traced_pieces(

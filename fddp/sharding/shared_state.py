@@ -20,7 +20,6 @@ from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import (
     Agreed,
-    Copy,
     Cut,
     Held,
     Options,
@@ -84,9 +83,9 @@ class Sharded(Way):
             rounds=forms.rounds and group.communicator.levels is None,
         )
 
-    def hold(self, replica: Replica, whole: Held, cut: Cut, copy: Copy) -> Held:
+    def hold(self, replica: Replica, whole: Held, cut: Cut) -> Held:
         """Cuts the optimizer's state and, under shard="state", the parameters."""
-        del replica, copy
+        del replica
         trained, opt_state, _ = whole
         kinds = kinds_of_state(opt_state, trained)
         cut_state = jax.tree.map(

@@ -23,7 +23,6 @@ from fddp.runtime import group_of
 def whole(tree: PyTree, *, group: Group | None = None) -> Any:
     """Joins the arrays that replicas hold in parts; every rank calls it, since parts are sent.
 
-    Local copies, as under `fddp.local_steps`, are averaged; integers are the first replica's copy.
     On a mesh the function also works inside `jax.jit`, where XLA gathers the parts.
 
     Args:
@@ -106,7 +105,7 @@ def _of_all_ranks(x: Shard, form: Shard, group: Group | None) -> jax.Array:
     if group is None:
         group = _of_ranks(ranks)
     _check(
-        ranks in (group.copy_ranks, group.shard_ranks),
+        ranks == group.shard_ranks,
         f"ranks {list(ranks)} of the job hold",
         group,
     )
@@ -139,40 +138,19 @@ def _joined(shard_parts: Sequence[jax.Array], forms: Sequence[Shard]) -> list[ja
 
 
 def _joined_array(x: jax.Array, form: Shard) -> jax.Array:
-    """Joins an array's parts, those of the first node if each node has all, or averages copies."""
-    if form.copies:
-        return _mean(x, form)
+    """Joins an array's parts, those of the first node if each node has all."""
     if form.nodes is not None:
-        return _of_nodes(x, form)[0]
+        parts = x.reshape(-1, *form.layout.dims)
+        return form.layout.join(parts[np.array(form.nodes[0])])
     cut = form.layout.cut
     devices = Layout((cut.parts, *cut.of_device(form.shape)), form.layout.parts, form.layout.depth)
     return cut.joined(devices.join(x), form.shape)
 
 
-def _of_nodes(x: jax.Array, form: Shard) -> jax.Array:
-    """Joins the parts on each node; stacks the nodes' arrays along a first dim."""
-    nodes = np.array(form.nodes)
-    parts = x.reshape(nodes.size, *form.layout.dims)
-    return jax.vmap(form.layout.join)(parts[nodes])
-
-
-def _mean(x: jax.Array, form: Shard) -> jax.Array:
-    """Averages copies; returns the first copy of integers."""
-    if form.nodes is not None:
-        copies = _of_nodes(x, form)
-    elif x.size:
-        copies = x.reshape(-1, *form.shape)
-    else:
-        return jnp.zeros(form.shape, x.dtype)
-    if jnp.issubdtype(copies.dtype, jnp.inexact):
-        return jnp.mean(copies, axis=0).astype(copies.dtype)
-    return copies[0]
-
-
 @device_cache
 def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -> Any:
     """Makes the program that joins parts; arrays cut within a replica remain cut."""
-    if all(form.nodes is None or form.copies for form in forms):
+    if all(form.nodes is None for form in forms):
         shardings = [NamedSharding(mesh, form.layout.cut.spec) for form in forms]
         return jax.jit(partial(_joined, forms=forms), out_shardings=shardings)
 
@@ -181,10 +159,9 @@ def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -
 
     def inside_of_nodes(shard_parts: Sequence[jax.Array]) -> list[jax.Array]:
         def gathered(x: jax.Array, form: Shard) -> jax.Array:
-            groups = None if form.copies else form.nodes
-            return jax.lax.all_gather(x, axis, axis_index_groups=groups, tiled=True)
+            return jax.lax.all_gather(x, axis, axis_index_groups=form.nodes, tiled=True)
 
-        node_forms = [form if form.copies else replace(form, nodes=None) for form in nonempty_forms]
+        node_forms = [replace(form, nodes=None) for form in nonempty_forms]
         return _joined(list(map(gathered, shard_parts, nonempty_forms)), node_forms)
 
     spec = PartitionSpec(axis)

@@ -12,8 +12,6 @@ from fddp.step.checks import check_no_sync as check_no_sync
 from fddp.step.checks import check_rows as check_rows
 from fddp.step.checks import check_step as check_step
 from fddp.step.checks import refuse_transformations as refuse_transformations
-from fddp.step.combinations import ALONE as ALONE
-from fddp.step.combinations import ISLANDS as ISLANDS
 from fddp.step.combinations import LOCAL as LOCAL
 from fddp.step.combinations import MEMORY as MEMORY
 from fddp.step.combinations import refuse as refuse
@@ -43,7 +41,6 @@ from fddp.step.start import described_start as described_start
 from fddp.step.start import first_form as first_form
 from fddp.step.start import first_state as first_state
 from fddp.step.start import read_start as read_start
-from fddp.step.state import LocalState as LocalState
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import Training as Training
@@ -55,7 +52,6 @@ from fddp.step.step_optimizer import StepOptimizer as StepOptimizer
 from fddp.step.step_optimizer import read_optimizer as read_optimizer
 from fddp.step.travels import Travels as Travels
 from fddp.step.way import WHOLE as WHOLE
-from fddp.step.way import Copy as Copy
 from fddp.step.way import Cut as Cut
 from fddp.step.way import Held as Held
 from fddp.step.way import Way as Way

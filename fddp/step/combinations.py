@@ -10,8 +10,6 @@ from fddp.schedules import SCHEDULES
 
 AXES = "a replica of several devices"
 LOCAL = "fddp.local_steps"
-ALONE = "fddp.local_steps without island"
-ISLANDS = "fddp.local_steps with island"
 LOOKAHEAD = "optax.lookahead"
 MULTI_STEPS = "optax.MultiSteps"
 SCALE_INSIDE = "optax.MultiSteps(fddp.dynamic_scale)"
@@ -39,20 +37,43 @@ PAIRS = (
     ),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
     # local steps
-    Pair(
-        ALONE,
-        "shard",
-        "each replica trains independently, with a whole state",
-        "give local_steps islands of several replicas",
+    *(
+        Pair(LOCAL, feature, why, instead)
+        for feature, why, instead in (
+            (
+                "shard",
+                "each replica trains separately, with a whole state",
+                "leave one of them out",
+            ),
+            (AXES, "it needs replicas of one device each", "leave one of them out"),
+            (
+                "schedule='eager'",
+                "the outer optimizer needs the sums of all replicas",
+                "give schedule='staged' or 'fused'",
+            ),
+            (
+                MEMORY,
+                "gradients and changes of parameters would share one memory",
+                "use a hook without a memory, such as hooks.bf16()",
+            ),
+            (
+                COLLECTIVES,
+                "replicas would wait for each other in every step",
+                "compute on the rows of one replica",
+            ),
+            (
+                "no_sync",
+                "a step between two synchronizations sends nothing already",
+                "give accumulation_steps, or all rows at once",
+            ),
+            (
+                "fddp.join",
+                "a rank without data has nothing to train on",
+                "give each rank equally many batches",
+            ),
+            (LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
+        )
     ),
-    Pair(
-        ISLANDS,
-        "schedule='eager'",
-        "an island's update is followed by sums between islands",
-        "give schedule='staged' or 'fused'",
-    ),
-    Pair(LOCAL, AXES, "it needs replicas of one device each", "leave one of them out"),
-    Pair(LOCAL, LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
     # virtual replicas
     *(
         Pair(

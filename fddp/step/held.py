@@ -1,11 +1,10 @@
-"""The state as replicas hold it: sharded, copied or replicated, as the way's `hold` decides.
+"""The state as replicas hold it: sharded or replicated, as the way's `hold` decides.
 
 `hold` runs on the arrays of a program for the first state, and on shapes and dtypes to check a
 user's state.
 """
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from jaxtyping import PyTree
 from fddp.buckets import (
     Layout,
     Shard,
-    copy_of,
     device_cut,
     insert_shards,
     is_shard,
@@ -40,6 +38,7 @@ from fddp.comm import (
 )
 from fddp.jaxpr import with_trained
 from fddp.optim import optimizer_laid_out
+from fddp.step.checks import check_no_sync
 from fddp.step.hook_state import hook_state_form
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
@@ -72,7 +71,7 @@ def in_shards(replica: Replica, leaf_specs: PyTree, whole: Held) -> Held:
         layout = layouts[leaf].of(x.shape)
         return _shard(group, layout.part(x, comm.replica_index()), layout)
 
-    return replica.way.hold(replica, whole, cut, partial(copy_of, group.copy_ranks))
+    return replica.way.hold(replica, whole, cut)
 
 
 def form_in_shards(replica: Replica, state: TrainState, leaf_specs: PyTree) -> TrainState:
@@ -92,11 +91,8 @@ def form_in_shards(replica: Replica, state: TrainState, leaf_specs: PyTree) -> T
         layout = layouts[leaf].of(x.shape)
         return _shard(group, form(layout.dims, x), layout)
 
-    def copy(x: jax.Array | jax.ShapeDtypeStruct) -> Shard:
-        return Shard(form((x.size,), x), Layout(x.shape), copies=True, ranks=group.copy_ranks)
-
     whole = trained, state.opt_state, state.model_state
-    return with_held(state, replica.way.hold(replica, whole, cut, copy))
+    return with_held(state, replica.way.hold(replica, whole, cut))
 
 
 def _shard(group: Group, parts: Any, layout: Layout) -> Shard:
@@ -133,15 +129,15 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
     Returns the state that gradients are computed for, with shapes of whole arrays in place of
     shards.
     """
-    gradient_state = whole_forms(replica.way.seen(replica, state))
+    gradient_state = whole_forms(state)
+    _check_optimizer(replica, gradient_state)
     kinds = _kinds(state)
     if not replica.way.apart and any(shard for shard, *_ in kinds):
         raise ValueError(
             "the state is in shards, and this step was made without shard=: give it 'optimizer' or "
             "'state', or give the step fddp.whole(state)."
         )
-    _check_optimizer(replica, whole_forms(state))
-    if replica.way.apart and kinds != _kinds(_form_of_whole(replica, whole_forms(state))):
+    if replica.way.apart and kinds != _kinds(_form_of_whole(replica, gradient_state)):
         raise ValueError(
             f"the state is not in shards of {replica.group.parts} replicas, as a step with "
             f"{replica.way.name} has it: continue with the state that step.init or the last step "
@@ -215,8 +211,7 @@ def _check_group(group: Group, state: TrainState) -> None:
     probe = group.placement.place(np.zeros(()), REPLICATED)
     for x in shards_of(state):
         holders = _holders(x)
-        ranks = group.copy_ranks if x.copies else group.shard_ranks
-        members = _holders(replace(x, parts=probe, ranks=ranks))
+        members = _holders(replace(x, parts=probe, ranks=group.shard_ranks))
         if holders in (members, None):
             continue
         raise ValueError(
@@ -236,6 +231,8 @@ def _holders(shard: Shard) -> str | None:
 
 def _check_pending(replica: Replica, state: TrainState) -> None:
     """Raises ValueError if the pending sums have other replicas or `find_unused_parameters`."""
+    if state.accumulated is not None:
+        check_no_sync(replica)
     count = replica.group.placement.replicas_in_array
     for pending in jax.tree.leaves(state.accumulated)[:1]:
         if len(pending) != count:
@@ -271,5 +268,5 @@ def _kinds(state: TrainState) -> list[tuple[Any, ...]]:
 
 def _kind(x: Any) -> tuple[Any, ...]:
     if is_shard(x):
-        return True, x.copies, x.nodes, jnp.shape(x.parts)
-    return False, False, None, jnp.shape(x)
+        return True, x.nodes, jnp.shape(x.parts)
+    return False, None, jnp.shape(x)

@@ -15,7 +15,7 @@ def first_hook_state(replica: Replica, params: PyTree) -> Any:
     if replica.options.hook is None:
         return ()
     forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), replica.trained(params))
-    memory = replica.way.remembers(replica, replica.options.hook, forms)
+    memory = jax.tree.map(replica.options.hook.init, forms)
     if not jax.tree.leaves(memory):
         return ()
     return add_replica_dim(memory)

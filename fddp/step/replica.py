@@ -71,7 +71,7 @@ class Replica:
         features = dict(self.options.asked)
         if axes:
             features[AXES] = f"{AXES}, along {axes}"
-        return features | {name: name for name in (self.way.name, *self.way.more)}
+        return features | {self.way.name: self.way.name}
 
     def local(
         self, pack: Pack, state: TrainState, pending: Pending | None, rows: PyTree

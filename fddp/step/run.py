@@ -51,7 +51,6 @@ def ready(
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, rows, call)
-        settled.runner.rehearse(*one_replica_arguments(settled, state, rows))
     else:
         settled = admit(settled, tree, state, rows)
     return settled, step_inputs(settled, state, leaves, rows)

@@ -154,7 +154,7 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
     return [
         f"fddp {fddp_version()}, jax {jax.__version__}, Python {platform.python_version()}",
         repr(replica.options),
-        replica.way.described,
+        repr(optimizer),
         f"plan {provisional_plan(replica, params).digest}",
         f"group.local {replica.group.local}",
         f"{len(jax.tree.leaves(params))} parameters",

@@ -15,7 +15,7 @@ class TrainState(NamedTuple):
     """The state of training: a pytree, which each step takes and returns.
 
     It is equal on all replicas except for `hook_state`, `accumulated`, buffers without broadcast,
-    and leaves of type `Shard`: parts of one array, or, under `fddp.local_steps`, local copies.
+    and leaves of type `Shard`: parts of one array.
 
     A step donates its input state: the next state reuses the memory. Another object that shares
     those arrays (a Flax module, for example) must copy them first. `donate=False` turns this off.
@@ -48,20 +48,6 @@ class TrainState(NamedTuple):
             "TrainState("
             f"{', '.join(f'{name}={value!r}' for name, value in zip(self._fields, self))})"
         )
-
-
-class LocalState(NamedTuple):
-    """The state of `local_steps`; each replica also has local parameters."""
-
-    shared: Any
-    """Parameters of the last synchronization, equal on all replicas."""
-    outer: Any
-    """State of the outer optimizer, equal on all replicas."""
-    inner: Any
-    """State of the inner optimizer, local to each replica."""
-    weight: Float[Array, " means"]
-    """Σ w that a replica has trained on since the last synchronization of each fragment, then since
-    each further mean of `every`; local to each replica."""
 
 
 @dataclass

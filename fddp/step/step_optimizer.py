@@ -28,14 +28,10 @@ class StepOptimizer:
         """Raises TypeError if a transformation requires arguments that a step lacks."""
         check_needs(self.inner, params)
 
-    def on(self, group: Group) -> tuple["StepOptimizer", Group]:
-        """Returns the optimizer and the group of its steps, with the nodes it needs; collective."""
-        return self, group
-
-    def divided_like(self, template: Group, group: Group) -> Group:
-        """Divides a group into nodes as in `template`, a result of `on`; collective."""
-        del template
-        return group
+    def on(self, group: Group) -> "StepOptimizer":
+        """Returns the optimizer of a step on this group."""
+        del group
+        return self
 
     def way(self, inner: "Way") -> "Way":
         """Returns the way of its steps; `inner` is the one that the options select."""

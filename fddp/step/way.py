@@ -22,14 +22,12 @@ from fddp.buckets import (
     unpack_received,
 )
 from fddp.comm import Group, specs
-from fddp.hooks import Hook
 from fddp.losses import Pending, Sums
 from fddp.schedules import Pieces, Round, Runner, Schedule, fused
 from fddp.step.agreed import Agreed
-from fddp.step.combinations import LOCAL
 from fddp.step.options import Options
 from fddp.step.replica import Replica
-from fddp.step.state import LocalState, TrainState
+from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
 from fddp.step.travels import Travels, travels
 
@@ -38,8 +36,6 @@ from fddp.step.travels import Travels, travels
 Held: TypeAlias = tuple[Any, Any, Any]
 # (whole array, index of its leaf among the trained ones) → one replica's shard of it
 Cut: TypeAlias = Callable[[Any, int], Shard]
-# Whole array → one replica's local copy of it
-Copy: TypeAlias = Callable[[Any], Shard]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +44,12 @@ class Way:
 
     name: str = ""
     """The user's option for it; "" for the plain way."""
-    more: tuple[str, ...] = ()
-    """Further features of that option, by their names in `combinations`."""
-    described: str = ""
-    """A text about that option, compared on all ranks."""
     schedule: Schedule = fused
     """The schedule that "auto" picks where none overlaps."""
     replicas: int | None = None
     """Number of replicas that share the rows; None: the group's size."""
     apart: bool = False
-    """True if part of the state differs between replicas: shards, or local copies."""
+    """True if replicas hold part of the state in shards."""
     scattered: bool = False
     """True if buckets are cut into one part per replica."""
 
@@ -74,24 +66,11 @@ class Way:
         """Decides in which forms gradients may travel."""
         return travels(options, group)
 
-    def hold(self, replica: Replica, whole: Held, cut: Cut, copy: Copy) -> Held:
+    def hold(self, replica: Replica, whole: Held, cut: Cut) -> Held:
         """Returns one replica's share of the whole trees."""
-        del replica, cut, copy
+        del replica, cut
         trained, opt_state, _ = whole
         return jax.tree.map(lambda x: None, trained), opt_state, None
-
-    def seen(self, replica: Replica, state: TrainState) -> TrainState:
-        """Returns the state that gradients are computed for.
-
-        Raises ValueError if `state` belongs to another way.
-        """
-        del replica
-        if isinstance(state.opt_state, LocalState):
-            raise ValueError(
-                f"the optimizer's state is LocalState, and this step was made without {LOCAL}: "
-                "begin with step.init(fddp.whole(state.params))."
-            )
-        return state
 
     def gathered(self, group: Group, state: TrainState, replicated: TrainState) -> TrainState:
         """Returns the replicated part of a state with whole parameters, for `no_sync`.
@@ -100,11 +79,6 @@ class Way:
         """
         del group, state
         return replicated
-
-    def remembers(self, replica: Replica, hook: Hook, forms: PyTree) -> Any:
-        """Makes the hook's first state for each trained leaf, of which `forms` has the shapes."""
-        del replica
-        return jax.tree.map(hook.init, forms)
 
     def accumulate(
         self,

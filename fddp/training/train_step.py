@@ -152,13 +152,15 @@ class TrainStep(SettledStep):
         """Makes the same step for another group.
 
         Args:
-          group: the replicas. A group without nodes is divided like this one, or raises ValueError.
+          group: the replicas.
 
         Returns:
           A separate step, with separate states.
         """
-        group = self._optimizer.divided_like(self.group, group_of("on", group))
-        return TrainStep(replace(self._replica, group=group), self._optimizer, self._use)
+        group = group_of("on", group)
+        optimizer = self._optimizer.on(group)
+        replica = replace(self._replica, group=group, init=optimizer.init)
+        return TrainStep(replica, optimizer, self._use)
 
     def with_options(self, **options: Unpack[OptionArguments]) -> "TrainStep":
         """Makes the same step with some new options.

@@ -130,12 +130,6 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
         ),
         ("virtual replicas", unrolled, optax.sgd(0.1), {"virtual_replicas": 8}),
         ("local steps", unrolled, fddp.local_steps(optax.adam(0.1), every=2), {}),
-        (
-            "fragments",
-            unrolled,
-            fddp.local_steps(optax.adam(0.1), outer=optax.sgd(0.7), every=4, fragments=2),
-            {},
-        ),
         ("caps", unrolled, optax.sgd(0.1), {"bucket_cap_mb": [0.0001, 0.001], "order": "reverse"}),
         (
             "ignored",

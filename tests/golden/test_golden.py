@@ -17,7 +17,7 @@ QUICK = (
         "scanned state eager",
         "a matrix at its home",
     ),
-    *("accumulated shards", "buffers", "quantize staged", "fragments"),
+    *("accumulated shards", "buffers", "quantize staged", "local steps"),
 )
 
 

@@ -161,15 +161,6 @@ def test_a_state_in_shards_becomes_a_module_as_a_whole_one_does(group, make):
     np.testing.assert_allclose(got(X), want(X), rtol=1e-5, atol=1e-6)
 
 
-def test_replicas_that_train_alone_become_a_module_of_their_mean(group):
-    net = fddp.from_linen(linen.Dense(1), lambda model, x: jnp.mean((model(x) - 1) ** 2))
-    params, _ = net.init(jax.random.key(0), X)
-    step = fddp.train_step(net.loss_fn, fddp.local_steps(optax.adam(0.1), every=5), group=group(2))
-    state, _ = step(step.init(params), X)
-    mean = on_host(fddp.whole(state.params))
-    np.testing.assert_allclose(net.module(state)(X), X @ mean["kernel"] + mean["bias"], rtol=1e-5)
-
-
 class Layer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.linear = nnx.Linear(3, 3, rngs=rngs)

@@ -120,7 +120,7 @@ def a_training_goes_on_from_a_checkpoint_bit_for_bit(group: fddp.Group):
 
 
 @claim(quick=("gloo",))
-def copies_that_train_alone_come_back_bit_for_bit(group: fddp.Group):
+def local_states_come_back_bit_for_bit(group: fddp.Group):
     loss = lambda p, x: jnp.mean((x @ p["w"] + p["b"]) ** 2)  # noqa: E731
     noisy = optax.chain(
         optax.add_noise(0.01, 0.55, key=0), optax.adam(0.1)

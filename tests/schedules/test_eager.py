@@ -555,21 +555,6 @@ def test_where_an_update_needs_all_sums_the_next_forward_pass_waits_for_all(
 
 
 @pytest.mark.steps
-def test_steps_that_are_local_for_a_while_promise_what_is_late_as_others_do(
-    group: Groups, x64: None
-):
-    wire = Wire(group(1))
-    optimizer = fddp.local_steps(optax.sgd(0.05), every=2)
-    step = fddp.train_step(tied_net, optimizer, group=wire.group, schedule="eager", bucket_cap_mb=0)
-    state = step.init(PARAMS)
-    for k in range(6):
-        state, _ = step(state, batch(k))
-        assert int(state.step) == k + 1
-    expected = by_plain_jax(tied_net, optax.sgd(0.05), PARAMS, map(batch, range(6))).params
-    assert_close(fddp.whole(state.params, group=wire.group), expected)
-
-
-@pytest.mark.steps
 def test_gradients_are_returned_when_all_are_there(group: Groups, x64: None):
     f = fddp.value_and_grad(tied_net, group=Wire(group(1)).group, schedule="eager", bucket_cap_mb=0)
     for k in range(3):

@@ -13,10 +13,8 @@ import pytest
 import fddp
 from fddp import hooks
 from fddp.step.combinations import (
-    ALONE,
     AXES,
     COLLECTIVES,
-    ISLANDS,
     LOCAL,
     LOOKAHEAD,
     MEMORY,
@@ -69,10 +67,7 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
         fddp.value_and_grad(loss, group=replicas, **options)(W, X)
         return
     inner = optax.lookahead(optax.sgd(0.1), 2, 0.5) if LOOKAHEAD in features else optax.adam(0.1)
-    local = {LOCAL, ALONE, ISLANDS} & {*features}
-    optimizer = (
-        fddp.local_steps(inner, every=2, island=2 if ISLANDS in local else 1) if local else inner
-    )
+    optimizer = fddp.local_steps(inner, every=2) if LOCAL in features else inner
     optimizer = (
         optax.MultiSteps(inner, 2).gradient_transformation()
         if MULTI_STEPS in features
