@@ -596,11 +596,6 @@ SHARDS = (
         "The optimizer averages gradients itself.",
         "Remove the collective: the gradients are averaged already.",
     ),
-    Fault(
-        "local_steps cannot make … fragments of …",
-        "There are fewer buckets than fragments.",
-        "Give fewer fragments, or a smaller `bucket_cap_mb`.",
-    ),
 )
 
 MESHES = (

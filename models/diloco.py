@@ -77,7 +77,7 @@ def main(
     test_rows = group.rows(held_out[:: len(held_out) // 256 + 1]).astype(np.int32)
     loss, _ = fddp.evaluate(
         loss_fn, state, [{"tokens": test_rows}], group=group
-    )  # of the replicas' mean
+    )  # of the shared parameters
     group.print(
         f"{group.size} replicas, {loss / math.log(2):.2f} bits per byte of the held-out files"
     )
