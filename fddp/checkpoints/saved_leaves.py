@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import Layout, is_shard, shards_of
+from fddp.buckets import Layout, is_shard
 from fddp.checkpoints.files import Form, Listed
 from fddp.comm import REPLICATED, Group, add_replica_dim, drop_replica_dim, shortened
 from fddp.step import TrainState
@@ -34,7 +34,7 @@ class Leaf(NamedTuple):
 
 def stacked_buffers(group: Group, state: TrainState, local: Sequence[str]) -> TrainState:
     """Gives buffers that are `local` a first dim over replicas, in arrays or forms."""
-    if not _has_local_buffers(state, local):
+    if "model_state" not in local:
         return state
     run = group.placement.program(add_replica_dim, (REPLICATED,), group.placement.per_replica)
     buffers = group.placement.place(state.model_state, REPLICATED)
@@ -45,7 +45,7 @@ def stacked_buffers(group: Group, state: TrainState, local: Sequence[str]) -> Tr
 
 def unstacked_buffers(group: Group, state: TrainState, local: Sequence[str]) -> TrainState:
     """Drops the first dim again: the inverse of `stacked_buffers`."""
-    if not _has_local_buffers(state, local):
+    if "model_state" not in local:
         return state
     run = group.placement.program(drop_replica_dim, (group.placement.per_replica,), REPLICATED)
     return state._replace(model_state=run(state.model_state))
@@ -73,11 +73,6 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
             x = np.asarray(x, jnp.result_type(x))
         leaves[name] = Leaf(x, field_of(name) in local)
     return leaves
-
-
-def _has_local_buffers(state: TrainState, local: Sequence[str]) -> bool:
-    # Those of fddp.local_steps are shards, which need no further dim.
-    return "model_state" in local and not shards_of(state.model_state)
 
 
 def field_of(name: str) -> str:
