@@ -201,26 +201,18 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTyp
 
 
 def finite_by_level(
-    comm: Communicator, sums: Iterable[tuple[Reduction, Shaped[Array, " n"], PyTree]]
+    sums: Iterable[tuple[Reduction, Shaped[Array, " n"]]],
 ) -> dict[Level, Bool[Array, ""]]:
-    """Returns for each level whether its sums are finite, from (reduction, sum, hook's memory).
+    """Returns for each level whether its sums are finite, from (reduction, sum).
 
-    The replicas of a level agree. Replicas have different parts of a scattered sum, so they
-    exchange their flags, unless no hook has a memory that depends on them.
+    The replicas of a level agree: they have equal sums. Of a scattered sum they have different
+    parts, but a hook that scatters has no memory that depends on it.
     """
-    flags = dict[Level, tuple[Array, bool]]()
-    for reduction, total, memory in sums:
-        finite, in_parts = flags.get(reduction.level, (jnp.bool_(True), False))
-        finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(total)))
-        scattered = reduction.collective == "reduce_scatter" and bool(jax.tree.leaves(memory))
-        flags[reduction.level] = finite, in_parts or scattered
-
-    def agreed(level: Level, finite: Array, in_parts: bool) -> Array:
-        if not in_parts:
-            return finite
-        return comm.at(level).exact_sum(jnp.where(finite, 0.0, 1.0)[None])[0] == 0
-
-    return {level: agreed(level, *flag) for level, flag in flags.items()}
+    finite = dict[Level, Array]()
+    for reduction, total in sums:
+        before = finite.setdefault(reduction.level, jnp.bool_(True))
+        finite[reduction.level] = jnp.logical_and(before, jnp.all(jnp.isfinite(total)))
+    return finite
 
 
 def by_message(plan: BucketPlan, hook_state: Any) -> Memory:

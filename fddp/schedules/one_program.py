@@ -127,10 +127,7 @@ def _run(
         if BYTES in task.writes:
             values[BYTES] = jnp.stack(all_bytes)
     hooked = [task for task in listed.messages if task.reduction.apply]
-    finite = finite_by_level(
-        comm,
-        ((t.reduction, values[t.writes[0]], current.get(t.reduction.memory)) for t in hooked),
-    )
+    finite = finite_by_level((task.reduction, values[task.writes[0]]) for task in hooked)
     moves = {task.reduction.memory: finite[task.reduction.level] for task in hooked}
     new_memory = (
         jax.tree.map(partial(jnp.where, moves.get(k, True)), current[k], previous[k])

@@ -85,7 +85,7 @@ def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
     def run(message: jax.Array, memory: PyTree) -> tuple[Any, Any, Any, Any]:
         comm = group.transport.inside
         total, memory, sent = summed(comm, reduction, None, message, drop_replica_dim(memory))
-        (finite,) = finite_by_level(comm, [(reduction, total, memory)]).values()
+        (finite,) = finite_by_level([(reduction, total)]).values()
         return total, add_replica_dim(memory), sent, finite
 
     sum_spec = REPLICATED
