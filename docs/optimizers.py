@@ -33,12 +33,12 @@ INTRODUCTION = (
     "`docs/optimizers.py` reads the answers from the programs of their updates, as fddp does for "
     "your optimizer: optimizers that are not in the table may work too."
 )
-ANSWERS = """\
-- **yes**: each replica updates its part of each leaf.
-- **yes, with an owner**: one replica updates the named leaf, for the operation in parentheses.
-- **no**: `step.init` refuses `shard=`.
-- **no step takes it**: the update asks for a function of the loss, with or without `shard=`.
-"""
+ANSWERS = {
+    "yes": "Each replica updates its part of each leaf:",
+    "owner": "One replica updates the named leaf, for the operation in parentheses:",
+    "no": "`step.init` refuses `shard=`, for the leaves in parentheses:",
+    "none": "No step takes it, with or without `shard=`: its update needs a function of the loss:",
+}
 
 
 def main() -> None:
@@ -50,9 +50,17 @@ def page() -> str:
     """The page, in Markdown."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*deprecated", DeprecationWarning)
-        rows = [f"| `optax.{name}` | {answer(make)} |\n" for name, make in aliases().items()]
-    table = "".join(["| optimizer | sharded |\n|---|---|\n", *rows])
-    return "\n\n".join(["# Optimizers in shards", fill(INTRODUCTION, 120), f"{ANSWERS}\n{table}"])
+        found = [(f"`optax.{name}`", *answer(make)) for name, make in aliases().items()]
+    sections = [
+        "\n\n".join(
+            [
+                f"**{text}**",
+                fill(", ".join(name + why for name, key, why in found if key == kind), 120),
+            ]
+        )
+        for kind, text in ANSWERS.items()
+    ]
+    return "\n\n".join(["# Optimizers in shards", fill(INTRODUCTION, 120), *sections]) + "\n"
 
 
 def aliases() -> dict[str, Callable[..., Any]]:
@@ -83,26 +91,21 @@ def required(parameters: Mapping[str, inspect.Parameter]) -> set[str]:
     }
 
 
-def answer(make: Callable[..., Any]) -> str:
-    """The table's entry: yes if the state can be held in parts."""
+def answer(make: Callable[..., Any]) -> tuple[str, str]:
+    """The key of an answer, and the leaves that it concerns."""
     parameters = inspect.signature(make).parameters
     optimizer = make(**{name: NEEDED[name] for name in required(parameters)})
     try:
         check_needs(optimizer, jax.tree.map(lambda x: jnp.zeros(x.shape), FORMS))
     except TypeError:
-        return "no step takes it"
+        return "none", ""
     division = divided(optimizer, FORMS)
     leaves = ", ".join(
-        f"{sorted(FORMS)[leaf]} ({reason})"
+        f"{sorted(FORMS)[leaf]}: {reason}"
         for leaf, reason in (division.refused or division.home).items()
     )
-    return (
-        f"no: {leaves}"
-        if division.refused
-        else f"yes, with an owner: {leaves}"
-        if leaves
-        else "yes"
-    )
+    kind = "no" if division.refused else "owner" if leaves else "yes"
+    return kind, f" ({leaves})" if leaves else ""
 
 
 if __name__ == "__main__":

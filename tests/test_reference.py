@@ -288,8 +288,6 @@ def test_each_extra_has_a_row_with_its_packages():
 def test_the_page_names_the_pythons_and_the_jax_of_the_project():
     pythons = re.findall(r"Python :: (3\.\d+)", " ".join(PROJECT["classifiers"]))
     assert f"Python {pythons[0]} to {pythons[-1]}" in INSTALLING
-    table = rows(INSTALLING, "Versions")
-    assert [python for cells in table for python in cells[0].split(", ")] == pythons
     (bounds,) = [text for text in PROJECT["dependencies"] if text.startswith("jax>")]
     least, below = re.findall(r"0\.(\d+)", bounds)
     assert f"JAX 0.{least} to 0.{int(below) - 1}" in INSTALLING
