@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from fddp.analysis.same_bits import CALLS, ONE_THREAD, small_gradient
+from fddp.comm import library
 from fddp.jax_internals import cache_small_programs, compilation_cache
 from fddp.runtime import (
     cores_for,
@@ -68,6 +69,7 @@ def _findings() -> Iterator[ReportLine]:
     yield ReportLine("backend gloo", past, name_problem())
     *status, vendor = _mpi()
     yield ReportLine("backend mpi", *status)
+    yield ReportLine("messages over MPI", *_lane())
     yield ReportLine("launcher", *_launcher(vendor))
     yield _unless_it_fails("backend nccl", _nccl)
     status = ("ready: a100, h100 and h200", "")
@@ -156,6 +158,12 @@ def _nccl() -> tuple[str, str]:
     if jax.default_backend() in ("cpu", "tpu"):
         return "no GPU here", ""
     return "ready", ""
+
+
+def _lane() -> tuple[str, str]:
+    if library():
+        return "travel while a step's one program computes", ""
+    return "travel between programs", "install a C++ compiler (g++), then install fddp again"
 
 
 def _mpi() -> tuple[str, str, str | None]:

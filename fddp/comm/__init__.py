@@ -2,7 +2,7 @@
 
 A group is a set of replicas with equal parameters: devices along an axis of a mesh, or MPI ranks.
 The room holds the collectives of their programs and of their hosts, the placement of their arrays,
-and the checks that ranks agree. This room imports jaxpr.
+and the checks that ranks agree. This room imports jaxpr and program.
 """
 
 from fddp.comm.addresses import host_key as host_key
@@ -57,6 +57,7 @@ from fddp.comm.placement import trace as trace
 from fddp.comm.placement import trace_again as trace_again
 from fddp.comm.placement import unshared as unshared
 from fddp.comm.placement import whole_here as whole_here
+from fddp.comm.program_lane import library as library
 from fddp.comm.rotation import round_robin as round_robin
 from fddp.comm.secret import SECRET as SECRET
 from fddp.comm.secret import new_secret as new_secret

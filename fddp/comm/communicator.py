@@ -53,6 +53,8 @@ class Communicator:
     """An `all_reduce` without rounding; None: `all_reduce` does not round."""
     native16: bool = False
     """True if `all_reduce` sends 16-bit floats unchanged; XLA:CPU and MPI send them as 32 bits."""
+    in_lane: bool = False
+    """True if messages leave in the order of the program, and copy arrays in and out themselves."""
     nodes: int = 1
     """Number of nodes, of `size` replicas each, over which sums continue."""
     levels: "ByLevel[Communicator] | None" = field(default=None, compare=False)
@@ -125,7 +127,8 @@ def mpi_communicator(comm: Any) -> Communicator:
     from mpi4py import MPI
 
     return rank_communicator(
-        comm,
+        comm.size,
+        lambda: jnp.int32(comm.rank),
         lambda x: mpi4jax.allreduce(x, op=MPI.SUM, comm=comm),
         partial(mpi4jax.alltoall, comm=comm),
         partial(mpi4jax.allgather, comm=comm),
@@ -133,7 +136,8 @@ def mpi_communicator(comm: Any) -> Communicator:
 
 
 def rank_communicator(
-    comm: Any,
+    size: int,
+    replica_index: Callable[[], Array],
     all_reduce: Callable[[Array], Array],
     all_to_all: Callable[[Array], Array],
     all_gather: Callable[[Array], Array],
@@ -141,8 +145,8 @@ def rank_communicator(
     """Makes the communicator of an MPI rank from three collectives without 16-bit floats."""
     exchange = exact_bits(all_to_all)
     communicator = Communicator(
-        size=comm.size,
-        replica_index=lambda: jnp.int32(comm.rank),
+        size=size,
+        replica_index=replica_index,
         all_reduce=lambda x: all_reduce(mpi_word(x)).astype(x.dtype),
         all_to_all=exchange,
         all_gather=exact_bits(all_gather),

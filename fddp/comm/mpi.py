@@ -1,17 +1,28 @@
 """Groups of the ranks of an MPI communicator, one device each, over mpi4jax and mpi4py."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
 from fddp.comm.communicator import ByLevel, Communicator, mpi_communicator, mpi_word
 from fddp.comm.group import Group
 from fddp.comm.levels import Levels, Nodes, in_two_levels, same_places
-from fddp.comm.mpi_programs import mpi_placement
-from fddp.comm.mpi_transport import MESSAGES, mpi_transport, poll_until_done, receive_buffers
+from fddp.comm.mpi_programs import mpi_placement, rank_placement
+from fddp.comm.mpi_transport import (
+    MESSAGES,
+    mpi_send,
+    mpi_transport,
+    poll_until_done,
+    receive_buffers,
+)
+from fddp.comm.mpi_words import rank_words
+from fddp.comm.placement import Placement
+from fddp.comm.program_lane import ProgramLane, library
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.wording import check_has
 
@@ -38,7 +49,8 @@ def mpi_group(comm: Any) -> Group:
     # Each kind of message has a communicator, so that two kinds never meet: messages inside
     # programs (mpi4jax), of a loss, between programs, of the hosts, and the user's.
     transport = mpi_transport(comm.Clone())._replace(
-        more=lambda count: tuple(mpi_transport(comm.Clone()) for _ in range(count))
+        in_lane=_in_lane(comm.Clone()),
+        more=lambda count: tuple(mpi_transport(comm.Clone()) for _ in range(count)),
     )
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
@@ -55,6 +67,22 @@ def mpi_group(comm: Any) -> Group:
         ),
         levels=mpi_levels(comm, communicator, hosts),
     )
+
+
+def _in_lane(comm: Any) -> Callable[[], tuple[Placement, Communicator]] | None:
+    """Makes the programs of a lane, on an mpi4py communicator without other users."""
+    if library() is None or comm.size == 1 or jax.default_backend() != "cpu":
+        return None
+
+    @functools.cache
+    def make() -> tuple[Placement, Communicator]:
+        token = jax.device_put(np.float32(1), jax.local_devices()[0])
+        lane = ProgramLane(comm.size, token, mpi_send(comm))
+        communicator = lane.communicator(lambda: jnp.int32(comm.rank))
+        words = rank_words(comm.rank, comm.size, communicator)
+        return lane.placement(rank_placement(comm.size), words), communicator
+
+    return make
 
 
 def mpi_levels(comm: Any, communicator: Communicator, hosts: Hosts) -> Levels:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.comm.communicator import mpi_communicator
-from fddp.comm.mpi_words import mpi_words
+from fddp.comm.mpi_words import rank_words
 from fddp.comm.placement import (
     AXIS,
     REPLICATED,
@@ -29,19 +29,15 @@ def mpi_placement(comm: Any) -> Placement:
 
     `comm` is an mpi4py communicator for the collectives of losses only.
     """
-    device = jax.local_devices()[0]
-    sharding = jax.sharding.SingleDeviceSharding(device)
-    options = CPU_OPTIONS if device.platform == "cpu" else None
-    words = mpi_words(comm, mpi_communicator(comm))
+    plain = rank_placement(comm.size)
+    words = rank_words(comm.rank, comm.size, mpi_communicator(comm))
 
     def program(
         f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()
     ) -> jax.stages.Wrapped:
-        del in_specs, out_specs
-
         @named_like(f)
         def run(*args: Any) -> Any:
-            closed, shapes = trace(placement, f, *args)
+            closed, shapes = trace(plain, f, *args)
             if without_jit() and not has_collectives(closed.jaxpr, AXIS):
                 return f(*args)  # with concrete values, not tracers
             return jax.tree.unflatten(
@@ -49,15 +45,31 @@ def mpi_placement(comm: Any) -> Placement:
                 run_translated(closed, jax.tree.leaves(args), AXIS, words),
             )
 
-        return jax.jit(run, donate_argnums=tuple(donate), compiler_options=options)
+        return plain.program(run, in_specs, out_specs, donate)
+
+    return plain._replace(program=program)
+
+
+def rank_placement(size: int) -> Placement:
+    """Makes the placement of one device in each of `size` processes, for programs without
+    messages."""
+    device = jax.local_devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    options = CPU_OPTIONS if device.platform == "cpu" else None
+
+    def program(
+        f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()
+    ) -> jax.stages.Wrapped:
+        del in_specs, out_specs
+        return jax.jit(f, donate_argnums=tuple(donate), compiler_options=options)
 
     def place(tree: PyTree, spec: PartitionSpec) -> Any:
         del spec
         return placed_alike(tree, sharding)
 
-    placement = Placement(
+    return Placement(
         axis_name=AXIS,
-        axis_size=comm.size,
+        axis_size=size,
         on_mesh=False,
         per_replica=REPLICATED,
         shares_cores=False,
@@ -73,4 +85,3 @@ def mpi_placement(comm: Any) -> Placement:
             jax.tree.map, lambda x: placed(x, sharding) if isinstance(x, jax.Array) else x
         ),
     )
-    return placement

@@ -8,13 +8,16 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jaxtyping import Shaped
 
 from fddp.comm.communicator import Communicator, mpi_word, rank_communicator
+from fddp.comm.program_lane import Send
 from fddp.comm.summation_tree import parts_for_each, sum_of_parts
 from fddp.comm.transport import Transport
+from fddp.program import Kind
 
 MESSAGES = 4
 ASKS = 16
@@ -77,6 +80,22 @@ def mpi_transport(comm: Any) -> Transport:
     )
 
 
+def mpi_send(comm: Any) -> Send:
+    """Makes the exchange of a lane's messages, on an mpi4py communicator without other users."""
+    from mpi4py import MPI
+
+    def send(kind: Kind, array: np.ndarray) -> None:
+        if kind == "sum":
+            parts = np.array_split(array, MESSAGES)
+            poll_until_done([comm.Iallreduce(MPI.IN_PLACE, part, op=MPI.SUM) for part in parts])
+        else:
+            begin = {"gather": comm.Iallgather, "exchange": comm.Ialltoall}[kind]
+            summand = array[0] if kind == "gather" else array
+            poll_until_done([_bytes_of(begin)(summand.copy(), array)])
+
+    return send
+
+
 def waiting_communicator(comm: Any) -> Communicator:
     """Makes collectives inside a program that free the core while they wait, as in `mpi_transport`.
 
@@ -104,7 +123,13 @@ def waiting_communicator(comm: Any) -> Communicator:
     added = collective(partial(comm.Iallreduce, op=MPI.SUM))
     exchanged = collective(_bytes_of(comm.Ialltoall))
     gathered = collective(_bytes_of(comm.Iallgather), comm.size)
-    return rank_communicator(comm, lambda x: added(x)[0], lambda rows: exchanged(rows)[0], gathered)
+    return rank_communicator(
+        comm.size,
+        lambda: jnp.int32(comm.rank),
+        lambda x: added(x)[0],
+        lambda rows: exchanged(rows)[0],
+        gathered,
+    )
 
 
 def _bytes_of(begin: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,12 +6,12 @@ selects those of its subset: a subset has no communicator.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from fddp.comm.communicator import Communicator, exact_bits, mpi_word
+from fddp.comm.communicator import Communicator, mpi_word
 from fddp.comm.translation import Carry, Words
 from fddp.jax_internals import (
     JaxprEqn,
@@ -26,9 +26,9 @@ from fddp.jax_internals import (
 Rows = Shaped[Array, "replicas ..."]
 
 
-def mpi_words(comm: Any, communicator: Communicator) -> Words:
-    """Maps each collective primitive's name to its implementation on an mpi4py communicator."""
-    subsets = _Subsets(comm.rank, comm.size, communicator)
+def rank_words(rank: int, size: int, communicator: Communicator) -> Words:
+    """Maps each collective primitive's name to its implementation on a rank's communicator."""
+    subsets = _Subsets(rank, size, communicator)
     words: dict[str, Callable[[JaxprEqn, Array], Array]] = {
         "psum": partial(_psum, subsets),
         "pmax": partial(_extreme, subsets, jnp.max),
@@ -36,9 +36,9 @@ def mpi_words(comm: Any, communicator: Communicator) -> Words:
         "all_gather": partial(_all_gather, subsets),
         "reduce_scatter": partial(_psum_scatter, subsets),
         "all_to_all": partial(_all_to_all, subsets),
-        "ppermute": partial(_permuted, comm),
+        "ppermute": partial(_permuted, subsets),
     }
-    index: Carry = lambda eqn, inputs: [jnp.int32(comm.rank)]  # noqa: E731
+    index: Carry = lambda eqn, inputs: [communicator.replica_index()]  # noqa: E731
     return {name: partial(_of_one_array, word) for name, word in words.items()} | {
         "axis_index": index
     }
@@ -113,18 +113,15 @@ def _of_one_array(
     return [word(eqn, jnp.asarray(inputs[0]))]
 
 
-def _permuted(comm: Any, eqn: JaxprEqn, x: Array) -> Array:
+def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
     """Sends an array to its target, and returns the received array; zeros without a source."""
-    import mpi4jax
-    from mpi4py import MPI
-
     targets = dict(ways_of(eqn))
     sources = {target: source for source, target in targets.items()}
-    target = targets.get(comm.rank, MPI.PROC_NULL)
-    source = sources.get(comm.rank, MPI.PROC_NULL)
-    move = exact_bits(lambda x: mpi4jax.sendrecv(x, x, source, target, comm=comm))
-    received = x if target == source == comm.rank else move(x)
-    return received if comm.rank in sources else jnp.zeros_like(x)
+    rows = [jnp.zeros_like(x)] * subsets.size
+    if subsets.rank in targets:
+        rows[targets[subsets.rank]] = x
+    received = subsets.communicator.all_to_all(jnp.stack(rows))
+    return received[sources[subsets.rank]] if subsets.rank in sources else jnp.zeros_like(x)
 
 
 def _added(rows: Rows) -> Array:

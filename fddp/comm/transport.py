@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fddp.comm.communicator import ByLevel, Communicator, Level
+from fddp.comm.placement import Placement
 
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
 
@@ -28,6 +29,9 @@ class Transport(NamedTuple):
     """Collectives inside a program that sends one message while other programs compute."""
     program: Callable[..., Callable[..., Any]] | None = None
     """Compiles such a program, like `Placement.program`; None: the placement compiles it."""
+    in_lane: Callable[[], tuple[Placement, Communicator]] | None = None
+    """Makes the placement and the communicator of programs whose messages travel while they
+    compute; None: the placement's programs overlap by themselves, or not at all."""
     clones: "tuple[Transport, ...]" = ()
     """Concurrent transports for alternate messages; empty: this transport sends all."""
     more: "Callable[[int], tuple[Transport, ...]]" = lambda count: ()

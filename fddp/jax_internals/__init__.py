@@ -62,6 +62,7 @@ from fddp.jax_internals.jaxprs import new_variable as new_variable
 from fddp.jax_internals.jaxprs import of_a_vector as of_a_vector
 from fddp.jax_internals.jaxprs import over_axes as over_axes
 from fddp.jax_internals.jaxprs import pads_rows as pads_rows
+from fddp.jax_internals.jaxprs import parameters as parameters
 from fddp.jax_internals.jaxprs import permutes as permutes
 from fddp.jax_internals.jaxprs import rematerialised as rematerialised
 from fddp.jax_internals.jaxprs import run_again as run_again

@@ -172,6 +172,11 @@ def named_as(eqn: JaxprEqn) -> AbstractContextManager[None]:
     return source_info_util.user_context(eqn.source_info.traceback, name_stack=name)
 
 
+def parameters(eqn: JaxprEqn) -> dict[str, Any]:
+    """Returns the parameters of an equation of a primitive of fddp's own. Relies on `params`."""
+    return eqn.params
+
+
 def rematerialised(f: Callable[..., Any], eqn: JaxprEqn) -> Callable[..., Any]:
     """Wraps a function as an equation of `REMATERIALISED` wraps its program.
 

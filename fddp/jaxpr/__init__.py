@@ -5,14 +5,20 @@ programs into stages. `loops` splits and fuses their loops, and `parts` runs upd
 leaves. This room imports no other.
 """
 
+from fddp.jaxpr.equations import cheap as cheap
 from fddp.jaxpr.equations import collectives as collectives
+from fddp.jaxpr.equations import form_of as form_of
 from fddp.jaxpr.equations import has_64_bits as has_64_bits
+from fddp.jaxpr.equations import maker_positions as maker_positions
+from fddp.jaxpr.equations import straighten as straighten
 from fddp.jaxpr.equations import text_digest as text_digest
+from fddp.jaxpr.equations import variables as variables
 from fddp.jaxpr.exchanges import apart as apart
 from fddp.jaxpr.flow import inputs_of_outputs as inputs_of_outputs
 from fddp.jaxpr.grad_order import grad_order as grad_order
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.interpreter import Read as Read
+from fddp.jaxpr.interpreter import Values as Values
 from fddp.jaxpr.interpreter import interpret as interpret
 from fddp.jaxpr.leaves import differentiable as differentiable
 from fddp.jaxpr.leaves import is_used_up as is_used_up

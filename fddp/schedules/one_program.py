@@ -51,7 +51,7 @@ def in_one_program(group: Group, make: MakeList, donate: bool) -> Runner:
         return StepOutputs(*without_options.__wrapped__(*inputs))
 
     runner = Runner(run, lower, None, make)
-    if group.placement.on_mesh:
+    if group.placement.on_mesh or group.transport.in_lane:
         return runner._replace(inside=inside)
     return runner
 
@@ -110,7 +110,7 @@ def _run(
             # leaves unused, and it sends first what is ready first. On GPUs late buckets would
             # leave first. A sum inside a loop has the loop's place, and the same program on all
             # ranks.
-            if comm.size > 1 and task.reduction.rounds == 1:
+            if comm.size > 1 and task.reduction.rounds == 1 and not comm.in_lane:
                 awaited_sums = sums[waited:]
                 barred = (message, *(values[name] for name in awaited_sums))
                 message, *barred_sums = jax.lax.optimization_barrier(barred)

@@ -201,6 +201,6 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     on_cpu = on_cpu and (group.placement.on_mesh or jax.default_backend() == "cpu")
     cpu_hosts = group.processes > 1 and group.size == group.processes and on_cpu
     uncut = kinds or wide or group.placement.other_axes or without_jit()
-    if cpu_hosts and not uncut:
+    if cpu_hosts and not uncut and group.transport.in_lane is None:
         return staged
     return replica.way.schedule

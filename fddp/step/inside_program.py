@@ -38,7 +38,8 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
         raise _not_inside("it can be a part only of jax.jit and jax.lax.scan, over all replicas")
     check_state(state)
     replica = settled.replica
-    processes = replica.group.processes
+    # Over MPI each process has a program of its own, and its own rows.
+    processes = replica.group.processes if replica.group.placement.on_mesh else 1
     rows = rows_of_batch(batch, replica.micro_batches * processes, undivided=settled.undivided)
     admit(settled, jax.tree.structure(state), forms_of(state), of_one_replica(rows, processes))
     memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()

@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from fddp.buckets import BucketPlan
 from fddp.comm import specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner, forms_of
+from fddp.schedules import Runner, Schedule, forms_of
 from fddp.step.admission import Admitted, fit_of, form_of_batch
 from fddp.step.agreed import Agreed, Seen, merge, remarks
 from fddp.step.checks import params_checked
@@ -91,7 +91,16 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
         agreed=agreed,
         layout=layout,
         schedule=first.schedule.name,
-        runner=replica.way.runner(first.schedule, replica, agreed),
+        runner=replica.way.runner(first.schedule, _in_lane(replica, first.schedule), agreed),
         accumulate=accumulating(group.placement, replica),
         admitted=Admitted((fit,), frozenset({form_of_batch(batch)}), share),
     )
+
+
+def _in_lane(replica: Replica, schedule: Schedule) -> Replica:
+    """Makes the messages of one program travel in the group's lane, while the program computes."""
+    group = replica.group
+    if not schedule.one_program or group.transport.in_lane is None or group.nodes:
+        return replica
+    placement, communicator = group.transport.in_lane()
+    return replace(replica, group=replace(group, placement=placement, communicator=communicator))

@@ -116,7 +116,8 @@ def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
     layout = specs(replica.group.placement, agreed.state.params)
 
     # XLA packs nothing for a single replica if it sees where each leaf goes.
-    of_received = unpack_received if replica.group.size > 1 else unpack
+    comm = replica.group.communicator
+    of_received = unpack_received if comm.size > 1 and not comm.in_lane else unpack
 
     def unpacked(messages: Messages) -> tuple[list[Any], Any]:
         return unpack_device_parts(axes, plan, messages, layout, of_received)

@@ -1,0 +1,195 @@
+"""The lane of a group's programs: a thread exchanges their messages while they compute.
+
+A program starts a message by a custom call that returns at once, and awaits it by another one. The
+calls are in `lane.cc`, which is compiled when fddp is installed. This module has the thread, and
+the order of programs. A custom call in Python would wait for the GIL.
+"""
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from fddp.comm.communicator import Communicator, rank_communicator
+from fddp.comm.placement import REPLICATED, Placement, trace
+from fddp.comm.translation import Words, has_collectives, run_translated
+from fddp.jax_internals import named_like, without_jit
+from fddp.program import TOKEN, Carrier, Kind, exchange, overlapped
+
+LIBRARY = Path(__file__).with_name("liblane.so")
+KINDS: tuple[Kind, ...] = get_args(Kind)
+# Attributes of a custom call are numbers. Other dtypes are only moved, as words of their size.
+DTYPES = [
+    *map(np.dtype, ("float32", "float64", "int32", "int64", "complex64", "complex128", "bool")),
+    *map(np.dtype, ("uint8", "uint16", "uint32", "uint64", "int8", "int16")),
+]
+# (kind, array): exchanges an array with the other ranks, in place. The array is flat for a sum, and
+# has a row for each rank otherwise; a gather finds this rank's array in the first row.
+Send: TypeAlias = Callable[[Kind, np.ndarray], None]
+
+_identities = count()
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """Loads the custom calls, and registers them with XLA; None if they were not compiled."""
+    if not LIBRARY.exists():
+        return None
+    calls = ctypes.CDLL(str(LIBRARY))
+    for name in ("fddp_start", "fddp_done"):
+        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(calls, name)), platform="cpu")
+    number = ctypes.c_int64
+    calls.fddp_lane_next.argtypes = [number, *[ctypes.c_void_p] * 6]
+    calls.fddp_lane_finish.argtypes = [number, number, ctypes.c_void_p, number]
+    calls.fddp_lane_close.argtypes = [number, ctypes.c_char_p]
+    return calls
+
+
+class ProgramLane:
+    """The messages of a group's programs, one after the other, in one order on all ranks."""
+
+    def __init__(self, size: int, token: jax.Array, send: Send) -> None:
+        self._size = size
+        self.token = token
+        """The last program's token: the next program waits for it."""
+        identity = next(_identities)
+        self._carrier = Carrier(partial(_start, identity), partial(_done, identity))
+        calls: Any = library()
+        run = partial(_carry, calls, identity, size, send)
+        threading.Thread(target=run, name="fddp-lane", daemon=True).start()
+        weakref.finalize(self, calls.fddp_lane_close, identity, b"the group has ended")
+
+    def communicator(self, replica_index: Callable[[], jax.Array]) -> Communicator:
+        """Makes the collectives of a replica inside a program of the lane."""
+
+        def of(kind: Kind) -> Callable[[jax.Array], jax.Array]:
+            return lambda x: exchange(self._carrier, kind, x, self._size)
+
+        communicator = rank_communicator(
+            self._size, replica_index, of("sum"), of("exchange"), of("gather")
+        )
+        return replace(communicator, in_lane=True)
+
+    def placement(self, placement: Placement, words: Words) -> Placement:
+        """Makes the collectives of programs, and by `words` those of losses, messages of the lane.
+
+        `placement` compiles programs without messages.
+        """
+        axis = str(placement.axis_name)
+
+        def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
+            @named_like(f)
+            def run(token: jax.Array, *args: Any) -> Any:
+                closed, shapes = trace(placement, f, *args)
+                if without_jit() and not has_collectives(closed.jaxpr, axis):
+                    return token, f(*args)  # with concrete values, not tracers
+                leaves = jax.tree.leaves(args)
+                translated = partial(_translated, closed, axis, words)
+                token, outputs = overlapped(trace(placement, translated, *leaves)[0], token, leaves)
+                return token, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+            specs = (REPLICATED, *in_specs), (REPLICATED, out_specs)
+            jitted = placement.program(run, *specs, donate=[1 + k for k in donate])
+            return InOrder(self, jitted)
+
+        return placement._replace(program=program)
+
+
+class InOrder:
+    """A program whose messages follow those of the earlier programs of its lane.
+
+    The jitted `program(token, *arguments)` returns the next token and the results.
+    """
+
+    def __init__(self, lane: ProgramLane, program: Any) -> None:
+        self._lane = lane
+        self._program = program
+
+    def __call__(self, *args: Any) -> Any:
+        self._lane.token, results = self._program(self._lane.token, *args)
+        return results
+
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        return self._program.lower(self._lane.token, *args)
+
+    def __wrapped__(self, *args: Any) -> Any:
+        """Runs inside another program, whose data order it."""
+        return self._program.__wrapped__(jnp.ones((), TOKEN.dtype), *args)[1]
+
+
+def _translated(closed: Any, axis: str, words: Words, *leaves: Any) -> list[Any]:
+    return run_translated(closed, leaves, axis, words)
+
+
+def _start(
+    lane: int, token: jax.Array, arrays: Sequence[jax.Array], number: int, kind: Kind, form: Any
+) -> jax.Array:
+    dtype = form.dtype
+    if dtype not in DTYPES:
+        dtype = np.dtype(f"uint{8 * dtype.itemsize}")
+    return start_p.bind(
+        token,
+        *arrays,
+        lane=np.int64(lane),
+        number=np.int64(number),
+        bytes=np.int64(form.size * form.dtype.itemsize),
+        kind=np.int64(KINDS.index(kind)),
+        dtype=np.int64(DTYPES.index(dtype)),
+    )
+
+
+def _done(
+    lane: int, tokens: Sequence[jax.Array], forms: Sequence[Any], number: int
+) -> tuple[jax.Array, Sequence[jax.Array]]:
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in forms)
+    results = done_p.bind(*tokens, shapes=shapes, lane=np.int64(lane), number=np.int64(number))
+    return results[0], results[1:]
+
+
+# A profile shows the calls by these names: a wait is communication that nothing overlaps.
+start_p = Primitive("fddp_start")
+done_p = Primitive("fddp_all_reduce_wait")
+done_p.multiple_results = True
+start_p.def_abstract_eval(lambda token, *arrays, **attributes: token)
+
+
+@done_p.def_abstract_eval
+def _forms(token: Any, *tokens: Any, shapes: Sequence[Any], **attributes: Any) -> list[Any]:
+    return [token, *(token.update(shape=x.shape, dtype=x.dtype) for x in shapes)]
+
+
+def _done_lowering(ctx: Any, *tokens: Any, shapes: Sequence[Any], **attributes: Any) -> Any:
+    return jax.ffi.ffi_lowering("fddp_done")(ctx, *tokens, **attributes)
+
+
+mlir.register_lowering(start_p, jax.ffi.ffi_lowering("fddp_start"), platform="cpu")
+mlir.register_lowering(done_p, _done_lowering, platform="cpu")
+
+
+def _carry(calls: Any, lane: int, size: int, send: Send) -> None:
+    """Exchanges the messages of a lane, in order, until it is closed."""
+    number, nbytes, kind, dtype = (ctypes.c_int64() for _ in range(4))
+    data, started = ctypes.c_void_p(), ctypes.c_double()
+    outputs = list(map(ctypes.addressof, (number, data, nbytes, kind, dtype, started)))
+    while calls.fddp_lane_next(lane, *outputs):
+        try:
+            if nbytes.value:
+                memory: Any = (ctypes.c_char * nbytes.value).from_address(data.value or 0)
+                array = np.frombuffer(memory, DTYPES[dtype.value])
+                name = KINDS[kind.value]
+                send(name, array if name == "sum" else array.reshape(size, -1))
+        except BaseException as error:  # the program that waits for the message raises it
+            calls.fddp_lane_close(lane, f"{type(error).__name__}: {error}".encode())
+            return
+        calls.fddp_lane_finish(lane, number.value, data.value, nbytes.value)

@@ -1,0 +1,248 @@
+"""Places starts and dones of messages in a program, so that messages travel while it computes.
+
+Each equation of `exchange` becomes a start, where its array is ready, and a done, behind all starts
+that need no message. A token, float32 1.0, goes through every start and done, so that messages
+leave in one order on all ranks. XLA runs what is ready, first in, first out: data alone decides
+the order, neither effects nor barriers.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fddp.jax_internals import (
+    CALLS,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    acts,
+    acts_alike,
+    branches,
+    called_program,
+    inner_programs,
+    loop_parts,
+    parameters,
+    run_again,
+    run_while,
+    scan_body,
+    while_programs,
+)
+from fddp.jaxpr import Values, cheap, form_of, interpret, maker_positions, straighten, variables
+from fddp.program.program_messages import Message, has_messages, messages_of, waits_of
+
+# XLA runs these equations as kernels of their own: it fuses no product with the token into them.
+KERNELS = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "fft"}
+# The same for these, if they read an argument of the program.
+MOVES = {"transpose", "reshape"}
+
+
+def overlapped(
+    closed: ClosedJaxpr,
+    token: jax.Array,
+    args: Sequence[Any],
+    numbers: Iterator[int] | None = None,
+) -> tuple[jax.Array, list[Any]]:
+    """Runs a program under a trace, with a start and a done in place of each message.
+
+    Returns the token of its last call, and its outputs. `numbers` are the numbers of its messages.
+    """
+    program = straighten(closed)
+    if not has_messages(program.jaxpr):
+        return token, interpret(closed, args, lambda eqn, read: None)
+    run = _Run(program, token, args, numbers or count())
+    run.all()
+    return run.token, run.values.read_all(program.jaxpr.outvars)
+
+
+class _Run:
+    """The equations of a program that have run, and the messages in flight."""
+
+    def __init__(
+        self, program: ClosedJaxpr, token: jax.Array, args: Sequence[Any], numbers: Iterator[int]
+    ) -> None:
+        self.token = token
+        self.values = Values(program, args)
+        self.eqns = program.jaxpr.eqns
+        self.numbers = numbers
+        self.maker = maker_positions(program.jaxpr)
+        self.messages, self.ran = messages_of(program.jaxpr, self.maker, numbers)
+        self.waits = waits_of(self.eqns, self.maker, self.messages)
+        self.acting = [at for at, eqn in enumerate(self.eqns) if acts(eqn)]
+        self.stage = 0  # how many messages have started
+        self.stage_of = dict[Var, int]()  # arguments are missing
+        self.behind = dict[Var, Any]()  # inputs of this stage's equations, behind the last start
+        self.entry: Var | None = None
+        self.computed: jax.Array | None = None  # an array computed since the last done
+
+    def all(self) -> None:
+        """Starts each message as soon as its array is ready, and receives them in order.
+
+        Everything that needs no message runs before the first done, which holds a thread of XLA.
+        What needs a result, such as the update of its leaves, runs before the next done.
+        """
+        waiting = list(enumerate(self.messages))
+        flying = deque[int]()
+        received = 0  # a bit for each message
+        while True:
+            while ready := [k for k, m in waiting if not self._missing(m.pieces) & ~received]:
+                message = self.messages[ready[0]]
+                self._compute(self._required(message.pieces), tied=not received)
+                self._start(message)
+                flying.append(ready[0])
+                waiting = [(k, m) for k, m in waiting if k != ready[0]]
+            computable = (at for at, wait in enumerate(self.waits) if not wait & ~received)
+            self._compute([at for at in computable if at not in self.ran], tied=False)
+            if not flying:
+                return
+            self._receive(self.messages[flying[0]])
+            received |= 1 << flying.popleft()
+
+    def _missing(self, atoms: Iterable[Var | Literal]) -> int:
+        """The messages that values need: a bit for each."""
+        missing = 0
+        for var in variables(atoms):
+            if var in self.maker:
+                missing |= self.waits[self.maker[var]]
+        return missing
+
+    def _required(self, atoms: Iterable[Var | Literal]) -> list[int]:
+        """Positions of the equations that values need and that have not run."""
+        required = set[int]()
+        pending = [self.maker[var] for var in variables(atoms) if var in self.maker]
+        while pending:
+            at = pending.pop()
+            if at in required or at in self.ran:
+                continue
+            required.add(at)
+            eqn = self.eqns[at]
+            pending += [self.maker[var] for var in variables(eqn.invars) if var in self.maker]
+            if acts(eqn):  # effects stay in order
+                pending += [a for a in self.acting if a < at and acts_alike(eqn, self.eqns[a])]
+        return sorted(required)
+
+    def _compute(self, positions: Sequence[int], tied: bool) -> None:
+        """Runs equations; if `tied`, behind the last start."""
+        self.behind = {}
+        tied = tied and self.stage > 0
+        self.entry = self._entry(positions) if tied else None
+        for at in positions:
+            eqn = self.eqns[at]
+            read = self.values.read if not tied else lambda atom, eqn=eqn: self._tied(atom, eqn)
+            inputs = list(map(read, eqn.invars))
+            if any(map(has_messages, inner_programs(eqn))):
+                self.token, outputs = _inside(eqn, self.token, inputs, self.numbers)
+            else:
+                outputs = run_again(eqn, inputs)
+            self.values.update(zip(eqn.outvars, outputs))
+            self.stage_of.update(dict.fromkeys(eqn.outvars, self.stage))
+            self.ran.add(at)
+            for x in outputs:
+                if getattr(x, "size", 0) and jnp.issubdtype(x.dtype, jnp.floating):
+                    self.computed = x
+
+    def _entry(self, positions: Sequence[int]) -> Var | None:
+        """The latest array of earlier stages that a kernel of this stage reads."""
+        kernels = (self.eqns[at] for at in positions if self.eqns[at].primitive.name in KERNELS)
+        read = (var for eqn in kernels for var in variables(eqn.invars))
+        early = [var for var in read if self.stage_of.get(var, self.stage) < self.stage]
+        return max(early, key=self.maker.__getitem__, default=None)
+
+    def _tied(self, atom: Var | Literal, eqn: JaxprEqn) -> Any:
+        """Reads an input of an equation behind the last start.
+
+        A value of an earlier stage is multiplied by the token, which is 1 but unknown to XLA. A
+        cheap value is computed again: otherwise the earlier stage would store it.
+        """
+        value = self.values.read(atom)
+        if isinstance(atom, Literal) or not jnp.issubdtype(value.dtype, jnp.floating):
+            return value
+        stage = self.stage_of.get(atom, -1)
+        if stage >= self.stage:
+            return value
+        if atom in self.behind:
+            return self.behind[atom]
+        if atom in self.maker and cheap(again := self.eqns[self.maker[atom]]):
+            inputs = [self._tied(x, again) for x in again.invars]
+            self.behind.update(zip(again.outvars, run_again(again, inputs)))
+            return self.behind[atom]
+        name = eqn.primitive.name
+        if (name in KERNELS and atom is not self.entry) or (stage < 0 and name in MOVES):
+            return value
+        self.behind[atom] = value * self.token.astype(value.dtype)
+        return self.behind[atom]
+
+    def _start(self, message: Message) -> None:
+        params = parameters(self.eqns[message.position])
+        pieces = list(map(jnp.asarray, self.values.read_all(message.pieces)))
+        self.token = params["carrier"].start(
+            self.token, pieces, message.number, params["kind"], params["form"]
+        )
+        self.stage += 1
+
+    def _receive(self, message: Message) -> None:
+        carrier = parameters(self.eqns[message.position])["carrier"]
+        tokens = [self.token]
+        if self.computed is not None:
+            tokens.append(self.computed.ravel()[0].astype(jnp.float32))
+        forms = list(map(form_of, message.results))
+        self.token, results = carrier.done(tokens, forms, message.number)
+        self.values.update(zip(message.results, results))
+        self.stage_of.update(dict.fromkeys(message.results, self.stage))
+
+
+def _inside(
+    eqn: JaxprEqn, token: jax.Array, args: Sequence[Any], numbers: Iterator[int]
+) -> tuple[jax.Array, Sequence[Any]]:
+    """Runs a loop or a branch with messages: the token is part of its carry."""
+
+    def run(closed: ClosedJaxpr, token: jax.Array, *args: Any) -> tuple[Any, ...]:
+        token, outputs = overlapped(closed, token, args, numbers)
+        return token, *outputs
+
+    name = eqn.primitive.name
+    if name == "scan":
+        consts, carry, rows = loop_parts(eqn, args)
+        body, how = scan_body(eqn)
+
+        def round_of(state: tuple[Any, ...], row: Any) -> tuple[Any, Any]:
+            outputs = run(body, state[0], *consts, *state[1:], *row)
+            return outputs[: 1 + len(carry)], outputs[1 + len(carry) :]
+
+        (token, *carry), stacks = jax.lax.scan(round_of, (token, *carry), rows, **how)
+        return token, [*carry, *stacks]
+    if name == "cond":
+        each = [lambda *inputs, branch=branch: run(branch, *inputs) for branch in branches(eqn)]
+        token, *outputs = jax.lax.switch(args[0], each, token, *args[1:])
+        return token, outputs
+    if name == "while":
+        test_consts, consts, carry = loop_parts(eqn, args)
+        test, body = while_programs(eqn)
+        if has_messages(test.jaxpr):
+            raise ValueError(
+                "the condition of a while loop has a collective: compute it in the loop's body, "
+                "and carry it."
+            )
+        carry, token = run_while(
+            eqn,
+            lambda state, token: interpret(test, [*test_consts, *state], lambda eqn, read: None)[0],
+            lambda state, token: _swapped(run(body, token, *consts, *state)),
+            carry,
+            token,
+        )
+        return token, carry
+    if name in CALLS:
+        token, *outputs = run(called_program(eqn), token, *args)
+        return token, outputs
+    raise ValueError(
+        f"the loss has a collective inside of {name}, where this backend cannot run it."
+    )
+
+
+def _swapped(outputs: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    token, *state = outputs
+    return state, token

@@ -1,0 +1,92 @@
+"""The messages of a program, and the equations that wait for them."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from fddp.jax_internals import Jaxpr, JaxprEqn, Literal, Var, inner_programs, parameters
+from fddp.jaxpr import form_of, variables
+from fddp.program.exchange import exchange_p
+
+
+class Message(NamedTuple):
+    """A message of a program."""
+
+    position: int
+    """Position of its equation."""
+    pieces: tuple[Var | Literal, ...]
+    """The arrays that it sends, one after the other."""
+    results: tuple[Var, ...]
+    """The arrays of its result, one after the other."""
+    number: int
+    """Its number among the messages of the program."""
+
+
+def messages_of(
+    jaxpr: Jaxpr, maker: dict[Var, int], numbers: Iterator[int]
+) -> tuple[list[Message], set[int]]:
+    """The messages of a program, and the positions of equations that they make superfluous.
+
+    A message copies its arrays into its memory, and its results out of it: so an equation that only
+    joins arrays to a message, or splits its result, does not run.
+    """
+    readers = dict[Var | Literal, list[int]]()
+    for at, eqn in enumerate(jaxpr.eqns):
+        for var in set(variables(eqn.invars)):
+            readers.setdefault(var, []).append(at)
+    for var in variables(jaxpr.outvars):
+        readers.setdefault(var, []).append(-1)
+    messages = list[Message]()
+    superfluous = set[int]()
+
+    def joined(array: Var | Literal, reader: int) -> list[Var | Literal]:
+        """The arrays that equations join to a flat array for one reader."""
+        at = maker.get(array, -1) if isinstance(array, Var) else -1
+        if at < 0 or readers[array] != [reader] or form_of(array).ndim != 1:
+            return [array]
+        if jaxpr.eqns[at].primitive.name != "concatenate":
+            return [array]
+        superfluous.add(at)
+        return [piece for x in jaxpr.eqns[at].invars for piece in joined(x, at)]
+
+    def parts(array: Var) -> list[Var]:
+        """The arrays into which equations split a flat array, if no other one reads it."""
+        at, *more = readers.get(array, [-1])
+        if at < 0 or more or form_of(array).ndim != 1:
+            return [array]
+        if jaxpr.eqns[at].primitive.name != "split":
+            return [array]
+        superfluous.add(at)
+        return [part for x in jaxpr.eqns[at].outvars for part in parts(x)]
+
+    for at, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive is exchange_p:
+            (sent,), (received,) = eqn.invars, eqn.outvars
+            superfluous.add(at)
+            whole = parameters(eqn)["kind"] != "sum"
+            pieces = [sent] if whole else joined(sent, at)
+            results = [received] if whole else parts(received)
+            messages.append(Message(at, tuple(pieces), tuple(results), next(numbers)))
+    return messages, superfluous
+
+
+def waits_of(
+    eqns: Sequence[JaxprEqn], maker: dict[Var, int], messages: Sequence[Message]
+) -> list[int]:
+    """For each equation the messages whose result it needs: a bit for each."""
+    bits = {message.position: 1 << k for k, message in enumerate(messages)}
+    waits = list[int]()
+    for at, eqn in enumerate(eqns):
+        wait = bits.get(at, 0)
+        for var in variables(eqn.invars):
+            if var in maker:
+                wait |= waits[maker[var]]
+        waits.append(wait)
+    return waits
+
+
+def has_messages(jaxpr: Jaxpr) -> bool:
+    """Returns True if a program has messages, at any depth."""
+    return any(
+        eqn.primitive is exchange_p or any(map(has_messages, inner_programs(eqn)))
+        for eqn in jaxpr.eqns
+    )

@@ -1,0 +1,123 @@
+"""Steps that are one program, whose messages travel in the group's lane while it computes."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from on_ranks.claims import claim
+from trees import close, equal
+from truth import by_plain_jax
+
+import fddp
+
+ADAM = optax.adam(1e-2)
+
+
+def net(dtype: Any = np.float32, layers: int = 4) -> Any:
+    draw = np.random.default_rng(0)
+    layer = lambda: {"w": draw.normal(size=(8, 8)) / 3, "b": np.zeros(8)}  # noqa: E731
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), {f"{k}": layer() for k in range(layers)})
+
+
+def loss(p: Any, x: Any) -> jax.Array:
+    for name in p:
+        x = x + jnp.tanh(x @ p[name]["w"] + p[name]["b"])
+    return jnp.mean(x**2)
+
+
+def batches(group: fddp.Group, count: int) -> np.ndarray:
+    draw = np.random.default_rng(1)
+    return draw.normal(size=(count, 4 * group.size, 8)).astype(np.float32)
+
+
+def mine(group: fddp.Group, rows: np.ndarray) -> np.ndarray:
+    return rows[4 * group.rank :][:4]
+
+
+@claim(backends=("mpi",))
+def steps_of_many_buckets_in_one_program_train_as_by_plain_jax(group: fddp.Group):
+    rows = batches(group, 5)
+    expected = by_plain_jax(loss, ADAM, net(), list(rows))
+    step = fddp.train_step(loss, ADAM, group=group, schedule="fused", bucket_cap_mb=0)
+    state = step.init(net())
+    for batch, value in zip(rows, expected.losses):
+        state, info = step(state, mine(group, batch))
+        np.testing.assert_allclose(info.loss, value, rtol=1e-5)
+    assert len(step.plan.buckets) == 8
+    close(fddp.whole(state.params, group=group), expected.params, rtol=1e-3, atol=1e-5)
+
+
+@claim(backends=("mpi",))
+def steps_inside_of_a_scan_have_the_bits_of_a_loop_of_steps(group: fddp.Group):
+    rows = batches(group, 4)
+    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0.001, schedule="fused")
+    first, _ = step(step.init(net()), mine(group, rows[0]))
+    copy = jax.tree.map(jnp.copy, first)
+    looped = first
+    for batch in rows[1:]:
+        looped, _ = step(looped, mine(group, batch))
+    stacked = jnp.stack([mine(group, batch) for batch in rows[1:]])
+    scanned, infos = jax.jit(lambda state, rows: jax.lax.scan(step, state, rows))(copy, stacked)
+    assert infos.loss.shape == (3,)
+    equal(fddp.whole(scanned.params, group=group), fddp.whole(looped.params, group=group))
+
+
+@claim(backends=("mpi",))
+def collectives_of_a_loss_inside_of_a_scan_and_buckets_keep_one_order(group: fddp.Group):
+    def centred(p: Any, x: Any) -> jax.Array:
+        def layer(x: Any, w: Any) -> tuple[Any, None]:
+            x = jnp.tanh(x @ w)
+            return x - jax.lax.pmean(jnp.mean(x, 0), group.axis_name), None
+
+        return jnp.mean((jax.lax.scan(layer, x @ p["in"], p["layers"])[0] - 1) ** 2)
+
+    def joined(p: Any, x: Any) -> jax.Array:
+        x = x @ p["in"]
+        for w in p["layers"]:
+            x = jnp.tanh(x @ w)
+            x = x - jnp.mean(x, 0)
+        return jnp.mean((x - 1) ** 2)
+
+    draw = np.random.default_rng(2)
+    params = {"in": draw.normal(size=(8, 8)), "layers": draw.normal(size=(3, 8, 8)) / 3}
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+    rows = batches(group, 3)
+    expected = by_plain_jax(joined, ADAM, params, list(rows))
+    step = fddp.train_step(centred, ADAM, group=group, bucket_cap_mb=0, schedule="fused")
+    state = step.init(params)
+    for batch in rows:
+        state, _ = step(state, mine(group, batch))
+    close(fddp.whole(state.params, group=group), expected.params, rtol=1e-3, atol=1e-4)
+
+
+@claim(backends=("mpi",))
+def an_evaluation_between_steps_in_flight_meets_only_itself(group: fddp.Group):
+    rows = batches(group, 6)
+    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0, schedule="fused")
+    state = step.init(net())
+    metric = lambda p, x: {"loss": loss(p, x)}  # noqa: E731
+    for batch in rows:
+        state, info = step(state, mine(group, batch))
+        # Nothing has waited for the step.
+        means = fddp.evaluate(metric, state.params, [mine(group, batch)], group=group)
+        value = loss(jax.device_get(fddp.whole(state.params, group=group)), batch)
+        np.testing.assert_allclose(means["loss"], value, rtol=1e-5)
+    del info
+
+
+@claim(backends=("mpi",))
+def messages_of_16_bits_and_of_integers_and_of_nothing_arrive(group: fddp.Group):
+    def mixed(p: Any, x: Any, *, model_state: Any) -> Any:
+        net = jax.tree.map(lambda w: w.astype(jnp.float32), p["net"])
+        value = loss(net, x) + jnp.sum(p["none"])
+        return value, ({"count": model_state["count"] + 1}, {"rows": jnp.float32(x.shape[0])})
+
+    params = {"net": net(jnp.bfloat16), "none": jnp.zeros((0, 3))}
+    step = fddp.train_step(mixed, optax.sgd(0.1), group=group, has_aux=True, schedule="fused")
+    state = step.init(params, model_state={"count": jnp.int32(3)})
+    state, _ = step(state, mine(group, batches(group, 1)[0]))
+    assert int(state.model_state["count"]) == 4
+    assert state.params["net"]["0"]["w"].dtype == jnp.bfloat16
+    assert state.params["none"].shape == (0, 3)
