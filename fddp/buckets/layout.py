@@ -79,7 +79,9 @@ class Layout:
             return split(x.reshape(self.cut.shape))
         layers = x.reshape(self.depth, self.row_size)
         padding = self.dims[-1] * self.parts - self.row_size
-        padded = jnp.pad(layers, ((0, 0), (0, padding)))
+        padded = layers
+        if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # JAX pads no keys
+            padded = jnp.pad(layers, ((0, 0), (0, padding)))
         if self.depth == 1:  # needs no copy
             return padded.reshape(self.parts, *self.dims)
         # Whole rows are copied: XLA's CPU backend transposes element by element.

@@ -67,7 +67,7 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
         if is_shard(x):
             if x.nodes or x.layout.cut.dims:
                 raise ValueError(f"{name} is in parts of a node or a device, and cannot be saved.")
-            leaves[name] = Leaf(x.parts, True, x.layout)
+            leaves[name] = Leaf(x.parts, True, None if is_key(x.parts) else x.layout)
             continue
         if not hasattr(x, "dtype"):  # a user's number
             x = np.asarray(x, jnp.result_type(x))
