@@ -625,11 +625,6 @@ MESHES = (
         "Create the group only on processes of the mesh.",
     ),
     Fault(
-        "and the state that this step began with along …",
-        "A leaf of the state has another `PartitionSpec` than in the first step.",
-        "Create a step for each placement.",
-    ),
-    Fault(
         "under jax.disable_jit() a loss runs operation by operation",
         "The schedule has cut the loss into compiled stages.",
         "Give `schedule='after'` to debug inside the loss.",

@@ -9,17 +9,12 @@ from fddp.buckets.assignment import make_plan as make_plan
 from fddp.buckets.bits import from_words as from_words
 from fddp.buckets.bits import sub_byte as sub_byte
 from fddp.buckets.bits import to_words as to_words
-from fddp.buckets.by_device import UNCUT as UNCUT
-from fddp.buckets.by_device import DeviceCut as DeviceCut
 from fddp.buckets.by_device import by_device as by_device
-from fddp.buckets.by_device import device_cut as device_cut
 from fddp.buckets.caps import Caps as Caps
 from fddp.buckets.caps import MiB as MiB
 from fddp.buckets.caps import check_caps as check_caps
 from fddp.buckets.device_parts import pack_device_parts as pack_device_parts
 from fddp.buckets.device_parts import unpack_device_parts as unpack_device_parts
-from fddp.buckets.layout import Layout as Layout
-from fddp.buckets.layout import leaf_layout as leaf_layout
 from fddp.buckets.messages import Messages as Messages
 from fddp.buckets.messages import add_tail as add_tail
 from fddp.buckets.messages import scalar_dtype as scalar_dtype
@@ -33,6 +28,8 @@ from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
 from fddp.buckets.scalars import place_scalars as place_scalars
+from fddp.buckets.shard_layout import ShardLayout as ShardLayout
+from fddp.buckets.shard_layout import leaf_layout as leaf_layout
 from fddp.buckets.shard_packing import pack_rows as pack_rows
 from fddp.buckets.shard_packing import plan_of_parts as plan_of_parts
 from fddp.buckets.shard_packing import unpack_rows as unpack_rows
@@ -44,6 +41,7 @@ from fddp.buckets.shards import map_shards as map_shards
 from fddp.buckets.shards import shards_of as shards_of
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import whole_forms as whole_forms
+from fddp.buckets.shards import with_shards as with_shards
 from fddp.buckets.slices import cut_in_layers as cut_in_layers
 from fddp.buckets.slices import fill_buckets as fill_buckets
 from fddp.buckets.slices import fill_rounds as fill_rounds

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets.layout import leaf_layout
 from fddp.buckets.plan_text import rounds_text, summary_of, text_of
+from fddp.buckets.shard_layout import leaf_layout
 from fddp.buckets.travelling import Rows, Slice
 from fddp.wording import preformatted
 

@@ -17,9 +17,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, PyTree, Shaped
 
-from fddp.buckets.layout import Layout, leaf_layout
 from fddp.buckets.packing import concatenated, elements_in, put_together
 from fddp.buckets.plan import Bucket, BucketPlan
+from fddp.buckets.shard_layout import ShardLayout, leaf_layout
 
 
 def plan_of_parts(plan: BucketPlan) -> BucketPlan:
@@ -51,7 +51,7 @@ def pack_rows(
 
         def pack_round(*arrays: Array) -> Array:
             rows = [
-                Layout(x.shape, plan.parts, layout.depth // bucket.rounds).split(x)
+                ShardLayout(x.shape, plan.parts, layout.depth // bucket.rounds).split(x)
                 for x, layout in zip(arrays, layouts)
             ]
             return jax.vmap(partial(concatenated, dtype=bucket.dtype))(rows).reshape(-1)
@@ -84,7 +84,7 @@ def unpack_rows(
     return put_together(plan, map(whole_leaves, plan.buckets, buckets))
 
 
-def _layouts(plan: BucketPlan, part_plan: BucketPlan, bucket: Bucket) -> list[Layout]:
+def _layouts(plan: BucketPlan, part_plan: BucketPlan, bucket: Bucket) -> list[ShardLayout]:
     """Returns the layouts of the leaves or slices in a bucket."""
     pairs = zip(plan.travelling(bucket), part_plan.travelling(bucket))
-    return [Layout(leaf.shape, plan.parts, prod(part.shape[:-1])) for leaf, part in pairs]
+    return [ShardLayout(leaf.shape, plan.parts, prod(part.shape[:-1])) for leaf, part in pairs]

@@ -5,10 +5,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from jaxtyping import Array, PyTree, Shaped
 
-from fddp.buckets.layout import Layout
+from fddp.buckets.shard_layout import ShardLayout
 
 
 @dataclass(frozen=True)
@@ -17,25 +16,25 @@ class Shard:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> Shard(jnp.arange(6.0), Layout((5,), parts=2))
+      >>> Shard(jnp.arange(6.0), ShardLayout((5,), parts=2))
       Shard of float32[5]
     """
 
     parts: Any
     """The parts of all replicas in order (under MPI the part of this rank), padded at the ends.
     None: removed by `take_apart`."""
-    layout: Layout
+    layout: ShardLayout
     """Layout of the array."""
-    ranks: tuple[int, ...] | None = None
-    """Global numbers of the processes that hold the parts. None: those of the array's mesh."""
-    nodes: tuple[tuple[int, ...], ...] | None = None
-    """The replicas of each node, if the parts of each node make up the array. None: the parts of
-    all replicas do, or this is the part of one rank."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole array."""
         return self.layout.shape
+
+    @property
+    def nodes(self) -> tuple[tuple[int, ...], ...] | None:
+        """The replicas of each node, if the parts of each node make up the array."""
+        return self.layout.nodes
 
     def __repr__(self) -> str:
         if hasattr(self.parts, "dtype"):
@@ -51,9 +50,7 @@ class Shard:
         )
 
 
-jax.tree_util.register_dataclass(
-    Shard, data_fields=["parts"], meta_fields=["layout", "ranks", "nodes"]
-)
+jax.tree_util.register_dataclass(Shard, data_fields=["parts"], meta_fields=["layout"])
 
 
 def is_shard(x: object) -> bool:
@@ -75,17 +72,22 @@ def map_shards(f: Callable[[Shard], Any], tree: PyTree) -> Any:
     return jax.tree.map(lambda x: f(x) if is_shard(x) else x, tree, is_leaf=is_shard)
 
 
+def with_shards(layouts: PyTree, tree: PyTree, part: Callable[[ShardLayout, Any], Any]) -> Any:
+    """Replaces the arrays of a tree that have a layout by shards.
+
+    `layouts` is a tree like `tree`, with None for arrays that stay whole. `part` maps a layout and
+    an array to the shard's parts.
+    """
+
+    def shard(layout: ShardLayout | None, x: Any) -> Any:
+        return x if layout is None else Shard(part(layout, x), layout)
+
+    return jax.tree.map(shard, layouts, tree, is_leaf=lambda x: x is None)
+
+
 def whole_forms(tree: PyTree) -> Any:
-    """Replaces each shard in a tree by the shape, dtype and device sharding of its whole array."""
-
-    def form(x: Shard) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x.parts, "sharding", None)
-        if x.layout.cut.dims and isinstance(sharding, NamedSharding):
-            sharding = NamedSharding(sharding.mesh, x.layout.cut.spec)
-            return jax.ShapeDtypeStruct(x.shape, x.parts.dtype, sharding=sharding)
-        return jax.ShapeDtypeStruct(x.shape, x.parts.dtype)
-
-    return map_shards(form, tree)
+    """Replaces each shard in a tree by the shape and dtype of its whole array."""
+    return map_shards(lambda x: jax.ShapeDtypeStruct(x.shape, x.parts.dtype), tree)
 
 
 def take_apart(tree: PyTree) -> tuple[Any, list[Shaped[Array, " n"]]]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.buckets import Layout, is_shard
+from fddp.buckets import ShardLayout, is_shard
 from fddp.checkpoints.files import Form, Listed
 from fddp.comm import REPLICATED, Group, add_replica_dim, drop_replica_dim, shortened
 from fddp.step import TrainState
@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
     """An array, or its form."""
     rows: bool
     """True if each replica has some rows of the array, and a process those of its replicas."""
-    layout: Layout | None = None
+    layout: ShardLayout | None = None
     """The layout of the array of which these rows are parts."""
 
 
@@ -65,8 +65,8 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
                 "a key."
             )
         if is_shard(x):
-            if x.nodes or x.layout.cut.dims:
-                raise ValueError(f"{name} is in parts of a node or a device, and cannot be saved.")
+            if x.nodes:
+                raise ValueError(f"{name} is in parts of a node, and cannot be saved.")
             leaves[name] = Leaf(x.parts, True, None if is_key(x.parts) else x.layout)
             continue
         if not hasattr(x, "dtype"):  # a user's number

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fddp.buckets import Layout, is_shard
+from fddp.buckets import ShardLayout, is_shard
 from fddp.checkpoints.archives import Index, Portion, Read
 from fddp.checkpoints.files import Listed
 from fddp.checkpoints.saved_leaves import (
@@ -110,7 +110,7 @@ def _place(group: Group, leaf: Leaf, index: Index, shape: tuple[int, ...]) -> In
     return place
 
 
-def _columns(layout: Layout, place: Index) -> Index:
+def _columns(layout: ShardLayout, place: Index) -> Index:
     """Returns the range in the stored array of a replica's part, without padding.
 
     `place` is the range of the part in the array of all replicas' parts.

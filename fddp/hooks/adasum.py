@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from fddp.buckets import Layout
+from fddp.buckets import ShardLayout
 from fddp.comm import Communicator
 from fddp.hooks.hook import (
     GradBucket,
@@ -32,7 +32,7 @@ def adasum() -> Hook:
 
     def apply(comm: Communicator, bucket: GradBucket, memory: State) -> tuple[Array, State]:
         whole_leaves = leaves_of_buffer(bucket.buffer, bucket.leaves)
-        layouts = [Layout(leaf.shape, comm.size) for leaf in bucket.leaves]
+        layouts = [ShardLayout(leaf.shape, comm.size) for leaf in bucket.leaves]
         leaves = [layout.split(leaf) for layout, leaf in zip(layouts, whole_leaves)]
         sizes = [leaf.shape[1] for leaf in leaves]
         # Row i is this replica's shard of the gradients of replica i.

@@ -18,6 +18,7 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import (
     Messages,
     Shard,
+    ShardLayout,
     add_tail,
     insert_shards,
     is_shard,
@@ -35,14 +36,13 @@ from fddp.optim import update
 from fddp.schedules import Pieces, Round, Runner, Schedule, StepInputs, StepOutputs
 from fddp.step import (
     Agreed,
-    Cut,
-    Held,
     Options,
     Replica,
     StepInfo,
     Training,
     TrainState,
     Travels,
+    Trees,
     Way,
     refuse,
 )
@@ -71,13 +71,17 @@ class LocalWay(Way):
         forms = super().travels(options, group)
         return forms._replace(table_rows=False, slices=False, rounds=False)
 
-    def hold(self, replica: Replica, whole: Held, cut: Cut) -> Held:
+    def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Cuts the stacks of all replicas' arrays, so that each replica holds its own."""
-        del replica
-        trained, opt_state, _ = whole
-        params, inner = jax.tree.map(lambda x: cut(x, 0), (opt_state.params, opt_state.inner))
-        nothing = jax.tree.map(lambda x: None, trained)
-        return nothing, opt_state._replace(params=params, inner=inner), None
+        group = replica.group
+
+        def layout(x: Any) -> ShardLayout:
+            return ShardLayout(x.shape, group.parts, ranks=group.shard_ranks)
+
+        _, opt_state, _ = whole
+        params, inner = jax.tree.map(layout, (opt_state.params, opt_state.inner))
+        trained, none, buffers = super().layouts(replica, whole)
+        return trained, none._replace(params=params, inner=inner), buffers
 
     def runner(self, schedule: Schedule, replica: Replica, agreed: Agreed) -> Runner:
         """Makes a runner that schedules each kind of step when it is first due."""

@@ -3,7 +3,6 @@
 One exchange sends the parts of each leaf to its home, each replica does the work of its leaves, and
 another exchange returns parts of the results to all replicas. A replica sends its parts of the
 leaves and receives its parts of the results: with n replicas, 1/n of the bytes of an all-reduce.
-Replicas of several devices have no homes: each of them gathers all such leaves.
 
 Source: Graham's rule (1969), which gives each matrix to the least loaded home, as in PyTorch's
 `ZeroRedundancyOptimizer`; the exchange of the distributed Muon in Microsoft's Dion.
@@ -16,11 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from fddp.buckets import Layout, by_device
-from fddp.comm import Communicator, add_bytes, count_aside
+from fddp.buckets import ShardLayout
+from fddp.comm import Communicator
 from fddp.jaxpr import AtHome
 
 # Dtype → arrays concatenated along the last dim: the message of this dtype.
@@ -44,7 +42,7 @@ def dealt(costs: Mapping[int, int], replicas: int) -> dict[int, int]:
 class Form(NamedTuple):
     """An array in parts."""
 
-    layout: Layout
+    layout: ShardLayout
     dtype: Any
 
 
@@ -61,7 +59,7 @@ class HomeWork(NamedTuple):
 def at_home(
     comm: Communicator,
     homes: Mapping[int, int],
-    leaf_layouts: Sequence[Layout],
+    leaf_layouts: Sequence[ShardLayout],
     visits: Sequence[AtHome],
 ) -> list[list[Array]]:
     """Runs each function of a whole leaf at the leaf's home, and returns this replica's parts.
@@ -102,34 +100,6 @@ def at_home(
         for visit in work.visits:
             local_outputs[visit.leaf] = [next(arrays) for _ in visit.forms]
     return [local_outputs[visit.leaf] for visit in visits]
-
-
-def everywhere(
-    comm: Communicator, leaf_layouts: Sequence[Layout], visits: Sequence[AtHome]
-) -> list[list[Array]]:
-    """Runs each function of a whole leaf on all replicas, and returns this replica's parts.
-
-    For use inside a program whose replicas are several devices. XLA divides the work among these
-    devices, and may join them by a collective of all replicas: in a branch of a single replica the
-    collective would hang.
-    """
-
-    def whole(layout: Layout, x: Array) -> Array:
-        cut = layout.cut
-
-        def gather(comm: Communicator, x: Array) -> Array:
-            return by_device(cut.axes, comm.all_gather, cut.rows, PartitionSpec(None, *cut.rows))(x)
-
-        rows, nbytes = count_aside(comm, gather, x.astype(_wire(x.dtype)))
-        add_bytes(comm, cut.parts * nbytes)
-        return layout.join(rows).astype(x.dtype)
-
-    def run(visit: AtHome) -> list[Array]:
-        layout = leaf_layouts[visit.leaf]
-        arrays = [whole(layout.of(shape), x) for shape, x in zip(visit.shapes, visit.parts)]
-        return [layout.of(x.shape).part(x, comm.replica_index()) for x in visit.run(arrays)]
-
-    return [run(visit) for visit in visits]
 
 
 def _fullest(forms: Sequence[Sequence[Form]]) -> dict[str, int]:

@@ -8,7 +8,7 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import Message
 from fddp.comm import Communicator
-from fddp.hooks import Reduction, per_device, reductions
+from fddp.hooks import Reduction, reductions
 from fddp.sharding.shard_plans import ShardPlans
 
 
@@ -21,14 +21,13 @@ def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
         if message.bucket is None:
             return reduction
         apply = reduction.apply and partial(_row_of_sum, reduction.apply)
-        reduction = reduction._replace(
+        return reduction._replace(
             collective="reduce_scatter",
             replicas=group.parts,
             apply=apply,
             # A hook has its own collectives, over all replicas.
             level="shards" if reduction.apply is None else "all",
         )
-        return per_device(group.placement, reduction)
 
     return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook)))
 
@@ -53,8 +52,7 @@ def gathers(plans: ShardPlans, order: Sequence[int]) -> tuple[Reduction, ...]:
         level="shards",
         rounds=1,
     )
-    reductions_of = (gather(scatter_of[k], name=f"gather {k}") for k in order)
-    return tuple(per_device(plans.replica.group.placement, x) for x in reductions_of)
+    return tuple(gather(scatter_of[k], name=f"gather {k}") for k in order)
 
 
 def _row_of_sum(

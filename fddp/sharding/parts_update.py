@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
-from fddp.buckets import Layout, is_shard, map_shards, whole_forms
-from fddp.comm import Communicator, laid_out
+from fddp.buckets import ShardLayout, is_shard, map_shards, whole_forms
+from fddp.comm import Communicator
 from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
 from fddp.optim import kinds_of_state
-from fddp.sharding.homes import at_home, dealt, everywhere
+from fddp.sharding.homes import at_home, dealt
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, StepInfo, TrainState
 
@@ -31,7 +31,7 @@ Update = Callable[[TrainState, Mean], tuple[TrainState, StepInfo]]
 def run_on_parts(
     replica: Replica,
     update: Update,
-    layouts: Sequence[Layout],
+    layouts: Sequence[ShardLayout],
     state: TrainState,
     local_state: TrainState,
     mean: Mean,
@@ -52,8 +52,7 @@ def run_on_parts(
         if not is_shard(old):
             return new
         # A constant that the optimizer sets does not have the size of a part yet.
-        part = spread(new, old.parts.shape)
-        return replace(old, parts=laid_out(replica.group.placement, part, old.layout.cut.rows))
+        return replace(old, parts=spread(new, old.parts.shape))
 
     sharded = jax.tree.map(
         shard,
@@ -68,7 +67,7 @@ def _run_on_parts(
     replica: Replica,
     comm: Communicator,
     update: Update,
-    layouts: Sequence[Layout],
+    layouts: Sequence[ShardLayout],
     state: TrainState,
     local_state: TrainState,
     mean: Mean,
@@ -91,10 +90,9 @@ def _run_on_parts(
     mean_form = jax.tree.map(_form, mean._replace(grads=None))._replace(
         grads=replica.trained(state_form.params)
     )
-    with jax.sharding.use_abstract_mesh(replica.group.placement.view):
-        program, result_form = jax.make_jaxpr(update, return_shape=True)(state_form, mean_form)
+    program, result_form = jax.make_jaxpr(update, return_shape=True)(state_form, mean_form)
     flat_kinds = jax.tree.leaves((state_kinds, mean_kinds), is_leaf=_is_kind)
-    run = on_parts(program, flat_kinds, _ranks(replica, comm, layouts, stays(program, flat_kinds)))
+    run = on_parts(program, flat_kinds, _ranks(comm, layouts, stays(program, flat_kinds)))
     return jax.tree.unflatten(
         jax.tree.structure(result_form), run(*jax.tree.leaves((local_state, mean)))
     )
@@ -103,7 +101,7 @@ def _run_on_parts(
 def _run_on_whole_leaves(
     replica: Replica,
     update: Update,
-    layouts: Sequence[Layout],
+    layouts: Sequence[ShardLayout],
     state: TrainState,
     local_state: TrainState,
     mean: Mean,
@@ -126,40 +124,32 @@ def _run_on_whole_leaves(
     ), info
 
 
-def _whole(part: Array, layout: Layout) -> Array:
+def _whole(part: Array, layout: ShardLayout) -> Array:
     return layout.join(part.reshape(layout.depth, -1))
 
 
-def _only_part(x: Array, layout: Layout) -> Array:
+def _only_part(x: Array, layout: ShardLayout) -> Array:
     return layout.split(x)[0]
 
 
-def _map(f: Callable[[Array, Layout], Array], tree: PyTree, layouts: PyTree) -> Any:
+def _map(f: Callable[[Array, ShardLayout], Array], tree: PyTree, layouts: PyTree) -> Any:
     """Maps a function over pairs of an array and its layout; other leaves are unchanged."""
     return jax.tree.map(
-        lambda x, layout: f(x, layout) if isinstance(layout, Layout) else x,
+        lambda x, layout: f(x, layout) if isinstance(layout, ShardLayout) else x,
         tree,
         layouts,
         is_leaf=lambda x: x is None,
     )
 
 
-def _ranks(
-    replica: Replica,
-    comm: Communicator,
-    layouts: Sequence[Layout],
-    stays: Mapping[int, Stay],
-) -> Ranks:
+def _ranks(comm: Communicator, layouts: Sequence[ShardLayout], stays: Mapping[int, Stay]) -> Ranks:
     """Describes a replica's parts and collectives for `on_parts`."""
 
     def mask(leaf: int, size: int) -> Array:
         return layouts[leaf].of((size,)).mask(comm.replica_index())
 
-    if replica.group.placement.other_axes:
-        work = partial(everywhere, comm, layouts)
-    else:
-        homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
-        work = partial(at_home, comm, homes, layouts)
+    homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
+    work = partial(at_home, comm, homes, layouts)
     return Ranks(mask, partial(_put_together, comm), work)
 
 

@@ -20,16 +20,16 @@ from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import (
     Agreed,
-    Cut,
-    Held,
     Options,
     Replica,
     Shared,
     TrainState,
     Travels,
+    Trees,
     Way,
     first_form,
     held_form,
+    leaf_layouts,
 )
 from fddp.wording import leaf_name
 
@@ -83,21 +83,19 @@ class Sharded(Way):
             rounds=forms.rounds and group.communicator.levels is None,
         )
 
-    def hold(self, replica: Replica, whole: Held, cut: Cut) -> Held:
+    def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Cuts the optimizer's state and, under shard="state", the parameters."""
-        del replica
         trained, opt_state, _ = whole
-        kinds = kinds_of_state(opt_state, trained)
+        params = leaf_layouts(replica.group, trained)
+        leaves = jax.tree.leaves(params)
         cut_state = jax.tree.map(
-            lambda kind, x: cut(x, kind.leaf) if isinstance(kind, Follows) else x,
-            kinds,
+            lambda kind, x: leaves[kind.leaf].of(x.shape) if isinstance(kind, Follows) else None,
+            kinds_of_state(opt_state, trained),
             opt_state,
             is_leaf=lambda x: isinstance(x, Kind),
         )
-        if self.shared == "optimizer":
-            return jax.tree.map(lambda x: None, trained), cut_state, None
-        leaves, treedef = jax.tree.flatten(trained)
-        return treedef.unflatten(map(cut, leaves, range(len(leaves)))), cut_state, None
+        whole_params, _, buffers = super().layouts(replica, whole)
+        return whole_params if self.shared == "optimizer" else params, cut_state, buffers
 
     def gathered(self, group: Group, state: TrainState, replicated: TrainState) -> TrainState:
         """Gathers the parameters."""

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.buckets import Layout, Shard, map_shards, shards_of
+from fddp.buckets import Shard, map_shards, shards_of
 from fddp.comm import REPLICATED, Group, device_cache, from_hosted, hosted
 from fddp.jax_internals import awaited, resharded, without_context_mesh
 from fddp.runtime import group_of
@@ -62,13 +62,13 @@ def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
     if isinstance(shard_parts[0], jax.ShapeDtypeStruct):
         return [jax.ShapeDtypeStruct(x.shape, x.parts.dtype) for x in shards]
     if isinstance(shard_parts[0], Tracer):
-        if shards[0].ranks is not None:
+        if shards[0].layout.ranks is not None:
             raise TypeError(
                 "backend 'mpi' has no mesh over which XLA could gather: call fddp.whole outside "
                 "of jax.jit."
             )
         return _joined(shard_parts, forms)
-    if shards[0].ranks is not None:
+    if shards[0].layout.ranks is not None:
         # One leaf at a time, so that the gathered rows of only one leaf use memory.
         return [_of_all_ranks(x, form, group) for x, form in zip(shards, forms)]
     shardings = [
@@ -101,7 +101,7 @@ def _recorded(mesh: Mesh, group: Group | None) -> AbstractContextManager[Any]:
 
 def _of_all_ranks(x: Shard, form: Shard, group: Group | None) -> jax.Array:
     """Gathers an array from the ranks that hold its parts: the group's, or those of this node."""
-    ranks = x.ranks or ()
+    ranks = x.layout.ranks or ()
     if group is None:
         group = _of_ranks(ranks)
     _check(
@@ -142,17 +142,14 @@ def _joined_array(x: jax.Array, form: Shard) -> jax.Array:
     if form.nodes is not None:
         parts = x.reshape(-1, *form.layout.dims)
         return form.layout.join(parts[np.array(form.nodes[0])])
-    cut = form.layout.cut
-    devices = Layout((cut.parts, *cut.of_device(form.shape)), form.layout.parts, form.layout.depth)
-    return cut.joined(devices.join(x), form.shape)
+    return form.layout.join(x)
 
 
 @device_cache
 def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -> Any:
-    """Makes the program that joins parts; arrays cut within a replica remain cut."""
+    """Makes the program that joins parts."""
     if all(form.nodes is None for form in forms):
-        shardings = [NamedSharding(mesh, form.layout.cut.spec) for form in forms]
-        return jax.jit(partial(_joined, forms=forms), out_shardings=shardings)
+        return jax.jit(partial(_joined, forms=forms), out_shardings=NamedSharding(mesh, REPLICATED))
 
     # XLA of JAX 0.11 ends the process if such a program has an array without elements.
     nonempty_forms = [form for form in forms if prod(form.shape)]
@@ -161,7 +158,9 @@ def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -
         def gathered(x: jax.Array, form: Shard) -> jax.Array:
             return jax.lax.all_gather(x, axis, axis_index_groups=form.nodes, tiled=True)
 
-        node_forms = [replace(form, nodes=None) for form in nonempty_forms]
+        node_forms = [
+            replace(form, layout=replace(form.layout, nodes=None)) for form in nonempty_forms
+        ]
         return _joined(list(map(gathered, shard_parts, nonempty_forms)), node_forms)
 
     spec = PartitionSpec(axis)

@@ -52,6 +52,5 @@ from fddp.step.step_optimizer import StepOptimizer as StepOptimizer
 from fddp.step.step_optimizer import read_optimizer as read_optimizer
 from fddp.step.travels import Travels as Travels
 from fddp.step.way import WHOLE as WHOLE
-from fddp.step.way import Cut as Cut
-from fddp.step.way import Held as Held
+from fddp.step.way import Trees as Trees
 from fddp.step.way import Way as Way

@@ -10,7 +10,7 @@ from fddp.buckets import take_apart, whole_forms
 from fddp.schedules import forms_of
 from fddp.step.checks import check_batch, check_params, check_paths
 from fddp.step.first_batch import paths
-from fddp.step.held import check_cuts, check_held, held_form
+from fddp.step.held import check_held, held_form
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 from fddp.step.way import Agreed
@@ -41,8 +41,6 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
         return settled
     check_params(replica, forms_of(settled.agreed.state.params), whole_forms(state.params))
     gradient_state = check_held(replica, state)
-    if replica.group.placement.other_axes:
-        check_cuts(state, settled.layout)
     check_batch(replica, batch)
     share = admitted.share
     if share.accumulated is None and state.accumulated is not None:

@@ -35,6 +35,12 @@ PAIRS = (
         "each replica sums its shards of the leaves",
         "use a hook that sums each element separately, hooks.bf16() or hooks.fp16()",
     ),
+    Pair(
+        "shard",
+        AXES,
+        "the devices of a replica hold parts of its leaves already",
+        "leave shard out, or lay the whole state out with `jax.jit` and `NamedSharding`",
+    ),
     Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
     # local steps
     *(

@@ -1,11 +1,11 @@
-"""The state as replicas hold it: sharded or replicated, as the way's `hold` decides.
+"""The state as replicas hold it: in parts or whole, as the way's `layouts` say.
 
-`hold` runs on the arrays of a program for the first state, and on shapes and dtypes to check a
-user's state.
+One tree of layouts decides how a first state is cut, and how a user's state is checked.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,16 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from fddp.buckets import (
-    Layout,
     Shard,
-    device_cut,
+    ShardLayout,
     insert_shards,
     is_shard,
     leaf_layout,
     leaves_with_shards,
-    map_shards,
     shards_of,
     take_apart,
     whole_forms,
+    with_shards,
 )
 from fddp.comm import (
     REPLICATED,
@@ -34,78 +33,40 @@ from fddp.comm import (
     device_parts,
     of_one_replica,
     shortened,
-    specs,
 )
-from fddp.jaxpr import with_trained
-from fddp.optim import optimizer_laid_out
 from fddp.step.checks import check_no_sync
 from fddp.step.hook_state import hook_state_form
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
-from fddp.step.step_optimizer import Optimizer
-from fddp.step.way import Held
+
+# (layout, whole array) → parts
+Part: TypeAlias = Callable[[ShardLayout, Any], Any]
 
 
-def first_held(
-    replica: Replica, optimizer: Optimizer, leaf_specs: PyTree, params: PyTree, model_state: PyTree
-) -> tuple[Any, Any]:
-    """Makes a replica's share of the first state from whole parameters; inside a program.
+def laid_out_state(replica: Replica, state: TrainState, part: Part) -> TrainState:
+    """Replaces the arrays of a state that replicas hold in parts by shards.
 
-    Returns (replicated tree, this replica's shards). `leaf_specs` is a tree of `PartitionSpec`s.
+    `part` maps a layout and a whole array, or its shape and dtype, to the shard's parts.
     """
-    trained = replica.trained(params)
-    # Copied because an optimizer state may contain the parameters, and an array is donated once.
-    opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
-    axes = replica.group.placement.other_axes
-    opt_state = optimizer_laid_out(axes, opt_state, trained, leaf_specs)
-    return take_apart(in_shards(replica, leaf_specs, (trained, opt_state, model_state)))
+    trees = replica.trained(state.params), state.opt_state, state.model_state
+    layouts = replica.way.layouts(replica, trees)
+    whole = state.params, state.opt_state, state.model_state
+    params, opt_state, model_state = with_shards(layouts, whole, part)
+    return state._replace(params=params, opt_state=opt_state, model_state=model_state)
 
 
-def in_shards(replica: Replica, leaf_specs: PyTree, whole: Held) -> Held:
-    """Cuts a replica's share from whole arrays; inside a program."""
-    group = replica.group
-    comm = group.communicator.at("shards")
-    layouts = leaf_layouts(group, whole[0], leaf_specs)
-
-    def cut(x: jax.Array, leaf: int) -> Shard:
-        layout = layouts[leaf].of(x.shape)
-        return _shard(group, layout.part(x, comm.replica_index()), layout)
-
-    return replica.way.hold(replica, whole, cut)
-
-
-def form_in_shards(replica: Replica, state: TrainState, leaf_specs: PyTree) -> TrainState:
+def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
     """Returns shapes and dtypes of a step's state, with the shards of all replicas in one array.
 
     `state` has whole arrays, or their shapes and dtypes.
     """
-    group = replica.group
-    trained = replica.trained(state.params)
-    layouts = leaf_layouts(group, trained, leaf_specs)
-    count = group.placement.replicas_in_array
+    count = replica.group.placement.replicas_in_array
 
-    def form(dims: tuple[int, ...], x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count * dims[0], *dims[1:]), jnp.result_type(x))
+    def form(layout: ShardLayout, x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        rows, *dims = layout.dims
+        return jax.ShapeDtypeStruct((count * rows, *dims), jnp.result_type(x))
 
-    def cut(x: jax.Array | jax.ShapeDtypeStruct, leaf: int) -> Shard:
-        layout = layouts[leaf].of(x.shape)
-        return _shard(group, form(layout.dims, x), layout)
-
-    whole = trained, state.opt_state, state.model_state
-    return with_held(state, replica.way.hold(replica, whole, cut))
-
-
-def _shard(group: Group, parts: Any, layout: Layout) -> Shard:
-    """Makes a shard for the replicas that share a state."""
-    nodes = group.nodes if group.placement.on_mesh else None
-    return Shard(parts, layout, ranks=group.shard_ranks, nodes=nodes)
-
-
-def with_held(state: TrainState, share: Held) -> TrainState:
-    """Replaces the parts of a state for which `share` is not None."""
-    params, opt_state, model_state = share
-    state = state._replace(params=with_trained(state.params, params), opt_state=opt_state)
-    return state if model_state is None else state._replace(model_state=model_state)
+    return laid_out_state(replica, state, form)
 
 
 def held_form(placement: Placement, state: TrainState) -> TrainState:
@@ -117,10 +78,9 @@ def held_form(placement: Placement, state: TrainState) -> TrainState:
     replicated, shards = take_apart(state._replace(hook_state=(), accumulated=None))
     local = shards, state.hook_state, state.accumulated
     shards, hook_state, accumulated = of_one_replica(local, placement.replicas_in_array)
-    share = insert_shards(device_parts(placement, replicated), shards)._replace(
+    return insert_shards(device_parts(placement, replicated), shards)._replace(
         hook_state=hook_state, accumulated=accumulated
     )
-    return map_shards(_of_device, share)
 
 
 def check_held(replica: Replica, state: TrainState) -> TrainState:
@@ -137,7 +97,7 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
             "the state is in shards, and this step was made without shard=: give it 'optimizer' or "
             "'state', or give the step fddp.whole(state)."
         )
-    if replica.way.apart and kinds != _kinds(_form_of_whole(replica, gradient_state)):
+    if replica.way.apart and kinds != _kinds(form_in_shards(replica, gradient_state)):
         raise ValueError(
             f"the state is not in shards of {replica.group.parts} replicas, as a step with "
             f"{replica.way.name} has it: continue with the state that step.init or the last step "
@@ -172,38 +132,14 @@ def _check_optimizer(replica: Replica, state: TrainState) -> None:
     )
 
 
-def _form_of_whole(replica: Replica, state: TrainState) -> TrainState:
-    """Returns the expected shapes of a step's state, from shapes of whole arrays with shardings."""
-    leaf_specs = specs(replica.group.placement, replica.trained(state.params))
-    return form_in_shards(replica, state, leaf_specs)
+def leaf_layouts(group: Group, params: PyTree) -> Any:
+    """Returns the tree of the layouts of parameters in parts of replicas."""
+    nodes = group.nodes if group.placement.on_mesh else None
 
+    def layout(x: Any) -> ShardLayout:
+        return replace(leaf_layout(jnp.shape(x), group.parts), ranks=group.shard_ranks, nodes=nodes)
 
-def leaf_layouts(group: Group, params: PyTree, leaf_specs: PyTree) -> list[Layout]:
-    """Returns the layout of each leaf in parts of replicas."""
-    layouts = list[Layout]()
-    for x, spec in zip(jax.tree.leaves(params), jax.tree.leaves(leaf_specs)):
-        cut = device_cut(group.placement.view, spec, jnp.shape(x))
-        layouts.append(leaf_layout(jnp.shape(x), group.parts, cut))
-    return layouts
-
-
-def _of_device(shard: Shard) -> Shard:
-    """Returns one device's part of a replica's shard, as shape and dtype."""
-    rows, *dims = shard.parts.shape
-    local = jax.ShapeDtypeStruct((rows // shard.layout.cut.parts, *dims), shard.parts.dtype)
-    return replace(shard, parts=local, layout=shard.layout.of_device())
-
-
-def check_cuts(state: TrainState, leaf_specs: TrainState) -> None:
-    """Raises ValueError if a shard lies along other mesh axes than in the first state."""
-    leaves = leaves_with_shards(state._replace(accumulated=None, hook_state=()))
-    for x, spec in zip(leaves, jax.tree.leaves(leaf_specs)):
-        if is_shard(x) and x.layout.cut.spec != spec:
-            raise ValueError(
-                f"{x!r} of the state lies along {x.layout.cut.spec}, and the state that this step "
-                f"began with along {spec}: create a separate step for parameters with another "
-                "placement."
-            )
+    return jax.tree.map(layout, params)
 
 
 def _check_group(group: Group, state: TrainState) -> None:
@@ -211,7 +147,7 @@ def _check_group(group: Group, state: TrainState) -> None:
     probe = group.placement.place(np.zeros(()), REPLICATED)
     for x in shards_of(state):
         holders = _holders(x)
-        members = _holders(replace(x, parts=probe, ranks=group.shard_ranks))
+        members = _holders(Shard(probe, replace(x.layout, ranks=group.shard_ranks)))
         if holders in (members, None):
             continue
         raise ValueError(
@@ -223,8 +159,8 @@ def _check_group(group: Group, state: TrainState) -> None:
 
 def _holders(shard: Shard) -> str | None:
     """Formats the ranks or devices of a shard's parts; None for shapes, or arrays on the host."""
-    if shard.ranks is not None:
-        return f"ranks {list(shard.ranks)} of the job"
+    if shard.layout.ranks is not None:
+        return f"ranks {list(shard.layout.ranks)} of the job"
     mesh = getattr(getattr(shard.parts, "sharding", None), "mesh", None)
     return f"devices {[x.id for x in mesh.devices.flat]}" if isinstance(mesh, Mesh) else None
 

@@ -14,16 +14,16 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from fddp.buckets import from_words, insert_shards, to_words
+from fddp.buckets import from_words, insert_shards, take_apart, to_words
 from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
 from fddp.losses import not_numeric
-from fddp.optim import DynamicScaleState
+from fddp.optim import DynamicScaleState, optimizer_laid_out
 from fddp.runtime import fddp_version
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
-from fddp.step.held import first_held, form_in_shards, with_held
+from fddp.step.held import form_in_shards, laid_out_state
 from fddp.step.hook_state import first_hook_state, hook_state_form
 from fddp.step.planned import provisional_plan
 from fddp.step.replica import Replica
@@ -78,9 +78,24 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
     )()
     number = placement.place(np.zeros((), np.int32), REPLICATED)
     state = TrainState(number, params, None, model_state, hook_state, None, rng)
-    make = partial(first_held, replica, optimizer, specs(placement, replica.trained(params)))
+    trained_params = replica.trained(params)
+    trained_specs = specs(placement, trained_params)
+
+    def make(params: PyTree, model_state: PyTree) -> tuple[Any, Any]:
+        trained = replica.trained(params)
+        # Copied because it may contain the parameters, and an array is donated once.
+        opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
+        opt_state = optimizer_laid_out(placement.other_axes, opt_state, trained, trained_specs)
+        index = group.communicator.at("shards").replica_index()
+        whole = state._replace(params=params, opt_state=opt_state, model_state=model_state)
+        held = laid_out_state(replica, whole, lambda layout, x: layout.part(x, index))
+        return take_apart(held.opt_state)[0], take_apart(held)[1]
+
     program = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))
-    return with_held(state, insert_shards(*program(params, model_state)))
+    opt_state, parts = program(params, model_state)
+    form = state._replace(opt_state=jax.eval_shape(optimizer.init, trained_params))
+    held = laid_out_state(replica, form, lambda layout, x: None)
+    return insert_shards(held._replace(opt_state=opt_state), parts)
 
 
 @without_context_mesh
@@ -93,14 +108,10 @@ def first_form(
         return TrainState(jnp.zeros((), jnp.int32), params, None, model_state, (), None, rng)
 
     check_arrays(params)
-    layout = specs(replica.group.placement, replica.trained(params))
     state = jax.eval_shape(first, params, model_state, rng)
     opt_state = jax.eval_shape(optimizer.init, replica.trained(state.params))
-    return form_in_shards(
-        replica,
-        state._replace(opt_state=opt_state, hook_state=hook_state_form(replica, params)),
-        layout,
-    )
+    hook_state = hook_state_form(replica, params)
+    return form_in_shards(replica, state._replace(opt_state=opt_state, hook_state=hook_state))
 
 
 def _from_first_replica(group: Group, tree: PyTree) -> Any:

@@ -5,7 +5,6 @@
 methods.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -15,7 +14,6 @@ from jaxtyping import PyTree
 
 from fddp.buckets import (
     Messages,
-    Shard,
     pack_device_parts,
     unpack,
     unpack_device_parts,
@@ -31,11 +29,9 @@ from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
 from fddp.step.travels import Travels, travels
 
-# (trained parameters, optimizer state, buffers); in a share, None for leaves or buffers that stay
-# whole
-Held: TypeAlias = tuple[Any, Any, Any]
-# (whole array, index of its leaf among the trained ones) → one replica's shard of it
-Cut: TypeAlias = Callable[[Any, int], Shard]
+# (trained parameters, optimizer state, buffers), or their layouts: trees with None for leaves that
+# every replica holds whole
+Trees: TypeAlias = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +62,10 @@ class Way:
         """Decides in which forms gradients may travel."""
         return travels(options, group)
 
-    def hold(self, replica: Replica, whole: Held, cut: Cut) -> Held:
-        """Returns one replica's share of the whole trees."""
-        del replica, cut
-        trained, opt_state, _ = whole
-        return jax.tree.map(lambda x: None, trained), opt_state, None
+    def layouts(self, replica: Replica, whole: Trees) -> Trees:
+        """Returns the layout of each leaf, from whole arrays or their shapes and dtypes."""
+        del replica
+        return jax.tree.map(lambda x: None, whole)
 
     def gathered(self, group: Group, state: TrainState, replicated: TrainState) -> TrainState:
         """Returns the replicated part of a state with whole parameters, for `no_sync`.

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.buckets import Layout, leaf_layout, make_plan, plan_of_parts
+from fddp.buckets import ShardLayout, leaf_layout, make_plan, plan_of_parts
 
 SHAPES = [((5, 7, 3), 5), ((5, 7, 3), 1), ((4,), 4), ((), 1), ((3, 0), 1), ((1, 9), 1)]
 
@@ -18,7 +18,7 @@ def test_parts_are_put_together_to_the_array_and_the_rest_is_padding(
     shape: tuple[int, ...], depth: int, n: int
 ):
     x = 1 + np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape)
-    layout = Layout(shape, n, depth)
+    layout = ShardLayout(shape, n, depth)
     parts = layout.split(jnp.asarray(x))
     assert parts.shape == (n, *layout.dims)
     np.testing.assert_array_equal(layout.join(parts), x)
@@ -33,10 +33,10 @@ def test_parts_are_put_together_to_the_array_and_the_rest_is_padding(
 @pytest.mark.parametrize("n", [1, 2, 3, 8])
 def test_some_layers_of_a_part_are_the_part_of_these_layers(n: int):
     x = jnp.arange(6 * 7 * 5.0).reshape(6, 7, 5)
-    parts = Layout(x.shape, n, depth=6).split(x)
+    parts = ShardLayout(x.shape, n, depth=6).split(x)
     for begin, end in ((0, 2), (2, 5), (5, 6)):
         layers = x[begin:end]
-        of_slice = Layout(layers.shape, n, depth=end - begin).split(layers)
+        of_slice = ShardLayout(layers.shape, n, depth=end - begin).split(layers)
         np.testing.assert_array_equal(of_slice.reshape(n, end - begin, -1), parts[:, begin:end])
 
 

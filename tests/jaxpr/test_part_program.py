@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.buckets import Layout
+from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
 from fddp.jax_internals import CALLS
 from fddp.jaxpr.equations import straighten
@@ -226,7 +226,7 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
 
     def visit(visits: Sequence[AtHome]) -> Sequence[Sequence[Any]]:
         calls[1] += 1
-        return at_home(comm, {0: 2, 1: 1}, [Layout((), RANKS)] * 2, visits)
+        return at_home(comm, {0: 2, 1: 1}, [ShardLayout((), RANKS)] * 2, visits)
 
     def is_element(leaf: int, size: int) -> Any:
         del leaf

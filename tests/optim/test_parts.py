@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from fddp.buckets import Layout
+from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
 from fddp.jaxpr import Follows, Ranks, on_parts
 from fddp.optim.parts import divided
@@ -210,7 +210,7 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
             return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
         return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
-    work = partial(at_home, comm, {0: 3, 1: 1}, [Layout((), RANKS)] * count)
+    work = partial(at_home, comm, {0: 3, 1: 1}, [ShardLayout((), RANKS)] * count)
     ranks = Ranks(is_element, put_together, work)
     run = jax.vmap(on_parts(division.program, division.inputs, ranks), axis_name="ranks")
     local_state = [in_parts(x, kind) for x, kind in zip([*state, *forms], kinds)]

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import fddp
-from fddp.buckets import Layout
+from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
 from fddp.hlo import parse
 from fddp.jaxpr import AtHome
@@ -92,7 +92,7 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
             )
             for leaf, xs in inputs.items()
         ]
-        return at_home(comm, {7: 2, 2: 0}, [Layout((), n)] * 8, visits)
+        return at_home(comm, {7: 2, 2: 0}, [ShardLayout((), n)] * 8, visits)
 
     outputs = jax.vmap(run, axis_name="ranks")(jax.tree.map(in_parts, inputs))
     for (leaf, xs), got in zip(inputs.items(), outputs):

@@ -287,13 +287,10 @@ HOOKS = [(fddp.hooks.allreduce(), 1e-12), (fddp.hooks.bf16(), 2**-7), (fddp.hook
 
 
 @pytest.mark.parametrize(("hook", "rounding"), HOOKS, ids=["allreduce", "bf16", "fp16"])
-@pytest.mark.parametrize("shard", [None, "state"])
 def test_a_hook_of_single_elements_sums_the_parts_of_each_device(
-    x64: None, hook: Any, rounding: float, shard: Any
+    x64: None, hook: Any, rounding: float
 ):
-    step = fddp.train_step(
-        plain, optax.sgd(1.0), group=fddp.mesh_group(mesh()), hook=hook, shard=shard
-    )
+    step = fddp.train_step(plain, optax.sgd(1.0), group=fddp.mesh_group(mesh()), hook=hook)
     state, _ = step(step.init(in_parts(mesh())), X)
     grads = jax.grad(plain)(PARAMS, X)
     atol = rounding * max(np.max(np.abs(g)) for g in jax.tree.leaves(grads))

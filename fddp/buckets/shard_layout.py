@@ -1,28 +1,25 @@
 """The layout of an array in equal parts, one per replica."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Int32, Shaped
-
-from fddp.buckets.by_device import UNCUT, DeviceCut, by_device
 
 MOST_LAYERS = 256  # no loop over layers has more
 LINE = 32  # elements of 32 bits in a cache line of 128 bytes
 
 
 @dataclass(frozen=True)
-class Layout:
+class ShardLayout:
     """An array in equal parts, one per replica, padded with zeros.
 
     An array is cut flat, and a stack layer by layer, so that a part of some of its layers can be
-    sent separately. Each device cuts its part of a tensor-parallel array.
+    sent separately.
 
-    >>> layout = Layout((2, 5), parts=3, depth=2)
+    >>> layout = ShardLayout((2, 5), parts=3, depth=2)
     >>> rows = layout.split(jnp.arange(1, 11).reshape(2, 5))
     >>> rows[2].tolist(), layout.dims
     ([[5, 0], [10, 0]], (2, 2))
@@ -36,8 +33,11 @@ class Layout:
     """Number of replicas that share the array."""
     depth: int = 1
     """Number of rows (layers of a stack) that are cut separately. 1: the array is cut flat."""
-    cut: DeviceCut = UNCUT
-    """The tensor-parallel parts of the array. Each is cut separately, with its own rows."""
+    ranks: tuple[int, ...] | None = None
+    """Global numbers of the processes that hold the parts. None: those of the array's mesh."""
+    nodes: tuple[tuple[int, ...], ...] | None = None
+    """The replicas of each node, if the parts of each node make up the array. None: the parts of
+    all replicas do, or this is the part of one rank."""
 
     @property
     def row_size(self) -> int:
@@ -61,22 +61,13 @@ class Layout:
         width = self.dims[-1]
         return np.clip(self.row_size - width * np.arange(self.parts), 0, width)
 
-    def of(self, shape: tuple[int, ...]) -> "Layout":
+    def of(self, shape: tuple[int, ...]) -> "ShardLayout":
         """The layout of an array of this leaf, such as a moment: flat if its size differs."""
-        if prod(shape) != prod(self.shape):
-            return Layout(shape, self.parts)
-        return Layout(shape, self.parts, self.depth, self.cut)
-
-    def of_device(self) -> "Layout":
-        """The layout of the tensor-parallel part of one device."""
-        return Layout(self.cut.of_device(self.shape), self.parts, self.depth // self.cut.parts)
+        depth = self.depth if prod(shape) == prod(self.shape) else 1
+        return replace(self, shape=shape, depth=depth)
 
     def split(self, x: Shaped[Array, " *dims"]) -> Shaped[Array, "parts ... n"]:
         """Cuts an array into parts of shape `dims`, along a new first dim."""
-        if self.cut.dims:
-            rows_spec = PartitionSpec(None, *self.cut.rows)
-            split = by_device(self.cut.axes, self.of_device()._rows, self.cut.spec, rows_spec)
-            return split(x.reshape(self.cut.shape))
         layers = x.reshape(self.depth, self.row_size)
         padding = self.dims[-1] * self.parts - self.row_size
         padded = layers
@@ -87,17 +78,9 @@ class Layout:
         # Whole rows are copied: XLA's CPU backend transposes element by element.
         return jnp.stack(jnp.split(padded, self.parts, axis=1)).reshape(self.parts, *self.dims)
 
-    def _rows(self, x: Shaped[Array, " *dims"]) -> Shaped[Array, "parts depth n"]:
-        """Cuts an array into parts that have a dim for rows even if there is only one."""
-        return self.split(x).reshape(self.parts, self.depth, self.dims[-1])
-
     def join(self, rows: Shaped[Array, "... n"]) -> Shaped[Array, " *dims"]:
         """Joins the parts of all replicas, stacked or concatenated: the inverse of `split`."""
         width = rows.shape[-1]
-        if self.cut.dims:
-            rows_spec = PartitionSpec(None, *self.cut.rows)
-            join = by_device(self.cut.axes, self.of_device().join, rows_spec, self.cut.spec)
-            return join(rows.reshape(-1, self.depth, width)).reshape(self.shape)
         parts = prod(rows.shape[:-1]) // self.depth  # 1 for flat parts that are concatenated
         layers = jnp.swapaxes(rows.reshape(parts, self.depth, width), 0, 1)
         layers = layers.reshape(self.depth, parts * width)
@@ -105,6 +88,8 @@ class Layout:
 
     def part(self, x: Shaped[Array, " *dims"], index: Int32[Array, ""]) -> Shaped[Array, " *part"]:
         """Returns the part of replica `index`."""
+        if self.parts == 1:
+            return x.reshape(self.dims)
         return jax.lax.dynamic_index_in_dim(self.split(x), index, keepdims=False)
 
     def mask(self, index: Int32[Array, ""]) -> Bool[Array, " *part"]:
@@ -115,7 +100,7 @@ class Layout:
         return jnp.broadcast_to(row, self.dims)
 
 
-def leaf_layout(shape: tuple[int, ...], parts: int, cut: DeviceCut = UNCUT) -> Layout:
+def leaf_layout(shape: tuple[int, ...], parts: int) -> ShardLayout:
     """Chooses the layout of a leaf: a stack is cut layer by layer.
 
     The state is laid out before any loop is traced, so only shapes decide. Arrays of two dims count
@@ -125,8 +110,8 @@ def leaf_layout(shape: tuple[int, ...], parts: int, cut: DeviceCut = UNCUT) -> L
     >>> leaf_layout((12, 64, 64), 8).dims, leaf_layout((128, 64), 8).dims
     ((12, 512), (1024,))
     """
-    layers, *layer_shape = cut.of_device(shape) or (1,)
+    layers, *layer_shape = shape or (1,)
     is_stack = len(layer_shape) > 1 and 1 < layers <= MOST_LAYERS
     if not is_stack or prod(layer_shape) < parts * LINE:
         layers = 1
-    return Layout(shape, parts, cut.parts * layers, cut)
+    return ShardLayout(shape, parts, layers)
