@@ -35,7 +35,7 @@ PATCHES = ROOT / "tests" / "mutants"
 KINDS = ("sign", "off by one", "division", "rank", "wait", "weight", "dtype", "refusal")
 SHARE = 0.95  # of the mutants, which are to be caught
 END_S = 10.0  # for processes to be gone that were killed
-QUICK = ("buckets", "data", "evaluation", "hlo", "jaxpr", "losses")
+QUICK = ("buckets", "data", "jaxpr", "losses", "program")
 
 
 def on_ranks(*names: str) -> tuple[str, ...]:
@@ -58,13 +58,10 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *on_ranks("levels", "nodes", "round_robin", "train_step"),
         *("tests/reproducible", "tests/step/test_mesh_group.py", "tests/sharding/test_nodes.py"),
     ),
-    "data": (*on_ranks("join"), "tests/reproducible", "tests/step/test_buffers.py"),
-    "evaluation": on_ranks("evaluation"),
-    "guards": (
-        *("tests/step/test_check_replicas_every.py", "tests/step/test_skip_nonfinite.py"),
-        *on_ranks("guards"),
+    "data": (
+        *on_ranks("join", "evaluation"),
+        *("tests/reproducible", "tests/step/test_buffers.py"),
     ),
-    "hlo": (*("tests/step/test_sums_in_loops.py", "tests/analysis/test_audit.py"),),
     "hooks": (
         *on_ranks("hooks"),
         *("tests/sharding/test_shard_pairs.py", "tests/sharding/test_shard.py"),
@@ -80,9 +77,13 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *("tests/schedules", "tests/step", "tests/sharding"),
     ),
     "local_training": on_ranks("local_steps"),
-    "losses": ("tests/step", "tests/data", "tests/evaluation", *on_ranks("join")),
+    "losses": ("tests/step", "tests/data", *on_ranks("join")),
     "modules": (*on_ranks("modules"), "tests/test_models.py"),
     "optim": ("tests/local_training", "tests/step"),
+    "program": (
+        *on_ranks("one_program", "train_step"),
+        *("tests/step/test_sums_in_loops.py", "tests/analysis/test_audit.py"),
+    ),
     "reproducible": (*on_ranks("virtual_replicas"), "tests/data"),
     "runtime": ("tests/test_command.py", *on_ranks("start")),
     "schedules": (
@@ -96,8 +97,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *("tests/data", "tests/losses"),
         "tests/schedules",
     ),
-    "training": ("tests/local_training", "tests/step"),
-    "watching": ("tests/runtime", "tests/test_command.py"),
+    "training": ("tests/local_training", "tests/step", *on_ranks("guards")),
 }
 # Tests of this repository's files, which say nothing of the library.
 OF_FILES = ("tests/test_bench.py", "tests/test_house.py")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.jobs import ending
 from bench.record import save
 from bench.two_hosts import NAMES, ROOT, TWO, two_hosts
-from fddp.watching import poll
+from fddp.runtime.watching import poll
 
 CUTS = {"pulled": "ip link set wire down", "silent": "tc qdisc replace dev wire root bfifo limit 1"}
 STALL_S = 2.0

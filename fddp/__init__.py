@@ -36,10 +36,10 @@ from fddp.comm import Group as Group
 from fddp.comm import mesh_group as mesh_group
 from fddp.comm import mpi_group as mpi_group
 from fddp.comm import round_robin as round_robin
+from fddp.data import evaluate as evaluate
 from fddp.data import gather_rows as gather_rows
 from fddp.data import join as join
 from fddp.data import samples as samples
-from fddp.evaluation import evaluate as evaluate
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce

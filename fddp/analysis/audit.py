@@ -14,8 +14,8 @@ from jaxtyping import PyTree
 
 from fddp.analysis.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
-from fddp.hlo import Collective, Module, find_collectives, heavy_operations, parse
 from fddp.jax_internals import compile_to_read
+from fddp.program import Collective, Module, find_collectives, heavy_operations, parse
 from fddp.schedules import scope
 from fddp.step import TrainState, check_state, check_step
 from fddp.training import TrainStep

@@ -1,6 +1,6 @@
 """The journal of a process: callbacks that record its progress.
 
-They do nothing in an unwatched process; `fddp.watching` makes those of a watched process.
+They do nothing in an unwatched process; `fddp.runtime.watching` makes those of a watched process.
 """
 
 from collections.abc import Callable

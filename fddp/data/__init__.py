@@ -1,8 +1,9 @@
-"""The rows of a process: sampling, ranks with unequal numbers of batches, and gathering.
+"""Rows: sampling, ranks with unequal numbers of batches, gathering, and metrics over all rows.
 
-This room imports losses, comm and runtime.
+This room imports sharding, step, losses, jaxpr, comm and runtime.
 """
 
+from fddp.data.evaluate import evaluate as evaluate
 from fddp.data.gathered import gather_rows as gather_rows
 from fddp.data.sampler import samples as samples
 from fddp.data.uneven import join as join

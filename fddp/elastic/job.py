@@ -22,7 +22,7 @@ from fddp.elastic.membership import Membership
 from fddp.elastic.signs import BETWEEN, Limits
 from fddp.elastic.views import View
 from fddp.runtime import Launch, renew
-from fddp.watching import from_transport
+from fddp.runtime.watching import from_transport
 
 SILENCE_S = 5.0
 STALL_S = 30.0

@@ -1,7 +1,7 @@
 """Starts processes, joins them to one world and ends them together.
 
 The variables of a launcher give the rank of a process. The processes meet and choose a backend. An
-error on one rank ends all. This room imports comm and watching.
+error on one rank ends all; `watching` names it. This room imports comm.
 """
 
 from fddp.runtime.coordinator import start_service as start_service

@@ -9,7 +9,7 @@ from pathlib import Path
 from fddp.runtime.mpi_vendors import loaded
 from fddp.runtime.replacing import supervise_ranks
 from fddp.runtime.supervisor import Job, launcher, supervise
-from fddp.watching import read_flights, told
+from fddp.runtime.watching import read_flights, told
 
 MOST_RESTARTS = 1000
 

@@ -13,7 +13,7 @@ from fddp.comm import Group, mpi_group
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.mpi_vendors import import_mpi4jax, small_memory
 from fddp.runtime.place import Launch
-from fddp.watching import Ending, end_together, flush_output, poll, shared_recorder, watched
+from fddp.runtime.watching import Ending, end_together, flush_output, poll, shared_recorder, watched
 
 READ_S = 1.0  # for mpiexec to pass a line on
 

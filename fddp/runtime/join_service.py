@@ -26,7 +26,7 @@ from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
 from fddp.runtime.place import Launch, listen_problem, without_proxies
 from fddp.runtime.rendezvous import meet_ranks
-from fddp.watching import LEFT, Ending, end_together, poll, shared_recorder, watched
+from fddp.runtime.watching import LEFT, Ending, end_together, poll, shared_recorder, watched
 
 LATE = (
     "JAX had started before fddp.init was called (an array was made, a function ran, or "

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from fddp.comm import host_key, new_secret, signature, signed
-from fddp.watching import allow_files
+from fddp.runtime.watching import allow_files
 from fddp.wording import printable
 
 TELL_S = 10.0  # seconds for which a rank that cannot join reports that to the other ranks

@@ -28,8 +28,8 @@ import jax
 from fddp.runtime.children import collect_signals, describe_end, exit_code, kill_groups
 from fddp.runtime.launchers import worlds
 from fddp.runtime.place import environment
+from fddp.runtime.watching import flush_output, leave
 from fddp.runtime.world import fails
-from fddp.watching import flush_output, leave
 from fddp.wording import check_seconds, check_whole
 
 Result = TypeVar("Result")

@@ -24,7 +24,7 @@ from fddp.runtime.join_service import join_service
 from fddp.runtime.launchers import read_launch, spoken
 from fddp.runtime.packages import installed
 from fddp.runtime.place import Launch
-from fddp.watching import FAILED, follows_another
+from fddp.runtime.watching import FAILED, follows_another
 from fddp.wording import check_seconds, check_switch, check_whole
 
 JOINED = "FDDP_JOINED"  # the process that joined, for processes that it starts

@@ -10,7 +10,6 @@ from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan, is_shard
 from fddp.comm import Group, described, shortened, verify
-from fddp.hlo import find_collectives, parse
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
 from fddp.losses import (
@@ -22,6 +21,7 @@ from fddp.losses import (
     unjoined,
     unlike,
 )
+from fddp.program import find_collectives, parse
 from fddp.schedules import compiling, forms_of
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica

@@ -7,7 +7,6 @@ from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group
-from fddp.guards import Skips, comparing
 from fddp.schedules import TaskList, Timeline
 from fddp.step import (
     Options,
@@ -21,6 +20,8 @@ from fddp.step import (
     ready,
     tasks,
 )
+from fddp.training.digests import comparing
+from fddp.training.skips import Skips
 
 # Members for fddp's own rooms, which completion and `help` omit.
 INTERNAL = {"held", "on", "settled", "skips", "steps", "training"}

@@ -21,8 +21,8 @@ import fddp
 from bench.on_gpu.ranks import more_options
 from fddp.analysis.audit import Audit, read
 from fddp.analysis.targets import read_target
-from fddp.hlo import parse
 from fddp.hooks.reductions import reductions
+from fddp.program import parse
 from fddp.schedules.communications import communications
 from models import bert, gpt, mlp, resnet
 

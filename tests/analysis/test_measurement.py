@@ -11,9 +11,9 @@ import pytest
 import fddp
 from fddp.analysis.measure import Measurement
 from fddp.analysis.profile import COLLECTIVE, MeasuredStep, read_steps
-from fddp.hlo import parse
-from fddp.hlo.collectives import KINDS
 from fddp.jax_internals import Event, Plane
+from fddp.program import parse
+from fddp.program.collectives import KINDS
 from fddp.schedules.timeline import Span, Timeline
 
 

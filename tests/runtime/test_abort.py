@@ -64,7 +64,7 @@ def test_an_error_ends_the_world_though_nothing_takes_the_output():
     script = (
         "import os, sys\n"
         "from fddp.comm import Journal\n"
-        "from fddp.watching import Ending, end_together\n"
+        "from fddp.runtime.watching import Ending, end_together\n"
         "parts = lambda _: None, lambda _: False, lambda: None, lambda: os._exit(7)\n"
         "end_together(0, 2, Ending(*parts), Journal())\n"
         "sys.stdout.write('progress')\n"
@@ -82,7 +82,7 @@ def test_an_error_without_a_text_ends_the_world_too():
     script = (
         "import os\n"
         "from fddp.comm import Journal\n"
-        "from fddp.watching import Ending, end_together\n"
+        "from fddp.runtime.watching import Ending, end_together\n"
         "end_together(0, 2, Ending(print, lambda _: False, lambda: None, lambda: os._exit(7)), "
         "Journal())\n"
         "class Odd(Exception):\n"

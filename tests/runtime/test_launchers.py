@@ -16,7 +16,7 @@ from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket, read_launch, spoken, worlds
 from fddp.runtime.place import Launch
-from fddp.watching.abort import read_grace
+from fddp.runtime.watching.abort import read_grace
 
 EXPLICIT = {"FDDP_RANK": "1", "FDDP_SIZE": "3", "FDDP_COORDINATOR": "node1:4711"}
 OPEN_MPI = {

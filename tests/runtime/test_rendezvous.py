@@ -17,7 +17,7 @@ from processes import free_port
 from fddp.runtime import reception, rendezvous
 from fddp.runtime.reception import Guest, ServiceAddresses
 from fddp.runtime.rendezvous import meet_ranks
-from fddp.watching import allow_files
+from fddp.runtime.watching import allow_files
 
 
 def outcomes(ranks: Sequence[tuple[int, int]], coordinator: str, timeout_s: float) -> list[str]:

@@ -27,10 +27,10 @@ from fddp.comm import Journal, Lane
 from fddp.hooks import Reduction
 from fddp.hooks.reductions import Asks
 from fddp.jax_internals import with_configuration
+from fddp.runtime.watching import poll
 from fddp.schedules.message_order import trailed
 from fddp.schedules.tasks import Communicate, Compute, Task, TaskList
 from fddp.schedules.values import BYTES, Value
-from fddp.watching import poll
 
 Groups = Callable[[int], fddp.Group]
 

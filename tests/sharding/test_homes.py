@@ -17,8 +17,8 @@ import pytest
 import fddp
 from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
-from fddp.hlo import parse
 from fddp.jaxpr import AtHome
+from fddp.program import parse
 from fddp.sharding.homes import at_home, dealt
 
 pytestmark = pytest.mark.steps

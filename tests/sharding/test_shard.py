@@ -19,7 +19,7 @@ import fddp
 from fddp.analysis.measure import bytes_of
 from fddp.buckets import take_apart, whole_forms
 from fddp.comm import of_one_replica, trace
-from fddp.hlo import find_collectives, parse
+from fddp.program import find_collectives, parse
 from fddp.schedules import Communicate
 
 pytestmark = pytest.mark.steps

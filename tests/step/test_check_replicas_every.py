@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fddp
-from fddp.guards.digests import _digest
+from fddp.training.digests import _digest
 
 DTYPES = (
     "float32",

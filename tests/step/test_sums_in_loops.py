@@ -23,8 +23,8 @@ from test_scanned_layers import (
 )
 
 import fddp
-from fddp.hlo import heavy_operations, parse
-from fddp.hlo.collectives import KINDS
+from fddp.program import heavy_operations, parse
+from fddp.program.collectives import KINDS
 
 
 def overlapping(group: Any) -> Any:

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from fddp.comm import Finding, Journal
-from fddp.watching.watcher import shared_memory
-from fddp.watching.watcher.shared_memory import BETWEEN, ENDS, LAUNCHED, STEP, Record
+from fddp.runtime.watching.watcher import shared_memory
+from fddp.runtime.watching.watcher.shared_memory import BETWEEN, ENDS, LAUNCHED, STEP, Record
 
 WAIT_S = 0.01
 STEPS = 20  # number of last steps in the typical time

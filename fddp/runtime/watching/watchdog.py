@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from fddp.comm import Group, new_secret, on_one_host, own_addresses, signature
-from fddp.watching.leaving import leave
-from fddp.watching.recorder import Recorder
-from fddp.watching.watcher.shared_memory import FINISHED, PORT, SIZE
+from fddp.runtime.watching.leaving import leave
+from fddp.runtime.watching.recorder import Recorder
+from fddp.runtime.watching.watcher.shared_memory import FINISHED, PORT, SIZE
 
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from processes import case, launch, written
 
-from fddp.watching import read_flights
-from fddp.watching import told as flight
-from fddp.watching.watcher.links import (
+from fddp.runtime.watching import read_flights
+from fddp.runtime.watching import told as flight
+from fddp.runtime.watching.watcher.links import (
     Links,
     Newcomers,
     admit_newcomers,
@@ -29,9 +29,9 @@ from fddp.watching.watcher.links import (
     wait_readable,
     welcome,
 )
-from fddp.watching.watcher.main import STOP_S, Stop, stop_of
-from fddp.watching.watcher.mpiexec import leave_last
-from fddp.watching.watcher.verdicts import (
+from fddp.runtime.watching.watcher.main import STOP_S, Stop, stop_of
+from fddp.runtime.watching.watcher.mpiexec import leave_last
+from fddp.runtime.watching.watcher.verdicts import (
     AFTER_S,
     PATIENCE,
     Verdict,

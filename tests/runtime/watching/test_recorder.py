@@ -1,4 +1,4 @@
-"""The journal that a rank writes for its watcher: `fddp.watching.recorder`."""
+"""The journal that a rank writes for its watcher: `fddp.runtime.watching.recorder`."""
 
 import os
 import subprocess
@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from fddp.watching import recorder as recorder_module
-from fddp.watching.recorder import STEPS, Recorder
-from fddp.watching.watcher import shared_memory
-from fddp.watching.watcher.shared_memory import (
+from fddp.runtime.watching import recorder as recorder_module
+from fddp.runtime.watching.recorder import STEPS, Recorder
+from fddp.runtime.watching.watcher import shared_memory
+from fddp.runtime.watching.watcher.shared_memory import (
     ANSWER,
     DOING,
     HEAD,

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from on_ranks.evaluation import a_loader_may_refill_one_buffer
 
 import fddp
-from fddp.watching.recorder import Recorder
-from fddp.watching.watcher.shared_memory import HEAD, SIZE
+from fddp.runtime.watching.recorder import Recorder
+from fddp.runtime.watching.watcher.shared_memory import HEAD, SIZE
 
 close = partial(trees.close, rtol=1e-12, atol=0)
 

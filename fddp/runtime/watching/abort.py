@@ -18,8 +18,8 @@ from typing import NamedTuple
 import jax
 
 from fddp.comm import Journal
-from fddp.watching.leaving import flush_output, leave, poll
-from fddp.watching.watcher.shared_memory import FAILED
+from fddp.runtime.watching.leaving import flush_output, leave, poll
+from fddp.runtime.watching.watcher.shared_memory import FAILED
 
 GRACE_S = 5.0
 # Seconds for which a rank with a transport error waits for the watchers' verdict.

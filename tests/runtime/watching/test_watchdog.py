@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fddp.watching import watchdog
+from fddp.runtime.watching import watchdog
 
 
 class Frame:

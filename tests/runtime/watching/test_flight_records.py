@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from fddp.watching.flight_records import read_flights, told
-from fddp.watching.watcher.rank import record as write_record
-from fddp.watching.watcher.shared_memory import SIZE
+from fddp.runtime.watching.flight_records import read_flights, told
+from fddp.runtime.watching.watcher.rank import record as write_record
+from fddp.runtime.watching.watcher.shared_memory import SIZE
 
 
 def message(

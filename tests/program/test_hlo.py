@@ -2,8 +2,8 @@
 
 import pytest
 
-from fddp.hlo.collectives import find_collectives, heavy_operations
-from fddp.hlo.module import Array, parse
+from fddp.program.collectives import find_collectives, heavy_operations
+from fddp.program.module import Array, parse
 
 HEAD = "HloModule f, is_scheduled=true\n"
 
