@@ -5,8 +5,7 @@ are drawn at random.
 
 Each configuration trains for a few steps on up to eight devices of this process, and in `plain.py`,
 in float64. Options that do not go together are drawn as they come: an error that fddp raises in its
-own words, before anything has run, counts as refused. `--seed N --count 1` runs one again; `--more`
-goes on where an earlier run has ended.
+own words, before anything has run, counts as refused. `--seed N --count 1` runs one again.
 """
 
 import argparse
@@ -43,7 +42,6 @@ from bench.drawn import (
     optimizer_of,
 )
 from bench.drawn_shards import draw_shards
-from bench.record import save, saved
 
 COUNT = 504
 TIMEOUT_S = 180
@@ -71,26 +69,19 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=600.0, help="after which no other one begins"
     )
-    parser.add_argument("--quick", action="store_true", help="12 configurations, nothing is saved")
+    parser.add_argument("--quick", action="store_true", help="12 configurations")
     parser.add_argument(
         "--shards",
         action="store_true",
         help="states in shards, for which more is drawn than for others",
     )
-    parser.add_argument(
-        "--more", action="store_true", help="goes on behind those that are saved, and adds to them"
-    )
     args = parser.parse_args()
     prepare()
     count = 12 if args.quick else args.count
-    draws, name = (
-        (draw_shards, "configurations_shards") if args.shards else (draw, "configurations")
-    )
+    draws = draw_shards if args.shards else draw
     outcomes = dict[int, Outcome]()
-    earlier = saved(name) if args.more else {}
-    first = earlier.get("seeds", [args.seed])[-1] + args.more
     end = time.perf_counter() + 60 * args.minutes
-    for seed in range(first, first + count):
+    for seed in range(args.seed, args.seed + count):
         drawn = draws(seed)
         begin = time.perf_counter()
         if begin > end:
@@ -104,8 +95,6 @@ def main() -> None:
         if seed % FORGET_EVERY == 0:
             jax.clear_caches()
     print(table(outcomes))
-    if not args.quick and count > 1:
-        print(save(name, results(outcomes, earlier)))
 
 
 def prepare() -> None:
@@ -143,20 +132,6 @@ def table(outcomes: dict[int, Outcome]) -> str:
             ),
         ]
     )
-
-
-def results(outcomes: dict[int, Outcome], earlier: dict[str, Any]) -> dict[str, Any]:
-    """The results to save: counts, including those of earlier seeds."""
-    kinds = Counter(outcome.kind for outcome in outcomes.values())
-    reasons = Counter(earlier.get("refused", {}))
-    reasons.update(outcome.words[:60] for outcome in outcomes.values() if outcome.kind == "refused")
-    return {
-        "seeds": [earlier.get("seeds", [min(outcomes)])[0], max(outcomes)],
-        "trained": earlier.get("trained", 0) + kinds["trained"],
-        "refused": dict(reasons.most_common()),
-        "wrong": earlier.get("wrong", {})
-        | {str(n): outcome.words for n, outcome in outcomes.items() if outcome.kind == "wrong"},
-    }
 
 
 def judged(drawn: Drawn) -> Outcome:

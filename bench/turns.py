@@ -38,7 +38,7 @@ def main(question: str, backend: str, name: str, rounds: int, path: Path) -> Non
 
 
 def take_turns(
-    question: str, backend: str, name: str, *, rounds: int, rate: str = "1gbit"
+    question: str, backend: str, name: str, *, rounds: int, rate: str = "1gbit", each: int = 1
 ) -> dict[str, np.ndarray]:
     """Runs the ways of a question on two hosts; the first round compiles and does not count.
 
@@ -48,13 +48,13 @@ def take_turns(
       name: of the problem.
       rounds: number of timings of each way.
       rate: of the wire, as tc writes it.
+      each: ranks of a host.
 
     Returns:
       Seconds of each round, by way.
     """
-    seconds = ask(
-        backend.lower(), rate, __file__, f"bench.{Path(question).stem}", backend, name, rounds
-    )
+    words = (f"bench.{Path(question).stem}", backend, name, rounds)
+    seconds = ask(backend.lower(), rate, __file__, *words, each=each)
     return {way: np.array(values) for way, values in seconds.items()}
 
 

@@ -31,11 +31,7 @@ def verdict(figures: dict[str, Any]) -> str:
 
 def sentence(machine: Machine, results: dict[str, Any]) -> str:
     """A sentence for the first page about the measured quantities, and no others."""
-    clauses = [
-        words
-        for words in (_same(results), _ranks(results), _cost(results), _estimate(results))
-        if words
-    ]
+    clauses = [words for words in (_same(results), _ranks(results), _cost(results)) if words]
     bad = [f"{name} ({what})" for name, what in unsound(results)]
     where = (
         f"{machine.gpus} × {machine.kind}"
@@ -90,16 +86,6 @@ def _cost(results: dict[str, Any]) -> str:
     return (
         f"a fused step takes {min(ratios):.2f} to {max(ratios):.2f} of a step by hand"
         if ratios
-        else ""
-    )
-
-
-def _estimate(results: dict[str, Any]) -> str:
-    entries = _sound(results, "estimate").values()
-    times = [entry["measured / estimated"] for entry in entries if "measured / estimated" in entry]
-    return (
-        f"and {min(times):.1f} to {max(times):.1f} times what `fddp.audit` estimates"
-        if times
         else ""
     )
 
