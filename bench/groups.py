@@ -37,13 +37,15 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(QUESTIONS), choices=list(QUESTIONS))
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--quick", action="store_true", help="2 rounds, nothing is saved")
+    parser.add_argument(
+        "--quick", action="store_true", help="2 rounds of a problem, nothing is saved"
+    )
     args = parser.parse_args()
     sheet = Table("problem", "backend", "way", "ms a step (quartiles)", "of the first (quartiles)")
     for question in args.only:
         each, problems = QUESTIONS[question]
         results = dict[str, Any]()
-        for name in problems:
+        for name in problems[:1] if args.quick else problems:
             for backend in args.backends:
                 rounds = 2 if args.quick else args.rounds
                 seconds = take_turns(__file__, backend, name, rounds=rounds, each=each)

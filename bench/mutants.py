@@ -55,7 +55,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "checkpoints": (*on_ranks("checkpoints"), "tests/test_train.py"),
     "comm": (
         *on_ranks("group", "agreement", "collectives", "modules"),
-        *on_ranks("levels", "nodes", "round_robin", "train_step"),
+        *on_ranks("one_program", "levels", "nodes", "round_robin", "train_step"),
         *("tests/reproducible", "tests/step/test_mesh_group.py", "tests/sharding/test_nodes.py"),
     ),
     "data": (
@@ -81,7 +81,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "modules": (*on_ranks("modules"), "tests/test_models.py"),
     "optim": ("tests/local_training", "tests/step"),
     "program": (
-        *on_ranks("one_program", "train_step"),
+        *on_ranks("one_program", "scan", "train_step"),
         *("tests/step/test_sums_in_loops.py", "tests/analysis/test_audit.py"),
     ),
     "reproducible": (*on_ranks("virtual_replicas"), "tests/data"),
@@ -93,7 +93,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "sharding": (*on_ranks("shard", "nodes"), "tests/checkpoints", "tests/optim/test_parts.py"),
     "step": (
-        *on_ranks("train_step", "buffers", "unused", "join"),
+        *on_ranks("train_step", "buffers", "unused", "join", "rows"),
         *("tests/data", "tests/losses"),
         "tests/schedules",
     ),
@@ -369,11 +369,12 @@ def claims_of(path: str) -> Tests:
 
 
 def copied(folder: Path) -> Path:
-    """Copies the tracked files, as they are in the working tree, into an empty folder."""
+    """Copies the tracked files and the compiled lane, as they are in the working tree, into an
+    empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in filter(None, listed.split("\0")):
+    for name in (*filter(None, listed.split("\0")), "fddp/comm/liblane.so"):
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 from fddp.program import Carrier, exchange, overlapped
 
@@ -84,6 +85,43 @@ def test_a_message_copies_joined_arrays_in_and_split_results_out_without_xla():
     assert calls == ["start 0 of 3", "done 0 of 3"]
     np.testing.assert_array_equal(first, RANKS * np.arange(4.0).reshape(2, 2))
     np.testing.assert_array_equal([*second, *tail], [21.0, 21.0, 3.0])
+
+
+def test_one_token_goes_through_every_call_and_a_done_waits_for_what_can_be_computed():
+    """A done holds a thread of XLA. What it waits for is an argument of its call."""
+    seen = list[list[float]]()
+    carrier = recorded([])
+
+    def start(token: jax.Array, *rest: Any) -> jax.Array:
+        seen.append([float(token)])
+        return carrier.start(token, *rest) + 1
+
+    def done(tokens: Sequence[jax.Array], *rest: Any) -> Any:
+        seen.append(list(map(float, tokens)))
+        return tokens[0] + 1, carrier.done(tokens, *rest)[1]
+
+    def f(x: jax.Array) -> Any:
+        add = lambda x: exchange(Carrier(start, done), "sum", x, RANKS)  # noqa: E731
+        return add(x), add(2 * x), x + 5
+
+    x = jnp.ones(2)
+    token, _ = overlapped(jax.make_jaxpr(f)(x), jnp.ones(()), [x])
+    assert seen == [[1.0], [2.0], [3.0, 6.0], [4.0, 6.0]] and float(token) == 5.0
+
+
+def test_effects_stay_in_order_though_a_message_needs_the_last_one_alone():
+    said = list[float]()
+
+    def say(x: Any) -> Any:
+        said.append(float(x[0]))
+        return x
+
+    def f(carrier: Carrier, x: jax.Array) -> jax.Array:
+        io_callback(say, x, x, ordered=True)
+        return exchange(carrier, "sum", io_callback(say, x, 2 * x, ordered=True), RANKS)
+
+    run(f, jnp.ones(2))
+    assert said == [1.0, 2.0]
 
 
 @pytest.mark.parametrize("loop", ["scan", "while", "cond"])
