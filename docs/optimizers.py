@@ -33,6 +33,10 @@ INTRODUCTION = (
     "`docs/optimizers.py` reads the answers from the programs of their updates, as fddp does for "
     "your optimizer: optimizers that are not in the table may work too."
 )
+COMPLEX = (
+    "Give complex leaves to `optax.adam` and the like as they are: with `shard=` `step.init` "
+    "refuses `optax.contrib.split_real_and_imaginary`, whose state has two arrays for each leaf."
+)
 ANSWERS = {
     "yes": "Each replica updates its part of each leaf:",
     "owner": "One replica updates the named leaf, for the operation in parentheses:",
@@ -60,7 +64,8 @@ def page() -> str:
         )
         for kind, text in ANSWERS.items()
     ]
-    return "\n\n".join(["# Optimizers in shards", fill(INTRODUCTION, 120), *sections]) + "\n"
+    title, end = "# Optimizers in shards", fill(COMPLEX, 120)
+    return "\n\n".join([title, fill(INTRODUCTION, 120), *sections, end]) + "\n"
 
 
 def aliases() -> dict[str, Callable[..., Any]]:

@@ -64,11 +64,14 @@ class Sharded(Way):
             names = [leaf_name(path) for path, _ in leaves]
             reasons = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
             more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+            whole = ""
+            if any(map(np.iscomplexobj, jax.tree.leaves(trained))):
+                whole = "; optax.adam takes complex leaves without split_real_and_imaginary"
             raise ValueError(
                 f"{self.name} gives each replica a part of every leaf, and this optimizer's "
                 f"update cannot be divided so: {', '.join(reasons[:3])}{more}. Leave shard out, "
                 "or take an optimizer that works on one leaf at a time; norms over all leaves are "
-                "fine."
+                f"fine{whole}."
             )
         form = first_form(replica, optimizer, params, None, None)
         why = _nothing_saved(replica, form)

@@ -526,6 +526,13 @@ def test_what_cannot_be_cut_is_refused_by_name(group: Groups):
         ValueError, match=r"cannot be divided so: b \(a state that is in parts only afterwards\)"
     ):
         init(optax.sm3(0.1))
+    complex_leaf = {"w": jnp.ones(3, jnp.complex64)}
+    with pytest.raises(ValueError, match="adam takes complex leaves without split_real_and_imag"):
+        fddp.train_step(
+            lambda p, x: jnp.sum(abs(p["w"])),
+            optax.contrib.split_real_and_imaginary(optax.adam(0.1)),
+            shard="optimizer",
+        ).init(complex_leaf)
     with pytest.raises(ValueError, match="nothing to share"):
         fddp.train_step(lambda w, x: w, optax.adam(0.1), shard="optimizer").init(jnp.ones(()))
     with pytest.raises(ValueError, match="shard must be 'optimizer', 'state' or None, got 'all'"):
