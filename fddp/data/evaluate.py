@@ -169,8 +169,7 @@ def _own(group: Group, local: Placement, tree: Any) -> Any:
 @without_context_mesh
 def _dealt(group: Group, local: Placement, batch: Any, rows: int) -> Any:
     """Places a batch on this process's devices: split by rows if they divide, else replicated."""
-    if rows < 2:
-        check_filled(batch)
+    check_filled(batch)
     divides = rows > 1 and rows % (group.size // group.processes) == 0
     return local.place(local.retained(batch), local.per_replica if divides else REPLICATED)
 

@@ -74,6 +74,6 @@ def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> 
 
 
 def form_of_batch(batch: PyTree) -> Any:
-    """Returns the structure, shapes and dtypes of a batch, which determine a program."""
+    """Returns the structure of a batch, and types, shapes and dtypes of its leaves."""
     leaves, tree = jax.tree.flatten(batch)
-    return tree, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+    return tree, tuple((type(x), np.shape(x), getattr(x, "dtype", None)) for x in leaves)

@@ -192,11 +192,21 @@ def no_mean(w: Any, x: Any) -> Any:
     return x[:, 0]
 
 
+class NoRows:
+    """Rows of another library."""
+
+    dtype, shape = X.dtype, X.shape
+
+    def __repr__(self) -> str:
+        return "<object>"
+
+
 REFUSED: dict[str, tuple[Any, Any, type[Exception]]] = {
     "no rank has a batch": (metrics, [], ValueError),
     "batches must be an iterable of this process's batches, got int": (metrics, 8, TypeError),
     "Python lists of numbers, a: make arrays": (metrics, [{"a": [1.0, 2.0]}], ValueError),
     "the batch is empty": (metrics, [{}], ValueError),
+    "leaves that are not numeric, x <object": (metrics, [{"x": NoRows()}], TypeError),
     "metric_fn must be a function, got float": (0.5, [X], TypeError),
     "metric_fn must return metrics, floats in a tree, got None": (
         lambda w, x: None,
