@@ -16,6 +16,7 @@ from fddp.losses.results import (
     scalar_loss,
     scalar_weight,
 )
+from fddp.losses.user_functions import check_takes
 from fddp.wording import check_switch
 
 
@@ -63,7 +64,9 @@ def make_objective(loss_fn: Callable[..., Any], *, has_aux: bool) -> Objective:
         if isinstance(batch, Undivided):
             batch = jax.tree.map(lambda x: x[0], batch.rows)
         extra = {"model_state": model_state, "rng": rng}
-        value = loss_fn(params, batch, **{name: x for name, x in extra.items() if x is not None})
+        extra = {name: x for name, x in extra.items() if x is not None}
+        check_takes(loss_fn, params, batch, extra)
+        value = loss_fn(params, batch, **extra)
         aux = None
         if model_state is not None:
             before = model_state

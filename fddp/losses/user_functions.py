@@ -1,6 +1,7 @@
 """Checks of the functions that a user passes."""
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -26,3 +27,19 @@ def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
     if not callable(value):
         raise TypeError(f"fddp.{call}: {name} must be a function, got {type(value).__name__}.")
     return value
+
+
+def check_takes(
+    loss_fn: Callable[..., Any], params: Any, batch: Any, extra: Mapping[str, Any]
+) -> None:
+    """Raises TypeError if a loss does not take the arguments of a step."""
+    try:
+        inspect.signature(loss_fn, follow_wrapped=False).bind(params, batch, **extra)
+    except ValueError:  # a function in C
+        return
+    except TypeError as error:
+        form = ", ".join(["params, batch", *(f"{name}=…" for name in extra)])
+        raise TypeError(
+            f"the loss must take ({form}): {error}. It gets model_state= and rng= exactly if "
+            "step.init has them."
+        ) from None

@@ -52,6 +52,13 @@ class ForeignTensor:
     shape = (8, 3)
 
 
+class Sparse(ForeignTensor):
+    """Rows with the shape and dtype of `X`."""
+
+    dtype = X.dtype
+    shape = X.shape
+
+
 BATCHES = [
     (np.ones(6), r"6 rows cannot be divided into 4 equal parts: .* 4 replicas × 1 micro-batches"),
     (np.ones(0), r"0 rows.*fddp\.join.*fddp\.Weighted\(mean, weight\)"),
@@ -78,6 +85,7 @@ BATCHES = [
     ({"x": X.astype(np.longdouble)}, r"not numeric, x array\(.*float128: give numbers"),
     ({"x": np.zeros(8, "f4,i4")}, r"not numeric, x array\(.*: give numbers"),
     ({"x": ForeignTensor()}, "not numeric, x .*ForeignTensor.* torch.float32: give numbers"),
+    (Sparse(), r"not numeric, .*Sparse.* float32: give numbers"),
     ({"x": X, "y": np.array([None] * 8)}, r"not numeric, y array\(\[None, "),
     ({"x": X, "day": np.full(8, "2026-01-01", "M8[D]")}, r"not numeric, day array\(\['2026"),
     (None, "the batch is empty: got None"),
@@ -405,6 +413,23 @@ def test_a_loss_that_returns_something_else_is_refused(make, group, loss, has_au
 def test_a_loss_that_loses_the_model_state_is_refused(make, loss, kind, message):
     step = make(loss)
     refused(kind, message, lambda: step(step.init(W, model_state={"mean": W}), X))
+
+
+@pytest.mark.parametrize(
+    ("loss", "form", "problem"),
+    [
+        (square, "rng=…", "got an unexpected keyword argument 'rng'"),
+        (square, "model_state=…", "got an unexpected keyword argument 'model_state'"),
+        (lambda w, x, *, rng: square(w, x), "", "missing a required .*argument: 'rng'"),
+        (lambda w: w, "", "too many positional arguments"),
+    ],
+)
+def test_a_loss_that_takes_other_arguments_is_refused(make, loss, form, problem):
+    given = {"rng=…": {"rng": jax.random.key(0)}, "model_state=…": {"model_state": W}, "": {}}
+    step = make(loss)
+    form = ", ".join(filter(None, ["params, batch", form]))
+    message = rf"the loss must take \({form}\): {problem}.*exactly if step.init"
+    refused(TypeError, message, lambda: step(step.init(W, **given[form[15:]]), X))
 
 
 @pytest.mark.parametrize("new", [np.zeros(3, np.float32), np.int32(0)], ids=["shape", "dtype"])
