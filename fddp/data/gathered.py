@@ -4,6 +4,8 @@ Source: `gather_all_tensors` in torchmetrics; `gather_for_metrics` in Accelerate
 """
 
 import math
+from collections import ChainMap
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,12 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.comm import Group, described, gather_bytes, verify
+from fddp.comm import Group, described, gather_bytes, nothing_to_compare, verify
 from fddp.jax_internals import rows_here
 from fddp.runtime import group_of
-
-# The subject of an error.
-ROWS = "rows (an array without rows needs the dtype of the others)"
+from fddp.wording import leaf_name
 
 
 def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
@@ -24,7 +24,8 @@ def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
 
     Args:
       tree: arrays of rows along the first dim, for example predictions. Structure, dtypes and other
-        dims are equal on all ranks; the number of rows may differ, and be 0.
+        dims are equal on all ranks; the number of rows may differ. Without rows dtype and other
+        dims do not count: np.array([]) will do.
       group: the ranks that gather; None: the group of `fddp.init()`.
 
     Returns:
@@ -43,16 +44,21 @@ def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
     group = group_of("gather_rows", group)
     tree = jax.tree.map(rows_here, tree)
 
-    def find() -> tuple[Any, list[np.ndarray]]:
-        rows = jax.tree_util.tree_map_with_path(_row, tree)
-        return rows, list(map(np.asarray, jax.tree.leaves(tree)))
+    def find() -> Any:
+        return jax.tree_util.tree_map_with_path(_row, tree)
 
-    _, hosted = verify(group, ROWS, find, lambda result: described("a row of", result[0]))
+    rows = verify(group, "rows", find, nothing_to_compare)
+    named, treedef = jax.tree_util.tree_flatten_with_path(rows)
+    hosted = list(map(np.asarray, jax.tree.leaves(tree)))
+    # An array without rows, such as np.array([]), has the form of the other ranks' arrays.
+    filled = {leaf_name(path): row for (path, row), x in zip(named, hosted) if len(x)}
+    known = ChainMap(filled, *group.all_gather_object(filled))
+    forms = [known.get(leaf_name(path), row) for path, row in named]
+    verify(group, "rows", lambda: treedef.unflatten(forms), partial(described, "a row of"))
     counts = np.array(list(map(len, hosted)), np.int64)
     messages = gather_bytes(group, counts.tobytes() + b"".join(x.tobytes() for x in hosted))
-    rank_arrays = [_read(data, hosted) for data in messages]
-    leaves = map(np.concatenate, zip(*rank_arrays))
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+    rank_arrays = [_read(data, forms) for data in messages]
+    return treedef.unflatten(map(np.concatenate, zip(*rank_arrays)))
 
 
 def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
@@ -71,14 +77,14 @@ def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape[1:], dtype)
 
 
-def _read(data: bytes, like: list[np.ndarray]) -> list[np.ndarray]:
+def _read(data: bytes, rows: list[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
     """Reads one rank's message: the number of rows of each array, then the arrays."""
-    counts = np.frombuffer(data, np.int64, len(like))
+    counts = np.frombuffer(data, np.int64, len(rows))
     begin = counts.nbytes
     arrays = list[np.ndarray]()
-    for count, x in zip(counts.tolist(), like):
-        shape = (count, *x.shape[1:])
+    for count, row in zip(counts.tolist(), rows):
+        shape = (count, *row.shape)
         size = math.prod(shape)
-        arrays.append(np.frombuffer(data, x.dtype, size, begin).reshape(shape))
-        begin += size * x.itemsize
+        arrays.append(np.frombuffer(data, row.dtype, size, begin).reshape(shape))
+        begin += size * row.dtype.itemsize
     return arrays

@@ -37,6 +37,14 @@ def the_rows_of_all_ranks_come_in_order_of_rank_however_many_each_has(group: fdd
 
 
 @claim()
+def an_array_without_rows_has_the_form_of_the_others(group: fddp.Group):
+    rows = np.array([]) if group.rank == 0 else np.full((2, 4), group.rank, np.float32)
+    got = fddp.gather_rows({"x": rows}, group=group)["x"]
+    assert got.dtype == np.float32
+    assert np.array_equal(got, np.repeat(np.arange(1, group.size), 2)[:, None] * np.ones(4))
+
+
+@claim()
 def rows_of_another_form_on_one_rank_are_an_error_on_all(group: fddp.Group):
     for odd_rows in (np.zeros((3, 2), np.float32), np.zeros((3, 4), np.float64)):
         rows = odd_rows if group.rank == group.size - 1 else np.zeros((3, 4), np.float32)
