@@ -120,7 +120,7 @@ def test_a_record_takes_the_place_of_a_link_and_is_for_its_owner_alone(tmp_path:
     job = {"rank": 0, "size": 1, "flight": str(folder), "began": 1.0}
     head_of_rank = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
     write = partial(write_record, mmap(-1, SIZE), job, head_of_rank, "rank 0 died")
-    write()
+    assert write()
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "rank_0.json").unlink()
     target.write_text("mine")
@@ -128,3 +128,10 @@ def test_a_record_takes_the_place_of_a_link_and_is_for_its_owner_alone(tmp_path:
     write()
     assert target.read_text() == "mine"
     assert [flight["why"] for flight in read_flights([folder])] == ["rank 0 died"]
+
+
+def test_a_folder_that_cannot_be_made_has_no_record(tmp_path: Path):
+    (tmp_path / "file").touch()
+    job = {"rank": 0, "size": 1, "flight": str(tmp_path / "file" / "flight"), "began": 1.0}
+    report = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
+    assert not write_record(mmap(-1, SIZE), job, report, "rank 0 died")

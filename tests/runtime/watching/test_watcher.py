@@ -210,6 +210,20 @@ def test_a_rank_that_waits_in_another_call_after_one_step_is_named_too():
     )
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "differ"),
+    [("gather 0", "tail", True), ("gather 0", "", False), ("bucket 1", "tail", False)],
+)
+def test_ranks_of_which_one_gathers_parameters_are_in_different_calls(
+    first: str, second: str, differ: bool
+):
+    verdict = conclude(
+        waiting(0, 11.0) | {"sending": first}, waiting(1, 11.0) | {"sending": second}
+    )
+    assert verdict is not None
+    assert ("no_sync equally often" in verdict.words) == differ
+
+
 def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
     compiles = waiting(1, 30.0) | {"doing": "step", "sending": "", "messages": 104}
     verdict = conclude(waiting(0, 30.0), compiles)
@@ -572,6 +586,15 @@ def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(t
     assert "rank 0 of 3: rank 2 died between steps 20 and 21." in text
     assert "rank 0 died" not in text and "rank 1 died" not in text and "Traceback" not in text
     assert "python -m fddp flight" in text  # the last word, before mpiexec has ended
+
+
+@pytest.mark.ranks
+def test_a_job_that_can_write_no_records_does_not_name_their_folder(tmp_path: Path):
+    (tmp_path / "file").touch()
+    env: Any = {"FDDP_FLIGHT_DIR": str(tmp_path / "file" / "flight")}
+    launch("mpi", 3, "faults.py", "kill", "staged", folder=tmp_path, **env)
+    text = "\n".join(written(tmp_path, 3))
+    assert "rank 2 died" in text and "python -m fddp flight" not in text
 
 
 def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():

@@ -219,9 +219,10 @@ def _end(watch: Watch, *, abort: bool) -> None:
             if watch.spoke.get(link, watch.now) > watch.now - patience
         }
         wait_for_others(near, patience)
-        write_stderr(
-            f"`python -m fddp flight {job['flight']}` shows the last messages of each rank."
-        )
+        if record(watch.memory, job, watch.own, watch.said):
+            write_stderr(
+                f"`python -m fddp flight {job['flight']}` shows the last messages of each rank."
+            )
     end(watch.memory, job, watch.own, watch.said, watch.died)
     leave_last(job["pmi_fd"], watch.links, patience, abort=abort)
 

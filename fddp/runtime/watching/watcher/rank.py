@@ -103,8 +103,8 @@ def end(
         os.kill(job["parent"], signal.SIGKILL)
 
 
-def record(memory: mmap, job: Mapping[str, Any], report: Mapping[str, Any], words: str) -> None:
-    """Writes the rank's last messages to a file for `python -m fddp flight`."""
+def record(memory: mmap, job: Mapping[str, Any], report: Mapping[str, Any], words: str) -> bool:
+    """Writes the rank's last messages to a file for `python -m fddp flight`; False without one."""
     time_s = time.monotonic()
     slots = [message(number).read(memory) for number in range(MESSAGES)]
     messages = list[dict[str, Any]]()
@@ -132,3 +132,5 @@ def record(memory: mmap, job: Mapping[str, Any], report: Mapping[str, Any], word
         with temporary.open("x") as file:  # another user's link at either name is not followed
             json.dump(summary | {"messages": messages}, file, indent=1)
         temporary.replace(folder / f"rank_{job['rank']}.json")
+        return True
+    return False

@@ -120,7 +120,9 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
         stuck = [report for report, count in zip(reports, progress) if count == least]
         # Before the first task of a step a rank may compile.
         busy = all(not report["together"] or report["doing"] == STEP for report in stuck)
-    waiting += [report for report in reports if report["together"]]
+    together = [report for report in reports if report["together"]]
+    gathering = {report["sending"].startswith("gather") for report in together if report["sending"]}
+    waiting += together
     texts = [
         f"rank {report['rank']} {condition(report, time_s, silence_s)}" for report in stuck[:4]
     ]
@@ -140,7 +142,7 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
             f". If this goes on for {end_s:g} s all ranks end; "
             "call fddp.alive() in long loops between steps"
         )
-    elif len({is_outside(report) for report in reports if report["together"]}) > 1:
+    elif len({is_outside(report) for report in together}) > 1 or len(gathering) > 1:
         advice = (
             ". The ranks are in different calls: each rank calls step, save, evaluate and, with "
             "shard='state', no_sync equally often and in the same order"
