@@ -163,7 +163,7 @@ def _nccl() -> tuple[str, str]:
 def _lane() -> tuple[str, str]:
     if library():
         return "travel while a step's one program computes", ""
-    return "travel between programs", "install a C++ compiler (g++), then install fddp again"
+    return "travel between programs", "install a C++ compiler (g++), then build fddp again"
 
 
 def _mpi() -> tuple[str, str, str | None]:

@@ -66,7 +66,7 @@ def launch(
     Raises:
       RuntimeError: a rank failed; the message has its traceback.
       TimeoutError: not all ranks have ended in time.
-      TypeError: `fn` is not callable.
+      TypeError: `fn` is not callable, or an argument cannot be pickled.
       ValueError: another process cannot find the function, or a number is out of range.
 
     Example:
@@ -151,7 +151,14 @@ def _pickled(fn: Callable, args: tuple) -> bytes:
             f"({problem}): write it into a module and import it from there, or pip install "
             "cloudpickle."
         )
-    return importlib.import_module("cloudpickle").dumps((fn, args))
+    dumps = importlib.import_module("cloudpickle").dumps
+    for k, x in enumerate((fn, *args)):
+        try:
+            dumps(x)
+        except Exception as error:
+            name = f"argument {k} of {_name(fn)}" if k else _name(fn)
+            raise TypeError(f"fddp.launch: {name} cannot be pickled ({error}).") from error
+    return dumps((fn, args))
 
 
 def _start(work: bytes, world: Mapping[str, str]) -> Rank:

@@ -287,6 +287,14 @@ def test_a_function_that_ranks_cannot_find_in_the_script_is_told(tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_argument_that_cannot_be_pickled_is_named(number: int):
+    args: list[object] = [1.0, 2.0]
+    args[number - 1] = threading.Lock()
+    with pytest.raises(TypeError, match=rf"argument {number} of getenv cannot be pickled \(.*lock"):
+        fddp.launch(os.getenv, 2, *args)
+
+
 @pytest.mark.ranks
 def test_a_result_that_cannot_be_pickled_and_a_script_without_its_guard_are_told(tmp_path: Path):
     with pytest.raises(
