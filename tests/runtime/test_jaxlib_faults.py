@@ -1,5 +1,6 @@
 """The table of faults that jaxlib releases have on CPUs, and who says so."""
 
+import os
 import subprocess
 import sys
 
@@ -54,6 +55,24 @@ x = jnp.arange(128).reshape(8, 16)
 print([*jax.jit(f)(x)[0, :, 0]] == [1, *range(1, 112, 16)])
 """,
 }
+
+
+@pytest.mark.ranks
+def test_rank_0_alone_names_a_fault_and_once():
+    twice = "import fddp; fddp.init(); fddp.init()"
+    words = ["-m", "fddp", "run", "-n", "2", "--by", "processes", "--", sys.executable, "-c", twice]
+    completed = subprocess.run(
+        [sys.executable, *words],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    said = completed.stdout + completed.stderr
+    words = jaxlib_faults.remark(jaxlib_faults_version(), "")
+    assert said.count("has a known fault") == bool(words)
+    assert f"[0] fddp: {words}" * bool(words) in said
 
 
 @pytest.mark.steps
