@@ -1,0 +1,19 @@
+"""Claims about the order of a lane's programs; `on_ranks/one_program.py` has those on ranks."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from fddp.comm.program_lane import InOrder
+
+
+def test_a_program_waits_for_the_messages_of_the_program_before_it():
+    tokens = list[float]()
+
+    def program(token: float, x: int) -> tuple[float, int]:
+        tokens.append(token)
+        return token + 1, 2 * x
+
+    lane: Any = SimpleNamespace(token=1.0)
+    first, second = InOrder(lane, program), InOrder(lane, program)
+    assert (first(5), second(6), first(7)) == (10, 12, 14)
+    assert tokens == [1.0, 2.0, 3.0]
