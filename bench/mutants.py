@@ -55,8 +55,8 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "checkpoints": (*on_ranks("checkpoints"), "tests/test_train.py"),
     "comm": (
         *on_ranks("group", "agreement", "collectives", "modules"),
-        *on_ranks("one_program", "levels", "nodes", "round_robin", "train_step"),
-        *("tests/reproducible", "tests/step/test_mesh_group.py", "tests/sharding/test_nodes.py"),
+        *on_ranks("one_program", "two_levels", "round_robin", "train_step"),
+        *("tests/reproducible", "tests/step/test_mesh_group.py", "tests/comm/test_two_levels.py"),
     ),
     "data": (
         *on_ranks("join", "evaluation"),
@@ -91,7 +91,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
         *("tests/hooks/test_hook_memory.py", "tests/analysis/test_audit.py"),
         *("tests/step", "tests/sharding"),
     ),
-    "sharding": (*on_ranks("shard", "nodes"), "tests/checkpoints", "tests/optim/test_parts.py"),
+    "sharding": (*on_ranks("shard"), "tests/checkpoints", "tests/optim/test_parts.py"),
     "step": (
         *on_ranks("train_step", "buffers", "unused", "join", "rows"),
         *("tests/data", "tests/losses"),

@@ -18,7 +18,6 @@ INTERNAL = {
         "hosts",
         "journal",
         "lane",
-        "levels",
         "make_subgroup",
         "placement",
         "transport",

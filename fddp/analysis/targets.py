@@ -21,7 +21,6 @@ from fddp.comm import (
     Group,
     Hosts,
     axis_communicator,
-    mesh_levels,
     mesh_placement,
     mesh_transport,
     replica_mesh,
@@ -99,5 +98,4 @@ def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Sequence[int]], G
         transport=transport,
         hosts=Hosts((0,), all_gather=lambda data: data[None], broadcast=lambda data, root: data),
         make_subgroup=make_subgroup,
-        levels=mesh_levels(placement, communicator, "gpu", lambda: (0,) * size),
     )

@@ -35,9 +35,6 @@ class ShardLayout:
     """Number of rows (layers of a stack) that are cut separately. 1: the array is cut flat."""
     ranks: tuple[int, ...] | None = None
     """Global numbers of the processes that hold the parts. None: those of the array's mesh."""
-    nodes: tuple[tuple[int, ...], ...] | None = None
-    """The replicas of each node, if the parts of each node make up the array. None: the parts of
-    all replicas do, or this is the part of one rank."""
 
     @property
     def row_size(self) -> int:

@@ -31,11 +31,6 @@ class Shard:
         """Shape of the whole array."""
         return self.layout.shape
 
-    @property
-    def nodes(self) -> tuple[tuple[int, ...], ...] | None:
-        """The replicas of each node, if the parts of each node make up the array."""
-        return self.layout.nodes
-
     def __repr__(self) -> str:
         if hasattr(self.parts, "dtype"):
             return f"Shard of {self.parts.dtype}{list(self.shape)}"

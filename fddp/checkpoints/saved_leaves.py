@@ -65,8 +65,6 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
                 "a key."
             )
         if is_shard(x):
-            if x.nodes:
-                raise ValueError(f"{name} is in parts of a node, and cannot be saved.")
             leaves[name] = Leaf(x.parts, True, None if is_key(x.parts) else x.layout)
             continue
         if not hasattr(x, "dtype"):  # a user's number

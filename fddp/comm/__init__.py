@@ -12,10 +12,8 @@ from fddp.comm.agreement import described as described
 from fddp.comm.agreement import nothing_to_compare as nothing_to_compare
 from fddp.comm.agreement import shortened as shortened
 from fddp.comm.agreement import verify as verify
-from fddp.comm.allgatherv import gather_bytes as gather_bytes
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
-from fddp.comm.communicator import Level as Level
 from fddp.comm.communicator import add_bytes as add_bytes
 from fddp.comm.communicator import add_rows as add_rows
 from fddp.comm.communicator import all_reduce_bytes as all_reduce_bytes
@@ -29,15 +27,14 @@ from fddp.comm.device_caches import device_cache as device_cache
 from fddp.comm.device_caches import forget_device_caches as forget_device_caches
 from fddp.comm.group import Group as Group
 from fddp.comm.host_bytes import from_hosted as from_hosted
+from fddp.comm.host_bytes import gather_bytes as gather_bytes
 from fddp.comm.host_bytes import hosted as hosted
 from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import unwatched as unwatched
 from fddp.comm.lane import Lane as Lane
-from fddp.comm.levels import Nodes as Nodes
 from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import mesh_group as mesh_group
-from fddp.comm.mesh import mesh_levels as mesh_levels
 from fddp.comm.mesh import mesh_transport as mesh_transport
 from fddp.comm.mesh import replica_mesh as replica_mesh
 from fddp.comm.mesh import world_group as world_group

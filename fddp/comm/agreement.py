@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import FlattenedIndexKey
 from jaxtyping import PyTree
 
-from fddp.comm.allgatherv import gather_bytes
+from fddp.comm.host_bytes import gather_bytes
 from fddp.wording import leaf_name
 
 if TYPE_CHECKING:  # a group compares, too

@@ -3,34 +3,17 @@
 All traffic inside a program goes through a `Communicator`; `count_bytes` counts its bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, Shaped, UInt32
 
 MOST = 2**32 - 1
-# The replicas of a collective: all of a group, or subsets of them. Where sums go over nodes first,
-# the subsets are the replicas of one node, and the replicas at one position on each node.
-Level: TypeAlias = Literal["all", "shards", "node", "network"]
-Carrier = TypeVar("Carrier")
-
-
-class ByLevel(NamedTuple, Generic[Carrier]):
-    """Collectives of one replica at each level below all replicas."""
-
-    shards: Carrier
-    """All replicas, with parts per node: a sum that is scattered over a node continues between
-    nodes."""
-    node: Carrier
-    """The replicas of this replica's node."""
-    network: Carrier
-    """The replicas at this replica's position, one on each node."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +38,6 @@ class Communicator:
     """True if `all_reduce` sends 16-bit floats unchanged; XLA:CPU and MPI send them as 32 bits."""
     in_lane: bool = False
     """True if messages leave in the order of the program, and copy arrays in and out themselves."""
-    nodes: int = 1
-    """Number of nodes, of `size` replicas each, over which sums continue."""
-    levels: "ByLevel[Communicator] | None" = field(default=None, compare=False)
-    """Collectives of subsets of the replicas; None: all replicas are one node."""
     sent: list[Any] | None = field(default=None, compare=False)
     """Bytes of each call so far, in a list of the enclosing `count_bytes`; None outside of it."""
 
@@ -72,49 +51,24 @@ class Communicator:
         """Sums arrays without rounding, even where gradients are rounded."""
         return self.unrounded or self.all_reduce
 
-    def at(self, level: Level) -> "Communicator":
-        """Selects the collectives of a level.
 
-        Args:
-          level: the replicas that take part; see `ByLevel`.
-
-        Returns:
-          Their communicator; this one, if all replicas are one node.
-        """
-        if level == "all" or self.levels is None:
-            return self
-        return getattr(self.levels, level)
-
-
-def axis_communicator(
-    axis_name: str, size: int, platform: str, *, among: Sequence[Sequence[int]] | None = None
-) -> Communicator:
-    """Makes XLA's collectives over one axis of a mesh, for devices of a platform ("cpu", "gpu").
-
-    `among` lists sets of `size` replicas along the axis, each with collectives of its own; None:
-    one set.
-    """
+def axis_communicator(axis_name: str, size: int, platform: str) -> Communicator:
+    """Makes XLA's collectives over one axis of a mesh, for devices of a platform ("cpu", "gpu")."""
 
     def exchange(rows: Array) -> Array:
-        return jax.lax.all_to_all(rows, axis_name, 0, 0, axis_index_groups=among)
-
-    def replica_index() -> Array:
-        index = jax.lax.axis_index(axis_name)
-        if among is None:
-            return index
-        return jnp.asarray(np.argsort(np.ravel(among)) % size, jnp.int32)[index]
+        return jax.lax.all_to_all(rows, axis_name, 0, 0)
 
     def reduce_scatter(rows: Array) -> Array:
         if platform == "cpu":  # Gloo's own reduce-scatter gives wrong numbers (jax#40830)
             return _exchanged_and_added(exchange, rows)
-        return jax.lax.psum_scatter(rows, axis_name, axis_index_groups=among)
+        return jax.lax.psum_scatter(rows, axis_name)
 
     communicator = Communicator(
         size=size,
-        replica_index=replica_index,
-        all_reduce=lambda x: jax.lax.psum(x, axis_name, axis_index_groups=among),
+        replica_index=lambda: jax.lax.axis_index(axis_name),
+        all_reduce=lambda x: jax.lax.psum(x, axis_name),
         all_to_all=exchange,
-        all_gather=lambda x: jax.lax.all_gather(x, axis_name, axis_index_groups=among),
+        all_gather=lambda x: jax.lax.all_gather(x, axis_name),
         reduce_scatter=reduce_scatter,
         native16=platform != "cpu",
     )
@@ -196,19 +150,12 @@ def as_uint32(nbytes: int | Array) -> UInt32[Array, ""]:
 
 def all_reduce_bytes(comm: Communicator, size: int, dtype: DTypeLike) -> int:
     """Returns the bytes that each replica sends for the sum of `size` numbers."""
-    return _sum_bytes(comm.size * comm.nodes, size * _word(comm, dtype))
+    return -(-2 * (comm.size - 1) * size * _word(comm, dtype) // comm.size)
 
 
 def reduce_scatter_bytes(comm: Communicator, size: int, dtype: DTypeLike) -> int:
-    """Returns the bytes that each replica sends to reduce-scatter `size` numbers over all nodes."""
-    nbytes = size * _word(comm, dtype)
-    return -(-(comm.size - 1) * nbytes // comm.size) + _sum_bytes(
-        comm.nodes, -(-nbytes // comm.size)
-    )
-
-
-def _sum_bytes(replicas: int, nbytes: int) -> int:
-    return -(-2 * (replicas - 1) * nbytes // replicas)
+    """Returns the bytes that each replica sends to reduce-scatter `size` numbers."""
+    return -(-(comm.size - 1) * size * _word(comm, dtype) // comm.size)
 
 
 def _word(comm: Communicator, dtype: DTypeLike) -> int:
@@ -275,18 +222,14 @@ def _counting(comm: Communicator) -> Communicator:
 
         return call
 
+    def bytes_of_rows(rows: Array) -> int:
+        return rows.nbytes * (size - 1) // size
+
     return replace(
         comm,
         all_reduce=counted(comm.all_reduce, lambda x: all_reduce_bytes(comm, x.size, x.dtype)),
-        all_to_all=counted(comm.all_to_all, lambda rows: rows.nbytes * (size - 1) // size),
+        all_to_all=counted(comm.all_to_all, bytes_of_rows),
         all_gather=counted(comm.all_gather, lambda x: x.nbytes * (size - 1)),
-        reduce_scatter=counted(comm.reduce_scatter, partial(_scattered_bytes, comm)),
+        reduce_scatter=counted(comm.reduce_scatter, bytes_of_rows),
         sent=counts,
     )
-
-
-def _scattered_bytes(comm: Communicator, rows: Array) -> int:
-    # On one level 16-bit floats are sent unchanged, and added in 32 bits after the exchange.
-    if comm.nodes == 1:
-        return rows.nbytes * (comm.size - 1) // comm.size
-    return reduce_scatter_bytes(comm, rows.size, rows.dtype)

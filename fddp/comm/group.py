@@ -12,11 +12,11 @@ from fddp.comm.communicator import Communicator
 from fddp.comm.host_bytes import from_bytes, one_array
 from fddp.comm.journal import Journal
 from fddp.comm.lane import Lane
-from fddp.comm.levels import Levels, Nodes, hierarchical
 from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
 from fddp.comm.transport import Hosts, Transport
 from fddp.comm.trees import broadcast_tree, rows
+from fddp.comm.two_levels import hierarchical
 from fddp.jax_internals import without_context_mesh
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
@@ -51,10 +51,6 @@ class Group:
     """The processes, and their collectives."""
     make_subgroup: "Callable[[Sequence[int]], Group]" = field(repr=False, compare=False)
     """Makes a smaller group; see `subgroup`."""
-    levels: Levels = field(repr=False, compare=False)
-    """Makes the collectives of a group with nodes; see `hierarchical`."""
-    nodes: Nodes | None = None
-    """Replicas of each node, if sums go over nodes first; None: over all replicas at once."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     """Records the progress of this process."""
     lane: Lane = field(default_factory=Lane, repr=False, compare=False)
@@ -82,27 +78,6 @@ class Group:
     def axis_name(self) -> str | None:
         """Axis of a loss's collectives over replicas (BatchNorm's `axis_name`), on any backend."""
         return self.placement.axis_name
-
-    @property
-    def local(self) -> int | None:
-        """Number of replicas per node, if sums go over nodes first; None: over all at once."""
-        return None if self.nodes is None else len(self.nodes[0])
-
-    @property
-    def parts(self) -> int:
-        """Number of replicas, and of shards, that make up one state: all, or those of a node."""
-        return self.local or self.size
-
-    @property
-    def shard_ranks(self) -> tuple[int, ...] | None:
-        """Processes that share this one's state (`Shard.ranks`); None on a mesh: arrays name it."""
-        ranks = (self.global_ranks[k] for node in self.sharing if self.rank in node for k in node)
-        return None if self.placement.on_mesh else tuple(ranks)
-
-    @property
-    def sharing(self) -> Nodes:
-        """Sets of replicas that share a state: the nodes, or all replicas."""
-        return self.nodes or (tuple(range(self.size)),)
 
     @property
     def is_main(self) -> bool:
@@ -267,23 +242,22 @@ class Group:
         )
 
     def hierarchical(self, local: int | None = None) -> "Group":
-        """Makes a group of the same replicas with sums over each node first, then between nodes.
+        """Makes a group of the same replicas with sums over each host first, then between hosts.
 
-        This is faster over Gloo with several ranks per host; NCCL and MPICH do it by themselves.
-        Every process calls it. With one node, or one replica per node, sums are plain, if in
-        another order. With `shard=` each node holds a whole state and gathers parameters inside the
-        node (HSDP). For shards over all replicas pass the plain group to the step.
+        This is faster over Gloo with several ranks per host. NCCL and MPICH do it by themselves,
+        and there the group is returned unchanged, as with one host, or one replica per host. Every
+        process calls it.
 
         Args:
-          local: consecutive replicas per node; None: those sharing memory (MPI) or a host (meshes).
+          local: consecutive replicas per host; None: fddp detects those of each host.
 
         Returns:
           The group; its other collectives and its subgroups are unchanged. A replica sends the
           bytes of a plain sum, 2 (p − 1)/p of an array, counted by `info.sent`; of these 2 (m −
-          1)/(m · local) cross the network of m nodes.
+          1)/(m · local) cross the network of m hosts.
 
         Raises:
-          ValueError: nodes have unequal numbers of replicas, `local` does not divide `size` or
+          ValueError: hosts have unequal numbers of replicas, `local` does not divide `size` or
             differs between ranks, or a replica has several devices; on every rank.
 
         Example:

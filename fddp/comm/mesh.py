@@ -1,7 +1,7 @@
 """Groups of replicas along one axis of a mesh; XLA carries their traffic (NCCL, Gloo or local)."""
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,11 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree, UInt8
 
 from fddp.comm.chunked_collectives import GLOO_BYTES, gather_in_pieces, scattered
-from fddp.comm.communicator import ByLevel, Communicator, axis_communicator
+from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.device_caches import device_cache
 from fddp.comm.group import Group
 from fddp.comm.lane import Lane
-from fddp.comm.levels import Levels, Nodes, hosts_of, in_two_levels, same_places
 from fddp.comm.mesh_programs import first_devices, mesh_placement
 from fddp.comm.placement import AXIS, REPLICATED, Placement, from_process
 from fddp.comm.summation_tree import tree_reduce
@@ -81,7 +80,6 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         backend = "gloo"
         piece = GLOO_BYTES
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
-    hosts = mesh_hosts(mesh)
     owner_ranks = [processes.index(process) for process in owners]
     return Group(
         rank=processes.index(jax.process_index()),
@@ -90,12 +88,9 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         placement=placement,
         communicator=communicator,
         transport=mesh_transport(placement, communicator, piece)._replace(more=more),
-        hosts=hosts,
+        hosts=mesh_hosts(mesh),
         make_subgroup=partial(_subgroup, mesh, axis_name, owner_ranks),
         lane=_lane(frozenset(mesh.devices.flat)),
-        levels=mesh_levels(
-            placement, communicator, platform, partial(hosts_of, hosts, owner_ranks), piece
-        ),
     )
 
 
@@ -149,16 +144,11 @@ def replica_mesh(devices: Sequence[Any]) -> Mesh:
 
 
 def mesh_transport(
-    placement: Placement,
-    communicator: Communicator,
-    piece: int | None = None,
-    *,
-    alike: PartitionSpec = REPLICATED,
+    placement: Placement, communicator: Communicator, piece: int | None = None
 ) -> Transport:
     """Makes the collectives between programs, each a small program, over the axis of a placement.
 
-    `piece` limits the bytes per replica of a scatter or gather. `alike` is the spec of a sum: per
-    replica if subsets of the replicas have different sums.
+    `piece` limits the bytes per replica of a scatter or gather.
     """
 
     def blocking(
@@ -171,48 +161,21 @@ def mesh_transport(
 
     @functools.cache
     def in_tree(blocks: int) -> Callable[[jax.Array], jax.Array]:
-        return blocking(lambda x: tree_reduce(communicator, x, blocks), alike, blocks)
+        return blocking(lambda x: tree_reduce(communicator, x, blocks), REPLICATED, blocks)
 
     return Transport(
-        all_reduce=blocking(communicator.all_reduce, alike),
+        all_reduce=blocking(communicator.all_reduce, REPLICATED),
         reduce_scatter=blocking(
             lambda x: scattered(communicator, x.reshape(communicator.size, -1), piece),
             placement.per_replica,
         ),
-        all_gather=blocking(lambda x: gather_in_pieces(communicator, x, piece).reshape(-1), alike),
+        all_gather=blocking(
+            lambda x: gather_in_pieces(communicator, x, piece).reshape(-1), REPLICATED
+        ),
         tree_reduce=lambda x, blocks: in_tree(blocks)(x),
         inside=communicator,
         program=placement.program,
     )
-
-
-def mesh_levels(
-    placement: Placement,
-    communicator: Communicator,
-    platform: str,
-    find: Callable[[], Sequence[Hashable]],
-    piece: int | None = None,
-) -> Levels:
-    """Makes the levels of replicas along an axis; `find` labels the node of each replica."""
-
-    def transport(communicator: Communicator, alike: PartitionSpec = REPLICATED) -> Transport:
-        return mesh_transport(placement, communicator, piece, alike=alike)
-
-    def make(nodes: Nodes) -> tuple[Communicator, Transport]:
-        subsets = [
-            axis_communicator(str(placement.axis_name), len(among[0]), platform, among=among)
-            for among in (nodes, same_places(nodes))
-        ]
-        two_level = in_two_levels(communicator, *subsets)
-        per_replica = placement.per_replica
-        shards = transport(two_level.at("shards"))
-        carrier = transport(two_level)._replace(
-            levels=ByLevel(shards, *(transport(subset, per_replica) for subset in subsets))
-        )
-        # A single transport: a rotated order has the same nodes, and two sums would mix on them.
-        return two_level, carrier
-
-    return Levels(find, make)
 
 
 def mesh_hosts(mesh: Mesh) -> Hosts:

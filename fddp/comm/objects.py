@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from fddp.comm.agreement import verify
-from fddp.comm.allgatherv import gather_bytes
+from fddp.comm.host_bytes import gather_bytes
 from fddp.comm.secret import SECRET, signature, signed
 
 if TYPE_CHECKING:  # a group has them as methods

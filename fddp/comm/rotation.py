@@ -24,7 +24,7 @@ def round_robin(groups: Sequence[Group]) -> Group:
     Under MPI every group has its own communicators. Under Gloo XLA has one communicator for each
     order of the devices, so at most as many sums run concurrently as there are processes; more
     groups have no effect. Under NCCL, where a GPU has one queue for the launches of all threads, if
-    a process has several devices, or if sums go over nodes first, all groups share one.
+    a process has several devices, or if sums go over hosts first, all groups share one.
 
     Args:
       groups: groups of the same processes in the same order, such as `[group] * 3`; equally many on
@@ -56,7 +56,10 @@ def round_robin(groups: Sequence[Group]) -> Group:
 
 
 def _described(groups: Sequence[Group]) -> list[str]:
-    forms = [_form(group) for group in groups]
+    forms = [
+        f"{group.size} replicas of backend {group.backend!r} on processes {[*group.global_ranks]}"
+        for group in groups
+    ]
     for number, form in enumerate(forms):
         if form != forms[0]:
             raise ValueError(
@@ -64,12 +67,3 @@ def _described(groups: Sequence[Group]) -> list[str]:
                 f"group 0 is {forms[0]}, group {number} is {form}."
             )
     return [f"{len(groups)} groups"]
-
-
-def _form(group: Group) -> str:
-    form = f"{group.size} replicas of backend {group.backend!r}"
-    if group.axis_name:
-        form += f" along {group.axis_name!r}"
-    if group.local:
-        form += f", over nodes of {group.local} first,"
-    return f"{form} on processes {list(group.global_ranks)}"

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from fddp.comm.communicator import ByLevel, Communicator, Level
+from fddp.comm.communicator import Communicator
 from fddp.comm.placement import Placement
 
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
@@ -36,18 +36,12 @@ class Transport(NamedTuple):
     """Concurrent transports for alternate messages; empty: this transport sends all."""
     more: "Callable[[int], tuple[Transport, ...]]" = lambda count: ()
     """`more(count)`: makes up to `count` transports that may send while this one does."""
-    levels: "ByLevel[Transport] | None" = None
-    """Collectives of subsets of the replicas; None: all replicas are one node."""
+    local: int | None = None
+    """Replicas per host, if sums go over hosts first; None: over all replicas at once."""
 
     def with_more(self, count: int) -> "tuple[Transport, ...]":
         """Returns this transport and concurrent ones: `count` in all, or what the backend has."""
         return (self, *self.more(count - 1))
-
-    def at(self, level: Level) -> "Transport":
-        """Returns the collectives of a level; those of all replicas if all are one node."""
-        if level == "all" or self.levels is None:
-            return self
-        return getattr(self.levels, level)
 
 
 class Hosts(NamedTuple):

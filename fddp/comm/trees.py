@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from fddp.comm.allgatherv import CHUNK_BYTES
-from fddp.comm.host_bytes import from_bytes, from_hosted, hosted
+from fddp.comm.host_bytes import CHUNK_BYTES, from_bytes, from_hosted, hosted
 from fddp.jax_internals import rows_here
 
 if TYPE_CHECKING:  # a group has them as methods

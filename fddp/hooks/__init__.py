@@ -21,9 +21,9 @@ from fddp.hooks.low_rank import powersgd as powersgd
 from fddp.hooks.reductions import PLAIN as PLAIN
 from fddp.hooks.reductions import Memory as Memory
 from fddp.hooks.reductions import Reduction as Reduction
+from fddp.hooks.reductions import all_finite as all_finite
 from fddp.hooks.reductions import by_leaf as by_leaf
 from fddp.hooks.reductions import by_message as by_message
-from fddp.hooks.reductions import finite_by_level as finite_by_level
 from fddp.hooks.reductions import per_device as per_device
 from fddp.hooks.reductions import plain_bytes as plain_bytes
 from fddp.hooks.reductions import reductions as reductions

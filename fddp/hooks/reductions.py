@@ -17,7 +17,6 @@ from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 from fddp.buckets import BucketPlan, Message, by_device, flags
 from fddp.comm import (
     Communicator,
-    Level,
     Placement,
     add_bytes,
     all_reduce_bytes,
@@ -60,8 +59,6 @@ class Reduction(NamedTuple):
     collective: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
     """The collective if `apply` is None: a sum, a shard of the sum per replica, the messages of all
     replicas, or the sum in the tree of virtual replicas."""
-    level: Level = "all"
-    """The replicas that take part."""
     replicas: int = 1
     """Number of replicas, for a scatter or a gather."""
     blocks: int = 1
@@ -69,11 +66,6 @@ class Reduction(NamedTuple):
     rounds: int = 1
     """Number of equal parts of the message that one program sums one by one, as a loop computes
     them."""
-
-    @property
-    def among_some(self) -> bool:
-        """True if only some replicas communicate with each other, so that results differ."""
-        return self.level in ("node", "network")
 
     @property
     def title(self) -> str:
@@ -165,7 +157,7 @@ def summed(
     apply = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
 
     def send() -> tuple[Array, Any, Array]:
-        (total, new), nbytes = count_bytes(comm.at(reduction.level), apply, message, memory)
+        (total, new), nbytes = count_bytes(comm, apply, message, memory)
         return total, new, as_uint32(reduction.rounds * nbytes)
 
     if reduction.asks is None or earlier_sum is None:
@@ -189,7 +181,6 @@ def _round_by_round(
 
 def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTypeLike) -> int:
     """Bytes that each replica sends for a message of `size` elements if `apply` is None."""
-    comm = comm.at(reduction.level)
     if reduction.collective == "all_gather":
         return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
     if reduction.collective == "tree_reduce":
@@ -200,18 +191,15 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTyp
     return all_reduce_bytes(comm, size, dtype)
 
 
-def finite_by_level(
-    sums: Iterable[tuple[Reduction, Shaped[Array, " n"]]],
-) -> dict[Level, Bool[Array, ""]]:
-    """Returns for each level whether its sums are finite, from (reduction, sum).
+def all_finite(sums: Iterable[Shaped[Array, " n"]]) -> Bool[Array, ""]:
+    """True if all sums of hooks are finite, on all replicas alike: they have equal sums.
 
-    The replicas of a level agree: they have equal sums. Of a scattered sum they have different
-    parts, but a hook that scatters has no memory that depends on it.
+    Of a scattered sum they have different parts, but a hook that scatters has no memory that
+    depends on it.
     """
-    finite = dict[Level, Array]()
-    for reduction, total in sums:
-        before = finite.setdefault(reduction.level, jnp.bool_(True))
-        finite[reduction.level] = jnp.logical_and(before, jnp.all(jnp.isfinite(total)))
+    finite = jnp.bool_(True)
+    for total in sums:
+        finite = jnp.logical_and(finite, jnp.all(jnp.isfinite(total)))
     return finite
 
 

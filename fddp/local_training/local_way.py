@@ -44,6 +44,7 @@ from fddp.step import (
     Travels,
     Trees,
     Way,
+    ranks_of_parts,
     refuse,
 )
 
@@ -76,7 +77,7 @@ class LocalWay(Way):
         group = replica.group
 
         def layout(x: Any) -> ShardLayout:
-            return ShardLayout(x.shape, group.parts, ranks=group.shard_ranks)
+            return ShardLayout(x.shape, group.size, ranks=ranks_of_parts(group))
 
         _, opt_state, _ = whole
         params, inner = jax.tree.map(layout, (opt_state.params, opt_state.inner))

@@ -22,7 +22,7 @@ def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communica
             reads = [Value(MESSAGE, number)]
             if reduction.asks is not None:
                 reads.append(sends[reduction.asks.message].writes[0])
-            writes = [Value(_kind_received(reduction), number)]
+            writes = [Value(BACK[reduction.collective], number)]
             if number == count - 1:
                 writes.append(BYTES)
             sends.append(Communicate(reduction.name, tuple(reads), tuple(writes), reduction))
@@ -38,9 +38,3 @@ def inputs_of(sends: Sequence[Communicate]) -> tuple[Value, ...]:
 def sums_of(sends: Sequence[Communicate]) -> tuple[Value, ...]:
     """The results of messages."""
     return tuple(task.writes[0] for task in sends)
-
-
-def _kind_received(reduction: Reduction) -> str:
-    if reduction.among_some:
-        return "part"
-    return BACK[reduction.collective]

@@ -16,14 +16,11 @@ from fddp.schedules.launcher import Launched
 
 
 def remembered(launched: Launched, memory: Memory) -> Memory:
-    """The memory after all messages; a level's is unchanged if one of its sums is not finite."""
+    """The memory after all messages; unchanged if a hook's sum is not finite."""
     arrived = list(launched.arrived.values())  # another thread may add to the dict
-    broken = {message.reduction.level for message in arrived if not message.finite}
-    unchanged = {m.reduction.memory for m in arrived if m.reduction.level in broken}
-    return tuple(
-        jax.tree.map(awaited, old) if index in unchanged else launched.memory[index]
-        for index, old in enumerate(memory)
-    )
+    if all(message.finite for message in arrived):
+        return tuple(launched.memory[index] for index in range(len(memory)))
+    return jax.tree.map(awaited, memory)
 
 
 def promised_memory(launched: Launched, job: Future[None], memory: Memory) -> Memory:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fddp.comm import REPLICATED, Communicator, Group, add_replica_dim, drop_replica_dim
-from fddp.hooks import Memory, finite_by_level, summed
+from fddp.hooks import Memory, all_finite, summed
 from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
 from fddp.schedules.lists import in_one_piece
@@ -87,7 +87,7 @@ def _run(
     The order of the list is not the order in which XLA runs: it starts a message as soon as the
     gradients of its bucket exist, though the list has the whole backward pass before.
 
-    If a hook's sum is not finite, all hooks of its level keep their previous memory. A hook that
+    If a hook's sum is not finite, all hooks keep their previous memory. A hook that
     remembered an overflow would never be finite again, and an optimizer that skips such a step does
     not use the other hooks' sums either.
     """
@@ -127,11 +127,9 @@ def _run(
         if BYTES in task.writes:
             values[BYTES] = jnp.stack(all_bytes)
     hooked = [task for task in listed.messages if task.reduction.apply]
-    finite = finite_by_level((task.reduction, values[task.writes[0]]) for task in hooked)
-    moves = {task.reduction.memory: finite[task.reduction.level] for task in hooked}
-    new_memory = (
-        jax.tree.map(partial(jnp.where, moves.get(k, True)), current[k], previous[k])
-        for k in range(len(previous))
+    finite = all_finite(values[task.writes[0]] for task in hooked)
+    new_memory = jax.tree.map(
+        partial(jnp.where, finite), [current[k] for k in previous], list(previous.values())
     )
     return *listed.leave(values), add_replica_dim(tuple(new_memory))
 

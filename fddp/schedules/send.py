@@ -20,7 +20,7 @@ from fddp.comm import (
     as_uint32,
     drop_replica_dim,
 )
-from fddp.hooks import Reduction, finite_by_level, plain_bytes, summed
+from fddp.hooks import Reduction, all_finite, plain_bytes, summed
 from fddp.jax_internals import asked_for
 from fddp.schedules.timeline import Span
 
@@ -36,7 +36,7 @@ class Sent(NamedTuple):
     span: Span
     reduction: Reduction
     finite: bool
-    """False if a hook's sum is not finite; the same on all ranks of the reduction's level."""
+    """False if a hook's sum is not finite; the same on all ranks."""
 
 
 def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent]:
@@ -61,7 +61,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             journal = group.journal.message(reduction.title, size * message.dtype.itemsize)
             with TraceAnnotation(reduction.name), journal:
                 if reduction.apply is None:
-                    collective = getattr(transport.at(reduction.level), reduction.collective)
+                    collective = getattr(transport, reduction.collective)
                     if reduction.collective == "tree_reduce":
                         total = collective(message, reduction.blocks)
                     else:
@@ -85,11 +85,11 @@ def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
     def run(message: jax.Array, memory: PyTree) -> tuple[Any, Any, Any, Any]:
         comm = group.transport.inside
         total, memory, sent = summed(comm, reduction, None, message, drop_replica_dim(memory))
-        (finite,) = finite_by_level([(reduction, total)]).values()
+        finite = all_finite([total])
         return total, add_replica_dim(memory), sent, finite
 
     sum_spec = REPLICATED
-    if reduction.among_some or reduction.collective == "reduce_scatter":
+    if reduction.collective == "reduce_scatter":
         sum_spec = per_replica
     out_specs = sum_spec, per_replica, REPLICATED, REPLICATED
     # The memory is not donated: `remembered` may return it.

@@ -23,10 +23,8 @@ def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
         apply = reduction.apply and partial(_row_of_sum, reduction.apply)
         return reduction._replace(
             collective="reduce_scatter",
-            replicas=group.parts,
+            replicas=group.size,
             apply=apply,
-            # A hook has its own collectives, over all replicas.
-            level="shards" if reduction.apply is None else "all",
         )
 
     return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook)))
@@ -49,7 +47,6 @@ def gathers(plans: ShardPlans, order: Sequence[int]) -> tuple[Reduction, ...]:
         collective="all_gather",
         apply=None,
         memory=None,
-        level="shards",
         rounds=1,
     )
     return tuple(gather(scatter_of[k], name=f"gather {k}") for k in order)

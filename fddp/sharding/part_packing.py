@@ -64,7 +64,7 @@ def unpack_parameters(
 
 def local_parts(plans: ShardPlans, params: PyTree) -> Any:
     """Replaces each trained leaf, whole or sharded, by this replica's part of it."""
-    index = plans.replica.group.communicator.at("shards").replica_index()
+    index = plans.replica.group.communicator.replica_index()
     chosen = set(plans.replica.chosen(whole_forms(params)))
     leaves = leaves_with_shards(params)
     for i, x in enumerate(leaves):

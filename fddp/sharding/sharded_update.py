@@ -38,7 +38,7 @@ def update_parts(
     unpack = partial(unpack_sums, plans, saved.sums)
     flags = saved.buffers, saved.broken
     mean = replica.mean(plans.part_plan, unpack, local_state, messages, flags, no_bytes)
-    comm = replica.group.communicator.at("shards")
+    comm = replica.group.communicator
     use = plans.agreed.use
     leaf_layouts = plans.leaf_layouts
     update = partial(run_on_parts, replica, use, leaf_layouts, state, local_state, mean)

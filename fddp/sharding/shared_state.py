@@ -59,7 +59,7 @@ class Sharded(Way):
                 "leave it out."
             )
         refused = divided(optimizer, trained).refused
-        if refused and replica.group.parts > 1:  # one replica has all of each leaf
+        if refused and replica.group.size > 1:  # one replica has all of each leaf
             leaves = jax.tree_util.tree_leaves_with_path(trained)
             names = [leaf_name(path) for path, _ in leaves]
             reasons = [f"{names[leaf]} ({why})" for leaf, why in sorted(refused.items())]
@@ -80,11 +80,7 @@ class Sharded(Way):
     def travels(self, options: Options, group: Group) -> Travels:
         """Parts are scattered: no message is a sum of whole messages."""
         forms = super().travels(options, group)
-        return forms._replace(
-            exact=False,
-            table_rows=False,
-            rounds=forms.rounds and group.communicator.levels is None,
-        )
+        return forms._replace(exact=False, table_rows=False)
 
     def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Cuts the optimizer's state and, under shard="state", the parameters."""
@@ -120,8 +116,6 @@ def _nothing_saved(replica: Replica, state: TrainState) -> str:
         return ""
     if replica.group.size == 1:
         return "there is one replica, which holds all of the state"
-    if replica.group.parts == 1:
-        return "each node of the group has one replica, which holds all of the state"
     if shards:
         return "no leaf has more than one element"
     return (

@@ -4,14 +4,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jaxtyping import PyTree
 
 from fddp.buckets import Shard, map_shards, shards_of
@@ -83,10 +82,9 @@ def _whole(shards: Sequence[Shard], group: Group | None) -> Sequence[Any]:
         _check(holders == devices, f"{len(holders)} devices hold", group)
         shard_parts = group.placement.place(shard_parts, group.placement.per_replica)
     # A single program: several at once would wait for each other on devices that share cores.
-    axis = next((x.sharding.spec[0] for x in shard_parts if x.sharding.spec), "")
     mesh = shard_parts[0].sharding.mesh
     with _recorded(mesh, group):
-        return jax.block_until_ready(_gathering(mesh, axis, forms)(shard_parts))
+        return jax.block_until_ready(_gathering(mesh, forms)(shard_parts))
 
 
 def _recorded(mesh: Mesh, group: Group | None) -> AbstractContextManager[Any]:
@@ -100,19 +98,14 @@ def _recorded(mesh: Mesh, group: Group | None) -> AbstractContextManager[Any]:
 
 
 def _of_all_ranks(x: Shard, form: Shard, group: Group | None) -> jax.Array:
-    """Gathers an array from the ranks that hold its parts: the group's, or those of this node."""
+    """Gathers an array from the ranks that hold its parts: the group's, or others of the job."""
     ranks = x.layout.ranks or ()
     if group is None:
         group = _of_ranks(ranks)
-    _check(
-        ranks == group.shard_ranks,
-        f"ranks {list(ranks)} of the job hold",
-        group,
-    )
-    holders = group if ranks == group.global_ranks else _of_ranks(ranks)
-    with holders.journal.inside("fddp.whole"):
-        rows = from_hosted(holders.all_gather(hosted(x.parts)), x.parts)
-    return holders.placement.place(_joined([jnp.asarray(rows)], [form])[0], REPLICATED)
+    _check(ranks == group.global_ranks, f"ranks {list(ranks)} of the job hold", group)
+    with group.journal.inside("fddp.whole"):
+        rows = from_hosted(group.all_gather(hosted(x.parts)), x.parts)
+    return group.placement.place(_joined([jnp.asarray(rows)], [form])[0], REPLICATED)
 
 
 def _check(fits: bool, holders: str, group: Group) -> None:
@@ -138,41 +131,11 @@ def _joined(shard_parts: Sequence[jax.Array], forms: Sequence[Shard]) -> list[ja
 
 
 def _joined_array(x: jax.Array, form: Shard) -> jax.Array:
-    """Joins an array's parts, those of the first node if each node has all."""
-    if form.nodes is not None:
-        parts = x.reshape(-1, *form.layout.dims)
-        return form.layout.join(parts[np.array(form.nodes[0])])
+    """Joins an array's parts."""
     return form.layout.join(x)
 
 
 @device_cache
-def _gathering(mesh: Mesh | AbstractMesh, axis: str, forms: tuple[Shard, ...]) -> Any:
+def _gathering(mesh: Mesh | AbstractMesh, forms: tuple[Shard, ...]) -> Any:
     """Makes the program that joins parts."""
-    if all(form.nodes is None for form in forms):
-        return jax.jit(partial(_joined, forms=forms), out_shardings=NamedSharding(mesh, REPLICATED))
-
-    # XLA of JAX 0.11 ends the process if such a program has an array without elements.
-    nonempty_forms = [form for form in forms if prod(form.shape)]
-
-    def inside_of_nodes(shard_parts: Sequence[jax.Array]) -> list[jax.Array]:
-        def gathered(x: jax.Array, form: Shard) -> jax.Array:
-            return jax.lax.all_gather(x, axis, axis_index_groups=form.nodes, tiled=True)
-
-        node_forms = [
-            replace(form, layout=replace(form.layout, nodes=None)) for form in nonempty_forms
-        ]
-        return _joined(list(map(gathered, shard_parts, nonempty_forms)), node_forms)
-
-    spec = PartitionSpec(axis)
-    run = jax.shard_map(
-        inside_of_nodes, mesh=mesh, in_specs=spec, out_specs=REPLICATED, check_vma=False
-    )
-
-    def gather(shard_parts: Sequence[jax.Array]) -> list[jax.Array]:
-        arrays = iter(run([x for x in shard_parts if x.size]))
-        return [
-            next(arrays) if x.size else jnp.zeros(form.shape, x.dtype)
-            for x, form in zip(shard_parts, forms)
-        ]
-
-    return jax.jit(gather, out_shardings=NamedSharding(mesh, REPLICATED))
+    return jax.jit(partial(_joined, forms=forms), out_shardings=NamedSharding(mesh, REPLICATED))

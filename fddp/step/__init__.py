@@ -17,6 +17,7 @@ from fddp.step.combinations import MEMORY as MEMORY
 from fddp.step.combinations import refuse as refuse
 from fddp.step.held import held_form as held_form
 from fddp.step.held import leaf_layouts as leaf_layouts
+from fddp.step.held import ranks_of_parts as ranks_of_parts
 from fddp.step.hook_state import first_hook_state as first_hook_state
 from fddp.step.inside_program import run_inside as run_inside
 from fddp.step.inspection import lower as lower

@@ -96,7 +96,7 @@ def described_batch(replica: Replica, batch: PyTree, call: str, first: FirstBatc
         repr(replica.options),
         f"schedule {first.schedule.name}",
         f"plan {provisional_plan(replica, state.params).digest}",
-        f"group.local {replica.group.local}",
+        f"replicas per host in sums: {replica.group.transport.local or 'all'}",
         *described("batch", batch),
         *described("parameter", state.params),
         *described("model_state", state.model_state),

@@ -99,7 +99,7 @@ def check_held(replica: Replica, state: TrainState) -> TrainState:
         )
     if replica.way.apart and kinds != _kinds(form_in_shards(replica, gradient_state)):
         raise ValueError(
-            f"the state is not in shards of {replica.group.parts} replicas, as a step with "
+            f"the state is not in shards of {replica.group.size} replicas, as a step with "
             f"{replica.way.name} has it: continue with the state that step.init or the last step "
             "returned, or from a checkpoint; fddp.whole(state) is only for reading it, or for "
             "another place: model_state=fddp.whole(state.params)."
@@ -134,12 +134,16 @@ def _check_optimizer(replica: Replica, state: TrainState) -> None:
 
 def leaf_layouts(group: Group, params: PyTree) -> Any:
     """Returns the tree of the layouts of parameters in parts of replicas."""
-    nodes = group.nodes if group.placement.on_mesh else None
 
     def layout(x: Any) -> ShardLayout:
-        return replace(leaf_layout(jnp.shape(x), group.parts), ranks=group.shard_ranks, nodes=nodes)
+        return replace(leaf_layout(jnp.shape(x), group.size), ranks=ranks_of_parts(group))
 
     return jax.tree.map(layout, params)
+
+
+def ranks_of_parts(group: Group) -> tuple[int, ...] | None:
+    """Processes that hold the parts of a shard; None on a mesh, which arrays name."""
+    return None if group.placement.on_mesh else group.global_ranks
 
 
 def _check_group(group: Group, state: TrainState) -> None:
@@ -147,7 +151,7 @@ def _check_group(group: Group, state: TrainState) -> None:
     probe = group.placement.place(np.zeros(()), REPLICATED)
     for x in shards_of(state):
         holders = _holders(x)
-        members = _holders(Shard(probe, replace(x.layout, ranks=group.shard_ranks)))
+        members = _holders(Shard(probe, replace(x.layout, ranks=ranks_of_parts(group))))
         if holders in (members, None):
             continue
         raise ValueError(
@@ -204,5 +208,5 @@ def _kinds(state: TrainState) -> list[tuple[Any, ...]]:
 
 def _kind(x: Any) -> tuple[Any, ...]:
     if is_shard(x):
-        return True, x.nodes, jnp.shape(x.parts)
-    return False, None, jnp.shape(x)
+        return True, jnp.shape(x.parts)
+    return False, jnp.shape(x)

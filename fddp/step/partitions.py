@@ -33,7 +33,7 @@ def partitions_of(
         by_output = stacks(program)
     loops = {chosen[k]: stack for k, stack in by_output.items() if k < len(chosen)}
     if replica.way.scattered:
-        loops = cut_in_layers(params, loops, replica.group.parts)
+        loops = cut_in_layers(params, loops, replica.group.size)
     if not in_loop:
         return _slices(replica, params, loops)
     return _rounds(replica, params, loops, dict(zip(chosen, places(program))))

@@ -37,7 +37,7 @@ def plan_buckets(
         tree, counts, replica.group.size, order=order, **replica.options.bucketing
     )
     if replica.way.scattered:
-        plan = replace(plan, parts=replica.group.parts)
+        plan = replace(plan, parts=replica.group.size)
     return place_scalars(plan, dtype, early=True, exact=replica.travels.exact)
 
 

@@ -100,7 +100,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
 def _in_lane(replica: Replica, schedule: Schedule) -> Replica:
     """Makes the messages of one program travel in the group's lane, while the program computes."""
     group = replica.group
-    if not schedule.one_program or group.transport.in_lane is None or group.nodes:
+    if not schedule.one_program or group.transport.in_lane is None:
         return replica
     placement, communicator = group.transport.in_lane()
     return replace(replica, group=replace(group, placement=placement, communicator=communicator))

@@ -86,7 +86,7 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
         # Copied because it may contain the parameters, and an array is donated once.
         opt_state = jax.tree.map(jnp.copy, optimizer.init(trained))
         opt_state = optimizer_laid_out(placement.other_axes, opt_state, trained, trained_specs)
-        index = group.communicator.at("shards").replica_index()
+        index = group.communicator.replica_index()
         whole = state._replace(params=params, opt_state=opt_state, model_state=model_state)
         held = laid_out_state(replica, whole, lambda layout, x: layout.part(x, index))
         return take_apart(held.opt_state)[0], take_apart(held)[1]
@@ -167,7 +167,7 @@ def described_start(replica: Replica, optimizer: Optimizer, start: Start) -> Ite
         repr(replica.options),
         repr(optimizer),
         f"plan {provisional_plan(replica, params).digest}",
-        f"group.local {replica.group.local}",
+        f"replicas per host in sums: {replica.group.transport.local or 'all'}",
         f"{len(jax.tree.leaves(params))} parameters",
         *described("parameter", params),
         *described("parts of", specs(replica.group.placement, params)),

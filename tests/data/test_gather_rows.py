@@ -13,7 +13,7 @@ import fddp
 
 def test_gathered_rows_keep_every_bit_dtype_and_structure(group, monkeypatch):
     monkeypatch.setattr(
-        "fddp.comm.allgatherv.CHUNK_BYTES", 5
+        "fddp.comm.host_bytes.CHUNK_BYTES", 5
     )  # in many messages; no array is a whole number of them
     tree = {
         "bf16": jnp.array([[np.nan, -0.0, 1 / 3]], jnp.bfloat16),

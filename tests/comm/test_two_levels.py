@@ -1,4 +1,4 @@
-"""Sums over nodes first and then between nodes: those of plain sums, on all replicas alike, in
+"""Sums over hosts first and then between hosts: those of plain sums, on all replicas alike, in
 every schedule."""
 
 import json
@@ -12,14 +12,14 @@ import numpy as np
 import optax
 import pytest
 from on_ranks.claims import HELD, SCHEDULES
-from on_ranks.levels import FOUR
+from on_ranks.two_levels import FOUR
 from processes import HOLD, launch
 from trees import close
 
 import fddp
 from fddp import hooks
-from fddp.comm import REPLICATED, Communicator, axis_communicator, count_bytes
-from fddp.comm.levels import by_node, in_two_levels
+from fddp.comm import REPLICATED
+from fddp.comm.two_levels import by_label
 
 RNG = np.random.default_rng(0)
 LOCAL = [1, 2, 4]
@@ -56,7 +56,7 @@ def test_all_replicas_get_the_same_bits(group, local):
 
 
 def test_sixteen_bits_are_rounded_once_and_not_at_every_level(group):
-    """1 + 2⁻⁸, the sum of the first node, is 1 in bfloat16; 1 + 2⁻⁷, the sum of both, is a number
+    """1 + 2⁻⁸, the sum of the first host, is 1 in bfloat16; 1 + 2⁻⁷, the sum of both, is a number
     there."""
     levels = group(4).hierarchical(2)
     per_replica = group(4).placement.per_replica
@@ -66,7 +66,7 @@ def test_sixteen_bits_are_rounded_once_and_not_at_every_level(group):
     assert [float(total[0]) for total in (inside, between)] == [1 + 2**-7] * 2
 
 
-def test_a_replica_sends_over_the_network_the_part_that_it_has_of_its_nodes_sum(group):
+def test_a_replica_sends_over_the_network_the_part_that_it_has_of_its_hosts_sum(group):
     levels = group(4).hierarchical(2)
     per_replica = group(4).placement.per_replica
     program = levels.placement.program(levels.communicator.all_reduce, (per_replica,), REPLICATED)
@@ -77,43 +77,14 @@ def test_a_replica_sends_over_the_network_the_part_that_it_has_of_its_nodes_sum(
     assert groups == ["{{0,1},{2,3}}"] * 2
 
 
-@pytest.mark.parametrize("local", LOCAL)
-def test_both_levels_together_send_the_bytes_of_a_sum_at_once(group, local):
-    nodes = tuple(tuple(range(first, first + local)) for first in range(0, 4, local))
-    places = tuple(zip(*nodes))
-    nbytes = {}
-
-    def inside(x: Any) -> Any:
-        def over_node(node: Communicator) -> Any:
-            def over_network(network: Communicator) -> Any:
-                return in_two_levels(group(4).communicator, node, network).all_reduce(x)
-
-            communicator = axis_communicator("replica", 4 // local, "cpu", among=places)
-            total, nbytes["network"] = count_bytes(communicator, over_network)
-            return total
-
-        total, nbytes["node"] = count_bytes(
-            axis_communicator("replica", local, "cpu", among=nodes), over_node
-        )
-        return total
-
-    per_replica = group(4).placement.per_replica
-    group(4).placement.program(inside, (per_replica,), REPLICATED).lower(
-        jax.ShapeDtypeStruct((4 * 1000,), jnp.float32)
-    )
-    count = 4 // local
-    assert nbytes["network"] == 2 * (count - 1) * 4000 // (count * local)
-    assert nbytes["node"] + nbytes["network"] == 2 * 3 * 4000 // 4
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_adds_over_nodes_first(group, schedule):
+def test_every_schedule_adds_over_hosts_first(group, schedule):
     def gradient(group: fddp.Group) -> float:
         f = fddp.value_and_grad(lambda w, x: jnp.mean(w * x), group=group, schedule=schedule)
         return float(f(np.zeros((), np.float32), FOUR)[1])
 
     assert gradient(group(4).hierarchical(2)) == 1 / 4
-    assert gradient(group(4)) != 1 / 4, "this order is no order of nodes"
+    assert gradient(group(4)) != 1 / 4, "this order is no order of hosts"
 
 
 PARAMS = {"hidden": np.float32(RNG.normal(size=(5, 7))), "out": np.float32(RNG.normal(size=7))}
@@ -148,36 +119,30 @@ def test_a_training_is_that_of_plain_sums_to_rounding(group, schedule, options):
     assert loss == pytest.approx(plain_loss, rel=1e-4) and nbytes == plain_sent
 
 
-def test_groups_that_sum_in_different_ways_do_not_take_turns(group):
-    with pytest.raises(
-        ValueError, match=r"group 1 is 4 replicas .*, over nodes of 2 first, on processes \[0\]"
-    ):
-        fddp.round_robin([group(4), group(4).hierarchical(2)])
+### Hosts
 
 
-def test_on_one_host_there_is_one_node(group):
-    assert len(group(4).levels.find()) == 4 and len(set(group(4).levels.find())) == 1
+def test_replicas_of_one_host_are_found_wherever_they_lie():
+    assert by_label(["a", "b", "b", "a"]) == ((0, 3), (1, 2))
+    assert by_label([7]) == ((0,),)
 
 
-### Nodes
-
-
-def test_nodes_are_whoever_has_one_host_wherever_they_lie():
-    assert by_node(["a", "b", "b", "a"]) == ((0, 3), (1, 2))
-    assert by_node([7]) == ((0,),)
-
-
-def test_unequal_nodes_are_refused_with_their_sizes():
+def test_unequal_hosts_are_refused_with_their_sizes():
     message = (
-        "the 4 replicas of this group lie on 2 nodes, on one 1 and on another 3, .* give local=, "
+        "the 4 replicas of this group lie on 2 hosts, on one 1 and on another 3, .* give local=, "
         "the replicas that count"
     )
     with pytest.raises(ValueError, match=message):
-        by_node(["a", "a", "a", "b"])
+        by_label(["a", "a", "a", "b"])
+
+
+def test_one_host_and_one_replica_per_host_leave_the_group_as_it_is(group):
+    for local in (None, 1, 4):
+        assert group(4).hierarchical(local) is group(4)
 
 
 @pytest.mark.parametrize("local", [0, 3, -2, 8, 2.0, True, "2"])
-def test_a_node_has_a_divisor_of_the_replicas(group, local):
+def test_a_host_has_a_divisor_of_the_replicas(group, local):
     with pytest.raises(ValueError, match=rf"a divisor of the 4 of this group; got {local!r}"):
         group(4).hierarchical(local)
 
@@ -196,16 +161,16 @@ def test_replicas_of_several_devices_are_refused():
 
 CLAIMS = (
     "each_device_of_a_process_is_a_replica",
-    "sums_over_nodes_first_are_exact_between_programs_and_inside",
-    "every_schedule_adds_over_nodes_first",
+    "sums_over_hosts_first_are_exact_between_programs_and_inside",
+    "every_schedule_adds_over_hosts_first",
 )
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "backend, size, devices", [pytest.param("mpi", 4, 1, marks=pytest.mark.slow), ("gloo", 2, 2)]
+    "backend, size, devices", [pytest.param("gloo", 4, 1, marks=pytest.mark.slow), ("gloo", 2, 2)]
 )
-def test_two_nodes_of_two_replicas_sum_over_nodes_first(
+def test_two_hosts_of_two_replicas_sum_over_hosts_first(
     backend: str, size: int, devices: int, tmp_path: Path
 ):
     outcome = launch(

@@ -1,0 +1,113 @@
+"""Sums in two levels: inside every host first, and then between the hosts.
+
+Each replica sums a part of the array over its host, sums that part over the replicas at its
+position on the other hosts, and receives the other parts from its host. So each of m hosts sends
+2 (m − 1)/m of an array over the network, however many replicas it has. Each part is summed once, on
+the same replicas, so all replicas have the same bits.
+
+Source: `HOROVOD_HIERARCHICAL_ALLREDUCE` in Horovod.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from fddp.comm.addresses import host_keys
+from fddp.comm.agreement import verify
+from fddp.comm.communicator import add_rows, mpi_word
+from fddp.comm.placement import REPLICATED
+
+if TYPE_CHECKING:  # a group makes one with two levels
+    from fddp.comm.group import Group
+
+# The numbers of each host's replicas, equally many on every host.
+Hosted: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+def hierarchical(group: "Group", local: int | None) -> "Group":
+    """Implements `Group.hierarchical`."""
+    placement = group.placement
+    verify(group, "hosts", lambda: _described(group, local))
+    if not placement.on_mesh or placement.overlaps:  # MPI and NCCL do it by themselves
+        return group
+    # Every process finds the same hosts, so either all continue or all raise.
+    hosts = by_label(_host_of_each(group)) if local is None else blocks(local, group.size)
+    if 1 in (len(hosts), len(hosts[0])):
+        return group
+    all_reduce = partial(two_level_sum, str(placement.axis_name), hosts)
+    program = placement.program(all_reduce, (placement.per_replica,), REPLICATED)
+    communicator = replace(group.communicator, all_reduce=all_reduce)
+    transport = group.transport._replace(
+        all_reduce=lambda x: jax.block_until_ready(program(x)),
+        inside=communicator,
+        local=len(hosts[0]),
+        # A rotated order of the devices has the same hosts, and two sums would mix on them.
+        clones=(),
+        more=lambda count: (),
+    )
+    return replace(group, communicator=communicator, transport=transport)
+
+
+def two_level_sum(axis: str, hosts: Hosted, x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """Sums an array over the replicas along an axis, inside a program; rounds 16 bits once."""
+    local = len(hosts[0])
+    rows = jnp.pad(x.reshape(-1), (0, -x.size % local)).reshape(local, -1)
+    part = add_rows(mpi_word(jax.lax.all_to_all(rows, axis, 0, 0, axis_index_groups=hosts)))
+    same_position = tuple(zip(*hosts))
+    total = jax.lax.psum(part, axis, axis_index_groups=same_position).astype(x.dtype)
+    whole = jax.lax.all_gather(total, axis, axis_index_groups=hosts)
+    return whole.reshape(-1)[: x.size].reshape(x.shape)
+
+
+def _described(group: "Group", local: int | None) -> list[str]:
+    if axes := group.placement.other_axes:
+        raise ValueError(
+            "a sum in two levels needs replicas of one device each, and a replica of this "
+            f"group is several, along {', '.join(map(repr, axes))}."
+        )
+    if local is not None:
+        blocks(local, group.size)
+    return [f"local={local}"]
+
+
+def blocks(local: int, replicas: int) -> Hosted:
+    """Cuts replicas into hosts of `local` consecutive replicas."""
+    if isinstance(local, bool) or not isinstance(local, int) or local < 1 or replicas % local:
+        raise ValueError(
+            "local must be the number of replicas of a host, equal on all hosts, so a divisor of "
+            f"the {replicas} of this group; got {local!r}."
+        )
+    return tuple(tuple(range(first, first + local)) for first in range(0, replicas, local))
+
+
+def by_label(labels: Sequence[Hashable]) -> Hosted:
+    """Lists the replicas of each host from the labels of all replicas' hosts.
+
+    >>> by_label(["a", "b", "a", "b"])
+    ((0, 2), (1, 3))
+    """
+    hosts = tuple(
+        tuple(i for i, label in enumerate(labels) if label == name)
+        for name in dict.fromkeys(labels)
+    )
+    if len(sizes := sorted({len(host) for host in hosts})) > 1:
+        raise ValueError(
+            f"the {len(labels)} replicas of this group lie on {len(hosts)} hosts, on one "
+            f"{sizes[0]} and on another {sizes[-1]}, and a sum in two levels needs the same "
+            "number on each: start the same number, or give local=, the replicas that count as a "
+            "host."
+        )
+    return hosts
+
+
+def _host_of_each(group: "Group") -> list[bytes]:
+    """Returns a key of the host of each replica on a mesh; every process calls it."""
+    keys = host_keys(group)
+    mesh = group.placement.place(np.zeros(()), REPLICATED).sharding.mesh
+    return [keys[group.global_ranks.index(x.process_index)] for x in mesh.devices.flat]
