@@ -143,7 +143,7 @@ class Group:
           The root's tree of NumPy arrays (random keys stay random keys).
 
         Raises:
-          ValueError: `root` is no rank.
+          ValueError: `root` is no rank, or the trees differ; on every rank.
         """
         return broadcast_tree(self, tree, root)
 

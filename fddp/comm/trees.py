@@ -1,10 +1,12 @@
 """Trees of arrays that every process of a group has: one copy for all, or a part for each."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
+from fddp.comm.agreement import described, verify
 from fddp.comm.host_bytes import CHUNK_BYTES, from_bytes, from_hosted, hosted
 from fddp.jax_internals import rows_here
 
@@ -16,8 +18,9 @@ def broadcast_tree(group: "Group", tree: Any, root: int) -> Any:
     """Implements `Group.broadcast`."""
     if root not in range(group.processes):
         raise ValueError(f"root must be a rank in 0..{group.processes - 1}, got {root!r}.")
+    on_hosts = partial(jax.tree.map, hosted, tree)
+    arrays = jax.tree.leaves(verify(group, "trees", on_hosts, partial(described, "leaf")))
     leaves, treedef = jax.tree.flatten(tree)
-    arrays = [hosted(x) for x in leaves]
     data = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
     with group.journal.call("broadcast", group.processes):
         chunks = [

@@ -4,6 +4,7 @@ import io
 import os
 import re
 import time
+from collections import OrderedDict
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -184,6 +185,13 @@ def _changed(x):
 @claim()
 def broadcast_of_nothing_is_nothing(group: fddp.Group):
     assert group.broadcast({"none": None, "empty": ()}) == {"none": None, "empty": ()}
+
+
+@claim()
+def a_broadcast_of_trees_in_another_order_is_an_error_on_all(group: fddp.Group):
+    names = sorted(["first", "second"], reverse=group.rank == 1)
+    message = error_of(lambda: group.broadcast(OrderedDict.fromkeys(names, 1.0)))
+    assert "ranks differ in their trees" in message and "the order leaf second" in message
 
 
 @claim()
