@@ -40,13 +40,17 @@ def mine(group: fddp.Group, rows: np.ndarray) -> np.ndarray:
 def steps_of_many_buckets_in_one_program_train_as_by_plain_jax(group: fddp.Group):
     rows = batches(group, 5)
     expected = by_plain_jax(loss, ADAM, net(), list(rows))
-    step = fddp.train_step(loss, ADAM, group=group, schedule="fused", bucket_cap_mb=0)
-    state = step.init(net())
-    for batch, value in zip(rows, expected.losses):
-        state, info = step(state, mine(group, batch))
-        np.testing.assert_allclose(info.loss, value, rtol=1e-5)
-    assert len(step.plan.buckets) == 8
-    close(fddp.whole(state.params, group=group), expected.params, rtol=1e-3, atol=1e-5)
+    for shard in (None, "state"):  # sums; exchanges and gathers
+        step = fddp.train_step(
+            loss, ADAM, group=group, schedule="fused", bucket_cap_mb=0, shard=shard
+        )
+        state = step.init(net())
+        for batch, value in zip(rows, expected.losses):
+            state, info = step(state, mine(group, batch))
+            np.testing.assert_allclose(info.loss, value, rtol=1e-5)
+        assert len(step.plan.buckets) == 8
+        whole = fddp.whole(state.params, group=group)
+        close(whole, expected.params, rtol=1e-3, atol=1e-5)
 
 
 @claim(backends=("mpi",))
