@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from fddp.comm.placement import whole_here
 
@@ -33,7 +34,7 @@ def gather_bytes(group: "Group", data: bytes) -> list[bytes]:
 
 def one_array(x: Any) -> np.ndarray:
     """Converts an argument to one array, and refuses trees, text and objects."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         raise TypeError(
             "all_gather and all_reduce of a group exchange the host's arrays and cannot be called "
             "under jax.jit, grad or vmap; use jax.lax.psum over group.axis_name in a loss, or "

@@ -74,7 +74,8 @@ def check_arrays(params: PyTree) -> None:
                 advice = " Give the arrays that it makes: step.init(jax.jit(make)())."
             raise TypeError(f"{name} must be an array, got {type(x).__name__} {x!r}.{advice}")
         if not_numeric(x):
-            raise TypeError(f"{name} must be an array of numbers that JAX takes, got {x.dtype}.")
+            dtype = getattr(x, "dtype", None)
+            raise TypeError(f"{name} must be an array of numbers that JAX takes, got {dtype}.")
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"{name} is a random key, which nothing can train: give it as step.init(params, "

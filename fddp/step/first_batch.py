@@ -187,7 +187,7 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
     # A stage is traced again, without the loss's context of 64 bits.
-    wide = not jax.config.jax_enable_x64 and has_64_bits(program)
+    wide = not jax.config.read("jax_enable_x64") and has_64_bits(program)
     if schedule != "auto":
         if wide and SCHEDULES[schedule].cuts:
             raise ValueError(

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from bench.steady import steady_seconds
 from tied_net import TOKENS, plain, tied_net, tied_params
 from truth import by_plain_jax
 
@@ -126,25 +124,6 @@ def test_neither_the_carrier_nor_gradients_that_are_returned_are_put_off():
         for task in listed.tasks
     ]
     assert order(trailed(listed._replace(tasks=tuple(remaining_tasks)), uses(8))) == list(range(8))
-
-
-def test_a_put_off_sum_lies_under_the_next_forward_pass():
-    """Four layers, by hand: a forward second and two of backward each, messages of three.
-
-    Messages are ready at 6, 8, 10 and 12, and leave in the order 0, 2, 3, 1: at 6, 10, 13 and 16.
-    The next forward pass needs 3 (layer 0) first, and begins at 16; layer 2 waits from 18 to 19 for
-    message 1. So message 0 is ready again at 23: 17 seconds a step, where all that wait for all
-    take 18.
-    """
-    seconds_of = {
-        f"{word} {k}": time
-        for word, time in (("forward", 1.0), ("backward", 2.0), ("bucket", 3.0))
-        for k in range(4)
-    }
-    assert steady_seconds(
-        trailed(layers(4), uses(4)).tasks, seconds_of, attrgetter("replaces")
-    ) == pytest.approx(17.0)
-    assert steady_seconds(layers(4).tasks, seconds_of) == pytest.approx(18.0)
 
 
 ### In training

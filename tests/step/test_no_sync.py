@@ -23,7 +23,6 @@ from trees import bits, on_each_device
 from truth import by_plain_jax
 
 import fddp
-from fddp.comm.transport import Hosts
 
 close = partial(trees.close, rtol=1e-12, atol=1e-13)
 
@@ -96,7 +95,8 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
         group.communicator, all_reduce=noted("inside", group.communicator.all_reduce)
     )
     transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
-    hosts = Hosts(*(noted(name, f) for name, f in group.hosts._asdict().items()))
+    calls = {name: noted(name, f) for name, f in group.hosts._asdict().items() if callable(f)}
+    hosts = group.hosts._replace(**calls)
     return replace(group, communicator=communicator, transport=transport, hosts=hosts), messages
 
 
