@@ -17,7 +17,7 @@ import pytest
 from processes import FAULTY
 
 from fddp.__main__ import main
-from fddp.analysis.same_bits import distinct
+from fddp.analysis.doctor import distinct
 from fddp.runtime import mpi_vendors
 
 pytestmark = pytest.mark.steps
@@ -50,7 +50,7 @@ def test_where_calls_of_one_program_differ_doctor_says_so(capsys, monkeypatch):
     """XLA:CPU with several threads may differ in this way."""
     calls = count()
     assert distinct(lambda x: x + next(calls) // 25, np.zeros(2)) == 2
-    monkeypatch.setattr("fddp.analysis.same_bits.distinct", lambda *args: 2)
+    monkeypatch.setattr("fddp.analysis.doctor.distinct", lambda *args: 2)
     assert main(["doctor"]) == 0
     assert "virtual_replicas cannot promise equal bits here" in capsys.readouterr().out
 

@@ -6,11 +6,12 @@ import platform
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from fddp.analysis.same_bits import CALLS, ONE_THREAD, small_gradient
 from fddp.comm import library
 from fddp.jax_internals import cache_small_programs, compilation_cache
 from fddp.runtime import (
@@ -209,3 +210,25 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
         other_vendor = vendors.get(mpiexec) or "another MPI"
         return launcher, f"mpi4py has {vendor}; plain mpiexec is {mpiexec}, of {other_vendor}"
     return launcher, ""
+
+
+CALLS = 50
+ONE_THREAD = (
+    "XLA:CPU may add in a different order with more than one thread (jax#39741): "
+    "NPROC=1 gives it one."
+)
+
+
+def distinct(f: Callable[..., Any], *args: Any) -> int:
+    """Counts the bitwise different results of `CALLS` calls of a function of arrays."""
+    return len({np.asarray(f(*args)).tobytes() for _ in range(CALLS)})
+
+
+def small_gradient() -> int:
+    """Counts the bitwise different gradients of a net with products for several threads."""
+    draw = np.random.default_rng(0).normal
+    rows, hidden, out = (
+        draw(size=shape).astype(np.float32) / 8 for shape in ((256, 64), (64, 128), (128, 64))
+    )
+    loss = lambda w: jnp.mean((jnp.tanh(rows @ w) @ out) ** 2)  # noqa: E731
+    return distinct(jax.jit(jax.grad(loss)), hidden)

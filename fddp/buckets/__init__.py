@@ -9,10 +9,7 @@ from fddp.buckets.assignment import make_plan as make_plan
 from fddp.buckets.bits import from_words as from_words
 from fddp.buckets.bits import sub_byte as sub_byte
 from fddp.buckets.bits import to_words as to_words
-from fddp.buckets.by_device import by_device as by_device
-from fddp.buckets.caps import Caps as Caps
-from fddp.buckets.caps import MiB as MiB
-from fddp.buckets.caps import check_caps as check_caps
+from fddp.buckets.device_parts import by_device as by_device
 from fddp.buckets.device_parts import pack_device_parts as pack_device_parts
 from fddp.buckets.device_parts import unpack_device_parts as unpack_device_parts
 from fddp.buckets.messages import Messages as Messages
@@ -27,6 +24,8 @@ from fddp.buckets.plan import Bucket as Bucket
 from fddp.buckets.plan import BucketPlan as BucketPlan
 from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
+from fddp.buckets.plan import at_least as at_least
+from fddp.buckets.plan import widened as widened
 from fddp.buckets.scalars import place_scalars as place_scalars
 from fddp.buckets.shard_layout import ShardLayout as ShardLayout
 from fddp.buckets.shard_layout import leaf_layout as leaf_layout
@@ -50,7 +49,8 @@ from fddp.buckets.table_rows import add_table_rows as add_table_rows
 from fddp.buckets.table_rows import flags as flags
 from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows
 from fddp.buckets.table_rows import take_table_rows as take_table_rows
+from fddp.buckets.travelling import Caps as Caps
+from fddp.buckets.travelling import MiB as MiB
 from fddp.buckets.travelling import Slice as Slice
 from fddp.buckets.travelling import Travelling as Travelling
-from fddp.buckets.wider import at_least as at_least
-from fddp.buckets.wider import widened as widened
+from fddp.buckets.travelling import check_caps as check_caps

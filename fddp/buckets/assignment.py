@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets.caps import Caps, MiB, check_caps
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
 from fddp.buckets.scalars import place_scalars
+from fddp.buckets.travelling import Caps, MiB, check_caps
 from fddp.wording import leaf_name
 
 

@@ -10,15 +10,15 @@ tensor-parallel dim.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.buckets.by_device import by_device
 from fddp.buckets.messages import Messages, add_tail, take_tail
 from fddp.buckets.packing import pack
 from fddp.buckets.plan import BucketPlan
+from fddp.jax_internals import over_axes
 
 
 def pack_device_parts(
@@ -58,3 +58,17 @@ def unpack_device_parts(
 
     out_specs = (specs, PartitionSpec())
     return by_device(axes, unpack_local, (PartitionSpec(axes),), out_specs)(messages)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def by_device(axes: tuple[str, ...], f: Function, in_specs: PyTree, out_specs: PyTree) -> Function:
+    """Turns `f`, which each device along `axes` runs on its parts, into a function of whole arrays.
+
+    The specs of arguments and results are those of `jax.shard_map`. Without axes `f` is returned
+    unchanged.
+    """
+    if not axes:
+        return f
+    return over_axes(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))

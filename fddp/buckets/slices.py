@@ -10,11 +10,10 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets.assignment import make_plan
-from fddp.buckets.caps import Caps, MiB
 from fddp.buckets.plan import Bucket, BucketPlan
 from fddp.buckets.shard_layout import leaf_layout
 from fddp.buckets.table_rows import plan_with_table_rows
-from fddp.buckets.travelling import Slice, Travelling
+from fddp.buckets.travelling import Caps, MiB, Slice, Travelling
 
 
 def fill_buckets(

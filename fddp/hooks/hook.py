@@ -9,7 +9,7 @@ Source: `register_comm_hook` and `GradBucket` in PyTorch.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,6 @@ from fddp.comm import Communicator
 from fddp.wording import check_has
 
 State = tuple[Any, ...]
-# (communicator, bucket, memory of its leaves) → (sum, new memory)
-Reduce: TypeAlias = Callable[[Communicator, "GradBucket", State], tuple[Array, State]]
 
 
 class GradBucket(NamedTuple):

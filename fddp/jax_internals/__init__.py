@@ -22,10 +22,14 @@ from fddp.jax_internals.collective_equations import scattered_dim as scattered_d
 from fddp.jax_internals.collective_equations import sets_of as sets_of
 from fddp.jax_internals.collective_equations import unbound_axis as unbound_axis
 from fddp.jax_internals.collective_equations import ways_of as ways_of
-from fddp.jax_internals.compiled import compile_to_read as compile_to_read
+from fddp.jax_internals.configuration import CPU_OPTIONS as CPU_OPTIONS
+from fddp.jax_internals.configuration import GPU_OPTIONS as GPU_OPTIONS
+from fddp.jax_internals.configuration import OVERLAP_OPTIONS as OVERLAP_OPTIONS
+from fddp.jax_internals.configuration import PIPELINED_ROUNDS as PIPELINED_ROUNDS
 from fddp.jax_internals.configuration import asked_for as asked_for
 from fddp.jax_internals.configuration import cache_small_programs as cache_small_programs
 from fddp.jax_internals.configuration import compilation_cache as compilation_cache
+from fddp.jax_internals.configuration import compile_to_read as compile_to_read
 from fddp.jax_internals.configuration import context_mesh as context_mesh
 from fddp.jax_internals.configuration import staged_out as staged_out
 from fddp.jax_internals.configuration import transformed as transformed
@@ -72,6 +76,7 @@ from fddp.jax_internals.loops import run_while as run_while
 from fddp.jax_internals.loops import scan_body as scan_body
 from fddp.jax_internals.loops import shorter_scan as shorter_scan
 from fddp.jax_internals.loops import while_programs as while_programs
+from fddp.jax_internals.loops import without_refs as without_refs
 from fddp.jax_internals.mesh_free import MESH_ERRORS as MESH_ERRORS
 from fddp.jax_internals.mesh_free import inner_map as inner_map
 from fddp.jax_internals.mesh_free import line_of_mesh as line_of_mesh
@@ -89,9 +94,4 @@ from fddp.jax_internals.promises import Promise as Promise
 from fddp.jax_internals.promises import available as available
 from fddp.jax_internals.promises import awaited as awaited
 from fddp.jax_internals.promises import has_promises as has_promises
-from fddp.jax_internals.refs import without_refs as without_refs
 from fddp.jax_internals.service import HEARTBEAT_S as HEARTBEAT_S
-from fddp.jax_internals.xla_options import CPU_OPTIONS as CPU_OPTIONS
-from fddp.jax_internals.xla_options import GPU_OPTIONS as GPU_OPTIONS
-from fddp.jax_internals.xla_options import OVERLAP_OPTIONS as OVERLAP_OPTIONS
-from fddp.jax_internals.xla_options import PIPELINED_ROUNDS as PIPELINED_ROUNDS

@@ -29,13 +29,14 @@ from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.leaves import with_trained as with_trained
 from fddp.jaxpr.loops.in_rounds import in_rounds as in_rounds
 from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
+from fddp.jaxpr.loops.loop_fusion import run_scan as run_scan
 from fddp.jaxpr.loops.rounds import in_slices as in_slices
 from fddp.jaxpr.loops.rounds import stacks as stacks
 from fddp.jaxpr.loops.row_origins import made_row_by_row as made_row_by_row
 from fddp.jaxpr.loops.row_origins import places as places
-from fddp.jaxpr.loops.scan import run_scan as run_scan
 from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import ready_order as ready_order
+from fddp.jaxpr.order import wiring as wiring
 from fddp.jaxpr.parts.part_kinds import Follows as Follows
 from fddp.jaxpr.parts.part_kinds import Kind as Kind
 from fddp.jaxpr.parts.part_kinds import Same as Same
@@ -53,4 +54,3 @@ from fddp.jaxpr.stages import cut as cut
 from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used
 from fddp.jaxpr.used_at_run_time import tracked as tracked
-from fddp.jaxpr.wiring import wiring as wiring

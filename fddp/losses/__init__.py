@@ -20,6 +20,7 @@ from fddp.losses.objective import Objective as Objective
 from fddp.losses.objective import make_objective as make_objective
 from fddp.losses.precision import mixed_precision as mixed_precision
 from fddp.losses.results import Weighted as Weighted
+from fddp.losses.results import check_callable as check_callable
 from fddp.losses.rng import Shared as Shared
 from fddp.losses.rng import folded as folded
 from fddp.losses.sums import Pending as Pending
@@ -32,4 +33,3 @@ from fddp.losses.sums import in_unit as in_unit
 from fddp.losses.sums import mean as mean
 from fddp.losses.sums import plus as plus
 from fddp.losses.sums import reached as reached
-from fddp.losses.user_functions import check_callable as check_callable

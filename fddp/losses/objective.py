@@ -11,12 +11,12 @@ from fddp.losses.batches import Joined, Undivided
 from fddp.losses.results import (
     Weighted,
     check_buffers,
+    check_takes,
     float_metrics,
     pair_of,
     scalar_loss,
     scalar_weight,
 )
-from fddp.losses.user_functions import check_takes
 from fddp.wording import check_switch
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from fddp.losses.user_functions import check_callable
+from fddp.losses.results import check_callable
 
 
 def mixed_precision(

@@ -4,18 +4,18 @@ The variables of a launcher give the rank of a process. The processes meet and c
 error on one rank ends all; `watching` names it. This room imports comm.
 """
 
+from fddp.runtime.children import cores_for as cores_for
 from fddp.runtime.coordinator import start_service as start_service
-from fddp.runtime.cores import cores_for as cores_for
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
+from fddp.runtime.jaxlib_faults import fddp_version as fddp_version
+from fddp.runtime.jaxlib_faults import installed as installed
 from fddp.runtime.jaxlib_faults import known_faults as known_faults
 from fddp.runtime.join_service import all_devices as all_devices
 from fddp.runtime.join_service import name_problem as name_problem
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
-from fddp.runtime.packages import fddp_version as fddp_version
-from fddp.runtime.packages import installed as installed
 from fddp.runtime.place import Launch as Launch
 from fddp.runtime.place import place_of as place_of
 from fddp.runtime.place import proxies as proxies

@@ -71,3 +71,10 @@ def collect_signals(*numbers: int) -> Iterator[list[int]]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def cores_for(ranks: int) -> int:
+    """The cores of each of a host's ranks; 0 if they are too few, or if not all may be used."""
+    cores = os.cpu_count() or 1
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()
+    return cores // ranks if len(usable) == cores else 0

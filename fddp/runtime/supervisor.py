@@ -24,8 +24,14 @@ from itertools import chain, compress
 from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
-from fddp.runtime.children import collect_signals, describe_end, exit_code, exit_status, kill_groups
-from fddp.runtime.cores import cores_for
+from fddp.runtime.children import (
+    collect_signals,
+    cores_for,
+    describe_end,
+    exit_code,
+    exit_status,
+    kill_groups,
+)
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
 from fddp.runtime.output import LOOK_S, drain, print_line, shown

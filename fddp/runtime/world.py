@@ -18,11 +18,10 @@ import jax
 from fddp.comm import Group, unwatched, world_group
 from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
-from fddp.runtime.jaxlib_faults import remark
+from fddp.runtime.jaxlib_faults import installed, remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service
 from fddp.runtime.launchers import read_launch, spoken
-from fddp.runtime.packages import installed
 from fddp.runtime.place import Launch
 from fddp.runtime.watching import FAILED, follows_another
 from fddp.wording import check_seconds, check_switch, check_whole

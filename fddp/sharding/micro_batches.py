@@ -13,8 +13,7 @@ from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.losses import Pending, add_trees, in_parts
 from fddp.schedules import Round
 from fddp.sharding.part_messages import scatters, scatters_of
-from fddp.sharding.part_packing import pack_gradients
-from fddp.sharding.shard_plans import ShardPlans
+from fddp.sharding.part_packing import ShardPlans, pack_gradients
 from fddp.sharding.sharded_update import AfterBackward
 from fddp.step import TrainState
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import Message
 from fddp.comm import Communicator
 from fddp.hooks import Reduction, reductions
-from fddp.sharding.shard_plans import ShardPlans
+from fddp.sharding.part_packing import ShardPlans
 
 
 def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:

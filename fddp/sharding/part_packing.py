@@ -1,25 +1,53 @@
 """Packs whole leaves and parts into messages, and unpacks sums and gathered parameters."""
 
 from collections.abc import Sequence
-from functools import reduce
+from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
+    BucketPlan,
     Messages,
+    ShardLayout,
     is_shard,
     leaves_with_shards,
     pack,
     pack_rows,
+    plan_of_parts,
     take_tail,
     unpack_received,
     unpack_rows,
     whole_forms,
 )
 from fddp.losses import add_trees
-from fddp.sharding.shard_plans import ShardPlans
+from fddp.step import Agreed, Replica, leaf_layouts
+
+
+@dataclass(frozen=True)
+class ShardPlans:
+    """The layouts of a replica's leaves, and the plans of the buckets that carry their parts."""
+
+    replica: Replica
+    agreed: Agreed
+
+    @property
+    def plan(self) -> BucketPlan:
+        """The buckets of whole leaves."""
+        return self.agreed.plan
+
+    @cached_property
+    def part_plan(self) -> BucketPlan:
+        """The same buckets, with one replica's parts of the leaves."""
+        return plan_of_parts(self.plan)
+
+    @cached_property
+    def leaf_layouts(self) -> list[ShardLayout]:
+        """The layout of each leaf in parts of replicas."""
+        return jax.tree.leaves(leaf_layouts(self.replica.group, self.agreed.state.params))
 
 
 def pack_gradients(plans: ShardPlans, grads: PyTree) -> tuple[Array, ...]:

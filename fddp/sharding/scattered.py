@@ -22,8 +22,7 @@ from fddp.losses import Pending
 from fddp.schedules import Pieces, Round
 from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.part_messages import gathers
-from fddp.sharding.part_packing import local_parts, pack_parameters, unpack_parameters
-from fddp.sharding.shard_plans import ShardPlans
+from fddp.sharding.part_packing import ShardPlans, local_parts, pack_parameters, unpack_parameters
 from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
 from fddp.step import Agreed, Replica, TrainState
 

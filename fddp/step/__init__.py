@@ -15,13 +15,11 @@ from fddp.step.checks import refuse_transformations as refuse_transformations
 from fddp.step.combinations import LOCAL as LOCAL
 from fddp.step.combinations import MEMORY as MEMORY
 from fddp.step.combinations import refuse as refuse
+from fddp.step.held import first_hook_state as first_hook_state
 from fddp.step.held import held_form as held_form
 from fddp.step.held import leaf_layouts as leaf_layouts
 from fddp.step.held import ranks_of_parts as ranks_of_parts
-from fddp.step.hook_state import first_hook_state as first_hook_state
 from fddp.step.inside_program import run_inside as run_inside
-from fddp.step.inspection import lower as lower
-from fddp.step.inspection import tasks as tasks
 from fddp.step.no_sync import accumulate_locally as accumulate_locally
 from fddp.step.options import OptionArguments as OptionArguments
 from fddp.step.options import Options as Options
@@ -34,8 +32,10 @@ from fddp.step.options import with_some_new as with_some_new
 from fddp.step.planned import provisional_plan as provisional_plan
 from fddp.step.replica import Replica as Replica
 from fddp.step.run import compare as compare
+from fddp.step.run import lower as lower
 from fddp.step.run import ready as ready
 from fddp.step.run import synchronize as synchronize
+from fddp.step.run import tasks as tasks
 from fddp.step.settle import Settled as Settled
 from fddp.step.settle import Use as Use
 from fddp.step.start import described_start as described_start

@@ -5,6 +5,7 @@ layer by layer.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from fddp.jaxpr import (
     touched_rows,
     wiring,
 )
-from fddp.losses import unjoined
+from fddp.losses import Sums, contribute, reached, unjoined
 from fddp.schedules import SCHEDULES, Schedule, described_exchanges, forms_of, shorter_loops, staged
 from fddp.step.agreed import Common, Seen
 from fddp.step.checks import check_batch
@@ -33,9 +34,8 @@ from fddp.step.first_rows import digest
 from fddp.step.held import check_held
 from fddp.step.partitions import partitions_of
 from fddp.step.planned import provisional_plan
-from fddp.step.replica import Replica
+from fddp.step.replica import Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
-from fddp.step.traced import contribution, marked_paths
 
 
 class FirstBatch(NamedTuple):
@@ -204,3 +204,30 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     if cpu_hosts and not uncut and group.transport.in_lane is None:
         return staged
     return replica.way.schedule
+
+
+def contribution(replica: Replica, state: TrainState, micro_batch: PyTree) -> Sums:
+    """Computes the weighted sums of one micro-batch."""
+    return contribute(*_arguments(replica, state, micro_batch)).sums
+
+
+def marked_paths(replica: Replica, state: TrainState, micro_batch: PyTree) -> tuple[bool, ...]:
+    """Marks the trained leaves with a path to the loss; all, without
+    `find_unused_parameters`."""
+    if not replica.options.find_unused_parameters:
+        return (True,) * len(replica.chosen(state.params))
+    return reached(*_arguments(replica, state, micro_batch))
+
+
+def _arguments(replica: Replica, state: TrainState, micro_batch: PyTree) -> tuple[Any, ...]:
+    """Returns the arguments of `contribute` for one micro-batch."""
+    start = no_sums(state)
+    objective = partial(replica.objective, unit=replica.unit)
+    return (
+        objective,
+        replica.chosen(state.params),
+        state.params,
+        start,
+        replica.key(state, start),
+        micro_batch,
+    )

@@ -5,6 +5,7 @@ One tree of layouts decides how a first state is cut, and how a user's state is 
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -29,13 +30,13 @@ from fddp.comm import (
     REPLICATED,
     Group,
     Placement,
+    add_replica_dim,
     described,
     device_parts,
     of_one_replica,
     shortened,
 )
 from fddp.step.checks import check_no_sync
-from fddp.step.hook_state import hook_state_form
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 
@@ -210,3 +211,21 @@ def _kind(x: Any) -> tuple[Any, ...]:
     if is_shard(x):
         return True, jnp.shape(x.parts)
     return False, jnp.shape(x)
+
+
+def first_hook_state(replica: Replica, params: PyTree) -> Any:
+    """Makes one replica's initial hook state for each trained leaf, or () without state."""
+    if replica.options.hook is None:
+        return ()
+    forms = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), replica.trained(params))
+    memory = jax.tree.map(replica.options.hook.init, forms)
+    if not jax.tree.leaves(memory):
+        return ()
+    return add_replica_dim(memory)
+
+
+def hook_state_form(replica: Replica, params: PyTree) -> Any:
+    """Returns shapes and dtypes of the hook state of all replicas."""
+    share = replica.group.placement.replicas_in_array
+    forms = jax.eval_shape(partial(first_hook_state, replica), params)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((share, *x.shape[1:]), x.dtype), forms)

@@ -20,7 +20,7 @@ from fddp.jax_internals import (
 )
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import rows_of_batch
-from fddp.schedules import StepInputs
+from fddp.schedules import StepInputs, TaskList
 from fddp.step.admission import admit
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
@@ -151,3 +151,20 @@ def with_local_parts(
         hook_state = by_leaf(settled.plan, state.hook_state, memory)
         result = result[0]._replace(hook_state=hook_state), *result[1:]
     return result
+
+
+@without_context_mesh
+def lower(settled: Settled, inputs: StepInputs) -> jax.stages.Lowered:
+    """Lowers a step that is one program."""
+    if settled.runner.lower is None:
+        raise ValueError(
+            "this step runs several programs; a step that can be lowered has schedule='fused' and "
+            "no virtual_replicas."
+        )
+    return settled.runner.lower(inputs)
+
+
+@without_context_mesh
+def tasks(settled: Settled, state: TrainState, inputs: StepInputs) -> TaskList:
+    """Lists the tasks of a step."""
+    return settled.runner.tasks(*one_replica_arguments(settled, state, inputs.rows))

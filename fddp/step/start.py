@@ -23,8 +23,7 @@ from fddp.optim import DynamicScaleState, optimizer_laid_out
 from fddp.runtime import fddp_version
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
-from fddp.step.held import form_in_shards, laid_out_state
-from fddp.step.hook_state import first_hook_state, hook_state_form
+from fddp.step.held import first_hook_state, form_in_shards, hook_state_form, laid_out_state
 from fddp.step.planned import provisional_plan
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_no_state

@@ -26,7 +26,6 @@ from fddp.jax_internals import (
 from fddp.jaxpr.equations import collectives, form_of, makers, straighten, variables
 from fddp.jaxpr.interpreter import Read, Values
 from fddp.jaxpr.loops.row_origins import Origin, origin_of, row_dims, rows_read, run_on_layers
-from fddp.jaxpr.loops.scan import run_scan
 
 Fusions: TypeAlias = Mapping[int, Origin]
 """Position of a fused loop → the origin of its layers, in a host loop."""
@@ -173,3 +172,23 @@ def _one_round(
     inputs = [values[atom].reshape(form_of(atom).shape[1:]) for atom in layered]
     with named_as(loop):
         return jaxpr_as_fun(scan_body(loop)[0])(*map(read, consts), *inputs)
+
+
+def run_scan(
+    loop: JaxprEqn, args: Sequence[Any], rows: Any, run_round: Callable[[list[Any], Any], list[Any]]
+) -> list[Any]:
+    """Runs a `scan` under a trace, with `run_round` in place of its body; returns its outputs.
+
+    `args` start with the values of the loop's constants and carry, and `rows` is a tree of arrays
+    with an entry per round. `run_round` maps [*constants, *carry] and the entries of a round to the
+    new carry, followed by the round's other outputs.
+    """
+    consts, carry, _ = loop_parts(loop, args)
+
+    def body(state: list[Any], entries: Any) -> tuple[list[Any], list[Any]]:
+        outputs = run_round([*consts, *state], entries)
+        return outputs[: len(carry)], outputs[len(carry) :]
+
+    with named_as(loop):
+        state, stacks = jax.lax.scan(body, carry, rows, **scan_body(loop)[1])
+    return [*state, *stacks]

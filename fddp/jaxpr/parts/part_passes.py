@@ -10,11 +10,28 @@ al., "Muon is Scalable for LLM Training" (2025), which gathers each matrix.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
-from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, acts, branches
-from fddp.jaxpr.cost import operations
-from fddp.jaxpr.equations import form_of, outputs_of, read_by, straighten, variables
+from fddp.jax_internals import (
+    CALLS,
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    acts,
+    branches,
+    contracted_dims,
+    scan_body,
+)
+from fddp.jaxpr.equations import (
+    form_of,
+    inner_equations,
+    outputs_of,
+    read_by,
+    straighten,
+    variables,
+)
 from fddp.jaxpr.parts.part_kinds import (
     Follows,
     Kind,
@@ -233,3 +250,35 @@ def _home(eqn: JaxprEqn, var_kinds: Mapping[Var, Kind], leaf_of: Mapping[Var, in
 def _scattered(leaf: int, var: Var) -> Kind:
     """The kind of an array from a leaf's home after the scatter."""
     return Total("sum") if form_of(var).size == 1 else Follows(leaf)
+
+
+# Decompositions: each costs about as many operations as a product of the matrix with itself.
+FACTORS = {
+    *("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd"),
+    "triangular_solve",
+}
+
+
+def operations(eqn: JaxprEqn) -> int:
+    """Counts the operations of an equation, roughly.
+
+    A product has its multiplications and additions; other equations have an operation per element
+    of the result. A scan counts all its rounds, a conditional its costliest branch.
+    """
+    name = eqn.primitive.name
+    elements = sum(map(prod, map(_shape, eqn.outvars)))
+    if name == "dot_general":
+        shape = _shape(eqn.invars[0])
+        return 2 * elements * prod(map(shape.__getitem__, contracted_dims(eqn)))
+    if name == "cond":
+        return max(sum(map(operations, branch.jaxpr.eqns)) for branch in branches(eqn))
+    if name in FACTORS:
+        return elements * min(_shape(eqn.invars[0])[-2:], default=1)
+    inner = sum(map(operations, inner_equations(eqn)))
+    if name == "scan":
+        return scan_body(eqn)[1]["length"] * inner
+    return inner or elements
+
+
+def _shape(atom: Var | Literal) -> tuple[int, ...]:
+    return getattr(atom.aval, "shape", ())
