@@ -19,6 +19,7 @@ from fddp.hooks.hook import Hook as Hook
 from fddp.hooks.hook import allreduce as allreduce
 from fddp.hooks.low_rank import powersgd as powersgd
 from fddp.hooks.reductions import PLAIN as PLAIN
+from fddp.hooks.reductions import Collective as Collective
 from fddp.hooks.reductions import Memory as Memory
 from fddp.hooks.reductions import Reduction as Reduction
 from fddp.hooks.reductions import all_finite as all_finite

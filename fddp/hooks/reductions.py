@@ -40,43 +40,55 @@ class Asks(NamedTuple):
     """Places in its sum."""
 
 
+class Hooked(NamedTuple):
+    """A sum by a hook, or on each device of a replica."""
+
+    apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]]
+    """(comm, message, memory) → (sum, new memory)."""
+    memory: int | None = None
+    """Index into `Memory`. Messages with one index share it, one after the other."""
+
+
+class Collective(NamedTuple):
+    """A plain collective, for which a group may have a faster way between programs."""
+
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
+    """A sum, a shard of the sum per replica, the messages of all replicas, or the sum in the tree
+    of virtual replicas."""
+    replicas: int = 1
+    """Number of replicas, for a gather."""
+    blocks: int = 1
+    """Number of blocks per replica that are added in the tree of virtual replicas."""
+    rounds: int = 1
+    """Number of equal parts of the message that one program sums one by one, as a loop does."""
+
+    def result_form(self, message: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of the result for one replica's message."""
+        factors = {"reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
+        times, divisor = factors.get(self.kind, (1, self.blocks))
+        return jax.ShapeDtypeStruct((message.shape[0] * times // divisor,), message.dtype)
+
+
 class Reduction(NamedTuple):
     """The sum of one message over replicas."""
 
     name: str = "tail"
-    apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]] | None = None
-    """(comm, message, memory) → (sum, new memory). None: the plain sum, for which a group may have
-    a faster way between programs."""
-    memory: int | None = None
-    """Index into `Memory`; None for a plain sum. Messages with one index share it, one after the
-    other."""
-    bucket: int | None = None
-    """Index of its bucket; None if it has none."""
+    contents: str = "loss and metrics"
+    collective: Collective = Collective()
+    hooked: Hooked | None = None
+    """The sum in place of the plain collective."""
     asks: Asks | None = None
-    """Condition for sending it. None: it is always sent."""
-    carries: str = "loss and metrics"
-    """Description of its contents."""
-    collective: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
-    """The collective if `apply` is None: a sum, a shard of the sum per replica, the messages of all
-    replicas, or the sum in the tree of virtual replicas."""
-    replicas: int = 1
-    """Number of replicas, for a scatter or a gather."""
-    blocks: int = 1
-    """Number of blocks per replica that are added in the tree of virtual replicas."""
-    rounds: int = 1
-    """Number of equal parts of the message that one program sums one by one, as a loop computes
-    them."""
+    """Condition for sending the message. None: it is always sent."""
 
     @property
     def title(self) -> str:
         """Name and contents."""
-        return f"{self.name} ({self.carries})" if self.carries else self.name
+        return f"{self.name} ({self.contents})" if self.contents else self.name
 
-    def back(self, message: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the collective's result for one replica's message."""
-        factors = {"reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
-        times, divisor = factors.get(self.collective, (1, self.blocks))
-        return jax.ShapeDtypeStruct((message.shape[0] * times // divisor,), message.dtype)
+    @property
+    def memory(self) -> int | None:
+        """Index of the hook's memory."""
+        return self.hooked and self.hooked.memory
 
 
 PLAIN = Reduction()
@@ -99,22 +111,19 @@ def reductions(plan: BucketPlan, hook: Hook | None, replicas: int = 1) -> tuple[
         if message.bucket is None:
             return PLAIN
         bucket = plan.buckets[message.bucket]
-        carries, *more = bucket.names
+        contents, *more = bucket.names
         if more:
-            carries += f" and {len(more)} more"
-        reduction = Reduction(
-            message.name, bucket=message.bucket, carries=carries, rounds=bucket.rounds
-        )
+            contents += f" and {len(more)} more"
+        reduction = Reduction(message.name, contents, Collective(rounds=bucket.rounds))
         if message.rows:
-            return reduction._replace(collective="all_gather", replicas=replicas)
+            return reduction._replace(collective=Collective("all_gather", replicas))
         if bucket.rows:  # the previous message holds the rows, and the flags of overflow
             return reduction._replace(asks=Asks(index - 1, flags(bucket, replicas)))
         if hook is None:
             return reduction
         leaves = plan.travelling(bucket)
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        apply = partial(_hooked, hook, forms)
-        return reduction._replace(apply=apply, memory=index)
+        return reduction._replace(hooked=Hooked(partial(_hooked, hook, forms), index))
 
     return tuple(reduction_of(index, message) for index, message in enumerate(plan.messages))
 
@@ -124,8 +133,7 @@ def per_device(placement: Placement, reduction: Reduction) -> Reduction:
     axes = placement.other_axes
     if not axes:
         return reduction
-    plain = COLLECTIVES[reduction.collective]
-    reduce = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
+    reduce = _reducing(reduction)
 
     def reduce_parts(comm: Communicator, message: Array, memory: PyTree) -> Array:
         spec = PartitionSpec(axes)
@@ -136,7 +144,7 @@ def per_device(placement: Placement, reduction: Reduction) -> Reduction:
         add_bytes(comm, placement.devices_of_replica * nbytes)
         return total, memory
 
-    return reduction._replace(apply=apply)
+    return reduction._replace(hooked=Hooked(apply, reduction.memory))
 
 
 def summed(
@@ -151,14 +159,10 @@ def summed(
     Returns the sum, the new memory, and the bytes that each replica sent (saturated at 2³² − 1).
     `earlier_sum` is the sum of the message in `reduction.asks`.
     """
-    plain = COLLECTIVES[reduction.collective]
-    if reduction.rounds > 1:
-        plain = partial(_round_by_round, plain, reduction.rounds)
-    apply = reduction.apply or (lambda comm, message, memory: (plain(comm, message), memory))
 
     def send() -> tuple[Array, Any, Array]:
-        (total, new), nbytes = count_bytes(comm, apply, message, memory)
-        return total, new, as_uint32(reduction.rounds * nbytes)
+        (total, new), nbytes = count_bytes(comm, _reducing(reduction), message, memory)
+        return total, new, as_uint32(reduction.collective.rounds * nbytes)
 
     if reduction.asks is None or earlier_sum is None:
         return send()
@@ -167,6 +171,16 @@ def summed(
         send,
         lambda: (jnp.zeros_like(message), memory, jnp.uint32(0)),
     )
+
+
+def _reducing(reduction: Reduction) -> Callable[..., tuple[Array, Any]]:
+    """Returns the function (comm, message, memory) → (sum, new memory) of a reduction."""
+    if reduction.hooked:
+        return reduction.hooked.apply
+    plain = COLLECTIVES[reduction.collective.kind]
+    if reduction.collective.rounds > 1:
+        plain = partial(_round_by_round, plain, reduction.collective.rounds)
+    return lambda comm, message, memory: (plain(comm, message), memory)
 
 
 def _round_by_round(
@@ -180,13 +194,14 @@ def _round_by_round(
 
 
 def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTypeLike) -> int:
-    """Bytes that each replica sends for a message of `size` elements if `apply` is None."""
-    if reduction.collective == "all_gather":
+    """Bytes that each replica sends for a message of `size` elements by the plain collective."""
+    if reduction.collective.kind == "all_gather":
         return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
-    if reduction.collective == "tree_reduce":
-        part = -(-size // (reduction.blocks * comm.size))
-        return (comm.size - 1) * part * (reduction.blocks + 1) * jnp.dtype(dtype).itemsize
-    if reduction.collective == "reduce_scatter":
+    if reduction.collective.kind == "tree_reduce":
+        blocks = reduction.collective.blocks
+        part = -(-size // (blocks * comm.size))
+        return (comm.size - 1) * part * (blocks + 1) * jnp.dtype(dtype).itemsize
+    if reduction.collective.kind == "reduce_scatter":
         return reduce_scatter_bytes(comm, size, dtype)
     return all_reduce_bytes(comm, size, dtype)
 

@@ -15,7 +15,6 @@ from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.equations import variables as variables
 from fddp.jaxpr.exchanges import apart as apart
 from fddp.jaxpr.flow import inputs_of_outputs as inputs_of_outputs
-from fddp.jaxpr.grad_order import grad_order as grad_order
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.interpreter import Read as Read
 from fddp.jaxpr.interpreter import Values as Values
@@ -35,6 +34,7 @@ from fddp.jaxpr.loops.rounds import stacks as stacks
 from fddp.jaxpr.loops.row_origins import made_row_by_row as made_row_by_row
 from fddp.jaxpr.loops.row_origins import places as places
 from fddp.jaxpr.order import first_uses as first_uses
+from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order
 from fddp.jaxpr.order import wiring as wiring
 from fddp.jaxpr.parts.part_kinds import Follows as Follows

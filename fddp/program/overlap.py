@@ -200,9 +200,8 @@ def _inside(
 ) -> tuple[jax.Array, Sequence[Any]]:
     """Runs a loop or a branch with messages: the token is part of its carry."""
 
-    def run(closed: ClosedJaxpr, token: jax.Array, *args: Any) -> tuple[Any, ...]:
-        token, outputs = overlapped(closed, token, args, numbers)
-        return token, *outputs
+    def run(closed: ClosedJaxpr, token: jax.Array, *args: Any) -> tuple[jax.Array, list[Any]]:
+        return overlapped(closed, token, args, numbers)
 
     name = eqn.primitive.name
     if name == "scan":
@@ -210,15 +209,14 @@ def _inside(
         body, how = scan_body(eqn)
 
         def round_of(state: tuple[Any, ...], row: Any) -> tuple[Any, Any]:
-            outputs = run(body, state[0], *consts, *state[1:], *row)
-            return outputs[: 1 + len(carry)], outputs[1 + len(carry) :]
+            token, outputs = run(body, state[0], *consts, *state[1:], *row)
+            return (token, *outputs[: len(carry)]), outputs[len(carry) :]
 
         (token, *carry), stacks = jax.lax.scan(round_of, (token, *carry), rows, **how)
         return token, [*carry, *stacks]
     if name == "cond":
         each = [lambda *inputs, branch=branch: run(branch, *inputs) for branch in branches(eqn)]
-        token, *outputs = jax.lax.switch(args[0], each, token, *args[1:])
-        return token, outputs
+        return jax.lax.switch(args[0], each, token, *args[1:])
     if name == "while":
         test_consts, consts, carry = loop_parts(eqn, args)
         test, body = while_programs(eqn)
@@ -230,19 +228,13 @@ def _inside(
         carry, token = run_while(
             eqn,
             lambda state, token: interpret(test, [*test_consts, *state], lambda eqn, read: None)[0],
-            lambda state, token: _swapped(run(body, token, *consts, *state)),
+            lambda state, token: run(body, token, *consts, *state)[::-1],
             carry,
             token,
         )
         return token, carry
     if name in CALLS:
-        token, *outputs = run(called_program(eqn), token, *args)
-        return token, outputs
+        return run(called_program(eqn), token, *args)
     raise ValueError(
         f"the loss has a collective inside of {name}, where this backend cannot run it."
     )
-
-
-def _swapped(outputs: tuple[Any, ...]) -> tuple[list[Any], Any]:
-    token, *state = outputs
-    return state, token

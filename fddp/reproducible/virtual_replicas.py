@@ -30,6 +30,7 @@ from fddp.buckets import (
     widened,
 )
 from fddp.comm import Group, block_of, of_one_replica, trace
+from fddp.hooks import Collective
 from fddp.losses import Joined
 from fddp.reproducible.virtual_list import Tree, in_virtual_replicas
 from fddp.schedules import Pieces, Round, Runner, Schedule, after, forms_of, on_each_device
@@ -165,7 +166,7 @@ def _pieces(replica: Replica, agreed: Agreed) -> tuple[Pieces, Tree]:
         return agreed.use(state, mean), shards
 
     reductions = tuple(
-        reduction._replace(collective="tree_reduce", blocks=each // block)
+        reduction._replace(collective=Collective("tree_reduce", blocks=each // block))
         for reduction in replica.reductions(plan)
     )
     # Its outputs are packed only after they are added up.

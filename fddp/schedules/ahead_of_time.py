@@ -116,7 +116,7 @@ def _received(
 ) -> tuple[Any, Any]:
     """The shapes of a message's sum and of the bytes of all messages."""
     replicas = placement.replicas_in_array
-    total = task.reduction.back(of_one_replica(forms[task.reads[0]], replicas))
+    total = task.reduction.collective.result_form(of_one_replica(forms[task.reads[0]], replicas))
     if not task.writes[0].equal_everywhere:
         total = jax.ShapeDtypeStruct((total.shape[0] * replicas,), total.dtype)
     return total, jax.ShapeDtypeStruct((len(listed.messages),), np.uint32)

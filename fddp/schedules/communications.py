@@ -22,7 +22,7 @@ def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communica
             reads = [Value(MESSAGE, number)]
             if reduction.asks is not None:
                 reads.append(sends[reduction.asks.message].writes[0])
-            writes = [Value(BACK[reduction.collective], number)]
+            writes = [Value(BACK[reduction.collective.kind], number)]
             if number == count - 1:
                 writes.append(BYTES)
             sends.append(Communicate(reduction.name, tuple(reads), tuple(writes), reduction))

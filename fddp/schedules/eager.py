@@ -45,7 +45,7 @@ def _eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     If `donate`, updates may reuse the optimizer state's memory. A result that replaces an array of
     the state may be a `Promise`.
     """
-    scattered = any(r.collective == "reduce_scatter" for r in pieces.reductions)
+    scattered = any(r.collective.kind == "reduce_scatter" for r in pieces.reductions)
     gathers_first = pieces.rounds[0].kind != "compute"
     return (staged if scattered or gathers_first else with_late_sums)(group, pieces, donate)
 
@@ -62,7 +62,9 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """
     lane, overlaps = own_lane(group)
     plain = _only_plain_sums(pieces)
-    unconditional = all(r.collective == "all_reduce" and r.asks is None for r in pieces.reductions)
+    unconditional = all(
+        r.collective.kind == "all_reduce" and r.asks is None for r in pieces.reductions
+    )
     first_use = pieces.uses if unconditional and overlaps else {}
     pieces = _with_known_bytes(group, pieces) if plain else pieces
     make = partial(in_stages, group.placement, pieces, used=lambda k, count: k, late=arrival_order)
@@ -108,7 +110,9 @@ def with_late_sums(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
 
 def _only_plain_sums(pieces: Pieces) -> bool:
-    return not any(r.apply or r.asks or r.collective != "all_reduce" for r in pieces.reductions)
+    return not any(
+        r.hooked or r.asks or r.collective.kind != "all_reduce" for r in pieces.reductions
+    )
 
 
 def _with_known_bytes(group: Group, pieces: Pieces) -> Pieces:

@@ -68,7 +68,7 @@ def traced(
     """Runs the tasks of one replica; gradients made in the rounds of a loop are summed in them."""
     listed = make(state, pending, shards, rows)
     run = partial(_run, group.communicator, listed)
-    if any(task.reduction.rounds > 1 for task in listed.messages):
+    if any(task.reduction.collective.rounds > 1 for task in listed.messages):
         run = fused_loops(run)
     return run(state, pending, shards, memory, rows)
 
@@ -110,7 +110,7 @@ def _run(
             # leaves unused, and it sends first what is ready first. On GPUs late buckets would
             # leave first. A sum inside a loop has the loop's place, and the same program on all
             # ranks.
-            if comm.size > 1 and task.reduction.rounds == 1 and not comm.in_lane:
+            if comm.size > 1 and task.reduction.collective.rounds == 1 and not comm.in_lane:
                 awaited_sums = sums[waited:]
                 barred = (message, *(values[name] for name in awaited_sums))
                 message, *barred_sums = jax.lax.optimization_barrier(barred)
@@ -126,7 +126,7 @@ def _run(
         all_bytes.append(nbytes)
         if BYTES in task.writes:
             values[BYTES] = jnp.stack(all_bytes)
-    hooked = [task for task in listed.messages if task.reduction.apply]
+    hooked = [task for task in listed.messages if task.reduction.hooked]
     finite = all_finite(values[task.writes[0]] for task in hooked)
     new_memory = jax.tree.map(
         partial(jnp.where, finite), [current[k] for k in previous], list(previous.values())

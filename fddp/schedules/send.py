@@ -60,10 +60,10 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
         else:
             journal = group.journal.message(reduction.title, size * message.dtype.itemsize)
             with TraceAnnotation(reduction.name), journal:
-                if reduction.apply is None:
-                    collective = getattr(transport, reduction.collective)
-                    if reduction.collective == "tree_reduce":
-                        total = collective(message, reduction.blocks)
+                if reduction.hooked is None:
+                    collective = getattr(transport, reduction.collective.kind)
+                    if reduction.collective.kind == "tree_reduce":
+                        total = collective(message, reduction.collective.blocks)
                     else:
                         total = collective(message)
                     sent = plain_bytes(group.communicator, reduction, size, message.dtype)
@@ -89,7 +89,7 @@ def _hook_program(group: Group, reduction: Reduction) -> Callable[..., Any]:
         return total, add_replica_dim(memory), sent, finite
 
     sum_spec = REPLICATED
-    if reduction.collective == "reduce_scatter":
+    if reduction.collective.kind == "reduce_scatter":
         sum_spec = per_replica
     out_specs = sum_spec, per_replica, REPLICATED, REPLICATED
     # The memory is not donated: `remembered` may return it.
@@ -109,7 +109,7 @@ def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transpo
     Hooks share one communicator, where two would mix. So do reduce-scatters and all-gathers, whose
     parts lie in one order of the replicas, and tree-reduces, which add in one order.
     """
-    ordered = any(r.apply or r.collective != "all_reduce" for r in reductions)
+    ordered = any(r.hooked or r.collective.kind != "all_reduce" for r in reductions)
     if ordered or not group.transport.clones:
         return (group.transport,)
     return group.transport.clones

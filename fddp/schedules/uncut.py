@@ -89,7 +89,7 @@ def _traced_pieces(
 
 
 def _forms_of_sums(reductions: Sequence[Reduction], messages: Sequence[Any]) -> Sequence[Any]:
-    return [reduction.back(message) for reduction, message in zip(reductions, messages)]
+    return [r.collective.result_form(message) for r, message in zip(reductions, messages)]
 
 
 # (the first round, the update) → inputs of the first round that are not ready when a step starts,

@@ -8,7 +8,7 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import Message
 from fddp.comm import Communicator
-from fddp.hooks import Reduction, reductions
+from fddp.hooks import Collective, Reduction, reductions
 from fddp.sharding.part_packing import ShardPlans
 
 
@@ -20,12 +20,10 @@ def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
     def scatter(message: Message, reduction: Reduction) -> Reduction:
         if message.bucket is None:
             return reduction
-        apply = reduction.apply and partial(_row_of_sum, reduction.apply)
-        return reduction._replace(
-            collective="reduce_scatter",
-            replicas=group.size,
-            apply=apply,
-        )
+        collective = Collective("reduce_scatter", group.size)
+        if hooked := reduction.hooked:
+            hooked = hooked._replace(apply=partial(_row_of_sum, hooked.apply))
+        return reduction._replace(collective=collective, hooked=hooked)
 
     return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook)))
 
@@ -42,14 +40,10 @@ def scatters_of(plans: ShardPlans, micro_batch: str) -> tuple[Reduction, ...]:
 def gathers(plans: ShardPlans, order: Sequence[int]) -> tuple[Reduction, ...]:
     """The gathers of these buckets of parameters, in this order."""
     scatter_of = {message.bucket: x for message, x in zip(plans.plan.messages, scatters(plans))}
-    gather = partial(
-        Reduction._replace,
-        collective="all_gather",
-        apply=None,
-        memory=None,
-        rounds=1,
+    gather = Collective("all_gather", plans.replica.group.size)
+    return tuple(
+        scatter_of[k]._replace(name=f"gather {k}", collective=gather, hooked=None) for k in order
     )
-    return tuple(gather(scatter_of[k], name=f"gather {k}") for k in order)
 
 
 def _row_of_sum(

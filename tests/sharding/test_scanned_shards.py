@@ -226,7 +226,7 @@ def test_slices_leave_while_the_loop_goes_on_and_come_back_while_others_are_upda
         assert later_names.index(f"gather {k}") < later_names.index(f"gather {k + 1}")
     gathered = [names.index(f"gather {k}") for k in range(4)]
     assert all(any(name.startswith("update") for name in names[a:b]) for a, b in pairwise(gathered))
-    assert {task.reduction.carries for task in tasks if task.name in ("bucket 1", "gather 1")} == {
+    assert {task.reduction.contents for task in tasks if task.name in ("bucket 1", "gather 1")} == {
         SLICES[1]
     }
 
