@@ -9,6 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Shaped
 
 from fddp.comm.communicator import Communicator, mpi_word
@@ -114,14 +115,19 @@ def _of_one_array(
 
 
 def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
-    """Sends an array to its target, and returns the received array; zeros without a source."""
-    targets = dict(ways_of(eqn))
-    sources = {target: source for source, target in targets.items()}
-    rows = [jnp.zeros_like(x)] * subsets.size
-    if subsets.rank in targets:
-        rows[targets[subsets.rank]] = x
-    received = subsets.communicator.all_to_all(jnp.stack(rows))
-    return received[sources[subsets.rank]] if subsets.rank in sources else jnp.zeros_like(x)
+    """Sends an array to its target, and returns the received array; zeros without a source.
+
+    All ranks run the same equations: where dependencies differ, messages leave in another order.
+    """
+    number = subsets.communicator.replica_index()
+    targets, sources = np.full((2, subsets.size), -1)
+    for source, target in ways_of(eqn):
+        targets[source], sources[target] = target, source
+    here = jnp.asarray(targets)[number]
+    sent = [jnp.where(here == k, x, jnp.zeros_like(x)) for k in range(subsets.size)]
+    source = jnp.asarray(sources)[number]
+    received = subsets.communicator.all_to_all(jnp.stack(sent))[source]
+    return jnp.where(source >= 0, received, jnp.zeros_like(x))
 
 
 def _added(rows: Rows) -> Array:

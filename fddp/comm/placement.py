@@ -231,7 +231,7 @@ def holding(sharding: Sharding) -> Callable[[Sequence[Any]], bool]:
             if True in [part.is_deleted() for x in parts for part in x]:
                 return False
             firsts = [x[0] for x in parts]
-        return len({x.unsafe_buffer_pointer() for x in firsts}) == len(arrays)
+        return len(set(map(_memory, firsts))) == len(arrays)
 
     return holds
 
@@ -243,13 +243,22 @@ def unshared(tree: PyTree) -> Any:
     def own(x: Any) -> Any:
         if isinstance(x, jax.ShapeDtypeStruct):
             return x
-        memory = parts_here(x)[0].unsafe_buffer_pointer()
+        memory = _memory(parts_here(x)[0])
         if memory in known:
             return x.copy()
         known.add(memory)
         return x
 
     return jax.tree.map(own, tree)
+
+
+def _memory(x: jax.Array) -> int:
+    """The address of an array; another number for a result that is not there yet.
+
+    The address of such a result would wait for its program and hold the GIL, which the program's
+    messages need. Results of programs have memory of their own.
+    """
+    return x.unsafe_buffer_pointer() if x.is_ready() else -id(x)
 
 
 def placed_alike(tree: PyTree, sharding: Sharding) -> Any:

@@ -59,9 +59,9 @@ def local_steps(
       >>> state = step.init(jnp.zeros(()))
       >>> for _ in range(2):
       ...     state, info = step(state, jnp.full(8, 2.0))
-      ...     print(float(state.params), fddp.whole(state.opt_state.params))
-      0.0 [1.]
-      1.5 [1.5]
+      ...     print(float(state.params), float(fddp.whole(state.opt_state.params)[0]))
+      0.0 1.0
+      1.5 1.5
     """
     outer = optax.sgd(1.0) if outer is None else outer
     for name, value in (("optimizer", optimizer), ("outer", outer)):

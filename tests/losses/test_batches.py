@@ -143,9 +143,9 @@ def test_a_rank_that_joins_goes_on_with_its_last_graph(group: Groups, x64: None)
 
 def test_join_counts_no_rows_of_graphs_with_as_many_nodes_as_edges(group: Groups):
     peer = SimpleNamespace(
-        all_gather=lambda value: np.stack([value, np.ones_like(value)])
+        ranks=(0, 1), all_gather=lambda value: np.stack([value, np.ones_like(value)])
     )  # never runs out
-    two = replace(group(1), processes=2, hosts=peer)
+    two = replace(group(1), hosts=peer)
     graphs = [{"nodes": np.ones(4), "edges": np.ones(edges)} for edges in (5, 4, 5)]
     yielded = list(islice(fddp.join(graphs, two), 4))
     assert [float(np.mean(batch.share)) for batch in yielded] == [1, 1, 1, 0]
