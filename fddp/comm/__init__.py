@@ -25,6 +25,7 @@ from fddp.comm.communicator import mpi_word as mpi_word
 from fddp.comm.communicator import reduce_scatter_bytes as reduce_scatter_bytes
 from fddp.comm.device_caches import device_cache as device_cache
 from fddp.comm.device_caches import forget_device_caches as forget_device_caches
+from fddp.comm.donation import unshared as unshared
 from fddp.comm.group import Group as Group
 from fddp.comm.host_bytes import from_hosted as from_hosted
 from fddp.comm.host_bytes import gather_bytes as gather_bytes
@@ -52,7 +53,6 @@ from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.placement import trace_again as trace_again
-from fddp.comm.placement import unshared as unshared
 from fddp.comm.placement import whole_here as whole_here
 from fddp.comm.program_lane import library as library
 from fddp.comm.rotation import round_robin as round_robin

@@ -11,7 +11,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.comm.device_caches import device_cache
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, holding, placed, placed_alike
+from fddp.comm.donation import holding
+from fddp.comm.placement import REPLICATED, WHOLE, Placement, placed, placed_alike
 from fddp.jax_internals import CPU_OPTIONS, GPU_OPTIONS, over_axes
 
 

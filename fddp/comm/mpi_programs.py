@@ -9,13 +9,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.comm.communicator import mpi_communicator
+from fddp.comm.donation import holding
 from fddp.comm.mpi_words import rank_words
 from fddp.comm.placement import (
     AXIS,
     REPLICATED,
     WHOLE,
     Placement,
-    holding,
     placed,
     placed_alike,
     trace,
