@@ -71,6 +71,7 @@ def test_a_forked_process_ends_by_sigterm_as_without_fddp_and_stops_no_rank(
 
 
 def test_a_first_call_on_another_thread_is_refused_and_the_next_ones_are_not():
+    fddp.shutdown()  # an earlier test of this process may have installed the handler
     with ThreadPoolExecutor(1) as thread:
         with pytest.raises(RuntimeError, match="call it once on the main thread"):
             thread.submit(fddp.preempted).result()

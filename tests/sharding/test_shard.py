@@ -262,7 +262,9 @@ def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, s
             later = {name for task in listed.tasks[at:] for name in task.reads} - set(values)
             live_bytes.append(sum(forms[name].size * 4 for name in later & set(forms)))
         if isinstance(task, Communicate):
-            forms.update(zip(task.writes, (task.reduction.back(forms[task.reads[0]]),)))
+            forms.update(
+                zip(task.writes, (task.reduction.collective.result_form(forms[task.reads[0]]),))
+            )
         else:
             forms.update(
                 zip(
