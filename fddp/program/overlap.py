@@ -85,16 +85,15 @@ class _Run:
         Everything that needs no message runs before the first done, which holds a thread of XLA.
         What needs a result, such as the update of its leaves, runs before the next done.
         """
-        waiting = list(enumerate(self.messages))
+        waiting = dict(enumerate(self.messages))
         flying = deque[int]()
         received = 0  # a bit for each message
         while True:
-            while ready := [k for k, m in waiting if not self._missing(m.pieces) & ~received]:
-                message = self.messages[ready[0]]
+            for k in [k for k, m in waiting.items() if not self._missing(m.pieces) & ~received]:
+                message = waiting.pop(k)
                 self._compute(self._required(message.pieces), tied=not received)
                 self._start(message)
-                flying.append(ready[0])
-                waiting = [(k, m) for k, m in waiting if k != ready[0]]
+                flying.append(k)
             computable = (at for at, wait in enumerate(self.waits) if not wait & ~received)
             self._compute([at for at in computable if at not in self.ran], tied=False)
             if not flying:
