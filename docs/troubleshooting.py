@@ -246,8 +246,8 @@ START = (
     ),
     Fault(
         "JAX had started before fddp.init was called",
-        "The script created an array, a random key or called `jax.devices()` before `fddp.init`, or "
-        "a module that it imports does: gymnax, for example.",
+        "The script created an array, a random key or called `jax.devices()` before `fddp.init`, "
+        "or a module that it imports does: gymnax, for example.",
         "Call `fddp.init()` first, before such imports; create NumPy arrays before it, not JAX "
         "arrays.",
     ),

@@ -25,7 +25,6 @@ from fddp.comm.communicator import mpi_word as mpi_word
 from fddp.comm.communicator import reduce_scatter_bytes as reduce_scatter_bytes
 from fddp.comm.device_caches import device_cache as device_cache
 from fddp.comm.device_caches import forget_device_caches as forget_device_caches
-from fddp.comm.donation import unshared as unshared
 from fddp.comm.group import Group as Group
 from fddp.comm.host_bytes import from_hosted as from_hosted
 from fddp.comm.host_bytes import gather_bytes as gather_bytes

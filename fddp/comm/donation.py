@@ -1,6 +1,7 @@
 """Which arrays a program may have as its own memory: those of its devices, each with its own."""
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,58 +11,68 @@ from jaxtyping import PyTree
 from fddp.jax_internals import parts_here
 
 
-def holding(sharding: Sharding) -> Callable[[Sequence[Any]], bool]:
-    """Makes a function: True if all values are JAX arrays of this sharding, to be donated together.
+class Donation:
+    """The check of the arrays that a program takes as its own memory.
 
-    None is donated already, and no two share memory.
-
-    Each step checks each leaf of its state, so it must be fast. A program's outputs have the same
-    sharding objects in each step, and lists compare identities first.
+    Each step checks each leaf of its state, so it must be fast. Results of the last program have
+    memory of their own, so they need no look at their addresses: an address waits for its array.
     """
-    last = list[Sharding]()
 
-    def holds(arrays: Sequence[Any]) -> bool:
+    def __init__(self, sharding: Sharding | None) -> None:
+        self._sharding = sharding
+        self._results = list[weakref.ref[jax.Array]]()
+        self._shardings = list[Sharding]()
+
+    def record(self, results: PyTree) -> None:
+        """Records the results of a program."""
+        arrays = (x for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
+        self._results = list(map(weakref.ref, arrays))
+
+    def fits(self, arrays: Sequence[Any]) -> bool:
+        """Returns True if all values are JAX arrays of the sharding, to be donated together.
+
+        None is donated already, and no two share memory.
+        """
+        if self._sharding is None:
+            return False
         if not all(issubclass(kind, jax.Array) for kind in set(map(type, arrays))):
             return False
+        # A program's outputs have the same sharding objects in each step, and lists compare
+        # identities first.
         shardings = [x.sharding for x in arrays]
-        if shardings != last:
-            if shardings.count(sharding) < len(shardings):
+        if shardings != self._shardings:
+            if shardings.count(self._sharding) < len(shardings):
                 return False
-            last[:] = shardings
+            self._shardings = shardings
         if True in [x.is_deleted() for x in arrays]:
             return False
-        firsts = arrays
-        if len(sharding.device_set) > 1:
-            parts = [parts_here(x) for x in arrays]
-            if True in [part.is_deleted() for x in parts for part in x]:
-                return False
-            firsts = [x[0] for x in parts]
-        return len(set(map(_memory, firsts))) == len(arrays)
+        parts = [parts_here(x) for x in arrays] if len(self._sharding.device_set) > 1 else []
+        if True in [part.is_deleted() for several in parts for part in several]:
+            return False
+        return self._own(arrays) or len(set(_addresses(arrays))) == len(arrays)
 
-    return holds
+    def unshared(self, tree: PyTree) -> Any:
+        """Copies each array that shares memory with an earlier one: memory is donated only once."""
+        leaves, treedef = jax.tree.flatten(tree)
+        at = [k for k, x in enumerate(leaves) if not isinstance(x, jax.ShapeDtypeStruct)]
+        arrays = [leaves[k] for k in at]
+        if self._own(arrays):
+            return tree
+        known = set[int]()
+        for k, address in zip(at, _addresses(arrays)):
+            if address in known:
+                leaves[k] = leaves[k].copy()
+            known.add(address)
+        return treedef.unflatten(leaves)
 
-
-def unshared(tree: PyTree) -> Any:
-    """Copies each array that shares memory with an earlier one: memory is donated only once."""
-    known = set[int]()
-
-    def own(x: Any) -> Any:
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x
-        memory = _memory(parts_here(x)[0])
-        if memory in known:
-            return x.copy()
-        known.add(memory)
-        return x
-
-    return jax.tree.map(own, tree)
+    def _own(self, arrays: Sequence[Any]) -> bool:
+        """Returns True if the arrays are different results of the last program."""
+        numbers = set(map(id, arrays))
+        return len(numbers) == len(arrays) and numbers <= {id(ref()) for ref in self._results}
 
 
-def _memory(x: jax.Array) -> int:
-    """The address of an array; another number for a result that is not there yet.
-
-    The address of such a result would wait for its program and hold the GIL, which the program's
-    messages need. Results of programs have memory of their own.
-    """
-    is_ready = getattr(x, "is_ready", lambda: False)  # random keys have none
-    return x.unsafe_buffer_pointer() if is_ready() else -id(x)
+def _addresses(arrays: Sequence[jax.Array]) -> list[int]:
+    """The memory of each array on the first device."""
+    # An address waits for its array and holds the GIL, which the program's messages need.
+    jax.block_until_ready(arrays)
+    return [parts_here(x)[0].unsafe_buffer_pointer() for x in arrays]

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.comm.device_caches import device_cache
-from fddp.comm.donation import holding
+from fddp.comm.donation import Donation
 from fddp.comm.placement import REPLICATED, WHOLE, Placement, placed, placed_alike
 from fddp.jax_internals import CPU_OPTIONS, GPU_OPTIONS, over_axes
 
@@ -72,7 +72,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         spec=spec,
         program=program,
         place=place,
-        holds=holding(sharding(REPLICATED)) if single else lambda arrays: False,
+        donation=Donation(sharding(REPLICATED) if single else None),
         each=_each,
         together=partial(_together, mesh.shape[axis_name], sharding),
         feed=feed,

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.comm.communicator import mpi_communicator
-from fddp.comm.donation import holding
+from fddp.comm.donation import Donation
 from fddp.comm.mpi_words import rank_words
 from fddp.comm.placement import (
     AXIS,
@@ -78,7 +78,7 @@ def rank_placement(size: int) -> Placement:
         spec=lambda x: REPLICATED,
         program=program,
         place=place,
-        holds=holding(sharding),
+        donation=Donation(sharding),
         each=lambda x: (x,),
         together=lambda arrays, spec: arrays[0],
         feed=partial(

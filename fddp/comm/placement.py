@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jaxtyping import PyTree
 
 from fddp.comm.device_caches import device_cache
+from fddp.comm.donation import Donation
 from fddp.jax_internals import (
     MESH_ERRORS,
     ClosedJaxpr,
@@ -66,9 +67,8 @@ class Placement(NamedTuple):
     place: Callable[[Any, PartitionSpec], Any]
     """`place(tree, spec)`: moves this process's arrays (for `per_replica` its rows) to a program's
     devices."""
-    holds: Callable[[Sequence[Any]], bool]
-    """True if arrays already are where `place(arrays, REPLICATED)` moves them, are not donated,
-    and share no memory."""
+    donation: Donation
+    """The check of arrays that already are where `place(arrays, REPLICATED)` moves them."""
     each: Callable[[Any], tuple[Any, ...]]
     """Splits an array into one per replica of this process, on its device, for programs of one
     replica."""

@@ -36,6 +36,7 @@ def accumulate_locally(
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
     journal.adds(group.processes)
+    placement.donation.record((state, accumulated))
     return state._replace(accumulated=accumulated), means
 
 

@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
-from fddp.comm import REPLICATED, of_one_replica, unshared
+from fddp.comm import REPLICATED, of_one_replica
 from fddp.hooks import Memory, by_leaf, by_message
 from fddp.jax_internals import (
     Promise,
@@ -86,6 +86,7 @@ def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
             raise
         # The report of a step; its state is donated to the next one.
         group.journal.launched(result[1])
+    group.placement.donation.record((result, shards, memory))
     return with_local_parts(settled, state, result, shards, memory)
 
 
@@ -124,7 +125,7 @@ def step_inputs(
     if (
         state.accumulated is None
         and not settled.replica.way.apart
-        and placement.holds(available(leaves))
+        and placement.donation.fits(available(leaves))
     ):
         return StepInputs(state, None, (), memory, rows)
     refuse_deleted(available(leaves))
@@ -137,7 +138,7 @@ def step_inputs(
     local = state.accumulated, shards
     pending, shards = placement.place(local, placement.per_replica)
     replicated = placement.place(replicated, REPLICATED)
-    replicated, pending, shards = unshared((replicated, pending, shards))
+    replicated, pending, shards = placement.donation.unshared((replicated, pending, shards))
     return StepInputs(replicated, pending, shards, memory, rows)
 
 

@@ -60,3 +60,29 @@ def test_an_array_put_at_a_second_place_trains_as_its_copy(
         return step(state, X)[0]
 
     same_bits(trained(same), trained(jnp.copy))
+
+
+def alias(x: jax.Array) -> jax.Array:
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_memory_is_compared_though_the_last_step_still_runs(
+    group: Callable[[int], fddp.Group], replicas: int
+):
+    def slow(p: Any, x: Any, *, model_state: Any) -> Any:
+        start = jnp.eye(100) * p["a"][0, 0]
+        values = jax.lax.fori_loop(0, 1000, lambda _, y: jnp.tanh(y @ y), start)
+        value, aux = loss(p, x, model_state=model_state)
+        return value + values.mean(), aux
+
+    def trained(copy: Callable[[Any], Any]) -> fddp.TrainState:
+        step = fddp.train_step(slow, OPTIMIZER, group=group(replicas), has_aux=True)
+        state = step.init({"a": W, "b": -W}, model_state={"a": W + 1, "b": W})
+        for _ in range(2):
+            state, _ = step(state, X)
+            state = as_target(state, copy)
+        return step(state, X)[0]
+
+    same_bits(trained(alias), trained(jnp.copy))
