@@ -1,13 +1,12 @@
 """Do the bits of a training with virtual replicas depend on the number of replicas, the backend or
-the schedule?
+the bucket cap?
 
     .venv/bin/python bench/bits.py [--problems mlp digits gpt] [--quick]
 
 Each problem is trained on 1, 2, 4 and 8 devices of a process, on 1, 2 and 4 processes over Gloo,
-and on 1 to 4 over MPI, with other schedules and bucket caps, always of 24 virtual replicas: AdamW
-with clipping and a dynamic loss scale. The digests of the whole state and of all losses are
-compared. "ordinary" is a training without virtual replicas, whose bits differ: the comparison is
-not blind.
+and on 1 to 4 over MPI, with other bucket caps, always of 24 virtual replicas: AdamW with clipping
+and a dynamic loss scale. The digests of the whole state and of all losses are compared. "ordinary"
+is a training without virtual replicas, whose bits differ: the comparison is not blind.
 """
 
 import argparse
@@ -35,19 +34,19 @@ from models.data import split_digits
 
 VIRTUAL = 24
 STEPS = 200
-# Backend, replicas, schedule, bucket cap in MiB.
+# Backend, replicas, bucket cap in MiB.
 RUNS = [
-    ("local", 1, "after", 25.0),
-    ("local", 2, "after", 25.0),
-    ("local", 4, "staged", 0.0),
-    ("local", 8, "after", 0.01),
-    ("gloo", 1, "staged", 25.0),
-    ("gloo", 2, "staged", 0.01),
-    ("gloo", 4, "staged", 25.0),
-    ("mpi", 1, "staged", 0.01),
-    ("mpi", 2, "staged", 0.0),
-    ("mpi", 3, "after", 0.01),
-    ("mpi", 4, "staged", 0.01),
+    ("local", 1, 25.0),
+    ("local", 2, 25.0),
+    ("local", 4, 0.0),
+    ("local", 8, 0.01),
+    ("gloo", 1, 25.0),
+    ("gloo", 2, 0.01),
+    ("gloo", 4, 25.0),
+    ("mpi", 1, 0.01),
+    ("mpi", 2, 0.0),
+    ("mpi", 3, 0.01),
+    ("mpi", 4, 0.01),
 ]
 
 
@@ -60,7 +59,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--quick", action="store_true", help="5 steps, nothing is saved")
-    parser.add_argument("--rank", nargs=7, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=6, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         return one_rank(*args.rank)
@@ -74,7 +73,7 @@ def main() -> None:
                 if virtual
                 else [run for run in RUNS if run[:2] in (("local", 2), ("local", 4))]
             )
-            for backend, size, schedule, cap in runs:
+            for backend, size, cap in runs:
                 words = [
                     sys.executable,
                     __file__,
@@ -84,10 +83,9 @@ def main() -> None:
                     str(steps),
                     str(virtual),
                     str(size),
-                    schedule,
                     str(cap),
                 ]
-                title = f"{backend} {size}, {schedule}, {cap} MiB" + ", ordinary" * (not virtual)
+                title = f"{backend} {size}, {cap} MiB" + ", ordinary" * (not virtual)
                 digest_of[title] = digest = ask(backend, size, words)
                 print(f"{name:7} {title:36} {digest}", flush=True)
         digests = {digest for title, digest in digest_of.items() if "ordinary" not in title}
@@ -112,9 +110,7 @@ def ask(backend: str, size: int, words: list[str]) -> str:
     return next(line for line in output.splitlines() if line.startswith("digest "))
 
 
-def one_rank(
-    backend: str, name: str, steps: str, virtual: str, size: str, schedule: Any, cap: str
-) -> None:
+def one_rank(backend: str, name: str, steps: str, virtual: str, size: str, cap: str) -> None:
     """One rank's part."""
     group = fddp.init(backend)
     if group.size != int(size):
@@ -130,7 +126,6 @@ def one_rank(
         optimizer,
         group=group,
         has_aux=True,
-        schedule=schedule,
         bucket_cap_mb=float(cap),
         first_bucket_mb=float(cap),
         broadcast_buffers="mean",

@@ -271,6 +271,8 @@ def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, An
         "virtual_replicas": (0.1, lambda: pick.choice((replicas, 2 * replicas, 6))),
     }
     options |= {name: value() for name, (p, value) in draws.items() if chance(p)}
+    if "virtual_replicas" in options:  # it has no other schedule
+        del options["schedule"]
     return options
 
 

@@ -44,7 +44,7 @@ STALL_S = 2.0
 INPUT_S = 0.05  # the loading time of a batch
 LIMIT_S = 7200.0
 BACK_S = 60.0
-OPTIONS: Any = {"virtual_replicas": 12, "schedule": "staged"}
+OPTIONS: Any = {"virtual_replicas": 12}
 WIDTH = 64
 BATCH = 24
 

@@ -3,7 +3,7 @@
     sudo .venv/bin/python bench/virtual.py [--problems mlp640 gpt] [--backends gloo mpi] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, SGD. With one virtual replica on
-each host against the ordinary staged step, and with eight on each against eight micro-batches;
+each host against the ordinary step, and with eight on each against eight micro-batches;
 steps take turns.
 """
 
@@ -83,7 +83,7 @@ def one_host(backend: str, name: str, path: str, rounds: int) -> None:
     )
 
     def training(options: dict[str, Any]) -> Any:
-        chosen: Any = {"schedule": "staged", "bucket_cap_mb": 2, "last_bucket_mb": 2} | options
+        chosen: Any = {"bucket_cap_mb": 2, "last_bucket_mb": 2} | options
         step = fddp.train_step(task.loss_fn, optax.sgd(0.01), group=group, has_aux=True, **chosen)
         state = step.init(task.params, model_state=task.model_state)
 

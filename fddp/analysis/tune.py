@@ -121,7 +121,7 @@ def tune(
     refuse_deleted(state)
     variants = dict[str, tuple[Caps, TrainStep]]()
     for cap, variant in trials:
-        variant.tasks(state, batch)  # settles the buckets; nothing is compiled
+        variant.settle(state, batch)
         variants.setdefault(variant.plan.digest, (cap, variant))
     turns = list[list[float]]()
     for _ in range(TURNS):

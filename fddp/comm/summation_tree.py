@@ -12,6 +12,7 @@ across devices.
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
@@ -77,6 +78,12 @@ def tree_reduce(
     size = message.shape[0] // blocks
     moved = comm.all_to_all(parts_for_each(comm.size, message, blocks))
     return comm.all_gather(sum_of_parts(moved, blocks)).reshape(-1)[:size]
+
+
+def tree_bytes(replicas: int, blocks: int, message: jax.ShapeDtypeStruct) -> int:
+    """Returns the bytes that each replica sends in `tree_reduce`, for one block's message."""
+    part = -(-message.size // replicas)
+    return (replicas - 1) * part * (blocks + 1) * message.dtype.itemsize
 
 
 def parts_for_each(

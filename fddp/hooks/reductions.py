@@ -52,20 +52,17 @@ class Hooked(NamedTuple):
 class Collective(NamedTuple):
     """A plain collective, for which a group may have a faster way between programs."""
 
-    kind: Literal["all_reduce", "reduce_scatter", "all_gather", "tree_reduce"] = "all_reduce"
-    """A sum, a shard of the sum per replica, the messages of all replicas, or the sum in the tree
-    of virtual replicas."""
+    kind: Literal["all_reduce", "reduce_scatter", "all_gather"] = "all_reduce"
+    """A sum, a shard of the sum per replica, or the messages of all replicas."""
     replicas: int = 1
     """Number of replicas, for a gather."""
-    blocks: int = 1
-    """Number of blocks per replica that are added in the tree of virtual replicas."""
     rounds: int = 1
     """Number of equal parts of the message that one program sums one by one, as a loop does."""
 
     def result_form(self, message: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         """Shape and dtype of the result for one replica's message."""
         factors = {"reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
-        times, divisor = factors.get(self.kind, (1, self.blocks))
+        times, divisor = factors.get(self.kind, (1, 1))
         return jax.ShapeDtypeStruct((message.shape[0] * times // divisor,), message.dtype)
 
 
@@ -197,10 +194,6 @@ def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTyp
     """Bytes that each replica sends for a message of `size` elements by the plain collective."""
     if reduction.collective.kind == "all_gather":
         return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
-    if reduction.collective.kind == "tree_reduce":
-        blocks = reduction.collective.blocks
-        part = -(-size // (blocks * comm.size))
-        return (comm.size - 1) * part * (blocks + 1) * jnp.dtype(dtype).itemsize
     if reduction.collective.kind == "reduce_scatter":
         return reduce_scatter_bytes(comm, size, dtype)
     return all_reduce_bytes(comm, size, dtype)

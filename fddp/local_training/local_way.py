@@ -115,7 +115,7 @@ class LocalWay(Way):
 
         runner = exchange._replace(
             run=run,
-            tasks=lambda state, *arguments: due(state).tasks(state, *arguments),
+            tasks=lambda state, *arguments: due(state).tasks(state, *arguments),  # type: ignore
             inside=None,
         )
         if exchange.lower:

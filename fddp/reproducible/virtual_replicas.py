@@ -9,7 +9,6 @@ Source: EasyScale (Li et al., SC 2023).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -19,7 +18,6 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from fddp.buckets import (
-    BucketPlan,
     Messages,
     add_tail,
     at_least,
@@ -29,23 +27,14 @@ from fddp.buckets import (
     unpack,
     widened,
 )
-from fddp.comm import Group, block_of, of_one_replica, trace
-from fddp.hooks import Collective
+from fddp.comm import Group, as_program, block_of, of_one_replica, trace
 from fddp.losses import Joined
-from fddp.reproducible.virtual_list import Tree, in_virtual_replicas
-from fddp.schedules import Pieces, Round, Runner, Schedule, after, forms_of, on_each_device
-from fddp.step import (
-    Agreed,
-    Options,
-    Replica,
-    TrainState,
-    Travels,
-    Way,
-    refuse,
-)
+from fddp.reproducible.one_by_one import Arithmetic, Message, one_by_one
+from fddp.schedules import Runner, Schedule, after, forms_of
+from fddp.step import Agreed, Options, Replica, TrainState, Travels, Way, refuse
 
-# Gradients, and the tail that travels with them.
-Contribution: TypeAlias = tuple[Sequence[Array], Any]
+# Gradients, with None for leaves that are not sent, and the tail that travels with them.
+Contribution: TypeAlias = tuple[Any, Any]
 
 
 def virtual(count: int) -> Way:
@@ -84,12 +73,13 @@ class Virtual(Way):
         return one_of(replica, jnp.int32(0))
 
     def runner(self, schedule: Schedule, replica: Replica, agreed: Agreed) -> Runner:
-        """Makes the runner of a step on threads."""
+        """Makes the runner of a step, which has no other schedule."""
+        del schedule
         group = replica.group
-        make = partial(in_virtual_replicas, group.placement, *_pieces(replica, agreed))
-        if schedule.launch is None:  # `combinations` refuses it
-            raise ValueError("virtual_replicas needs schedule='staged' or 'after'.")
-        return schedule.launch(group, make, replica.options.donate, on_each_device)
+        each = replica.replicas // group.size
+        block = block_of(replica.replicas, each)
+        arithmetic, messages = _arithmetic(replica, agreed)
+        return one_by_one(group, arithmetic, messages, each, block, replica.options.donate)
 
 
 def one_of(replica: Replica, number: Any) -> Replica:
@@ -100,103 +90,70 @@ def one_of(replica: Replica, number: Any) -> Replica:
     return replace(replica, group=replace(group, communicator=comm, placement=placement))
 
 
-class _SentLeaves:
-    """The gradients that travel, in one order for all plans."""
-
-    def __init__(self, plan: BucketPlan) -> None:
-        self._treedef = plan.treedef
-        self._numbers = sorted(chain.from_iterable(bucket.leaves for bucket in plan.buckets))
-        # XLA may add in more than 16 bits within a program, or not.
-        self._wide = widened(plan, np.float32)
-
-    def select(self, tree: PyTree) -> list[Array]:
-        """Selects them from a tree like the parameters."""
-        leaves = self._treedef.flatten_up_to(tree)
-        return [leaves[number] for number in self._numbers]
-
-    def spread(self, grads: Sequence[Array]) -> list[Array | None]:
-        """Returns them at their places among all leaves, with None at the others."""
-        by_number = dict(zip(self._numbers, grads))
-        return list(map(by_number.get, range(self._treedef.num_leaves)))
-
-    def pack(self, contribution: Contribution) -> Messages:
-        """Packs them and the tail into messages."""
-        grads, tail = contribution
-        tree = self._treedef.unflatten(self.spread(grads))
-        return add_tail(self._wide, pack(self._wide, tree), tail)
-
-    def unpack(self, messages: Messages) -> Contribution:
-        """Unpacks messages: the inverse of `pack`."""
-        buckets, tail = take_tail(self._wide, messages)
-        return self.select(unpack(self._wide, buckets)), tail
-
-
-def _pieces(replica: Replica, agreed: Agreed) -> tuple[Pieces, Tree]:
-    """The pieces of one virtual replica, and the tree that adds its contributions."""
+def _arithmetic(replica: Replica, agreed: Agreed) -> tuple[Arithmetic, list[Message]]:
+    """The functions of one virtual replica, and the messages of a block of them."""
     plan = agreed.plan
-    group = replica.group
-    each = replica.replicas // group.size
-    block = block_of(replica.replicas, each)
-    leaves = _SentLeaves(plan)
+    # XLA may add in more than 16 bits within a program, or not.
+    wide = widened(plan, np.float32)
+    sent = {*chain.from_iterable(bucket.leaves for bucket in plan.buckets)}
 
-    def contribution(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
-        local: Any = one_of(replica, number).local
-        outputs, saved = local(lambda *x: x, state, None, rows)
-        return (leaves.select(outputs[0]), outputs[1]), saved
+    def contribution(
+        state: TrainState, dealt: tuple[PyTree, Array]
+    ) -> tuple[Contribution, Array | None]:
+        rows, number = dealt
+        local: Any = one_of(replica, number.reshape(())).local
+        (grads, tail), (_, marks) = local(lambda *x: x, state, None, rows)
+        leaves = enumerate(plan.treedef.flatten_up_to(grads))
+        return (plan.treedef.unflatten([x if i in sent else None for i, x in leaves]), tail), marks
 
-    def contribute(state: TrainState, rows: PyTree, number: Array) -> tuple[Contribution, Any]:
-        outputs, saved = contribution(state, rows, number)
-        return _widened(outputs), saved
+    def contribute(
+        state: TrainState, dealt: tuple[PyTree, Array]
+    ) -> tuple[Contribution, Array | None]:
+        outputs, marks = contribution(state, dealt)
+        return _widened(outputs), marks
 
-    rows = of_one_replica(agreed.rows, replica.replicas // group.processes)
-    arguments = forms_of(agreed.state), rows, jax.ShapeDtypeStruct((), np.int32)
-    _, (outputs, _) = trace(group.placement, contribution, *arguments)
-    packed = jax.eval_shape(lambda outputs: leaves.pack(_widened(outputs)), outputs)
+    def packed(contribution: Contribution) -> Messages:
+        grads, tail = contribution
+        return add_tail(wide, pack(wide, grads), tail)
+
+    placement = one_of(replica, 0).group.placement
+    rows = of_one_replica(agreed.rows, replica.replicas // replica.group.processes)
+    arguments = forms_of(agreed.state), (rows, jax.ShapeDtypeStruct((1,), np.int32))
+    _, (forms, _) = trace(placement, contribution, *arguments)
+    messages = jax.eval_shape(lambda outputs: packed(_widened(outputs)), forms)
 
     def unpacked(sums: Sequence[Array]) -> Contribution:
-        totals = leaves.unpack(replace(packed, arrays=tuple(sums)))
-        return jax.tree.map(lambda x, like: x.astype(like.dtype), totals, outputs)
+        buckets, tail = take_tail(wide, replace(messages, arrays=tuple(sums)))
+        totals = unpack(wide, buckets), tail
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), totals, forms)
 
     def finish(
-        state: TrainState, shards: PyTree, sums: Contribution, saved: PyTree, nbytes: Array
+        state: TrainState, sums: Contribution, marks: Array | None, nbytes: Array
     ) -> tuple[Any, Any]:
-        received = leaves.spread(sums[0]), sums[1]
-        virtual_replica = one_of(replica, 0)
-        mean = virtual_replica.mean(plan, lambda _: received, state, packed, saved, nbytes)
-        return agreed.use(state, mean), shards
+        received = plan.treedef.flatten_up_to(sums[0]), sums[1]
+        of_all = one_of(replica, 0)
+        mean = of_all.mean(plan, lambda _: received, state, messages, (None, marks), nbytes)
+        return agreed.use(state, mean)
 
-    reductions = tuple(
-        reduction._replace(collective=Collective("tree_reduce", blocks=each // block))
-        for reduction in replica.reductions(plan)
-    )
-    # Its outputs are packed only after they are added up.
-    run: Any = contribute
-    stage = Round("stage", ("state", "rows"), run, reductions, "compute")
-    tree = Tree(
-        each=each,
-        block=block,
-        first=lambda: each * _numbers(group),
-        pack=lambda outputs: leaves.pack(outputs).arrays,
+    arithmetic = Arithmetic(
+        contribute=as_program(placement, contribute),
+        pack=lambda contribution: packed(contribution).arrays,
         unpack=unpacked,
-        keep=_saved_of_replica,
+        finish=as_program(placement, finish),
     )
-    return Pieces((stage,), finish), tree  # type: ignore
-
-
-def _saved_of_replica(saved: Sequence[Any]) -> Any:
-    """Joins the marks of non-finite gradients of a replica's virtual ones."""
-    broken = [flags for _, flags in saved]
-    if broken[0] is None:
-        return None, None
-    return None, jnp.any(jnp.stack(broken), axis=0)
+    reductions = replica.reductions(plan)
+    named = zip(reductions, messages.arrays)
+    return arithmetic, [Message(reduction.name, reduction.title, x) for reduction, x in named]
 
 
 def _widened(contribution: Contribution) -> Contribution:
     """Widens gradients to 32 bits, and the tail to the dtype in which its numbers travel."""
     grads, tail = contribution
     least = scalar_dtype(jax.tree.leaves(tail))
-    tail = jax.tree.map(lambda x: x.astype(at_least(x.dtype, least)), tail)
-    return [x.astype(at_least(x.dtype, np.float32)) for x in grads], tail
+    widen = lambda tree, least: jax.tree.map(  # noqa: E731
+        lambda x: x.astype(at_least(x.dtype, least)), tree
+    )
+    return widen(grads, np.float32), widen(tail, least)
 
 
 def check_order(replica: Replica) -> None:

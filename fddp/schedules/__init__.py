@@ -7,6 +7,7 @@ ran. This room imports jaxpr, buckets, comm and hooks.
 
 from fddp.schedules.ahead_of_time import compiled as compiled
 from fddp.schedules.compiling import compiling as compiling
+from fddp.schedules.compiling import first_call as first_call
 from fddp.schedules.eager import eager as eager
 from fddp.schedules.exchange_tasks import described_exchanges as described_exchanges
 from fddp.schedules.lists import forms_of as forms_of

@@ -8,7 +8,7 @@ from fddp.schedules.tasks import Communicate
 from fddp.schedules.values import BYTES, MESSAGE, Value
 
 # The kind of a received message, by the collective.
-BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole", "tree_reduce": "sum"}
+BACK = {"all_reduce": "sum", "reduce_scatter": "part", "all_gather": "whole"}
 
 
 def communications(rounds: Sequence[Sequence[Reduction]]) -> list[list[Communicate]]:

@@ -89,8 +89,9 @@ class Runner(NamedTuple):
     """The lowered step, if it is one program."""
     timeline: Callable[[], Timeline] | None
     """The spans of the last step, if it is several programs."""
-    tasks: Callable[[Any, Any, Any, Any], TaskList]
-    """(state, pending, shards, rows), or their shapes → the tasks in order; nothing runs."""
+    tasks: Callable[[Any, Any, Any, Any], TaskList] | None
+    """(state, pending, shards, rows), or their shapes → the tasks in order; nothing runs. None: it
+    is no list of tasks."""
     promises: bool = False
     """True if a `Promise` may stand for an array of the state, as argument and as result."""
     inside: Callable[[StepInputs], StepOutputs] | None = None

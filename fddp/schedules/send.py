@@ -62,10 +62,7 @@ def sending(group: Group, reductions: Sequence[Reduction]) -> Callable[..., Sent
             with TraceAnnotation(reduction.name), journal:
                 if reduction.hooked is None:
                     collective = getattr(transport, reduction.collective.kind)
-                    if reduction.collective.kind == "tree_reduce":
-                        total = collective(message, reduction.collective.blocks)
-                    else:
-                        total = collective(message)
+                    total = collective(message)
                     sent = plain_bytes(group.communicator, reduction, size, message.dtype)
                 else:
                     with asked_for():  # a collective of MPI takes a token; each thread has its own
@@ -107,7 +104,7 @@ def side_by_side(group: Group, reductions: Sequence[Reduction]) -> tuple[Transpo
     """The transports that send the messages between programs, in round-robin order.
 
     Hooks share one communicator, where two would mix. So do reduce-scatters and all-gathers, whose
-    parts lie in one order of the replicas, and tree-reduces, which add in one order.
+    parts lie in one order of the replicas.
     """
     ordered = any(r.hooked or r.collective.kind != "all_reduce" for r in reductions)
     if ordered or not group.transport.clones:

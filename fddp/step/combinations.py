@@ -84,12 +84,12 @@ PAIRS = (
     *(
         Pair(
             "virtual_replicas",
-            schedule,
-            "its programs are the same on any number of replicas, which one program for the whole "
-            "step cannot be",
-            "give schedule='staged' or 'after'",
+            f"schedule={name!r}",
+            "its programs run one by one, the same on any number of replicas, and its messages "
+            "leave behind the last of them",
+            "leave schedule out",
         )
-        for schedule in (f"schedule={name!r}" for name, x in SCHEDULES.items() if x.launch is None)
+        for name in SCHEDULES
     ),
     *(
         Pair(

@@ -200,7 +200,7 @@ def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
     on_cpu = not group.placement.overlaps
     on_cpu = on_cpu and (group.placement.on_mesh or jax.default_backend() == "cpu")
     cpu_hosts = group.processes > 1 and group.size == group.processes and on_cpu
-    uncut = kinds or wide or group.placement.other_axes or without_jit()
+    uncut = kinds or wide or group.placement.other_axes or without_jit() or replica.way.replicas
     if cpu_hosts and not uncut and group.transport.in_lane is None:
         return staged
     return replica.way.schedule

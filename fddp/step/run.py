@@ -168,4 +168,9 @@ def lower(settled: Settled, inputs: StepInputs) -> jax.stages.Lowered:
 @without_context_mesh
 def tasks(settled: Settled, state: TrainState, inputs: StepInputs) -> TaskList:
     """Lists the tasks of a step."""
+    if settled.runner.tasks is None:
+        raise ValueError(
+            "a step with virtual_replicas runs its programs one by one, and has no list of tasks: "
+            "leave virtual_replicas out."
+        )
     return settled.runner.tasks(*one_replica_arguments(settled, state, inputs.rows))

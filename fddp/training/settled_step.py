@@ -24,7 +24,7 @@ from fddp.training.digests import comparing
 from fddp.training.skips import Skips
 
 # Members for fddp's own rooms, which completion and `help` omit.
-INTERNAL = {"held", "on", "settled", "skips", "steps", "training"}
+INTERNAL = {"held", "on", "settle", "settled", "skips", "steps", "training"}
 
 
 class _Public(type):
@@ -98,6 +98,10 @@ class SettledStep(metaclass=_Public):
         if self._settled is None:
             raise ValueError("there is no program yet: the first batch settles it.")
         return self._settled
+
+    def settle(self, state: TrainState, batch: PyTree) -> None:
+        """Settles the plan by a batch; compiles nothing."""
+        self._settled, _ = ready(self._settled, self._replica, self._use, state, batch)
 
     def timeline(self) -> Timeline:
         """Returns the spans in which the last step computed and communicated.

@@ -28,7 +28,7 @@ from fddp.elastic.connections import Handlers, Links
 from fddp.runtime import FINISHED, FOLDER
 
 STEPS = 40
-VIRTUAL = {"virtual_replicas": 12, "schedule": "staged"}
+VIRTUAL: Any = {"virtual_replicas": 12}
 
 
 @cache

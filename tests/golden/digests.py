@@ -142,7 +142,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
 
 
 def digest(case: str) -> str:
-    """The digest of one configuration's plan and tasks, and of its program where it is one."""
+    """The digest of a configuration's plan, and of its tasks and its program where it has them."""
     loss, optimizer, options = CASES[case]
     group = fddp.mesh_group(Mesh(np.array(jax.devices()[:REPLICAS]), "replica"))
     small: dict[str, Any] = {
@@ -154,7 +154,8 @@ def digest(case: str) -> str:
     buffered = {"model_state": {"mean": np.zeros(5, np.float32)}, "rng": jax.random.key(0)}
     state = step.init(weights(), **(buffered if loss is with_buffers else {}))
     rows = np.ones((16, 5), np.float32)
-    listed = str(step.tasks(state, rows))
+    step.settle(state, rows)
+    listed = str(step.tasks(state, rows)) if step.settled.runner.tasks else ""
     program = step.lower(state, rows).as_text() if step.settled.is_one_program else ""
     return hashlib.sha256("\n\n".join((str(step.plan), listed, program)).encode()).hexdigest()[:16]
 

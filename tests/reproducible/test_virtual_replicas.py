@@ -125,7 +125,7 @@ def test_the_bits_do_not_depend_on_the_number_of_replicas(
 
 
 def test_nor_on_how_it_is_sent(group: Groups, single_replica_bits: Bits):
-    options: Any = {"schedule": "staged", "bucket_cap_mb": 25.0, "order": "reverse"}
+    options: Any = {"bucket_cap_mb": 25.0, "order": "reverse"}
     assert trained(make(group(2), **options)) == single_replica_bits
 
 
@@ -152,8 +152,8 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
         )
         return fddp.Weighted(value, 1 + jnp.abs(x[0, 0])), (jnp.max(x), value.astype(jnp.bfloat16))
 
-    def results(replicas: int, schedule: str) -> list[bytes]:
-        chosen: Any = {"schedule": schedule, "bucket_cap_mb": 0, "accumulation_steps": 2}
+    def results(replicas: int, cap: float) -> list[bytes]:
+        chosen: Any = {"bucket_cap_mb": cap, "accumulation_steps": 2}
         step = fddp.train_step(
             loss, optax.sgd(0.1), group=group(replicas), has_aux=True, virtual_replicas=6, **chosen
         )
@@ -164,7 +164,7 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
             reports.append((info.loss, info.aux))
         return bits((state, reports))
 
-    assert results(1, "after") == results(2, "staged") == results(3, "after")
+    assert results(1, 0) == results(2, 25) == results(3, 0)
 
 
 def test_without_virtual_replicas_they_do(group: Groups):
@@ -269,12 +269,29 @@ def test_powers_of_two_send_the_bytes_of_an_all_reduce(group: Groups, replicas: 
     assert int(info.sent.sum()) == (replicas - 1) * (times + 1) * part_sizes * 4
 
 
+def test_its_programs_run_one_by_one_and_then_its_messages_leave(group: Groups):
+    step = fddp.train_step(square, optax.sgd(0.1), group=group(2), virtual_replicas=6)
+    step(step.init(np.float32(0)), np.ones(12, np.float32))
+    spans = step.timeline().spans
+    replicas = ["replica 0", "replica 1", "sum 1", "replica 2", "sum 2"]
+    messages = [message.name for message in step.plan.messages]
+    assert [span.name for span in spans] == [
+        "rows",
+        *replicas,
+        "pack",
+        *messages,
+        "unpack",
+        "update",
+    ]
+    assert all(one.end <= other.start for one, other in zip(spans, spans[1:]))
+
+
 ### Refused options
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a number that is none": ({"virtual_replicas": 0}, "must be a whole number of 1 or more"),
-    "one program": ({"schedule": "fused"}, "Give schedule='staged' or 'after'"),
+    "a schedule": ({"schedule": "after"}, "Leave schedule out"),
     "a hook": ({"hook": fddp.hooks.bf16()}, "does not work with hook"),
     "shards": ({"shard": "optimizer"}, "does not work with shard"),
     "buffers of its own": ({"broadcast_buffers": False}, "Give broadcast_buffers=True or 'mean'"),

@@ -41,7 +41,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"schedule": "staged"}, r"program \d of \d \((stage|update) \d\)"),
         ({"schedule": "eager"}, r"program \d of \d \((stage|update) \d\)"),
         ({"schedule": "after"}, r"and starting (backward|update)"),
-        ({"schedule": "staged", "virtual_replicas": 2}, r"and starting .*"),
+        ({"virtual_replicas": 2}, r"and starting .*"),
         ({"schedule": "fused"}, r"and starting the step"),
     ],
     ids=str,

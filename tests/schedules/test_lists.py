@@ -67,12 +67,9 @@ def test_a_whole_list_is_the_backward_pass_then_all_messages_then_the_update(gro
     assert listed(group(2), "fused").tasks[1].reads == ("message 0",)
 
 
-@pytest.mark.parametrize("options", [{}, {"virtual_replicas": 4}], ids=str)
-def test_a_list_for_numpy_s_rows_of_64_bits_is_that_of_the_rows_as_jax_takes_them(group, options):
+def test_a_list_for_numpy_s_rows_of_64_bits_is_that_of_the_rows_as_jax_takes_them(group):
     """No forms are built that JAX would have to shorten with a warning."""
-    step = fddp.train_step(
-        net, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options
-    )
+    step = fddp.train_step(net, optax.adam(0.1), group=group(2), schedule="staged", bucket_cap_mb=0)
     state = step.init(PARAMS)
     wide = step.tasks(
         jax.tree.map(lambda x: np.asarray(x, np.result_type(x.dtype, np.int64)), state),

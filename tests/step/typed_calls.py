@@ -46,7 +46,7 @@ fddp.train_step(
     donate=False,
 )
 fddp.train_step(loss_fn, SGD, schedule="staged", shard="state", virtual_replicas=None)
-fddp.value_and_grad(loss_fn, bucket_cap_mb=4, schedule="after", virtual_replicas=8)
+fddp.value_and_grad(loss_fn, bucket_cap_mb=4, virtual_replicas=8)
 
 fddp.train_step(loss_fn, SGD, bucket_cap=4)  # pyright: ignore[reportCallIssue]
 fddp.train_step(loss_fn, SGD, static_graph=True)  # pyright: ignore[reportCallIssue]

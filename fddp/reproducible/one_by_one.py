@@ -1,0 +1,156 @@
+"""Runs a step of virtual replicas, program by program, on each device of a process.
+
+One program computes the contribution of a virtual replica, one adds two contributions, and one
+divides the sum and updates the state. The others only move numbers. So the same arithmetic always
+runs: the number of replicas decides how often a program runs, and what is sent.
+
+Source: EasyScale (Li et al., SC 2023), whose workers stand for several threads of training.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.profiler import TraceAnnotation
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from fddp.comm import MOST, REPLICATED, Group, merges, tree_bytes
+from fddp.losses import add_trees
+from fddp.schedules import Runner, Span, StepInputs, StepOutputs, Timeline, compiling, first_call
+
+
+class Arithmetic(NamedTuple):
+    """The functions of one device, which programs compute."""
+
+    contribute: Callable[[Any, tuple[Any, jax.Array]], tuple[Any, Any]]
+    """(state, (rows, number)) of a virtual replica → its contribution, and its marks of non-finite
+    gradients or None."""
+    pack: Callable[[Any], Sequence[jax.Array]]
+    """Contribution → messages."""
+    unpack: Callable[[Sequence[jax.Array]], Any]
+    """Sums of messages → sum of contributions."""
+    finish: Callable[[Any, Any, Any, jax.Array], Any]
+    """(state, sum of contributions, marks, bytes sent per message) → the step's result."""
+
+
+class Message(NamedTuple):
+    """A message of a block of virtual replicas."""
+
+    name: str
+    title: str
+    """Name and contents."""
+    form: jax.ShapeDtypeStruct
+
+
+def one_by_one(
+    group: Group,
+    arithmetic: Arithmetic,
+    messages: Sequence[Message],
+    each: int,
+    block: int,
+    donate: bool,
+) -> Runner:
+    """Makes the runner of a step with `each` virtual replicas per replica.
+
+    A replica adds up each `block` of them before it sends. If `donate`, the update may reuse the
+    memory of the state.
+    """
+    placement = group.placement
+    local = group.size // group.processes
+    merged = merges(block)
+    spans = list[Span]()
+
+    def program(f: Callable[..., Any], name: str, donate: Sequence[int] = ()) -> Callable[..., Any]:
+        return first_call(jax.jit(f, donate_argnums=donate), name, partial(compiling, group))
+
+    deal = program(partial(_dealt, each), "rows")
+    contribute = program(arithmetic.contribute, "a virtual replica")
+    add = program(add_trees, "a sum")
+    pack = program(partial(_packed, arithmetic.pack), "pack")
+    unpack = program(arithmetic.unpack, "unpack")
+    finish = program(arithmetic.finish, "update", (0,) if donate else ())
+
+    @contextmanager
+    def span(kind: str, name: str, nbytes: int = 0) -> Iterator[None]:
+        start = perf_counter()
+        with TraceAnnotation(name):
+            yield
+        spans.append(Span(kind, name, start, perf_counter(), nbytes))
+
+    def on_each(kind: str, name: str, program: Callable[..., Any], *columns: Any) -> list[Any]:
+        """Runs a program on each device, with an item of each column, and waits for the results."""
+        group.journal.say(name)
+        with span(kind, name):
+            return jax.block_until_ready([program(*inputs) for inputs in zip(*columns)])
+
+    def apart(tree: PyTree) -> list[Any]:
+        """Splits a tree into one per device."""
+        leaves, treedef = jax.tree.flatten(tree)
+        return [treedef.unflatten(parts) for parts in zip(*map(placement.each, leaves))]
+
+    def together(trees: Sequence[Any], where: PartitionSpec) -> Any:
+        """Joins one tree per device: the inverse of `apart`."""
+        return jax.tree.map(lambda *parts: placement.together(parts, where), *trees)
+
+    def send(message: Message, parts: Sequence[jax.Array]) -> jax.Array:
+        nbytes = message.form.size * message.form.dtype.itemsize
+        blocks = together(parts, placement.per_replica)
+        journal = group.journal.message(message.title, nbytes)
+        with journal, span("communication", message.name, nbytes):
+            return group.transport.tree_reduce(blocks, each // block)
+
+    @cache
+    def constants() -> tuple[jax.Array, jax.Array]:
+        """The numbers of this process's virtual replicas, and the bytes sent per message."""
+        first = group.rank * local * each
+        numbers = np.arange(first, first + local * each, dtype=np.int32)
+        sent = [tree_bytes(group.size, each // block, message.form) for message in messages]
+        nbytes = np.array([min(n, MOST) for n in sent], np.uint32)
+        return placement.place(numbers, placement.per_replica), placement.place(nbytes, REPLICATED)
+
+    def blocks_of(states: Sequence[Any], dealt: Sequence[Any]) -> tuple[Any, Any]:
+        """Returns the sums of each device's blocks, and the marks of its virtual replicas."""
+        stack = list[Any]()
+        marks = list[Any]()
+        for v in range(each):
+            rows = [parts[v] for parts in dealt]
+            total, marked = zip(*on_each("compute", f"replica {v}", contribute, states, rows))
+            marks.append(marked)
+            for _ in range(merged[v % block]):
+                total = on_each("compute", f"sum {v}", add, stack.pop(), total)
+            stack.append(total)
+        return zip(*stack), zip(*marks)
+
+    def run(inputs: StepInputs) -> StepOutputs:
+        spans.clear()
+        numbers, nbytes = constants()
+        rows = placement.place(inputs.rows, placement.per_replica)
+        states = apart(inputs.state)
+        dealt = on_each("compute", "rows", deal, apart((rows, numbers)))
+        packed, marks = zip(*on_each("compute", "pack", pack, *blocks_of(states, dealt)))
+        sums = list(map(send, messages, zip(*packed)))
+        totals = on_each("update", "unpack", unpack, apart(sums))
+        results = on_each("update", "update", finish, states, totals, marks, apart(nbytes))
+        return StepOutputs(together(results, REPLICATED), inputs.shards, inputs.memory)
+
+    return Runner(run, None, lambda: Timeline(tuple(spans)), None)
+
+
+def _dealt(each: int, rows: PyTree) -> list[Any]:
+    """Deals a replica's rows out to its virtual replicas."""
+    leaves, treedef = jax.tree.flatten(rows)
+    return [treedef.unflatten(x) for x in zip(*(jnp.split(x, each) for x in leaves))]
+
+
+def _packed(
+    pack: Callable[[Any], Sequence[jax.Array]], blocks: Sequence[Any], marks: Sequence[Any]
+) -> tuple[list[jax.Array], Any]:
+    """Packs the blocks of a replica behind each other, and joins its marks."""
+    messages = [jnp.concatenate(parts) for parts in zip(*map(pack, blocks))]
+    return messages, jax.tree.map(lambda *flags: jnp.any(jnp.stack(flags), axis=0), *marks)
