@@ -17,6 +17,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -25,7 +26,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 struct Message {
-  int64_t number;
+  int32_t number;
   char* data;
   int64_t bytes;
   int64_t kind, dtype;
@@ -36,8 +37,9 @@ struct Lane {
   std::mutex mutex;
   std::condition_variable queued, finished;
   std::deque<Message> queue;
-  // Exchanged messages by number, in order: the program reads the oldest.
-  std::unordered_map<int64_t, std::deque<Message>> results;
+  int32_t next = 0;                  // number of the next message
+  std::unordered_set<int32_t> started;  // messages that no program has received
+  std::unordered_map<int32_t, Message> results;
   std::multimap<int64_t, char*> idle;  // capacity -> memory
   std::string error;                   // why the lane has ended
   bool closed = false;
@@ -73,11 +75,12 @@ void write_token(ffi::RemainingRets& results) {
   *static_cast<float*>(results.get<ffi::AnyBuffer>(0).value()->untyped_data()) = 1.0f;
 }
 
-// (token, arrays...) -> token. The arrays lie one after the other; `bytes` has room for the result.
-ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id, int64_t number,
-                 int64_t bytes, int64_t kind, int64_t dtype) {
+// (token, arrays...) -> (token, number of the message). The arrays lie one after the other; `bytes`
+// has room for the result.
+ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id, int64_t bytes,
+                 int64_t kind, int64_t dtype) {
   Lane* lane = lane_of(id);
-  Message message{number, nullptr, bytes, kind, dtype, now()};
+  Message message{0, nullptr, bytes, kind, dtype, now()};
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
     message.data = take(lane, bytes);
@@ -91,23 +94,35 @@ ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id
   write_token(results);
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
+    message.number = lane->next;
+    lane->next = (lane->next + 1) & 0x7fffffff;
+    lane->started.insert(message.number);
     lane->queue.push_back(message);
   }
+  *static_cast<int32_t*>(results.get<ffi::AnyBuffer>(1).value()->untyped_data()) = message.number;
   lane->queued.notify_one();
   return ffi::Error::Success();
 }
 
-// (tokens...) -> (token, arrays...), which lie one after the other in the message.
-ffi::Error Done(ffi::RemainingArgs, ffi::RemainingRets results, int64_t id, int64_t number) {
+// (number, tokens...) -> (token, arrays...), which lie one after the other in the message.
+ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id) {
   Lane* lane = lane_of(id);
+  auto number = *static_cast<int32_t*>(args.get<ffi::AnyBuffer>(0).value().untyped_data());
   Message message;
   {
     std::unique_lock<std::mutex> lock(lane->mutex);
-    auto& exchanged = lane->results[number];
-    lane->finished.wait(lock, [&] { return !exchanged.empty() || lane->closed; });
-    if (exchanged.empty()) return ffi::Error(ffi::ErrorCode::kAborted, lane->error);
-    message = exchanged.front();
-    exchanged.pop_front();
+    if (!lane->started.erase(number)) {
+      return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
+                        "a program has received these sums already: a state with sums in flight "
+                        "can be passed to one step only.");
+    }
+    lane->finished.wait(lock, [&] { return lane->results.count(number) || lane->closed; });
+    auto exchanged = lane->results.find(number);
+    if (exchanged == lane->results.end()) {
+      return ffi::Error(ffi::ErrorCode::kAborted, lane->error);
+    }
+    message = exchanged->second;
+    lane->results.erase(exchanged);
   }
   write_token(results);
   const char* at = message.data;
@@ -128,7 +143,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_start, Start,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("lane")
-                                  .Attr<int64_t>("number")
                                   .Attr<int64_t>("bytes")
                                   .Attr<int64_t>("kind")
                                   .Attr<int64_t>("dtype"));
@@ -136,13 +150,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_done, Done,
                               ffi::Ffi::Bind()
                                   .RemainingArgs()
                                   .RemainingRets()
-                                  .Attr<int64_t>("lane")
-                                  .Attr<int64_t>("number"));
+                                  .Attr<int64_t>("lane"));
 
 extern "C" {
 
 // Waits for the next message of a lane. Returns 0 if the lane is closed, else 1.
-int fddp_lane_next(int64_t id, int64_t* number, void** data, int64_t* bytes, int64_t* kind,
+int fddp_lane_next(int64_t id, int32_t* number, void** data, int64_t* bytes, int64_t* kind,
                    int64_t* dtype, double* started) {
   Lane* lane = lane_of(id);
   std::unique_lock<std::mutex> lock(lane->mutex);
@@ -160,11 +173,11 @@ int fddp_lane_next(int64_t id, int64_t* number, void** data, int64_t* bytes, int
 }
 
 // The message has been exchanged; its results lie in its memory.
-void fddp_lane_finish(int64_t id, int64_t number, void* data, int64_t bytes) {
+void fddp_lane_finish(int64_t id, int32_t number, void* data, int64_t bytes) {
   Lane* lane = lane_of(id);
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
-    lane->results[number].push_back({number, static_cast<char*>(data), bytes, 0, 0, 0});
+    lane->results[number] = {number, static_cast<char*>(data), bytes, 0, 0, 0};
   }
   lane->finished.notify_all();
 }

@@ -25,7 +25,7 @@ from fddp.comm.communicator import Communicator, rank_communicator
 from fddp.comm.placement import REPLICATED, Placement, trace
 from fddp.comm.translation import Words, has_collectives, run_translated
 from fddp.jax_internals import named_like, without_jit
-from fddp.program import TOKEN, Carrier, Kind, exchange, overlapped
+from fddp.program import NUMBER, TOKEN, Carrier, Kind, exchange, overlapped
 
 LIBRARY = Path(__file__).with_name("liblane.so")
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | None:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(calls, name)), platform="cpu")
     number = ctypes.c_int64
     calls.fddp_lane_next.argtypes = [number, *[ctypes.c_void_p] * 6]
-    calls.fddp_lane_finish.argtypes = [number, number, ctypes.c_void_p, number]
+    calls.fddp_lane_finish.argtypes = [number, ctypes.c_int32, ctypes.c_void_p, number]
     calls.fddp_lane_close.argtypes = [number, ctypes.c_char_p]
     return calls
 
@@ -133,44 +133,50 @@ def _translated(closed: Any, axis: str, words: Words, *leaves: Any) -> list[Any]
 
 
 def _start(
-    lane: int, token: jax.Array, arrays: Sequence[jax.Array], number: int, kind: Kind, form: Any
-) -> jax.Array:
+    lane: int, token: jax.Array, arrays: Sequence[jax.Array], kind: Kind, form: Any
+) -> tuple[jax.Array, jax.Array]:
     dtype = form.dtype
     if dtype not in DTYPES:
         dtype = np.dtype(f"uint{8 * dtype.itemsize}")
-    return start_p.bind(
+    token, number = start_p.bind(
         token,
         *arrays,
         lane=np.int64(lane),
-        number=np.int64(number),
         bytes=np.int64(form.size * form.dtype.itemsize),
         kind=np.int64(KINDS.index(kind)),
         dtype=np.int64(DTYPES.index(dtype)),
     )
+    return token, number
 
 
 def _done(
-    lane: int, tokens: Sequence[jax.Array], forms: Sequence[Any], number: int
+    lane: int, tokens: Sequence[jax.Array], number: jax.Array, forms: Sequence[Any]
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in forms)
-    results = done_p.bind(*tokens, shapes=shapes, lane=np.int64(lane), number=np.int64(number))
+    results = done_p.bind(number, *tokens, shapes=shapes, lane=np.int64(lane))
     return results[0], results[1:]
 
 
 # A profile shows the calls by these names: a wait is communication that nothing overlaps.
 start_p = Primitive("fddp_start")
 done_p = Primitive("fddp_all_reduce_wait")
-done_p.multiple_results = True
-start_p.def_abstract_eval(lambda token, *arrays, **attributes: token)
+start_p.multiple_results = done_p.multiple_results = True
+
+
+@start_p.def_abstract_eval
+def _token_and_number(token: Any, *arrays: Any, **attributes: Any) -> list[Any]:
+    return [token, token.update(dtype=NUMBER.dtype)]
 
 
 @done_p.def_abstract_eval
-def _forms(token: Any, *tokens: Any, shapes: Sequence[Any], **attributes: Any) -> list[Any]:
+def _forms(
+    number: Any, token: Any, *tokens: Any, shapes: Sequence[Any], **attributes: Any
+) -> list[Any]:
     return [token, *(token.update(shape=x.shape, dtype=x.dtype) for x in shapes)]
 
 
-def _done_lowering(ctx: Any, *tokens: Any, shapes: Sequence[Any], **attributes: Any) -> Any:
-    return jax.ffi.ffi_lowering("fddp_done")(ctx, *tokens, **attributes)
+def _done_lowering(ctx: Any, *args: Any, shapes: Sequence[Any], **attributes: Any) -> Any:
+    return jax.ffi.ffi_lowering("fddp_done")(ctx, *args, **attributes)
 
 
 mlir.register_lowering(start_p, jax.ffi.ffi_lowering("fddp_start"), platform="cpu")
@@ -179,7 +185,8 @@ mlir.register_lowering(done_p, _done_lowering, platform="cpu")
 
 def _carry(calls: Any, lane: int, size: int, send: Send) -> None:
     """Exchanges the messages of a lane, in order, until it is closed."""
-    number, nbytes, kind, dtype = (ctypes.c_int64() for _ in range(4))
+    number = ctypes.c_int32()
+    nbytes, kind, dtype = (ctypes.c_int64() for _ in range(3))
     data, started = ctypes.c_void_p(), ctypes.c_double()
     outputs = list(map(ctypes.addressof, (number, data, nbytes, kind, dtype, started)))
     while calls.fddp_lane_next(lane, *outputs):

@@ -47,13 +47,15 @@ class Values(dict[Var, Any]):
                 outputs = run_again(eqn, self.read_all(eqn.invars))
             self.update(zip(eqn.outvars, outputs))
 
-    def outputs(self) -> list[Any]:
-        """Returns the program's outputs, literals as arrays."""
-        outputs = self.read_all(self._program.jaxpr.outvars)
-        for k, atom in enumerate(self._program.jaxpr.outvars):
-            if isinstance(atom, Literal):
-                outputs[k] = jnp.asarray(atom.val, form_of(atom).dtype)
-        return outputs
+    def outputs(self, positions: Iterable[int] | None = None) -> list[Any]:
+        """Returns the program's outputs, or those at `positions`, literals as arrays."""
+        outvars = self._program.jaxpr.outvars
+        return [
+            jnp.asarray(atom.val, form_of(atom).dtype)
+            if isinstance(atom, Literal)
+            else self.read(atom)
+            for atom in (outvars if positions is None else map(outvars.__getitem__, positions))
+        ]
 
     def read(self, atom: Var | Literal) -> Any:
         """Returns the value of a variable or a literal."""

@@ -8,10 +8,13 @@ This room imports jaxpr.
 from fddp.program.collectives import Collective as Collective
 from fddp.program.collectives import find_collectives as find_collectives
 from fddp.program.collectives import heavy_operations as heavy_operations
+from fddp.program.exchange import NUMBER as NUMBER
 from fddp.program.exchange import TOKEN as TOKEN
 from fddp.program.exchange import Carrier as Carrier
 from fddp.program.exchange import Kind as Kind
 from fddp.program.exchange import exchange as exchange
+from fddp.program.late import Cut as Cut
+from fddp.program.late import cut_late as cut_late
 from fddp.program.module import Module as Module
 from fddp.program.module import parse as parse
 from fddp.program.overlap import overlapped as overlapped

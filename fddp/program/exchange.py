@@ -1,4 +1,7 @@
-"""A message of a program, as one equation: `overlapped` makes a start and a done of it."""
+"""A message of a program, as one equation: `overlapped` makes a start and a done of it.
+
+A message that outlives its program is two equations: `begin`, which returns its number, and `end`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,16 +16,18 @@ from jax.interpreters import mlir
 Kind: TypeAlias = Literal["sum", "gather", "exchange"]
 # float32 1.0, unknown to XLA. It goes through every call, so that data orders the calls.
 TOKEN = jax.ShapeDtypeStruct((), jnp.float32)
+# The number of a message on its lane.
+NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 @dataclass(frozen=True, eq=False)
 class Carrier:
     """The calls that start and end a message inside a program."""
 
-    start: Callable[..., jax.Array]
-    """(token, arrays, number, kind, form of the result) → token."""
+    start: Callable[..., tuple[jax.Array, jax.Array]]
+    """(token, arrays, kind, form of the result) → (token, number of the message)."""
     done: Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
-    """(tokens, forms, number) → (token, arrays of these forms, one after the other)."""
+    """(tokens, number, forms) → (token, arrays of these forms, one after the other)."""
 
 
 def exchange(carrier: Carrier, kind: Kind, x: jax.Array, ranks: int) -> jax.Array:
@@ -34,6 +39,8 @@ def exchange(carrier: Carrier, kind: Kind, x: jax.Array, ranks: int) -> jax.Arra
 
 
 exchange_p = Primitive("fddp_exchange")
+begin_p = Primitive("fddp_begin")
+end_p = Primitive("fddp_end")
 
 
 @exchange_p.def_abstract_eval
@@ -42,12 +49,24 @@ def _abstract(x: Any, *, carrier: Carrier, kind: Kind, form: jax.ShapeDtypeStruc
     return x.update(shape=form.shape, dtype=form.dtype)
 
 
+@begin_p.def_abstract_eval
+def _number(x: Any, **params: Any) -> Any:
+    del params
+    return x.update(shape=NUMBER.shape, dtype=NUMBER.dtype)
+
+
+@end_p.def_abstract_eval
+def _result(number: Any, *, carrier: Carrier, kind: Kind, form: jax.ShapeDtypeStruct) -> Any:
+    del carrier, kind
+    return number.update(shape=form.shape, dtype=form.dtype)
+
+
 def _at_once(
     x: jax.Array, *, carrier: Carrier, kind: Kind, form: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Starts a message that `overlapped` has not seen, under `jax.disable_jit`, and awaits it."""
-    token = carrier.start(jnp.ones((), TOKEN.dtype), [x], 0, kind, form)
-    return carrier.done([token], [form], 0)[1][0]
+    token, number = carrier.start(jnp.ones((), TOKEN.dtype), [x], kind, form)
+    return carrier.done([token], number, [form])[1][0]
 
 
 @exchange_p.def_impl

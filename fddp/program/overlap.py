@@ -7,8 +7,7 @@ the order, neither effects nor barriers.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import count
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +19,6 @@ from fddp.jax_internals import (
     JaxprEqn,
     Literal,
     Var,
-    acts,
-    acts_alike,
     branches,
     called_program,
     inner_programs,
@@ -33,7 +30,7 @@ from fddp.jax_internals import (
     while_programs,
 )
 from fddp.jaxpr import Values, cheap, form_of, interpret, maker_positions, straighten, variables
-from fddp.program.program_messages import Message, has_messages, messages_of, waits_of
+from fddp.program.program_messages import Message, has_messages, messages_of, needed, waits_of
 
 # XLA runs these equations as kernels of their own: it fuses no product with the token into them.
 KERNELS = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "fft"}
@@ -42,19 +39,16 @@ MOVES = {"transpose", "reshape"}
 
 
 def overlapped(
-    closed: ClosedJaxpr,
-    token: jax.Array,
-    args: Sequence[Any],
-    numbers: Iterator[int] | None = None,
+    closed: ClosedJaxpr, token: jax.Array, args: Sequence[Any]
 ) -> tuple[jax.Array, list[Any]]:
     """Runs a program under a trace, with a start and a done in place of each message.
 
-    Returns the token of its last call, and its outputs. `numbers` are the numbers of its messages.
+    Returns the token of its last call, and its outputs.
     """
     program = straighten(closed)
     if not has_messages(program.jaxpr):
         return token, interpret(closed, args, lambda eqn, read: None)
-    run = _Run(program, token, args, numbers or count())
+    run = _Run(program, token, args)
     run.all()
     return run.token, run.values.read_all(program.jaxpr.outvars)
 
@@ -62,17 +56,14 @@ def overlapped(
 class _Run:
     """The equations of a program that have run, and the messages in flight."""
 
-    def __init__(
-        self, program: ClosedJaxpr, token: jax.Array, args: Sequence[Any], numbers: Iterator[int]
-    ) -> None:
+    def __init__(self, program: ClosedJaxpr, token: jax.Array, args: Sequence[Any]) -> None:
         self.token = token
         self.values = Values(program, args)
         self.eqns = program.jaxpr.eqns
-        self.numbers = numbers
         self.maker = maker_positions(program.jaxpr)
-        self.messages, self.ran = messages_of(program.jaxpr, self.maker, numbers)
+        self.messages, self.ran = messages_of(program.jaxpr, self.maker)
         self.waits = waits_of(self.eqns, self.maker, self.messages)
-        self.acting = [at for at, eqn in enumerate(self.eqns) if acts(eqn)]
+        self.numbers = dict[int, jax.Array]()  # position of a message that has started → number
         self.stage = 0  # how many messages have started
         self.stage_of = dict[Var, int]()  # arguments are missing
         self.behind = dict[Var, Any]()  # inputs of this stage's equations, behind the last start
@@ -85,15 +76,20 @@ class _Run:
         Everything that needs no message runs before the first done, which holds a thread of XLA.
         What needs a result, such as the update of its leaves, runs before the next done.
         """
-        waiting = dict(enumerate(self.messages))
-        flying = deque[int]()
-        received = 0  # a bit for each message
+        flying = deque(k for k, message in enumerate(self.messages) if not message.pieces)
+        waiting = {k: m for k, m in enumerate(self.messages) if m.pieces}
+        untied = 0  # a bit for each message
+        received = 0
         while True:
             for k in [k for k, m in waiting.items() if not self._missing(m.pieces) & ~received]:
                 message = waiting.pop(k)
-                self._compute(self._required(message.pieces), tied=not received)
+                # What follows a done of this program has waited for all of its starts.
+                sources = needed(self.eqns, self.maker, message.pieces, self.ran)
+                self._compute(sorted(sources), tied=not received & untied)
                 self._start(message)
-                flying.append(k)
+                untied |= 1 << k
+                if message.results:
+                    flying.append(k)
             computable = (at for at, wait in enumerate(self.waits) if not wait & ~received)
             self._compute([at for at in computable if at not in self.ran], tied=False)
             if not flying:
@@ -109,21 +105,6 @@ class _Run:
                 missing |= self.waits[self.maker[var]]
         return missing
 
-    def _required(self, atoms: Iterable[Var | Literal]) -> list[int]:
-        """Positions of the equations that values need and that have not run."""
-        required = set[int]()
-        pending = [self.maker[var] for var in variables(atoms) if var in self.maker]
-        while pending:
-            at = pending.pop()
-            if at in required or at in self.ran:
-                continue
-            required.add(at)
-            eqn = self.eqns[at]
-            pending += [self.maker[var] for var in variables(eqn.invars) if var in self.maker]
-            if acts(eqn):  # effects stay in order
-                pending += [a for a in self.acting if a < at and acts_alike(eqn, self.eqns[a])]
-        return sorted(required)
-
     def _compute(self, positions: Sequence[int], tied: bool) -> None:
         """Runs equations; if `tied`, behind the last start."""
         self.behind = {}
@@ -134,7 +115,7 @@ class _Run:
             read = self.values.read if not tied else lambda atom, eqn=eqn: self._tied(atom, eqn)
             inputs = list(map(read, eqn.invars))
             if any(map(has_messages, inner_programs(eqn))):
-                self.token, outputs = _inside(eqn, self.token, inputs, self.numbers)
+                self.token, outputs = _inside(eqn, self.token, inputs)
             else:
                 outputs = run_again(eqn, inputs)
             self.values.update(zip(eqn.outvars, outputs))
@@ -178,9 +159,12 @@ class _Run:
     def _start(self, message: Message) -> None:
         params = parameters(self.eqns[message.position])
         pieces = list(map(jnp.asarray, self.values.read_all(message.pieces)))
-        self.token = params["carrier"].start(
-            self.token, pieces, message.number, params["kind"], params["form"]
+        self.token, number = params["carrier"].start(
+            self.token, pieces, params["kind"], params["form"]
         )
+        self.numbers[message.position] = number
+        if isinstance(message.number, Var):
+            self.values.update([(message.number, number)])
         self.stage += 1
 
     def _receive(self, message: Message) -> None:
@@ -189,18 +173,21 @@ class _Run:
         if self.computed is not None:
             tokens.append(self.computed.ravel()[0].astype(jnp.float32))
         forms = list(map(form_of, message.results))
-        self.token, results = carrier.done(tokens, forms, message.number)
+        number = self.numbers.get(message.position)
+        if message.number is not None:
+            number = self.values.read(message.number)
+        self.token, results = carrier.done(tokens, number, forms)
         self.values.update(zip(message.results, results))
         self.stage_of.update(dict.fromkeys(message.results, self.stage))
 
 
 def _inside(
-    eqn: JaxprEqn, token: jax.Array, args: Sequence[Any], numbers: Iterator[int]
+    eqn: JaxprEqn, token: jax.Array, args: Sequence[Any]
 ) -> tuple[jax.Array, Sequence[Any]]:
     """Runs a loop or a branch with messages: the token is part of its carry."""
 
     def run(closed: ClosedJaxpr, token: jax.Array, *args: Any) -> tuple[jax.Array, list[Any]]:
-        return overlapped(closed, token, args, numbers)
+        return overlapped(closed, token, args)
 
     name = eqn.primitive.name
     if name == "scan":

@@ -1,29 +1,36 @@
 """The messages of a program, and the equations that wait for them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from fddp.jax_internals import Jaxpr, JaxprEqn, Literal, Var, inner_programs, parameters
+from fddp.jax_internals import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    acts,
+    acts_alike,
+    inner_programs,
+    parameters,
+)
 from fddp.jaxpr import form_of, variables
-from fddp.program.exchange import exchange_p
+from fddp.program.exchange import begin_p, end_p, exchange_p
 
 
 class Message(NamedTuple):
-    """A message of a program."""
+    """A message of a program, or the end of one that an earlier program has started."""
 
     position: int
     """Position of its equation."""
     pieces: tuple[Var | Literal, ...]
     """The arrays that it sends, one after the other."""
     results: tuple[Var, ...]
-    """The arrays of its result, one after the other."""
-    number: int
-    """Its number among the messages of the program."""
+    """The arrays of its result, one after the other; none if a later program receives it."""
+    number: Var | Literal | None = None
+    """Its number, where that passes from program to program."""
 
 
-def messages_of(
-    jaxpr: Jaxpr, maker: dict[Var, int], numbers: Iterator[int]
-) -> tuple[list[Message], set[int]]:
+def messages_of(jaxpr: Jaxpr, maker: dict[Var, int]) -> tuple[list[Message], set[int]]:
     """The messages of a program, and the positions of equations that they make superfluous.
 
     A message copies its arrays into its memory, and its results out of it: so an equation that only
@@ -59,13 +66,19 @@ def messages_of(
         return [part for x in jaxpr.eqns[at].outvars for part in parts(x)]
 
     for at, eqn in enumerate(jaxpr.eqns):
-        if eqn.primitive is exchange_p:
-            (sent,), (received,) = eqn.invars, eqn.outvars
-            superfluous.add(at)
-            whole = parameters(eqn)["kind"] != "sum"
-            pieces = [sent] if whole else joined(sent, at)
-            results = [received] if whole else parts(received)
-            messages.append(Message(at, tuple(pieces), tuple(results), next(numbers)))
+        if eqn.primitive not in (exchange_p, begin_p, end_p):
+            continue
+        (read,), (written,) = eqn.invars, eqn.outvars
+        superfluous.add(at)
+        flat = parameters(eqn)["kind"] == "sum"
+        pieces = list[Var | Literal]()
+        results = list[Var]()
+        if eqn.primitive is not end_p:
+            pieces = joined(read, at) if flat else [read]
+        if eqn.primitive is not begin_p:
+            results = parts(written) if flat else [written]
+        number = {begin_p: written, end_p: read}.get(eqn.primitive)
+        messages.append(Message(at, tuple(pieces), tuple(results), number))
     return messages, superfluous
 
 
@@ -73,7 +86,7 @@ def waits_of(
     eqns: Sequence[JaxprEqn], maker: dict[Var, int], messages: Sequence[Message]
 ) -> list[int]:
     """For each equation the messages whose result it needs: a bit for each."""
-    bits = {message.position: 1 << k for k, message in enumerate(messages)}
+    bits = {message.position: 1 << k for k, message in enumerate(messages) if message.results}
     waits = list[int]()
     for at, eqn in enumerate(eqns):
         wait = bits.get(at, 0)
@@ -84,9 +97,31 @@ def waits_of(
     return waits
 
 
+def needed(
+    eqns: Sequence[JaxprEqn],
+    maker: dict[Var, int],
+    atoms: Iterable[Var | Literal],
+    ran: Collection[int] = (),
+) -> set[int]:
+    """Positions of the equations that values need and that have not run; effects stay in order."""
+    acting = [at for at, eqn in enumerate(eqns) if acts(eqn)]
+    found = set[int]()
+    pending = [maker[var] for var in variables(atoms) if var in maker]
+    while pending:
+        at = pending.pop()
+        if at in found or at in ran:
+            continue
+        found.add(at)
+        eqn = eqns[at]
+        pending += [maker[var] for var in variables(eqn.invars) if var in maker]
+        if acts(eqn):
+            pending += [a for a in acting if a < at and acts_alike(eqn, eqns[a])]
+    return found
+
+
 def has_messages(jaxpr: Jaxpr) -> bool:
     """Returns True if a program has messages, at any depth."""
     return any(
-        eqn.primitive is exchange_p or any(map(has_messages, inner_programs(eqn)))
+        eqn.primitive in (exchange_p, begin_p, end_p) or any(map(has_messages, inner_programs(eqn)))
         for eqn in jaxpr.eqns
     )

@@ -1,6 +1,7 @@
 """Claims about the places of starts and dones in a program, with a carrier that only records."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import jax
@@ -17,13 +18,15 @@ RANKS = 3
 def recorded(calls: list[str]) -> Carrier:
     """A carrier whose ranks all have this rank's arrays; `calls` gets the calls in order."""
     flying = dict[int, tuple[list[jax.Array], str]]()
+    numbers = count()
 
-    def start(token: jax.Array, arrays: Sequence[jax.Array], number: int, kind: str, form: Any):
+    def start(token: jax.Array, arrays: Sequence[jax.Array], kind: str, form: Any):
+        number = next(numbers)
         calls.append(f"start {number} of {len(arrays)}")
         flying[number] = list(arrays), kind
-        return token * 1.0
+        return token * 1.0, number
 
-    def done(tokens: Sequence[jax.Array], forms: Sequence[Any], number: int):
+    def done(tokens: Sequence[jax.Array], number: int, forms: Sequence[Any]):
         calls.append(f"done {number} of {len(forms)}")
         arrays, kind = flying.pop(number)
         flat = jnp.concatenate([x.ravel() for x in arrays])
@@ -92,9 +95,9 @@ def test_one_token_goes_through_every_call_and_a_done_waits_for_what_can_be_comp
     seen = list[list[float]]()
     carrier = recorded([])
 
-    def start(token: jax.Array, *rest: Any) -> jax.Array:
+    def start(token: jax.Array, *rest: Any) -> tuple[jax.Array, Any]:
         seen.append([float(token)])
-        return carrier.start(token, *rest) + 1
+        return token + 1, carrier.start(token, *rest)[1]
 
     def done(tokens: Sequence[jax.Array], *rest: Any) -> Any:
         seen.append(list(map(float, tokens)))

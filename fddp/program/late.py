@@ -1,0 +1,108 @@
+"""Cuts a program in two: the first starts all messages, and the second receives the late ones.
+
+Source: ByteScheduler (Peng et al., SOSP 2019), whose messages cross the border between steps.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts, inner_programs, parameters
+from fddp.jaxpr import Values, maker_positions, straighten, variables
+from fddp.program.exchange import begin_p, end_p, exchange_p
+from fddp.program.program_messages import has_messages, needed
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A program in two: `first` returns the early outputs, and `second` the others."""
+
+    program: ClosedJaxpr
+    early: tuple[int, ...]
+    """Positions of the outputs that `first` returns."""
+    before: frozenset[int]
+    """Positions of the equations of `first`."""
+    begun: tuple[int, ...]
+    """Positions of the messages that `first` starts and `second` receives."""
+    after: tuple[int, ...]
+    """Positions of the equations of `second`."""
+    passed: tuple[int, ...]
+    """Positions of the inputs that `second` reads."""
+    computed: tuple[Var, ...]
+    """Other values that `second` reads: numbers of messages, and results of `first`."""
+
+    def first(self, *args: Any) -> tuple[list[Any], list[Any]]:
+        """Returns the early outputs, and the values of `computed`."""
+        jaxpr = self.program.jaxpr
+        values = Values(self.program, args)
+        for at in sorted(self.before.union(self.begun)):
+            eqn = jaxpr.eqns[at]
+            if at in self.begun:
+                values[eqn.outvars[0]] = begin_p.bind(values.read(eqn.invars[0]), **parameters(eqn))
+            else:
+                values.run([eqn])
+        return values.outputs(self.early), values.read_all(self.computed)
+
+    def second(self, passed: Iterable[Any], computed: Iterable[Any]) -> list[Any]:
+        """Returns the other outputs, from inputs and values of `first`."""
+        jaxpr = self.program.jaxpr
+        values = Values(self.program, [])
+        values.update(zip([jaxpr.invars[k] for k in self.passed], passed))
+        values.update(zip(self.computed, computed))
+        for eqn in (jaxpr.eqns[at] for at in self.begun):
+            values[eqn.outvars[0]] = end_p.bind(values[eqn.outvars[0]], **parameters(eqn))
+        values.run(jaxpr.eqns[at] for at in self.after)
+        return values.outputs(k for k in range(len(jaxpr.outvars)) if k not in self.early)
+
+
+def cut_late(closed: ClosedJaxpr, early: Collection[int]) -> Cut:
+    """Cuts a program where the outputs at the positions `early` need no further message.
+
+    `first` receives the messages that they need, and starts the others if it can.
+    """
+    program = straighten(closed)
+    jaxpr = program.jaxpr
+    eqns = jaxpr.eqns
+    maker = maker_positions(jaxpr)
+
+    def sources(atoms: Iterable[Var | Literal]) -> set[int]:
+        return needed(eqns, maker, atoms)
+
+    def received(positions: Iterable[int]) -> bool:
+        """True if equations need no message but those of the early outputs."""
+        return not any(_receives(eqns[at]) for at in positions if at not in before)
+
+    before = sources(jaxpr.outvars[k] for k in early)
+    begun = [
+        at
+        for at, eqn in enumerate(eqns)
+        if eqn.primitive is exchange_p and at not in before and received(sources(eqn.invars))
+    ]
+    acting = [at for at, eqn in enumerate(eqns) if acts(eqn)]
+    now = [at for at in acting if received([at, *sources(eqns[at].invars)])]
+    before |= sources(x for at in begun for x in eqns[at].invars)
+    before |= sources(x for at in now for x in eqns[at].invars).union(now)
+    outputs = [x for k, x in enumerate(jaxpr.outvars) if k not in early]
+    last = set(acting) - before
+    after = sources([*outputs, *(x for at in last for x in eqns[at].invars)]).union(last)
+    after = after - before - set(begun)
+
+    read = variables([*outputs, *(x for at in after for x in eqns[at].invars)])
+    numbers = [eqns[at].outvars[0] for at in begun]
+    made_after = {x for at in after for x in eqns[at].outvars}
+    crossing = {*read, *numbers} - made_after - set(jaxpr.constvars)
+    passed = tuple(k for k, var in enumerate(jaxpr.invars) if var in crossing)
+    computed = sorted(crossing.difference(jaxpr.invars), key=maker.__getitem__)
+    return Cut(
+        program,
+        tuple(early),
+        frozenset(before),
+        tuple(begun),
+        tuple(sorted(after)),
+        passed,
+        tuple(computed),
+    )
+
+
+def _receives(eqn: JaxprEqn) -> bool:
+    return eqn.primitive is exchange_p or any(map(has_messages, inner_programs(eqn)))
