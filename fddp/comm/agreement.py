@@ -100,7 +100,8 @@ def _disagreement(subject: str, reports: list[dict[str, Any]], most: int = 6) ->
         texts = [f"rank {rank}: {reports[rank]['lines'][0]}" for rank in failed]
         kind = ERRORS.get(reports[failed[0]]["lines"][0].split(":")[0], RuntimeError)
         return kind(
-            f"{subject}: {len(failed)} of {len(reports)} ranks failed.\n" + "\n".join(texts[:most])
+            f"{subject.split(' (')[0]}: {len(failed)} of {len(reports)} ranks failed.\n"
+            + "\n".join(texts[:most])
         )
     common = set.intersection(*(set(report["lines"]) for report in reports))
     in_order = [[line for line in report["lines"] if line in common] for report in reports]

@@ -28,14 +28,15 @@ def accumulate_locally(
     replicated, pending, shards, _, rows = inputs
     journal = group.journal
     journal.say("no_sync")
-    # Gradients stay local, but sharded parameters must be gathered.
-    gathered = settled.replica.way.gathered(group, state, replicated)
+    journal.adds(group.processes)
+    with journal.inside("step.no_sync"):
+        # Gradients stay local, but sharded parameters must be gathered.
+        gathered = settled.replica.way.gathered(group, state, replicated)
     replicated = jax.tree.map(awaited, gathered)
     rows = placement.feed(placement.retained(rows))
     accumulated, means = settled.accumulate(replicated, shards, pending, rows)
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
-    journal.adds(group.processes)
     placement.donation.record((state, accumulated))
     return state._replace(accumulated=accumulated), means
 

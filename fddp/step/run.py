@@ -8,7 +8,7 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
-from fddp.comm import REPLICATED, of_one_replica
+from fddp.comm import REPLICATED, of_one_replica, shortened
 from fddp.hooks import Memory, by_leaf, by_message
 from fddp.jax_internals import (
     Promise,
@@ -19,7 +19,7 @@ from fddp.jax_internals import (
     without_context_mesh,
 )
 from fddp.jaxpr import refuse_deleted
-from fddp.losses import rows_of_batch
+from fddp.losses import not_numeric, rows_of_batch
 from fddp.schedules import StepInputs, TaskList
 from fddp.step.admission import admit
 from fddp.step.checks import refuse_transformations, verify_collectives
@@ -51,9 +51,14 @@ def ready(
     if settled is None:
         refuse_deleted(leaves)
         settled = settle(replica, use, state, rows, call)
-    else:
+        return settled, step_inputs(settled, state, leaves, rows)
+    try:
         settled = admit(settled, tree, state, rows)
-    return settled, step_inputs(settled, state, leaves, rows)
+        return settled, step_inputs(settled, state, leaves, rows)
+    except TypeError as error:  # JAX names no leaf
+        if wrong := not_numeric(jax.tree.map(awaited, state)):
+            raise TypeError(f"the state holds {shortened(wrong)}: give numbers.") from error
+        raise
 
 
 @without_context_mesh

@@ -312,6 +312,16 @@ def test_numpy_parameters_of_64_bits_are_accepted_as_the_same(make):
     assert same.params == step(state, X)[0].params
 
 
+@pytest.mark.parametrize("options", [{}, {"schedule": "eager"}, {"shard": "state"}], ids=str)
+def test_parameters_of_a_dtype_that_jax_lacks_are_refused_by_leaf(group, options):
+    step = fddp.train_step(line, optax.adam(0.1), group=group(4), donate=False, **options)
+    state, _ = step(step.init(BOTH), X)
+    w = np.asarray(fddp.whole(state.params)["w"]).astype(">f4")
+    wrong = state._replace(params=state.params | {"w": w})
+    refused(TypeError, "the state holds params/w .* >f4: give numbers", partial(step, wrong, X))
+    step(state, X)
+
+
 ### Losses
 
 

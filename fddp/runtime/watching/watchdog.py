@@ -17,7 +17,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from mmap import mmap
+from opcode import opname
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ import numpy as np
 from fddp.comm import Group, new_secret, on_one_host, own_addresses, signature
 from fddp.runtime.watching.leaving import leave
 from fddp.runtime.watching.recorder import Recorder
-from fddp.runtime.watching.watcher.shared_memory import FINISHED, PORT, SIZE
+from fddp.runtime.watching.watcher.shared_memory import EXITED, FINISHED, PORT, SIZE
 
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0
@@ -103,16 +105,21 @@ def watched(
 
 
 def _finish_at_exit(recorder: Recorder) -> None:
-    """Records the end of the script, and the code of `sys.exit`, which exit handlers cannot see."""
-    codes: list[object] = [0]
+    """Records the end of the script: at its last line, or before it by `sys.exit`.
+
+    Exit handlers see no exception, but the outermost frame has not returned then.
+    """
+    script = _frames()[-1]
+    ways = [EXITED + " SystemExit"]
     leave_python = sys.exit
 
     def exit_with(code: Any = None, /) -> None:
-        codes.append(code)
+        ways.append(FINISHED if code in (None, 0) else f"{EXITED} sys.exit({code!r})")
         leave_python(code)
 
     def finish() -> None:
-        recorder.say(FINISHED + f" by sys.exit({codes[-1]!r})" * (codes[-1] not in (None, 0)))
+        last = opname[script.f_code.co_code[script.f_lasti]]
+        recorder.say(FINISHED if last.startswith("RETURN") else ways[-1])
 
     sys.exit = exit_with
     atexit.register(finish)
@@ -128,17 +135,26 @@ def _live(recorder: Recorder) -> None:
 
 def _place() -> str:
     """The main thread's innermost line of user code; empty without one."""
+    for frame in _frames():
+        code = frame.f_code
+        if not code.co_filename.startswith(NOT_THEIRS):
+            return f"{code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
+    return ""
+
+
+def _frames() -> list[FrameType]:
+    """The frames of the main thread, innermost first."""
     # Python 3.11 may collect garbage while it creates a frame object of another thread. A callback
     # of the collector lets that thread continue, and the result is no longer a frame.
     gc_enabled = gc.isenabled()
     gc.disable()
     try:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        while frame and frame.f_code.co_filename.startswith(NOT_THEIRS):
+        frames = list[FrameType]()
+        while frame:
+            frames.append(frame)
             frame = frame.f_back
-        if frame is None:
-            return ""
-        return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"
+        return frames
     finally:
         if gc_enabled:
             gc.enable()

@@ -16,7 +16,7 @@ from typing import Any
 
 from . import shared_memory
 from .links import EVERY_S
-from .shared_memory import FAILED, FINISHED, LEFT, MESSAGES, message
+from .shared_memory import EXITED, FAILED, FINISHED, LEFT, MESSAGES, message
 
 
 def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str, Any]]:
@@ -42,7 +42,7 @@ def report_reader(memory: mmap, job: Mapping[str, Any]) -> Callable[[], dict[str
             "rank": job["rank"],
             "still": still,
             "lifeless": lifeless,
-            "done": doing["doing"].startswith((FINISHED, FAILED)),
+            "done": doing["doing"].startswith((FINISHED, EXITED, FAILED)),
             "left": doing["doing"] == LEFT,
             "stopped": stopped(job["parent"]),
             **head,

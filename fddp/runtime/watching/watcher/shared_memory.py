@@ -17,10 +17,11 @@ BETWEEN = "between steps"
 STEP = "step"  # before the first task of a step, when it may compile
 LAUNCHED = "launched"  # XLA runs the step asynchronously
 FINISHED = "finished"
+EXITED = "left by"  # sys.exit, before the last line of the script
 FAILED = "failed"
 LEFT = "left the world"  # the process continues independently
 OF = " of "  # between a collective and the call of all ranks that needs it
-ENDS = (FINISHED, FAILED, LEFT)  # the final states begin so
+ENDS = (FINISHED, EXITED, FAILED, LEFT)  # the final states begin so
 
 
 class Field(NamedTuple):

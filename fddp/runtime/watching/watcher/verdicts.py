@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .shared_memory import BETWEEN, FAILED, FINISHED, OF, STEP
+from .shared_memory import BETWEEN, EXITED, FAILED, FINISHED, OF, STEP
 
 AFTER_S = 0.5  # delay of the verdict on a death, for reports of simultaneous deaths
 AT_ONCE_S = 0.05  # mpiexec kills the other ranks sooner, and their watchers wake in any order
@@ -38,7 +38,7 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
     every = list(reports.values())
     active = [report for report in every if not report["done"]]
     failed = [report for report in every if report["doing"] == FAILED]
-    finished = [report for report in every if report["doing"].startswith(FINISHED)]
+    finished = [report for report in every if report["doing"].startswith((FINISHED, EXITED))]
     if dead := [report for report in active if report["gone"]]:
         return report_death(dead, failed, time_s)
     failed_dead = [report for report in failed if report["gone"]]
@@ -147,6 +147,9 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
             ". The ranks are in different calls: each rank calls step, save, evaluate and, with "
             "shard='state', no_sync equally often and in the same order"
         )
+        if len({report["added"] for report in together}) > 1:
+            counts = [f"rank {report['rank']} {report['added']} times" for report in together[:4]]
+            advice += f". no_sync was called by {', '.join(counts)}"
     end = quiet_s > end_s
     if end:
         limit_s = end_s
