@@ -10,7 +10,7 @@
 
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
 preempted, elastic
-Train: train_step, TrainStep, Options, TrainState, Promise, StepInfo, value_and_grad, evaluate, \
+Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, \
 whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm, \
 conv_general_dilated
@@ -43,7 +43,6 @@ from fddp.data import samples as samples
 from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
-from fddp.jax_internals import Promise as Promise
 from fddp.jaxpr import grad_order as grad_order
 from fddp.local_training import LocalState as LocalState
 from fddp.local_training import local_steps as local_steps

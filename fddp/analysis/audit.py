@@ -140,13 +140,8 @@ def audit(step: TrainStep, state: TrainState, batch: PyTree, target: str | None 
             "an audit reads XLA's collectives, and cannot read MPI's calls; give "
             "a target, fddp.audit(…, target='h100:8'), or use backend 'gloo'."
         )
-    messages = tuple(task.name for task in step.tasks(state, batch).messages)
-    if not step.settled.is_one_program:
-        raise ValueError(
-            f"this step has several programs (schedule={step.settled.schedule!r}), and sends "
-            "messages between them: an audit reads one program, of a step with schedule='fused'."
-        )
     compiled = compile_to_read(step.lower(state, batch))
+    messages = step.settled.runner.messages
     module = parse(compiled.as_text() or "")
     return read(module, messages, step.plan, where, _memory(compiled))
 

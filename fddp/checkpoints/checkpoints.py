@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from typing import Any
 
-import jax
 import numpy as np
 
 from fddp.checkpoints.folder import located, met, on_all, remark
@@ -20,7 +19,7 @@ from fddp.checkpoints.saved_leaves import LOCAL, named_leaves, stacked_buffers, 
 from fddp.checkpoints.saving import copy_part, write_part
 from fddp.checkpoints.stored_pieces import is_distributed, read_state
 from fddp.comm import verify
-from fddp.jax_internals import awaited, without_context_mesh
+from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.step import TrainState, check_state
 from fddp.training import TrainStep
@@ -139,7 +138,7 @@ class Checkpoints:
         group, folder = self._group, self._folder
         place = json.loads(json.dumps(place))
         values = {"step": number, "replicas": group.size, "place": place}
-        state = stacked_buffers(group, jax.tree.map(awaited, state), self._local)
+        state = stacked_buffers(group, state, self._local)
         leaves = named_leaves(state, self._local)
         with group.journal.inside("Checkpoints.save"):
             if any(is_distributed(group, leaf) for leaf in leaves.values()):

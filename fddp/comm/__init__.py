@@ -64,3 +64,4 @@ from fddp.comm.summation_tree import merges as merges
 from fddp.comm.summation_tree import tree_bytes as tree_bytes
 from fddp.comm.transport import Hosts as Hosts
 from fddp.comm.transport import Transport as Transport
+from fddp.comm.trees import forms_of as forms_of

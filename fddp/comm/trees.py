@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from fddp.comm.agreement import described, verify
 from fddp.comm.host_bytes import CHUNK_BYTES, from_bytes, from_hosted, hosted
@@ -68,3 +69,8 @@ def _count(name: str, x: Any) -> int:
             "the step unchanged."
         )
     return shape[0]
+
+
+def forms_of(tree: PyTree) -> Any:
+    """Shapes and dtypes of arrays; NumPy arrays get the dtypes that JAX would give them."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), jax.typeof(x).dtype), tree)

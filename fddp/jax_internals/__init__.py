@@ -90,8 +90,4 @@ from fddp.jax_internals.processes import secured as secured
 from fddp.jax_internals.profiles import Event as Event
 from fddp.jax_internals.profiles import Plane as Plane
 from fddp.jax_internals.profiles import read_profile as read_profile
-from fddp.jax_internals.promises import Promise as Promise
-from fddp.jax_internals.promises import available as available
-from fddp.jax_internals.promises import awaited as awaited
-from fddp.jax_internals.promises import has_promises as has_promises
 from fddp.jax_internals.service import HEARTBEAT_S as HEARTBEAT_S

@@ -13,7 +13,6 @@ from fddp.jaxpr.equations import maker_positions as maker_positions
 from fddp.jaxpr.equations import straighten as straighten
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.equations import variables as variables
-from fddp.jaxpr.exchanges import apart as apart
 from fddp.jaxpr.flow import inputs_of_outputs as inputs_of_outputs
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.interpreter import Read as Read
@@ -26,11 +25,8 @@ from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split_leaves as split_leaves
 from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.leaves import with_trained as with_trained
-from fddp.jaxpr.loops.in_rounds import in_rounds as in_rounds
 from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
 from fddp.jaxpr.loops.loop_fusion import run_scan as run_scan
-from fddp.jaxpr.loops.rounds import in_slices as in_slices
-from fddp.jaxpr.loops.rounds import stacks as stacks
 from fddp.jaxpr.loops.row_origins import made_row_by_row as made_row_by_row
 from fddp.jaxpr.loops.row_origins import places as places
 from fddp.jaxpr.order import first_uses as first_uses
@@ -48,9 +44,5 @@ from fddp.jaxpr.parts.part_program import AtHome as AtHome
 from fddp.jaxpr.parts.part_program import Ranks as Ranks
 from fddp.jaxpr.parts.part_program import on_parts as on_parts
 from fddp.jaxpr.parts.part_program import spread as spread
-from fddp.jaxpr.stages import Stage as Stage
-from fddp.jaxpr.stages import arrivals as arrivals
-from fddp.jaxpr.stages import cut as cut
-from fddp.jaxpr.stages import take_more as take_more
 from fddp.jaxpr.used import statically_used as statically_used
 from fddp.jaxpr.used_at_run_time import tracked as tracked

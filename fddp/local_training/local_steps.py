@@ -135,7 +135,6 @@ class LocalSteps(StepOptimizer):
         """Returns the way of local steps."""
         return LocalWay(
             name=LOCAL,
-            schedule=inner.schedule,
             apart=True,
             outer=self.outer,
             every=self.every,

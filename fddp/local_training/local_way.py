@@ -93,7 +93,7 @@ class LocalWay(Way):
         def scheduled(kind: Callable[[], Pieces]) -> Runner:
             return schedule(replica.group, kind(), replica.options.donate)
 
-        exchange = latest = scheduled(steps.exchange)
+        exchange = scheduled(steps.exchange)
 
         def due(state: TrainState) -> Runner:
             if isinstance(state.step, jax.ShapeDtypeStruct):
@@ -106,23 +106,15 @@ class LocalWay(Way):
             return scheduled(steps.alone)
 
         def run(inputs: StepInputs) -> StepOutputs:
-            nonlocal latest
-            latest = due(inputs.state)
             number = last.of(inputs.state.step) + 1
-            outputs = latest.run(inputs)
+            outputs = due(inputs.state).run(inputs)
             last.step, last.number = outputs.result[0].step, number
             return outputs
 
-        runner = exchange._replace(
-            run=run,
-            tasks=lambda state, *arguments: due(state).tasks(state, *arguments),  # type: ignore
-            inside=None,
-        )
-        if exchange.lower:
-            runner = runner._replace(lower=lambda inputs: due(inputs.state).lower(inputs))  # type: ignore
-        if exchange.timeline:
-            runner = runner._replace(timeline=lambda: latest.timeline())  # type: ignore
-        return runner
+        def lower(inputs: StepInputs) -> jax.stages.Lowered:
+            return due(inputs.state).lower(inputs)  # type: ignore
+
+        return exchange._replace(run=run, lower=lower, inside=None)
 
 
 @dataclass(frozen=True)
@@ -255,4 +247,4 @@ def _pieces(
 ) -> Pieces:
     """Makes the pieces of a step of one round."""
     inputs = ("state", "shards", "rows")
-    return Pieces((Round("backward", inputs, run, reductions, "compute"),), finish)
+    return Pieces((Round("backward", inputs, run, reductions),), finish)

@@ -3,7 +3,7 @@
 Source: ByteScheduler (Peng et al., SOSP 2019), whose messages cross the border between steps.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 

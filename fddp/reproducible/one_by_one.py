@@ -139,7 +139,7 @@ def one_by_one(
         results = on_each("update", "update", finish, states, totals, marks, apart(nbytes))
         return StepOutputs(together(results, REPLICATED), inputs.shards, inputs.memory)
 
-    return Runner(run, None, lambda: Timeline(tuple(spans)), None)
+    return Runner(run, timeline=lambda: Timeline(tuple(spans)))
 
 
 def _dealt(each: int, rows: PyTree) -> list[Any]:

@@ -27,10 +27,10 @@ from fddp.buckets import (
     unpack,
     widened,
 )
-from fddp.comm import Group, as_program, block_of, of_one_replica, trace
+from fddp.comm import Group, as_program, block_of, forms_of, of_one_replica, trace
 from fddp.losses import Joined
 from fddp.reproducible.one_by_one import Arithmetic, Message, one_by_one
-from fddp.schedules import Runner, Schedule, after, forms_of
+from fddp.schedules import Runner, Schedule
 from fddp.step import Agreed, Options, Replica, TrainState, Travels, Way, refuse
 
 # Gradients, with None for leaves that are not sent, and the tail that travels with them.
@@ -39,7 +39,7 @@ Contribution: TypeAlias = tuple[Any, Any]
 
 def virtual(count: int) -> Way:
     """Makes the way of replicas that stand for `count` virtual ones."""
-    return Virtual(name=f"virtual_replicas={count}", schedule=after, replicas=count)
+    return Virtual(name=f"virtual_replicas={count}", replicas=count)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,8 @@ def micro_batches(
         reads = ("state", "shards", "pending", "rows")
         name = f"micro-batch {number}"
         if number == count - 1:
-            return Round("backward", reads, backward, scatters(plans), "compute")
-        return Round(f"{name} backward", reads, backward, scatters_of(plans, name), "compute")
+            return Round("backward", reads, backward, scatters(plans))
+        return Round(f"{name} backward", reads, backward, scatters_of(plans, name))
 
     return [micro_batch_round(number) for number in range(count)]
 

@@ -60,7 +60,7 @@ def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:
         *micro_batches(plans, as_the_state_is),
         Round("update", ("state", "shards"), update, gathers(plans, order)),
     )
-    return Pieces(rounds, unpack, "unpack")
+    return Pieces(rounds, unpack)
 
 
 def gathered_first(replica: Replica, agreed: Agreed) -> Pieces:

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import Shard, map_shards, shards_of
 from fddp.comm import REPLICATED, Group, device_cache, from_hosted, hosted
-from fddp.jax_internals import awaited, resharded, without_context_mesh
+from fddp.jax_internals import resharded, without_context_mesh
 from fddp.runtime import group_of
 
 
@@ -30,8 +30,7 @@ def whole(tree: PyTree, *, group: Group | None = None) -> Any:
         are NumPy arrays, the group of `fddp.init`.
 
     Returns:
-      The tree with whole arrays, equal on all replicas, in place of the shards, and with computed
-      arrays in place of each `Promise`.
+      The tree with whole arrays, equal on all replicas, in place of the shards.
 
     Raises:
       TypeError: under MPI, inside `jax.jit`.
@@ -47,7 +46,6 @@ def whole(tree: PyTree, *, group: Group | None = None) -> Any:
     """
     if group is not None:
         group = group_of("whole", group)
-    tree = jax.tree.map(awaited, tree)
     arrays = iter(_whole(shards_of(tree), group))
     return map_shards(lambda x: next(arrays), tree)
 

@@ -35,7 +35,6 @@ from fddp.step.run import compare as compare
 from fddp.step.run import lower as lower
 from fddp.step.run import ready as ready
 from fddp.step.run import synchronize as synchronize
-from fddp.step.run import tasks as tasks
 from fddp.step.settle import Settled as Settled
 from fddp.step.settle import Use as Use
 from fddp.step.start import described_start as described_start

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import take_apart, whole_forms
-from fddp.schedules import forms_of
+from fddp.comm import forms_of
 from fddp.step.checks import check_batch, check_params, check_paths
 from fddp.step.first_batch import paths
 from fddp.step.held import check_held, held_form
@@ -23,8 +23,7 @@ class Admitted(NamedTuple):
     """The forms of arguments that were checked."""
 
     fits: tuple[Any, ...]
-    """The last four checked forms of (state, batch). Four: steps and `no_sync` may alternate, each
-    with arrays or promises."""
+    """The last four checked forms of (state, batch): steps and `no_sync` may alternate."""
     batches: frozenset[Any]
     """Forms of batches: none reaches a leaf outside the plan."""
     share: TrainState

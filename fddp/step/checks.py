@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan, is_shard
-from fddp.comm import Group, described, shortened, verify
+from fddp.comm import Group, described, forms_of, shortened, verify
 from fddp.jax_internals import transformed
 from fddp.jaxpr import differentiable
 from fddp.losses import (
@@ -22,7 +22,7 @@ from fddp.losses import (
     unlike,
 )
 from fddp.program import find_collectives, parse
-from fddp.schedules import compiling, forms_of
+from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
 from fddp.step.state import check_no_state

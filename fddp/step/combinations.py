@@ -6,8 +6,6 @@ All other pairs work. `docs/combinations.md` shows the same table.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fddp.schedules import SCHEDULES
-
 AXES = "a replica of several devices"
 LOCAL = "fddp.local_steps"
 LOOKAHEAD = "optax.lookahead"
@@ -53,11 +51,6 @@ PAIRS = (
             ),
             (AXES, "it needs replicas of one device each", "leave one of them out"),
             (
-                "schedule='eager'",
-                "the outer optimizer needs the sums of all replicas",
-                "give schedule='staged' or 'fused'",
-            ),
-            (
                 MEMORY,
                 "gradients and changes of parameters would share one memory",
                 "use a hook without a memory, such as hooks.bf16()",
@@ -89,7 +82,7 @@ PAIRS = (
             "leave behind the last of them",
             "leave schedule out",
         )
-        for name in SCHEDULES
+        for name in ("overlap", "after")
     ),
     *(
         Pair(
@@ -137,10 +130,6 @@ PAIRS = (
         "let fddp.samples distribute the rows",
     ),
     # schedules and hooks
-    *(
-        Pair(schedule, AXES, "the program of one device is cut", "use schedule='fused'")
-        for schedule in (f"schedule={name!r}" for name, x in SCHEDULES.items() if x.cuts)
-    ),
     Pair(
         WHOLE_LEAVES,
         AXES,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.jax_internals import awaited, parts_here
+from fddp.jax_internals import parts_here
 from fddp.wording import leaf_name
 
 
@@ -55,7 +55,6 @@ def with_finite_results(call: Callable[..., Any], together: bool) -> Callable[..
 
 
 def _copied(x: Any) -> Any:
-    x = awaited(x)
     return jnp.copy(x) if isinstance(x, jax.Array) else x
 
 

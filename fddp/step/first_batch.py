@@ -4,7 +4,7 @@ These are the ready order of the gradients, the unused parameters, and the loops
 layer by layer.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -13,20 +13,17 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import Travelling
-from fddp.comm import described, trace
-from fddp.jax_internals import ClosedJaxpr, unbound_axis, without_jit
+from fddp.comm import described, forms_of, trace
+from fddp.jax_internals import ClosedJaxpr, unbound_axis
 from fddp.jaxpr import (
     collectives,
     first_uses,
-    has_64_bits,
-    in_slices,
     ready_order,
     text_digest,
     touched_rows,
     wiring,
 )
 from fddp.losses import Sums, contribute, reached, unjoined
-from fddp.schedules import SCHEDULES, Schedule, described_exchanges, forms_of, shorter_loops, staged
 from fddp.step.agreed import Common, Seen
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
@@ -42,9 +39,6 @@ class FirstBatch(NamedTuple):
     """What one rank reads off its first batch and the gradients' program."""
 
     common: Common
-    schedule: Schedule
-    lines: Sequence[str]
-    """More lines to compare: the loss's collectives that become tasks."""
     seen: Seen
 
 
@@ -55,27 +49,23 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> FirstBatch:
     state = check_held(replica, state)
     chosen = replica.chosen(state.params)
     program, outputs = _gradients(replica, state, batch)
-    schedule = _schedule(replica, program)
-    partitions = partitions_of(replica, state.params, program, schedule)
+    _check_collectives(replica, program)
+    partitions = partitions_of(replica, state.params, program)
     leaves = range(len(jax.tree.leaves(state.params)))
     units = {i: partitions.get(i, [Travelling(i)]) for i in leaves}
-    sliced = program
-    if partitions and schedule.cuts:
-        sliced = _in_slices(replica, program, chosen, partitions)
     several = replica.group.processes > 1
-    sums_in_loops = several and schedule.one_program and bool(partitions)
     seen = Seen(
-        order=_order(replica, sliced, [unit for i in chosen for unit in units[i]]),
+        order=_order(replica, program, [unit for i in chosen for unit in units[i]]),
         # The program's inputs are the step number, the parameters, and the rest of the state.
         uses={
             (unit.leaf, unit.slice): use
-            for unit, use in zip(chain(*units.values()), first_uses(sliced)[1:])
+            for unit, use in zip(chain(*units.values()), first_uses(program)[1:])
         },
         has_path=dict(zip(chosen, paths(replica, state, batch))),
         touched=dict(zip(chosen, touched_rows(program))),
         rows=digest(unjoined(batch)) if several else b"",
         wiring=wiring(program) if several else b"",
-        program=text_digest(program) if sums_in_loops else "",
+        program=text_digest(program) if several and partitions else "",
     )
     common = Common(
         state=jax.tree.map(form_of, state),
@@ -84,8 +74,7 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> FirstBatch:
         outputs=outputs,
         collectives=tuple(sorted(collectives(program))),
     )
-    lines = _lines(replica, program, schedule, len(chosen))
-    return FirstBatch(common, schedule, lines, seen)
+    return FirstBatch(common, seen)
 
 
 def described_batch(replica: Replica, batch: PyTree, call: str, first: FirstBatch) -> list[str]:
@@ -94,7 +83,6 @@ def described_batch(replica: Replica, batch: PyTree, call: str, first: FirstBatc
     return [
         f"call {call}",
         repr(replica.options),
-        f"schedule {first.schedule.name}",
         f"plan {provisional_plan(replica, state.params).digest}",
         f"replicas per host in sums: {replica.group.transport.local or 'all'}",
         *described("batch", batch),
@@ -102,15 +90,7 @@ def described_batch(replica: Replica, batch: PyTree, call: str, first: FirstBatc
         *described("model_state", state.model_state),
         *described("rng", state.rng),
         *described("loss and aux", first.common.outputs),
-        *first.lines,
     ]
-
-
-def _lines(replica: Replica, program: ClosedJaxpr, schedule: Schedule, gradients: int) -> list[str]:
-    lines = []
-    if schedule.cuts:
-        lines += described_exchanges(replica.group.placement, program, gradients)
-    return lines
 
 
 def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...]:
@@ -148,23 +128,6 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Clos
     )
 
 
-def _in_slices(
-    replica: Replica,
-    program: ClosedJaxpr,
-    chosen: Sequence[int],
-    partitions: Mapping[int, Sequence[Travelling]],
-) -> ClosedJaxpr:
-    """Rewrites the program to read parameters and make gradients in slices, as its loops do."""
-    placement = replica.group.placement
-    slices = {i: tuple(x.slice for x in units if x.slice) for i, units in partitions.items()}
-    inputs = {1 + i: bounds for i, bounds in slices.items()}
-    run, forms = in_slices(
-        program, inputs, {chosen.index(i): bounds for i, bounds in slices.items()}
-    )
-    closed, _ = trace(placement, run, *forms)
-    return shorter_loops(placement, closed, {}, dict.fromkeys(range(len(forms)), 1))[0]
-
-
 def _order(replica: Replica, program: ClosedJaxpr, units: Sequence[Travelling]) -> list[Travelling]:
     """Sorts leaves and slices by readiness, or in reverse with `order="reverse"`."""
     if replica.options.order == "reverse":
@@ -177,33 +140,13 @@ def _part(replica: Replica, batch: PyTree) -> Any:
     return jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
 
 
-def _schedule(replica: Replica, program: ClosedJaxpr) -> Schedule:
-    """Returns the schedule of the options, or for "auto" the one that overlaps on this backend."""
-    group = replica.group
-    schedule = replica.options.schedule
+def _check_collectives(replica: Replica, program: ClosedJaxpr) -> None:
+    """Raises ValueError if an option does not work with the loss's collectives."""
     kinds = collectives(program)
     if kinds:
         refuse(
             replica.asked | {COLLECTIVES: f"collectives in the loss ({', '.join(sorted(kinds))})"}
         )
-    # A stage is traced again, without the loss's context of 64 bits.
-    wide = not jax.config.read("jax_enable_x64") and has_64_bits(program)
-    if schedule != "auto":
-        if wide and SCHEDULES[schedule].cuts:
-            raise ValueError(
-                f"the loss computes in 64 bits, by jax.enable_x64 inside of it, and schedule="
-                f"{schedule!r} cuts it where that is lost: give schedule='fused' or 'after', or "
-                "set JAX_ENABLE_X64 for the whole script."
-            )
-        return SCHEDULES[schedule]
-    # Over MPI a replica computes on JAX's default device.
-    on_cpu = not group.placement.overlaps
-    on_cpu = on_cpu and (group.placement.on_mesh or jax.default_backend() == "cpu")
-    cpu_hosts = group.processes > 1 and group.size == group.processes and on_cpu
-    uncut = kinds or wide or group.placement.other_axes or without_jit() or replica.way.replicas
-    if cpu_hosts and not uncut and group.transport.in_lane is None:
-        return staged
-    return replica.way.schedule
 
 
 def contribution(replica: Replica, state: TrainState, micro_batch: PyTree) -> Sums:

@@ -6,11 +6,11 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import take_apart
-from fddp.comm import of_one_replica
+from fddp.comm import forms_of, of_one_replica
 from fddp.hooks import by_message
 from fddp.jax_internals import staged_out
 from fddp.losses import rows_of_batch
-from fddp.schedules import StepInputs, forms_of
+from fddp.schedules import StepInputs
 from fddp.step.admission import admit
 from fddp.step.run import with_local_parts
 from fddp.step.settle import Settled

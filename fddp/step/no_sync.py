@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from fddp.comm import REPLICATED, Placement, as_program
-from fddp.jax_internals import awaited, without_context_mesh
+from fddp.jax_internals import without_context_mesh
 from fddp.losses import Sums
 from fddp.schedules import StepInputs
 from fddp.step.debug_nans import with_finite_results
@@ -31,8 +31,7 @@ def accumulate_locally(
     journal.adds(group.processes)
     with journal.inside("step.no_sync"):
         # Gradients stay local, but sharded parameters must be gathered.
-        gathered = settled.replica.way.gathered(group, state, replicated)
-    replicated = jax.tree.map(awaited, gathered)
+        replicated = settled.replica.way.gathered(group, state, replicated)
     rows = placement.feed(placement.retained(rows))
     accumulated, means = settled.accumulate(replicated, shards, pending, rows)
     if placement.shares_cores:

@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Types that the keyword arguments and the record of options share.
 Order: TypeAlias = Literal["ready", "reverse"]
-ScheduleName: TypeAlias = Literal["auto", "fused", "staged", "eager", "after"]
+ScheduleName: TypeAlias = Literal["auto", "overlap", "after"]
 Buffers: TypeAlias = bool | Literal["mean"]
 Shared: TypeAlias = Literal["optimizer", "state"]
 Ignore: TypeAlias = Callable[[str], bool]
@@ -83,10 +83,9 @@ class Options:
       check_replicas_every (0): compare the parameters and the optimizer state of all ranks before
         the first step and after every so many steps. A difference, such as a flipped bit, raises on
         all ranks and names rank and leaf. 0: never.
-      schedule ('auto'): 'fused': one program; 'staged': several programs, cut where buckets become
-        ready; 'eager': the same, but a step returns before its last sums arrive, so that they
-        overlap with the next forward pass (with `shard`: as 'staged'); 'after': all traffic after
-        the backward pass; 'auto': one of these, never 'eager'.
+      schedule ('auto'): 'overlap': a bucket leaves as soon as it is ready, and its update runs
+        before the wait for the next; 'after': all buckets leave after the backward pass, as a
+        baseline; 'auto': 'overlap'.
       shard (None): 'optimizer': each replica holds a shard of the optimizer state and updates that
         shard of the parameters (ZeRO stage 1), with the bytes of an all-reduce; 'state': it also
         holds only a shard of the parameters, which are gathered in the order of the forward pass

@@ -8,19 +8,12 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import insert_shards, take_apart
-from fddp.comm import REPLICATED, of_one_replica, shortened
+from fddp.comm import REPLICATED, shortened
 from fddp.hooks import Memory, by_leaf, by_message
-from fddp.jax_internals import (
-    Promise,
-    available,
-    awaited,
-    has_promises,
-    rows_here,
-    without_context_mesh,
-)
+from fddp.jax_internals import rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import not_numeric, rows_of_batch
-from fddp.schedules import StepInputs, TaskList
+from fddp.schedules import StepInputs
 from fddp.step.admission import admit
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
@@ -44,9 +37,6 @@ def ready(
         check_state(state)
     # Flattened only once: after a step of large arrays the processor's caches are cold.
     leaves, tree = jax.tree.flatten(state)
-    if not (settled and settled.runner.promises) and has_promises(leaves):
-        leaves = list(map(awaited, leaves))
-        state = tree.unflatten(leaves)
     rows = local_rows(replica, batch, settled and settled.undivided)
     if settled is None:
         refuse_deleted(leaves)
@@ -101,41 +91,28 @@ def local_rows(replica: Replica, batch: PyTree, undivided: bool | None) -> Any:
     return rows_of_batch(local, replica.micro_batches, undivided=undivided)
 
 
-def one_replica_arguments(
-    settled: Settled, state: TrainState, rows: PyTree
-) -> tuple[Any, Any, Any, Any]:
-    """Returns the arguments of one replica: the replicated state, and shapes of the others."""
-    group = settled.replica.group
-    replicated, shards = take_apart(state._replace(accumulated=None, hook_state=()))
-    pending, shards = of_one_replica((state.accumulated, shards), group.placement.replicas_in_array)
-    return replicated, pending, shards, of_one_replica(rows, group.size // group.processes)
-
-
 def step_inputs(
     settled: Settled, state: TrainState, leaves: Sequence[Any], rows: PyTree
 ) -> StepInputs:
     """Splits a state into the programs' arguments, on the group's devices."""
     placement = settled.replica.group.placement
 
-    def placed(x: Any) -> Any:
-        return x if isinstance(x, Promise) else placement.place(x, placement.per_replica)
-
     memory = ()
     if jax.tree.leaves(state.hook_state):
-        refuse_deleted(available(leaves))
-        memory = jax.tree.map(placed, by_message(settled.plan, state.hook_state))
+        refuse_deleted(leaves)
+        memory = by_message(settled.plan, state.hook_state)
+        memory = placement.place(memory, placement.per_replica)
         state = state._replace(hook_state=())
         leaves = jax.tree.leaves(state)
     # The usual state comes from the last step, and needs no placement.
     if (
         state.accumulated is None
         and not settled.replica.way.apart
-        and placement.donation.fits(available(leaves))
+        and placement.donation.fits(leaves)
     ):
         return StepInputs(state, None, (), memory, rows)
-    refuse_deleted(available(leaves))
+    refuse_deleted(leaves)
     # The user may have put numbers, NumPy arrays or arrays of one device into the state.
-    state = jax.tree.map(awaited, state)
     replicated = state._replace(accumulated=None)
     shards = []
     if settled.replica.way.apart:
@@ -164,18 +141,7 @@ def lower(settled: Settled, inputs: StepInputs) -> jax.stages.Lowered:
     """Lowers a step that is one program."""
     if settled.runner.lower is None:
         raise ValueError(
-            "this step runs several programs; a step that can be lowered has schedule='fused' and "
-            "no virtual_replicas."
+            "a step with virtual_replicas runs several programs: leave virtual_replicas out to "
+            "lower it."
         )
     return settled.runner.lower(inputs)
-
-
-@without_context_mesh
-def tasks(settled: Settled, state: TrainState, inputs: StepInputs) -> TaskList:
-    """Lists the tasks of a step."""
-    if settled.runner.tasks is None:
-        raise ValueError(
-            "a step with virtual_replicas runs its programs one by one, and has no list of tasks: "
-            "leave virtual_replicas out."
-        )
-    return settled.runner.tasks(*one_replica_arguments(settled, state, inputs.rows))

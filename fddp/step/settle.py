@@ -17,19 +17,21 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan
-from fddp.comm import specs, verify
+from fddp.comm import forms_of, specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner, Schedule, forms_of
+from fddp.schedules import Runner, Schedule, after, overlap
 from fddp.step.admission import Admitted, fit_of, form_of_batch
 from fddp.step.agreed import Agreed, Seen, merge, remarks
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import described_batch, look
 from fddp.step.held import held_form
 from fddp.step.no_sync import accumulating
+from fddp.step.options import ScheduleName
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
 
 FIRST_BATCH = "batch or loss (pad the first batch to the same shapes on all ranks)"
+SCHEDULES: dict[ScheduleName, Schedule] = {"auto": overlap, "overlap": overlap, "after": after}
 # (replica, layout of the state, state, mean) → result of a call; runs on every replica
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
 
@@ -42,8 +44,6 @@ class Settled(NamedTuple):
     agreed: Agreed
     layout: TrainState
     """Layout of the state: a tree of `PartitionSpec`s."""
-    schedule: str
-    """Name of the schedule."""
     runner: Runner
     """The step as the schedule runs it."""
     accumulate: jax.stages.Wrapped
@@ -64,8 +64,8 @@ class Settled(NamedTuple):
 
     @property
     def is_one_program(self) -> bool:
-        """True if XLA launches the buckets (schedule "fused")."""
-        return self.runner.timeline is None
+        """True if the step is one XLA program."""
+        return self.runner.lower is not None
 
 
 def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: str) -> Settled:
@@ -90,17 +90,16 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
         replica=replica,
         agreed=agreed,
         layout=layout,
-        schedule=first.schedule.name,
-        runner=replica.way.runner(first.schedule, _in_lane(replica, first.schedule), agreed),
+        runner=replica.way.runner(SCHEDULES[replica.options.schedule], _in_lane(replica), agreed),
         accumulate=accumulating(group.placement, replica),
         admitted=Admitted((fit,), frozenset({form_of_batch(batch)}), share),
     )
 
 
-def _in_lane(replica: Replica, schedule: Schedule) -> Replica:
-    """Makes the messages of one program travel in the group's lane, while the program computes."""
+def _in_lane(replica: Replica) -> Replica:
+    """Makes the messages of the program travel in the group's lane, while the program computes."""
     group = replica.group
-    if not schedule.one_program or group.transport.in_lane is None:
+    if group.transport.in_lane is None:
         return replica
     placement, communicator = group.transport.in_lane()
     return replace(replica, group=replace(group, placement=placement, communicator=communicator))

@@ -20,9 +20,6 @@ class TrainState(NamedTuple):
     A step donates its input state: the next state reuses the memory. Another object that shares
     those arrays (a Flax module, for example) must copy them first. `donate=False` turns this off.
 
-    Under `schedule="eager"` a step returns before all of its results have arrived: a leaf of the
-    state may be a `Promise`, an array that waits for its numbers where they are needed. Passing the
-    state to the next step does not wait.
     """
 
     step: Int[Array, ""]

@@ -21,7 +21,7 @@ from fddp.buckets import (
 )
 from fddp.comm import Group, specs
 from fddp.losses import Pending, Sums
-from fddp.schedules import Pieces, Round, Runner, Schedule, fused
+from fddp.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.agreed import Agreed
 from fddp.step.options import Options
 from fddp.step.replica import Replica
@@ -40,8 +40,6 @@ class Way:
 
     name: str = ""
     """The user's option for it; "" for the plain way."""
-    schedule: Schedule = fused
-    """The schedule that "auto" picks where none overlaps."""
     replicas: int | None = None
     """Number of replicas that share the rows; None: the group's size."""
     apart: bool = False
@@ -132,11 +130,4 @@ def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
         ), shards
 
     inputs = ("state", "pending", "rows")
-    sums = replica.reductions(plan)
-    # Every update waits for the message that carries the scalars.
-    first = {
-        message.name: agreed.first_use(plan.buckets[message.bucket])
-        for message in plan.messages
-        if message.bucket is not None and message.name != plan.carrier.name
-    }
-    return Pieces((Round("backward", inputs, backward, sums, "compute"),), finish, uses=first)
+    return Pieces((Round("backward", inputs, backward, replica.reductions(plan)),), finish)

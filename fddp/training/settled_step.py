@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group
-from fddp.schedules import TaskList, Timeline
+from fddp.schedules import Timeline
 from fddp.step import (
     Options,
     Replica,
@@ -18,7 +18,6 @@ from fddp.step import (
     Use,
     lower,
     ready,
-    tasks,
 )
 from fddp.training.digests import comparing
 from fddp.training.skips import Skips
@@ -57,11 +56,7 @@ class SettledStep(metaclass=_Public):
 
     def __repr__(self) -> str:
         settled = self._settled
-        how = (
-            f"schedule={settled.schedule!r}, {settled.plan.summary}"
-            if settled
-            else "to be settled by the first batch"
-        )
+        how = settled.plan.summary if settled else "to be settled by the first batch"
         return (
             f"TrainStep({self._replica.loss}, size={self.group.size}, "
             f"backend={self.group.backend!r}, {how})"
@@ -107,13 +102,13 @@ class SettledStep(metaclass=_Public):
         """Returns the spans in which the last step computed and communicated.
 
         Raises:
-          ValueError: the step is one program (schedule "fused"), and needs a profiler.
+          ValueError: XLA runs the messages, and only a profiler sees them.
         """
         timeline = self.settled.runner.timeline
         if timeline is None:
             raise ValueError(
-                "a fused step is one program; a step with a timeline has another schedule, such "
-                "as 'staged'."
+                "XLA runs the messages of this step: jax.profiler.trace shows them, and fddp.audit "
+                "what lies under each."
             )
         return timeline()
 
@@ -128,23 +123,10 @@ class SettledStep(metaclass=_Public):
           The lowered program; `.compile().as_text()` is the program that runs.
 
         Raises:
-          ValueError: the schedule runs several programs.
+          ValueError: with `virtual_replicas`, the step is several programs.
         """
         self._settled, args = ready(self._settled, self._replica, self._use, state, batch)
         return lower(self._settled, args)
-
-    def tasks(self, state: TrainState, batch: PyTree) -> TaskList:
-        """Lists the programs and messages of a step with their dependencies; runs nothing.
-
-        Args:
-          state: as for a step, or from `shapes`.
-          batch: as for a step, or a tree of `jax.ShapeDtypeStruct`s.
-
-        Returns:
-          The list; `print` shows it as a table.
-        """
-        self._settled, args = ready(self._settled, self._replica, self._use, state, batch)
-        return tasks(self._settled, state, args)
 
     @property
     def _guessed(self) -> tuple[BucketPlan, TrainState]:
