@@ -46,7 +46,7 @@ def ready(
         settled = admit(settled, tree, state, rows)
         return settled, step_inputs(settled, state, leaves, rows)
     except TypeError as error:  # JAX names no leaf
-        if wrong := not_numeric(jax.tree.map(awaited, state)):
+        if wrong := not_numeric(state):
             raise TypeError(f"the state holds {shortened(wrong)}: give numbers.") from error
         raise
 
