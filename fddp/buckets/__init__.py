@@ -12,6 +12,9 @@ from fddp.buckets.bits import to_words as to_words
 from fddp.buckets.device_parts import by_device as by_device
 from fddp.buckets.device_parts import pack_device_parts as pack_device_parts
 from fddp.buckets.device_parts import unpack_device_parts as unpack_device_parts
+from fddp.buckets.loop_rounds import cut_in_layers as cut_in_layers
+from fddp.buckets.loop_rounds import fill_rounds as fill_rounds
+from fddp.buckets.loop_rounds import plan_with_rounds as plan_with_rounds
 from fddp.buckets.messages import Messages as Messages
 from fddp.buckets.messages import add_tail as add_tail
 from fddp.buckets.messages import scalar_dtype as scalar_dtype
@@ -41,16 +44,11 @@ from fddp.buckets.shards import shards_of as shards_of
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.shards import with_shards as with_shards
-from fddp.buckets.slices import cut_in_layers as cut_in_layers
-from fddp.buckets.slices import fill_buckets as fill_buckets
-from fddp.buckets.slices import fill_rounds as fill_rounds
-from fddp.buckets.slices import plan_with_slices as plan_with_slices
 from fddp.buckets.table_rows import add_table_rows as add_table_rows
 from fddp.buckets.table_rows import flags as flags
 from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows
 from fddp.buckets.table_rows import take_table_rows as take_table_rows
 from fddp.buckets.travelling import Caps as Caps
 from fddp.buckets.travelling import MiB as MiB
-from fddp.buckets.travelling import Slice as Slice
 from fddp.buckets.travelling import Travelling as Travelling
 from fddp.buckets.travelling import check_caps as check_caps

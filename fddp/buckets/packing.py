@@ -48,7 +48,7 @@ def pack(plan: BucketPlan, tree: PyTree) -> tuple[Shaped[Array, " n"], ...]:
         ) from None
 
     def pieces(bucket: Bucket) -> list[Array]:
-        return [elements_in(_as_planned(plan, i, leaves[i]), bucket) for i in bucket.leaves]
+        return [_as_planned(plan, i, leaves[i]) for i in bucket.leaves]
 
     return tuple(
         concatenated(pieces(bucket), bucket.dtype, bucket.rounds) for bucket in plan.buckets
@@ -91,7 +91,7 @@ def _unpack(plan: BucketPlan, buckets: Iterable[Array], split: Split) -> Any:
         raise ValueError(f"buckets of shapes {shapes} do not fit the plan, which has {planned}.")
 
     def pieces(bucket: Bucket, flat: Array) -> list[Array]:
-        leaves = plan.travelling(bucket)
+        leaves = plan.leaves_of(bucket)
         sizes = [leaf.size // bucket.rounds for leaf in leaves]
         if bucket.rounds > 1:
             flat = flat.reshape(bucket.rounds, -1)
@@ -122,25 +122,13 @@ def _split_at_offsets(rows: Array, sizes: Sequence[int]) -> Sequence[Array]:
     return jax.lax.platform_dependent(rows, cpu=at_offsets, default=partial(_split, sizes=sizes))
 
 
-def elements_in(leaf: Array, bucket: Bucket) -> Array:
-    """Returns the elements of a leaf that a bucket holds: all, or a slice."""
-    return leaf if bucket.slice is None else jax.lax.slice_in_dim(leaf, *bucket.slice)
-
-
 def put_together(plan: BucketPlan, pieces: Iterable[Sequence[Array]]) -> Any:
     """Builds the tree from the arrays of each bucket, with None for leaves outside all buckets."""
-    slices: list[dict[int, Array]] = [{} for _ in plan.leaves]  # leaf -> begin -> slice
+    leaves = list[Array | None]([None] * len(plan.leaves))
     for bucket, arrays in zip(plan.buckets, pieces):
         for i, piece in zip(bucket.leaves, arrays):
-            slices[i][bucket.slice.begin if bucket.slice else 0] = piece
-    return jax.tree.unflatten(plan.treedef, [_of_slices(leaf) for leaf in slices])
-
-
-def _of_slices(slices: dict[int, Array]) -> Array | None:
-    """Concatenates the slices of a leaf in order; None if it has none."""
-    if len(slices) < 2:
-        return next(iter(slices.values()), None)
-    return jnp.concatenate([slices[begin] for begin in sorted(slices)])
+            leaves[i] = piece
+    return jax.tree.unflatten(plan.treedef, leaves)
 
 
 def concatenated(pieces: list[Array], dtype: np.dtype, rounds: int = 1) -> Array:

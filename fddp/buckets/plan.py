@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from fddp.buckets.plan_text import rounds_text, summary_of, text_of
 from fddp.buckets.shard_layout import leaf_layout
-from fddp.buckets.travelling import Rows, Slice
+from fddp.buckets.travelling import Rows
 from fddp.wording import preformatted
 
 
@@ -61,8 +61,6 @@ class Bucket:
     rows: Rows | None = None
     """Capacity of its message of table rows, if its only leaf is sent as (row number, row). The
     bucket itself follows only if a replica touches more rows. None: the bucket is dense."""
-    slice: Slice | None = None
-    """The slice of each leaf, if a loop computes gradients slice by slice. None: whole leaves."""
     rounds: int = 1
     """Number of consecutive parts, summed one by one, each with an equal part of every leaf."""
 
@@ -117,22 +115,9 @@ class BucketPlan:
     collectives: tuple[str, ...] = ()
     """JAX's names of the loss's own collectives, which run in addition to the messages."""
 
-    def travelling(self, bucket: Bucket) -> tuple[Leaf, ...]:
-        """Returns the leaves of a bucket with the shapes in which they are sent.
-
-        Args:
-          bucket: a bucket of this plan.
-
-        Returns:
-          The leaves, or their slices if the bucket holds slices.
-        """
-        leaves = [self.leaves[i] for i in bucket.leaves]
-        if bucket.slice is None:
-            return tuple(leaves)
-        return tuple(
-            replace(x, name=f"{x.name}{bucket.slice}", shape=bucket.slice.dims(x.shape))
-            for x in leaves
-        )
+    def leaves_of(self, bucket: Bucket) -> tuple[Leaf, ...]:
+        """Returns the leaves of a bucket of this plan."""
+        return tuple(self.leaves[i] for i in bucket.leaves)
 
     @property
     def padding(self) -> int:
@@ -153,9 +138,7 @@ class BucketPlan:
     @cached_property
     def digest(self) -> str:
         """A hash of names, shapes, dtypes and layout. Equal digests mean equal messages."""
-        buckets = (
-            f"{b.leaves} {b.rows or b.slice or ''}{rounds_text(b)}".rstrip() for b in self.buckets
-        )
+        buckets = (f"{b.leaves} {b.rows or ''}{rounds_text(b)}".rstrip() for b in self.buckets)
         text = [*map(str, self.leaves), *buckets, *map(str, self.messages)]
         if self.parts > 1:
             text.append(f"in {self.parts} parts")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, PyTree, Shaped
 
-from fddp.buckets.packing import concatenated, elements_in, put_together
+from fddp.buckets.packing import concatenated, put_together
 from fddp.buckets.plan import Bucket, BucketPlan
 from fddp.buckets.shard_layout import ShardLayout, leaf_layout
 
@@ -29,7 +29,7 @@ def plan_of_parts(plan: BucketPlan) -> BucketPlan:
     )
     part_plan = replace(plan, leaves=leaves, parts=1)
     buckets = [
-        replace(bucket, size=sum(x.size for x in part_plan.travelling(bucket)))
+        replace(bucket, size=sum(x.size for x in part_plan.leaves_of(bucket)))
         for bucket in plan.buckets
     ]
     return replace(part_plan, buckets=tuple(buckets))
@@ -47,7 +47,7 @@ def pack_rows(
 
     def packed(bucket: Bucket) -> Array:
         layouts = _layouts(plan, part_plan, bucket)
-        arrays = [elements_in(leaves[i], bucket) for i in bucket.leaves]
+        arrays = [leaves[i] for i in bucket.leaves]
 
         def pack_round(*arrays: Array) -> Array:
             rows = [
@@ -85,6 +85,6 @@ def unpack_rows(
 
 
 def _layouts(plan: BucketPlan, part_plan: BucketPlan, bucket: Bucket) -> list[ShardLayout]:
-    """Returns the layouts of the leaves or slices in a bucket."""
-    pairs = zip(plan.travelling(bucket), part_plan.travelling(bucket))
+    """Returns the layouts of the leaves in a bucket."""
+    pairs = zip(plan.leaves_of(bucket), part_plan.leaves_of(bucket))
     return [ShardLayout(leaf.shape, plan.parts, prod(part.shape[:-1])) for leaf, part in pairs]

@@ -54,8 +54,8 @@ class Hook(NamedTuple):
     name: str = "a hook of the user's own"
     """Name of the hook, equal on all ranks."""
     by_element: bool = False
-    """True if it sums each element separately, without a memory. Slices of a leaf can then be sent
-    one by one, and shards of leaves (`shard=`)."""
+    """True if it sums each element separately, without a memory: shards of leaves (`shard=`) can
+    then be sent."""
 
     def __repr__(self) -> str:
         return f"Hook({self.name})"

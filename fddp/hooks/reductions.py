@@ -118,7 +118,7 @@ def reductions(plan: BucketPlan, hook: Hook | None, replicas: int = 1) -> tuple[
             return reduction._replace(asks=Asks(index - 1, flags(bucket, replicas)))
         if hook is None:
             return reduction
-        leaves = plan.travelling(bucket)
+        leaves = plan.leaves_of(bucket)
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
         return reduction._replace(hooked=Hooked(partial(_hooked, hook, forms), index))
 

@@ -70,7 +70,7 @@ class LocalWay(Way):
     def travels(self, options: Options, group: Group) -> Travels:
         """Changes are sent whole: all of their rows may be used, and no loop makes them."""
         forms = super().travels(options, group)
-        return forms._replace(table_rows=False, slices=False, rounds=False)
+        return forms._replace(table_rows=False, rounds=False)
 
     def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Cuts the stacks of all replicas' arrays, so that each replica holds its own."""

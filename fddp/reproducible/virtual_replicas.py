@@ -66,7 +66,7 @@ class Virtual(Way):
     def travels(self, options: Options, group: Group) -> Travels:
         """A message carries partial sums of the tree, of whole gradients."""
         forms = super().travels(options, group)
-        return forms._replace(exact=False, table_rows=False, slices=False, rounds=False)
+        return forms._replace(exact=False, table_rows=False, rounds=False)
 
     def traced(self, replica: Replica) -> Replica:
         """Returns a virtual replica."""

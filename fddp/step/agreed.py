@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fddp.buckets import Bucket, BucketPlan, Slice, Travelling, scalar_dtype
+from fddp.buckets import Bucket, BucketPlan, Travelling, scalar_dtype
 from fddp.step.planned import plan_buckets
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
@@ -18,8 +18,8 @@ class Seen(NamedTuple):
 
     order: Sequence[Travelling]
     """The trained leaves, or slices of them, in the ready order of their gradients."""
-    uses: Mapping[tuple[int, Slice | None], int]
-    """(leaf, slice) → position of its first use in the forward pass."""
+    uses: Sequence[int]
+    """The position of each leaf's first use in the forward pass."""
     has_path: Mapping[int, bool]
     """Trained leaf → whether it has a path to the loss."""
     touched: Mapping[int, int]
@@ -45,14 +45,14 @@ class Agreed(NamedTuple):
     """Shapes and dtypes of this process's rows."""
     outputs: Any
     """Shapes and dtypes of loss and aux."""
-    uses: Mapping[tuple[int, Slice | None], int]
-    """(leaf, slice) → position of its first use in the forward pass."""
+    uses: Sequence[int]
+    """The position of each leaf's first use in the forward pass."""
     use: Callable[[TrainState, Mean], Any]
     """(state, mean) → the step's result."""
 
     def first_use(self, bucket: Bucket) -> int:
         """Finds the position of a bucket's first use in the forward pass."""
-        return min(self.uses[i, bucket.slice] for i in bucket.leaves)
+        return min(self.uses[i] for i in bucket.leaves)
 
 
 class Common(NamedTuple):

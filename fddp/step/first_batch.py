@@ -6,7 +6,6 @@ layer by layer.
 
 from collections.abc import Sequence
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -52,15 +51,12 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> FirstBatch:
     _check_collectives(replica, program)
     partitions = partitions_of(replica, state.params, program)
     leaves = range(len(jax.tree.leaves(state.params)))
-    units = {i: partitions.get(i, [Travelling(i)]) for i in leaves}
+    units = {i: partitions.get(i, Travelling(i)) for i in leaves}
     several = replica.group.processes > 1
     seen = Seen(
-        order=_order(replica, program, [unit for i in chosen for unit in units[i]]),
+        order=_order(replica, program, [units[i] for i in chosen]),
         # The program's inputs are the step number, the parameters, and the rest of the state.
-        uses={
-            (unit.leaf, unit.slice): use
-            for unit, use in zip(chain(*units.values()), first_uses(program)[1:])
-        },
+        uses=first_uses(program)[1:],
         has_path=dict(zip(chosen, paths(replica, state, batch))),
         touched=dict(zip(chosen, touched_rows(program))),
         rows=digest(unjoined(batch)) if several else b"",

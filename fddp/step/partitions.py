@@ -1,4 +1,4 @@
-"""The leaves that travel in several parts, because a loop over layers makes their gradients."""
+"""The leaves that are summed round by round, in the loop over layers that makes them."""
 
 from jaxtyping import PyTree
 
@@ -8,10 +8,8 @@ from fddp.jaxpr import made_row_by_row, places
 from fddp.step.replica import Replica
 
 
-def partitions_of(
-    replica: Replica, params: PyTree, program: ClosedJaxpr
-) -> dict[int, list[Travelling]]:
-    """Finds the leaves to send in several parts, one per round of the loop that makes them."""
+def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dict[int, Travelling]:
+    """Finds these leaves."""
     overlaps = replica.group.placement.overlaps and replica.group.size > 1
     if replica.options.order == "reverse" or not (overlaps and replica.travels.rounds):
         return {}

@@ -12,7 +12,7 @@ from fddp.buckets import (
     BucketPlan,
     Travelling,
     place_scalars,
-    plan_with_slices,
+    plan_with_rounds,
 )
 from fddp.comm import device_parts
 from fddp.step.replica import Replica
@@ -33,7 +33,7 @@ def plan_buckets(
     if touched and replica.travels.table_rows:
         counts = touched
     tree = device_parts(replica.group.placement, params)
-    plan = plan_with_slices(
+    plan = plan_with_rounds(
         tree, counts, replica.group.size, order=order, **replica.options.bucketing
     )
     if replica.way.scattered:

@@ -13,8 +13,6 @@ class Travels(NamedTuple):
     """A received message is the plain sum of the replicas' messages, so it may carry scalars."""
     table_rows: bool
     """A few rows of a gradient may be sent in place of all."""
-    slices: bool
-    """Some layers of a stack may be a message of their own."""
     rounds: bool
     """A gradient may be summed in the rounds of the loop that makes it."""
 
@@ -26,7 +24,6 @@ def travels(options: Options, group: Group) -> Travels:
     |---|---|
     | exact      | plain sums: no hook |
     | table_rows | exact; one device holds each gradient |
-    | slices     | one device holds each gradient; a hook acts by element |
     | rounds     | as `table_rows` |
     """
     hook = options.hook
@@ -35,6 +32,5 @@ def travels(options: Options, group: Group) -> Travels:
     return Travels(
         exact=exact,
         table_rows=exact and on_one_device,
-        slices=on_one_device and (hook is None or hook.by_element),
         rounds=exact and on_one_device,
     )

@@ -31,7 +31,15 @@ from fddp.jaxpr.equations import (
     straighten,
     variables,
 )
-from fddp.jaxpr.loops.rounds import Stack, with_slices
+
+
+class Stack(NamedTuple):
+    """An array that a loop computes, a layer in each round."""
+
+    loop: int
+    """Position of the loop in its program."""
+    length: int
+    """Number of rounds, and of layers."""
 
 
 def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
@@ -129,7 +137,7 @@ def rows_read(eqn: JaxprEqn) -> list[Var]:
     """
     name = eqn.primitive.name
     if name in ELEMENTWISE:
-        return with_slices(eqn)
+        return in_rows_too(eqn)
     if name == "pad":
         return list(variables(eqn.invars[:1])) if pads_rows(eqn) else []
     keeps_order = name in RESHAPES and not permutes(eqn)
@@ -157,3 +165,14 @@ def row_dims(atom: Var | Literal, length: int) -> tuple[int, ...]:
     """The dims of each of `length` equal layers of an array."""
     first, *inner = form_of(atom).shape
     return first // length, *inner
+
+
+def in_rows_too(eqn: JaxprEqn) -> list[Var]:
+    """The inputs of an elementwise equation that have the rows of its result."""
+    dims = form_of(eqn.outvars[0]).shape
+
+    def is_sliced(var: Var) -> bool:
+        shape = form_of(var).shape
+        return len(shape) == len(dims) and shape[:1] == dims[:1]
+
+    return list(filter(is_sliced, variables(eqn.invars))) if dims else []
