@@ -1,8 +1,6 @@
 """The installed JAX has the internals that fddp reads: a failure's name ends with its version."""
 
-import copy
 import os
-import pickle
 import subprocess
 import sys
 import textwrap
@@ -98,67 +96,6 @@ def test_two_threads_find_each_part_once_of_an_array_whose_parts_were_listed():
 
 
 ### Programs
-
-
-X = np.arange(6.0, dtype=np.float32).reshape(2, 3)
-
-READINGS: dict[str, Callable[[Any], Any]] = {
-    "jit": jax.jit(lambda x: 2 * x),
-    "jit, with an array": lambda x: jax.jit(jnp.multiply)(x, X),
-    "lower": lambda x: jax.jit(jnp.sin).lower(x).compile()(x),
-    "jaxpr": lambda x: jaxpr_as_fun(jax.make_jaxpr(jnp.sin)(x))(x),
-    "donated": lambda x: jax.jit(jnp.negative, donate_argnums=0)(x),
-    "shapes": lambda x: jax.tree.map(np.shape, jax.eval_shape(jnp.sum, x)),
-    "a closure": lambda x: jax.jit(lambda: 2 * x)(),
-    "grad": jax.grad(lambda x: jnp.sum(x**2)),
-    "vmap": jax.vmap(jnp.sum),
-    "scan": lambda x: jax.lax.scan(lambda c, row: (c + row.sum(), row), 0.0, x),
-    "cond": lambda x: jax.lax.cond(True, jnp.sin, jnp.cos, x),
-    "a callback": lambda x: jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((2, 3), "f"), x),
-    "device_put": jax.device_put,
-    "device_get": jax.device_get,
-    "jnp.asarray": jnp.asarray,
-    "jnp.stack": lambda x: jnp.stack([x, x]),
-    "jnp.where": lambda x: jnp.where(x > 1, x, 0),
-    "numpy": lambda x: np.asarray(x, np.float16),
-    "numpy's array": lambda x: np.ones((2, 3)) * x + np.ones((2, 3)),
-    "from the left": lambda x: 1 - x,
-    "matmul": lambda x: x @ x.T,
-    "equal": lambda x: x == X,
-    "rows": lambda x: [*x, len(x)],
-    "at": lambda x: x.at[0].set(1.0),
-    "text": lambda x: f"{x!r} {x} {x.sum():.2f}",
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-}
-
-
-@pytest.mark.parametrize("reading", READINGS)
-def test_a_promise_reads_as_its_array_does_in_jax_numpy_and_python(reading: str):
-    promise = internals.Promise(jax.ShapeDtypeStruct(X.shape, X.dtype))
-    assert (promise.shape, promise.dtype, promise.ndim, promise.size) == ((2, 3), X.dtype, 2, 6)
-    assert isinstance(promise, jax.Array) and not promise.done()
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(promise)
-    promise.set_result(jnp.asarray(X))
-    read = READINGS[reading]
-    jax.tree.map(np.testing.assert_array_equal, read(promise), read(jnp.asarray(X)))
-
-
-def test_a_promise_of_a_number_is_a_number():
-    promise = internals.Promise(jax.ShapeDtypeStruct((), np.int32))
-    promise.set_result(jnp.int32(3))
-    assert (float(promise), complex(promise), int(promise), bool(promise)) == (3.0, 3, 3, True)
-    assert range(9)[promise] == 3 and f"{promise:d}" == "3"
-
-
-@pytest.mark.parametrize("reading", READINGS)
-def test_a_promise_that_is_broken_raises_its_error_to_every_reader(reading: str):
-    promise = internals.Promise(jax.ShapeDtypeStruct(X.shape, X.dtype))
-    promise.set_exception(ArithmeticError("on purpose"))
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        READINGS[reading](promise)
 
 
 def test_a_program_made_of_equations_runs_them_on_its_inputs_and_constants():

@@ -181,7 +181,7 @@ def test_xla_plans_the_peaks_of_the_table(group: Groups, row: str):
     """Later versions of XLA may plan somewhat other buffers."""
     (cells,) = [cells for cells in rows(MEMORY, "The peak of a step") if cells[0] == row]
     between, peak = (float(cell) for cell in cells[1:])
-    options: dict[str, Any] = {"bucket_cap_mb": 4, "schedule": "fused"}
+    options: dict[str, Any] = {"bucket_cap_mb": 4}
     if row != "none":
         options |= eval(f"dict({row.strip('`')})")
     step = fddp.train_step(tanh_layers, optax.adamw(0.1), group=group(REPLICAS), **options)

@@ -1,4 +1,4 @@
-"""The schedules that XLA compiles for GPUs, without a GPU, hold the promises of the fused schedule.
+"""The schedules that XLA compiles for GPUs, without a GPU, hold the promises of a step.
 
 Shapes are chosen so that operations are real and compiling is quick: rows are those of one replica.
 """
@@ -23,7 +23,6 @@ from fddp.analysis.audit import Audit, read
 from fddp.analysis.targets import read_target
 from fddp.hooks.reductions import reductions
 from fddp.program import parse
-from fddp.schedules.communications import communications
 from models import bert, gpt, mlp, resnet
 
 # The claims are about XLA's programs: all optimizations are on.
@@ -308,7 +307,7 @@ def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target)
 def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(group, target, hook):
     replicas = group(2) if target is None else read_target(target).group()
     params = {name: np.ones((64, 64), np.float32) for name in "ab"}
-    options = {"group": replicas, "schedule": "fused", "bucket_cap_mb": 0, "hook": hook}
+    options = {"group": replicas, "bucket_cap_mb": 0, "hook": hook}
 
     def collectives_of(uses):
         step = fddp.train_step(lambda p, x: jnp.mean(uses(p, x) ** 2), optax.sgd(0.1), **options)
@@ -378,7 +377,7 @@ ENTRY %main (x: f32[9], y: f32[9]) -> f32[9] {
 
 def read_buckets(text: str, count: int, size: tuple[int, ...] = (9,)) -> Audit:
     plan = fddp.make_plan([np.zeros(size, np.float32)] * count, bucket_cap_mb=0)
-    messages = communications([reductions(plan, None)])[0]
+    messages = reductions(plan, None)
     return read(parse(text), [message.name for message in messages], plan, "h100:8")
 
 
@@ -482,13 +481,6 @@ def test_a_missing_compiler_is_named(monkeypatch):
     )
     with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
         read_target("h100:8").group()
-
-
-@pytest.mark.parametrize("schedule", ["staged", "after"])
-def test_a_step_of_several_programs_says_so(group, schedule):
-    step = fddp.train_step(square, optax.sgd(0.1), group=group(2), schedule=schedule)
-    with pytest.raises(ValueError, match="a step with schedule='fused'"):
-        fddp.audit(step, step.init(jnp.ones(())), jnp.ones(4))
 
 
 ### Printed audits

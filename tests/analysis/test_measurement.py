@@ -145,32 +145,8 @@ def spans_within(step: MeasuredStep) -> bool:
     return step.timeline.seconds <= step.seconds and step.idle >= 0
 
 
-@pytest.mark.steps
-@pytest.mark.parametrize("schedule", ["staged", "after"])
-def test_a_measured_step_sends_each_bucket_once_and_ends_with_its_update(group, schedule):
-    step, state, batch = trained(group(2), 0, schedule=schedule)
-    measurement = fddp.measure(step, state, [batch] * 3)
-    assert len(measurement.steps) == 3
-    for measured in measurement.steps:
-        assert spans_within(measured)
-        assert [span.name for span in measured.timeline.communication] == [
-            "bucket 0",
-            "bucket 1",
-            "bucket 2",
-        ]
-        # A staged step uses each bucket by itself, one that waits for all of them uses them
-        # together.
-        assert len(measured.timeline.updates) == (3 if schedule == "staged" else 1)
-        assert (
-            max(span.end for span in measured.timeline.spans) == measured.timeline.updates[-1].end
-        )
-    total = measurement.compute_percent + measurement.non_compute_percent + measurement.idle_percent
-    assert total == pytest.approx(100)
-    assert 0 <= measurement.overlap_percent <= 100
-
-
-def test_a_fused_step_is_seen_by_the_profiler(group):
-    step, state, batch = trained(group(2), 0, schedule="fused")
+def test_a_step_is_seen_by_the_profiler(group):
+    step, state, batch = trained(group(2), 0)
     measurement = fddp.measure(step, state, [batch] * 2)
     assert len(measurement.steps) == 2
     assert measurement.all_reduces == len(step.plan.buckets) == 3
@@ -193,9 +169,7 @@ def test_measuring_changes_nothing_of_the_training(group):
 
 
 def test_steps_that_a_measurement_could_not_end_are_none_of_the_training(group):
-    step = fddp.train_step(
-        lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group(1), schedule="after"
-    )
+    step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group(1))
     state, _ = step(step.init(jnp.zeros(())), jnp.ones(2))
     for measured in (step, step.on(step.group)):
         with pytest.raises(ValueError, match="0 rows"):

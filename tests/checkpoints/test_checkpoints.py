@@ -126,8 +126,7 @@ def test_on_other_replicas_local_values_are_those_of_the_new_state(
     step(goes_on, ROWS[:8])
 
 
-@pytest.mark.parametrize("schedule", ["fused", "staged", "eager"])
-def test_each_replica_gets_its_hidden_states_back(group: Groups, tmp_path: Path, schedule: str):
+def test_each_replica_gets_its_hidden_states_back(group: Groups, tmp_path: Path):
     """As in truncated backpropagation, compared with plain JAX on the rows of all replicas."""
     rows = np.sin(np.arange(6 * 8 * 2, dtype=np.float32)).reshape(6, 8, 2)
     start = {"h": np.float32(0.5), "x": np.ones(2, np.float32)}
@@ -144,7 +143,7 @@ def test_each_replica_gets_its_hidden_states_back(group: Groups, tmp_path: Path,
             value, h = joined_loss(p, model_state, x)
             return value, (h, {})
 
-        options: Any = {"broadcast_buffers": False, "schedule": schedule, "bucket_cap_mb": 0}
+        options: Any = {"broadcast_buffers": False, "bucket_cap_mb": 0}
         step = fddp.train_step(loss, optax.sgd(0.5), group=group(4), has_aux=True, **options)
         return step, step.init(start, model_state=np.zeros(2, np.float32))
 
@@ -257,7 +256,6 @@ def test_saves_are_due_by_the_number_in_the_state(group: Groups, tmp_path: Path)
     assert due(stepped(state, 21), other, "another object") == [10, 20]
     assert due(rolled_back(first(group(1))[1]), step, "rollback") == [10, 10, 20]
     step, state = first(group(1))
-    step = step.with_options(schedule="fused")
     state, _ = step(state, ROWS[:8])
     assert due(scanned(state._replace(step=state.step - 1)), step, "scan") == [10, 20, 30, 40]
 

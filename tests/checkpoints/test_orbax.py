@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from every_schedule import SCHEDULES
 from problems import square
 from trees import same_arrays
 from truth import by_plain_jax
@@ -75,11 +74,9 @@ def single(tree: Any) -> Any:
 
 @pytest.fixture
 def make(group) -> Callable[..., fddp.TrainStep]:
-    """`make(schedule)`: a step on four replicas that uses all of a state."""
+    """`make()`: a step on four replicas that uses all of a state."""
     options: Any = {"group": group(4), "accumulation_steps": 2, "bucket_cap_mb": 0}
-    return lambda schedule, **more: fddp.train_step(
-        noisy, optax.adam(1e-2), schedule=schedule, **options, **more
-    )
+    return lambda **more: fddp.train_step(noisy, optax.adam(1e-2), **options, **more)
 
 
 def start(step: fddp.TrainStep, seed: int = 7) -> fddp.TrainState:
@@ -93,14 +90,13 @@ def fresh(step: fddp.TrainStep) -> fddp.TrainState:
     return state._replace(params=jax.tree.map(jnp.zeros_like, state.params))
 
 
-@SCHEDULES
-def test_three_and_three_steps_are_six_bit_for_bit(make, tmp_path, schedule):
-    step = make(schedule)
+def test_three_and_three_steps_are_six_bit_for_bit(make, tmp_path):
+    step = make()
     state = start(step)
     for x in single(ROWS[:3]):
         state, _ = step(state, x)
     save(tmp_path / "state", state)
-    second_step = make(schedule)
+    second_step = make()
     resumed = restore(tmp_path / "state", fresh(second_step))
     same_arrays(resumed, state)
     for x in single(ROWS[3:6]):
@@ -110,9 +106,8 @@ def test_three_and_three_steps_are_six_bit_for_bit(make, tmp_path, schedule):
     assert int(resumed.step) == 6
 
 
-@SCHEDULES
-def test_what_a_hook_remembers_is_saved_too(make, tmp_path, schedule):
-    step, second_step = (make(schedule, hook=fddp.hooks.topk(0.25)) for _ in range(2))
+def test_what_a_hook_remembers_is_saved_too(make, tmp_path):
+    step, second_step = (make(hook=fddp.hooks.topk(0.25)) for _ in range(2))
     state, _ = step(start(step), single(ROWS[0]))
     assert all(np.any(residual) for residual in jax.tree.leaves(state.hook_state))
     save(tmp_path / "state", state)
@@ -124,14 +119,13 @@ def test_what_a_hook_remembers_is_saved_too(make, tmp_path, schedule):
         same_arrays((resumed, resumed_info), (state, info))
 
 
-@SCHEDULES
-def test_pending_gradients_are_saved_too(make, tmp_path, schedule):
-    step = make(schedule)
+def test_pending_gradients_are_saved_too(make, tmp_path):
+    step = make()
     state, _ = step(start(step), single(ROWS[0]))
     for x in single(ROWS[1:3]):
         state, _ = step.no_sync(state, x)
     save(tmp_path / "state", state)
-    second_step = make(schedule)
+    second_step = make()
     like, _ = second_step.no_sync(
         fresh(second_step), single(ROWS[0])
     )  # a fresh state has no form for pending gradients
@@ -144,7 +138,7 @@ def test_pending_gradients_are_saved_too(make, tmp_path, schedule):
 
 
 def test_training_may_go_on_while_a_state_is_still_being_written(make, tmp_path):
-    step = make("fused")
+    step = make()
     state, _ = step(start(step), single(ROWS[0]))
     expected = plain(jax.tree.map(jnp.copy, state))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -176,15 +170,12 @@ def test_keys_come_back_as_they_were(group, tmp_path, key):
 ### Another number of replicas
 
 
-@SCHEDULES
-def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path, schedule):
+def test_training_goes_on_with_another_number_of_replicas(group, x64, tmp_path):
     optimizer = optax.adamw(1e-2)
     like = {name: PARAMS[name] for name in ("w", "b")}
     saved = None
     for number, (n, x) in enumerate(zip((4, 2, 8), ROWS)):
-        step = fddp.train_step(
-            mean_square, optimizer, group=group(n), schedule=schedule, bucket_cap_mb=0
-        )
+        step = fddp.train_step(mean_square, optimizer, group=group(n), bucket_cap_mb=0)
         state = step.init(like)
         if saved is not None:
             state = restore(saved, state)

@@ -100,7 +100,7 @@ def loss_fn(params: Any, x: Any) -> Any:
     "schedule, options",
     [
         *((schedule, {}) for schedule in SCHEDULES),
-        ("fused", {"hook": hooks.powersgd(2, start_step=0)}),
+        ("overlap", {"hook": hooks.powersgd(2, start_step=0)}),
     ],
     ids=[*SCHEDULES, "powersgd"],
 )

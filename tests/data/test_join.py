@@ -1,4 +1,4 @@
-"""Ranks that have run out of data count for nothing, on every schedule.
+"""Ranks that have run out of data count for nothing.
 
 PyTorch's test_ddp_uneven_inputs and test_ddp_grad_div_uneven_inputs. Here the replicas are devices
 of one process and the batches those that `fddp.join` yields; that real ranks agree on when to end
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from every_schedule import SCHEDULES
 from trees import close
 
 import fddp
@@ -40,15 +39,12 @@ def rows_of_ranks(active: list[int]) -> list[np.ndarray]:
 
 
 @pytest.mark.steps
-@SCHEDULES
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("active", [[0, 1, 2, 3], [1, 3], [2], []], ids=str)
 def test_gradients_are_those_of_active_ranks_over_all_ranks_or_over_the_active_ones(
-    group, x64, schedule, steps, active
+    group, x64, steps, active
 ):
-    f = fddp.value_and_grad(
-        loss, group=group(REPLICAS), schedule=schedule, accumulation_steps=steps
-    )
+    f = fddp.value_and_grad(loss, group=group(REPLICAS), accumulation_steps=steps)
     values = [jax.value_and_grad(loss)(W, part) for part in rows_of_ranks(active)]
     for divide_by_all, divisor in ((True, REPLICAS), (False, max(len(active), 1))):
         got = f(W, joined(active, divide_by_all))
@@ -56,18 +52,16 @@ def test_gradients_are_those_of_active_ranks_over_all_ranks_or_over_the_active_o
             np.testing.assert_allclose(x, expected, rtol=1e-9, atol=1e-12)
 
 
-@SCHEDULES
-def test_no_sync_goes_on_while_some_ranks_are_done(group, x64, schedule):
-    step = fddp.train_step(loss, optax.sgd(1.0), group=group(REPLICAS), schedule=schedule)
+def test_no_sync_goes_on_while_some_ranks_are_done(group, x64):
+    step = fddp.train_step(loss, optax.sgd(1.0), group=group(REPLICAS))
     state, _ = step.no_sync(step.init(W), joined([0, 1, 2, 3], False))
     state, _ = step(state, joined([3], False))
     grads = [jax.grad(loss)(W, part) for part in rows_of_ranks([0, 1, 2, 3, 3])]
     np.testing.assert_allclose(state.params, W - sum(grads) / 5, rtol=1e-9)
 
 
-@SCHEDULES
-def test_a_hook_and_join_go_together(group, schedule):
-    f = fddp.value_and_grad(loss, group=group(REPLICAS), schedule=schedule, hook=fddp.hooks.bf16())
+def test_a_hook_and_join_go_together(group):
+    f = fddp.value_and_grad(loss, group=group(REPLICAS), hook=fddp.hooks.bf16())
     _, grads = f(np.float32(W), joined([1, 3], False)._replace(rows=np.float32(BATCH)))
     expected = (
         sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in rows_of_ranks([1, 3])) / 2
@@ -117,16 +111,15 @@ def test_cross_replica_batch_norm_goes_on_and_sees_every_ranks_rows(group, x64):
     close(new["batch_stats"]["BatchNorm_0"]["mean"], hidden.mean(0))
 
 
-@SCHEDULES
 @pytest.mark.parametrize("leader", [0, 2, 3])
-def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule, leader):
+def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, leader):
     """DDP does the same: a rank that goes on with its last batch must not fill all statistics with
     it."""
 
     def counting(w: Any, x: Any, *, model_state: Any) -> Any:
         return jnp.mean((x - w) ** 2), (model_state + jnp.mean(x), None)
 
-    step = fddp.train_step(counting, optax.sgd(0.1), group=group(REPLICAS), schedule=schedule)
+    step = fddp.train_step(counting, optax.sgd(0.1), group=group(REPLICAS))
     batch = joined([k for k in range(REPLICAS) if k >= leader], False)
     rows = np.repeat(np.arange(REPLICAS, dtype=np.float32), ROWS)
     leads = np.arange(len(rows)) == leader * ROWS
@@ -136,18 +129,17 @@ def test_buffers_are_those_of_the_first_rank_that_still_has_data(group, schedule
 
 
 @pytest.mark.steps
-@SCHEDULES
 @pytest.mark.parametrize(
     ("active", "mean"), [([0, 1, 2, 3], 11.5), ([1, 3], 12), ([3], 13), ([], 10)], ids=str
 )
-def test_buffers_are_averaged_over_those_that_still_have_data(group, schedule, active, mean):
+def test_buffers_are_averaged_over_those_that_still_have_data(group, active, mean):
     """If no rank of a group has data, the buffers stay."""
 
     def counting(w: Any, x: Any, *, model_state: Any) -> Any:
         new = {"float": model_state["float"] + jnp.mean(x), "int": model_state["int"] + 1}
         return jnp.mean((x - w) ** 2), (new, None)
 
-    options: Any = {"schedule": schedule, "broadcast_buffers": "mean"}
+    options: Any = {"broadcast_buffers": "mean"}
     step = fddp.train_step(counting, optax.sgd(0.1), group=group(REPLICAS), **options)
     rows = np.repeat(np.arange(REPLICAS, dtype=np.float32), ROWS)
     leads = np.arange(len(rows)) == (active[0] * ROWS if active else -1)

@@ -83,18 +83,16 @@ def truth(params: Any, state: Any, valid: np.ndarray) -> tuple[Any, Any]:
     return jnp.mean((out - Y[valid]) ** 2), {"batch_stats": {"norm": new}}
 
 
-@pytest.mark.quick("8-fused", "4-staged", "2-eager")
+@pytest.mark.quick("8-overlap")
 @pytest.mark.steps
 @pytest.mark.parametrize(
     ("replicas", "schedule"),
     [
-        (1, "fused"),
-        (2, "fused"),
-        (4, "fused"),
-        (8, "fused"),
+        (1, "overlap"),
+        (2, "overlap"),
+        (4, "overlap"),
+        (8, "overlap"),
         (2, "after"),
-        (4, "staged"),
-        (2, "eager"),
     ],
 )
 def test_unequal_counts_give_the_batchnorm_of_all_rows_that_count(group, x64, replicas, schedule):

@@ -147,9 +147,7 @@ def test_a_step_trains_with_it_as_with_xlas_convolution(group, x64):
         y = convolve(x, kernel, (2, 2), "SAME", dimension_numbers=LAYOUT)
         return jnp.mean(jnp.tanh(y) ** 2)
 
-    step = fddp.train_step(
-        partial(loss, fddp.conv_general_dilated), optax.sgd(0.1), group=group(2), schedule="staged"
-    )
+    step = fddp.train_step(partial(loss, fddp.conv_general_dilated), optax.sgd(0.1), group=group(2))
     state, info = step(step.init(kernel), batch)
     value, grads = jax.value_and_grad(partial(loss, jax.lax.conv_general_dilated))(kernel, batch)
     close(info.loss, value, rtol=1e-11)

@@ -90,7 +90,7 @@ def very_different_trees_are_a_short_message(group: fddp.Group):
 def other_options_are_named_with_each_ranks(group: fddp.Group):
     for name, most, odd_value in (
         ("bucket_cap_mb", 25, 12.5),
-        ("schedule", "fused", "after"),
+        ("schedule", "overlap", "after"),
         ("accumulation_steps", 1, 2),
         ("broadcast_buffers", True, False),
     ):
@@ -250,7 +250,7 @@ def a_rank_that_gives_no_state_or_another_optimizers_fails_on_all(group: fddp.Gr
         (foreign_state, ValueError, "the state belongs to another optimizer"),
     ):
         argument: Any = wrong if odd(group) else state
-        for call in (step, step.tasks, lambda state, x: fddp.measure(step, state, [x])):
+        for call in (step, lambda state, x: fddp.measure(step, state, [x])):
             message = the_same(
                 group, error_of(lambda call=call, argument=argument: call(argument, x), kind)
             )
@@ -297,7 +297,7 @@ def collectives_of_the_loss_that_only_some_ranks_have_are_told_before_they_hang(
         value = jnp.mean((p - x) ** 2)
         return jax.lax.pmean(value, "replica") if odd(group) else value
 
-    step = fddp.train_step(loss, optax.sgd(0.1), group=group, schedule="fused")
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group)
     state = step.init(jnp.zeros(2))
     message = the_same(group, error_of(lambda: step(state, np.ones((4, 2), np.float32))))
     assert "compiled collectives" in message

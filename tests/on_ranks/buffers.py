@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, schedules
+from on_ranks.claims import claim
 from problems import RATE, rows, square
 
 import fddp
@@ -21,31 +21,25 @@ def keep_mean(w: Any, x: Any, *, model_state: Any) -> Any:
 
 @claim()
 def rank_0s_buffers_are_everybodys(group: fddp.Group):
-    for schedule in schedules(group):
-        step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, schedule=schedule)
-        state = step.init(
-            jnp.zeros(()),
-            model_state={"calls": jnp.int32(2**30), "seen": jnp.float32(group.rank + 5)},
-        )
-        assert float(state.model_state["seen"]) == 5
-        state, _ = step(state, rows(group.rank + 3))
-        assert float(state.model_state["seen"]) == 3, f"{schedule}: what rank 0 saw"
-        assert int(state.model_state["calls"]) == 2**30 + 1, "exact, though it travels among floats"
+    step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group)
+    state = step.init(
+        jnp.zeros(()),
+        model_state={"calls": jnp.int32(2**30), "seen": jnp.float32(group.rank + 5)},
+    )
+    assert float(state.model_state["seen"]) == 5
+    state, _ = step(state, rows(group.rank + 3))
+    assert float(state.model_state["seen"]) == 3, "what rank 0 saw"
+    assert int(state.model_state["calls"]) == 2**30 + 1, "exact, though it travels among floats"
 
 
 @claim()
 def without_broadcast_every_rank_keeps_its_buffers(group: fddp.Group):
-    for schedule in schedules(group):
-        step = fddp.train_step(
-            keep_mean, optax.sgd(RATE), group=group, schedule=schedule, broadcast_buffers=False
-        )
-        state = step.init(
-            jnp.zeros(()), model_state={"calls": jnp.int32(0), "seen": jnp.float32(0)}
-        )
-        for number in range(2):
-            state, _ = step(state, rows(group.rank + number))
-        local = state.model_state["seen"].addressable_shards[0].data
-        assert float(local) == group.rank + 1, schedule
+    step = fddp.train_step(keep_mean, optax.sgd(RATE), group=group, broadcast_buffers=False)
+    state = step.init(jnp.zeros(()), model_state={"calls": jnp.int32(0), "seen": jnp.float32(0)})
+    for number in range(2):
+        state, _ = step(state, rows(group.rank + number))
+    local = state.model_state["seen"].addressable_shards[0].data
+    assert float(local) == group.rank + 1
 
 
 @claim()

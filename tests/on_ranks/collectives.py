@@ -13,8 +13,6 @@ from trees import close
 
 import fddp
 
-SCHEDULES = ("fused", "after", "staged", "eager")
-
 
 def centred(w: Any, x: Any) -> jax.Array:
     return square(w, x - jax.lax.pmean(jnp.mean(x), "replica"))
@@ -108,7 +106,7 @@ def holds(group: fddp.Group, loss: Any) -> None:
         rows = {name: draw.normal(size=(ROWS * group.size, 6)) for name in ("image", "text")}
         local_rows = jax.tree.map(lambda x: x[ROWS * group.rank :][:ROWS], rows)
         value, grads = jax.jit(jax.value_and_grad(partial(loss, axis=None)))(params, rows)
-        for schedule in schedules(group, SCHEDULES):
+        for schedule in schedules(group):
             with_axis = partial(loss, axis=group.axis_name)
             f = fddp.value_and_grad(with_axis, group=group, schedule=schedule, bucket_cap_mb=0)
             got, local_grads = f(params, local_rows)

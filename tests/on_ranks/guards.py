@@ -3,13 +3,12 @@
 import io
 from contextlib import redirect_stderr
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of, same_on_all_ranks, schedules
+from on_ranks.claims import claim, error_of, same_on_all_ranks
 from problems import product, pull, rows
 
 import fddp
@@ -25,41 +24,33 @@ def a_rank_whose_gradient_is_not_finite_names_itself_and_all_skip_the_step(group
         if group.rank == 0
         else None
     )
-    for schedule in schedules(group):
-        step = pull(group, schedule=schedule, skip_nonfinite=True)
-        state = step.init(np.float32(0))
-        with redirect_stderr(io.StringIO()) as printed:
-            for ill in (False, True, False):
-                state, _ = step(state, rows(2, np.nan if ill and last else 1))
-            assert float(state.params) == -3.0, "two steps of three, by a mean of 1.5"
-            step(state, rows(2, 1))  # by then the others are over
-        expected = (
-            f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {reason}"
-            if reason
-            else ""
-        )
-        lines = [
-            line
-            for line in printed.getvalue().splitlines()
-            if "pass the same first rows" not in line
-        ]
-        words = "\n".join(lines)
-        assert words.startswith(expected) and bool(words) == bool(reason), printed.getvalue()
+    step = pull(group, skip_nonfinite=True)
+    state = step.init(np.float32(0))
+    with redirect_stderr(io.StringIO()) as printed:
+        for ill in (False, True, False):
+            state, _ = step(state, rows(2, np.nan if ill and last else 1))
+        assert float(state.params) == -3.0, "two steps of three, by a mean of 1.5"
+        step(state, rows(2, 1))  # by then the others are over
+    expected = (
+        f"fddp: rank {group.rank} of {group.size}: step 2 was skipped: {reason}" if reason else ""
+    )
+    lines = [
+        line for line in printed.getvalue().splitlines() if "pass the same first rows" not in line
+    ]
+    words = "\n".join(lines)
+    assert words.startswith(expected) and bool(words) == bool(reason), printed.getvalue()
 
 
 @claim()
 def a_nan_raises_on_all_ranks_where_jax_looks_for_nans(group: fddp.Group):
     bad = -rows(2, 1) if group.rank == group.size - 1 else rows(2, 1)
-    for schedule in schedules(group, ("staged", "eager", "after")):
-        options: dict[str, Any] = {"schedule": schedule}
-        step = fddp.train_step(
-            lambda w, x: jnp.mean(jnp.log(x * w)), optax.sgd(0.1), group=group, **options
-        )
-        state = step.init(np.float32(1))
-        with jax.debug_nans(True):
-            assert "NaN in loss" in error_of(partial(step, state, bad), FloatingPointError)
-            state, info = step(state, rows(2, 1))
-        assert np.isfinite(float(info.loss))
+    loss = lambda w, x: jnp.mean(jnp.log(x * w))  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group)
+    state = step.init(np.float32(1))
+    with jax.debug_nans(True):
+        assert "NaN in loss" in error_of(partial(step, state, bad), FloatingPointError)
+        state, info = step(state, rows(2, 1))
+    assert np.isfinite(float(info.loss))
 
 
 @claim(sizes=(3, 4))
@@ -86,27 +77,26 @@ def a_rank_that_overflows_stops_all_ranks(group: fddp.Group):
     half = fddp.mixed_precision(lambda w, x: product(w, x).astype(jnp.float32), jnp.float16)
     optimizer = fddp.dynamic_scale(optax.adamw(0.5, weight_decay=0.5), initial=2.0**14)
     x = rows(1, 16) if group.rank == group.size - 1 else rows(1, 1)
-    for schedule in schedules(group):
-        options = {"group": group, "schedule": schedule, "accumulation_steps": 2, "donate": False}
-        step = fddp.train_step(half, optimizer, **options)
-        before = step.init(np.float32(0.25))
-        for calls in (1, 2):
-            state = before
-            for _ in range(calls - 1):
-                state, _ = step.no_sync(state, rows(1, 1))
-            skipped, info = step(state, x)
-            assert np.isfinite(info.loss)
-            assert (float(skipped.params), float(skipped.opt_state.scale)) == (0.25, 2.0**13)
-            assert int(skipped.opt_state.inner[0].count) == 0
-            assert same_on_all_ranks(group, skipped)
-            # 2¹² · 16 is still too much, 2¹¹ · 16 is not.
-            for _ in range(3):
-                skipped, _ = step(skipped, x)
-            assert float(skipped.opt_state.scale) == 2.0**11
-            assert int(skipped.opt_state.inner[0].count) == 1
-            mean = (2 * group.size + 15) / (2 * group.size)
-            np.testing.assert_allclose(skipped.opt_state.inner[0].mu, 0.1 * mean, rtol=1e-6)
-            assert same_on_all_ranks(group, skipped)
+    options = {"group": group, "accumulation_steps": 2, "donate": False}
+    step = fddp.train_step(half, optimizer, **options)
+    before = step.init(np.float32(0.25))
+    for calls in (1, 2):
+        state = before
+        for _ in range(calls - 1):
+            state, _ = step.no_sync(state, rows(1, 1))
+        skipped, info = step(state, x)
+        assert np.isfinite(info.loss)
+        assert (float(skipped.params), float(skipped.opt_state.scale)) == (0.25, 2.0**13)
+        assert int(skipped.opt_state.inner[0].count) == 0
+        assert same_on_all_ranks(group, skipped)
+        # 2¹² · 16 is still too much, 2¹¹ · 16 is not.
+        for _ in range(3):
+            skipped, _ = step(skipped, x)
+        assert float(skipped.opt_state.scale) == 2.0**11
+        assert int(skipped.opt_state.inner[0].count) == 1
+        mean = (2 * group.size + 15) / (2 * group.size)
+        np.testing.assert_allclose(skipped.opt_state.inner[0].mu, 0.1 * mean, rtol=1e-6)
+        assert same_on_all_ranks(group, skipped)
 
 
 @claim()

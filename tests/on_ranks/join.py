@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of, schedules
+from on_ranks.claims import claim, error_of
 from problems import RATE, pull, rows, square
 
 import fddp
@@ -20,20 +20,19 @@ def uneven(group: fddp.Group) -> list[np.ndarray]:
 
 @claim()
 def a_rank_without_data_counts_for_nothing_until_all_are_done(group: fddp.Group):
-    for schedule in schedules(group):
-        by_all = []
-        by_active = []
-        for results, option in ((by_all, True), (by_active, False)):
-            step = pull(group, schedule=schedule)
-            state = step.init(np.float32(0))
-            for batch in fddp.join(uneven(group), group, divide_by_initial_world_size=option):
-                state, _ = step(state, batch)
-                results.append(float(state.params))
-        # In step k all but the first k ranks have a batch.
-        np.testing.assert_allclose(by_active, -np.arange(1.0, group.size + 1), rtol=1e-6)
-        np.testing.assert_allclose(
-            by_all, -np.cumsum(np.arange(group.size, 0, -1) / group.size), rtol=1e-6
-        )
+    by_all = []
+    by_active = []
+    for results, option in ((by_all, True), (by_active, False)):
+        step = pull(group)
+        state = step.init(np.float32(0))
+        for batch in fddp.join(uneven(group), group, divide_by_initial_world_size=option):
+            state, _ = step(state, batch)
+            results.append(float(state.params))
+    # In step k all but the first k ranks have a batch.
+    np.testing.assert_allclose(by_active, -np.arange(1.0, group.size + 1), rtol=1e-6)
+    np.testing.assert_allclose(
+        by_all, -np.cumsum(np.arange(group.size, 0, -1) / group.size), rtol=1e-6
+    )
 
 
 @claim()
@@ -94,9 +93,8 @@ def a_rank_without_data_goes_on_in_the_collectives_of_the_loss(group: fddp.Group
             * sum(2 * (expected - (rank - middle)) for rank in range(k, group.size))
             / group.size
         )
-    for schedule in schedules(group, ("fused", "staged", "eager")):
-        step = fddp.train_step(centred, optax.sgd(RATE), group=group, schedule=schedule)
-        state = step.init(np.float32(1))
-        for batch in fddp.join([rows(group.rank)] * (group.rank + 1), group):
-            state, _ = step(state, batch)
-        np.testing.assert_allclose(state.params, expected, rtol=1e-5)
+    step = fddp.train_step(centred, optax.sgd(RATE), group=group)
+    state = step.init(np.float32(1))
+    for batch in fddp.join([rows(group.rank)] * (group.rank + 1), group):
+        state, _ = step(state, batch)
+    np.testing.assert_allclose(state.params, expected, rtol=1e-5)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, sampled
+from on_ranks.claims import claim, schedules
 from problems import RATE, rows
 from trees import close
 
@@ -57,7 +57,7 @@ def batchnorm_over_all_ranks_is_that_of_the_joined_rows(group: fddp.Group):
             (_, (model_state, _)), grads = gradient(params, x, model_state=model_state)
             return jax.tree.map(lambda p, g: p - RATE * g, params, grads), model_state
 
-        for schedule in sampled(group, ("fused", "staged", "after", "eager")):
+        for schedule in schedules(group):
             step = fddp.train_step(
                 pieces(group.axis_name).loss_fn,
                 optax.sgd(RATE),

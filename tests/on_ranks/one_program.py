@@ -41,9 +41,7 @@ def steps_of_many_buckets_in_one_program_train_as_by_plain_jax(group: fddp.Group
     rows = batches(group, 5)
     expected = by_plain_jax(loss, ADAM, net(), list(rows))
     for shard in (None, "state"):  # sums; exchanges and gathers
-        step = fddp.train_step(
-            loss, ADAM, group=group, schedule="fused", bucket_cap_mb=0, shard=shard
-        )
+        step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0, shard=shard)
         state = step.init(net())
         for batch, value in zip(rows, expected.losses):
             state, info = step(state, mine(group, batch))
@@ -56,7 +54,7 @@ def steps_of_many_buckets_in_one_program_train_as_by_plain_jax(group: fddp.Group
 @claim(backends=("mpi",))
 def steps_inside_of_a_scan_have_the_bits_of_a_loop_of_steps(group: fddp.Group):
     rows = batches(group, 4)
-    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0.001, schedule="fused")
+    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0.001)
     first, _ = step(step.init(net()), mine(group, rows[0]))
     copy = jax.tree.map(jnp.copy, first)
     looped = first
@@ -89,7 +87,7 @@ def collectives_of_a_loss_inside_of_a_scan_and_buckets_keep_one_order(group: fdd
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
     rows = batches(group, 3)
     expected = by_plain_jax(joined, ADAM, params, list(rows))
-    step = fddp.train_step(centred, ADAM, group=group, bucket_cap_mb=0, schedule="fused")
+    step = fddp.train_step(centred, ADAM, group=group, bucket_cap_mb=0)
     state = step.init(params)
     for batch in rows:
         state, _ = step(state, mine(group, batch))
@@ -99,7 +97,7 @@ def collectives_of_a_loss_inside_of_a_scan_and_buckets_keep_one_order(group: fdd
 @claim(backends=("mpi",))
 def an_evaluation_between_steps_in_flight_meets_only_itself(group: fddp.Group):
     rows = batches(group, 6)
-    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0, schedule="fused")
+    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0)
     state = step.init(net())
     metric = lambda p, x: {"loss": loss(p, x)}  # noqa: E731
     for batch in rows:
@@ -118,7 +116,7 @@ def messages_of_16_bits_and_of_integers_and_of_nothing_arrive(group: fddp.Group)
         return value, ({"count": model_state["count"] + 1}, {"rows": jnp.float32(x.shape[0])})
 
     params = {"net": net(jnp.bfloat16), "none": jnp.zeros((0, 3))}
-    step = fddp.train_step(mixed, optax.sgd(0.1), group=group, has_aux=True, schedule="fused")
+    step = fddp.train_step(mixed, optax.sgd(0.1), group=group, has_aux=True)
     state = step.init(params, model_state={"count": jnp.int32(3)})
     state, _ = step(state, mine(group, batches(group, 1)[0]))
     assert int(state.model_state["count"]) == 4

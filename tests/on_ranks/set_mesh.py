@@ -28,7 +28,7 @@ PARAMS = {
     "head": np.cos(np.arange(12, dtype=np.float32)),
 }
 WAYS: list[dict[str, Any]] = [
-    *({"schedule": schedule} for schedule in ("fused", "staged", "eager", "after")),
+    *({"schedule": schedule} for schedule in ("overlap", "after")),
     *({"shard": shard} for shard in ("optimizer", "state")),
 ]
 

@@ -21,11 +21,10 @@ def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
     expected, opt_state, *_ = by_plain_jax(layer, optimizer, params, [batch] * 3)
     ways = (
-        ("fused", "optimizer", 1),
-        ("staged", "optimizer", 4),
-        ("staged", "state", 1),
-        ("fused", "state", 2),
-        ("eager", "state", 2),
+        ("overlap", "optimizer", 1),
+        ("overlap", "optimizer", 4),
+        ("overlap", "state", 1),
+        ("overlap", "state", 2),
         ("after", "state", 1),
     )
     for schedule, shard, micro_batches in sampled(group, ways):
@@ -97,8 +96,8 @@ def a_matrix_that_an_update_needs_whole_goes_home(group: fddp.Group):
     try:
         expected, opt_state, *_ = by_plain_jax(loss, optimizer, params, [batch] * 2)
         for schedule, shard in (
-            ("fused", "optimizer"),
-            ("staged", "state"),
+            ("overlap", "optimizer"),
+            ("overlap", "state"),
             ("after", "optimizer"),
         ):
             options: Any = {"schedule": schedule, "shard": shard, "bucket_cap_mb": 0}
@@ -133,7 +132,7 @@ def a_norm_of_some_leaves_is_not_taken_beside_a_message(group: fddp.Group):
 
     results = []
     for shard in (None, "optimizer"):
-        options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
+        options: Any = {"bucket_cap_mb": 0, "shard": shard}
         step = fddp.train_step(loss, optax.multi_transform(rules, labels), group=group, **options)
         state = step.init(params)
         for _ in range(30):

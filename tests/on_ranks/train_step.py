@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of, same_on_all_ranks, schedules
+from on_ranks.claims import claim, error_of, same_on_all_ranks
 from problems import RATE, product, pull, rows, square, towards_the_mean
 
 import fddp
@@ -23,7 +23,7 @@ def numbers_of_ranks(group: fddp.Group) -> np.ndarray:
 @claim()
 def a_step_takes_the_mean_over_ranks(group: fddp.Group):
     numbers = numbers_of_ranks(group)
-    for schedule in ("fused", "staged", "after", "auto"):
+    for schedule in ("overlap", "after"):
         step = towards_the_mean(group, schedule=schedule)
         state, info = step(step.init(jnp.zeros(())), rows(*2 * [numbers[group.rank]]))
         assert float(state.params) == numbers.mean(), schedule
@@ -41,12 +41,11 @@ def value_and_grad_takes_the_mean_over_ranks(group: fddp.Group):
 @claim()
 def inside_a_context_of_64_bits_a_step_trains_in_64_bits(group: fddp.Group):
     third = 1 / 3 + np.arange(group.size)  # exact in no float32
-    for schedule in schedules(group):
-        with jax.enable_x64(True):
-            step = towards_the_mean(group, schedule=schedule)
-            state, info = step(step.init(np.zeros(())), third[group.rank :][:1])
-        assert (state.params.dtype, info.loss.dtype) == (np.float64, np.float64), schedule
-        np.testing.assert_allclose(state.params, third.mean(), rtol=1e-15)
+    with jax.enable_x64(True):
+        step = towards_the_mean(group)
+        state, info = step(step.init(np.zeros(())), third[group.rank :][:1])
+    assert (state.params.dtype, info.loss.dtype) == (np.float64, np.float64)
+    np.testing.assert_allclose(state.params, third.mean(), rtol=1e-15)
 
 
 @claim()
@@ -63,11 +62,10 @@ def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
     tokens = np.arange(group.size) + 1.0
     values = 10.0 ** np.arange(group.size)
     loss = lambda w, x: fddp.Weighted(jnp.mean(w * x[:, 0]), x[0, 1])  # noqa: E731
-    for schedule in schedules(group):
-        step = pull(group, loss, schedule=schedule)
-        batch = np.array([[values[group.rank], tokens[group.rank]]], np.float32)
-        state, _ = step(step.init(np.float32(0)), batch)
-        np.testing.assert_allclose(state.params, -np.average(values, weights=tokens), rtol=1e-6)
+    step = pull(group, loss)
+    batch = np.array([[values[group.rank], tokens[group.rank]]], np.float32)
+    state, _ = step(step.init(np.float32(0)), batch)
+    np.testing.assert_allclose(state.params, -np.average(values, weights=tokens), rtol=1e-6)
 
 
 @claim()
@@ -87,11 +85,10 @@ def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
         lambda params: jnp.zeros(()),
         lambda updates, state, params=None, *, value, **_: (updates, value),
     )
-    for schedule in schedules(group):
-        step = fddp.train_step(product, recording, group=group, schedule=schedule)
-        state, _ = step(step.init(np.float32(2)), rows(1 + group.rank))
-        np.testing.assert_allclose(state.opt_state, 1 + group.size, rtol=1e-6)
-        assert same_on_all_ranks(group, state)
+    step = fddp.train_step(product, recording, group=group)
+    state, _ = step(step.init(np.float32(2)), rows(1 + group.rank))
+    np.testing.assert_allclose(state.opt_state, 1 + group.size, rtol=1e-6)
+    assert same_on_all_ranks(group, state)
 
 
 ### Parameters
@@ -99,14 +96,11 @@ def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
 
 @claim()
 def parameters_in_bfloat16_are_trained(group: fddp.Group):
-    for schedule in schedules(group):
-        step = towards_the_mean(group, schedule=schedule)
-        state, info = step(
-            step.init(jnp.zeros(2, jnp.bfloat16)), rows(group.rank, group.rank)[:, None]
-        )
-        assert state.params.dtype == jnp.bfloat16
-        assert state.params.tolist() == [np.arange(group.size).mean() / 2] * 2, schedule
-        assert info.loss.dtype == jnp.float32
+    step = towards_the_mean(group)
+    state, info = step(step.init(jnp.zeros(2, jnp.bfloat16)), rows(group.rank, group.rank)[:, None])
+    assert state.params.dtype == jnp.bfloat16
+    assert state.params.tolist() == [np.arange(group.size).mean() / 2] * 2
+    assert info.loss.dtype == jnp.float32
 
 
 @claim()
@@ -118,13 +112,12 @@ def parameters_without_a_gradient_stay(group: fddp.Group):
 
 
 @claim()
-def a_used_up_state_is_an_error_on_every_schedule(group: fddp.Group):
-    for schedule in schedules(group):
-        step = towards_the_mean(group, schedule=schedule)
-        state = step.init(jnp.zeros(()))
-        later, _ = step(state, rows(group.rank))
-        assert "donate=False" in error_of(lambda step=step, state=state: step(state, rows(1.0)))
-        step(later, rows(1.0))
+def a_used_up_state_is_an_error(group: fddp.Group):
+    step = towards_the_mean(group)
+    state = step.init(jnp.zeros(()))
+    later, _ = step(state, rows(group.rank))
+    assert "donate=False" in error_of(lambda step=step, state=state: step(state, rows(1.0)))
+    step(later, rows(1.0))
 
 
 ### Groups
@@ -135,11 +128,10 @@ def two_subgroups_train_apart(group: fddp.Group):
     """Two pairs, or a pair and a single rank; each starts from its own first rank."""
     ranks = [r for r in range(group.size) if r // 2 == group.rank // 2]
     subgroup = group.subgroup(ranks)
-    for schedule in schedules(group):
-        step = towards_the_mean(subgroup, schedule=schedule)
-        state, info = step(step.init(jnp.float32(group.rank)), rows(group.rank))
-        assert float(state.params) == np.mean(ranks), schedule
-        assert float(info.loss) == np.mean(np.square(np.subtract(ranks, ranks[0]))), schedule
+    step = towards_the_mean(subgroup)
+    state, info = step(step.init(jnp.float32(group.rank)), rows(group.rank))
+    assert float(state.params) == np.mean(ranks)
+    assert float(info.loss) == np.mean(np.square(np.subtract(ranks, ranks[0])))
 
 
 @claim()
@@ -158,20 +150,19 @@ def two_jobs_of_one_group_do_not_meet(group: fddp.Group):
 
 
 @claim()
-def a_step_of_several_programs_makes_no_transfer_that_nobody_asked_for(group: fddp.Group):
+def a_step_makes_no_transfer_that_nobody_asked_for(group: fddp.Group):
     for options in ({}, {"hook": fddp.hooks.bf16()}):
-        for schedule in schedules(group, ("staged", "after")):
-            step = towards_the_mean(group, schedule=schedule, **options)
-            state = step.init(np.zeros(()))
-            local_rows = jax.device_put(rows(group.rank))
+        step = towards_the_mean(group, **options)
+        state = step.init(np.zeros(()))
+        local_rows = jax.device_put(rows(group.rank))
+        state, _ = step(state, local_rows)
+        with jax.transfer_guard("disallow"):
             state, _ = step(state, local_rows)
-            with jax.transfer_guard("disallow"):
-                state, _ = step(state, local_rows)
-            assert float(state.params) == np.arange(group.size).mean(), schedule
+        assert float(state.params) == np.arange(group.size).mean()
 
 
 @claim(quick=("mpi",))
-def without_jit_a_step_of_no_schedule_in_particular_trains_too(group: fddp.Group):
+def without_jit_a_step_trains_too(group: fddp.Group):
     with jax.disable_jit():
         step = towards_the_mean(group)
         state, _ = step(step.init(np.zeros(())), rows(group.rank))
@@ -183,12 +174,11 @@ def an_array_put_at_a_second_place_of_a_state_is_copied(group: fddp.Group):
     def loss(p: jax.Array, x: Any, *, model_state: jax.Array) -> Any:
         return jnp.mean((p - x) ** 2) + jnp.sum(model_state), (model_state, {})
 
-    for schedule in ("fused", "staged"):
-        step = fddp.train_step(loss, optax.sgd(RATE), group=group, has_aux=True, schedule=schedule)
-        state = step.init(jnp.zeros(()), model_state=jnp.ones(()))
-        state, _ = step(state, rows(group.rank))  # the parameter is the mean of the ranks now
-        state, _ = step(state._replace(model_state=state.params), rows(group.rank))
-        state, info = step(state._replace(model_state=state.params), rows(group.rank))
-        ranks = np.arange(group.size)
-        assert float(state.model_state) == float(state.params) == ranks.mean(), schedule
-        np.testing.assert_allclose(float(info.loss), ranks.var() + ranks.mean(), rtol=1e-6)
+    step = fddp.train_step(loss, optax.sgd(RATE), group=group, has_aux=True)
+    state = step.init(jnp.zeros(()), model_state=jnp.ones(()))
+    state, _ = step(state, rows(group.rank))  # the parameter is the mean of the ranks now
+    state, _ = step(state._replace(model_state=state.params), rows(group.rank))
+    state, info = step(state._replace(model_state=state.params), rows(group.rank))
+    ranks = np.arange(group.size)
+    assert float(state.model_state) == float(state.params) == ranks.mean()
+    np.testing.assert_allclose(float(info.loss), ranks.var() + ranks.mean(), rtol=1e-6)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import flax.linen as nn
@@ -283,7 +283,7 @@ def test_its_programs_run_one_by_one_and_then_its_messages_leave(group: Groups):
         "unpack",
         "update",
     ]
-    assert all(one.end <= other.start for one, other in zip(spans, spans[1:]))
+    assert all(one.end <= other.start for one, other in pairwise(spans))
 
 
 ### Refused options

@@ -14,9 +14,7 @@ def main() -> None:
     import fddp
 
     group = fddp.init()
-    step = fddp.train_step(
-        lambda w, x: jnp.mean((x @ w @ w) ** 2), optax.sgd(0.1), group=group, schedule="fused"
-    )
+    step = fddp.train_step(lambda w, x: jnp.mean((x @ w @ w) ** 2), optax.sgd(0.1), group=group)
     state = step.init(jnp.eye(400) / 20)
     for _ in range(8):
         state, _ = step(state, jnp.ones((64, 400)) / 20)

@@ -1,5 +1,5 @@
-"""Scripts in which the last rank is broken after a few steps, while the others train on: `faults.py
-HOW SCHEDULE`."""
+"""Scripts in which the last rank is broken after a few steps, while the others train on:
+`faults.py HOW`."""
 
 import ctypes
 import os
@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +40,7 @@ HOW: dict[str, Callable[[], object]] = {
 }
 
 
-def main(how: str, schedule: Any) -> None:
+def main(how: str) -> None:
     if folder := os.environ.get("OWN_FILES"):
         # mpiexec has no pipe to this process any more, nor to its watcher.
         file = os.open(f"{folder}/own.{os.environ['PMI_RANK']}", os.O_CREAT | os.O_WRONLY)
@@ -55,7 +54,6 @@ def main(how: str, schedule: Any) -> None:
     step = fddp.train_step(
         lambda p, x: jnp.mean((x @ p["a"] @ p["b"]) ** 2),
         optax.sgd(0.1),
-        schedule=schedule,
         bucket_cap_mb=0,
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
@@ -87,4 +85,4 @@ def main(how: str, schedule: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1])

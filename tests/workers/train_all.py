@@ -33,23 +33,11 @@ class Run(NamedTuple):
             else f"{text}-{self.accumulation_steps}_micro_batches"
         )
 
-    @property
-    def needs_mesh(self) -> bool:
-        """True if the loss itself has collectives: cross-replica BatchNorm."""
-        return self.model == "resnet-bn"
-
 
 RUNS = [
-    *(Run(model, rule, "fused") for model in MODELS for rule in RULES),
-    *(
-        Run(m, r, schedule)
-        for schedule in ("staged", "after")
-        for m in MODELS
-        for r in RULES
-        if m != "resnet-bn"
-    ),
-    Run("gpt", "adamw", "fused", accumulation_steps=2),
-    Run("mlp", "sgd", "staged", accumulation_steps=2),
+    *(Run(m, r, schedule) for schedule in ("overlap", "after") for m in MODELS for r in RULES),
+    Run("gpt", "adamw", "overlap", accumulation_steps=2),
+    Run("mlp", "sgd", "overlap", accumulation_steps=2),
 ]
 
 
@@ -58,25 +46,17 @@ RUNS = [
 QUICK = {("mpi", 3): ("mlp", "gpt"), ("gloo", 2): ("resnet-gn", "resnet-bn", "bert")}
 """The models with runs in the default tier; all are in `slow`."""
 SCHEDULES = {
-    ("mpi", 3): {"sgd": "staged", "adamw": "fused"},
-    ("gloo", 2): {"sgd": "after", "adamw": "staged"},
-    ("mpi", 2): {"sgd": "after", "adamw": "staged"},
-    ("mpi", 4): {"sgd": "fused", "adamw": "after"},
-    ("gloo", 4): {"sgd": "staged", "adamw": "fused"},
+    ("mpi", 3): {"sgd": "overlap", "adamw": "overlap"},
+    ("gloo", 2): {"sgd": "overlap", "adamw": "overlap"},
+    ("mpi", 2): {"sgd": "after", "adamw": "overlap"},
+    ("mpi", 4): {"sgd": "overlap", "adamw": "after"},
+    ("gloo", 4): {"sgd": "after", "adamw": "after"},
 }
 
 
 def runs(backend: str, size: int) -> list[Run]:
     """A job's share of the runs: every model by every rule."""
-
-    def in_this_job(run: Run) -> bool:
-        return (
-            backend != "mpi"
-            if run.needs_mesh
-            else run.schedule == SCHEDULES[backend, size][run.rule]
-        )
-
-    return [run for run in RUNS if in_this_job(run)]
+    return [run for run in RUNS if run.schedule == SCHEDULES[backend, size][run.rule]]
 
 
 def train(group: fddp.Group, run: Run, start: Any) -> Result:
@@ -84,7 +64,7 @@ def train(group: fddp.Group, run: Run, start: Any) -> Result:
     batch."""
     params, model_state = start
     step = fddp.train_step(
-        loss_fn(run.model, run.rule, group.axis_name if run.needs_mesh else None),
+        loss_fn(run.model, run.rule, group.axis_name if run.model == "resnet-bn" else None),
         RULES[run.rule].optimizer,
         group=group,
         has_aux=True,

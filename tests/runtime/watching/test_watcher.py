@@ -552,12 +552,10 @@ def on_ranks(
     )
 
 
-def broken(
-    folder: Path, backend: str, size: int, how: str, schedule: str = "staged"
-) -> tuple[str, list[str]]:
+def broken(folder: Path, backend: str, size: int, how: str) -> tuple[str, list[str]]:
     """The outputs of all ranks of a failed job, and their lines with the reason."""
     env: Any = {"FDDP_FLIGHT_DIR": str(folder / "flight")}
-    outcome = launch(backend, size, "faults.py", how, schedule, folder=folder, **env)
+    outcome = launch(backend, size, "faults.py", how, folder=folder, **env)
     assert outcome.ended and outcome.codes[0] != 0
     assert 0 not in outcome.codes or how in ("early", "exit"), "the rank ends as if all were well"
     # Watchers outlive their ranks; the last word is that of rank 0's.
@@ -586,7 +584,7 @@ def test_a_rank_that_dies_is_named_by_the_others_and_nobody_else_is(
 @pytest.mark.ranks
 def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(tmp_path: Path):
     env: Any = {"OWN_FILES": str(tmp_path)}
-    outcome = launch("mpi", 3, "faults.py", "exit", "staged", folder=tmp_path, **env)
+    outcome = launch("mpi", 3, "faults.py", "exit", folder=tmp_path, **env)
     text = "\n".join(path.read_text() for path in sorted(tmp_path.glob("own.*")))
     print(text)
     assert outcome.codes == (1,)
@@ -599,7 +597,7 @@ def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(t
 def test_a_job_that_can_write_no_records_does_not_name_their_folder(tmp_path: Path):
     (tmp_path / "file").touch()
     env: Any = {"FDDP_FLIGHT_DIR": str(tmp_path / "file" / "flight")}
-    launch("mpi", 3, "faults.py", "kill", "staged", folder=tmp_path, **env)
+    launch("mpi", 3, "faults.py", "kill", folder=tmp_path, **env)
     text = "\n".join(written(tmp_path, 3))
     assert "rank 2 died" in text and "python -m fddp flight" not in text
 
@@ -657,11 +655,9 @@ def test_a_rank_that_is_stuck_is_named_and_ended(
     assert "Traceback" not in text
 
 
-@on_ranks("backend, size, schedule", (MPI, "staged"), slow=[(GLOO, "fused")])
-def test_a_rank_that_returns_early_ends_the_others(
-    backend: str, size: int, schedule: str, tmp_path: Path
-):
-    _, lines = broken(tmp_path, backend, size, "early", schedule)
+@on_ranks("backend, size", (MPI,), slow=[(GLOO,)])
+def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, tmp_path: Path):
+    _, lines = broken(tmp_path, backend, size, "early")
     (line,) = [line for line in lines if line.startswith("rank 0")]
     assert f"rank {size - 1} finished after 20 steps, and rank 0 waits in step 21" in line
     assert line.endswith("give each rank equally many batches, or use fddp.join.")
@@ -750,16 +746,16 @@ def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
 
 @on_ranks("backend, size", slow=[(MPI,)])
 def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_path: Path):
-    outcome = launch(backend, size, "faults.py", "pause", "staged", folder=tmp_path)
+    outcome = launch(backend, size, "faults.py", "pause", folder=tmp_path)
     assert outcome.succeeded
     assert outcome.outputs == ("trained 200\n",) * size
 
 
-@on_ranks("backend, size, schedule", (GLOO, "fused"), slow=[(MPI, "staged")])
+@on_ranks("backend, size", (GLOO,), slow=[(MPI,)])
 def test_a_rank_that_accumulates_more_batches_is_named_by_all(
-    backend: str, size: int, schedule: str, tmp_path: Path
+    backend: str, size: int, tmp_path: Path
 ):
-    outcome = launch(backend, size, "faults.py", "accumulate", schedule, folder=tmp_path)
+    outcome = launch(backend, size, "faults.py", "accumulate", folder=tmp_path)
     assert outcome.succeeded
     lines = "\n".join(written(tmp_path, size)).splitlines()
     for number in range(size):
@@ -778,7 +774,7 @@ def test_a_rank_that_accumulates_more_batches_is_named_by_all(
 def test_a_rank_that_is_preempted_stops_all_after_the_same_step(
     backend: str, size: int, tmp_path: Path
 ):
-    outcome = launch(backend, size, "faults.py", "preempt", "staged", folder=tmp_path)
+    outcome = launch(backend, size, "faults.py", "preempt", folder=tmp_path)
     assert outcome.succeeded
     first, *other_outputs = outcome.outputs
     assert re.fullmatch(r"saved \d+\n", first) and int(first.split()[1]) > 20
