@@ -125,10 +125,6 @@ def _cores() -> tuple[str, str]:
     advice = ""
     if launch.launcher == "Hydra" and ranks > 1 and (cores := cores_for(ranks)):
         advice = f"mpiexec -bind-to hwthread:{cores} gives each rank its own, and a faster step"
-    elif threads < 2 and "NPROC" not in os.environ:
-        advice = (
-            "over Gloo, schedule='staged' needs NPROC=2, or traffic waits for the backward pass"
-        )
     return str(threads), advice
 
 

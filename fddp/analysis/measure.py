@@ -68,7 +68,7 @@ class Measurement:
     @property
     def all_reduces(self) -> int:
         """Number of messages of a step, including those skipped because no rank needs them."""
-        # In an eager step two messages may share a name: the end of the last step's, and its own.
+        # The sums in the rounds of a loop share a name.
         return max(len({x.name for x in step.timeline.communication}) for step in self.steps)
 
     def __str__(self) -> str:
@@ -97,8 +97,8 @@ class Measurement:
 def measure(step: TrainStep, state: TrainState, batches: Iterable[Any]) -> Measurement:
     """Runs a step on each batch and measures its computation, communication and idle time.
 
-    The first batch runs an additional time, to compile. A schedule of several programs records its
-    own timeline. A step of one program runs under XLA's profiler, which makes it a little slower.
+    The first batch runs an additional time, to compile. A step runs under XLA's profiler, which
+    makes it a little slower; with `virtual_replicas` it records its own timeline.
 
     Args:
       step: from `train_step`.
@@ -126,8 +126,7 @@ def measure(step: TrainStep, state: TrainState, batches: Iterable[Any]) -> Measu
         nonlocal current, sent
         current, info = step(current, batch)
         sent = info.sent
-        # A step of several programs returns at its end, or leaves pending work to the next (eager).
-        jax.block_until_ready((current, info) if step.settled.is_one_program else info)
+        jax.block_until_ready((current, info))
 
     run(batches[0])
     if step.settled.is_one_program:

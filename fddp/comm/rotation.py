@@ -17,9 +17,7 @@ from fddp.wording import check_has
 def round_robin(groups: Sequence[Group]) -> Group:
     """Joins groups of the same processes into one group with concurrent all-reduces.
 
-    A step of several programs (schedule "staged" or "after") sends bucket k through group k modulo
-    their number, and "staged" has as many all-reduces in flight. In one program (schedule "fused")
-    XLA launches the sums itself. The first group carries all other traffic. Every process calls it.
+    Every process calls it. A step's messages travel in the first group's lane so far.
 
     Under MPI every group has its own communicators. Under Gloo XLA has one communicator for each
     order of the devices, so at most as many sums run concurrently as there are processes; more

@@ -30,7 +30,7 @@ from fddp.wording import check_has
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The name scope around each message of a fused step (`fddp.schedules.scope`).
+# The name scope around each message of a step (`fddp.schedules.scope`).
 MESSAGE_SCOPE = re.compile(r"(micro-batch\d+)?(bucket|rows|gather|tail)\d*")
 
 
@@ -40,7 +40,7 @@ def refuse_transformations() -> None:
         raise TypeError(
             "this call runs compiled programs of its own and cannot be called under jax.jit, grad "
             "or vmap; call it from Python, or use fddp.all_reduce inside your own jax.shard_map. A "
-            "fused step(state, batch) can be."
+            "step(state, batch) can be."
         )
 
 

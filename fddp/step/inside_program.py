@@ -25,14 +25,13 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
     """
     if settled is None:
         raise _not_inside(
-            "its first batch settles it, outside of jit, as step.lower(state, batch) does; over "
-            "MPI, with fddp.local_steps and with other schedules than 'fused' call it from Python"
+            "its first batch settles it, outside of jit, as step.lower(state, batch) does"
         )
     run = settled.runner.inside
     if run is None:
         raise _not_inside(
-            "it needs Python between its programs; a step with schedule='fused' does not, except "
-            "over MPI and with fddp.local_steps"
+            "with fddp.local_steps or virtual_replicas, and over MPI without fddp's lane (see "
+            "`python -m fddp doctor`), call it from Python"
         )
     if not staged_out((state, batch)):
         raise _not_inside("it can be a part only of jax.jit and jax.lax.scan, over all replicas")

@@ -80,8 +80,8 @@ class TrainStep(SettledStep):
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepInfo]:
         """Averages the gradients over the rows of all replicas, and updates the state once.
 
-        After the first batch, a fused step may run inside your program, `jax.lax.scan(step, state,
-        batches)`, except over MPI. `batch` then has the rows of all processes, and
+        After the first batch, a step may run inside your program, `jax.lax.scan(step, state,
+        batches)`. `batch` then has the rows of all processes (over MPI those of this one), and
         `check_replicas_every` and counters are skipped.
 
         Args:

@@ -1,12 +1,12 @@
-"""An error inside a step ends the job, also if a script catches it."""
+"""An error inside a step ends the job, also if a script catches it and ends well."""
 
 from pathlib import Path
 
 import pytest
-from processes import failed_outputs, on
+from processes import failed_outputs
 
 pytestmark = pytest.mark.ranks
-BROKEN = "RuntimeError: an earlier error inside a step left this rank at another message"
+BROKEN = "an earlier error inside a step left this rank at another message"
 SLOW = pytest.mark.slow
 TRIES = [
     ("mpi", "again"),
@@ -21,18 +21,4 @@ def test_a_rank_that_failed_inside_a_step_and_tries_again_ends_all(
     backend: str, how: str, tmp_path: Path
 ):
     _, last = failed_outputs(tmp_path, backend, how, "retries.py")
-    assert BROKEN in last
-
-
-@on("gloo")
-def test_so_does_one_while_sums_of_the_step_before_are_under_way(backend: str, tmp_path: Path):
-    _, last = failed_outputs(tmp_path, backend, "before, whole", "retries.py")
-    assert BROKEN in last
-
-
-@on("gloo")
-def test_a_rank_that_catches_this_too_ends_all_when_it_ends(backend: str, tmp_path: Path):
-    """The same holds if it tries again with a new step."""
-    _, last = failed_outputs(tmp_path, backend, "new, swallow", "retries.py")
-    assert BROKEN.removeprefix("RuntimeError: ") in last
-    assert "all went well" in last
+    assert BROKEN in last and "all went well" in last
