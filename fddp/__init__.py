@@ -10,8 +10,8 @@
 
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
 preempted, elastic
-Train: train_step, TrainStep, Options, TrainState, StepInfo, value_and_grad, evaluate, \
-whole, Checkpoints
+Train: train_step, TrainStep, Options, TrainState, StateInFlight, StepInfo, value_and_grad, \
+evaluate, whole, Checkpoints
 Losses: Weighted, Joined, Shared, mixed_precision, from_linen, Linen, from_nnx, Nnx, BatchNorm, \
 conv_general_dilated
 Optimizers: local_steps, LocalState, dynamic_scale, DynamicScaleState
@@ -61,6 +61,7 @@ from fddp.runtime import preempted as preempted
 from fddp.runtime import shutdown as shutdown
 from fddp.sharding import whole as whole
 from fddp.step import Options as Options
+from fddp.step import StateInFlight as StateInFlight
 from fddp.step import StepInfo as StepInfo
 from fddp.step import TrainState as TrainState
 from fddp.training import TrainStep as TrainStep

@@ -21,7 +21,7 @@ from fddp.checkpoints.stored_pieces import is_distributed, read_state
 from fddp.comm import verify
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
-from fddp.step import TrainState, check_state
+from fddp.step import TrainState, check_state, finished
 from fddp.training import TrainStep
 from fddp.wording import check_switch
 
@@ -121,7 +121,7 @@ class Checkpoints:
         check_switch("Checkpoints.save: now", now)
         if self._last is None:
             # A state that cannot be saved is refused at once, not after `every` steps.
-            named_leaves(state, ())
+            named_leaves(finished(state), ())
             _check_place(place)
         number = self._step.training.of(state.step)
         if self._last is None or number < self._seen:  # the script continues an earlier state
@@ -138,7 +138,7 @@ class Checkpoints:
         group, folder = self._group, self._folder
         place = json.loads(json.dumps(place))
         values = {"step": number, "replicas": group.size, "place": place}
-        state = stacked_buffers(group, state, self._local)
+        state = stacked_buffers(group, finished(state), self._local)
         leaves = named_leaves(state, self._local)
         with group.journal.inside("Checkpoints.save"):
             if any(is_distributed(group, leaf) for leaf in leaves.values()):

@@ -31,7 +31,7 @@ from fddp.jaxpr import refuse_deleted
 from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
 from fddp.sharding import whole
-from fddp.step import TrainState, check_filled, check_no_state, refuse_transformations
+from fddp.step import TrainState, check_filled, check_no_state, finished, refuse_transformations
 
 
 def evaluate(
@@ -79,6 +79,7 @@ def evaluate(
     """
     refuse_transformations()
     group = group_of("evaluate", group)
+    state = finished(state)
     trees = (state, None)
     if isinstance(state, TrainState):
         trees = (state.params, state.model_state)

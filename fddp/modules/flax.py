@@ -18,7 +18,7 @@ from flax.errors import TraceContextError
 
 from fddp.losses import Weighted, check_callable
 from fddp.modules.copies import copied
-from fddp.step import TrainState, check_state
+from fddp.step import TrainState, check_state, finished
 from fddp.wording import check_has, leaf_name
 
 BUFFERS = "the module has buffers: give step.init(net.params, model_state=net.model_state)."
@@ -130,6 +130,7 @@ def from_linen(
 
     def bound_module(state: TrainState) -> flax.linen.Module:
         check_state(state)
+        state = finished(state)
         params, buffers = copied((state.params, state.model_state))
         return module.bind({"params": params, **(buffers or {})})
 
@@ -194,6 +195,7 @@ def from_nnx(module: nnx.Module, loss: LossOf) -> Nnx:
 
     def merged_module(state: TrainState) -> nnx.Module:
         check_state(state)
+        state = finished(state)
         new_params, new_buffers = copied((state.params, state.model_state))
         initial = copied(buffers) if new_buffers is None else buffers
         return nnx.merge(

@@ -55,10 +55,11 @@ class Cut:
         return values.outputs(k for k in range(len(jaxpr.outvars)) if k not in self.early)
 
 
-def cut_late(closed: ClosedJaxpr, early: Collection[int]) -> Cut:
+def cut_late(closed: ClosedJaxpr, early: Collection[int], passes: int) -> Cut:
     """Cuts a program where the outputs at the positions `early` need no further message.
 
-    `first` receives the messages that they need, and starts the others if it can.
+    `first` receives the messages that they need, and starts the others if it can. `second` may read
+    the first `passes` inputs again; it reads copies of the others.
     """
     program = straighten(closed)
     jaxpr = program.jaxpr
@@ -91,8 +92,10 @@ def cut_late(closed: ClosedJaxpr, early: Collection[int]) -> Cut:
     numbers = [eqns[at].outvars[0] for at in begun]
     made_after = {x for at in after for x in eqns[at].outvars}
     crossing = {*read, *numbers} - made_after - set(jaxpr.constvars)
-    passed = tuple(k for k, var in enumerate(jaxpr.invars) if var in crossing)
-    computed = sorted(crossing.difference(jaxpr.invars), key=maker.__getitem__)
+    passed = tuple(k for k, var in enumerate(jaxpr.invars[:passes]) if var in crossing)
+    computed = sorted(
+        crossing.difference(jaxpr.invars[:passes]), key=lambda var: maker.get(var, -1)
+    )
     return Cut(
         program,
         tuple(early),

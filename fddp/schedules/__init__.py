@@ -5,6 +5,9 @@ The mathematics is in the pieces. This room imports program, jaxpr, buckets, com
 
 from fddp.schedules.compiling import compiling as compiling
 from fddp.schedules.compiling import first_call as first_call
+from fddp.schedules.late_sums import StateInFlight as StateInFlight
+from fddp.schedules.late_sums import eager as eager
+from fddp.schedules.late_sums import finished as finished
 from fddp.schedules.one_program import after as after
 from fddp.schedules.one_program import overlap as overlap
 from fddp.schedules.one_program import scope as scope

@@ -68,7 +68,7 @@ def _runner(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     ordered = placement.on_mesh or group.transport.in_lane
     names = tuple(reduction.name for reduction in pieces.reductions)
-    return Runner(run, lower, names, inside if ordered else None)
+    return Runner(run, lower, messages=names, inside=inside if ordered else None)
 
 
 def fed(group: Group, inputs: StepInputs) -> StepInputs:

@@ -76,6 +76,8 @@ class Runner(NamedTuple):
     run: Callable[[StepInputs], StepOutputs]
     lower: Callable[[StepInputs], jax.stages.Lowered] | None = None
     """The lowered step, if it is one program."""
+    goes_on: Callable[[Any], bool] = lambda state: False
+    """True if `run` takes a `StateInFlight`: one of its results, with sums to receive."""
     messages: tuple[str, ...] = ()
     """The names of its messages, in order."""
     inside: Callable[[StepInputs], StepOutputs] | None = None

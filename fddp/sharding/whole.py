@@ -17,6 +17,7 @@ from fddp.buckets import Shard, map_shards, shards_of
 from fddp.comm import REPLICATED, Group, device_cache, from_hosted, hosted
 from fddp.jax_internals import resharded, without_context_mesh
 from fddp.runtime import group_of
+from fddp.step import finished
 
 
 def whole(tree: PyTree, *, group: Group | None = None) -> Any:
@@ -46,6 +47,7 @@ def whole(tree: PyTree, *, group: Group | None = None) -> Any:
     """
     if group is not None:
         group = group_of("whole", group)
+    tree = finished(tree)
     arrays = iter(_whole(shards_of(tree), group))
     return map_shards(lambda x: next(arrays), tree)
 

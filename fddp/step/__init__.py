@@ -4,6 +4,8 @@ A `Way` defines how replicas hold a state and compute a step; rooms above subcla
 This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
 """
 
+from fddp.schedules import StateInFlight as StateInFlight
+from fddp.schedules import finished as finished
 from fddp.step.agreed import Agreed as Agreed
 from fddp.step.buffers import average as average
 from fddp.step.checks import check_arrays as check_arrays

@@ -51,6 +51,11 @@ PAIRS = (
             ),
             (AXES, "it needs replicas of one device each", "leave one of them out"),
             (
+                "schedule='eager'",
+                "the outer optimizer needs the sums of all replicas",
+                "leave schedule out",
+            ),
+            (
                 MEMORY,
                 "gradients and changes of parameters would share one memory",
                 "use a hook without a memory, such as hooks.bf16()",
@@ -82,7 +87,7 @@ PAIRS = (
             "leave behind the last of them",
             "leave schedule out",
         )
-        for name in ("overlap", "after")
+        for name in ("overlap", "after", "eager")
     ),
     *(
         Pair(

@@ -10,7 +10,7 @@ from fddp.comm import forms_of, of_one_replica
 from fddp.hooks import by_message
 from fddp.jax_internals import staged_out
 from fddp.losses import rows_of_batch
-from fddp.schedules import StepInputs
+from fddp.schedules import StateInFlight, StepInputs
 from fddp.step.admission import admit
 from fddp.step.run import with_local_parts
 from fddp.step.settle import Settled
@@ -40,6 +40,10 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
     # Over MPI each process has a program of its own, and its own rows.
     processes = replica.group.processes if replica.group.placement.on_mesh else 1
     rows = rows_of_batch(batch, replica.micro_batches * processes, undivided=settled.undivided)
+    if isinstance(state, StateInFlight):
+        if settled.runner.goes_on(state):
+            return run(StepInputs(state, None, [], (), rows)).result
+        state = state.finish()
     admit(settled, jax.tree.structure(state), forms_of(state), of_one_replica(rows, processes))
     memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
     replicated = state._replace(accumulated=None, hook_state=())

@@ -16,7 +16,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Types that the keyword arguments and the record of options share.
 Order: TypeAlias = Literal["ready", "reverse"]
-ScheduleName: TypeAlias = Literal["auto", "overlap", "after"]
+ScheduleName: TypeAlias = Literal["auto", "overlap", "after", "eager"]
 Buffers: TypeAlias = bool | Literal["mean"]
 Shared: TypeAlias = Literal["optimizer", "state"]
 Ignore: TypeAlias = Callable[[str], bool]
@@ -85,7 +85,9 @@ class Options:
         all ranks and names rank and leaf. 0: never.
       schedule ('auto'): 'overlap': a bucket leaves as soon as it is ready, and its update runs
         before the wait for the next; 'after': all buckets leave after the backward pass, as a
-        baseline; 'auto': 'overlap'.
+        baseline; 'eager': as 'overlap', but a step on CPU processes returns before its last sums
+        arrive, and they travel under the next forward pass; it returns a `StateInFlight`; 'auto':
+        'overlap'.
       shard (None): 'optimizer': each replica holds a shard of the optimizer state and updates that
         shard of the parameters (ZeRO stage 1), with the bytes of an all-reduce; 'state': it also
         holds only a shard of the parameters, which are gathered in the order of the forward pass

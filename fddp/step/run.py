@@ -13,8 +13,8 @@ from fddp.hooks import Memory, by_leaf, by_message
 from fddp.jax_internals import rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import not_numeric, rows_of_batch
-from fddp.schedules import StepInputs
-from fddp.step.admission import admit
+from fddp.schedules import StateInFlight, StepInputs
+from fddp.step.admission import admit, form_of_batch
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
@@ -33,6 +33,12 @@ def ready(
 ) -> tuple[Settled, StepInputs]:
     """Settles a step, or checks a later batch; also returns the arguments of its programs."""
     refuse_transformations()
+    if isinstance(state, StateInFlight):
+        rows = local_rows(replica, batch, settled and settled.undivided)
+        known = settled and form_of_batch(rows) in settled.admitted.batches
+        if settled and known and call == "step" and settled.runner.goes_on(state):
+            return settled, StepInputs(state, None, [], (), rows)
+        state = state.finish()
     if settled:  # `settle` checks the first state, with all ranks
         check_state(state)
     # Flattened only once: after a step of large arrays the processor's caches are cold.
@@ -128,7 +134,7 @@ def with_local_parts(
     settled: Settled, state: TrainState, result: Any, shards: PyTree, memory: Memory
 ) -> Any:
     """Puts a replica's shards and the hook's memory back into a step's result."""
-    if settled.replica.way.apart:
+    if settled.replica.way.apart and not isinstance(result[0], StateInFlight):
         result = insert_shards(result, shards)
     if isinstance(result[0], TrainState) and jax.tree.leaves(state.hook_state):
         hook_state = by_leaf(settled.plan, state.hook_state, memory)

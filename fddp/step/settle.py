@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from fddp.buckets import BucketPlan
 from fddp.comm import forms_of, specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner, Schedule, after, overlap
+from fddp.schedules import Runner, Schedule, after, eager, overlap
 from fddp.step.admission import Admitted, fit_of, form_of_batch
 from fddp.step.agreed import Agreed, Seen, merge, remarks
 from fddp.step.checks import params_checked
@@ -31,7 +31,12 @@ from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
 
 FIRST_BATCH = "batch or loss (pad the first batch to the same shapes on all ranks)"
-SCHEDULES: dict[ScheduleName, Schedule] = {"auto": overlap, "overlap": overlap, "after": after}
+SCHEDULES: dict[ScheduleName, Schedule] = {
+    "auto": overlap,
+    "overlap": overlap,
+    "after": after,
+    "eager": eager,
+}
 # (replica, layout of the state, state, mean) → result of a call; runs on every replica
 Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from fddp.jaxpr import is_used_up
 from fddp.losses import Pending
+from fddp.schedules import StateInFlight
 
 
 class TrainState(NamedTuple):
@@ -101,7 +102,7 @@ def form_of(x: Any) -> jax.ShapeDtypeStruct:
 
 def check_state(state: object) -> None:
     """Raises TypeError unless `state` is a `TrainState`; a step returns a pair, for example."""
-    if not isinstance(state, TrainState):
+    if not isinstance(state, TrainState | StateInFlight):
         raise TypeError(
             f"state must be a fddp.TrainState, got {type(state).__name__}: step.init(params) "
             "creates the first state, and a step returns (state, info)."

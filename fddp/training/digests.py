@@ -17,7 +17,7 @@ from jaxtyping import Array, PyTree, UInt32
 from fddp.buckets import take_apart, to_words
 from fddp.comm import REPLICATED, Group, add_replica_dim, shortened
 from fddp.jax_internals import without_context_mesh
-from fddp.step import TrainState
+from fddp.step import TrainState, finished
 from fddp.wording import leaf_name
 
 ODD = 0x9E3779B1  # odd, so that its product with a word is zero modulo 2³² only for zero
@@ -40,6 +40,7 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
     def check(state: TrainState, number: int) -> None:
         if not every or number % every:
             return
+        state = finished(state)
         # A shard exists on one replica only, and has no equal.
         tree, _ = take_apart({"params": state.params, "opt_state": state.opt_state})
         digests = program(group.placement.place(tree, REPLICATED))

@@ -7,7 +7,7 @@ Source: `DistributedDataParallel` in PyTorch's `distributed.py`; Li et al., "PyT
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import Unpack
+from typing import Any, Unpack
 
 from jaxtyping import PyTree
 
@@ -22,6 +22,7 @@ from fddp.step import (
     check_no_sync,
     compare,
     described_start,
+    finished,
     first_form,
     first_state,
     held_form,
@@ -112,6 +113,28 @@ class TrainStep(SettledStep):
         self.skips.note(self.group, settled.plan, settled.agreed.chosen, number, info)
         self._check(state, self.steps)
         return state, info
+
+    def finish(self, state: Any) -> TrainState:
+        """Returns a state with all of its sums, after steps with `schedule="eager"`.
+
+        Args:
+          state: from a step; a `TrainState` is returned unchanged.
+
+        Returns:
+          The state.
+
+        Raises:
+          ValueError: a later step has received the sums.
+
+        Example:
+          >>> import fddp, jax.numpy as jnp, optax
+          >>> loss = lambda w, x: jnp.mean((x - w) ** 2)
+          >>> step = fddp.train_step(loss, optax.sgd(0.1), schedule="eager")
+          >>> state, info = step(step.init(jnp.zeros(3)), jnp.ones((8, 3)))
+          >>> step.finish(state).params.shape
+          (3,)
+        """
+        return finished(state)
 
     def shapes(
         self, params: PyTree, *, model_state: PyTree = None, rng: PyTree = None
