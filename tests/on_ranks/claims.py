@@ -22,7 +22,7 @@ Case = TypeVar("Case")
 SCHEDULES: tuple[ScheduleName, ...] = ("fused", "staged", "after")
 # Under which schedules the jobs of the default tier do not hold a claim. That every schedule trains
 # as the fused one does is claimed by `step/test_loss_fn.py` and `schedules/test_schedule.py`.
-LEFT_OUT = {("mpi", 3): ("staged", "after", "auto"), ("gloo", 2): ("after", "auto")}
+LEFT_OUT = dict.fromkeys([("mpi", 3), ("gloo", 2)], ("staged", "after", "auto"))
 HELD = "held"
 STALLED_S = (
     900.0  # a claim compiles several programs, on a machine that all ranks and other tests share
