@@ -62,7 +62,7 @@ def test_doctor_names_what_is_here(capsys):
         f"jax                     {jax.__version__}",
         "8 × cpu",
         "backend mpi",
-        "messages over MPI",
+        "messages between CPUs",
         "rank 0 of 1",
     ):
         assert words in printed

@@ -70,7 +70,7 @@ def _findings() -> Iterator[ReportLine]:
     yield ReportLine("backend gloo", past, name_problem())
     *status, vendor = _mpi()
     yield ReportLine("backend mpi", *status)
-    yield ReportLine("messages over MPI", *_lane())
+    yield ReportLine("messages between CPUs", *_lane())
     yield ReportLine("launcher", *_launcher(vendor))
     yield _unless_it_fails("backend nccl", _nccl)
     status = ("ready: a100, h100 and h200", "")

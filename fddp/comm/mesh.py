@@ -17,8 +17,10 @@ from fddp.comm.communicator import Communicator, axis_communicator
 from fddp.comm.device_caches import device_cache
 from fddp.comm.group import Group
 from fddp.comm.lane import Lane
+from fddp.comm.mesh_lane import mesh_lane
 from fddp.comm.mesh_programs import first_devices, mesh_placement
 from fddp.comm.placement import AXIS, REPLICATED, Placement, from_process
+from fddp.comm.program_lane import library
 from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import context_mesh, on_mesh, without_context_mesh
@@ -80,15 +82,20 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         backend = "gloo"
         piece = GLOO_BYTES
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
+    hosts = mesh_hosts(mesh)
+    rank = processes.index(jax.process_index())
+    transport = mesh_transport(placement, communicator, piece)._replace(more=more)
+    if backend == "gloo" and mesh.size == len(processes) and library():
+        transport = transport._replace(in_lane=mesh_lane(placement, rank, hosts))
     owner_ranks = [processes.index(process) for process in owners]
     return Group(
-        rank=processes.index(jax.process_index()),
+        rank=rank,
         size=mesh.shape[axis_name],
         backend=backend,
         placement=placement,
         communicator=communicator,
-        transport=mesh_transport(placement, communicator, piece)._replace(more=more),
-        hosts=mesh_hosts(mesh),
+        transport=transport,
+        hosts=hosts,
         make_subgroup=partial(_subgroup, mesh, axis_name, owner_ranks),
         lane=_lane(frozenset(mesh.devices.flat)),
     )

@@ -42,10 +42,10 @@ class JaxWorld(NamedTuple):
 
     group: Group
     connections: frozenset[str]
-    """Names of this process's connections of Gloo, as in /proc/self/fd."""
+    """Names of this process's connections for messages, as in /proc/self/fd."""
 
     def break_off(self) -> None:
-        """Closes the connections of Gloo: messages under way end with an error."""
+        """Closes these connections: messages under way end with an error."""
         for connection, name in _connections():
             with connection, suppress(OSError):
                 if name in self.connections:
@@ -66,10 +66,12 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     whole = replace(journal, broken=False)  # new communicators have no messages of the lost step
     group = replace(world_group(all_devices("gloo")), backend="gloo", journal=whole)
     group.barrier()
-    # Gloo connects at the first message of each communicator.
+    # Gloo connects at the first message of each communicator, and a lane when it is made.
     payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)
     for transport in group.transport.with_more(2):
         jax.block_until_ready(transport.all_reduce(payload))
+    if group.transport.in_lane:
+        group.transport.in_lane()
     leave_service()
     of_members = {member.address[1] for member in view.members}
     opened = [

@@ -85,6 +85,7 @@ from fddp.jax_internals.processes import backends_started as backends_started
 from fddp.jax_internals.processes import bind_gloo as bind_gloo
 from fddp.jax_internals.processes import connect_to_service as connect_to_service
 from fddp.jax_internals.processes import coordination_client as coordination_client
+from fddp.jax_internals.processes import gloo_host as gloo_host
 from fddp.jax_internals.processes import leave_service as leave_service
 from fddp.jax_internals.processes import secured as secured
 from fddp.jax_internals.profiles import Event as Event

@@ -1,5 +1,6 @@
 """The connections between JAX's processes."""
 
+import socket
 from functools import partial
 from typing import Any
 
@@ -59,6 +60,12 @@ def bind_gloo(address: str) -> None:
 
 
 _make_gloo = _jax.make_gloo_tcp_collectives
+
+
+def gloo_host() -> str:
+    """The address of this host, or the name, at which Gloo listens."""
+    bound = _jax.make_gloo_tcp_collectives
+    return bound.keywords["hostname"] if isinstance(bound, partial) else socket.gethostname()
 
 
 def leave_service() -> None:

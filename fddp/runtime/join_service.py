@@ -62,17 +62,27 @@ def join_service(
 
 def all_devices(backend: str) -> list[Any]:
     """The devices of all processes; refuses a backend that does not connect them."""
-    on_cpus = jax.default_backend() == "cpu"
-    if backend == "nccl" and on_cpus:
+    cpus = on_cpus()
+    if backend == "nccl" and cpus:
         raise RuntimeError(
             "backend 'nccl' needs GPUs, and JAX finds none here; use 'gloo' or 'mpi'."
         )
-    if backend == "gloo" and not on_cpus:
+    if backend == "gloo" and not cpus:
         raise RuntimeError(
             f"backend 'gloo' connects CPUs, and JAX uses {jax.default_backend()!r} here; set "
             "JAX_PLATFORMS=cpu, or use 'nccl'."
         )
     return jax.devices()
+
+
+def on_cpus() -> bool:
+    """Starts JAX's devices, of all processes that are connected; True if they are CPUs."""
+    try:
+        return jax.default_backend() == "cpu"
+    except RuntimeError as error:
+        if "gloo" in str(error) and (problem := name_problem()):
+            raise RuntimeError(f"Gloo has not started: {problem}.") from error
+        raise
 
 
 def name_problem() -> str:
@@ -114,15 +124,8 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         problem = LATE
         print(f"fddp: rank {launch.rank} of {launch.size}: {problem}.", file=sys.stderr, flush=True)
     coordinator = launch.coordinator or agree_on_coordinator(launch)
-    meeting = meet_ranks(
-        launch.rank,
-        launch.size,
-        coordinator,
-        timeout_s,
-        problem,
-        launch.job,
-        origin(launch, os.environ),
-    )
+    job, whence = launch.job, origin(launch, os.environ)
+    meeting = meet_ranks(launch.rank, launch.size, coordinator, timeout_s, problem, job, whence)
     if secured():  # certificates are issued for names, not for addresses
         bind = f"[::]:{coordinator.rsplit(':', 1)[1]}"
         meeting = meeting._replace(coordinator=coordinator, bind=bind)

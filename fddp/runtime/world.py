@@ -20,7 +20,7 @@ from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
 from fddp.runtime.jaxlib_faults import installed, remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
-from fddp.runtime.join_service import join_service
+from fddp.runtime.join_service import join_service, on_cpus
 from fddp.runtime.launchers import read_launch, spoken
 from fddp.runtime.place import Launch
 from fddp.runtime.watching import FAILED, follows_another
@@ -220,9 +220,7 @@ _started: list[World] = []
 
 def _pick(launch: Launch) -> str:
     if jax.distributed.is_initialized():
-        if jax.default_backend() == "cpu":
-            return "gloo"
-        return "nccl"
+        return "gloo" if on_cpus() else "nccl"
     if launch.size == 1:
         return "local"
     if _has_gpus():

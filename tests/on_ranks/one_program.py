@@ -36,7 +36,7 @@ def mine(group: fddp.Group, rows: np.ndarray) -> np.ndarray:
     return rows[4 * group.rank :][:4]
 
 
-@claim(backends=("mpi",))
+@claim()
 def steps_of_many_buckets_in_one_program_train_as_by_plain_jax(group: fddp.Group):
     rows = batches(group, 5)
     expected = by_plain_jax(loss, ADAM, net(), list(rows))
@@ -51,7 +51,7 @@ def steps_of_many_buckets_in_one_program_train_as_by_plain_jax(group: fddp.Group
         close(whole, expected.params, rtol=1e-3, atol=1e-5)
 
 
-@claim(backends=("mpi",))
+@claim()
 def steps_inside_of_a_scan_have_the_bits_of_a_loop_of_steps(group: fddp.Group):
     rows = batches(group, 4)
     step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0.001)
@@ -60,13 +60,15 @@ def steps_inside_of_a_scan_have_the_bits_of_a_loop_of_steps(group: fddp.Group):
     looped = first
     for batch in rows[1:]:
         looped, _ = step(looped, mine(group, batch))
-    stacked = jnp.stack([mine(group, batch) for batch in rows[1:]])
-    scanned, infos = jax.jit(lambda state, rows: jax.lax.scan(step, state, rows))(copy, stacked)
+    inside = rows[1:]  # over Gloo a program is of all processes, over MPI of one
+    if group.backend == "mpi":
+        inside = np.stack([mine(group, batch) for batch in inside])
+    scanned, infos = jax.jit(lambda state, rows: jax.lax.scan(step, state, rows))(copy, inside)
     assert infos.loss.shape == (3,)
     equal(fddp.whole(scanned.params, group=group), fddp.whole(looped.params, group=group))
 
 
-@claim(backends=("mpi",))
+@claim()
 def collectives_of_a_loss_inside_of_a_scan_and_buckets_keep_one_order(group: fddp.Group):
     def centred(p: Any, x: Any) -> jax.Array:
         def layer(x: Any, w: Any) -> tuple[Any, None]:
@@ -94,7 +96,7 @@ def collectives_of_a_loss_inside_of_a_scan_and_buckets_keep_one_order(group: fdd
     close(fddp.whole(state.params, group=group), expected.params, rtol=1e-3, atol=1e-4)
 
 
-@claim(backends=("mpi",))
+@claim()
 def an_evaluation_between_steps_in_flight_meets_only_itself(group: fddp.Group):
     rows = batches(group, 6)
     step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0)
@@ -108,7 +110,7 @@ def an_evaluation_between_steps_in_flight_meets_only_itself(group: fddp.Group):
         np.testing.assert_allclose(means["loss"], value, rtol=1e-5)
 
 
-@claim(backends=("mpi",))
+@claim()
 def messages_of_16_bits_and_of_integers_and_of_nothing_arrive(group: fddp.Group):
     def mixed(p: Any, x: Any, *, model_state: Any) -> Any:
         net = jax.tree.map(lambda w: w.astype(jnp.float32), p["net"])

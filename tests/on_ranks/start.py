@@ -8,6 +8,13 @@ from on_ranks.claims import claim, same_on_all_ranks
 from problems import rows, towards_the_mean
 
 import fddp
+from fddp.jax_internals import processes
+
+
+@claim(backends=("gloo",), sizes=(2,))
+def gloo_listens_where_the_ranks_of_a_host_have_come_in(group: fddp.Group):
+    """Not at the address that the host's name has, if it has one."""
+    assert processes._jax.make_gloo_tcp_collectives.keywords == {"hostname": "127.0.0.1"}
 
 
 @claim()

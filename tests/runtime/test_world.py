@@ -5,11 +5,13 @@ import signal
 import socket
 from pathlib import Path
 
+import jax
 import pytest
 from processes import Outcome, free_port, launch, launch_with
 
 import fddp
 from fddp.runtime import name_problem
+from fddp.runtime.join_service import on_cpus
 
 ranks = pytest.mark.ranks
 slow = pytest.mark.slow
@@ -113,6 +115,14 @@ def test_ranks_behind_an_http_proxy_meet_without_it(tmp_path: Path):
     assert outcome.outputs == tuple(f"gloo {rank} of 2, 2 replicas, 0.5\n" for rank in range(2))
 
 
+@ranks
+def test_a_small_dev_shm_is_named_before_mpi_starts(tmp_path: Path):
+    outcome = launch("mpi", 2, "doors.py", "small", folder=tmp_path)
+    assert outcome.succeeded
+    for text in outcome.outputs:
+        assert "fddp: /dev/shm has 0.00391 MiB, and MPICH may crash with a bus error" in text
+
+
 @pytest.mark.parametrize("name", ["nowhere.invalid", "198.51.100.9"])
 def test_a_hosts_name_that_leads_elsewhere_is_named_with_its_cure(name: str, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: name)
@@ -120,6 +130,18 @@ def test_a_hosts_name_that_leads_elsewhere_is_named_with_its_cure(name: str, mon
     assert f"a line such as '127.0.1.1 {name}' in /etc/hosts" in name_problem()
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     assert name_problem() == ""
+
+
+def test_a_jax_distributed_of_ones_own_on_such_a_host_fails_in_the_same_words(monkeypatch):
+    def start() -> str:
+        raise RuntimeError("Unable to initialize backend 'cpu': external/gloo/gloo/transport")
+
+    monkeypatch.setattr(jax, "default_backend", start)
+    with pytest.raises(RuntimeError, match="Unable to initialize"):
+        on_cpus()
+    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
+    with pytest.raises(RuntimeError, match=r"Gloo has not started: the name 'nowhere\.invalid' of"):
+        on_cpus()
 
 
 ### Children

@@ -4,6 +4,7 @@
 - adopt: each calls `jax.distributed.initialize` before.
 - child: rank 0 then starts this script as `join`, and as `join local`, and prints their last lines.
 - late: rank WORD, or each for `all`, uses JAX before.
+- small: /dev/shm claims to have 4 KiB.
 - gpus: over Gloo; JAX of rank WORD claims to use GPUs.
 - leave: in the reverse order of their variables, at port WORD. All leave the world. Then rank 0
   computes on, rank 1 fails, and rank 2 gets a SIGTERM.
@@ -11,11 +12,13 @@
 
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +53,8 @@ def join(how: str, word: str) -> fddp.Group:
         jax.distributed.initialize(os.environ.pop("FDDP_COORDINATOR"), size, rank)
     if how == "late" and word in ("all", os.environ["FDDP_RANK"]):
         jnp.ones(2)
+    if how == "small":
+        shutil.disk_usage = lambda folder: SimpleNamespace(total=4096)
     if how == "gpus" and word == os.environ["FDDP_RANK"]:
         jax.default_backend = lambda: "gpu"
     if how == "leave":

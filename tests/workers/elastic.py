@@ -21,9 +21,11 @@ import optax
 
 import fddp
 import fddp.elastic
+from fddp.elastic.job import current_job
 
 ROWS = 999
 BATCH = 12
+RETURN_S = 30
 STOPPED_S = 4  # longer than the stall of this job
 DATA = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
 PARAMS = {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float32)}
@@ -71,7 +73,7 @@ def refused(make: Any) -> str:
 def main(folder: str, steps: str, options: str, faults: str) -> None:
     chosen = json.loads(options)
     fddp.init(elastic=True, stall_s=2.0)
-    rank = os.environ["FDDP_RANK"]
+    rank, size = os.environ["FDDP_RANK"], int(os.environ["FDDP_SIZE"])
     kind, at = json.loads(faults).get(rank, ("", -1))
     met = Path(folder) / rank
     groups = 0
@@ -103,7 +105,11 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
     )
     sizes = list[int]()
     fddp.preempted()
+    killed = [kind for kind, _ in json.loads(faults).values() if kind.startswith("kill")]
     while trainer.number < int(steps):
+        # A rank that starts again takes longer than all steps. Between steps it would interrupt.
+        if killed and trainer.number == int(steps) - 1 and trainer.group.size < size:
+            current_job().regroups(RETURN_S)
         if trainer.number == at and not met.exists():
             met.touch()
             fault(kind)

@@ -1,0 +1,36 @@
+"""The lane of processes on a mesh, with one device each: programs over it, messages over TCP."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from fddp.comm.communicator import Communicator
+from fddp.comm.mpi_words import rank_words
+from fddp.comm.placement import REPLICATED, Placement
+from fddp.comm.program_lane import ProgramLane
+from fddp.comm.rank_connections import connect_ranks
+from fddp.comm.socket_send import SocketSend
+from fddp.comm.transport import Hosts
+from fddp.jax_internals import gloo_host
+
+
+def mesh_lane(
+    placement: Placement, rank: int, hosts: Hosts, levels: Sequence[Sequence[int]] = ()
+) -> Callable[[], tuple[Placement, Communicator]]:
+    """Makes the programs of a lane, once, when all processes first need them.
+
+    `levels` are as in `SocketSend`.
+    """
+
+    @functools.cache
+    def make() -> tuple[Placement, Communicator]:
+        axis, size = str(placement.axis_name), placement.axis_size
+        connections = connect_ranks(rank, hosts, gloo_host())
+        send = SocketSend(rank, connections, levels, hosts.ranks)
+        lane = ProgramLane(size, placement.place(np.float32(1), REPLICATED), send)
+        communicator = lane.communicator(lambda: jax.lax.axis_index(axis))
+        return lane.placement(placement, rank_words(rank, size, communicator)), communicator
+
+    return make

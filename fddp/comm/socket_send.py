@@ -1,0 +1,190 @@
+"""Messages of a lane over TCP: a connection for each pair of ranks, served by the lane's thread.
+
+XLA cannot carry them: at most 32 computations of a device are in flight, and those that wait for
+the lane leave no place for one of its own. A sum travels block by block: one is on the wire while
+another is added. Each element is added in order of ranks, so that all ranks have the same bits.
+"""
+
+import select
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from fddp.program import Kind
+
+BLOCK_BYTES = 1 << 19  # of all ranks: what is added lies in a cache
+SMALL_BYTES = 1 << 16  # a small array is sent whole, in one round in place of two
+
+
+class SocketSend:
+    """Exchanges arrays with the other ranks of a group; a `Send` for one thread at a time."""
+
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, socket.socket],
+        levels: Sequence[Sequence[int]] = (),
+        names: Sequence[int] | None = None,
+    ) -> None:
+        """`connections` are those to the other ranks, whose numbers in the job are `names`.
+
+        `levels` has the ranks on this host, and those at this rank's position on all hosts, if sums
+        go over hosts first.
+        """
+        self._rank = rank
+        self._ranks = range(len(connections) + 1)
+        self._levels = levels
+        names = names or self._ranks
+        self._peers = {k: _Peer(x, names[k]) for k, x in sorted(connections.items())}
+        self._rooms = [np.empty(BLOCK_BYTES, np.uint8) for _ in range(2)]
+        for connection in connections.values():
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            weakref.finalize(self, connection.close)
+
+    def __call__(self, kind: Kind, array: np.ndarray) -> None:
+        """Exchanges an array in place.
+
+        Raises:
+          ConnectionError: another rank has closed its connection.
+        """
+        if kind == "exchange":
+            rows = list(array)
+
+            def put(block: slice, received: Sequence[np.ndarray]) -> None:
+                for k in self._peers:
+                    rows[k][block] = received[k]
+
+            self._in_blocks(self._ranks, rows, put)
+        elif kind == "gather":
+            array[self._rank] = array[0]
+            self._gather(self._ranks, list(array))
+        elif self._levels:
+            host, position = self._levels
+            parts = self._scatter(host, array)
+            self._sum(position, parts[host.index(self._rank)])
+            self._gather(host, parts)
+        else:
+            self._sum(self._ranks, array)
+
+    def _sum(self, ranks: Sequence[int], array: np.ndarray) -> None:
+        """Sums the arrays of some ranks."""
+        others = len(ranks) - 1
+        if others > 1 and others * array.nbytes > SMALL_BYTES:
+            self._gather(ranks, self._scatter(ranks, array))
+        else:
+            self._added(ranks, [array] * len(ranks))
+
+    def _scatter(self, ranks: Sequence[int], array: np.ndarray) -> list[np.ndarray]:
+        """Sums this rank's part of the arrays of some ranks; returns the parts of all."""
+        parts = np.array_split(array, len(ranks))
+        self._added(ranks, parts)
+        return parts
+
+    def _added(self, ranks: Sequence[int], sent: Sequence[np.ndarray]) -> None:
+        """Sends an array to each of some ranks, and adds those from them to this rank's own."""
+        me = ranks.index(self._rank)
+
+        def add(block: slice, received: Sequence[np.ndarray]) -> None:
+            own = sent[me][block]
+            total, *more = *received[:me], own, *received[me + 1 :]
+            with np.errstate(all="ignore"):  # a sum may be infinite
+                for summand in more[:-1]:
+                    total = np.add(total, summand, out=received[0])
+                np.add(total, more[-1], out=own)
+
+        self._in_blocks(ranks, sent, add)
+
+    def _gather(self, ranks: Sequence[int], parts: Sequence[np.ndarray]) -> None:
+        """Sends this rank's part to the others, and receives theirs."""
+        for k, rank in enumerate(ranks):
+            if rank != self._rank:
+                self._peers[rank].swap(parts[ranks.index(self._rank)], parts[k])
+        self._wait(0)
+
+    def _in_blocks(
+        self,
+        ranks: Sequence[int],
+        sent: Sequence[np.ndarray],
+        use: Callable[[slice, Sequence[np.ndarray]], None],
+    ) -> None:
+        """Sends an array to each of some ranks; `use` takes what arrives, block by block.
+
+        While it takes a block, the next one travels.
+        """
+        own = sent[ranks.index(self._rank)]
+        count = max(BLOCK_BYTES // len(ranks) // own.itemsize, 1)
+        arriving: tuple[slice, list[np.ndarray]] | None = None
+        for number, begin in enumerate(range(0, max(map(len, sent)), count)):
+            block = slice(begin, begin + count)
+            room = self._rooms[number % 2].view(own.dtype)
+            length = len(own[block])
+            received = [room[k * length : (k + 1) * length] for k in range(len(ranks))]
+            for k, rank in enumerate(ranks):
+                if rank != self._rank:
+                    self._peers[rank].swap(sent[k][block], received[k])
+            if arriving:
+                self._wait(1)
+                use(*arriving)
+            arriving = block, received
+        self._wait(0)
+        if arriving:
+            use(*arriving)
+
+    def _wait(self, left: int) -> None:
+        """Moves bytes until each peer has at most so many arrays to send, and to receive."""
+        while any(max(len(x.outgoing), len(x.incoming)) > left for x in self._peers.values()):
+            if sum(x.move() for x in self._peers.values()):
+                continue
+            poll = select.poll()
+            for peer in self._peers.values():
+                wanted = select.POLLOUT if peer.outgoing else 0
+                if wanted := wanted | (select.POLLIN if peer.incoming else 0):
+                    poll.register(peer.connection, wanted)
+            poll.poll()
+
+
+class _Peer:
+    """The arrays under way to another rank, and from it."""
+
+    def __init__(self, connection: socket.socket, name: int) -> None:
+        self.connection = connection
+        self._name = name
+        self.outgoing = deque[memoryview]()
+        self.incoming = deque[memoryview]()
+
+    def swap(self, sent: np.ndarray, received: np.ndarray) -> None:
+        """Queues an array to send, and one to receive."""
+        self.outgoing.append(sent.view(np.uint8).data)
+        self.incoming.append(received.view(np.uint8).data)
+
+    def move(self) -> bool:
+        """Sends and receives what is possible at once; returns False if it is nothing."""
+        try:
+            sent = _move(self.outgoing, self.connection.send)
+            return _move(self.incoming, self.connection.recv_into) or sent
+        except OSError as error:
+            raise ConnectionError(
+                f"rank {self._name} has closed its connection over Gloo: it has ended, or has left "
+                "the group"
+            ) from error
+
+
+def _move(arrays: deque[memoryview], step: Callable[[memoryview], int]) -> bool:
+    moved = False
+    while arrays:
+        if arrays[0].nbytes:
+            try:
+                count = step(arrays[0])
+            except BlockingIOError:
+                return moved
+            if not count:
+                raise ConnectionResetError
+            arrays[0] = arrays[0][count:]
+        if not arrays[0].nbytes:
+            arrays.popleft()
+        moved = True
+    return moved
