@@ -186,9 +186,8 @@ def _cut(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late | N
     """Cuts a step behind its report; None if no sum is late."""
     placement = group.placement
     state, pending, shards, memory, rows = inputs
-    local = of_one_replica((pending, shards, memory), placement.replicas_in_array)
-    local_rows = of_one_replica(rows, group.size // group.processes)
-    closed, shapes = trace(placement, step, state, *local, local_rows)
+    local = of_one_replica((pending, shards, memory, rows), placement.replicas_in_array)
+    closed, shapes = trace(placement, step, state, *local)
     (new_state, info), *others = shapes
     # Returned gradients have no next step, and a hook's memory may be that of an unsent leaf.
     if not hasattr(new_state, "step") or jax.tree.leaves(memory):
