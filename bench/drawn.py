@@ -255,9 +255,7 @@ def leaves_of(
 
 def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, Any]:
     chance = lambda p: pick.random() < p  # noqa: E731
-    options: dict[str, Any] = {
-        "schedule": pick.choice(("fused", "fused", "staged", "eager", "after"))
-    }
+    options: dict[str, Any] = {"schedule": pick.choice(("overlap", "overlap", "after"))}
     draws: dict[str, tuple[float, Callable[[], Any]]] = {
         "shard": (0.08 if hooked else 0.3, lambda: pick.choice(("optimizer", "state"))),
         "bucket_cap_mb": (0.5, lambda: pick.choice((0, 0, 1e-5, 1e-4, [1e-5, 1e-4, 0]))),

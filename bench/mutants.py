@@ -82,12 +82,12 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "optim": ("tests/local_training", "tests/step"),
     "program": (
         *on_ranks("one_program", "scan", "train_step"),
-        *("tests/step/test_sums_in_loops.py", "tests/analysis/test_audit.py"),
+        *("tests/step/test_scanned_layers.py", "tests/analysis/test_audit.py"),
     ),
     "reproducible": (*on_ranks("virtual_replicas"), "tests/data"),
     "runtime": ("tests/test_command.py", *on_ranks("start")),
     "schedules": (
-        *on_ranks("eager", "scan", "differing_programs", "train_step"),
+        *on_ranks("scan", "differing_programs", "train_step"),
         *("tests/hooks/test_hook_memory.py", "tests/analysis/test_audit.py"),
         *("tests/step", "tests/sharding"),
     ),

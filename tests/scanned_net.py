@@ -6,8 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import fddp
-
 
 def layer(x: Any, w: Any) -> tuple[Any, None]:
     return x + jnp.tanh(x @ w["kernel"] + w["bias"]), None
@@ -31,8 +29,3 @@ def with_rng(x: Any, p: Any) -> Any:
 def net(inner: Callable[[Any, Any], Any]) -> Callable[[Any, Any], jax.Array]:
     """The loss of a net with these inner layers."""
     return lambda p, rows: jnp.mean((inner(rows @ p["in"], p) @ p["out"]) ** 2)
-
-
-def slices(step: fddp.TrainStep) -> list[str]:
-    """The names of the slices that a step sends."""
-    return [name for bucket in step.plan.buckets if bucket.slice for name in bucket.names]

@@ -17,7 +17,7 @@ class Seen(NamedTuple):
     """The facts of one rank's first batch that may differ between ranks."""
 
     order: Sequence[Travelling]
-    """The trained leaves, or slices of them, in the ready order of their gradients."""
+    """The trained leaves, in the ready order of their gradients."""
     uses: Sequence[int]
     """The position of each leaf's first use in the forward pass."""
     has_path: Mapping[int, bool]

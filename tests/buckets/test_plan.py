@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fddp import BucketPlan, grad_order, make_plan
-from fddp.buckets import fill_buckets
+from fddp.buckets import fill_rounds
 from fddp.buckets.plan import Message
 from fddp.buckets.scalars import place_scalars
 from models import resnet
@@ -323,5 +323,5 @@ def test_a_leaf_that_is_no_array_is_refused_by_name():
 
 def test_without_a_cap_the_layers_of_a_loop_travel_as_one():
     tree = {"kernel": np.zeros((6, 8, 8), np.float32)}
-    assert len(fill_buckets(tree, {0: (3, 6)}, bucket_cap_mb=1e-4)[0]) == 6
-    assert fill_buckets(tree, {0: (3, 6)}, bucket_cap_mb=float("inf")) == {}
+    assert fill_rounds(tree, {0: (3, 6)}, {0: 3}, bucket_cap_mb=1e-4)[0].rounds == 6
+    assert fill_rounds(tree, {0: (3, 6)}, {0: 3}, bucket_cap_mb=float("inf")) == {}

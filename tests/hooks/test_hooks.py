@@ -355,8 +355,7 @@ def trained(
 @pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
 def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
     results = [
-        trained(group, hook, schedule=name, accumulation_steps=2)
-        for name in ("fused", "staged", "after")
+        trained(group, hook, schedule=name, accumulation_steps=2) for name in ("overlap", "after")
     ]
     for state, infos in results[1:]:
         close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)

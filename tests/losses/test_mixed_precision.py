@@ -54,7 +54,7 @@ def dtypes(tree: Any) -> set[str]:
     return {str(x.dtype) for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)}
 
 
-@pytest.mark.quick("float16-fused")
+@pytest.mark.quick("float16-overlap")
 @SCHEDULES
 @HALVES
 def test_gradients_are_those_of_16_bits_summed_in_32(group, schedule, dtype):

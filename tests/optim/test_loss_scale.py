@@ -37,7 +37,7 @@ MEMORY = optax.GradientTransformation(
 )
 
 
-@pytest.mark.quick("3-fused")
+@pytest.mark.quick("3-overlap")
 @pytest.mark.steps
 @SCHEDULES
 @pytest.mark.parametrize("replicas", [2, 3])

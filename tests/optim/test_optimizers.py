@@ -137,7 +137,7 @@ def test_an_optimizer_of_optax_trains_as_in_plain_jax(group, name):
     close(over_replicas(group, optimizer_by_name(name), PARAMS).params, expected(name))
 
 
-@pytest.mark.parametrize("schedule", ["staged", "after"])
+@pytest.mark.parametrize("schedule", ["overlap", "after"])
 @pytest.mark.parametrize("name", ["reduce_on_plateau", "momo_adam", "schedule_free_adamw", "sam"])
 def test_it_does_so_on_other_schedules(group, name, schedule):
     options = {"schedule": schedule, "bucket_cap_mb": 0, "donate": False}
@@ -227,9 +227,7 @@ def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(gro
     assert float(state.opt_state) == (1 + 9) / 4
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"schedule": "staged"}, {"find_unused_parameters": True}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
 def test_lookahead_trains_as_in_plain_jax(group, options):
     optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5)
     start = optax.LookaheadParams.init_synced(PARAMS)

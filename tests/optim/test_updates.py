@@ -139,14 +139,13 @@ def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainSta
 @pytest.mark.quick(
     "clipped adamw-{'shard': 'optimizer'}",
     "a schedule-{}",
-    "adam-{'schedule': 'staged'}",
     "hyperparameters-{}",
     "a loss scale-{'shard': 'optimizer'}",
     "noise-{}",
     "adam with a schedule-{}",
 )
 @pytest.mark.steps
-@pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}, {"schedule": "staged"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shard": "optimizer"}], ids=str)
 @pytest.mark.parametrize("name", COUNTED)
 def test_parts_that_alternate_train_as_with_separate_optimizers(group, name, options):
     """Compared with two optimizers in plain JAX, each updated only in its turns."""

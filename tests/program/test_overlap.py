@@ -20,7 +20,9 @@ def recorded(calls: list[str]) -> Carrier:
     flying = dict[int, tuple[list[jax.Array], str]]()
     numbers = count()
 
-    def start(token: jax.Array, arrays: Sequence[jax.Array], kind: str, form: Any):
+    def start(
+        token: jax.Array, arrays: Sequence[jax.Array], kind: str, form: Any
+    ) -> tuple[jax.Array, Any]:
         number = next(numbers)
         calls.append(f"start {number} of {len(arrays)}")
         flying[number] = list(arrays), kind

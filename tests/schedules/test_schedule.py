@@ -1,12 +1,5 @@
-"""Claims about the staged schedule on one process; several are in test_train_step and on_ranks/."""
+"""Both schedules on one process; several processes are in test_train_step and on_ranks/."""
 
-import gc
-import logging
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import jax
@@ -36,12 +29,10 @@ SLOW = [pytest.param(module, marks=pytest.mark.slow) for module in (resnet, bert
 
 
 @pytest.mark.parametrize("module", [mlp, *SLOW], ids=lambda m: m.__name__)
-def test_staged_gives_what_fused_gives(group, module):
+def test_after_gives_what_overlap_gives(group, module):
     loss_fn, params, model_state, batch = problem(module)
-    # Language models have much to compile: fewer stages.
-    caps = {name: 8 * cap for name, cap in CAPS.items()} if module in (bert, gpt) else CAPS
     results = {}
-    for schedule in ("fused", "staged"):
+    for schedule in ("overlap", "after"):
         step = fddp.train_step(
             loss_fn,
             optax.sgd(0.05, 0.9),
@@ -49,7 +40,7 @@ def test_staged_gives_what_fused_gives(group, module):
             has_aux=True,
             schedule=schedule,
             accumulation_steps=2,
-            **caps,
+            **CAPS,
         )
         state = step.init(params, model_state=model_state)
         for _ in range(3):
@@ -58,13 +49,13 @@ def test_staged_gives_what_fused_gives(group, module):
         state, info = step(state, batch)
         results[schedule] = (state.params, state.model_state, info.loss)
         assert len(step.plan.buckets) > 1
-    for got, want in zip(jax.tree.leaves(results["staged"]), jax.tree.leaves(results["fused"])):
+    for got, want in zip(jax.tree.leaves(results["after"]), jax.tree.leaves(results["overlap"])):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 ### All features at once
 
-# A feature's own file claims its effect, under "fused".
+# A feature's own file claims its effect, under "overlap".
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "parts": {"shard": "state"},
@@ -186,144 +177,54 @@ def assert_as_near_as_dtypes_are(got: Any, expected: Any) -> None:
 
 @pytest.mark.quick("parts")
 @pytest.mark.parametrize("features", FEATURES)
-def test_with_all_features_at_once_every_schedule_gives_what_fused_gives(group, x64, features):
-    schedules = ("fused", "staged", "after", *(() if "hook" in FEATURES[features] else ("eager",)))
-    fused, *other_ends = (
-        trained_with_everything(group(2), schedule, FEATURES[features]) for schedule in schedules
+def test_with_all_features_at_once_after_gives_what_overlap_gives(group, x64, features):
+    overlapping, waiting = (
+        trained_with_everything(group(2), schedule, FEATURES[features])
+        for schedule in ("overlap", "after")
     )
-    assert [float(state.opt_state.scale) for state in fused[1::2]] == [4, 2, 2, 2], (
+    assert [float(state.opt_state.scale) for state in overlapping[1::2]] == [4, 2, 2, 2], (
         "one step overflows"
     )
     used = [
-        {name: int(info.used[name]) for name in ("left", "right", "never")} for info in fused[2::2]
+        {name: int(info.used[name]) for name in ("left", "right", "never")}
+        for info in overlapping[2::2]
     ]
     assert used[0] == {"left": 2, "right": 1, "never": 0} and used[2] == {
         "left": 0,
         "right": 0,
         "never": 0,
     }
-    for results in other_ends:
-        assert jax.tree.structure(results) == jax.tree.structure(fused)
-        jax.tree.map(assert_as_near_as_dtypes_are, results, fused)
+    assert jax.tree.structure(waiting) == jax.tree.structure(overlapping)
+    jax.tree.map(assert_as_near_as_dtypes_are, waiting, overlapping)
 
 
 ### Special cases
 
 
-@cache
-def staged_gpt(group):
-    """A step of many stages, compiled once; parameters and a batch."""
-    loss_fn, params, _, batch = problem(gpt)
-    step = fddp.train_step(
-        loss_fn, optax.adamw(0.1), group=group(1), has_aux=True, schedule="staged", **CAPS
-    )
-    return step, params, batch
-
-
-def test_a_timeline_has_a_stage_and_an_all_reduce_for_each_bucket(group):
-    step, params, batch = staged_gpt(group)
-    step(step.init(params), batch)
-    line = step.timeline()
-    assert len(line.compute) == len(line.communication) == len(step.plan.buckets)
-    # Loss, weight and accuracy ride in the first bucket.
-    sizes = [bucket.nbytes for bucket in step.plan.buckets]
-    assert [span.nbytes for span in line.communication] == [sizes[0] + 3 * 4, *sizes[1:]]
-    ready = [span.end for span in line.compute]
-    assert all(span.start >= end for span, end in zip(line.communication, ready))
-
-
-def test_a_bucket_is_used_while_the_next_one_travels(group):
-    single: fddp.Group = group(1)
-    sizes: list[int] = []
-
-    def reduce(x: jax.Array) -> jax.Array:
-        sizes.append(x.size)
-        if len(sizes) == len(params):  # the last bucket comes back when all others have been used
-            end = time.monotonic() + 60
-            while len(step.timeline().updates) < len(params) - 1 and time.monotonic() < end:
-                time.sleep(0.01)
-            used.append(len(step.timeline().updates))
-        return single.transport.all_reduce(x)
-
-    used: list[int] = []
-    params = {name: jnp.ones(4) for name in "abc"}
-    loss = lambda p, x: sum(jnp.mean(w**2) for w in p.values()) * jnp.mean(x)  # noqa: E731
-    replicas = replace(single, transport=single.transport._replace(all_reduce=reduce))
-    step = fddp.train_step(
-        loss, optax.adam(0.1), group=replicas, schedule="staged", bucket_cap_mb=0
-    )
-    state, _ = step(step.init(params), np.ones(2, np.float32))
-    assert used == [2]
-    assert [span.name for span in step.timeline().updates] == ["update 0", "update 1", "update 2"]
-    assert all(np.allclose(w, 0.9) for w in state.params.values())  # Adam's first step is its rate
-
-
-@pytest.mark.parametrize("schedule", ["staged", "after"])
-def test_the_weight_that_divides_a_hooks_sums_travels_before_them(group, schedule):
-    params = {"a": jnp.ones(4), "b": jnp.ones(4)}
-    loss = lambda p, x: jnp.mean(p["a"] * p["b"]) * jnp.mean(x)  # noqa: E731
-    step = fddp.train_step(
-        loss, optax.sgd(0.1), group=group(1), schedule=schedule, hook=hooks.bf16(), bucket_cap_mb=0
-    )
-    step(step.init(params), np.ones(2, np.float32))
-    assert [span.name for span in step.timeline().communication] == ["tail", "bucket 0", "bucket 1"]
-
-
-def test_a_staged_step_uses_the_memory_of_the_state_it_was_given(group):
-    step, params, batch = staged_gpt(group)
+def test_a_step_uses_the_memory_of_the_state_it_was_given(group):
+    loss_fn, params, _, batch = problem(mlp)
+    step = fddp.train_step(loss_fn, optax.adamw(0.1), group=group(1), has_aux=True, **CAPS)
     state = step.init(params)
     new, _ = step(state, batch)
     deleted = [x.is_deleted() for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim]
     assert all(deleted) and not any(x.is_deleted() for x in jax.tree.leaves(new))
 
 
-def test_a_fused_step_says_that_it_has_no_timeline(group):
+def test_a_step_of_one_program_says_that_it_has_no_timeline(group):
     step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(2))
     step(step.init(jnp.zeros(())), jnp.ones(4))
-    with pytest.raises(ValueError, match="fused step is one program"):
+    with pytest.raises(ValueError, match="one program"):
         step.timeline()
 
 
 def test_where_devices_share_a_processs_cores_a_step_has_ended_when_the_next_begins(group):
     """All threads of XLA:CPU would wait in all-reduces of different steps, with none left for a
     device."""
-    step = fddp.train_step(
-        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4), schedule="fused"
-    )
+    step = fddp.train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group(4))
     state = step.init(jnp.ones((512, 512)))
     for _ in range(3):
         state, info = step(state, np.ones((64, 512), np.float32))
         assert all(x.is_ready() for x in jax.tree.leaves((state, info)))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"schedule": "staged"}, {"schedule": "eager"}, {"schedule": "eager", "shard": "state"}],
-)
-def test_threads_begin_with_the_first_call_of_a_step_and_end_with_the_step(group, options):
-    def threads():
-        return {
-            thread for thread in threading.enumerate() if thread.name.startswith("fddp")
-        } - earlier
-
-    earlier: set[threading.Thread] = set()
-    earlier = threads()
-    step = fddp.train_step(
-        lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(1), **options
-    )
-    state = step.init(np.zeros(3))
-    assert not threads()
-    state, _ = step(state, np.ones((4, 3)))
-    step_threads = threads()
-    for _ in range(8):
-        state, _ = step(state, np.ones((4, 3)))
-    assert set() < step_threads <= threads() and len(threads()) <= 3
-    step_threads = threads()
-    del step, state
-    gc.collect()
-    for thread in step_threads:
-        thread.join(timeout=20)
-    assert not threads()
 
 
 @pytest.mark.parametrize(
@@ -335,15 +236,13 @@ def test_threads_begin_with_the_first_call_of_a_step_and_end_with_the_step(group
     ],
     ids=["plain", "hook", "unused"],
 )
-def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, options):
+def test_a_step_keeps_64_bits(group, x64, options):
     def loss(p, x):
         return jnp.mean((x @ p["a"]) ** 2) + jax.lax.cond(
             x[0, 0] > 9, lambda: jnp.sum(p["b"]), lambda: 0.0
         )
 
-    step = fddp.train_step(
-        loss, optax.sgd(0.1), group=group(2), schedule="staged", bucket_cap_mb=0, **options
-    )
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), bucket_cap_mb=0, **options)
     state, info = step(step.init({"a": np.full((3, 1), 1 / 3), "b": np.ones(2)}), np.ones((4, 3)))
     assert info.loss.dtype == np.float64
     # The sum of three thirds is 1, its square's gradient 2, which 16 bits hold.
@@ -353,7 +252,7 @@ def test_a_context_of_64_bits_holds_for_the_thread_that_sends_too(group, x64, op
 
 @crossed(
     options={"plain": {}, "hook": {"hook": hooks.bf16()}},
-    schedule=["fused", "staged", "after"],
+    schedule=["overlap", "after"],
     n=[1, 2],
 )
 def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, options):
@@ -372,48 +271,26 @@ def test_a_step_makes_no_transfer_that_nobody_asked_for(group, n, schedule, opti
     assert float(state.params) == 2
 
 
-def test_without_jit_a_step_runs_as_jax_runs_it_or_says_why_not(group):
+def test_without_jit_a_step_runs_as_jax_runs_it(group):
     def loss(w, x):
         return jnp.mean((x - w) ** 2)
 
-    for schedule in ("fused", "after", "staged"):
+    for schedule in ("overlap", "after"):
         step = fddp.train_step(loss, optax.sgd(0.5), group=group(1), schedule=schedule)
         state, _ = step(step.init(np.float32(0)), np.full(2, 2.0, np.float32))
         with jax.disable_jit():
-            if schedule == "staged":
-                with pytest.raises(
-                    ValueError, match=r"under jax.disable_jit\(\).*schedule='after' to look inside"
-                ):
-                    step(state, np.full(2, 4.0, np.float32))
-            else:
-                state, _ = step(state, np.full(2, 4.0, np.float32))
-                assert float(state.params) == 4
-        state, _ = step(state, np.full(2, 8.0, np.float32))  # the failed call has donated nothing
+            state, _ = step(state, np.full(2, 4.0, np.float32))
+        assert float(state.params) == 4
+        state, _ = step(state, np.full(2, 8.0, np.float32))
         assert float(state.params) == 8
 
 
 def test_a_schedule_without_a_name_in_the_list_is_refused():
-    with pytest.raises(
-        ValueError, match="schedule must be one of auto, fused, staged, eager, after, got 3"
-    ):
+    with pytest.raises(ValueError, match="schedule must be one of auto, overlap, after, got 3"):
         fddp.Options(schedule=3)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_error_of_the_communication_thread_reaches_the_caller(group):
-    def broken(wire):
-        raise ConnectionError("the wire is cut")
-
-    single = group(1)
-    cut_off = replace(single, transport=single.transport._replace(all_reduce=broken))
-    loss_fn, params, _, batch = problem(gpt)
-    step = fddp.train_step(
-        loss_fn, optax.sgd(0.1), group=cut_off, has_aux=True, schedule="staged", **CAPS
-    )
-    with pytest.raises(ConnectionError, match="the wire is cut"):
-        step(step.init(params), batch)
-
-
-def test_an_error_inside_a_stage_reaches_the_caller(group):
+def test_an_error_inside_the_backward_pass_reaches_the_caller(group):
     def explode(_):
         raise RuntimeError("inside the backward pass")
 
@@ -421,7 +298,7 @@ def test_an_error_inside_a_stage_reaches_the_caller(group):
         jax.debug.callback(explode, w[0])
         return jnp.mean((x - w) ** 2)
 
-    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), schedule="staged")
+    step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1))
     with pytest.raises(Exception, match="inside the backward pass"):
         state, info = step(step.init(jnp.zeros(3)), jnp.ones((4, 3)))
         jax.block_until_ready((state, info))
@@ -429,7 +306,7 @@ def test_an_error_inside_a_stage_reaches_the_caller(group):
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize("schedule", ["auto", "fused", "after", "staged", "eager"])
+@pytest.mark.parametrize("schedule", ["overlap", "after"])
 def test_a_loss_may_hold_collectives_under_every_schedule(group, schedule):
     def loss_fn(w, x):
         return jnp.mean((x - jax.lax.pmean(jnp.mean(x), "replica") - w) ** 2)
@@ -437,109 +314,3 @@ def test_a_loss_may_hold_collectives_under_every_schedule(group, schedule):
     step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group(2), schedule=schedule)
     _, info = step(step.init(jnp.ones(())), jnp.arange(4.0))
     np.testing.assert_allclose(info.loss, np.mean((np.arange(4.0) - 1.5 - 1) ** 2), rtol=1e-6)
-
-
-### Messages sent despite an error: equal on every rank, whichever thread is faster
-
-
-MESSAGES = 6
-
-
-def chain(p: Any, x: Any, between: Callable[[Any], Any] = lambda x: x) -> Any:
-    """A loss whose message k is leaf 5 - k, of 10 (6 - k) numbers; `between` lies behind leaf 2."""
-    for k, w in enumerate(p):
-        x = jnp.tanh(x * jnp.sum(w))
-        x = between(x) if k == 2 else x
-    return jnp.mean(x)
-
-
-def sent_before(
-    group: fddp.Group, error: str, reduce: Callable[[int], None], lanes: int = 1, **arguments: Any
-) -> list[int]:
-    """The messages of a step that have left at the time of its error; `reduce(k)` is called as
-    message k leaves."""
-    numbers: list[int] = []
-
-    def noted(wire: jax.Array) -> jax.Array:
-        k = MESSAGES - wire.size // 10  # loss and weight, two numbers more, ride along somewhere
-        reduce(k)
-        numbers.append(k)
-        return wire
-
-    transport = group.transport._replace(all_reduce=noted)
-    group = replace(group, transport=transport._replace(clones=(transport,) * lanes))
-    step = fddp.train_step(
-        arguments.get("loss", chain),
-        arguments.get("optimizer", optax.sgd(0.1)),
-        group=group,
-        schedule="staged",
-        bucket_cap_mb=0,
-    )
-    with pytest.raises(Exception, match=error):
-        step(
-            step.init([jnp.full(10 * (k + 1), 0.01) for k in range(MESSAGES)]),
-            np.ones(2, np.float32),
-        )
-    return sorted(numbers)
-
-
-def exploding(called: threading.Event) -> Callable[[jax.Array], jax.Array]:
-    """A program with a failing function on the host."""
-
-    def explode(x: Any) -> Any:
-        called.set()
-        raise ArithmeticError("on purpose")
-
-    return lambda x: jax.pure_callback(explode, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-@pytest.fixture
-def quiet(monkeypatch):
-    """Silences JAX's log of errors in functions on the host."""
-    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
-
-
-@pytest.mark.parametrize("lanes", [1, 2, 3])
-def test_after_an_error_a_lane_sends_nothing_more_and_the_others_send_all(group, lanes):
-    failed = threading.Event()
-
-    def reduce(k: int) -> None:
-        if k == 2:
-            time.sleep(0.2)  # all stages have run by then
-            failed.set()
-            raise ArithmeticError("on purpose")
-        if k > 2:
-            failed.wait(60)
-            time.sleep(0.2)  # the main thread knows of it by then
-
-    want = [k for k in range(MESSAGES) if k < 2 or k % lanes != 2 % lanes]
-    assert sent_before(group(1), "on purpose", reduce, lanes) == want
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_before_an_error_inside_a_stage_all_earlier_ones_are_sent(group, quiet, lanes):
-    called = threading.Event()
-    fail = jax.custom_vjp(lambda x: x)
-    fail.defvjp(lambda x: (x, None), lambda _, cotangent: (exploding(called)(cotangent),))
-
-    def reduce(k: int) -> None:
-        called.wait(60)
-        time.sleep(0.2)  # the main thread knows of it by then
-
-    loss = lambda p, x: chain(p, x, fail)  # noqa: E731
-    assert sent_before(group(1), "on purpose", reduce, lanes, loss=loss) == [0, 1, 2]
-
-
-def test_an_error_inside_an_update_calls_off_no_message(group, quiet):
-    called = threading.Event()
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return [*updates[:-1], exploding(called)(updates[-1])], state
-
-    def reduce(k: int) -> None:
-        if k == MESSAGES - 2:
-            called.wait(60)
-            time.sleep(0.2)  # the main thread knows of it by then
-
-    optimizer = optax.GradientTransformation(lambda params: (), update)
-    assert sent_before(group(1), "on purpose", reduce, optimizer=optimizer) == list(range(MESSAGES))

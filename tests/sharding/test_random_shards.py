@@ -31,9 +31,7 @@ def test_what_is_drawn_has_all_that_shards_go_with():
     drawn = [draw_shards(seed) for seed in range(MANY)]
     assert {configuration.options["shard"] for configuration in drawn} == {"optimizer", "state"}
     assert {configuration.options["schedule"] for configuration in drawn} == {
-        "fused",
-        "staged",
-        "eager",
+        "overlap",
         "after",
     }
     assert {"", "bf16", "fp16"} <= {configuration.hook for configuration in drawn}

@@ -17,10 +17,8 @@ from truth import by_plain_jax
 
 import fddp
 from fddp.analysis.measure import bytes_of
-from fddp.buckets import take_apart, whole_forms
-from fddp.comm import of_one_replica, trace
+from fddp.buckets import whole_forms
 from fddp.program import find_collectives, parse
-from fddp.schedules import Communicate
 
 pytestmark = pytest.mark.steps
 
@@ -204,15 +202,13 @@ def test_what_no_replica_used_stays_with_its_moments(group: Groups, shard: Any):
         assert np.all(old["b"] != new["b"])
 
 
-@pytest.mark.quick("staged-2-optimizer", "fused-4-state", "fused-1-optimizer")
+@pytest.mark.quick("overlap-4-state", "overlap-1-optimizer")
 @both
 @pytest.mark.parametrize(
     ("schedule", "micro_batches"),
     [
-        ("fused", 1),
-        ("fused", 4),
-        ("staged", 2),
-        ("staged", 4),
+        ("overlap", 1),
+        ("overlap", 4),
         pytest.param("after", 4, marks=pytest.mark.slow),
     ],
 )
@@ -232,51 +228,6 @@ def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
         joined = ROWS
     expected = by_plain_jax(loss_fn, make(), PARAMS, [joined]).params
     close(fddp.whole(state, group=group(3)).params, expected)
-
-
-@both
-def test_what_adds_up_from_micro_batch_to_micro_batch_is_a_part(group: Groups, shard: Any):
-    """Counted on paper: values of tasks before a micro-batch that its tasks, or later ones,
-    read."""
-    n = 8
-    size = 64 * 64 * 4
-    options = {"accumulation_steps": 4, "schedule": "staged", "bucket_cap_mb": 0}
-    params = {name: np.ones((64, 64), np.float32) for name in "wv"}
-    step = fddp.train_step(
-        lambda p, x: jnp.mean(jnp.tanh(x @ p["w"]) @ p["v"]),
-        optax.adam(0.1),
-        group=group(n),
-        shard=shard,
-        **options,
-    )
-    state = step.init(params)
-    batch = np.ones((4 * n, 64), np.float32)
-    listed = step.tasks(state, batch)
-    equal, shards = take_apart(state)
-    values = listed.enter(equal, None, *of_one_replica((shards, batch), n))
-    forms = {name: jax.ShapeDtypeStruct(np.shape(x), x.dtype) for name, x in values.items()}
-    live_bytes = []
-    last = max(at for at, task in enumerate(listed.tasks) if task.kind == "compute")
-    for at, task in enumerate(listed.tasks[:last]):
-        if task.name.endswith("stage 0"):
-            later = {name for task in listed.tasks[at:] for name in task.reads} - set(values)
-            live_bytes.append(sum(forms[name].size * 4 for name in later & set(forms)))
-        if isinstance(task, Communicate):
-            forms.update(
-                zip(task.writes, (task.reduction.collective.result_form(forms[task.reads[0]]),))
-            )
-        else:
-            forms.update(
-                zip(
-                    task.writes,
-                    trace(group(n).placement, task.run, *(forms[name] for name in task.reads))[1],
-                )
-            )
-    gathered_bytes = 2 * size if shard == "state" else 0  # parameters, which are gathered once
-    part = 2 * size // n
-    # The last arrival is not added yet.
-    for had, most in zip(live_bytes, [0, part, 2 * part, 2 * part], strict=True):
-        assert had - gathered_bytes <= most + 64, live_bytes
 
 
 @both
@@ -473,7 +424,7 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     params["embedding"] = np.linspace(-1, 1, 40, dtype=np.float32).reshape(10, 4)
     results = []
     for shard in (None, "state"):
-        options: Any = {"schedule": "staged", "bucket_cap_mb": 0, "shard": shard}
+        options: Any = {"bucket_cap_mb": 0, "shard": shard}
         step = fddp.train_step(loss, optax.sgd(0.1), group=group(2), **options)
         state = step.init(params)
         for _ in range(3):
@@ -482,14 +433,6 @@ def test_parameters_are_gathered_in_the_order_in_which_the_forward_pass_uses_the
     # Rounding to 16 bits, and omitted rounding inside a stage, depend on where a program is
     # cut.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4), *results)
-    listed = step.tasks(state, np.arange(8, dtype=np.int32))
-    first = [task.name for task in listed.messages][:5]
-    names = {f"gather {k}": bucket.names[0] for k, bucket in enumerate(step.plan.buckets)}
-    assert [names[name] for name in first] == ["embedding", "b", "a", "remat", "scanned"]
-    # No stage waits for a message that it does not need.
-    stages = [task for task in listed.tasks if task.name.startswith("stage")]
-    waits = [{name for name in task.reads if name.startswith("whole")} for task in stages]
-    assert [max(names) for names in waits if names][:5] == [f"whole {k}" for k in range(5)]
 
 
 @both

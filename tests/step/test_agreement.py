@@ -25,7 +25,7 @@ def saw(*order: int, unused: tuple[int, ...] = (), **more: Any) -> Seen:
     """What a rank has seen whose gradients are ready in this order."""
     return Seen(
         order=[Travelling(i) for i in order],
-        uses={(i, None): i for i in LEAVES},
+        uses=LEAVES,
         has_path={i: i not in unused for i in LEAVES},
         touched=dict.fromkeys(LEAVES, 0),
     )._replace(**more)
@@ -55,7 +55,7 @@ def test_messages_leave_in_the_order_that_rank_0_saw(agreed: Callable[..., Agree
 
 
 def test_forward_uses_are_those_of_rank_0(agreed: Callable[..., Agreed]):
-    first = saw(0, 1, 2, uses={(i, None): 7 + i for i in LEAVES})
+    first = saw(0, 1, 2, uses=range(7, 10))
     merged = agreed(first, saw(0, 1, 2))
     assert [merged.first_use(bucket) for bucket in merged.plan.buckets] == [7, 8, 9]
 
@@ -84,7 +84,7 @@ def test_rows_of_a_table_have_room_for_the_rank_that_touches_most(agreed: Callab
 def test_loops_hold_sums_only_if_all_ranks_have_one_program(
     agreed: Callable[..., Agreed], other: str, rounds: int
 ):
-    order = [Travelling(2, None, 3, 2), Travelling(1), Travelling(0)]
+    order = [Travelling(2, 3, 2), Travelling(1), Travelling(0)]
     merged = agreed(
         *(saw(order=order, program=program) for program in ("one program", other, "one program"))
     )

@@ -26,7 +26,7 @@ TEACHER = {
 }
 ROWS = np.sin(np.arange(96, dtype=np.float32)).reshape(32, 3)
 WAYS: list[dict[str, Any]] = [
-    *({"schedule": schedule} for schedule in ("fused", "staged", "eager", "after")),
+    *({"schedule": schedule} for schedule in ("overlap", "after")),
     *({"shard": shard} for shard in ("optimizer", "state")),
     {"accumulation_steps": 2},
     {"virtual_replicas": 8},

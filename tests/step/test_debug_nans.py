@@ -21,8 +21,8 @@ PARAMS = {"w": np.ones(4, np.float32), "b": np.ones(4, np.float32)}
 ROWS = np.ones((8, 4), np.float32)
 BAD = np.concatenate([ROWS[:7], -9 * ROWS[:1]])  # the last row, of the last replica alone
 WAYS: list[dict[str, Any]] = [
-    *({"schedule": schedule} for schedule in ("fused", "staged", "eager", "after")),
-    {"shard": "state", "schedule": "staged"},
+    *({"schedule": schedule} for schedule in ("overlap", "after")),
+    {"shard": "state"},
     {"accumulation_steps": 2},
 ]
 

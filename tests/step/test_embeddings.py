@@ -48,8 +48,8 @@ def nbytes(replicas: int, rows: int) -> int:
     return (replicas - 1) * (rows * (WIDTH + 1) + 1) * 8
 
 
-@pytest.mark.quick("3-staged", "2-fused")
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+@pytest.mark.quick("3-overlap")
+@pytest.mark.parametrize("schedule", ["overlap", "after"])
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_few_rows_travel_and_all_others_are_updated_too(
     group: Groups, x64: None, schedule: Any, replicas: int
@@ -65,8 +65,8 @@ def test_few_rows_travel_and_all_others_are_updated_too(
     assert f"embed (8 of {ALL} rows, with their numbers)" in str(step.plan)
 
 
-@pytest.mark.quick("staged", "fused")
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+@pytest.mark.quick("overlap")
+@pytest.mark.parametrize("schedule", ["overlap", "after"])
 def test_more_rows_than_the_first_batch_had_travel_as_well(group: Groups, x64: None, schedule: Any):
     """Rows travel on one replica alone, on both, and on none again."""
     batches = [batch_of(rows, rows) for rows in (8, 32, 8)]

@@ -166,7 +166,7 @@ def test_a_gpt_counts_the_replicas_that_ran_each_layer(make):
     data = gpt.batch(model, 4, length=8)
     start = gpt.init(model, jax.random.key(0), data)[0]
     loss = gpt.loss_fn(model)
-    step = make(loss, schedule="staged", has_aux=True, donate=False)
+    step = make(loss, has_aux=True, donate=False)
     state = step.init(start, rng=jax.random.key(2))
     after, info = step(state, data)
 
@@ -196,9 +196,9 @@ def test_value_and_grad_gives_zeros_for_what_is_unused(group):
 
 
 def test_finding_sends_nothing_more(make, group):
-    plain = fddp.train_step(branching, OPTIMIZERS["adamw"], group=group(4), schedule="fused")
+    plain = fddp.train_step(branching, OPTIMIZERS["adamw"], group=group(4))
     texts = []
-    for step in (plain, make(schedule="fused")):
+    for step in (plain, make()):
         state = step.init(params())
         texts.append(step.lower(state, batch(0, 1, 1, 1)).compile().as_text())
     counts = [text.count(" all-reduce(") for text in texts]

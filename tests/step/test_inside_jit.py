@@ -1,4 +1,4 @@
-"""A settled fused step is a part of the user's own program, under `jax.jit` and in
+"""A settled step is a part of the user's own program, under `jax.jit` and in
 `jax.lax.scan`."""
 
 from collections.abc import Callable
@@ -118,11 +118,10 @@ def test_a_step_that_cannot_be_a_part_of_a_program_says_why(group: Callable[[int
 
     def settled_step(**options: Any) -> fddp.TrainStep:
         step = fddp.train_step(loss, ADAM, group=group(2), donate=False, **options)
-        step.tasks(step.init(weights()), BATCHES[0])
+        step(step.init(weights()), BATCHES[0])
         return step
 
     refused(fddp.train_step(loss, ADAM, group=group(2)), jax.jit, "its first batch settles it")
-    refused(settled_step(schedule="staged"), jax.jit, "schedule='fused'")
     refused(
         settled_step(),
         lambda step: lambda state, x: jax.grad(lambda x: step(state, x)[1].loss)(x),

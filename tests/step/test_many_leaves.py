@@ -17,12 +17,10 @@ pytestmark = pytest.mark.steps
 LAYERS = 24
 BATCHES = np.random.default_rng(0).normal(size=(3, 8, 6)).astype(np.float32)
 WAYS = [
-    {"schedule": "fused"},
-    {"schedule": "staged", "bucket_cap_mb": 2.0},
-    {"schedule": "eager"},
+    {"bucket_cap_mb": 2.0},
     {"schedule": "after"},
     {"shard": "optimizer"},
-    {"shard": "state", "schedule": "staged"},
+    {"shard": "state"},
 ]
 
 

@@ -55,7 +55,7 @@ MATRICES = {"query", "key", "value", "out", "gate", "up", "down", "embed"}
 
 @pytest.mark.quick("gpt-adamw-after")
 @pytest.mark.parametrize(
-    "run", [Run("gpt", "adamw", "fused", 2), Run("gpt", "adamw", "after")], ids=str
+    "run", [Run("gpt", "adamw", "overlap", 2), Run("gpt", "adamw", "after")], ids=str
 )
 def test_four_replicas_of_two_devices_end_where_one_device_does(run: Run):
     with trainings.precision(run.rule):
@@ -199,7 +199,7 @@ def test_a_loss_may_use_a_parameter_in_parts_in_a_loop(x64):
     close(results, jax.value_and_grad(looped)(w, x), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("schedule", ["fused", "after"])
+@pytest.mark.parametrize("schedule", ["overlap", "after"])
 def test_what_waits_for_a_synchronization_lies_in_parts_too(x64, schedule):
     step = fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
     state, _ = step.no_sync(step.init(in_parts(mesh())), X[:8])
@@ -272,14 +272,6 @@ def test_the_callers_parameters_outlive_donation():
     step = fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()))
     step(step.init(params), X)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(a.dtype)), params, PARAMS)
-
-
-@pytest.mark.parametrize("schedule", ["staged", "eager"])
-def test_a_replica_in_parts_cannot_be_staged(schedule: Any):
-    with pytest.raises(
-        ValueError, match=r"a replica of several devices, along 'part'.*schedule='fused'"
-    ):
-        fddp.train_step(loss, optax.sgd(1.0), group=fddp.mesh_group(mesh()), schedule=schedule)
 
 
 # The rounding error of each, relative to the largest gradient.

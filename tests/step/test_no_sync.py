@@ -52,7 +52,7 @@ def by_one_replica() -> list[tuple[Any, Any]]:
     return list(zip(result.history, result.losses))
 
 
-@pytest.mark.quick("2 micro-batches-fused")
+@pytest.mark.quick("2 micro-batches-overlap")
 @SCHEDULES
 @pytest.mark.parametrize("steps", [1, 2], ids="{} micro-batches".format)
 def test_any_number_of_calls_and_a_step_are_one_step_on_all_their_rows(group, x64, schedule, steps):
@@ -116,7 +116,7 @@ def test_calls_and_steps_of_any_numbers_of_rows_are_one_step_on_all_of_them(grou
     close(state.params, jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads))
 
 
-@pytest.mark.parametrize("schedule", ["fused", "staged", "after"])
+@pytest.mark.parametrize("schedule", ["overlap", "after"])
 def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, schedule):
     four, messages = recorded(group(REPLICAS))
     options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
@@ -131,11 +131,7 @@ def test_no_sync_asks_for_no_message_and_the_step_for_one_per_bucket(group, sche
         state, _ = step.no_sync(state, rows)
     assert messages == []
     step(state, rows)
-    assert (
-        messages
-        == ["inside" if schedule == "fused" else "all_reduce"] * 3
-        == messages[:1] * len(step.plan.buckets)
-    )
+    assert messages == ["inside"] * 3 == messages[:1] * len(step.plan.buckets)
 
 
 def running(params: Any, x: Any, *, model_state: Any) -> Any:

@@ -39,7 +39,7 @@ def as_moments(state: fddp.TrainState, copy: Callable[[Any], Any]) -> fddp.Train
 
 @pytest.mark.parametrize("again", [as_target, tied, as_moments])
 @pytest.mark.parametrize("same", [lambda x: x, jax.device_put], ids=["object", "memory"])
-@pytest.mark.parametrize("schedule, replicas", [("fused", 4), ("staged", 4), ("fused", 1)])
+@pytest.mark.parametrize("schedule, replicas", [("overlap", 4), ("after", 4), ("overlap", 1)])
 def test_an_array_put_at_a_second_place_trains_as_its_copy(
     group: Callable[[int], fddp.Group], schedule: Any, replicas: int, same: Any, again: Any
 ):

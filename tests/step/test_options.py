@@ -139,7 +139,7 @@ def test_a_misspelt_option_of_with_options_is_answered(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(1))
     message = r"fddp.TrainStep.with_options has no option .*did you mean schedule\?$"
     with pytest.raises(TypeError, match=message):
-        step.with_options(shedule="staged")  # pyright: ignore[reportCallIssue]
+        step.with_options(shedule="after")  # pyright: ignore[reportCallIssue]
 
 
 ### Printed options
@@ -152,13 +152,11 @@ def test_a_step_shows_its_loss_its_replicas_its_schedule_and_its_buckets(group):
     )
     step(step.init(jnp.zeros(())), jnp.ones(4))
     plan = "1 of 1 leaves in 1 bucket, 0.000 MiB"
-    assert repr(step) == f"TrainStep(square, size=2, backend='local', schedule='fused', {plan})"
+    assert repr(step) == f"TrainStep(square, size=2, backend='local', schedule='overlap', {plan})"
 
 
 @pytest.mark.steps
-@pytest.mark.parametrize(
-    "options", [{}, {"schedule": "eager"}, {"shard": "state", "schedule": "staged"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"shard": "state"}], ids=str)
 def test_a_used_up_state_says_so_in_one_line(group, options):
     step = fddp.train_step(square, optax.adam(0.1), group=group(2), **options)
     first = step.init(jnp.zeros(3))

@@ -123,7 +123,7 @@ def programs(draw: Any) -> Drawn:
     options = draw(
         st.fixed_dictionaries(
             {
-                "schedule": st.sampled_from(["fused", "staged", "eager"]),
+                "schedule": st.sampled_from(["overlap", "after"]),
                 "bucket_cap_mb": st.sampled_from([0, CAP, 25]),
             },
             optional={

@@ -151,14 +151,13 @@ def saved(group: fddp.Group, folder: Path) -> None:
 
 
 def audited(group: fddp.Group, folder: Path) -> None:
-    step = fddp.train_step(first_column, OPTIMIZER, group=group, schedule="fused")
+    step = fddp.train_step(first_column, OPTIMIZER, group=group)
     state = step.init(PARAMS)
     assert len(fddp.audit(step, state, ROWS).collectives) == len(step.plan.buckets)
-    assert step.tasks(state, ROWS).tasks
 
 
 def measured(group: fddp.Group, folder: Path) -> None:
-    step = fddp.train_step(first_column, OPTIMIZER, group=group, schedule="staged")
+    step = fddp.train_step(first_column, OPTIMIZER, group=group)
     assert len(fddp.measure(step, step.init(PARAMS), [ROWS, ROWS]).steps) == 2
 
 
@@ -209,10 +208,9 @@ def in_local_steps(group: fddp.Group, folder: Path) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    **{name: after_steps(schedule=name) for name in ("fused", "staged", "eager", "after")},
+    **{name: after_steps(schedule=name) for name in ("overlap", "after")},
     "shard=optimizer": after_steps(shard="optimizer"),
     "shard=state": after_steps(shard="state"),
-    "shard=state, eager": after_steps(shard="state", schedule="eager"),
     "virtual_replicas": after_steps(virtual_replicas=8),
     "accumulation_steps": after_steps(accumulation_steps=2),
     "quantize": lambda group, folder: trained(group, hook=fddp.hooks.quantize()),
@@ -251,7 +249,7 @@ def test_a_thread_of_the_users_sets_a_mesh_of_its_own(tmp_path: Path):
 
     def train() -> None:
         with jax.set_mesh(context.mesh):
-            after_steps(schedule="staged")(context.group, tmp_path)
+            after_steps()(context.group, tmp_path)
 
     with ThreadPoolExecutor(1) as thread:
         thread.submit(train).result()
@@ -278,9 +276,7 @@ def lying(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-@crossed(
-    options=[{}, {"schedule": "staged"}, {"shard": "state"}], inside=[True, False], where=CONTEXTS
-)
+@crossed(options=[{}, {"shard": "state"}], inside=[True, False], where=CONTEXTS)
 def test_rows_and_parameters_may_lie_in_parts(
     options: dict[str, Any], inside: bool, where: tuple[str, AxisType]
 ):
@@ -298,7 +294,7 @@ def test_rows_and_parameters_may_lie_in_parts(
     close(params, by_plain_jax(first_column, OPTIMIZER, PARAMS, [ROWS] * 3).params)
 
 
-@pytest.mark.parametrize("options", [{}, {"schedule": "eager"}, {"shard": "state"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shard": "state"}], ids=str)
 def test_results_go_on_in_programs_of_the_groups_own_mesh(options: dict[str, Any], kind: AxisType):
     mesh = mesh_of(4, kind)
     group = fddp.mesh_group(mesh, "data")

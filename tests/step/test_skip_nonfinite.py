@@ -108,7 +108,7 @@ def test_steps_of_another_first_state_are_counted_from_1(
 def test_of_several_leaves_the_one_that_was_ready_first_is_named(
     group: Callable[[int], fddp.Group], capfd: pytest.CaptureFixture[str]
 ):
-    step, state = make(group(1), schedule="staged")
+    step, state = make(group(1))
     state, _ = step(state, np.full((4, 3), np.nan, np.float32))
     first = step.plan.buckets[0].names[0]
     assert (
@@ -148,7 +148,7 @@ def test_a_loss_scale_goes_down_all_the_same(group: Callable[[int], fddp.Group])
 def test_it_costs_no_further_collective(group: Callable[[int], fddp.Group]):
     operations = []
     for skip in (False, True):
-        step, state = make(group(2), skip_nonfinite=skip, schedule="fused")
+        step, state = make(group(2), skip_nonfinite=skip)
         operations.append(
             list(
                 map(str, find_collectives(parse(step.lower(state, WELL).compile().as_text() or "")))

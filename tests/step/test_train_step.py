@@ -40,12 +40,15 @@ def form(x: Any) -> tuple[Any, ...]:
 def in_this_process(run: Run) -> ParameterSet:
     """Other schedules of the models, and SGD on the MLP, run on processes: in this process they are
     slow."""
-    quick = run.schedule == "fused" and (run.rule == "adamw" or run.model == "mlp")
+    quick = run.schedule == "overlap" and (run.rule == "adamw" or run.model == "mlp")
     return pytest.param(run, marks=[] if quick else [pytest.mark.slow])
 
 
 @pytest.mark.quick(
-    "resnet-bn-adamw-fused", "gpt-adamw-fused-2_micro_batches", "mlp-adamw-fused", "mlp-sgd-fused"
+    "resnet-bn-adamw-overlap",
+    "gpt-adamw-overlap-2_micro_batches",
+    "mlp-adamw-overlap",
+    "mlp-sgd-overlap",
 )
 @pytest.mark.parametrize("run", [in_this_process(run) for run in RUNS], ids=str)
 def test_eight_replicas_end_where_one_device_does(run: Run, group: Callable[[int], fddp.Group]):

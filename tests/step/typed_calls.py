@@ -45,7 +45,7 @@ fddp.train_step(
     check_replicas_every=100,
     donate=False,
 )
-fddp.train_step(loss_fn, SGD, schedule="staged", shard="state", virtual_replicas=None)
+fddp.train_step(loss_fn, SGD, schedule="after", shard="state", virtual_replicas=None)
 fddp.value_and_grad(loss_fn, bucket_cap_mb=4, virtual_replicas=8)
 
 fddp.train_step(loss_fn, SGD, bucket_cap=4)  # pyright: ignore[reportCallIssue]

@@ -1,5 +1,4 @@
-"""A loss's collectives travel between stages, and the step is that of one device on the joined
-batch, in float64."""
+"""A step whose loss has collectives is that of one device on the joined batch, in float64."""
 
 from functools import partial
 from typing import Any
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from on_ranks.collectives import LOSSES, ROWS, clip, normalized
+from on_ranks.collectives import LOSSES, ROWS, normalized
 from tiers import crossed
 from trees import close
 from truth import by_plain_jax
@@ -30,14 +29,12 @@ def batch(replicas: int) -> Any:
 @crossed(
     loss={loss.__name__: loss for loss in LOSSES},
     replicas=[1, 2, 3, 8],
-    schedule=["staged", "eager"],
 )
-def test_a_loss_with_collectives_is_that_of_the_joined_batch(group, x64, loss, replicas, schedule):
+def test_a_loss_with_collectives_is_that_of_the_joined_batch(group, x64, loss, replicas):
     value, grads = jax.value_and_grad(loss)(PARAMS, batch(replicas), None)
     f = fddp.value_and_grad(
         lambda p, rows: loss(p, rows, "replica"),
         group=group(replicas),
-        schedule=schedule,
         bucket_cap_mb=0,
     )
     got, summed_grads = f(PARAMS, batch(replicas))
@@ -56,29 +53,15 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.quick(
-    "{'find_unused_parameters': True}-staged",
-    "{'shard': 'state'}-eager",
-    "{'accumulation_steps': 2}-eager",
-)
+@pytest.mark.quick("{'shard': 'state'}", "{'accumulation_steps': 2}")
 @pytest.mark.steps
-@pytest.mark.parametrize(
-    ("options", "schedule"),
-    [
-        pytest.param(options, schedule, marks=[pytest.mark.slow] if (k + offset) % 2 else [])
-        for k, options in enumerate(OPTIONS)
-        for offset, schedule in enumerate(("eager", "staged"))
-        if (options, schedule) != ({"shard": "optimizer"}, "eager")  # which is refused
-    ],
-    ids=str,
-)
-def test_collectives_of_a_loss_go_with_other_options(group, x64, options, schedule):
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_collectives_of_a_loss_go_with_other_options(group, x64, options):
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
     step = fddp.train_step(
         lambda p, rows: normalized(p, rows, "replica"),
         optimizer,
         group=group(2),
-        schedule=schedule,
         bucket_cap_mb=0,
         **options,
     )
@@ -96,16 +79,13 @@ def test_collectives_of_a_loss_go_with_other_options(group, x64, options, schedu
     close(fddp.whole(state.params), expected)
 
 
-@pytest.mark.quick("staged")
 @pytest.mark.steps
-@pytest.mark.parametrize("schedule", ["staged", "eager"])
-def test_collectives_of_a_loss_are_carried_out_under_no_sync_too(group, x64, schedule):
+def test_collectives_of_a_loss_are_carried_out_under_no_sync_too(group, x64):
     optimizer = optax.sgd(0.1)
     step = fddp.train_step(
         lambda p, rows: normalized(p, rows, "replica"),
         optimizer,
         group=group(2),
-        schedule=schedule,
         bucket_cap_mb=0,
     )
     state, _ = step.no_sync(step.init(PARAMS), rows_of(0))
@@ -130,31 +110,8 @@ def test_the_plan_names_the_kinds_of_collectives_that_the_loss_holds(group):
 
 
 @pytest.mark.steps
-def test_each_collective_is_a_task_by_its_name_and_a_span(group):
-    step = fddp.train_step(
-        lambda p, rows: clip(p, rows, "replica"),
-        optax.sgd(0.1),
-        group=group(2),
-        schedule="staged",
-        bucket_cap_mb=0,
-    )
-    params, rows = jax.tree.map(np.float32, (PARAMS, batch(2)))
-    state = step.init(params)
-    tasks = step.tasks(state, rows).tasks
-    spoken = [task.name for task in tasks if getattr(task, "speaks", False)]
-    assert spoken[0].startswith("all_gather") and any(
-        name.startswith("psum_scatter") for name in spoken
-    )
-    written_at = {name: at for at, task in enumerate(tasks) for name in task.writes}
-    for at, task in enumerate(tasks):  # no task stands before what it waits for
-        assert all(written_at[name] < at for name in task.reads if name in written_at)
-    step(state, rows)
-    assert set(spoken) <= {span.name for span in step.timeline().communication}
-
-
-@pytest.mark.steps
-@crossed(replicas=[1, 2], schedule=["staged", "eager"])
-def test_a_print_of_a_collective_is_shown_once_per_replica(group, capfd, replicas, schedule):
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_print_of_a_collective_is_shown_once_per_replica(group, capfd, replicas):
     def loss(p, x):
         hidden = x @ p["a"]
         mean = jax.lax.pmean(jnp.mean(hidden), "replica")
@@ -162,7 +119,7 @@ def test_a_print_of_a_collective_is_shown_once_per_replica(group, capfd, replica
         jax.lax.axis_index("replica")  # its result is unused
         return jnp.mean(((hidden - mean) @ p["b"]) ** 2)
 
-    f = fddp.value_and_grad(loss, group=group(replicas), schedule=schedule, bucket_cap_mb=0)
+    f = fddp.value_and_grad(loss, group=group(replicas), bucket_cap_mb=0)
     jax.block_until_ready(f({"a": jnp.ones((4, 8)), "b": jnp.ones((8, 2))}, jnp.ones((4, 4))))
     jax.effects_barrier()
     assert capfd.readouterr().out.count("mean 4.0") == replicas
