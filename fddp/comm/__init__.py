@@ -32,7 +32,6 @@ from fddp.comm.host_bytes import hosted as hosted
 from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import unwatched as unwatched
-from fddp.comm.lane import Lane as Lane
 from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import mesh_transport as mesh_transport
@@ -51,7 +50,6 @@ from fddp.comm.placement import laid_out as laid_out
 from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
-from fddp.comm.placement import trace_again as trace_again
 from fddp.comm.placement import whole_here as whole_here
 from fddp.comm.program_lane import library as library
 from fddp.comm.rotation import round_robin as round_robin

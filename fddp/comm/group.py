@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike
 from fddp.comm.communicator import Communicator
 from fddp.comm.host_bytes import from_bytes, one_array
 from fddp.comm.journal import Journal
-from fddp.comm.lane import Lane
 from fddp.comm.objects import all_gather_object, broadcast_object
 from fddp.comm.placement import Placement
 from fddp.comm.transport import Hosts, Transport
@@ -53,8 +52,6 @@ class Group:
     """Makes a smaller group; see `subgroup`."""
     journal: Journal = field(default_factory=Journal, repr=False, compare=False)
     """Records the progress of this process."""
-    lane: Lane = field(default_factory=Lane, repr=False, compare=False)
-    """Messages that outlive their steps; shared by the groups of one world."""
 
     def __dir__(self) -> list[str]:
         internal = {"placement", *(x.name for x in fields(self) if not x.repr)}
@@ -237,9 +234,7 @@ class Group:
             raise ValueError(
                 f"rank {self.rank} is not in {ids}; call subgroup only on its members."
             )
-        return replace(
-            self.make_subgroup(list(map(int, ids))), journal=self.journal, lane=self.lane
-        )
+        return replace(self.make_subgroup(list(map(int, ids))), journal=self.journal)
 
     def hierarchical(self, local: int | None = None) -> "Group":
         """Makes a group of the same replicas with sums over each host first, then between hosts.

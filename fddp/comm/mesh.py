@@ -2,28 +2,23 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree, UInt8
+from jaxtyping import UInt8
 
-from fddp.comm.chunked_collectives import GLOO_BYTES, gather_in_pieces, scattered
 from fddp.comm.communicator import Communicator, axis_communicator
-from fddp.comm.device_caches import device_cache
 from fddp.comm.group import Group
-from fddp.comm.lane import Lane
-from fddp.comm.mesh_lane import mesh_lane
+from fddp.comm.mesh_lane import mesh_lanes
 from fddp.comm.mesh_programs import first_devices, mesh_placement
 from fddp.comm.placement import AXIS, REPLICATED, Placement, from_process
 from fddp.comm.program_lane import library
 from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
-from fddp.jax_internals import context_mesh, on_mesh, without_context_mesh
+from fddp.jax_internals import context_mesh, without_context_mesh
 from fddp.wording import check_has
 
 
@@ -65,28 +60,18 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         )
     platform = mesh.devices.flat[0].platform
 
-    def more(count: int) -> tuple[Transport, ...]:
-        # Programs of several threads may reach the devices of one process, and the one queue of a
-        # GPU, in different orders, and then wait for each other forever: there is one transport.
-        if len(processes) < mesh.size or backend == "nccl":
-            return ()
-        turns = range(1, min(count + 1, len(processes)))
-        return tuple(_turned(mesh, axis_name, piece, turn) for turn in turns)
-
     placement = mesh_placement(mesh, axis_name)
     backend = "nccl"
-    piece = None
     if len(processes) == 1:
         backend = "local"
     elif platform == "cpu":
         backend = "gloo"
-        piece = GLOO_BYTES
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
     hosts = mesh_hosts(mesh)
     rank = processes.index(jax.process_index())
-    transport = mesh_transport(placement, communicator, piece)._replace(more=more)
+    transport = mesh_transport(placement, communicator)
     if backend == "gloo" and mesh.size == len(processes) and library():
-        transport = transport._replace(in_lane=mesh_lane(placement, rank, hosts))
+        transport = transport._replace(in_lanes=mesh_lanes(placement, rank, hosts))
     owner_ranks = [processes.index(process) for process in owners]
     return Group(
         rank=rank,
@@ -97,7 +82,6 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         transport=transport,
         hosts=hosts,
         make_subgroup=partial(_subgroup, mesh, axis_name, owner_ranks),
-        lane=_lane(frozenset(mesh.devices.flat)),
     )
 
 
@@ -108,13 +92,6 @@ def _subgroup(
     positions = [k for rank in ranks for k, owner in enumerate(owner_ranks) if owner == rank]
     devices = np.take(mesh.devices, positions, mesh.axis_names.index(axis_name))
     return mesh_group(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), axis_name)
-
-
-@device_cache
-def _lane(devices: frozenset[Any]) -> Lane:
-    """Returns one lane for all groups of the same devices, as XLA has one Gloo communicator."""
-    del devices
-    return Lane()
 
 
 def _replica_owners(mesh: Mesh, axis_name: str) -> list[int]:
@@ -150,39 +127,18 @@ def replica_mesh(devices: Sequence[Any]) -> Mesh:
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def mesh_transport(
-    placement: Placement, communicator: Communicator, piece: int | None = None
-) -> Transport:
-    """Makes the collectives between programs, each a small program, over the axis of a placement.
-
-    `piece` limits the bytes per replica of a scatter or gather.
-    """
-
-    def blocking(
-        f: Callable[[jax.Array], jax.Array], out: PartitionSpec, blocks: int = 1
-    ) -> Callable[[jax.Array], jax.Array]:
-        if placement.axis_size * blocks == 1:
-            return lambda x: x
-        program = placement.program(f, (placement.per_replica,), out)
-        return lambda x: jax.block_until_ready(program(x))
+def mesh_transport(placement: Placement, communicator: Communicator) -> Transport:
+    """Makes the sums between programs, each a small program, over the axis of a placement."""
 
     @functools.cache
     def in_tree(blocks: int) -> Callable[[jax.Array], jax.Array]:
-        return blocking(lambda x: tree_reduce(communicator, x, blocks), REPLICATED, blocks)
+        if placement.axis_size * blocks == 1:
+            return lambda x: x
+        run = lambda x: tree_reduce(communicator, x, blocks)  # noqa: E731
+        program = placement.program(run, (placement.per_replica,), REPLICATED)
+        return lambda x: jax.block_until_ready(program(x))
 
-    return Transport(
-        all_reduce=blocking(communicator.all_reduce, REPLICATED),
-        reduce_scatter=blocking(
-            lambda x: scattered(communicator, x.reshape(communicator.size, -1), piece),
-            placement.per_replica,
-        ),
-        all_gather=blocking(
-            lambda x: gather_in_pieces(communicator, x, piece).reshape(-1), REPLICATED
-        ),
-        tree_reduce=lambda x, blocks: in_tree(blocks)(x),
-        inside=communicator,
-        program=placement.program,
-    )
+    return Transport(lambda x, blocks: in_tree(blocks)(x))
 
 
 def mesh_hosts(mesh: Mesh) -> Hosts:
@@ -215,43 +171,3 @@ def mesh_hosts(mesh: Mesh) -> Hosts:
 
     ranks = tuple(device.process_index for device in hosts.devices.flat)
     return Hosts(ranks, all_gather, broadcast)
-
-
-def _turned(mesh: Mesh, axis_name: str, piece: int | None, turn: int) -> Transport:
-    """Makes a transport over the same devices in a rotated order.
-
-    XLA has one Gloo communicator for each order of devices, and two sums at once mix on one
-    communicator, without an error. The last bits of a float sum depend on the order; they are equal
-    on all ranks.
-    """
-    devices = np.roll(mesh.devices.reshape(-1), -turn).reshape(mesh.devices.shape)
-    ring = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-    placement = mesh_placement(ring, axis_name)
-    communicator = axis_communicator(
-        axis_name, mesh.shape[axis_name], mesh.devices.flat[0].platform
-    )
-
-    def program(f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        run = placement.program(f, in_specs, out_specs)
-        return lambda *args: _over(mesh, run(*_over(ring, args)))
-
-    return mesh_transport(
-        placement._replace(program=program), _renumbered(communicator, turn), piece
-    )
-
-
-def _renumbered(comm: Communicator, turn: int) -> Communicator:
-    """Numbers the replicas of a mesh with rotated devices as before the rotation by `turn`."""
-    rotated = partial(jnp.roll, shift=-turn, axis=0)
-    restored = partial(jnp.roll, shift=turn, axis=0)
-    return replace(
-        comm,
-        replica_index=lambda: (comm.replica_index() + turn) % comm.size,
-        all_to_all=lambda rows: restored(comm.all_to_all(rotated(rows))),
-        all_gather=lambda x: restored(comm.all_gather(x)),
-        reduce_scatter=lambda rows: comm.reduce_scatter(rotated(rows)),
-    )
-
-
-def _over(mesh: Mesh, tree: PyTree) -> Any:
-    return jax.tree.map(partial(on_mesh, mesh=mesh), tree)

@@ -16,20 +16,22 @@ from fddp.comm.transport import Hosts
 from fddp.jax_internals import gloo_host
 
 
-def mesh_lane(
+def mesh_lanes(
     placement: Placement, rank: int, hosts: Hosts, levels: Sequence[Sequence[int]] = ()
-) -> Callable[[], tuple[Placement, Communicator]]:
-    """Makes the programs of a lane, once, when all processes first need them.
+) -> Callable[[int], tuple[Placement, Communicator]]:
+    """Makes the programs of as many lanes, once, when all processes first need them.
 
     `levels` are as in `SocketSend`.
     """
 
     @functools.cache
-    def make() -> tuple[Placement, Communicator]:
+    def make(count: int) -> tuple[Placement, Communicator]:
         axis, size = str(placement.axis_name), placement.axis_size
-        connections = connect_ranks(rank, hosts, gloo_host())
-        send = SocketSend(rank, connections, levels, hosts.ranks)
-        lane = ProgramLane(size, placement.place(np.float32(1), REPLICATED), send)
+        sends = list[SocketSend]()
+        for _ in range(count):
+            connections = connect_ranks(rank, hosts, gloo_host())
+            sends.append(SocketSend(rank, connections, levels, hosts.ranks))
+        lane = ProgramLane(size, placement.place(np.float32(1), REPLICATED), sends)
         communicator = lane.communicator(lambda: jax.lax.axis_index(axis))
         return lane.placement(placement, rank_words(rank, size, communicator)), communicator
 

@@ -41,10 +41,7 @@ def mpi_group(comm: Any) -> Group:
 
     # Each kind of message has a communicator, so that two kinds never meet: messages inside
     # programs (mpi4jax), of a loss, between programs, of the hosts, and the user's.
-    transport = mpi_transport(comm.Clone())._replace(
-        in_lane=_in_lane(comm.Clone()),
-        more=lambda count: tuple(mpi_transport(comm.Clone()) for _ in range(count)),
-    )
+    transport = mpi_transport(comm.Clone())._replace(in_lanes=_in_lanes(comm))
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
     return Group(
@@ -61,15 +58,16 @@ def mpi_group(comm: Any) -> Group:
     )
 
 
-def _in_lane(comm: Any) -> Callable[[], tuple[Placement, Communicator]] | None:
-    """Makes the programs of a lane, on an mpi4py communicator without other users."""
+def _in_lanes(comm: Any) -> Callable[[int], tuple[Placement, Communicator]] | None:
+    """Makes the programs of lanes, on clones of an mpi4py communicator."""
     if library() is None or comm.size == 1 or jax.default_backend() != "cpu":
         return None
 
     @functools.cache
-    def make() -> tuple[Placement, Communicator]:
+    def make(count: int) -> tuple[Placement, Communicator]:
         token = jax.device_put(np.float32(1), jax.local_devices()[0])
-        lane = ProgramLane(comm.size, token, mpi_send(comm))
+        sends = [mpi_send(comm.Clone()) for _ in range(count)]
+        lane = ProgramLane(comm.size, token, sends)
         communicator = lane.communicator(lambda: jnp.int32(comm.rank))
         words = rank_words(comm.rank, comm.size, communicator)
         return lane.placement(rank_placement(comm.size), words), communicator

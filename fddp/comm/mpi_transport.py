@@ -8,12 +8,9 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.experimental import io_callback
 from jaxtyping import Shaped
 
-from fddp.comm.communicator import Communicator, mpi_word, rank_communicator
 from fddp.comm.program_lane import Send
 from fddp.comm.summation_tree import parts_for_each, sum_of_parts
 from fddp.comm.transport import Transport
@@ -27,39 +24,11 @@ ALIGNMENT = 64
 
 
 def mpi_transport(comm: Any) -> Transport:
-    """Makes the collectives between programs on an mpi4py communicator without other users.
-
-    mpi4jax's call spins on a core that the backward pass needs. MPI's nonblocking call, polled less
-    and less often, leaves it free. An array is sent in several messages: one is on the wire while
-    MPI adds up another.
-    """
-    from mpi4py import MPI
-
+    """Makes the sums between programs on an mpi4py communicator without other users."""
     device = jax.local_devices()[0]
     like = receive_buffers()
 
-    def all_reduce(x: jax.Array) -> jax.Array:
-        if comm.size == 1:
-            return x
-        summand = jax.device_get(mpi_word(x))
-        received = like(summand)
-        messages = zip(np.array_split(summand, MESSAGES), np.array_split(received, MESSAGES))
-        poll_until_done(
-            [comm.Iallreduce(message, total, op=MPI.SUM) for message, total in messages]
-        )
-        return jax.device_put(received, device).astype(x.dtype)
-
-    def reduce_scatter(x: jax.Array) -> jax.Array:
-        if comm.size == 1:
-            return x
-        summand = jax.device_get(mpi_word(x))
-        received = like(summand[: summand.size // comm.size])
-        poll_until_done([comm.Ireduce_scatter_block(summand, received, op=MPI.SUM)])
-        return jax.device_put(received, device).astype(x.dtype)
-
     def all_gather(x: jax.Array) -> jax.Array:
-        if comm.size == 1:
-            return x
         shard = jax.device_get(x)
         received = like(shard, comm.size)
         poll_until_done([_bytes_of(comm.Iallgather)(shard, received)])
@@ -75,9 +44,7 @@ def mpi_transport(comm: Any) -> Transport:
 
     for_each = jax.jit(partial(parts_for_each, comm.size), static_argnums=1)
     added = jax.jit(sum_of_parts, static_argnums=1)
-    return Transport(
-        all_reduce, reduce_scatter, all_gather, tree_reduce, waiting_communicator(comm)
-    )
+    return Transport(tree_reduce)
 
 
 def mpi_send(comm: Any) -> Send:
@@ -94,42 +61,6 @@ def mpi_send(comm: Any) -> Send:
             poll_until_done([_bytes_of(begin)(summand.copy(), array)])
 
     return send
-
-
-def waiting_communicator(comm: Any) -> Communicator:
-    """Makes collectives inside a program that free the core while they wait, as in `mpi_transport`.
-
-    One thread at a time may use the mpi4py communicator.
-    """
-    from mpi4py import MPI
-
-    like = receive_buffers()
-
-    def collective(
-        begin: Callable[[np.ndarray, np.ndarray], Any], rows: int = 1
-    ) -> Callable[[jax.Array], jax.Array]:
-        def run(x: jax.Array) -> np.ndarray:
-            message = np.ascontiguousarray(x).reshape(-1)
-            received = like(message, rows)
-            poll_until_done([begin(message, received)])
-            return received.reshape(rows, *x.shape)
-
-        def call(x: jax.Array) -> jax.Array:
-            form = jax.ShapeDtypeStruct((rows, *x.shape), x.dtype)
-            return io_callback(run, form, x, ordered=True)
-
-        return call
-
-    added = collective(partial(comm.Iallreduce, op=MPI.SUM))
-    exchanged = collective(_bytes_of(comm.Ialltoall))
-    gathered = collective(_bytes_of(comm.Iallgather), comm.size)
-    return rank_communicator(
-        comm.size,
-        lambda: jnp.int32(comm.rank),
-        lambda x: added(x)[0],
-        lambda rows: exchanged(rows)[0],
-        gathered,
-    )
 
 
 def _bytes_of(begin: Callable[..., Any]) -> Callable[..., Any]:

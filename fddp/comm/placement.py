@@ -146,14 +146,6 @@ def as_program(placement: Placement, f: Callable[..., Any]) -> Callable[..., Any
     return run
 
 
-def trace_again(
-    placement: Placement, closed: ClosedJaxpr, f: Callable[..., Any], *args: Any
-) -> ClosedJaxpr:
-    """Traces a function of a program's inputs and further arguments."""
-    forms = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals]
-    return trace(placement, f, *forms, *args)[0]
-
-
 def _form(x: Any) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of an array without its sharding, whose mesh is not the view."""
     kind = jax.typeof(x)

@@ -59,16 +59,17 @@ def library() -> ctypes.CDLL | None:
 class ProgramLane:
     """The messages of a group's programs, one after the other, in one order on all ranks."""
 
-    def __init__(self, size: int, token: jax.Array, send: Send) -> None:
+    def __init__(self, size: int, token: jax.Array, sends: Sequence[Send]) -> None:
         self._size = size
         self.token = token
         """The last program's token: the next program waits for it."""
-        identity = next(_identities)
-        self._carrier = Carrier(partial(_start, identity), partial(_done, identity))
+        identities = [next(_identities) for _ in sends]
+        self._carrier = Carrier(partial(_start, identities), partial(_done, identities))
         calls: Any = library()
-        run = partial(_carry, calls, identity, size, send)
-        threading.Thread(target=run, name="fddp-lane", daemon=True).start()
-        weakref.finalize(self, calls.fddp_lane_close, identity, b"the group has ended")
+        for identity, send in zip(identities, sends):
+            run = partial(_carry, calls, identity, size, send)
+            threading.Thread(target=run, name="fddp-lane", daemon=True).start()
+            weakref.finalize(self, calls.fddp_lane_close, identity, b"the group has ended")
 
     def communicator(self, replica_index: Callable[[], jax.Array]) -> Communicator:
         """Makes the collectives of a replica inside a program of the lane."""
@@ -133,7 +134,12 @@ def _translated(closed: Any, axis: str, words: Words, *leaves: Any) -> list[Any]
 
 
 def _start(
-    lane: int, token: jax.Array, arrays: Sequence[jax.Array], kind: Kind, form: Any
+    lanes: Sequence[int],
+    token: jax.Array,
+    arrays: Sequence[jax.Array],
+    kind: Kind,
+    form: Any,
+    turn: int,
 ) -> tuple[jax.Array, jax.Array]:
     dtype = form.dtype
     if dtype not in DTYPES:
@@ -141,7 +147,7 @@ def _start(
     token, number = start_p.bind(
         token,
         *arrays,
-        lane=np.int64(lane),
+        lane=np.int64(lanes[turn % len(lanes)]),
         bytes=np.int64(form.size * form.dtype.itemsize),
         kind=np.int64(KINDS.index(kind)),
         dtype=np.int64(DTYPES.index(dtype)),
@@ -150,10 +156,15 @@ def _start(
 
 
 def _done(
-    lane: int, tokens: Sequence[jax.Array], number: jax.Array, forms: Sequence[Any]
+    lanes: Sequence[int],
+    tokens: Sequence[jax.Array],
+    number: jax.Array,
+    forms: Sequence[Any],
+    turn: int,
 ) -> tuple[jax.Array, Sequence[jax.Array]]:
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in forms)
-    results = done_p.bind(number, *tokens, shapes=shapes, lane=np.int64(lane))
+    lane = np.int64(lanes[turn % len(lanes)])
+    results = done_p.bind(number, *tokens, shapes=shapes, lane=lane)
     return results[0], results[1:]
 
 

@@ -17,12 +17,9 @@ from fddp.wording import check_has
 def round_robin(groups: Sequence[Group]) -> Group:
     """Joins groups of the same processes into one group with concurrent all-reduces.
 
-    Every process calls it. A step's messages travel in the first group's lane so far.
-
-    Under MPI every group has its own communicators. Under Gloo XLA has one communicator for each
-    order of the devices, so at most as many sums run concurrently as there are processes; more
-    groups have no effect. Under NCCL, where a GPU has one queue for the launches of all threads, if
-    a process has several devices, or if sums go over hosts first, all groups share one.
+    A step sends its sums through as many lanes as groups, in turn. Where XLA carries the messages
+    (NCCL, several devices in a process), one communicator sends all. The first group carries all
+    other traffic. Every process calls it.
 
     Args:
       groups: groups of the same processes in the same order, such as `[group] * 3`; equally many on
@@ -49,8 +46,7 @@ def round_robin(groups: Sequence[Group]) -> Group:
     for group in groups:
         check_has("placement", "round_robin: each of groups", group, "a fddp.Group")
     verify(first, "groups for round_robin", lambda: _described(groups))
-    transport = first.transport
-    return replace(first, transport=transport._replace(clones=transport.with_more(len(groups))))
+    return replace(first, transport=first.transport._replace(lanes=len(groups)))
 
 
 def _described(groups: Sequence[Group]) -> list[str]:

@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped
 from fddp.comm.addresses import host_keys
 from fddp.comm.agreement import verify
 from fddp.comm.communicator import add_rows, mpi_word
-from fddp.comm.mesh_lane import mesh_lane
+from fddp.comm.mesh_lane import mesh_lanes
 from fddp.comm.placement import REPLICATED
 
 if TYPE_CHECKING:  # a group makes one with two levels
@@ -42,21 +42,12 @@ def hierarchical(group: "Group", local: int | None) -> "Group":
     if 1 in (len(hosts), len(hosts[0])):
         return group
     all_reduce = partial(two_level_sum, str(placement.axis_name), hosts)
-    program = placement.program(all_reduce, (placement.per_replica,), REPLICATED)
     communicator = replace(group.communicator, all_reduce=all_reduce)
-    in_lane = None
-    if group.transport.in_lane:
+    in_lanes = None
+    if group.transport.in_lanes:
         levels = [ranks for ranks in (*hosts, *zip(*hosts)) if group.rank in ranks]
-        in_lane = mesh_lane(placement, group.rank, group.hosts, levels)
-    transport = group.transport._replace(
-        all_reduce=lambda x: jax.block_until_ready(program(x)),
-        inside=communicator,
-        in_lane=in_lane,
-        local=len(hosts[0]),
-        # A rotated order of the devices has the same hosts, and two sums would mix on them.
-        clones=(),
-        more=lambda count: (),
-    )
+        in_lanes = mesh_lanes(placement, group.rank, group.hosts, levels)
+    transport = group.transport._replace(in_lanes=in_lanes, local=len(hosts[0]))
     return replace(group, communicator=communicator, transport=transport)
 
 

@@ -68,10 +68,9 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     group.barrier()
     # Gloo connects at the first message of each communicator, and a lane when it is made.
     payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)
-    for transport in group.transport.with_more(2):
-        jax.block_until_ready(transport.all_reduce(payload))
-    if group.transport.in_lane:
-        group.transport.in_lane()
+    group.transport.tree_reduce(payload, 1)
+    if group.transport.in_lanes:
+        group.transport.in_lanes(1)
     leave_service()
     of_members = {member.address[1] for member in view.members}
     opened = [

@@ -26,7 +26,6 @@ from fddp.hooks.reductions import all_finite as all_finite
 from fddp.hooks.reductions import by_leaf as by_leaf
 from fddp.hooks.reductions import by_message as by_message
 from fddp.hooks.reductions import per_device as per_device
-from fddp.hooks.reductions import plain_bytes as plain_bytes
 from fddp.hooks.reductions import reductions as reductions
 from fddp.hooks.reductions import summed as summed
 from fddp.hooks.topk import topk as topk

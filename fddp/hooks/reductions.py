@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 
 from fddp.buckets import BucketPlan, Message, by_device, flags
@@ -19,11 +18,9 @@ from fddp.comm import (
     Communicator,
     Placement,
     add_bytes,
-    all_reduce_bytes,
     as_uint32,
     count_aside,
     count_bytes,
-    reduce_scatter_bytes,
 )
 from fddp.hooks.hook import GradBucket, Hook, State
 
@@ -188,15 +185,6 @@ def _round_by_round(
 ) -> Shaped[Array, " n"]:
     """Sums the parts of a message in a loop; `fused_loops` merges it with the producing loop."""
     return jax.lax.map(partial(plain, comm), message.reshape(rounds, -1)).reshape(-1)
-
-
-def plain_bytes(comm: Communicator, reduction: Reduction, size: int, dtype: DTypeLike) -> int:
-    """Bytes that each replica sends for a message of `size` elements by the plain collective."""
-    if reduction.collective.kind == "all_gather":
-        return (comm.size - 1) * size * jnp.dtype(dtype).itemsize
-    if reduction.collective.kind == "reduce_scatter":
-        return reduce_scatter_bytes(comm, size, dtype)
-    return all_reduce_bytes(comm, size, dtype)
 
 
 def all_finite(sums: Iterable[Shaped[Array, " n"]]) -> Bool[Array, ""]:

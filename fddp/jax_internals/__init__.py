@@ -12,7 +12,6 @@ from fddp.jax_internals.arrays import parts_here as parts_here
 from fddp.jax_internals.arrays import replicated_over as replicated_over
 from fddp.jax_internals.arrays import resharded as resharded
 from fddp.jax_internals.arrays import rows_here as rows_here
-from fddp.jax_internals.arrays import with_parts_listed as with_parts_listed
 from fddp.jax_internals.collective_equations import COLLECTIVES as COLLECTIVES
 from fddp.jax_internals.collective_equations import INDEX as INDEX
 from fddp.jax_internals.collective_equations import axes_of as axes_of
@@ -48,7 +47,6 @@ from fddp.jax_internals.jaxprs import Literal as Literal
 from fddp.jax_internals.jaxprs import Var as Var
 from fddp.jax_internals.jaxprs import acts as acts
 from fddp.jax_internals.jaxprs import acts_alike as acts_alike
-from fddp.jax_internals.jaxprs import along_first_dim as along_first_dim
 from fddp.jax_internals.jaxprs import barrier_before as barrier_before
 from fddp.jax_internals.jaxprs import branches as branches
 from fddp.jax_internals.jaxprs import callbacks as callbacks
@@ -74,7 +72,6 @@ from fddp.jax_internals.jaxprs import scattered_rows as scattered_rows
 from fddp.jax_internals.loops import loop_parts as loop_parts
 from fddp.jax_internals.loops import run_while as run_while
 from fddp.jax_internals.loops import scan_body as scan_body
-from fddp.jax_internals.loops import shorter_scan as shorter_scan
 from fddp.jax_internals.loops import while_programs as while_programs
 from fddp.jax_internals.loops import without_refs as without_refs
 from fddp.jax_internals.mesh_free import MESH_ERRORS as MESH_ERRORS

@@ -35,17 +35,6 @@ def given_away(x: jax.Array) -> bool:
     return len(parts) > 1 and any(part.is_deleted() for part in parts)
 
 
-def with_parts_listed(arrays: Arrays) -> Arrays:
-    """Fills the cached lists of parts of new arrays, before other threads read them.
-
-    JAX lists an array's parts on first use. If two threads do so at the same time, one of them gets
-    each part twice.
-    """
-    for x in jax.tree.leaves(arrays):
-        parts_here(x)
-    return arrays
-
-
 def resharded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None = None) -> jax.Array:
     """Lays out an array along Explicit axes inside a program; leaves Auto axes to XLA."""
     target = mesh or jax.typeof(x).sharding.mesh

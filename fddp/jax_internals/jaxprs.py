@@ -210,21 +210,6 @@ def is_for_platforms(eqn: JaxprEqn) -> bool:
     return eqn.params.get("branches_platforms") is not None
 
 
-def along_first_dim(eqn: JaxprEqn) -> tuple[int, int] | None:
-    """Returns begin and end of a slice along the first dim only, else None.
-
-    Relies on the parameters of `slice`.
-    """
-    if eqn.primitive.name != "slice" or set(eqn.params["strides"] or [1]) != {1}:
-        return None
-    starts = eqn.params["start_indices"]
-    limits = eqn.params["limit_indices"]
-    operand: Any = eqn.invars[0].aval
-    if starts and not any(starts[1:]) and tuple(limits[1:]) == tuple(operand.shape[1:]):
-        return starts[0], limits[0]
-    return None
-
-
 def joins_first_dim(eqn: JaxprEqn) -> bool:
     """True for a `concatenate` along the first dim. Relies on the parameter `dimension`."""
     return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax._src import core
 from jax._src.state.discharge import discharge_state
 
-from fddp.jax_internals.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, inner_programs, run_again
+from fddp.jax_internals.jaxprs import ClosedJaxpr, Jaxpr, JaxprEqn, inner_programs
 
 Item = TypeVar("Item")
 
@@ -19,15 +19,6 @@ def scan_body(eqn: JaxprEqn) -> tuple[ClosedJaxpr, dict[str, Any]]:
     Relies on their names.
     """
     return eqn.params["jaxpr"], {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-
-
-def shorter_scan(eqn: JaxprEqn, length: int, args: Sequence[Any]) -> list[Any]:
-    """Runs `length` rounds of a `scan`.
-
-    Relies on its parameters `length` and `unroll`.
-    """
-    shorter = {"length": length, "unroll": min(length, eqn.params["unroll"])}
-    return run_again(eqn.replace(params={**eqn.params, **shorter}), args)
 
 
 def while_programs(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ClosedJaxpr]:

@@ -8,7 +8,6 @@ leaves. This room imports no other.
 from fddp.jaxpr.equations import cheap as cheap
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import form_of as form_of
-from fddp.jaxpr.equations import has_64_bits as has_64_bits
 from fddp.jaxpr.equations import maker_positions as maker_positions
 from fddp.jaxpr.equations import straighten as straighten
 from fddp.jaxpr.equations import text_digest as text_digest

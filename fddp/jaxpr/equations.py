@@ -6,11 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from fddp.jax_internals import (
     COLLECTIVES,
-    INDEX,
     OWN_DERIVATIVE,
     REMATERIALISED,
     WRAPPERS,
@@ -26,7 +23,6 @@ from fddp.jax_internals import (
     new_variable,
 )
 
-WIDE = tuple(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 # XLA fuses these equations into the readers of their results, and repeats them there rather than
 # store a result.
 CHEAP = {
@@ -48,8 +44,6 @@ ELEMENTWISE = {
 }
 # These keep the elements and their order, and change only the dims or the placement.
 RESHAPES = {"reshape", "squeeze", "expand_dims", "sharding_constraint"}
-# Their results may differ between replicas with equal inputs.
-OF_A_REPLICA = COLLECTIVES | {INDEX}
 
 
 def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> ClosedJaxpr:
@@ -90,19 +84,6 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 def collectives(closed: ClosedJaxpr) -> set[str]:
     """Names of the collectives in a program, at any depth: those over a mesh axis, or MPI's."""
     return set(_collectives(closed.jaxpr.eqns))
-
-
-def has_64_bits(closed: ClosedJaxpr) -> bool:
-    """True if a value of a program, at any depth, has 64-bit numbers."""
-
-    def wide(eqns: Iterable[JaxprEqn]) -> bool:
-        return any(
-            any(getattr(var.aval, "dtype", None) in WIDE for var in eqn.outvars)
-            or wide(inner_equations(eqn))
-            for eqn in eqns
-        )
-
-    return wide(closed.jaxpr.eqns)
 
 
 def text_digest(closed: ClosedJaxpr) -> str:

@@ -25,9 +25,9 @@ class Carrier:
     """The calls that start and end a message inside a program."""
 
     start: Callable[..., tuple[jax.Array, jax.Array]]
-    """(token, arrays, kind, form of the result) → (token, number of the message)."""
+    """(token, arrays, kind, form of the result, turn) → (token, number of the message)."""
     done: Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
-    """(tokens, number, forms) → (token, arrays of these forms, one after the other)."""
+    """(tokens, number, forms, turn) → (token, arrays of these forms, one after the other)."""
 
 
 def exchange(carrier: Carrier, kind: Kind, x: jax.Array, ranks: int) -> jax.Array:
@@ -65,8 +65,8 @@ def _at_once(
     x: jax.Array, *, carrier: Carrier, kind: Kind, form: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Starts a message that `overlapped` has not seen, under `jax.disable_jit`, and awaits it."""
-    token, number = carrier.start(jnp.ones((), TOKEN.dtype), [x], kind, form)
-    return carrier.done([token], number, [form])[1][0]
+    token, number = carrier.start(jnp.ones((), TOKEN.dtype), [x], kind, form, 0)
+    return carrier.done([token], number, [form], 0)[1][0]
 
 
 @exchange_p.def_impl

@@ -63,7 +63,7 @@ class _Run:
         self.maker = maker_positions(program.jaxpr)
         self.messages, self.ran = messages_of(program.jaxpr, self.maker)
         self.waits = waits_of(self.eqns, self.maker, self.messages)
-        self.numbers = dict[int, jax.Array]()  # position of a message that has started → number
+        self.numbers = dict[int, tuple[Any, int]]()  # position of a started message → number, turn
         self.stage = 0  # how many messages have started
         self.stage_of = dict[Var, int]()  # arguments are missing
         self.behind = dict[Var, Any]()  # inputs of this stage's equations, behind the last start
@@ -159,10 +159,11 @@ class _Run:
     def _start(self, message: Message) -> None:
         params = parameters(self.eqns[message.position])
         pieces = list(map(jnp.asarray, self.values.read_all(message.pieces)))
+        turn = self.stage if message.results else 0  # a later program receives from one lane
         self.token, number = params["carrier"].start(
-            self.token, pieces, params["kind"], params["form"]
+            self.token, pieces, params["kind"], params["form"], turn
         )
-        self.numbers[message.position] = number
+        self.numbers[message.position] = number, turn
         if isinstance(message.number, Var):
             self.values.update([(message.number, number)])
         self.stage += 1
@@ -173,10 +174,10 @@ class _Run:
         if self.computed is not None:
             tokens.append(self.computed.ravel()[0].astype(jnp.float32))
         forms = list(map(form_of, message.results))
-        number = self.numbers.get(message.position)
+        number, turn = self.numbers.get(message.position, (None, 0))
         if message.number is not None:
             number = self.values.read(message.number)
-        self.token, results = carrier.done(tokens, number, forms)
+        self.token, results = carrier.done(tokens, number, forms, turn)
         self.values.update(zip(message.results, results))
         self.stage_of.update(dict.fromkeys(message.results, self.stage))
 

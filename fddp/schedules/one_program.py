@@ -66,7 +66,7 @@ def _runner(group: Group, pieces: Pieces, donate: bool) -> Runner:
         # A program inside another one cannot have compiler options.
         return StepOutputs(*program.__wrapped__(*inputs))
 
-    ordered = placement.on_mesh or group.transport.in_lane
+    ordered = placement.on_mesh or group.transport.in_lanes
     names = tuple(reduction.name for reduction in pieces.reductions)
     return Runner(run, lower, messages=names, inside=inside if ordered else None)
 

@@ -104,7 +104,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
 def _in_lane(replica: Replica) -> Replica:
     """Makes the messages of the program travel in the group's lane, while the program computes."""
     group = replica.group
-    if group.transport.in_lane is None:
+    if group.transport.in_lanes is None:
         return replica
-    placement, communicator = group.transport.in_lane()
+    placement, communicator = group.transport.in_lanes(group.transport.lanes)
     return replace(replica, group=replace(group, placement=placement, communicator=communicator))

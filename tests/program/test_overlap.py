@@ -28,7 +28,7 @@ def recorded(calls: list[str]) -> Carrier:
         flying[number] = list(arrays), kind
         return token * 1.0, number
 
-    def done(tokens: Sequence[jax.Array], number: int, forms: Sequence[Any]):
+    def done(tokens: Sequence[jax.Array], number: int, forms: Sequence[Any], turn: int):
         calls.append(f"done {number} of {len(forms)}")
         arrays, kind = flying.pop(number)
         flat = jnp.concatenate([x.ravel() for x in arrays])
