@@ -77,7 +77,7 @@ def figures(rehearsed, name):
 
 
 @every_part
-def test_a_fused_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(rehearsed):
+def test_a_step_has_the_losses_and_parameters_of_plain_jax_for_each_model(rehearsed):
     by_model = figures(rehearsed, "same")
     assert {name.partition(":")[0] for name in by_model} == {
         "mlp",

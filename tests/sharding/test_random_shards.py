@@ -30,9 +30,8 @@ def test_a_random_configuration_trains_as_plain_jax_or_is_refused(seed: int):
 def test_what_is_drawn_has_all_that_shards_go_with():
     drawn = [draw_shards(seed) for seed in range(MANY)]
     assert {configuration.options["shard"] for configuration in drawn} == {"optimizer", "state"}
-    assert {configuration.options["schedule"] for configuration in drawn} == {
-        "overlap",
-        "after",
+    assert {"overlap", "after"} <= {
+        configuration.options.get("schedule") for configuration in drawn
     }
     assert {"", "bf16", "fp16"} <= {configuration.hook for configuration in drawn}
     assert {1, 2, 4} <= {configuration.hosts for configuration in drawn}

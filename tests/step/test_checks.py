@@ -490,7 +490,7 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         (
             {"schedule": "later"},
             ValueError,
-            "schedule must be one of auto, overlap, after, got 'later'",
+            "schedule must be one of auto, overlap, after, eager, got 'later'",
         ),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
         (
