@@ -21,7 +21,7 @@ def recorded(calls: list[str]) -> Carrier:
     numbers = count()
 
     def start(
-        token: jax.Array, arrays: Sequence[jax.Array], kind: str, form: Any
+        token: jax.Array, arrays: Sequence[jax.Array], kind: str, form: Any, turn: int
     ) -> tuple[jax.Array, Any]:
         number = next(numbers)
         calls.append(f"start {number} of {len(arrays)}")
