@@ -92,17 +92,20 @@ class ElasticJob:
     def regroup(self) -> None:
         """Waits until the remaining ranks and those that join have a group. Collective.
 
-        All arrays on the devices of the earlier group become invalid.
+        All arrays on the devices of the earlier group become invalid. Its connections stay until
+        all remaining ranks have left it: one may still be in a collective of its script, between
+        two steps.
         """
-        if self._world is not None:
-            self._world = None
-            forget_devices()
+        formed = False
         # Ranks may be in an evaluation, except at the start.
         limit_s = BETWEEN * self._stall_s if self.epoch else self._timeout_s
-        while self._world is None:
+        while not formed:
             host = self.membership.me.address[0]
             serving = partial(start_meeting, host)
             self.view = view = self.membership.next_view(serving, limit_s, self.epoch)
+            if self._world is not None:
+                self._world = None
+                forget_devices()
             if self.membership.regroups():  # a rank was lost since
                 continue
             try:
@@ -113,6 +116,7 @@ class ElasticJob:
                     raise
                 forget_devices()
             else:
+                formed = True
                 renew(self.group)
                 self._say(view)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fddp.elastic.connections import RETRY_S, Links
 from fddp.elastic.views import Member, View
-from fddp.runtime import FINISHED, FOLDER, LOST, place_of
+from fddp.runtime import FINISHED, FOLDER, LOST, MEMBERS, place_of
 
 CONNECT_S = 2.0
 
@@ -107,4 +107,4 @@ def report_lost(uid: str) -> None:
 
 def _file() -> Path | None:
     folder = os.environ.get(FOLDER)
-    return Path(folder) / "members.json" if folder else None
+    return Path(folder) / MEMBERS if folder else None

@@ -51,6 +51,7 @@ class Membership:
         self._waiting = set[Member]()  # for room in the job
         self.signs = Signs(limits)
         self._ended = set[str]()  # processes whose connection has ended
+        self._missed = set[str]()  # lost members, for which messages were broken off
         self._excluded = False
         handlers = Handlers(self._on_begin, self._on_line, self._on_end, self.copies.receive)
         self.door = Links(uid, address, handlers)
@@ -175,9 +176,8 @@ class Membership:
             self._hear_excluded(link, True)
         if opinion.epoch < self._agreement.view.epoch:
             link.send({"view": self._agreement.view})  # it has missed the announcement
-        was_due = self._agreement.under_way
         if self._agreement.hear(link.uid, opinion):
-            self._changed(was_due)
+            self._changed()
 
     def _hear_view(self, link: Connection, value: Any) -> None:
         view = view_from_json(value)
@@ -191,6 +191,8 @@ class Membership:
                 for uid in self.signs.lost(self._other_uids()):
                     self._lose(uid, ended=uid in self.signs.left)
                 self._admit_waiting()
+                if self.signs.own_place[1] and self._agreement.breaks_off:
+                    self._revoke()
                 links = self._links_of_view()
                 words = {"beat": self.signs.own_place}
             for link in links:
@@ -199,11 +201,10 @@ class Membership:
     ### With the lock held
 
     def _lose(self, uid: str, *, ended: bool) -> None:
-        was_due = self._agreement.under_way
         if self._agreement.lose(uid, ended=ended):
             if not ended:
                 report_lost(uid)
-            self._changed(was_due)
+            self._changed()
 
     def _lose_late(self) -> float:
         """Loses the members that have not left their step; returns the next deadline."""
@@ -217,25 +218,26 @@ class Membership:
     def _admit_waiting(self) -> None:
         if self._agreement.view.epoch and not self.signs.stepped:
             return  # without a step between changes, ranks that come and go would halt the job
-        was_due = self._agreement.under_way
         admitted = [self._agreement.admit(member) for member in self._waiting]
         if any(admitted):
-            self._changed(was_due)
+            self._changed()
 
-    def _changed(self, was_due: bool) -> None:
+    def _changed(self) -> None:
+        """Tells the others, and breaks the messages off if a member is lost."""
         for uid in self.signs.left:  # its script has ended: it takes no part in a further view
             self._agreement.lose(uid, ended=True)
         self._admit_waiting()  # a lost member makes room
         self._tell()
-        if not was_due and self._agreement.under_way:
+        lost = self._agreement.opinion.gone.keys() - self.signs.left.keys()
+        if not lost <= self._missed:
+            self._missed |= lost
             self._revoke()
         self._state.notify_all()
 
     def _tell(self) -> None:
         """Reports this member's opinion to the others."""
-        words = {"opinion": to_json(self._agreement.opinion)}
         for link in self._links_of_view():
-            link.send(words)
+            link.send({"opinion": to_json(self._agreement.opinion)})
 
     def _announce(self, view: View, serve: Callable[[View], str]) -> None:
         self._state.release()  # meanwhile other threads may lose a further member
@@ -292,8 +294,7 @@ class Membership:
         return [self._links[member.uid] for member in members if member.uid in self._links]
 
     def _all_left(self) -> bool:
-        uids = self._other_uids()
-        return all(uid in self.signs.left or uid not in self._links for uid in uids)
+        return all(x in self.signs.left or x not in self._links for x in self._other_uids())
 
     def _other_uids(self) -> list[str]:
         return [member.uid for member in self._agreement.remaining if member != self.me]

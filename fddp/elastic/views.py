@@ -103,6 +103,16 @@ class Agreement:
         """True if there is a reason for a next view."""
         return not self.view.epoch or bool(self.opinion.gone) or bool(self.opinion.joining)
 
+    @property
+    def breaks_off(self) -> bool:
+        """True if a step waits in vain for a member, which is gone or waits for the next view.
+
+        A process that joins breaks off nothing by itself: between two steps, members may be in a
+        collective of their scripts.
+        """
+        others = [self._opinions.get(x.uid) for x in self.remaining if x.uid != self._uid]
+        return bool(self.opinion.gone) or any(x and x.ready for x in others)
+
     def lose(self, uid: str, *, ended: bool) -> bool:
         """Records the loss of a member: it has ended, is silent or stuck. True for a new loss."""
         if not self.view.has(uid):

@@ -24,6 +24,7 @@ from fddp.runtime.rendezvous import receive_line as receive_line
 from fddp.runtime.replacing import FINISHED as FINISHED
 from fddp.runtime.replacing import FOLDER as FOLDER
 from fddp.runtime.replacing import LOST as LOST
+from fddp.runtime.replacing import MEMBERS as MEMBERS
 from fddp.runtime.spawn import launch as launch
 from fddp.runtime.training_loop import alive as alive
 from fddp.runtime.training_loop import preempted as preempted

@@ -4,6 +4,7 @@ The other ranks train on meanwhile (`fddp.elastic`). A host on which two ranks h
 used for a while.
 """
 
+import json
 import os
 import subprocess
 import tempfile
@@ -31,6 +32,7 @@ from fddp.runtime.supervisor import (
 
 FOLDER = "FDDP_ELASTIC"  # names the folder in which ranks of this host find their job
 FINISHED = "finished"  # a file there, once a rank has reached its end
+MEMBERS = "members.json"  # a file there: the members that have the state, and their addresses
 LOST = "lost"  # a folder there, with a file for each silent or stuck process
 COOL_S = 600.0
 FAILURES = 2
@@ -109,6 +111,9 @@ class _Ranks:
             self._end_lost()
             if not self._running and (finished or code):  # the state has ended with the last rank
                 return 0 if finished else exit_status(code)
+            if code and not finished and not self._has_state():
+                print_line("no rank with the state of the training is left.")
+                return exit_status(code)
             if code and len(self._running) < self._job.least and not finished:
                 print_line(f"fewer than {self._job.least} ranks run.")
                 return exit_status(code)
@@ -139,6 +144,17 @@ class _Ranks:
                 print_line(f"rank {rank} is silent or stuck: it is ended.")
                 self._silenced.add(int(process))
                 kill_groups([int(process)])
+
+    def _has_state(self) -> bool:
+        """False if all members of the job have ended, and ranks that start wait for them in vain.
+
+        Members on other hosts are not known here.
+        """
+        file = Path(self._env[FOLDER], MEMBERS)
+        if self._job.hosts or not file.exists():
+            return True
+        members = {int(uid.split("-")[1]) for _, uid, _ in json.loads(file.read_text())}
+        return any(running.process.pid in members for running in self._running.values())
 
     def _start(self, rank: int, now: float) -> None:
         host = self._host(rank, now)

@@ -116,6 +116,15 @@ def test_the_shards_of_a_dead_rank_are_restored_from_the_rank_after_it(tmp_path:
 
 
 @pytest.mark.ranks
+def test_a_rank_that_joins_breaks_off_no_collective_between_two_steps(tmp_path: Path):
+    """The ranks gather the state at their end, when another one has asked to join."""
+    faults = {"0": ["linger", -1], "1": ["linger", -1], "2": ["kill", 38]}
+    ends, said = results(tmp_path, 3, {"shard": "state"}, faults)
+    assert len({end["digest"] for end in ends}) == 1
+    assert "exit code" not in said
+
+
+@pytest.mark.ranks
 def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(tmp_path: Path):
     _, said = results(tmp_path, 3, {"shard": "optimizer"}, {"0": ["kill while writing", 20]})
     assert "rank 0 ended by SIGKILL" in said

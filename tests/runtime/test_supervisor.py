@@ -348,6 +348,20 @@ def test_a_rank_of_an_elastic_job_that_fails_at_once_starts_three_times(
     assert "soon after 3 starts, and is not started again" in err and "restart 3" not in err
 
 
+def test_an_elastic_job_ends_when_no_rank_with_the_state_is_left(
+    capfd: pytest.CaptureFixture[str],
+):
+    script = (
+        "import json, os, pathlib, sys, time\n"
+        "if os.environ['FDDP_RANK'] == '1': time.sleep(600)\n"
+        "members = [[0, f'0-{os.getpid()}-a', ['127.0.0.1', 1]]]\n"
+        "pathlib.Path(os.environ['FDDP_ELASTIC'], 'members.json').write_text(json.dumps(members))\n"
+        "sys.exit(3)"
+    )
+    assert supervise_ranks(Job([*PYTHON, script], 2, restarts=9)) == 3
+    assert "no rank with the state of the training is left" in capfd.readouterr().err
+
+
 @pytest.mark.steps
 def test_an_mpiexec_that_stays_though_its_watchers_have_ended_the_job_is_ended(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ ROWS = 999
 BATCH = 12
 RETURN_S = 30
 STOPPED_S = 4  # longer than the stall of this job
+LINGERS_S = 3  # another rank has asked to join by then
 DATA = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
 PARAMS = {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float32)}
 
@@ -72,10 +74,12 @@ def refused(make: Any) -> str:
 
 def main(folder: str, steps: str, options: str, faults: str) -> None:
     chosen = json.loads(options)
-    fddp.init(elastic=True, stall_s=2.0)
     rank, size = os.environ["FDDP_RANK"], int(os.environ["FDDP_SIZE"])
     kind, at = json.loads(faults).get(rank, ("", -1))
     met = Path(folder) / rank
+    if met.exists():
+        Path(folder, "joins").touch()
+    fddp.init(elastic=True, stall_s=2.0)
     groups = 0
 
     def make(group: fddp.Group) -> fddp.TrainStep:
@@ -108,13 +112,17 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
     killed = [kind for kind, _ in json.loads(faults).values() if kind.startswith("kill")]
     while trainer.number < int(steps):
         # A rank that starts again takes longer than all steps. Between steps it would interrupt.
-        if killed and trainer.number == int(steps) - 1 and trainer.group.size < size:
+        waits = killed and kind != "linger" and trainer.group.size < size
+        if waits and trainer.number == int(steps) - 1:
             current_job().regroups(RETURN_S)
         if trainer.number == at and not met.exists():
             met.touch()
             fault(kind)
         trainer.step(lambda group: rows_of(trainer.number, group, chosen))
         sizes.append(trainer.group.size)
+    while kind == "linger" and not Path(folder, "joins").exists():
+        time.sleep(0.1)
+    time.sleep(LINGERS_S if kind == "linger" else 0)
     kernel = np.asarray(jax.device_get(fddp.whole(trainer.state.params)["a"])).tolist()
     end = {"refusal": refusal, "sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}
     os.kill(os.getpid(), signal.SIGTERM)
