@@ -156,7 +156,7 @@ PUBLIC = {name: getattr(fddp, name) for name in dir(fddp) if name != "hooks"}
 # Members that completion offers.
 STEP = [
     *("group", "init", "lower", "no_sync", "optimizer", "options", "plan", "shapes"),
-    *("tasks", "timeline", "with_options"),
+    *("timeline", "with_options"),
 ]
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 METHODS = {
