@@ -4,7 +4,7 @@ numbers?
     sudo .venv/bin/python bench/allreduce.py [--backends gloo mpi] [--quick]
 
 Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. One call after another, as the
-staged schedule's thread sends them, and nothing is computed meanwhile. All sizes take turns. A turn
+lane of a step sends them, and nothing is computed meanwhile. All sizes take turns. A turn
 has at most 400 calls of the smallest messages; their total is extrapolated to the 8 million
 numbers.
 

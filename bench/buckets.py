@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python bench/buckets.py [--problems mlp gpt] [--backends Gloo MPI] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; schedule "staged", all caps alive
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each; all caps alive
 at once and in turn. Cap 0 is a bucket for every gradient. The first and the last bucket hold 1 MiB,
 or the cap where that is smaller, but for "one", a single bucket with everything. Of caps that give
 the same buckets the smallest stands for all; 25 is always there, as others are compared with it.
@@ -23,7 +23,7 @@ import fddp
 from bench.plots import figure
 from bench.problems import Problem
 from bench.record import ratio, save, save_picture, summary
-from bench.turns import BACKENDS, staged, take_turns
+from bench.turns import BACKENDS, take_turns, training
 
 CAPS_MB = (0, 1, 2, 4, 8, 16, 25, 50)
 DEFAULT = 25  # PyTorch's and fddp's
@@ -60,11 +60,11 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     first = {plan.digest: cap for cap, plan in reversed(plans.items())}
     chosen = {*first.values(), DEFAULT}
     named = {
-        f"{cap:g} MiB, {len(plans[cap].buckets)}": staged(task, group, cap)
+        f"{cap:g} MiB, {len(plans[cap].buckets)}": training(task, group, cap)
         for cap in sorted(chosen)
     }
     everything = dict.fromkeys(("first_bucket_mb", "last_bucket_mb"), MOST_MB)
-    return named | {"one": staged(task, group, MOST_MB, **everything)}
+    return named | {"one": training(task, group, MOST_MB, **everything)}
 
 
 def results(seconds: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -3,9 +3,9 @@ several ways.
 
     python bench/endings.py [--trainings 200] [--loaded] [--quick]
 
-Two processes train for a few steps, fused and staged, over MPI and over Gloo, in turns. Handlers at
-Python's exit keep each process for a random while, as loggers do; some scripts look at their last
-loss, others end while their last step is still under way. `--loaded` lets two processes compute for
+Two processes train for a few steps, in both schedules, over MPI and over Gloo. Handlers at Python's
+exit keep each process for a random while, as loggers do; some scripts look at their last loss,
+others end while their last step is still under way. `--loaded` lets two processes compute for
 nothing meanwhile.
 """
 
@@ -53,7 +53,7 @@ def main() -> None:
     count = 8 if args.quick else args.trainings
     load = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(2 * args.loaded)]
     try:
-        ways = islice(cycle(product(("mpi", "gloo"), ("fused", "staged"))), count)
+        ways = islice(cycle(product(("mpi", "gloo"), ("overlap", "after"))), count)
         wrong = [fault for number, way in enumerate(ways) if (fault := training(number, *way))]
     finally:
         for process in load:

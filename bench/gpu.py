@@ -8,11 +8,11 @@ of its own and has a share of the time that is left, so that none hides another:
 part is reported as such. Without a GPU the same command rehearses all parts on CPUs, over Gloo and
 with tiny models, and saves nothing.
 
-  same       a fused step against plain JAX: losses and parameters after some steps, and whether
+  same       a step against plain JAX: losses and parameters after some steps, and whether
              bits are equal
   ranks      losses over NCCL and one replica's on the joined rows; two ranks share the GPU where
              there is one
-  cost       a fused step's time against a step by hand
+  cost       a step's time against a step by hand
   packing    packing and unpacking all gradients against a copy of as many bytes
   memory     memory of each rank with shard=None, "optimizer" and "state"
   launchers  the GPU of each rank under fddp.launch, `python -m fddp run`, torchrun, mpirun, srun

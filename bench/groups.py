@@ -3,7 +3,7 @@ host first (hierarchical all-reduce in Horovod)?
 
     sudo .venv/bin/python bench/groups.py [--only round_robin] [--backends Gloo MPI] [--quick]
 
-Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, schedule "staged", buckets of 4
+Two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each, buckets of 4
 MiB; all variants are alive at once and in turn. `round_robin` has one rank on each host, and
 `fddp.round_robin([group] * k)` for k = 1, 3, 5: over Gloo at most as many lanes as processes.
 `hierarchical` has two ranks on each host, and compares `group.hierarchical(local=2)` with the plain
@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
 from bench.record import ratio, save, summary
-from bench.turns import BACKENDS, staged, take_turns
+from bench.turns import BACKENDS, take_turns, training
 
 CAP_MB = 4.0
 # Question → the ranks of a host, and the problems.
@@ -67,7 +67,7 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
         groups = {f"{count}": fddp.round_robin([group] * count) for count in (1, 3, 5)}
     else:
         groups = {"at once": group, "in two levels": group.hierarchical(local=2)}
-    return {way: staged(task, of_way, CAP_MB) for way, of_way in groups.items()}
+    return {way: training(task, of_way, CAP_MB) for way, of_way in groups.items()}
 
 
 def in_words(row: dict[str, Any]) -> tuple[str, str]:

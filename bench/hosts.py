@@ -160,7 +160,7 @@ def measure(
                 )
             lines = accept(len(jobs) * count)
             before = busy_and_idle_s()
-            seconds, _ = in_turns(lines, rounds, steps=STEPS, warm_up=warm_up)
+            seconds = in_turns(lines, rounds, steps=STEPS, warm_up=warm_up)
             busy, idle = np.subtract(busy_and_idle_s(), before)
     return evaluate(seconds, busy / (busy + idle))
 

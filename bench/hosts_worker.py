@@ -15,8 +15,8 @@ def main(backend: str, control: str, elements: int) -> None:
     task = waiting(group.rank, elements)
     cap_mb = elements / 2**18  # a bucket for each layer
     wire = {"gloo": "Gloo", "mpi": "MPI"}[backend]
-    ways = {f"fddp {name} ({wire})": (group, name) for name in ("staged", "eager", "after")}
-    ways[f"alone ({wire})"] = (by_itself(group.backend), "staged")
+    ways = {f"fddp {name} ({wire})": (group, name) for name in ("overlap", "after")}
+    ways[f"alone ({wire})"] = (by_itself(group.backend), "overlap")
     obey(control, backend, group, {k: with_fddp(task, *way, cap_mb) for k, way in ways.items()})
 
 

@@ -2,7 +2,7 @@
 
     python bench/leaves.py [--leaves 100 300 1000 3000] [--quick]
 
-Each number of leaves runs in processes of its own: fused alone, and staged on two MPI ranks. A leaf
+Each number of leaves runs in processes of its own: alone, and on two MPI ranks. A leaf
 is a vector of 64 numbers, and the loss reads each of them once, so that nearly all time is spent
 per leaf. Beside each step: `jit` of the same step. `python_ms` is the processor time of the thread
 that calls the step until it returns, less that of `jit`.
@@ -34,7 +34,7 @@ LEAVES = (100, 300, 1000, 3000)
 WIDTH = 64
 STEPS = 30
 PATIENCE_S = 900
-CASES = {"fused": ("fused", 1), "staged, 2 ranks": ("staged", 2)}
+CASES = {"alone": 1, "2 ranks": 2}
 PARTS = ("init_s", "first_step_s", "jit_first_step_s", "step_ms", "jit_ms", "python_ms")
 SAVING = ("save_s", "restore_s")
 
@@ -45,26 +45,26 @@ def main() -> None:
     )
     parser.add_argument("--leaves", nargs="+", type=int, default=LEAVES)
     parser.add_argument("--quick", action="store_true", help="20 and 40 leaves, nothing is saved")
-    parser.add_argument("--alone", nargs=2, metavar=("LEAVES", "SCHEDULE"), help=argparse.SUPPRESS)
+    parser.add_argument("--alone", type=int, metavar="LEAVES", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
-        measure(int(args.alone[0]), args.alone[1])
+        measure(args.alone)
         return
     counts = (20, 40) if args.quick else args.leaves
     results = dict[str, dict[int, dict[str, float]]]()
-    for name, (schedule, ranks) in CASES.items():
+    for name, ranks in CASES.items():
         results[name] = {}
         for count in counts:
-            results[name][count] = row = in_processes(count, schedule, ranks)
+            results[name][count] = row = in_processes(count, ranks)
             figures = "  ".join(f"{part} {row[part]:8.3f}" for part in (*PARTS, *SAVING))
             print(f"{name:16} {count:5} leaves  {figures}", flush=True)
     if not args.quick:
         print(save("leaves", results))
 
 
-def in_processes(count: int, schedule: str, ranks: int) -> dict[str, float]:
+def in_processes(count: int, ranks: int) -> dict[str, float]:
     """Measures in fresh processes; rank 0 counts."""
-    command = [sys.executable, __file__, "--alone", str(count), schedule]
+    command = [sys.executable, __file__, "--alone", str(count)]
     if ranks > 1:
         command = [MPIEXEC, "-bind-to", "core", "-n", str(ranks), *command]
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -74,7 +74,7 @@ def in_processes(count: int, schedule: str, ranks: int) -> dict[str, float]:
     return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
 
 
-def measure(count: int, schedule: Any) -> None:
+def measure(count: int) -> None:
     """Prints the seconds of each part of a training."""
     group = fddp.init()
     random = np.random.default_rng(0)
@@ -101,7 +101,7 @@ def measure(count: int, schedule: Any) -> None:
 
     group.barrier()
     found["jit_first_step_s"], found["jit_ms"], jit_thread_ms = timed(jit_step, lambda: arguments)
-    step = fddp.train_step(loss_fn, optimizer, group=group, schedule=schedule)
+    step = fddp.train_step(loss_fn, optimizer, group=group)
     start = time.perf_counter()
     state = jax.block_until_ready(step.init(params))
     found["init_s"] = time.perf_counter() - start

@@ -8,7 +8,7 @@ once and take turns, four steps each, so that a slow moment of the machine hits 
 lives in an environment of its own: give the path of its python.
 
   exposed    (T - T_alone) / T_traffic: T_alone the fastest step without traffic, fddp's or
-             PyTorch's, T_traffic the sum of the all-reduces when nothing else runs
+             PyTorch's, T_traffic what all sums add behind the backward pass, by "after"
 """
 
 import argparse
@@ -28,10 +28,8 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.jobs import ending
-from bench.plots import draw, figure
-from bench.record import save, save_picture
+from bench.record import save
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
-from fddp.schedules.timeline import Span, Timeline
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
 PROBLEM_S = 480.0  # after these seconds no further round of a problem begins
@@ -58,8 +56,7 @@ def main() -> None:
         results[name] = measure(name, args.rate, rounds, args.torch)
         print(f"\n{name}\n{table(results[name])}", flush=True)
         if not args.quick:  # what is measured is saved, even if a later problem fails
-            print(save(args.name, {name: _figures(result) for name, result in results.items()}))
-            print(picture(args.name, results), flush=True)
+            print(save(args.name, results), flush=True)
 
 
 def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, Any]:
@@ -78,12 +75,8 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
             lines = accept(6 if torch else 4)
             warm_up = lambda way: 6 * STEPS  # noqa: E731
             return evaluate(
-                *in_turns(lines, rounds, steps=STEPS, warm_up=warm_up, at_most_s=PROBLEM_S)
+                in_turns(lines, rounds, steps=STEPS, warm_up=warm_up, at_most_s=PROBLEM_S)
             )
-
-
-def _figures(result: dict[str, Any]) -> dict[str, Any]:
-    return {name: figure for name, figure in result.items() if name != "spans"}
 
 
 @contextmanager
@@ -107,19 +100,18 @@ def in_turns(
     steps: int,
     warm_up: Callable[[str], int],
     at_most_s: float = math.inf,
-) -> tuple[dict[str, np.ndarray], dict[str, list[tuple[Timeline, ...]]]]:
+) -> dict[str, np.ndarray]:
     """Lets the ways of several jobs take turns.
 
     Args:
       lines: one to each rank of each job; closed in the end, and the ranks end with them.
       rounds: turns of each way that count.
       steps: of a turn; the first one does not count.
-      warm_up: (way) → its steps before those, which compile and in which eager tries its orders.
+      warm_up: (way) → its steps before those, which compile.
       at_most_s: no round begins later than this many seconds after the first step.
 
     Returns:
-      For each way the seconds of each step on its slowest rank, and each step's timelines on all
-      ranks.
+      For each way the seconds of each step on its slowest rank.
     """
     talks = [line.makefile("rw") for line in lines]
     ranks: dict[str, list[Any]] = {}
@@ -129,7 +121,6 @@ def in_turns(
         ranks.setdefault(hello["job"], []).append(talk)
         ways[hello["job"]] = hello["ways"]
     seconds: dict[str, list[float]] = {way: [] for names in ways.values() for way in names}
-    spans: dict[str, list[tuple[Timeline, ...]]] = {way: [] for way in seconds}
     end_s = time.monotonic() + at_most_s
     for turn in range(-1, rounds):
         if turn > 0 and time.monotonic() > end_s:
@@ -145,20 +136,12 @@ def in_turns(
                         max(of_ranks)
                         for of_ranks in zip(*(report["seconds"][1:] for report in reports))
                     ]
-                    spans[way] += zip(
-                        *(
-                            [_timeline(line) for line in report["timelines"][1:]]
-                            for report in reports
-                        )
-                    )
     for end in (*talks, *lines):
         end.close()
-    return {way: np.array(values) for way, values in seconds.items()}, spans
+    return {way: np.array(values) for way, values in seconds.items()}
 
 
-def evaluate(
-    seconds: dict[str, np.ndarray], spans: dict[str, list[tuple[Timeline, ...]]]
-) -> dict[str, Any]:
+def evaluate(seconds: dict[str, np.ndarray]) -> dict[str, Any]:
     """Medians and exposed shares."""
     times = {way: float(np.median(values)) for way, values in seconds.items()}
     result: dict[str, Any] = {
@@ -166,20 +149,15 @@ def evaluate(
             way: [round(1e3 * q, 1) for q in np.percentile(s, (25, 50, 75))]
             for way, s in seconds.items()
         },
-        "spans": {
-            way: sorted((line for line, *_ in steps), key=lambda line: line.seconds)[
-                len(steps) // 2
-            ]
-            for way, steps in spans.items()
-        },
     }
     fastest = min(seconds for way, seconds in times.items() if way.startswith("alone"))
     for wire in ("Gloo", "MPI"):
-        sends = _medians(spans[f"fddp after ({wire})"], "communication")
+        alone = times[f"alone ({wire})"]
+        traffic = times[f"fddp after ({wire})"] - alone
         result[wire] = {
-            "alone_ms": 1e3 * times[f"alone, staged ({wire})"],
-            "traffic_ms": 1e3 * sum(sends),
-            "exposed": (times[f"fddp staged ({wire})"] - fastest) / sum(sends),
+            "alone_ms": 1e3 * alone,
+            "traffic_ms": 1e3 * traffic,
+            "exposed": (times[f"fddp overlap ({wire})"] - fastest) / traffic,
         }
     if "PyTorch, alone" in times:
         ddp = min((way for way in times if way.startswith("PyTorch DDP")), key=times.__getitem__)
@@ -188,48 +166,18 @@ def evaluate(
     return result
 
 
-def _timeline(spans: Sequence[dict[str, Any]]) -> Timeline:
-    return Timeline(tuple(Span(**span) for span in spans))
-
-
-def _medians(steps: Sequence[tuple[Timeline, ...]], kind: str) -> list[float]:
-    """The median of each span over steps; of the two ranks, that with the shorter wait for the
-    other."""
-    rows = [
-        [[span.seconds for span in line.spans if span.kind == kind] for line in ranks]
-        for ranks in steps
-    ]
-    return np.median(np.min(np.array(rows), axis=1), axis=0).tolist()
-
-
 def table(result: dict[str, Any]) -> str:
-    fastest = min(result["step_ms"][f"fddp staged ({wire})"][1] for wire in ("Gloo", "MPI"))
+    fastest = min(result["step_ms"][f"fddp overlap ({wire})"][1] for wire in ("Gloo", "MPI"))
     rows = [
         f"{way:28} {low:8.1f} {middle:8.1f} {high:8.1f} ms   {middle / fastest:5.2f} × fddp"
         for way, (low, middle, high) in result["step_ms"].items()
     ]
     for key, value in result.items():
-        if key not in ("step_ms", "spans"):
+        if key != "step_ms":
             rows.append(
                 f"{key:28} " + "  ".join(f"{name} {number:.2f}" for name, number in value.items())
             )
     return "\n".join(rows)
-
-
-def picture(name: str, results: dict[str, Any]) -> Path:
-    """Draws the timelines of a median step under each other."""
-    sheet, axes = figure(len(results))
-    for axis, (problem, result) in zip(axes, results.items()):
-        draw(
-            axis,
-            {
-                way: line
-                for way, line in result["spans"].items()
-                if line.spans and way.startswith("fddp")
-            },
-        )
-        axis.set_title(f"{problem}: computing (above) and sending (below)", loc="left")
-    return save_picture(name, sheet, dpi=120)
 
 
 if __name__ == "__main__":

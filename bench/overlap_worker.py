@@ -24,6 +24,7 @@ from bench.problems import Problem, problem
 
 OPTIMIZER = optax.sgd(1e-3)
 Step = Callable[[], Any]
+Way = tuple[Step, Step]  # a step, and a function that waits for its state
 
 
 def main(backend: str, control: str, name: str, cap_mb: float) -> None:
@@ -33,16 +34,14 @@ def main(backend: str, control: str, name: str, cap_mb: float) -> None:
     obey(control, backend, group, ways)
 
 
-def obey(
-    control: str, job: str, group: fddp.Group, ways: Mapping[str, tuple[Step, Any, Step]]
-) -> None:
+def obey(control: str, job: str, group: fddp.Group, ways: Mapping[str, Way]) -> None:
     """Runs steps of a way on command, and reports their seconds.
 
     Args:
       control: the socket of the commands.
       job: the name of these ranks.
       group: the replicas.
-      ways: by name, a step, its timeline or None, and a function that waits for its pending work.
+      ways: by name.
     """
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -50,17 +49,15 @@ def obey(
         _write(stream, {"job": job, "rank": group.rank, "ways": list(ways)})
         for order in stream:
             way, steps = json.loads(order)
-            step, timeline, finish = ways[way]
+            step, finish = ways[way]
             seconds = []
-            lines = []
             for _ in range(steps):
                 group.barrier()
                 start = time.perf_counter()
                 jax.block_until_ready(step())
                 seconds.append(time.perf_counter() - start)
-                lines.append([vars(span) for span in timeline().spans] if timeline else [])
-            jax.block_until_ready(finish())  # pending work of the last step belongs to no other way
-            _write(stream, {"seconds": seconds, "timelines": lines})
+            jax.block_until_ready(finish())  # nothing of the last step belongs to another way
+            _write(stream, {"seconds": seconds})
 
 
 def _write(stream: Any, words: Any) -> None:
@@ -77,20 +74,17 @@ def by_itself(backend: str) -> fddp.Group:
     return fddp.mpi_group(MPI.COMM_SELF)
 
 
-def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
+def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, Way]:
     """fddp over MPI, and mpi4jax as its documentation shows it: one call per leaf inside one
     jit."""
     import mpi4jax
     from mpi4py import MPI
 
-    local = by_itself("mpi")
-
     return {
-        "fddp staged (MPI)": with_fddp(task, group, "staged", cap_mb),
+        "fddp overlap (MPI)": with_fddp(task, group, "overlap", cap_mb),
         "fddp after (MPI)": with_fddp(task, group, "after", cap_mb),
-        "fddp eager (MPI)": with_fddp(task, group, "eager", cap_mb),
-        "fddp eager, shards (MPI)": with_fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (MPI)": with_fddp(task, local, "staged", cap_mb),
+        "fddp in shards (MPI)": with_fddp(task, group, "overlap", cap_mb, shard="state"),
+        "alone (MPI)": with_fddp(task, by_itself("mpi"), "overlap", cap_mb),
         "mpi4jax per leaf": _by_hand(
             task,
             group.size,
@@ -100,20 +94,17 @@ def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple
     }
 
 
-def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tuple[Step, Any, Step]]:
+def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, Way]:
     """fddp over Gloo, and the ways of JAX's own documentation."""
     mesh = Mesh(jax.devices(), ("batch",), axis_types=(AxisType.Auto,))
-    local = by_itself("gloo")
     spread = partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False
     )
     return {
-        "fddp staged (Gloo)": with_fddp(task, group, "staged", cap_mb),
+        "fddp overlap (Gloo)": with_fddp(task, group, "overlap", cap_mb),
         "fddp after (Gloo)": with_fddp(task, group, "after", cap_mb),
-        "fddp eager (Gloo)": with_fddp(task, group, "eager", cap_mb),
-        "fddp eager, shards (Gloo)": with_fddp(task, group, "eager", cap_mb, shard="state"),
-        "alone, staged (Gloo)": with_fddp(task, local, "staged", cap_mb),
-        "alone, one program": with_fddp(task, local, "fused", cap_mb),
+        "fddp in shards (Gloo)": with_fddp(task, group, "overlap", cap_mb, shard="state"),
+        "alone (Gloo)": with_fddp(task, by_itself("gloo"), "overlap", cap_mb),
         "shard_map, psum per leaf": _by_hand(
             task,
             group.size,
@@ -137,9 +128,8 @@ def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, tupl
 
 def with_fddp(
     task: Problem, group: fddp.Group, schedule: Any, cap_mb: float, **options: Any
-) -> tuple[Step, Any, Step]:
-    """A step of fddp that waits for its loss, its timeline, and a function that waits for pending
-    work."""
+) -> Way:
+    """A step of fddp that waits for its loss."""
     step = fddp.train_step(
         task.loss_fn,
         OPTIMIZER,
@@ -158,7 +148,7 @@ def with_fddp(
         state, info = step(state, task.batch)
         return info.loss  # for which a loop waits, if for anything
 
-    return run, None if schedule == "fused" else step.timeline, lambda: state
+    return run, lambda: state
 
 
 def _by_hand(
@@ -169,7 +159,7 @@ def _by_hand(
     mesh: Mesh | None = None,
     *,
     at_once: bool = False,
-) -> tuple[Step, Any, Step]:
+) -> Way:
     """A step as people write it: gradients, a sum over replicas, the optimizer."""
 
     def step(state: Any, batch: Any) -> Any:
@@ -203,7 +193,7 @@ def _by_hand(
         hand_state, loss = run_step(hand_state, batch)
         return hand_state[0], loss
 
-    return run, None, lambda: ()
+    return run, lambda: ()
 
 
 def _flat_psum(grads: Any, axis: str) -> Any:

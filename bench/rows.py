@@ -2,7 +2,7 @@
 
     sudo .venv/bin/python bench/rows.py [--backends Gloo MPI] [--quick]
 
-A table of 32,768 × 64 and a network of 5 MiB behind it, 512 tokens a rank, schedule "staged", on
+A table of 32,768 × 64 and a network of 5 MiB behind it, 512 tokens a rank, on
 two hosts joined by 1 Gbit/s (bench/two_hosts.py), one core each. The table travels as rows, or
 whole, as it does in a group of its own.
 
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
 from bench.record import ratio, save, summary
-from bench.turns import BACKENDS, staged, take_turns
+from bench.turns import BACKENDS, take_turns, training
 
 CAP_MB = 4.0
 ROWS = "rows"
@@ -54,8 +54,8 @@ def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """The table as rows, and whole."""
 
     return {
-        ROWS: staged(task, group, CAP_MB),
-        WHOLE: staged(task, group, CAP_MB, hook=fddp.hooks.allreduce()),
+        ROWS: training(task, group, CAP_MB),
+        WHOLE: training(task, group, CAP_MB, hook=fddp.hooks.allreduce()),
     }
 
 

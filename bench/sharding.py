@@ -31,10 +31,9 @@ from fddp.buckets import MiB
 
 STEPS = 4  # of a turn
 WAYS: dict[str, dict[str, Any]] = {
-    "whole, staged": {"schedule": "staged"},
-    "optimizer, staged": {"schedule": "staged", "shard": "optimizer"},
-    "state, staged": {"schedule": "staged", "shard": "state"},
-    "whole, eager": {"schedule": "eager"},
+    "whole, overlap": {"schedule": "overlap"},
+    "optimizer, overlap": {"schedule": "overlap", "shard": "optimizer"},
+    "state, overlap": {"schedule": "overlap", "shard": "state"},
     "whole, after": {"schedule": "after"},
     "optimizer, after": {"schedule": "after", "shard": "optimizer"},
     "state, after": {"schedule": "after", "shard": "state"},
@@ -120,7 +119,7 @@ def one_host(
                 "step": summary(slower[way]),
                 "to_whole": ratio(
                     slower[way],
-                    slower["whole, after" if way.endswith("after") else "whole, staged"],
+                    slower["whole, after" if way.endswith("after") else "whole, overlap"],
                 ),
                 "optimizer_mib": round(local_bytes(training.state.opt_state) / MiB, 2),
                 "parameters_mib": round(local_bytes(training.state.params) / MiB, 2),

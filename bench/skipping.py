@@ -4,7 +4,7 @@ figures 10 and 11.)
     sudo .venv/bin/python bench/skipping.py [--backends Gloo MPI] [--quick]
 
 Speed: `step.no_sync` for k - 1 batches and then a step, on two hosts joined by 1 Gbit/s
-(bench/two_hosts.py), one core each; the MLP, schedule "staged", 8 batches in a turn for every k.
+(bench/two_hosts.py), one core each; the MLP, 8 batches in a turn for every k.
 Convergence: a perceptron of 85,000 parameters on scikit-learn's digits (the paper: MNIST), two
 replicas in one process, plain SGD; the loss of every batch (where k batches are synchronized, that
 of all k) under a low-pass filter of order 3, as in the paper. A batch is the rows of all replicas.
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
 from bench.record import ratio, save, summary
-from bench.turns import BACKENDS, staged, take_turns
+from bench.turns import BACKENDS, take_turns, training
 from models import data, mlp
 
 EVERY = (1, 2, 4, 8)
@@ -89,7 +89,8 @@ def main() -> None:
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """A turn with a synchronization every k batches."""
     return {
-        f"{k}": staged(task, group, CAP_MB, pending_calls=k - 1, cycles=BATCHES // k) for k in EVERY
+        f"{k}": training(task, group, CAP_MB, pending_calls=k - 1, cycles=BATCHES // k)
+        for k in EVERY
     }
 
 

@@ -1,8 +1,8 @@
-"""Does a staged step run for ever: no hang, no leak of memory, no thread left behind?
+"""Does a step run for ever: no hang, no leak of memory, no thread left behind?
 
     python bench/soak.py [--steps 2000] [--quick]
 
-Four processes over MPI, then four over Gloo, train a tiny network under schedule "staged", so that
+Four processes over MPI, then four over Gloo, train a tiny network, so that
 every step starts and ends its communication thread. Memory (RSS) and threads are read ten times on
 the way; the first tenth warms up.
 """
@@ -77,9 +77,7 @@ def soak(backend: str, steps: int) -> None:
         "first_bucket_mb": 0.002,
         "last_bucket_mb": 0.002,
     }
-    step = fddp.train_step(
-        mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, schedule="staged", **caps
-    )
+    step = fddp.train_step(mlp.loss_fn(model), optax.adam(1e-3), group=group, has_aux=True, **caps)
     state = step.init(params)
     rss = []
     threads = []

@@ -25,20 +25,20 @@ PROBLEMS = {
     "mlp": "MLP, 1,024 rows, 32 MiB",
     "resnet18": "ResNet-18, 45 MiB",
 }
-STAGED, EAGER, JIT = "fddp staged (Gloo)", "fddp eager (Gloo)", "jit, NamedSharding"
-# Each column's ways, and its title.
+OVER_GLOO, JIT = "fddp overlap (Gloo)", "jit, NamedSharding"
+# Each column's way, and its title.
 COLUMNS = {
-    ("fddp staged (MPI)", "fddp eager (MPI)"): "fddp over MPI: *staged*, *eager*",
-    (STAGED, EAGER): "over Gloo",
-    ("DDP",): "PyTorch DDP",
-    (JIT,): "`jit`, `NamedSharding`",
+    "fddp overlap (MPI)": "fddp over MPI",
+    OVER_GLOO: "over Gloo",
+    "DDP": "PyTorch DDP",
+    JIT: "`jit`, `NamedSharding`",
 }
-COMPUTING = ("alone, one program", "PyTorch, alone")
+COMPUTING = ("alone (Gloo)", "PyTorch, alone")
 CAPTION = (
     "Milliseconds per step (medians; bold: the fastest), {date}: two hosts emulated on one "
     "machine, one core each, 1 Gbit/s (`bench/overlap.py`; JAX {jax}; PyTorch 2.15 over Gloo, like "
     "`jit`). PyTorch DDP has the best of three caps, fddp a cap near the choice of `fddp.tune`. "
-    "Over Gloo *staged* takes {staged} of the time of `jit`, *eager* {eager}."
+    "Over Gloo fddp takes {share} of the time of `jit`. {note}"
 )
 
 
@@ -60,10 +60,10 @@ def table(measured: Mapping[str, Any]) -> str:
     caption = CAPTION.format(
         date=measured["provenance"]["date"],
         jax=measured["provenance"]["versions"]["jax"],
-        staged=_share_of_jit(STAGED, medians),
-        eager=_share_of_jit(EAGER, medians),
+        share=_share_of_jit(medians),
+        note=measured["provenance"].get("note", ""),
     )
-    return "\n".join([*lines, "", fill(caption, 120, break_on_hyphens=False)])
+    return "\n".join([*lines, "", fill(caption.strip(), 120, break_on_hyphens=False)])
 
 
 def _medians(result: Mapping[str, Any]) -> dict[str, float]:
@@ -74,8 +74,8 @@ def _medians(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _row(title: str, medians: Mapping[str, float]) -> str:
-    fastest = min(medians[way] for ways in COLUMNS for way in ways)
-    cells = [", ".join(_cell(medians[way], fastest) for way in ways) for ways in COLUMNS]
+    fastest = min(medians[way] for way in COLUMNS)
+    cells = [_cell(medians[way], fastest) for way in COLUMNS]
     computing = ", ".join(f"{medians[way]:.0f}" for way in COMPUTING)
     return f"| {' | '.join([title, *cells, computing])} |"
 
@@ -84,8 +84,8 @@ def _cell(ms: float, fastest: float) -> str:
     return f"**{ms:.0f}**" if ms == fastest else f"{ms:.0f}"
 
 
-def _share_of_jit(way: str, medians: Mapping[str, Mapping[str, float]]) -> str:
-    shares = [100 * medians[name][way] / medians[name][JIT] for name in PROBLEMS]
+def _share_of_jit(medians: Mapping[str, Mapping[str, float]]) -> str:
+    shares = [100 * medians[name][OVER_GLOO] / medians[name][JIT] for name in PROBLEMS]
     return f"{min(shares):.0f} to {max(shares):.0f} %"
 
 

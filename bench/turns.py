@@ -58,7 +58,7 @@ def take_turns(
     return {way: np.array(values) for way, values in seconds.items()}
 
 
-def staged(
+def training(
     task: Problem,
     group: fddp.Group,
     cap_mb: float,
@@ -67,7 +67,7 @@ def staged(
     cycles: int = 1,
     **more: Any,
 ) -> Callable[[], Any]:
-    """A staged training of some steps, its small first and last buckets no larger than the cap.
+    """A training of some steps, its small first and last buckets no larger than the cap.
 
     Args:
       task: the problem.
@@ -80,7 +80,7 @@ def staged(
     Returns:
       A function that trains on.
     """
-    options: Any = {"schedule": "staged", "bucket_cap_mb": cap_mb, **more}
+    options: Any = {"bucket_cap_mb": cap_mb, **more}
     step = fddp.train_step(task.loss_fn, optax.sgd(1e-3), group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state)
 

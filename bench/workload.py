@@ -22,7 +22,7 @@ class Workload(NamedTuple):
     def step(
         self, optimizer: optax.GradientTransformation, **options: Any
     ) -> tuple[fddp.TrainStep, fddp.TrainState]:
-        """A fused step and its first state.
+        """A step and its first state.
 
         Args:
           optimizer: of optax.
@@ -31,7 +31,7 @@ class Workload(NamedTuple):
         Returns:
           The step and the state.
         """
-        step = fddp.train_step(self.loss_fn, optimizer, has_aux=True, schedule="fused", **options)
+        step = fddp.train_step(self.loss_fn, optimizer, has_aux=True, **options)
         return step, step.init(self.params, model_state=self.model_state)
 
 

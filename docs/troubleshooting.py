@@ -59,7 +59,7 @@ SYMPTOMS = (
         "of one process.",
         "One device stops, and the others wait for it in an all-reduce of the same program, as in "
         "plain JAX. Between processes the error ends all ranks.",
-        'While you look for the error: `schedule="staged"`, which raises it at once.',
+        "While you look for the error: one device, `JAX_NUM_CPU_DEVICES=1`.",
     ),
     Fault(
         "The loss or the gradient depends on the number of replicas.",
@@ -70,7 +70,7 @@ SYMPTOMS = (
         "Two processes are slower than one process.",
         "The link is slow, the bucket cap does not fit it, or the processes compete for cores.",
         "Call `fddp.measure(step, state, batches)`, which shows where the time goes; see "
-        "[schedule and bucket cap](performance.md).",
+        "[bucket cap](performance.md).",
     ),
     Fault(
         "The first step takes minutes.",
@@ -79,7 +79,7 @@ SYMPTOMS = (
     ),
     Fault(
         "A job hangs, and the watchers print nothing.",
-        "The first step has no time limit, and the watchers do not see inside a fused step.",
+        "The first step has no time limit, and the watchers do not see inside a step.",
         "See [the time limits](faults.md#one-number). After the end "
         "`python -m fddp flight FOLDER` compares the ranks.",
     ),
@@ -574,8 +574,8 @@ STATE = (
     ),
     Fault(
         "this step cannot be called under jax.jit, grad or vmap",
-        "A step of several programs needs Python between them.",
-        "Call it from Python, or give `schedule='fused'` and run one step before "
+        "Its first batch has not settled it, or it is differentiated or mapped.",
+        "Run one step before, or call it from Python "
         "([sharp bits](sharp-bits.md#ranks-and-threads)).",
     ),
 )
@@ -623,11 +623,6 @@ MESHES = (
         "the mesh has devices of processes …, none of this one",
         "This process has no device in the mesh.",
         "Create the group only on processes of the mesh.",
-    ),
-    Fault(
-        "under jax.disable_jit() a loss runs operation by operation",
-        "The schedule has cut the loss into compiled stages.",
-        "Give `schedule='after'` to debug inside the loss.",
     ),
 )
 
@@ -684,11 +679,6 @@ OBSERVERS = (
         "an audit reads XLA's collectives, and cannot read MPI's calls",
         "Under MPI the collectives are not part of XLA's program.",
         "Give a target, or use `fddp.init('gloo')`.",
-    ),
-    Fault(
-        "an audit reads one program, of a step with",
-        "The sums of *staged*, *eager* and *after* are not part of a program.",
-        "`step.with_options(schedule='fused')`; `fddp.measure` shows what a staged step overlaps.",
     ),
 )
 

@@ -1,9 +1,8 @@
 """The language model of `models/gpt.py` with its layers under `nn.scan`: one layer is compiled, for
 all of them.
 
-The parameters of the layers are stacked along a first dim. Their gradients come from a loop; fddp
-runs it in parts, and sends the slices of the stack as the loop makes them, as it sends layers that
-are written out.
+The parameters of the layers are stacked along a first dim. Their gradients come from a loop: on
+GPUs fddp sends them inside the loop, on CPUs when it has ended.
 """
 
 from typing import Any

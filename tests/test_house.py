@@ -155,8 +155,8 @@ def test_no_check_disappears_under_python_O():
 PUBLIC = {name: getattr(fddp, name) for name in dir(fddp) if name != "hooks"}
 # Members that completion offers.
 STEP = [
-    *("group", "init", "lower", "no_sync", "optimizer", "options", "plan", "shapes"),
-    *("tasks", "timeline", "with_options"),
+    *("finish", "group", "init", "lower", "no_sync", "optimizer", "options", "plan", "shapes"),
+    *("timeline", "with_options"),
 ]
 FUNCTIONS = {name: value for name, value in PUBLIC.items() if inspect.isfunction(value)}
 METHODS = {

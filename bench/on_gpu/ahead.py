@@ -85,10 +85,10 @@ def program_words(figures: dict[str, Any]) -> str:
 
 
 def _forms(name: str, where: str, **options: Any) -> tuple[Any, Any, Any]:
-    """A fused step for a target, with the shapes of its state and of all replicas' rows."""
+    """A step for a target, with the shapes of its state and of all replicas' rows."""
     target = read_target(where)
     workload = shapes(name, target.size)
-    settings = {"group": target.group(), "has_aux": True, "schedule": "fused", **options}
+    settings = {"group": target.group(), "has_aux": True, **options}
     step = fddp.train_step(workload.loss_fn, optax.adamw(1e-3), **settings)
     state = step.shapes(workload.params, model_state=workload.model_state)
     return step, state, workload.batch

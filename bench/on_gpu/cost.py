@@ -1,4 +1,4 @@
-"""The cost of a fused step on one replica: against a step by hand, and packing against a copy of as
+"""The cost of a step on one replica: against a step by hand, and packing against a copy of as
 many bytes."""
 
 from collections.abc import Callable

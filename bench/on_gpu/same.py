@@ -1,4 +1,4 @@
-"""Does a fused step train as plain JAX does, on one replica?
+"""Does a step train as plain JAX does, on one replica?
 
 Products are taken in full float32: with TF32, the default on GPUs, two programs differ by more than
 fddp ever would. Plain JAX itself shows the effect of rounding. It is run once more, for not every
@@ -53,7 +53,7 @@ def compare(name: str) -> dict[str, Any]:
                 losses.append(float(loss))
             return losses, state[0]
 
-        def fused() -> tuple[list[float], Any]:
+        def of_fddp() -> tuple[list[float], Any]:
             step, state = work.step(optimizer)
             losses = []
             for _ in range(STEPS):
@@ -62,7 +62,7 @@ def compare(name: str) -> dict[str, Any]:
             return losses, state.params
 
         expected = plain(work.batch)
-        fddp_difference = _difference(fused(), expected, work.params)
+        fddp_difference = _difference(of_fddp(), expected, work.params)
         repeated_difference = _difference(plain(work.batch), expected, work.params)
         rows = jax.tree.map(lambda x: x[::-1], work.batch)
         reversed_difference = _difference(plain(rows), expected, work.params)

@@ -65,7 +65,7 @@ def _same(results: dict[str, Any]) -> str:
     equal = sum(entry["fddp"]["bits_equal"] for entry in entries.values())
     most = max(entry["fddp"]["loss"] for entry in entries.values())
     return (
-        f"a fused step trains {len(entries)} models as plain JAX does ({equal} to the bit, losses "
+        f"a step trains {len(entries)} models as plain JAX does ({equal} to the bit, losses "
         f"within {most:.0e})"
     )
 
@@ -84,9 +84,7 @@ def _ranks(results: dict[str, Any]) -> str:
 def _cost(results: dict[str, Any]) -> str:
     ratios = [entry["fddp / by hand"]["median"] for entry in _sound(results, "cost").values()]
     return (
-        f"a fused step takes {min(ratios):.2f} to {max(ratios):.2f} of a step by hand"
-        if ratios
-        else ""
+        f"a step takes {min(ratios):.2f} to {max(ratios):.2f} of a step by hand" if ratios else ""
     )
 
 

@@ -11,7 +11,3 @@ def test_no_groups_are_an_error_and_groups_of_other_devices_too(group):
         fddp.round_robin([])
     with pytest.raises(ValueError, match=r"group 0 is 2 replicas .*, group 2 is 4 replicas"):
         fddp.round_robin([group(2), group(2), group(4)])
-
-
-def test_several_devices_of_a_process_stay_on_one_link(group):
-    assert fddp.round_robin([group(4)] * 3).transport.clones == (group(4).transport,)

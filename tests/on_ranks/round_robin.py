@@ -60,19 +60,6 @@ def groups_in_turn_train_as_one_does(group: fddp.Group):
 
 
 @claim()
-def as_many_sums_run_side_by_side_as_there_are_communicators(group: fddp.Group):
-    for count in (1, 3, 5):
-        lanes = fddp.round_robin([group] * count).transport.clones
-        most = {"mpi": count, "gloo": group.size, "nccl": 1}[group.backend]
-        assert len(lanes) == min(count, most)
-        local = group.placement.place(jnp.full(4, group.rank + 1.0), group.placement.per_replica)
-        for link in lanes:
-            assert (
-                np.asarray(link.all_reduce(local)).tolist() == [sum(range(1, group.size + 1))] * 4
-            )
-
-
-@claim()
 def groups_of_another_order_are_an_error_on_every_rank(group: fddp.Group):
     backwards = group.subgroup(range(group.size)[::-1])
     ranks = list(range(group.size))

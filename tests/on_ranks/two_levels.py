@@ -67,10 +67,3 @@ def a_rank_that_trains_with_the_other_group_is_an_error_on_every_rank(group: fdd
     message = error_of(lambda: f(np.zeros(2, np.float32), np.ones((1, 2), np.float32)))
     assert "rank 0: replicas per host in sums: 2" in message
     assert "rank 1: replicas per host in sums: all" in message
-
-
-@claim(backends=("gloo",), sizes=(4,))
-def groups_that_sum_over_hosts_first_share_a_communicator(group: fddp.Group):
-    levels = group.hierarchical(local=2)
-    assert fddp.round_robin([levels] * 3).transport.clones == (levels.transport,)
-    assert fddp.round_robin([group] * 3).hierarchical(local=2).transport.clones == ()

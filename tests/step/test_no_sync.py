@@ -94,10 +94,9 @@ def recorded(group: fddp.Group) -> tuple[fddp.Group, list[str]]:
     communicator = replace(
         group.communicator, all_reduce=noted("inside", group.communicator.all_reduce)
     )
-    transport = group.transport._replace(all_reduce=noted("all_reduce", group.transport.all_reduce))
     calls = {name: noted(name, f) for name, f in group.hosts._asdict().items() if callable(f)}
     hosts = group.hosts._replace(**calls)
-    return replace(group, communicator=communicator, transport=transport, hosts=hosts), messages
+    return replace(group, communicator=communicator, hosts=hosts), messages
 
 
 @SCHEDULES

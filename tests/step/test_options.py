@@ -145,14 +145,14 @@ def test_a_misspelt_option_of_with_options_is_answered(group):
 ### Printed options
 
 
-def test_a_step_shows_its_loss_its_replicas_its_schedule_and_its_buckets(group):
+def test_a_step_shows_its_loss_its_replicas_and_its_buckets(group):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(2))
     assert (
         repr(step) == "TrainStep(square, size=2, backend='local', to be settled by the first batch)"
     )
     step(step.init(jnp.zeros(())), jnp.ones(4))
     plan = "1 of 1 leaves in 1 bucket, 0.000 MiB"
-    assert repr(step) == f"TrainStep(square, size=2, backend='local', schedule='overlap', {plan})"
+    assert repr(step) == f"TrainStep(square, size=2, backend='local', {plan})"
 
 
 @pytest.mark.steps
