@@ -85,6 +85,7 @@ def a_scan_of_eager_steps_has_the_bits_of_a_loop_of_them(group: fddp.Group):
 
 @claim(backends=("mpi", "gloo"))
 def sums_are_received_only_once(group: fddp.Group):
+    group = group.subgroup(range(group.processes))  # an error ends the messages of a group
     rows = batches(group, 2)
     step = eager_step(group, donate=False)
     state, _ = trained(step, group, rows[:1])
