@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fddp.schedules import Span, Timeline
+from fddp.program import Span, Timeline
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "traffic.svg"

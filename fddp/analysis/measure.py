@@ -4,11 +4,11 @@ Source: the columns of Li et al. (VLDB 2020), Fig. 6; `DDPLoggingData` in PyTorc
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from statistics import median
-from time import perf_counter
+from time import monotonic
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from fddp.buckets import whole_forms
 from fddp.comm import verify
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
+from fddp.program import Span
 from fddp.step import TrainState, check_state, check_step
 from fddp.training import TrainStep
 from fddp.wording import check_has, preformatted, table
@@ -97,8 +98,8 @@ class Measurement:
 def measure(step: TrainStep, state: TrainState, batches: Iterable[Any]) -> Measurement:
     """Runs a step on each batch and measures its computation, communication and idle time.
 
-    The first batch runs an additional time, to compile. A step runs under XLA's profiler, which
-    makes it a little slower; with `virtual_replicas` it records its own timeline.
+    The first batch runs an additional time, to compile. The times are those of `step.timeline()`.
+    Where XLA sends the messages, steps run under its profiler, which makes them a little slower.
 
     Args:
       step: from `train_step`.
@@ -129,13 +130,18 @@ def measure(step: TrainStep, state: TrainState, batches: Iterable[Any]) -> Measu
         jax.block_until_ready((current, info))
 
     run(batches[0])
-    if step.settled.is_one_program:
+    if step.settled.runner.timeline is None:
         return Measurement(profiled(run, batches), _facts(step, sent))
     steps = list[MeasuredStep]()
     for batch in batches:
-        start = perf_counter()
+        start = monotonic()
         run(batch)
-        steps.append(MeasuredStep(perf_counter() - start, step.timeline()))
+        end = monotonic()
+        line = step.timeline()
+        if step.settled.is_one_program:  # behind the last message it computes to its end
+            last = Span("update", "end", max(start, line.end), end)
+            line = replace(line, spans=(*line.spans, last))
+        steps.append(MeasuredStep(end - start, line))
     return Measurement(tuple(steps), _facts(step, sent))
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fddp.jax_internals import Event, Plane, read_profile
-from fddp.schedules import Span, Timeline
+from fddp.program import Span, Timeline
 
 STEP = "fddp step"
 # The names in HLO, mpi4jax, NCCL and JAX. Hooks also gather and scatter, and a loss may use any.

@@ -51,6 +51,7 @@ from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.placement import whole_here as whole_here
+from fddp.comm.program_lane import InOrder as InOrder
 from fddp.comm.program_lane import library as library
 from fddp.comm.rotation import round_robin as round_robin
 from fddp.comm.secret import SECRET as SECRET

@@ -7,6 +7,7 @@
 // the other ranks, and reports their end (lane_finish). A token, float32 1.0, goes through every
 // call: data alone orders the calls of a program. No Python ABI: one build serves every Python.
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -16,8 +17,10 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -25,12 +28,27 @@ namespace ffi = xla::ffi;
 
 namespace {
 
+// What a lane remembers of a message; times in seconds of CLOCK_MONOTONIC.
+struct Stamps {
+  int64_t call;     // the program call in which the message was awaited, by number
+  int64_t program;  // the program of this call
+  int64_t bytes;
+  double started;   // the program hands the message over
+  double sent;      // its exchange begins
+  double received;  // its exchange ends
+  double awaited;   // the program asks for it
+  double resumed;   // the program has waited
+  double done;      // its results are copied
+  char name[32];
+};
+constexpr size_t REMEMBERED = 8192;
+
 struct Message {
   int32_t number;
   char* data;
   int64_t bytes;
   int64_t kind, dtype;
-  double started;
+  Stamps stamps;
 };
 
 struct Lane {
@@ -41,6 +59,10 @@ struct Lane {
   std::unordered_set<int32_t> started;  // messages that no program has received
   std::unordered_map<int32_t, Message> results;
   std::multimap<int64_t, char*> idle;  // capacity -> memory
+  Stamps exchanging;                   // of the message that the lane exchanges
+  int64_t call = 0, program = -1;      // the program call that runs, and its program
+  std::vector<Stamps> ended;           // the last messages, in a ring
+  size_t ends = 0;
   std::string error;                   // why the lane has ended
   bool closed = false;
 };
@@ -78,9 +100,12 @@ void write_token(ffi::RemainingRets& results) {
 // (token, arrays...) -> (token, number of the message). The arrays lie one after the other; `bytes`
 // has room for the result.
 ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id, int64_t bytes,
-                 int64_t kind, int64_t dtype) {
+                 int64_t kind, int64_t dtype, std::string_view name) {
   Lane* lane = lane_of(id);
-  Message message{0, nullptr, bytes, kind, dtype, now()};
+  Message message{0, nullptr, bytes, kind, dtype, {}};
+  message.stamps.bytes = bytes;
+  message.stamps.started = now();
+  name.copy(message.stamps.name, sizeof message.stamps.name - 1);
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
     message.data = take(lane, bytes);
@@ -109,6 +134,7 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id)
   Lane* lane = lane_of(id);
   auto number = *static_cast<int32_t*>(args.get<ffi::AnyBuffer>(0).value().untyped_data());
   Message message;
+  double awaited = now();
   {
     std::unique_lock<std::mutex> lock(lane->mutex);
     if (!lane->started.erase(number)) {
@@ -124,6 +150,9 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id)
     message = exchanged->second;
     lane->results.erase(exchanged);
   }
+  Stamps& stamps = message.stamps;
+  stamps.awaited = awaited;
+  stamps.resumed = now();
   write_token(results);
   const char* at = message.data;
   for (size_t i = 1; i < results.size(); ++i) {
@@ -133,6 +162,21 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id)
   }
   std::lock_guard<std::mutex> lock(lane->mutex);
   lane->idle.emplace(capacity_of(message.bytes), message.data);
+  stamps.call = lane->call;
+  stamps.program = lane->program;
+  stamps.done = now();
+  if (lane->ended.size() < REMEMBERED) lane->ended.emplace_back();
+  lane->ended[lane->ends++ % REMEMBERED] = stamps;
+  return ffi::Error::Success();
+}
+
+// token -> token. A program of the lane begins.
+ffi::Error Program(ffi::RemainingArgs, ffi::RemainingRets results, int64_t id, int64_t program) {
+  Lane* lane = lane_of(id);
+  std::lock_guard<std::mutex> lock(lane->mutex);
+  lane->call += 1;
+  lane->program = program;
+  write_token(results);
   return ffi::Error::Success();
 }
 
@@ -145,18 +189,25 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_start, Start,
                                   .Attr<int64_t>("lane")
                                   .Attr<int64_t>("bytes")
                                   .Attr<int64_t>("kind")
-                                  .Attr<int64_t>("dtype"));
+                                  .Attr<int64_t>("dtype")
+                                  .Attr<std::string_view>("name"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_done, Done,
                               ffi::Ffi::Bind()
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("lane"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_program, Program,
+                              ffi::Ffi::Bind()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("lane")
+                                  .Attr<int64_t>("program"));
 
 extern "C" {
 
 // Waits for the next message of a lane. Returns 0 if the lane is closed, else 1.
 int fddp_lane_next(int64_t id, int32_t* number, void** data, int64_t* bytes, int64_t* kind,
-                   int64_t* dtype, double* started) {
+                   int64_t* dtype, char* name) {
   Lane* lane = lane_of(id);
   std::unique_lock<std::mutex> lock(lane->mutex);
   lane->queued.wait(lock, [&] { return !lane->queue.empty() || lane->closed; });
@@ -168,7 +219,9 @@ int fddp_lane_next(int64_t id, int32_t* number, void** data, int64_t* bytes, int
   *bytes = message.bytes;
   *kind = message.kind;
   *dtype = message.dtype;
-  *started = message.started;
+  lane->exchanging = message.stamps;
+  memcpy(name, message.stamps.name, sizeof message.stamps.name);
+  lane->exchanging.sent = now();
   return 1;
 }
 
@@ -177,9 +230,20 @@ void fddp_lane_finish(int64_t id, int32_t number, void* data, int64_t bytes) {
   Lane* lane = lane_of(id);
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
-    lane->results[number] = {number, static_cast<char*>(data), bytes, 0, 0, 0};
+    lane->exchanging.received = now();
+    lane->results[number] = {number, static_cast<char*>(data), bytes, 0, 0, lane->exchanging};
   }
   lane->finished.notify_all();
+}
+
+// Copies the stamps of the last messages, at most `room` of them, in order. Returns their number.
+int64_t fddp_lane_stamps(int64_t id, Stamps* stamps, int64_t room) {
+  Lane* lane = lane_of(id);
+  std::lock_guard<std::mutex> lock(lane->mutex);
+  int64_t count = std::min<int64_t>(room, lane->ended.size());
+  for (int64_t i = 0; i < count; ++i)
+    stamps[i] = lane->ended[(lane->ends - count + i) % REMEMBERED];
+  return count;
 }
 
 // Ends a lane: every program that waits for it, or will, fails with these words.

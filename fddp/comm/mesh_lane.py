@@ -1,12 +1,12 @@
 """The lane of processes on a mesh, with one device each: programs over it, messages over TCP."""
 
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
 
 from fddp.comm.communicator import Communicator
+from fddp.comm.journal import Journal
 from fddp.comm.mpi_words import rank_words
 from fddp.comm.placement import REPLICATED, Placement
 from fddp.comm.program_lane import ProgramLane
@@ -18,21 +18,26 @@ from fddp.jax_internals import gloo_host
 
 def mesh_lanes(
     placement: Placement, rank: int, hosts: Hosts, levels: Sequence[Sequence[int]] = ()
-) -> Callable[[int], tuple[Placement, Communicator]]:
+) -> Callable[[int, Journal], tuple[Placement, Communicator]]:
     """Makes the programs of as many lanes, once, when all processes first need them.
 
     `levels` are as in `SocketSend`.
     """
 
-    @functools.cache
-    def make(count: int) -> tuple[Placement, Communicator]:
+    made = dict[int, tuple[Placement, Communicator]]()
+
+    def make(count: int, journal: Journal) -> tuple[Placement, Communicator]:
+        if count in made:
+            return made[count]
         axis, size = str(placement.axis_name), placement.axis_size
         sends = list[SocketSend]()
         for _ in range(count):
             connections = connect_ranks(rank, hosts, gloo_host())
             sends.append(SocketSend(rank, connections, levels, hosts.ranks))
-        lane = ProgramLane(size, placement.place(np.float32(1), REPLICATED), sends)
+        lane = ProgramLane(size, placement.place(np.float32(1), REPLICATED), sends, journal)
         communicator = lane.communicator(lambda: jax.lax.axis_index(axis))
-        return lane.placement(placement, rank_words(rank, size, communicator)), communicator
+        words = rank_words(rank, size, communicator)
+        made[count] = lane.placement(placement, words), communicator
+        return made[count]
 
     return make

@@ -1,6 +1,5 @@
 """Groups of the ranks of an MPI communicator, one device each, over mpi4jax and mpi4py."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from jaxtyping import UInt8
 
 from fddp.comm.communicator import Communicator, mpi_communicator
 from fddp.comm.group import Group
+from fddp.comm.journal import Journal
 from fddp.comm.mpi_programs import mpi_placement, rank_placement
 from fddp.comm.mpi_transport import mpi_send, mpi_transport
 from fddp.comm.mpi_words import rank_words
@@ -58,19 +58,23 @@ def mpi_group(comm: Any) -> Group:
     )
 
 
-def _in_lanes(comm: Any) -> Callable[[int], tuple[Placement, Communicator]] | None:
+def _in_lanes(comm: Any) -> Callable[[int, Journal], tuple[Placement, Communicator]] | None:
     """Makes the programs of lanes, on clones of an mpi4py communicator."""
     if library() is None or comm.size == 1 or jax.default_backend() != "cpu":
         return None
 
-    @functools.cache
-    def make(count: int) -> tuple[Placement, Communicator]:
+    made = dict[int, tuple[Placement, Communicator]]()
+
+    def make(count: int, journal: Journal) -> tuple[Placement, Communicator]:
+        if count in made:
+            return made[count]
         token = jax.device_put(np.float32(1), jax.local_devices()[0])
         sends = [mpi_send(comm.Clone()) for _ in range(count)]
-        lane = ProgramLane(comm.size, token, sends)
+        lane = ProgramLane(comm.size, token, sends, journal)
         communicator = lane.communicator(lambda: jnp.int32(comm.rank))
         words = rank_words(comm.rank, comm.size, communicator)
-        return lane.placement(rank_placement(comm.size), words), communicator
+        made[count] = lane.placement(rank_placement(comm.size), words), communicator
+        return made[count]
 
     return make
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeAlias, get_args
 
 import jax
@@ -22,10 +23,21 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from fddp.comm.communicator import Communicator, rank_communicator
+from fddp.comm.journal import Journal
 from fddp.comm.placement import REPLICATED, Placement, trace
 from fddp.comm.translation import Words, has_collectives, run_translated
 from fddp.jax_internals import named_like, without_jit
-from fddp.program import NUMBER, TOKEN, Carrier, Kind, exchange, overlapped
+from fddp.program import (
+    NUMBER,
+    TOKEN,
+    Carrier,
+    Kind,
+    MessageTimes,
+    Timeline,
+    exchange,
+    overlapped,
+    timeline_of,
+)
 
 LIBRARY = Path(__file__).with_name("liblane.so")
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -39,6 +51,18 @@ DTYPES = [
 Send: TypeAlias = Callable[[Kind, np.ndarray], None]
 
 _identities = count()
+TIMES = "started", "sent", "received", "awaited", "resumed", "done"
+REMEMBERED = 8192  # as in `lane.cc`
+
+
+class Stamps(ctypes.Structure):
+    """What a lane remembers of a message, as in `lane.cc`."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("call", "program", "nbytes")),
+        *((name, ctypes.c_double) for name in TIMES),
+        ("name", ctypes.c_char * 32),
+    ]
 
 
 @cache
@@ -47,11 +71,13 @@ def library() -> ctypes.CDLL | None:
     if not LIBRARY.exists():
         return None
     calls = ctypes.CDLL(str(LIBRARY))
-    for name in ("fddp_start", "fddp_done"):
+    for name in ("fddp_program", "fddp_start", "fddp_done"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(calls, name)), platform="cpu")
     number = ctypes.c_int64
     calls.fddp_lane_next.argtypes = [number, *[ctypes.c_void_p] * 6]
     calls.fddp_lane_finish.argtypes = [number, ctypes.c_int32, ctypes.c_void_p, number]
+    calls.fddp_lane_stamps.argtypes = [number, ctypes.c_void_p, number]
+    calls.fddp_lane_stamps.restype = number
     calls.fddp_lane_close.argtypes = [number, ctypes.c_char_p]
     return calls
 
@@ -59,15 +85,18 @@ def library() -> ctypes.CDLL | None:
 class ProgramLane:
     """The messages of a group's programs, one after the other, in one order on all ranks."""
 
-    def __init__(self, size: int, token: jax.Array, sends: Sequence[Send]) -> None:
+    def __init__(
+        self, size: int, token: jax.Array, sends: Sequence[Send], journal: Journal
+    ) -> None:
         self._size = size
         self.token = token
         """The last program's token: the next program waits for it."""
-        identities = [next(_identities) for _ in sends]
+        identities = self._identities = [next(_identities) for _ in sends]
+        self._programs = count()
         self._carrier = Carrier(partial(_start, identities), partial(_done, identities))
         calls: Any = library()
         for identity, send in zip(identities, sends):
-            run = partial(_carry, calls, identity, size, send)
+            run = partial(_carry, calls, identity, size, send, journal)
             threading.Thread(target=run, name="fddp-lane", daemon=True).start()
             weakref.finalize(self, calls.fddp_lane_close, identity, b"the group has ended")
 
@@ -90,6 +119,8 @@ class ProgramLane:
         axis = str(placement.axis_name)
 
         def program(f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()) -> Any:
+            number = next(self._programs)
+
             @named_like(f)
             def run(token: jax.Array, *args: Any) -> Any:
                 closed, shapes = trace(placement, f, *args)
@@ -97,14 +128,36 @@ class ProgramLane:
                     return token, f(*args)  # with concrete values, not tracers
                 leaves = jax.tree.leaves(args)
                 translated = partial(_translated, closed, axis, words)
+                for identity in self._identities:
+                    token = program_p.bind(token, lane=np.int64(identity), program=np.int64(number))
                 token, outputs = overlapped(trace(placement, translated, *leaves)[0], token, leaves)
                 return token, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
             specs = (REPLICATED, *in_specs), (REPLICATED, out_specs)
             jitted = placement.program(run, *specs, donate=[1 + k for k in donate])
-            return InOrder(self, jitted)
+            return InOrder(self, jitted, number)
 
         return placement._replace(program=program)
+
+    def timeline(self, program: int, called: float) -> Timeline:
+        """The timeline of the last call of a program, which waits for the call's messages.
+
+        `called` is the time of the call, at which the program before it may still have run.
+        """
+        jax.block_until_ready(self.token)
+        calls: Any = library()
+        ended = list[Stamps]()
+        for identity in self._identities:
+            memory = (Stamps * REMEMBERED)()
+            ended += memory[: calls.fddp_lane_stamps(identity, memory, REMEMBERED)]
+        last = max((x.call for x in ended if x.program == program), default=0)
+        begin = max([called, *(x.done for x in ended if x.call < last)])
+        messages = [
+            MessageTimes(x.name.decode(), x.nbytes, *(getattr(x, time) for time in TIMES))
+            for x in ended
+            if x.call == last
+        ]
+        return timeline_of(messages, begin)
 
 
 class InOrder:
@@ -113,16 +166,23 @@ class InOrder:
     The jitted `program(token, *arguments)` returns the next token and the results.
     """
 
-    def __init__(self, lane: ProgramLane, program: Any) -> None:
+    def __init__(self, lane: ProgramLane, program: Any, number: int) -> None:
         self._lane = lane
         self._program = program
+        self._number = number
+        self._called = 0.0
 
     def __call__(self, *args: Any) -> Any:
+        self._called = monotonic()
         self._lane.token, results = self._program(self._lane.token, *args)
         return results
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
         return self._program.lower(self._lane.token, *args)
+
+    def timeline(self) -> Timeline:
+        """When the last call computed, and when its messages travelled."""
+        return self._lane.timeline(self._number, self._called)
 
     def __wrapped__(self, *args: Any) -> Any:
         """Runs inside another program, whose data order it."""
@@ -139,6 +199,7 @@ def _start(
     arrays: Sequence[jax.Array],
     kind: Kind,
     form: Any,
+    name: str,
     turn: int,
 ) -> tuple[jax.Array, jax.Array]:
     dtype = form.dtype
@@ -151,6 +212,7 @@ def _start(
         bytes=np.int64(form.size * form.dtype.itemsize),
         kind=np.int64(KINDS.index(kind)),
         dtype=np.int64(DTYPES.index(dtype)),
+        name=name,
     )
     return token, number
 
@@ -169,9 +231,11 @@ def _done(
 
 
 # A profile shows the calls by these names: a wait is communication that nothing overlaps.
+program_p = Primitive("fddp_program")
 start_p = Primitive("fddp_start")
 done_p = Primitive("fddp_all_reduce_wait")
 start_p.multiple_results = done_p.multiple_results = True
+program_p.def_abstract_eval(lambda token, **attributes: token)
 
 
 @start_p.def_abstract_eval
@@ -190,23 +254,28 @@ def _done_lowering(ctx: Any, *args: Any, shapes: Sequence[Any], **attributes: An
     return jax.ffi.ffi_lowering("fddp_done")(ctx, *args, **attributes)
 
 
+# In a loop of steps nothing that begins one comes from the step before: XLA would begin it once.
+_program_lowering = jax.ffi.ffi_lowering("fddp_program", has_side_effect=True)
+mlir.register_lowering(program_p, _program_lowering, platform="cpu")
 mlir.register_lowering(start_p, jax.ffi.ffi_lowering("fddp_start"), platform="cpu")
 mlir.register_lowering(done_p, _done_lowering, platform="cpu")
 
 
-def _carry(calls: Any, lane: int, size: int, send: Send) -> None:
+def _carry(calls: Any, lane: int, size: int, send: Send, journal: Journal) -> None:
     """Exchanges the messages of a lane, in order, until it is closed."""
     number = ctypes.c_int32()
     nbytes, kind, dtype = (ctypes.c_int64() for _ in range(3))
-    data, started = ctypes.c_void_p(), ctypes.c_double()
-    outputs = list(map(ctypes.addressof, (number, data, nbytes, kind, dtype, started)))
+    data = ctypes.c_void_p()
+    title = ctypes.create_string_buffer(32)
+    outputs = list(map(ctypes.addressof, (number, data, nbytes, kind, dtype, title)))
     while calls.fddp_lane_next(lane, *outputs):
         try:
             if nbytes.value:
                 memory: Any = (ctypes.c_char * nbytes.value).from_address(data.value or 0)
                 array = np.frombuffer(memory, DTYPES[dtype.value])
                 name = KINDS[kind.value]
-                send(name, array if name == "sum" else array.reshape(size, -1))
+                with journal.message(title.value.decode(), nbytes.value):
+                    send(name, array if name == "sum" else array.reshape(size, -1))
         except BaseException as error:  # the program that waits for the message raises it
             calls.fddp_lane_close(lane, f"{type(error).__name__}: {error}".encode())
             return

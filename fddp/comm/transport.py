@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from fddp.comm.communicator import Communicator
+from fddp.comm.journal import Journal
 from fddp.comm.placement import Placement
 
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
@@ -19,10 +20,10 @@ class Transport(NamedTuple):
     tree_reduce: Callable[[jax.Array, int], jax.Array]
     """`tree_reduce(x, blocks)`: sums all blocks of all replicas in the tree of virtual replicas,
     between programs; `x` is this replica's blocks, concatenated."""
-    in_lanes: Callable[[int], tuple[Placement, Communicator]] | None = None
-    """`in_lanes(count)`: makes the placement and the communicator of programs whose messages travel
-    in `count` lanes while they compute; None: the placement's programs overlap by themselves, or
-    not at all."""
+    in_lanes: Callable[[int, Journal], tuple[Placement, Communicator]] | None = None
+    """`in_lanes(count, journal)`: makes the placement and the communicator of programs whose
+    messages travel in `count` lanes while they compute; None: the placement's programs overlap by
+    themselves, or not at all."""
     lanes: int = 1
     """The number of lanes of a step."""
     local: int | None = None

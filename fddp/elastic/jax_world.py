@@ -70,7 +70,7 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)
     group.transport.tree_reduce(payload, 1)
     if group.transport.in_lanes:
-        group.transport.in_lanes(1)
+        group.transport.in_lanes(1, group.journal)
     leave_service()
     of_members = {member.address[1] for member in view.members}
     opened = [

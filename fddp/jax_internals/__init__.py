@@ -69,6 +69,7 @@ from fddp.jax_internals.jaxprs import permutes as permutes
 from fddp.jax_internals.jaxprs import rematerialised as rematerialised
 from fddp.jax_internals.jaxprs import run_again as run_again
 from fddp.jax_internals.jaxprs import scattered_rows as scattered_rows
+from fddp.jax_internals.jaxprs import scope_of as scope_of
 from fddp.jax_internals.loops import loop_parts as loop_parts
 from fddp.jax_internals.loops import run_while as run_while
 from fddp.jax_internals.loops import scan_body as scan_body

@@ -163,6 +163,11 @@ def run_again(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     return outputs if eqn.primitive.multiple_results else [outputs]
 
 
+def scope_of(eqn: JaxprEqn) -> str:
+    """Returns the path of named scopes around an equation. Relies on `source_info`."""
+    return str(eqn.source_info.name_stack)
+
+
 def named_as(eqn: JaxprEqn) -> AbstractContextManager[None]:
     """Makes a context that appends an equation's name to the current one and sets its source line.
 

@@ -18,3 +18,7 @@ from fddp.program.late import cut_late as cut_late
 from fddp.program.module import Module as Module
 from fddp.program.module import parse as parse
 from fddp.program.overlap import overlapped as overlapped
+from fddp.program.timeline import MessageTimes as MessageTimes
+from fddp.program.timeline import Span as Span
+from fddp.program.timeline import Timeline as Timeline
+from fddp.program.timeline import timeline_of as timeline_of

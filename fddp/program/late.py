@@ -7,7 +7,16 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fddp.jax_internals import ClosedJaxpr, JaxprEqn, Literal, Var, acts, inner_programs, parameters
+from fddp.jax_internals import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    acts,
+    inner_programs,
+    named_as,
+    parameters,
+)
 from fddp.jaxpr import Values, maker_positions, straighten, variables
 from fddp.program.exchange import begin_p, end_p, exchange_p
 from fddp.program.program_messages import has_messages, needed
@@ -38,7 +47,9 @@ class Cut:
         for at in sorted(self.before.union(self.begun)):
             eqn = jaxpr.eqns[at]
             if at in self.begun:
-                values[eqn.outvars[0]] = begin_p.bind(values.read(eqn.invars[0]), **parameters(eqn))
+                x = values.read(eqn.invars[0])
+                with named_as(eqn):
+                    values[eqn.outvars[0]] = begin_p.bind(x, **parameters(eqn))
             else:
                 values.run([eqn])
         return values.outputs(self.early), values.read_all(self.computed)

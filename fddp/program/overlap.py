@@ -30,7 +30,14 @@ from fddp.jax_internals import (
     while_programs,
 )
 from fddp.jaxpr import Values, cheap, form_of, interpret, maker_positions, straighten, variables
-from fddp.program.program_messages import Message, has_messages, messages_of, needed, waits_of
+from fddp.program.program_messages import (
+    Message,
+    has_messages,
+    messages_of,
+    name_of,
+    needed,
+    waits_of,
+)
 
 # XLA runs these equations as kernels of their own: it fuses no product with the token into them.
 KERNELS = {"dot_general", "conv_general_dilated", "scan", "while", "cond", "sort", "fft"}
@@ -157,11 +164,12 @@ class _Run:
         return self.behind[atom]
 
     def _start(self, message: Message) -> None:
-        params = parameters(self.eqns[message.position])
+        eqn = self.eqns[message.position]
+        params = parameters(eqn)
         pieces = list(map(jnp.asarray, self.values.read_all(message.pieces)))
         turn = self.stage if message.results else 0  # a later program receives from one lane
         self.token, number = params["carrier"].start(
-            self.token, pieces, params["kind"], params["form"], turn
+            self.token, pieces, params["kind"], params["form"], name_of(eqn), turn
         )
         self.numbers[message.position] = number, turn
         if isinstance(message.number, Var):

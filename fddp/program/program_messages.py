@@ -1,5 +1,6 @@
 """The messages of a program, and the equations that wait for them."""
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from fddp.jax_internals import (
     acts_alike,
     inner_programs,
     parameters,
+    scope_of,
 )
 from fddp.jaxpr import form_of, variables
 from fddp.program.exchange import begin_p, end_p, exchange_p
@@ -80,6 +82,12 @@ def messages_of(jaxpr: Jaxpr, maker: dict[Var, int]) -> tuple[list[Message], set
         number = {begin_p: written, end_p: read}.get(eqn.primitive)
         messages.append(Message(at, tuple(pieces), tuple(results), number))
     return messages, superfluous
+
+
+def name_of(eqn: JaxprEqn) -> str:
+    """A message's name: the innermost scope around it ("bucket 0" of `bucket0`), or its kind."""
+    scope = scope_of(eqn).split("/")[-1]
+    return re.sub(r"(?<=[a-z])(?=\d+$)", " ", scope) or parameters(eqn)["kind"]
 
 
 def waits_of(

@@ -19,5 +19,3 @@ from fddp.schedules.pieces import StepInputs as StepInputs
 from fddp.schedules.pieces import StepOutputs as StepOutputs
 from fddp.schedules.sent_bytes import by_bucket as by_bucket
 from fddp.schedules.sent_bytes import more_sent as more_sent
-from fddp.schedules.timeline import Span as Span
-from fddp.schedules.timeline import Timeline as Timeline

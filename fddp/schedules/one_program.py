@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from fddp.buckets import Messages
-from fddp.comm import REPLICATED, Group, add_replica_dim, as_program, drop_replica_dim
+from fddp.comm import REPLICATED, Group, InOrder, add_replica_dim, as_program, drop_replica_dim
 from fddp.hooks import Memory, all_finite, summed
 from fddp.jaxpr import fused_loops
 from fddp.schedules.compiling import compiling, first_call
@@ -68,7 +68,8 @@ def _runner(group: Group, pieces: Pieces, donate: bool) -> Runner:
 
     ordered = placement.on_mesh or group.transport.in_lanes
     names = tuple(reduction.name for reduction in pieces.reductions)
-    return Runner(run, lower, messages=names, inside=inside if ordered else None)
+    timeline = program.timeline if isinstance(program, InOrder) else None
+    return Runner(run, lower, messages=names, inside=inside if ordered else None, timeline=timeline)
 
 
 def fed(group: Group, inputs: StepInputs) -> StepInputs:

@@ -13,7 +13,7 @@ import jax
 from fddp.buckets import Messages
 from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
-from fddp.schedules.timeline import Timeline
+from fddp.program import Timeline
 
 # The arguments that a round may take.
 ARGUMENTS = ("state", "pending", "shards", "rows")

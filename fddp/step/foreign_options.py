@@ -6,6 +6,7 @@ from difflib import get_close_matches
 LEAVE = "leave it out, "
 PRECISION = "give the loss as fddp.mixed_precision(loss_fn, jnp.bfloat16)"
 CLIPPING = "put optax.clip_by_global_norm into the optimizer, which sees mean gradients"
+LATE = "give schedule='eager': a step returns before its last all-reduces end"
 SHARD = "give shard='optimizer' (ZeRO-1) or shard='state' (FSDP)"
 
 # Replacements for the options of DistributedDataParallel, and then of other libraries.
@@ -23,7 +24,7 @@ ANSWERS = {
     "forward_sync_buffers": "give broadcast_buffers=, and step.init gives all ranks rank 0's",
     "skip_all_reduce_unused_params": LEAVE + "a parameter without a path to the loss is never sent",
     "check_reduction": LEAVE + "PyTorch ignores it too",
-    "require_manual_backward_finalization": "not in fddp",
+    "require_manual_backward_finalization": LATE,
     "init_sync": LEAVE + "step.init compares the ranks and gives all of them rank 0's values",
     "delay_all_reduce_named_params": "not in fddp",
     "param_to_hook_all_reduce": "not in fddp",

@@ -104,7 +104,8 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
 def _in_lane(replica: Replica) -> Replica:
     """Makes the messages of the program travel in the group's lane, while the program computes."""
     group = replica.group
-    if group.transport.in_lanes is None:
+    transport = group.transport
+    if transport.in_lanes is None:
         return replica
-    placement, communicator = group.transport.in_lanes(group.transport.lanes)
+    placement, communicator = transport.in_lanes(transport.lanes, group.journal)
     return replace(replica, group=replace(group, placement=placement, communicator=communicator))

@@ -7,7 +7,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import BucketPlan
 from fddp.comm import Group
-from fddp.schedules import Timeline
+from fddp.program import Timeline
 from fddp.step import (
     Options,
     Replica,
@@ -99,16 +99,22 @@ class SettledStep(metaclass=_Public):
         self._settled, _ = ready(self._settled, self._replica, self._use, state, batch)
 
     def timeline(self) -> Timeline:
-        """Returns the spans in which the last step computed and communicated.
+        """Returns when the last step computed, and when its messages travelled and were awaited.
+
+        It waits for the step's messages.
+
+        Returns:
+          The timeline; `print` shows a row for each message.
 
         Raises:
-          ValueError: XLA runs the messages, and only a profiler sees them.
+          ValueError: XLA sends the messages: one process has several devices, or GPUs.
         """
         timeline = self.settled.runner.timeline
         if timeline is None:
             raise ValueError(
-                "XLA runs the messages of this step: jax.profiler.trace shows them, and fddp.audit "
-                "what lies under each."
+                "XLA sends this step's messages, and stamps none: jax.profiler.trace(folder) shows "
+                "them in time, fddp.measure(step, state, batches) their shares, and "
+                "fddp.audit(step, state, batch) what overlaps."
             )
         return timeline()
 

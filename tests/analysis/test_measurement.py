@@ -12,9 +12,8 @@ import fddp
 from fddp.analysis.measure import Measurement
 from fddp.analysis.profile import COLLECTIVE, MeasuredStep, read_steps
 from fddp.jax_internals import Event, Plane
-from fddp.program import parse
+from fddp.program import Span, Timeline, parse
 from fddp.program.collectives import KINDS
-from fddp.schedules.timeline import Span, Timeline
 
 
 def compute(start: float, end: float) -> Span:

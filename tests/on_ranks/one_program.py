@@ -1,5 +1,7 @@
 """Steps that are one program, whose messages travel in the group's lane while it computes."""
 
+import time
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -124,3 +126,71 @@ def messages_of_16_bits_and_of_integers_and_of_nothing_arrive(group: fddp.Group)
     assert int(state.model_state["count"]) == 4
     assert state.params["net"]["0"]["w"].dtype == jnp.bfloat16
     assert state.params["none"].shape == (0, 3)
+
+
+@claim(backends=("mpi",))
+def every_message_of_a_step_has_its_times_and_one_travels_at_a_time(group: fddp.Group):
+    rows = batches(group, 4)
+    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0, schedule="overlap")
+    state = step.init(net())
+    names = sorted(f"bucket {k}" for k in range(8))
+    ends = [time.monotonic()]
+    for batch in rows:
+        state, _ = step(state, mine(group, batch))
+        state, _ = step(state, mine(group, batch))  # the first of the two may still run
+        line = step.timeline()
+        messages = line.messages
+        assert sorted(x.name for x in messages) == sorted(x.name for x in line.communication)
+        assert sorted(x.name for x in messages) == names
+        for x in messages:
+            assert x.started <= x.sent <= x.received <= x.resumed <= x.done, x
+            assert x.awaited <= x.resumed, x
+        sent = sorted(messages, key=lambda x: x.sent)
+        assert all(a.received <= b.sent for a, b in pairwise(sent))
+        assert all(a.done <= b.awaited for a, b in pairwise(messages))
+        nbytes = {x.name: x.nbytes for x in messages}
+        tail = nbytes["bucket 0"] - step.plan.buckets[0].nbytes  # loss and weight
+        assert tail >= 0
+        for k, bucket in enumerate(step.plan.buckets):
+            assert nbytes[f"bucket {k}"] - bucket.nbytes == (0 if k else tail)
+        assert ends[-1] <= min(x.start for x in line.spans) < line.end <= time.monotonic()
+        ends.append(line.end)
+        # An evaluation's messages travel in the same lane, and are not the step's.
+        fddp.evaluate(lambda p, x: loss(p, x), state.params, [mine(group, batch)], group=group)
+        assert step.timeline() == line
+
+
+@claim(backends=("mpi",))
+def a_step_inside_of_a_scan_has_the_times_of_its_last_round(group: fddp.Group):
+    rows = batches(group, 4)
+    step = fddp.train_step(loss, ADAM, group=group, bucket_cap_mb=0, schedule="overlap")
+    state, _ = step(step.init(net()), mine(group, rows[0]))
+    before = step.timeline().end
+    stacked = jnp.stack([mine(group, batch) for batch in rows[1:]])
+    jax.block_until_ready(
+        jax.jit(lambda state, rows: jax.lax.scan(step, state, rows))(state, stacked)
+    )
+    line = step.timeline()
+    assert sorted(x.name for x in line.messages) == sorted(f"bucket {k}" for k in range(8))
+    assert before < min(x.start for x in line.spans)
+
+
+@claim(backends=("mpi",))
+def a_step_waits_for_a_late_rank_where_nothing_is_left_to_compute(group: fddp.Group):
+    """One layer: its sum is awaited at once, and overlaps with nothing."""
+    step = fddp.train_step(
+        lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.1), group=group, schedule="overlap"
+    )
+    state = step.init(jnp.ones(8))
+    batch = mine(group, batches(group, 1)[0])
+    state, _ = step(state, batch)
+    group.barrier()
+    late = 0.5
+    if group.rank:
+        time.sleep(late)
+    state, _ = step(state, batch)
+    line = step.timeline()
+    if not group.rank:
+        (message,) = line.messages
+        assert message.received - message.sent > late / 2
+        assert line.overlap_share < 0.5

@@ -20,9 +20,7 @@ def recorded(calls: list[str]) -> Carrier:
     flying = dict[int, tuple[list[jax.Array], str]]()
     numbers = count()
 
-    def start(
-        token: jax.Array, arrays: Sequence[jax.Array], kind: str, form: Any, turn: int
-    ) -> tuple[jax.Array, Any]:
+    def start(token: jax.Array, arrays: Sequence[jax.Array], kind: str, *_: Any) -> Any:
         number = next(numbers)
         calls.append(f"start {number} of {len(arrays)}")
         flying[number] = list(arrays), kind
@@ -174,3 +172,21 @@ def test_a_program_without_messages_is_unchanged_and_returns_its_token():
     token, (value,) = overlapped(closed, jnp.ones(()), [jnp.float32(2.0)])
     assert float(token) == 1.0
     np.testing.assert_allclose(value, np.sin(2.0) + 1, rtol=1e-6)
+
+
+def test_a_message_has_the_name_of_the_scope_around_it():
+    names = list[str]()
+    carrier = recorded([])
+
+    def start(*args: Any) -> Any:
+        names.append(args[-1])
+        return carrier.start(*args)
+
+    def f(x: jax.Array) -> Any:
+        with jax.named_scope("step"), jax.named_scope("bucket0"):
+            named = exchange(Carrier(start, carrier.done), "sum", x, RANKS)
+        return named, exchange(Carrier(start, carrier.done), "gather", x, RANKS)
+
+    x = jnp.ones(2)
+    overlapped(jax.make_jaxpr(f)(x), jnp.ones(()), [x])
+    assert names == ["bucket 0", "gather"]
