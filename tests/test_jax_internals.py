@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -70,29 +69,6 @@ def test_an_array_is_given_away_when_a_part_of_it_is():
     view = np.asarray(x)  # a look at the first device's
     jax.jit(lambda x: x + 1, donate_argnums=0)(x)
     assert internals.given_away(x) and view[1] == 1 and not internals.given_away(y)
-
-
-def test_two_threads_find_each_part_once_of_an_array_whose_parts_were_listed():
-    mesh = Mesh(np.array(jax.devices()[:2]), "replica")
-    spread = NamedSharding(mesh, PartitionSpec("replica"))
-    make = jax.jit(lambda x: x + 1, out_shardings=spread)
-    rows = jax.device_put(np.zeros(8), spread)
-    both = threading.Barrier(2, timeout=60)
-    counts = list[int]()
-
-    def look(x: jax.Array) -> int:
-        both.wait()
-        return len(x.addressable_shards)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(2) as threads:
-            for _ in range(2000):
-                counts += threads.map(look, [internals.with_parts_listed(make(rows))] * 2)
-    finally:
-        sys.setswitchinterval(before)
-    assert set(counts) == {2}
 
 
 ### Programs

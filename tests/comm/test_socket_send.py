@@ -116,7 +116,7 @@ def test_infinite_sums_are_no_errors():
 
 def lane_of(connections: Mapping[int, socket.socket]) -> Callable[[jax.Array], jax.Array]:
     """A program of a lane that sums an array over two ranks."""
-    lane = ProgramLane(2, jnp.float32(1), SocketSend(0, connections, names=(4, 7)))
+    lane = ProgramLane(2, jnp.float32(1), [SocketSend(0, connections, names=(4, 7))])
     all_reduce = lane.communicator(lambda: jnp.int32(0)).all_reduce
     return jax.jit(lambda x: (all_reduce(x), lane)[0])
 

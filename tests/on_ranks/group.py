@@ -18,7 +18,7 @@ from on_ranks.checkpoints import shared_folder
 from on_ranks.claims import claim, error_of
 
 import fddp
-from fddp.comm import REPLICATED, mpi_transport
+from fddp.comm import REPLICATED, Placement, mpi_transport
 
 
 @claim()
@@ -98,49 +98,48 @@ def a_small_sum_is_not_slept_through(group: fddp.Group):
     naps = list[float]()
     counts = list[int]()
     local = group.placement.place(jnp.full(4096, group.rank + 1.0), REPLICATED)
+    *_, (placement, communicator) = programs(group)
+    add = placement.program(communicator.all_reduce, (REPLICATED,), REPLICATED)
     with mock.patch.object(
         mpi_transport, "time", SimpleNamespace(sleep=lambda s: (naps.append(s), time.sleep(s)))
     ):
         for _ in range(50):
             naps.clear()
-            assert np.unique(group.transport.all_reduce(local)).tolist() == [
-                sum(range(1, group.size + 1))
-            ]
+            assert np.unique(add(local)).tolist() == [sum(range(1, group.size + 1))]
             counts.append(len(naps))
     # With a nap after each step of each message there are three times as many at best.
     assert min(counts) <= mpi_transport.MESSAGES
 
 
+def programs(group: fddp.Group) -> list[tuple[Placement, fddp.Communicator]]:
+    """Those of a loss, and those of a step's messages, in two lanes."""
+    in_lanes = group.transport.in_lanes
+    assert (in_lanes is None) == (jax.local_device_count() > 1 or jax.default_backend() != "cpu")
+    return [(group.placement, group.communicator), *([in_lanes(2)] if in_lanes else [])]
+
+
 @claim()
-def parts_of_a_sum_gathered_are_the_sum_between_programs_and_inside(group: fddp.Group):
+def parts_of_a_sum_gathered_are_the_sum(group: fddp.Group):
     replicas = group.size
     per_replica = group.placement.per_replica
 
-    transports = group.transport.with_more(2)
-
     def inside(comm: fddp.Communicator, x: jax.Array) -> tuple[jax.Array, ...]:
         part = comm.reduce_scatter(x.reshape(replicas, -1))
-        return comm.all_gather(part).reshape(-1), comm.all_reduce(x), comm.replica_index()[None]
+        number = comm.replica_index()[None]
+        return comm.all_gather(part).reshape(-1), comm.all_reduce(x), part.reshape(-1), number
 
     for dtype in (np.float32, np.float16, jnp.bfloat16):
         # Whole numbers with exact sums.
         local = np.arange(5 * replicas, dtype=np.float32).astype(dtype) * (group.rank + 1)
         total = np.arange(5 * replicas, dtype=np.float32) * (replicas * (replicas + 1) // 2)
         x = group.placement.place(local, per_replica)
-        for transport in transports:
-            part = transport.reduce_scatter(x)
-            gathered = transport.all_gather(part)
-            assert part.dtype == gathered.dtype == local.dtype
-            (local_part,) = [np.asarray(shard.data) for shard in part.addressable_shards]
-            np.testing.assert_array_equal(local_part, total.astype(dtype)[5 * group.rank :][:5])
-            np.testing.assert_array_equal(_first_shard(gathered), total.astype(dtype))
-        # The collectives of a program do the same, in the step's program and in a message's.
-        programs = [(group.communicator, group.placement.program)]
-        programs += [(t.inside, t.program or group.placement.program) for t in transports]
-        for comm, program in programs:
-            *sums, number = program(
-                partial(inside, comm), (per_replica,), (REPLICATED, REPLICATED, per_replica)
+        for placement, comm in programs(group):
+            *sums, part, number = placement.program(
+                partial(inside, comm), (per_replica,), (REPLICATED, REPLICATED, *[per_replica] * 2)
             )(x)
+            np.testing.assert_array_equal(
+                _first_shard(part), total.astype(dtype)[5 * group.rank :][:5]
+            )
             for received in sums:
                 np.testing.assert_array_equal(_first_shard(received), total.astype(dtype))
             assert int(_first_shard(number)[0]) == group.rank

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 from on_ranks.claims import claim, error_of, schedules
+from on_ranks.group import programs
 
 import fddp
 from fddp.comm import REPLICATED
@@ -13,7 +14,7 @@ FOUR = np.array([2**24, 1, 1, -(2**24)], np.float32)
 
 
 @claim()
-def sums_over_hosts_first_are_exact_between_programs_and_inside(group: fddp.Group):
+def sums_over_hosts_first_are_exact(group: fddp.Group):
     local_count = group.size // group.processes
     numbers = np.arange(local_count * group.rank, local_count * (group.rank + 1)) + 1
     assert group.hierarchical() is group, "all are on this host"
@@ -27,11 +28,8 @@ def sums_over_hosts_first_are_exact_between_programs_and_inside(group: fddp.Grou
             rank_values = (numbers[:, None] * np.arange(1, size + 1)).astype(dtype)
             total = (group.size * (group.size + 1) // 2 * np.arange(1, size + 1)).astype(dtype)
             x = levels.placement.place(rank_values.reshape(-1), per_replica)
-            between = levels.transport.all_reduce(x)
-            inside = levels.placement.program(
-                levels.communicator.all_reduce, (per_replica,), REPLICATED
-            )(x)
-            for got in (between, inside):
+            for placement, communicator in programs(levels):
+                got = placement.program(communicator.all_reduce, (per_replica,), REPLICATED)(x)
                 assert got.dtype == dtype
                 for copy in got.addressable_shards:
                     np.testing.assert_array_equal(
