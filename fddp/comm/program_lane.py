@@ -98,7 +98,8 @@ class ProgramLane:
         for identity, send in zip(identities, sends):
             run = partial(_carry, calls, identity, size, send, journal)
             threading.Thread(target=run, name="fddp-lane", daemon=True).start()
-            weakref.finalize(self, calls.fddp_lane_close, identity, b"the group has ended")
+            end = weakref.finalize(self, calls.fddp_lane_close, identity, b"the group has ended")
+            end.atexit = False  # a last step may be under way
 
     def communicator(self, replica_index: Callable[[], jax.Array]) -> Communicator:
         """Makes the collectives of a replica inside a program of the lane."""

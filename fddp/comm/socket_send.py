@@ -43,7 +43,8 @@ class SocketSend:
         for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            weakref.finalize(self, connection.close)
+            # The end of the process closes it: other ranks may wait, and the watchers say for whom.
+            weakref.finalize(self, connection.close).atexit = False
 
     def __call__(self, kind: Kind, array: np.ndarray) -> None:
         """Exchanges an array in place.

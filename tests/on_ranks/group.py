@@ -115,7 +115,8 @@ def programs(group: fddp.Group) -> list[tuple[Placement, fddp.Communicator]]:
     """Those of a loss, and those of a step's messages, in two lanes."""
     in_lanes = group.transport.in_lanes
     assert (in_lanes is None) == (jax.local_device_count() > 1 or jax.default_backend() != "cpu")
-    return [(group.placement, group.communicator), *([in_lanes(2)] if in_lanes else [])]
+    of_step = [in_lanes(2, group.journal)] if in_lanes else []
+    return [(group.placement, group.communicator), *of_step]
 
 
 @claim()
