@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim
+from on_ranks.claims import claim, error_of
 from trees import close, equal
 from truth import by_plain_jax
 
@@ -126,3 +126,10 @@ def messages_of_16_bits_and_of_integers_and_of_nothing_arrive(group: fddp.Group)
     assert int(state.model_state["count"]) == 4
     assert state.params["net"]["0"]["w"].dtype == jnp.bfloat16
     assert state.params["none"].shape == (0, 3)
+
+
+@claim()
+def an_audit_of_messages_between_processes_needs_a_target(group: fddp.Group):
+    step = fddp.train_step(loss, ADAM, group=group)
+    state, batch = step.init(net()), mine(group, batches(group, 1)[0])
+    assert "give a target" in error_of(lambda: fddp.audit(step, state, batch))
