@@ -676,9 +676,9 @@ CHECKPOINTS = (
 
 OBSERVERS = (
     Fault(
-        "an audit reads XLA's collectives, and cannot read MPI's calls",
-        "Under MPI the collectives are not part of XLA's program.",
-        "Give a target, or use `fddp.init('gloo')`.",
+        "an audit reads XLA's collectives, and cannot read messages between CPU processes",
+        "Between CPU processes messages are calls of fddp, not collectives of XLA.",
+        "Give a target.",
     ),
 )
 

@@ -119,8 +119,8 @@ def audit(step: TrainStep, state: TrainState, batch: PyTree, target: str | None 
       An `Audit`. See also its `problems()`.
 
     Raises:
-      ValueError: an unknown target, a step of several programs, or a program over MPI without a
-        target: XLA cannot inspect MPI.
+      ValueError: an unknown target, a step of several programs, or one between CPU processes
+        without a target: its messages are not XLA's.
       RuntimeError: the compiler for the target is not installed.
 
     Example:
@@ -135,10 +135,10 @@ def audit(step: TrainStep, state: TrainState, batch: PyTree, target: str | None 
     if target is not None:
         step, state, batch = _moved(step, state, batch, read_target(target))
         where = target
-    elif step.group.backend == "mpi" and step.group.size > 1:
+    elif step.group.transport.in_lanes or (step.group.backend == "mpi" and step.group.size > 1):
         raise ValueError(
-            "an audit reads XLA's collectives, and cannot read MPI's calls; give "
-            "a target, fddp.audit(…, target='h100:8'), or use backend 'gloo'."
+            "an audit reads XLA's collectives, and cannot read messages between CPU processes; "
+            "give a target, fddp.audit(…, target='h100:8')."
         )
     compiled = compile_to_read(step.lower(state, batch))
     messages = step.settled.runner.messages

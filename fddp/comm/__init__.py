@@ -22,7 +22,6 @@ from fddp.comm.communicator import axis_communicator as axis_communicator
 from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
 from fddp.comm.communicator import mpi_word as mpi_word
-from fddp.comm.communicator import reduce_scatter_bytes as reduce_scatter_bytes
 from fddp.comm.device_caches import device_cache as device_cache
 from fddp.comm.device_caches import forget_device_caches as forget_device_caches
 from fddp.comm.group import Group as Group

@@ -153,11 +153,6 @@ def all_reduce_bytes(comm: Communicator, size: int, dtype: DTypeLike) -> int:
     return -(-2 * (comm.size - 1) * size * _word(comm, dtype) // comm.size)
 
 
-def reduce_scatter_bytes(comm: Communicator, size: int, dtype: DTypeLike) -> int:
-    """Returns the bytes that each replica sends to reduce-scatter `size` numbers."""
-    return -(-(comm.size - 1) * size * _word(comm, dtype) // comm.size)
-
-
 def _word(comm: Communicator, dtype: DTypeLike) -> int:
     """Returns the bytes of a number in a sum's messages."""
     itemsize = jnp.dtype(dtype).itemsize

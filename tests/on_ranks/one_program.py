@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim
+from on_ranks.claims import claim, error_of
 from trees import close, equal
 from truth import by_plain_jax
 
@@ -194,3 +194,10 @@ def a_step_waits_for_a_late_rank_where_nothing_is_left_to_compute(group: fddp.Gr
         (message,) = line.messages
         assert message.received - message.sent > late / 2
         assert line.overlap_share < 0.5
+
+
+@claim()
+def an_audit_of_messages_between_processes_needs_a_target(group: fddp.Group):
+    step = fddp.train_step(loss, ADAM, group=group)
+    state, batch = step.init(net()), mine(group, batches(group, 1)[0])
+    assert "give a target" in error_of(lambda: fddp.audit(step, state, batch))

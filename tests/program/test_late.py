@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxpr_as_fun
 from program.test_overlap import RANKS, recorded
 
 from fddp.program import Cut, cut_late, exchange, overlapped
@@ -48,7 +49,7 @@ def test_the_first_part_starts_all_messages_and_receives_those_of_its_outputs():
 def test_both_parts_together_are_the_program():
     calls = list[str]()
     closed, parts = cut(calls)
-    expected = run(jax.extend.core.jaxpr_as_fun(closed), PARAMS, 0 * PARAMS, ROWS)
+    expected = run(jaxpr_as_fun(closed), PARAMS, 0 * PARAMS, ROWS)
     args = [PARAMS, 0 * PARAMS, ROWS]
 
     def whole(*args: jax.Array) -> list[Any]:
