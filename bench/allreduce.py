@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 import fddp
 from bench.record import interleave, ratio, save, summary
 from bench.two_hosts import BACKENDS, ask
+from fddp.comm import REPLICATED
 
 NUMBERS = 8_000_000
 SMALL = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
@@ -63,13 +65,17 @@ def main() -> None:
 def send(backend: str, path: str, rounds: int) -> None:
     """The part of one host."""
     group = fddp.init(backend)
+    in_lanes: Any = group.transport.in_lanes
+    placement, communicator = in_lanes(1, group.journal)
+    per_replica = placement.per_replica
+    add = placement.program(communicator.all_reduce, (per_replica,), REPLICATED)
 
     def calls(size: int) -> Callable[[], None]:
-        wire = group.placement.place(np.ones(size, np.float32), group.placement.per_replica)
+        wire = placement.place(np.ones(size, np.float32), per_replica)
 
         def run() -> None:
             for _ in range(min(NUMBERS // size, MOST_CALLS)):
-                group.transport.all_reduce(wire)
+                jax.block_until_ready(add(wire))
 
         return run
 

@@ -116,7 +116,14 @@ class BucketPlan:
     """JAX's names of the loss's own collectives, which run in addition to the messages."""
 
     def leaves_of(self, bucket: Bucket) -> tuple[Leaf, ...]:
-        """Returns the leaves of a bucket of this plan."""
+        """Returns the leaves of a bucket.
+
+        Args:
+          bucket: a bucket of this plan.
+
+        Returns:
+          Its leaves, in its order.
+        """
         return tuple(self.leaves[i] for i in bucket.leaves)
 
     @property

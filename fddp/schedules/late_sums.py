@@ -109,6 +109,11 @@ class StateInFlight:
         return "StateInFlight(step.finish(state) returns the state)"
 
     def tree_flatten(self) -> tuple[Any, Late]:
+        """Splits it for JAX.
+
+        Returns:
+          Its arrays, and what is known when it is traced.
+        """
         return self.arrays, self.late
 
     @classmethod

@@ -19,7 +19,7 @@ import jax
 
 from fddp.comm import Journal
 from fddp.runtime.watching.leaving import flush_output, leave, poll
-from fddp.runtime.watching.watcher.shared_memory import FAILED
+from fddp.runtime.watching.watcher.shared_memory import AFTER_ERROR, FAILED
 
 GRACE_S = 5.0
 # Seconds for which a rank with a transport error waits for the watchers' verdict.
@@ -84,7 +84,7 @@ def follows_another(error: BaseException, journal: Journal) -> bool:
     """
     if not from_transport(error):
         return False
-    journal.say("after an error")
+    journal.say(AFTER_ERROR)
     return poll(lambda: journal.finding().end, VERDICT_S)
 
 

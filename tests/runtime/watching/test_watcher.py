@@ -335,6 +335,19 @@ def test_a_rank_that_failed_and_is_gone_does_not_keep_the_others_waiting():
     )
 
 
+def test_a_rank_with_an_error_of_its_connections_has_waited_for_the_one_that_left():
+    """A call that fails does not count, and a death may not be known yet."""
+    lost = rank(0, doing="after an error", still=2 * AFTER_S)
+    says = "rank 1 {} after 52 steps, and rank 0 is between steps 52 and 53, after an error"
+    verdict = conclude(lost, rank(1, doing="left by SystemExit", done=True))
+    assert verdict == Verdict(says.format("left by SystemExit"), True)
+    over = rank(1, doing="finished", done=True)
+    advice = ": give each rank equally many batches, or use fddp.join"
+    assert conclude(lost, over) == Verdict(says.format("finished") + advice, True)
+    assert conclude(lost | {"still": AFTER_S / 2}, over) is None
+    assert conclude(lost, rank(1)) is None and conclude(lost, over | {"calls": 56}) is None
+
+
 def test_a_rank_that_has_finished_does_not_wait_for_one_that_failed():
     over = rank(0, doing="finished", done=True)
     assert conclude(over, rank(1, doing="failed", done=True)) is None  # it still tells why

@@ -19,6 +19,7 @@ LAUNCHED = "launched"  # XLA runs the step asynchronously
 FINISHED = "finished"
 EXITED = "left by"  # sys.exit, before the last line of the script
 FAILED = "failed"
+AFTER_ERROR = "after an error"  # of a transport: another rank may have left
 LEFT = "left the world"  # the process continues independently
 OF = " of "  # between a collective and the call of all ranks that needs it
 ENDS = (FINISHED, EXITED, FAILED, LEFT)  # the final states begin so

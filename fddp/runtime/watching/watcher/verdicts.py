@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from .shared_memory import BETWEEN, EXITED, FAILED, FINISHED, OF, STEP
+from .shared_memory import AFTER_ERROR, BETWEEN, EXITED, FAILED, FINISHED, OF, STEP
 
 AFTER_S = 0.5  # delay of the verdict on a death, for reports of simultaneous deaths
 AT_ONCE_S = 0.05  # mpiexec kills the other ranks sooner, and their watchers wake in any order
@@ -45,7 +45,10 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
     for leaver in every:
         for waiter in active:
             waits = waiter["together"] and leaver["calls"] < waiter["calls"]
-            if waits and (leaver in finished or leaver in failed_dead):
+            # A failed call does not count. A rank that dies is heard of within this time.
+            late = waiter["still"] + time_s - waiter["heard"] > AFTER_S
+            fails = waiter["doing"] == AFTER_ERROR and leaver["calls"] <= waiter["calls"] and late
+            if (waits or fails) and (leaver in finished or leaver in failed_dead):
                 return report_early_end(leaver, waiter)
     finished = [report for report in finished if not report["gone"]]
     if finished and failed_dead:
@@ -78,11 +81,12 @@ def first_of(dead: Sequence[Report]) -> Report:
 def report_early_end(leaver: Report, waiter: Report) -> Verdict:
     """Reports a rank that has left a rank waiting in a call."""
     steps = leaver["steps"] + leaver["before"]
+    fails = waiter["doing"] == AFTER_ERROR
     words = (
         f"rank {leaver['rank']} {leaver['doing']} after {steps} steps, "
-        f"and rank {waiter['rank']} waits {where(waiter)}"
+        f"and rank {waiter['rank']} {'is' if fails else 'waits'} {where(waiter)}"
     )
-    if leaver["doing"] == FINISHED and leaver["steps"] < waiter["steps"]:
+    if leaver["doing"] == FINISHED and leaver["steps"] < waiter["steps"] + fails:
         words += ": give each rank equally many batches, or use fddp.join"
     return Verdict(words, True)
 
