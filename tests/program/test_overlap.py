@@ -179,7 +179,7 @@ def test_a_message_has_the_name_of_the_scope_around_it():
     carrier = recorded([])
 
     def start(*args: Any) -> Any:
-        names.append(args[-1])
+        names.append(args[-2])  # the turn is behind it
         return carrier.start(*args)
 
     def f(x: jax.Array) -> Any:
