@@ -213,7 +213,7 @@ def test_a_step_uses_the_memory_of_the_state_it_was_given(group):
 def test_a_step_of_one_program_says_that_it_has_no_timeline(group):
     step = fddp.train_step(lambda w, x: jnp.mean((x - w) ** 2), optax.sgd(0.1), group=group(2))
     step(step.init(jnp.zeros(())), jnp.ones(4))
-    with pytest.raises(ValueError, match="XLA runs the messages of this step"):
+    with pytest.raises(ValueError, match="XLA sends this step's messages"):
         step.timeline()
 
 

@@ -52,7 +52,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "check_replicas_every": {"check_replicas_every": 2},
     "skip_nonfinite": {"skip_nonfinite": True},
     "find_unused_parameters": {"find_unused_parameters": True},
-    **{f"schedule={name!r}": {"schedule": name} for name in ("overlap", "after")},
+    **{f"schedule={name!r}": {"schedule": name} for name in ("overlap", "after", "eager")},
 }
 
 
