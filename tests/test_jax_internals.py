@@ -5,8 +5,6 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,39 +96,6 @@ def test_what_a_program_of_equations_does_it_still_does():
     assert values == [3]
 
 
-ONES = np.ones((3, 3))
-ZEROS = np.zeros((3, 3))
-TELLING: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "another literal": (lambda x: x * 2.0, lambda x: x * 3.0),
-    "zero with another sign": (lambda x: x + 0.0, lambda x: x + -0.0),
-    "another order of inputs": (lambda x: x - jnp.sin(x), lambda x: jnp.sin(x) - x),
-    "another equation": (jnp.sin, jnp.cos),
-    "another parameter": (lambda x: jnp.sum(x, 0), lambda x: jnp.sum(x, 1)),
-    "another constant": (lambda x: x + ONES, lambda x: x + ZEROS),
-    "another function of the host": (
-        lambda x: jax.pure_callback(np.sin, x, x),
-        lambda x: jax.pure_callback(np.cos, x, x),
-    ),
-    "another output": (lambda x: [jnp.sin(x), x], lambda x: [x, jnp.sin(x)]),
-}
-
-
-@pytest.mark.parametrize("difference", TELLING)
-def test_programs_that_differ_have_different_forms(difference):
-    x = jnp.ones((3, 3))
-    first, second = (jax.make_jaxpr(f)(x) for f in TELLING[difference])
-    assert internals.form_of_program(first) != internals.form_of_program(second)
-
-
-def test_programs_of_equal_equations_have_one_form_and_others_for_other_shapes():
-    def f(x: Any) -> Any:
-        return jnp.sum(jnp.sin(x) @ jnp.cos(2.0 * x), axis=0)
-
-    programs = [jax.make_jaxpr(lambda *args: f(*args))(jnp.ones((n, n))) for n in (3, 3, 4)]
-    first, repeated, larger = map(internals.form_of_program, programs)
-    assert first == repeated != larger
-
-
 def test_a_new_variable_has_the_form_of_the_old_one_and_is_another():
     old = jax.make_jaxpr(jnp.sin)(jnp.ones((2, 3))).jaxpr.invars[0]
     new = internals.new_variable(old)
@@ -184,19 +149,6 @@ def test_effects_may_be_a_dict_as_mpi4jax_has_them():
 def test_a_print_acts_and_a_product_does_not():
     assert internals.acts(equation("debug_print", lambda x: jax.debug.print("{}", x), 1.0))
     assert not internals.acts(equation("mul", lambda x: 2 * x, 1.0))
-
-
-def test_the_host_s_functions_that_an_equation_calls_are_its_own():
-    def called(f: Callable[[Any], Any]) -> list[Any]:
-        form = jax.ShapeDtypeStruct((), jnp.float32)
-        return internals.callbacks(
-            equation("pure_callback", lambda x: jax.pure_callback(f, form, x), 1.0)
-        )
-
-    (first,) = called(lambda x: x)
-    (second,) = called(lambda x: x + 1)
-    assert first != second
-    assert internals.callbacks(equation("sin", jnp.sin, 1.0)) == []
 
 
 @jax.custom_jvp
@@ -442,58 +394,6 @@ def error_of(call: Callable[[], Any]) -> str | None:
 
 def mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:2]), ("some",), axis_types=(AxisType.Explicit,))
-
-
-# A context as a user enters it, and its visible effect in another thread.
-CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[], Any]]] = {
-    "enable_x64": (lambda: jax.enable_x64(True), lambda: jnp.zeros(()).dtype),
-    "default_device": (
-        lambda: jax.default_device(jax.devices()[1]),
-        lambda: jnp.zeros(()).devices(),
-    ),
-    "default_matmul_precision": (
-        lambda: jax.default_matmul_precision("highest"),
-        lambda: str(jax.make_jaxpr(jnp.dot)(np.ones(2), np.ones(2))),
-    ),
-    "default_prng_impl": (lambda: jax.default_prng_impl("rbg"), lambda: jax.random.key(0).dtype),
-    "numpy_dtype_promotion": (
-        lambda: jax.numpy_dtype_promotion("strict"),
-        lambda: error_of(lambda: jnp.int32(1) + jnp.float32(1)),
-    ),
-    "numpy_rank_promotion": (
-        lambda: jax.numpy_rank_promotion("raise"),
-        lambda: error_of(lambda: jnp.ones(2) + jnp.ones((2, 2))),
-    ),
-    "debug_nans": (lambda: jax.debug_nans(True), lambda: error_of(lambda: jnp.log(-1.0))),
-    "debug_infs": (lambda: jax.debug_infs(True), lambda: error_of(lambda: jnp.log(0.0))),
-    "transfer_guard": (
-        lambda: jax.transfer_guard("disallow"),
-        lambda: error_of(lambda: jax.jit(jnp.sin)(np.ones(3, np.float32))),
-    ),
-    "disable_jit": (
-        lambda: jax.disable_jit(),
-        lambda: error_of(lambda: jax.jit(bool)(jnp.ones(()))),
-    ),
-    "set_mesh": (lambda: jax.set_mesh(mesh()), lambda: jax.sharding.get_abstract_mesh().axis_names),
-    "use_abstract_mesh": (
-        lambda: jax.sharding.use_abstract_mesh(mesh().abstract_mesh),
-        lambda: jax.sharding.get_abstract_mesh().axis_names,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CONTEXTS)
-def test_a_context_goes_along_into_another_thread_and_leaves_no_trace_there(name):
-    enter, ask = CONTEXTS[name]
-    with ThreadPoolExecutor(1) as thread:
-        in_thread = thread.submit(ask).result()
-        with enter():
-            local = ask()
-            assert local != in_thread
-            assert thread.submit(ask).result() == in_thread
-            carry = internals.with_configuration(ask)
-        assert thread.submit(carry).result() == local, f"jax.{name} stays behind"
-        assert thread.submit(ask).result() == in_thread, f"jax.{name} is left behind"
 
 
 ### Meshes

@@ -32,10 +32,8 @@ from fddp.jax_internals.configuration import compile_to_read as compile_to_read
 from fddp.jax_internals.configuration import context_mesh as context_mesh
 from fddp.jax_internals.configuration import staged_out as staged_out
 from fddp.jax_internals.configuration import transformed as transformed
-from fddp.jax_internals.configuration import with_configuration as with_configuration
 from fddp.jax_internals.configuration import without_context_mesh as without_context_mesh
 from fddp.jax_internals.configuration import without_jit as without_jit
-from fddp.jax_internals.equal_programs import form_of_program as form_of_program
 from fddp.jax_internals.jaxprs import CALLS as CALLS
 from fddp.jax_internals.jaxprs import OWN_DERIVATIVE as OWN_DERIVATIVE
 from fddp.jax_internals.jaxprs import REMATERIALISED as REMATERIALISED
@@ -49,7 +47,6 @@ from fddp.jax_internals.jaxprs import acts as acts
 from fddp.jax_internals.jaxprs import acts_alike as acts_alike
 from fddp.jax_internals.jaxprs import barrier_before as barrier_before
 from fddp.jax_internals.jaxprs import branches as branches
-from fddp.jax_internals.jaxprs import callbacks as callbacks
 from fddp.jax_internals.jaxprs import called_program as called_program
 from fddp.jax_internals.jaxprs import contracted_dims as contracted_dims
 from fddp.jax_internals.jaxprs import dims_of_reduction as dims_of_reduction

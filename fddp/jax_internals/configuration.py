@@ -3,7 +3,6 @@
 import math
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -14,13 +13,6 @@ from jax._src.interpreters import partial_eval
 Args = ParamSpec("Args")
 Result = TypeVar("Result")
 
-# Settings without a name in `jax.config`: meshes, metadata, default devices.
-UNNAMED = tuple(
-    setting
-    for module in (config, mesh)
-    for setting in vars(module).values()
-    if isinstance(setting, config.config_ext.Config) and not isinstance(setting, config.State)
-)
 # The settings of `jax.set_mesh`; JAX 0.12 has them in another module.
 MESH = tuple(
     setting
@@ -28,37 +20,6 @@ MESH = tuple(
     for name in ("abstract_mesh_context_manager", "device_context")
     if (setting := getattr(module, name, None))
 )
-# Names the thread that may start programs of several processes: a copy would switch it off.
-LEFT = {"jax_thread_guard"}
-
-
-def with_configuration(f: Callable[Args, Result]) -> Callable[Args, Result]:
-    """Makes a function that runs in any thread under this thread's current configuration of JAX.
-
-    `with jax.enable_x64(True)` and similar contexts hold only in the thread that enters them.
-    Contexts of `jax.make_user_context` are not copied: JAX has no list of them.
-
-    >>> import jax, jax.numpy as jnp
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> default = lambda: jnp.zeros(()).dtype.name
-    >>> with ThreadPoolExecutor(1) as thread, jax.enable_x64(True):
-    ...     [thread.submit(f).result() for f in (default, with_configuration(default))]
-    ['float32', 'float64']
-    """
-    named = [state for name, state in config.config_states.items() if name not in LEFT]
-    pairs = [(setting, setting.get_local()) for setting in (*named, *UNNAMED)]
-    values = [(setting, value) for setting, value in pairs if value is not config.config_ext.unset]
-
-    @wraps(f)
-    def call(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        with ExitStack() as stack:
-            for setting, value in values:
-                stack.enter_context(_set(setting, value))
-            return f(*args, **kwargs)
-
-    return call
-
-
 # Transfers inside this context count as explicit, as by `jax.device_put`:
 # `jax.transfer_guard("disallow")` permits them.
 asked_for = config.explicit_device_put_scope
@@ -79,8 +40,8 @@ def compilation_cache() -> str | None:
 def cache_small_programs() -> float:
     """Lowers the limit of JAX's compilation cache to 0.1 s unless the user set one; returns it.
 
-    The stages of a step compile in less than JAX's limit of 1 s. Relies on `Config.values` and on
-    JAX's name of the limit.
+    Programs of small models compile in less than JAX's limit of 1 s. Relies on `Config.values` and
+    on JAX's name of the limit.
     """
     name = "jax_persistent_cache_min_compile_time_secs"
     if compilation_cache() and jax.config.values[name] == 1.0 and name.upper() not in os.environ:
@@ -129,14 +90,6 @@ def without_context_mesh(f: Callable[Args, Result]) -> Callable[Args, Result]:
                 setting.set_local(value)
 
     return call
-
-
-def _set(setting: Any, value: Any) -> Any:
-    """Makes a context in which a setting has a value in this thread."""
-    # Named settings may do more than store a value: transfer guards are stored elsewhere, too.
-    if isinstance(setting, config.State):
-        return setting(value)
-    return config.UserContext(setting, value)
 
 
 # By default XLA merges all buckets into one all-reduce, scatter or gather: on CPU without a limit,

@@ -131,13 +131,6 @@ def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:
     return list(jaxprs_in_params(eqn.params))
 
 
-def callbacks(eqn: JaxprEqn) -> list[Any]:
-    """Returns the host functions that an equation calls. Relies on the parameter `callback`."""
-    if "callback" not in eqn.params:
-        return []
-    return [eqn.params["callback"]]
-
-
 def called_program(eqn: JaxprEqn) -> ClosedJaxpr:
     """Returns the program that an equation of `CALLS` calls.
 

@@ -4,8 +4,7 @@ The caller defines a fact and its way through an equation. A fact is, for exampl
 value depends on, its number of nonzero table rows, or its time of arrival.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from itertools import count as count_up
 from typing import TypeVar
 
@@ -71,15 +70,6 @@ def inputs_of_outputs(closed: ClosedJaxpr) -> list[frozenset[int]]:
     nothing = frozenset[int]()
     sources = joined(jaxpr, inputs, lambda sets: nothing.union(*sets), nothing)
     return list(map(sources, jaxpr.outvars))
-
-
-def arrival(jaxpr: Jaxpr, inputs: Mapping[int, int]) -> Callable[[Var | Literal], int]:
-    """Finds when each value can be computed; returns value → the last arrival of its inputs.
-
-    `inputs` maps the position of an input to its time of arrival, 0 if omitted.
-    """
-    times = [inputs.get(position, 0) for position in range(len(jaxpr.invars))]
-    return joined(jaxpr, times, partial(max, default=0), 0)
 
 
 def last_costly(jaxpr: Jaxpr) -> Callable[[Var | Literal], int]:
