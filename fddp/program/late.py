@@ -13,6 +13,7 @@ from fddp.jax_internals import (
     Literal,
     Var,
     acts,
+    acts_alike,
     inner_programs,
     named_as,
     parameters,
@@ -80,18 +81,19 @@ def cut_late(closed: ClosedJaxpr, early: Collection[int], passes: int) -> Cut:
     def sources(atoms: Iterable[Var | Literal]) -> set[int]:
         return needed(eqns, maker, atoms)
 
-    def received(positions: Iterable[int]) -> bool:
-        """True if equations need no message but those of the early outputs."""
-        return not any(_receives(eqns[at]) for at in positions if at not in before)
-
     before = sources(jaxpr.outvars[k] for k in early)
-    begun = [
-        at
-        for at, eqn in enumerate(eqns)
-        if eqn.primitive is exchange_p and at not in before and received(sources(eqn.invars))
-    ]
+    late = set[int]()  # positions of the equations that need another message, or are one
+    begun = list[int]()
+    for at, eqn in enumerate(eqns):
+        waits = any(maker.get(var) in late for var in variables(eqn.invars)) or (
+            acts(eqn) and any(acts_alike(eqn, eqns[earlier]) for earlier in late)
+        )
+        if at not in before and (waits or _receives(eqn)):
+            late.add(at)
+            if eqn.primitive is exchange_p and not waits:
+                begun.append(at)
     acting = [at for at, eqn in enumerate(eqns) if acts(eqn)]
-    now = [at for at in acting if received([at, *sources(eqns[at].invars)])]
+    now = [at for at in acting if at not in late]
     before |= sources(x for at in begun for x in eqns[at].invars)
     before |= sources(x for at in now for x in eqns[at].invars).union(now)
     outputs = [x for k, x in enumerate(jaxpr.outvars) if k not in early]

@@ -112,7 +112,6 @@ def needed(
     ran: Collection[int] = (),
 ) -> set[int]:
     """Positions of the equations that values need and that have not run; effects stay in order."""
-    acting = [at for at, eqn in enumerate(eqns) if acts(eqn)]
     found = set[int]()
     pending = [maker[var] for var in variables(atoms) if var in maker]
     while pending:
@@ -123,7 +122,7 @@ def needed(
         eqn = eqns[at]
         pending += [maker[var] for var in variables(eqn.invars) if var in maker]
         if acts(eqn):
-            pending += [a for a in acting if a < at and acts_alike(eqn, eqns[a])]
+            pending += [a for a in range(at) if acts_alike(eqn, eqns[a])]
     return found
 
 

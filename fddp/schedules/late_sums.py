@@ -148,26 +148,30 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
         return _program(group, lambda *inputs: late.first(inputs), _in_specs(group), out_specs)
 
     @cache
-    def going_on(last: Late, late: Late) -> Callable[..., Any]:
+    def going_on(last: Late, treedef: Any, row_forms: tuple[Any, ...]) -> tuple[Any, Late]:
+        """Makes the next step's program, for rows of these forms."""
+        rows = treedef.unflatten(row_forms)
+        late: Any = late_of(*_key(last.forms._replace(rows=rows, pending=None)))
+
         def run(in_flight: Any, rows: Any) -> Any:
             state, shards, memory = last.second(*in_flight)
             return late.first(StepInputs(state, None, shards, memory, rows))
 
-        in_specs = last.specs, group.placement.per_replica
-        return _program(group, run, in_specs, (REPLICATED, late.specs), (0,) if donate else ())
+        specs = (last.specs, group.placement.per_replica), (REPLICATED, late.specs)
+        return _program(group, run, *specs, (0,) if donate else ()), late
 
     def launched(inputs: StepInputs, call: Callable[..., Any]) -> StepOutputs | None:
         """Runs a step; None if it has no late sums."""
         state = inputs.state
         if isinstance(state, StateInFlight):
-            last = state.late
-            forms = last.forms._replace(rows=forms_of(inputs.rows), pending=None)
-            late: Any = late_of(*_key(forms))
-            info, in_flight = call(going_on(last, late))(state.arrays, inputs.rows)
+            # The state's forms are those of the last step: only the rows are looked at.
+            program, late = going_on(state.late, *_key(forms_of(inputs.rows)))
+            info, in_flight = call(program)(state.arrays, inputs.rows)
         else:
-            late = late_of(*_key(forms_of(inputs)))
-            if late is None:
+            first = late_of(*_key(forms_of(inputs)))
+            if first is None:
                 return None
+            late = first
             info, (step, _, computed) = call(starting(late))(*inputs)
             leaves = jax.tree.leaves(inputs)
             in_flight = step, [leaves[k] for k in late.cut.passed], computed
@@ -231,6 +235,6 @@ def _program(
     return launch
 
 
-def _key(inputs: StepInputs) -> tuple[Any, tuple[Any, ...]]:
-    leaves, treedef = jax.tree.flatten(inputs)
+def _key(forms: Any) -> tuple[Any, tuple[Any, ...]]:
+    leaves, treedef = jax.tree.flatten(forms)
     return treedef, tuple(leaves)
