@@ -56,11 +56,11 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "comm": (
         *on_ranks("group", "agreement", "collectives", "modules"),
         *on_ranks("one_program", "two_levels", "round_robin", "train_step"),
-        *("tests/reproducible", "tests/step/test_mesh_group.py", "tests/comm/test_two_levels.py"),
+        *("tests/training", "tests/step/test_mesh_group.py", "tests/comm/test_two_levels.py"),
     ),
     "data": (
         *on_ranks("join", "evaluation"),
-        *("tests/reproducible", "tests/step/test_buffers.py"),
+        *("tests/training", "tests/step/test_buffers.py"),
     ),
     "hooks": (
         *on_ranks("hooks"),
@@ -68,36 +68,28 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "jax_internals": (
         *("tests/test_jax_internals.py", "tests/jaxpr"),
-        "tests/schedules",
+        "tests/step/schedules",
     ),
     "jaxpr": (
         *("tests/step/test_find_unused_parameters.py", "tests/step/test_scanned_layers.py"),
         "tests/optim/test_parts.py",
         *on_ranks("unused", "scan"),
-        *("tests/schedules", "tests/step", "tests/sharding"),
+        *("tests/step", "tests/sharding"),
     ),
-    "local_training": on_ranks("local_steps"),
     "losses": ("tests/step", "tests/data", *on_ranks("join")),
     "modules": (*on_ranks("modules"), "tests/test_models.py"),
-    "optim": ("tests/local_training", "tests/step"),
+    "optim": ("tests/training", "tests/step"),
     "program": (
         *on_ranks("one_program", "scan", "train_step"),
         *("tests/step/test_scanned_layers.py", "tests/analysis/test_audit.py"),
     ),
-    "reproducible": (*on_ranks("virtual_replicas"), "tests/data"),
     "runtime": ("tests/test_command.py", *on_ranks("start")),
-    "schedules": (
-        *on_ranks("scan", "differing_programs", "train_step"),
-        *("tests/hooks/test_hook_memory.py", "tests/analysis/test_audit.py"),
-        *("tests/step", "tests/sharding"),
-    ),
     "sharding": (*on_ranks("shard"), "tests/checkpoints", "tests/optim/test_parts.py"),
     "step": (
-        *on_ranks("train_step", "buffers", "unused", "join", "rows"),
-        *("tests/data", "tests/losses"),
-        "tests/schedules",
+        *on_ranks("scan", "differing_programs", "train_step", "buffers", "unused", "join", "rows"),
+        *("tests/hooks/test_hook_memory.py", "tests/data", "tests/losses", "tests/sharding"),
     ),
-    "training": ("tests/local_training", "tests/step", *on_ranks("guards")),
+    "training": (*on_ranks("local_steps", "virtual_replicas", "guards"), "tests/step"),
 }
 # Tests of this repository's files, which say nothing of the library.
 OF_FILES = ("tests/test_bench.py", "tests/test_house.py")

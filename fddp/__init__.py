@@ -44,8 +44,6 @@ from fddp.hooks import GradBucket as GradBucket
 from fddp.hooks import Hook as Hook
 from fddp.hooks import all_reduce as all_reduce
 from fddp.jaxpr import grad_order as grad_order
-from fddp.local_training import LocalState as LocalState
-from fddp.local_training import local_steps as local_steps
 from fddp.losses import Joined as Joined
 from fddp.losses import Shared as Shared
 from fddp.losses import Stacked as Stacked
@@ -67,6 +65,8 @@ from fddp.step import TrainState as TrainState
 from fddp.training import TrainStep as TrainStep
 from fddp.training import train_step as train_step
 from fddp.training import value_and_grad as value_and_grad
+from fddp.training.local_training import LocalState as LocalState
+from fddp.training.local_training import local_steps as local_steps
 
 if TYPE_CHECKING:
     from fddp import elastic as elastic

@@ -16,8 +16,8 @@ from fddp.analysis.targets import Target, read_target
 from fddp.buckets import BucketPlan, MiB, whole_forms
 from fddp.jax_internals import compile_to_read
 from fddp.program import Collective, Module, find_collectives, heavy_operations, parse
-from fddp.schedules import scope
 from fddp.step import TrainState, check_state, check_step
+from fddp.step.schedules import scope
 from fddp.training import TrainStep
 from fddp.wording import preformatted, table
 

@@ -15,10 +15,10 @@ from fddp.checkpoints import Checkpoints
 from fddp.comm import Group
 from fddp.elastic.held_state import has_parts, newest_state, to_devices, to_host
 from fddp.elastic.job import REASON_S, current_job
-from fddp.local_training import LocalState
 from fddp.runtime.watching import from_transport
 from fddp.step import StepInfo, TrainState
 from fddp.training import TrainStep
+from fddp.training.local_training import LocalState
 
 
 class ElasticStats(NamedTuple):

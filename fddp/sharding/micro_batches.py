@@ -11,11 +11,11 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import Messages, add_tail
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.losses import Pending, add_trees, in_parts
-from fddp.schedules import Round
 from fddp.sharding.part_messages import scatters, scatters_of
 from fddp.sharding.part_packing import ShardPlans, pack_gradients
 from fddp.sharding.sharded_update import AfterBackward
 from fddp.step import TrainState
+from fddp.step.schedules import Round
 
 
 class Before(NamedTuple):

@@ -19,12 +19,12 @@ from jaxtyping import Array
 from fddp.buckets import Messages, insert_shards, take_apart
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.losses import Pending
-from fddp.schedules import Pieces, Round
 from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
 from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import ShardPlans, local_parts, pack_parameters, unpack_parameters
 from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
 from fddp.step import Agreed, Replica, TrainState
+from fddp.step.schedules import Pieces, Round
 
 
 def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:

@@ -10,10 +10,10 @@ from jaxtyping import Array
 
 from fddp.buckets import Messages
 from fddp.comm import as_uint32, count_bytes
-from fddp.schedules import by_bucket, more_sent
 from fddp.sharding.part_packing import ShardPlans, local_parts, unpack_sums
 from fddp.sharding.parts_update import run_on_parts
 from fddp.step import StepInfo, TrainState
+from fddp.step.schedules import by_bucket, more_sent
 
 
 class AfterBackward(NamedTuple):

@@ -15,7 +15,6 @@ from fddp.buckets import shards_of
 from fddp.comm import REPLICATED, Group
 from fddp.jaxpr import Follows, Kind
 from fddp.optim import divided, kinds_of_state
-from fddp.schedules import Pieces
 from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import (
@@ -31,6 +30,7 @@ from fddp.step import (
     held_form,
     leaf_layouts,
 )
+from fddp.step.schedules import Pieces
 from fddp.wording import leaf_name
 
 

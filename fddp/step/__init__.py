@@ -4,8 +4,6 @@ A `Way` defines how replicas hold a state and compute a step; rooms above subcla
 This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
 """
 
-from fddp.schedules import StateInFlight as StateInFlight
-from fddp.schedules import finished as finished
 from fddp.step.agreed import Agreed as Agreed
 from fddp.step.buffers import average as average
 from fddp.step.checks import check_arrays as check_arrays
@@ -37,6 +35,8 @@ from fddp.step.run import compare as compare
 from fddp.step.run import lower as lower
 from fddp.step.run import ready as ready
 from fddp.step.run import synchronize as synchronize
+from fddp.step.schedules import StateInFlight as StateInFlight
+from fddp.step.schedules import finished as finished
 from fddp.step.settle import Settled as Settled
 from fddp.step.settle import Use as Use
 from fddp.step.start import described_start as described_start

@@ -22,15 +22,15 @@ from fddp.losses import (
     unlike,
 )
 from fddp.program import find_collectives, parse
-from fddp.schedules import compiling
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
+from fddp.step.schedules import compiling
 from fddp.step.state import check_no_state
 from fddp.wording import check_has
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# The name scope around each message of a step (`fddp.schedules.scope`).
+# The name scope around each message of a step (`fddp.step.schedules.scope`).
 MESSAGE_SCOPE = re.compile(r"(micro-batch\d+)?(bucket|rows|gather|tail)\d*")
 
 

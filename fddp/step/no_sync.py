@@ -8,9 +8,9 @@ import jax
 from fddp.comm import REPLICATED, Placement, as_program
 from fddp.jax_internals import without_context_mesh
 from fddp.losses import Sums
-from fddp.schedules import StepInputs
 from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
+from fddp.step.schedules import StepInputs
 from fddp.step.state import TrainState
 
 if TYPE_CHECKING:  # a settled step holds the program

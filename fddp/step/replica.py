@@ -19,10 +19,10 @@ from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus
 from fddp.losses import accumulate as in_micro_batches
 from fddp.optim import scaled
-from fddp.schedules import by_bucket
 from fddp.step.buffers import Buffers, average, broadcast, keep
 from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
+from fddp.step.schedules import by_bucket
 from fddp.step.state import Mean, TrainState
 from fddp.step.travels import Travels
 from fddp.wording import leaf_names

@@ -13,11 +13,11 @@ from fddp.hooks import Memory, by_leaf, by_message
 from fddp.jax_internals import rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import not_numeric, rows_of_batch
-from fddp.schedules import StateInFlight, StepInputs
 from fddp.step.admission import admit, form_of_batch
 from fddp.step.checks import refuse_transformations, verify_collectives
 from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
+from fddp.step.schedules import StateInFlight, StepInputs
 from fddp.step.settle import Settled, Use, settle
 from fddp.step.state import TrainState, check_state
 

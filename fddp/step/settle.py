@@ -19,7 +19,6 @@ from jaxtyping import PyTree
 from fddp.buckets import BucketPlan
 from fddp.comm import forms_of, specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.schedules import Runner, Schedule, after, eager, overlap
 from fddp.step.admission import Admitted, fit_of, form_of_batch
 from fddp.step.agreed import Agreed, Seen, merge, remarks
 from fddp.step.checks import params_checked
@@ -28,6 +27,7 @@ from fddp.step.held import held_form
 from fddp.step.no_sync import accumulating
 from fddp.step.options import ScheduleName
 from fddp.step.replica import Replica
+from fddp.step.schedules import Runner, Schedule, after, eager, overlap
 from fddp.step.state import Mean, TrainState
 
 FIRST_BATCH = "batch or loss (pad the first batch to the same shapes on all ranks)"

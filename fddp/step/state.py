@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree, UInt32
 
 from fddp.jaxpr import is_used_up
 from fddp.losses import Pending
-from fddp.schedules import StateInFlight
+from fddp.step.schedules import StateInFlight
 
 
 class TrainState(NamedTuple):

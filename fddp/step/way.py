@@ -21,10 +21,10 @@ from fddp.buckets import (
 )
 from fddp.comm import Group, specs
 from fddp.losses import Pending, Sums
-from fddp.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.agreed import Agreed
 from fddp.step.options import Options
 from fddp.step.replica import Replica
+from fddp.step.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
 from fddp.step.travels import Travels, travels

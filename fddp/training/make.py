@@ -6,7 +6,6 @@ from typing import Any, Unpack
 
 from fddp.comm import Group
 from fddp.losses import check_callable, make_objective
-from fddp.reproducible import virtual
 from fddp.runtime import group_of
 from fddp.sharding import sharded
 from fddp.step import (
@@ -21,6 +20,7 @@ from fddp.step import (
     read_optimizer,
     read_options,
 )
+from fddp.training.reproducible import virtual
 from fddp.training.train_step import TrainStep
 from fddp.training.update import updated
 

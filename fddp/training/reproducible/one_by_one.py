@@ -23,7 +23,7 @@ from jaxtyping import PyTree
 from fddp.comm import MOST, REPLICATED, Group, merges, tree_bytes
 from fddp.losses import add_trees
 from fddp.program import Span, Timeline
-from fddp.schedules import Runner, StepInputs, StepOutputs, compiling, first_call
+from fddp.step.schedules import Runner, StepInputs, StepOutputs, compiling, first_call
 
 
 class Arithmetic(NamedTuple):

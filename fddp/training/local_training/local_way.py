@@ -33,7 +33,6 @@ from fddp.hooks import Reduction
 from fddp.jaxpr import with_trained
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import update
-from fddp.schedules import Pieces, Round, Runner, Schedule, StepInputs, StepOutputs
 from fddp.step import (
     Agreed,
     Options,
@@ -47,6 +46,7 @@ from fddp.step import (
     ranks_of_parts,
     refuse,
 )
+from fddp.step.schedules import Pieces, Round, Runner, Schedule, StepInputs, StepOutputs
 
 NOTHING = Messages((), ((), None))
 Result = tuple[Any, Any]

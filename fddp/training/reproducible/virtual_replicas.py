@@ -29,9 +29,9 @@ from fddp.buckets import (
 )
 from fddp.comm import Group, as_program, block_of, forms_of, of_one_replica, trace
 from fddp.losses import Joined
-from fddp.reproducible.one_by_one import Arithmetic, Message, one_by_one
-from fddp.schedules import Runner, Schedule
 from fddp.step import Agreed, Options, Replica, TrainState, Travels, Way, refuse
+from fddp.step.schedules import Runner, Schedule
+from fddp.training.reproducible.one_by_one import Arithmetic, Message, one_by_one
 
 # Gradients, with None for leaves that are not sent, and the tail that travels with them.
 Contribution: TypeAlias = tuple[Any, Any]

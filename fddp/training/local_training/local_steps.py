@@ -18,9 +18,9 @@ import optax
 from jaxtyping import PyTree
 
 from fddp.comm import Group
-from fddp.local_training.local_way import LocalWay
 from fddp.optim import check_needs
 from fddp.step import LOCAL, StepOptimizer, Way
+from fddp.training.local_training.local_way import LocalWay
 from fddp.wording import check_whole
 
 

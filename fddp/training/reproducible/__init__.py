@@ -3,4 +3,4 @@
 The order of their sums is `comm`'s tree. This room imports step and what step imports.
 """
 
-from fddp.reproducible.virtual_replicas import virtual as virtual
+from fddp.training.reproducible.virtual_replicas import virtual as virtual

@@ -16,8 +16,8 @@ from fddp.buckets import Messages
 from fddp.comm import REPLICATED, Group, InOrder, add_replica_dim, as_program, drop_replica_dim
 from fddp.hooks import Memory, all_finite, summed
 from fddp.jaxpr import fused_loops
-from fddp.schedules.compiling import compiling, first_call
-from fddp.schedules.pieces import ARGUMENTS, Pieces, Round, Runner, StepInputs, StepOutputs
+from fddp.step.schedules.compiling import compiling, first_call
+from fddp.step.schedules.pieces import ARGUMENTS, Pieces, Round, Runner, StepInputs, StepOutputs
 
 
 def overlap(group: Group, pieces: Pieces, donate: bool) -> Runner:

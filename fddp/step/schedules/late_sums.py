@@ -25,9 +25,9 @@ from fddp.comm import (
     trace,
 )
 from fddp.program import Cut, cut_late
-from fddp.schedules.compiling import compiling, first_call
-from fddp.schedules.one_program import fed, overlap, traced
-from fddp.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
+from fddp.step.schedules.compiling import compiling, first_call
+from fddp.step.schedules.one_program import fed, overlap, traced
+from fddp.step.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,13 +14,13 @@ import optax
 import pytest
 
 import fddp
-from fddp.schedules import compiling as says
-from fddp.schedules.compiling import first_call
+from fddp.step.schedules import compiling as says
+from fddp.step.schedules.compiling import first_call
 
 ROWS = np.ones((8, 4), np.float32)
 PARAMS = {"first": np.ones((4, 3), np.float32), "second": np.ones(3, np.float32)}
 pytestmark = pytest.mark.usefixtures("uncached")
-MODULE = import_module("fddp.schedules.compiling")  # a function of the room has its name
+MODULE = import_module("fddp.step.schedules.compiling")  # a function of the room has its name
 
 
 def net(params: Any, batch: Any) -> jax.Array:
