@@ -25,6 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 from pytest import ExitCode
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,7 @@ def on_ranks(*names: str) -> tuple[str, ...]:
     return tuple(f"{CLAIMS}{name}.py" for name in names)
 
 
+LANE = Path("fddp", "comm", "lane.cc")
 CLAIMS = "tests/on_ranks/"
 # Package → files and folders of tests that run after its own, the nearest first.
 NEAREST: dict[str, tuple[str, ...]] = {
@@ -80,13 +82,14 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "modules": (*on_ranks("modules"), "tests/test_models.py"),
     "optim": ("tests/training", "tests/step"),
     "program": (
-        *on_ranks("one_program", "scan", "train_step"),
+        *on_ranks("one_program", "scan", "in_flight", "train_step"),
         *("tests/step/test_scanned_layers.py", "tests/analysis/test_audit.py"),
     ),
     "runtime": ("tests/test_command.py", *on_ranks("start")),
     "sharding": (*on_ranks("shard"), "tests/checkpoints", "tests/optim/test_parts.py"),
     "step": (
-        *on_ranks("scan", "differing_programs", "train_step", "buffers", "unused", "join", "rows"),
+        *on_ranks("in_flight", "scan", "differing_programs", "train_step", "buffers", "unused"),
+        *on_ranks("join", "rows"),
         *("tests/hooks/test_hook_memory.py", "tests/data", "tests/losses", "tests/sharding"),
     ),
     "training": (*on_ranks("local_steps", "virtual_replicas", "guards"), "tests/step"),
@@ -108,7 +111,7 @@ class Mutant(NamedTuple):
     @property
     def module(self) -> str:
         """The name of its module."""
-        (path,) = re.findall(r"^\+\+\+ b/(.+)\.py$", self.patch.read_text(), re.MULTILINE)
+        (path,) = re.findall(r"^\+\+\+ b/(.+)\.(?:py|cc)$", self.patch.read_text(), re.MULTILINE)
         return Path(path).name
 
 
@@ -255,6 +258,8 @@ class Suite:
         begin = time.monotonic()
         if not applies(mutant.patch, mutated):
             return Verdict("does not apply")
+        if mutant.module == LANE.stem:
+            compile_lane(mutated)
         for tests in self.stages(mutant):
             while self.sound.get(tests, True):
                 run = self.run(mutated, tests, "-x")
@@ -265,8 +270,10 @@ class Suite:
         return Verdict("survived", seconds=round(time.monotonic() - begin, 1))
 
     def stages(self, mutant: Mutant) -> Iterator[Tests]:
-        """The tests named like the mutant's module, those of its package, then of the nearest ones;
-        a file for each worker."""
+        """The test that caught it last, those named like the mutant's module, those of its package,
+        then of the nearest ones; a file for each worker."""
+        results = saved("mutants").get("mutants", ())
+        yield from ((x["by"],) for x in results if x["name"] == mutant.name and "::" in x["by"])
         near = (f"fddp/{mutant.package}", f"tests/{mutant.package}", *NEAREST[mutant.package])
         words = set(mutant.module.split("_"))
         paths = sorted(
@@ -332,7 +339,7 @@ class Suite:
             end_all(copy)
             process.wait()
         text = log.read_text(errors="replace")
-        if code == ExitCode.USAGE_ERROR:
+        if code == ExitCode.USAGE_ERROR and "ERROR: not found" not in text:
             raise RuntimeError(f"pytest cannot run {' '.join(words)}:\n{text}")
         failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
         last = text.strip().rpartition("\n")[2]
@@ -371,6 +378,13 @@ def copied(folder: Path) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     return folder
+
+
+def compile_lane(copy: Path) -> None:
+    """Compiles the lane of a copy as `hatch_build.py` does."""
+    options = "-O2", "-std=c++17", "-fPIC", "-shared", "-w", "-I", jax.ffi.include_dir()
+    command = ["c++", *options, str(LANE), "-o", str(LANE.with_name("liblane.so"))]
+    subprocess.run(command, cwd=copy, check=True)
 
 
 def end_all(copy: Path) -> None:

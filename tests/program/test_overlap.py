@@ -144,6 +144,15 @@ def test_messages_inside_of_loops_and_branches_are_started_and_awaited_there(loo
     assert [call.split()[0] for call in calls][:2] == ["start", "done"]
     np.testing.assert_array_equal(total, expected)
 
+    def start(token: jax.Array, *rest: Any) -> Any:
+        return token + 1, carrier.start(token, *rest)[1]
+
+    carrier = recorded([])
+    closed = jax.make_jaxpr(lambda x: f(Carrier(start, carrier.done), x))(x)
+    token, _ = overlapped(closed, jnp.ones(()), [x])
+    # What follows waits for the messages of all rounds.
+    assert float(token) == {"scan": 3.0, "while": 3.0, "cond": 2.0}[loop]
+
 
 def test_a_gather_returns_the_rows_of_all_ranks():
     calls, (rows,) = run(lambda carrier, x: exchange(carrier, "gather", x, RANKS), jnp.arange(2.0))
