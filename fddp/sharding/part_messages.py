@@ -20,7 +20,7 @@ def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
     def scatter(message: Message, reduction: Reduction) -> Reduction:
         if message.bucket is None:
             return reduction
-        collective = Collective("reduce_scatter", group.size)
+        collective = reduction.collective._replace(kind="reduce_scatter", replicas=group.size)
         if hooked := reduction.hooked:
             hooked = hooked._replace(apply=partial(_row_of_sum, hooked.apply))
         return reduction._replace(collective=collective, hooked=hooked)

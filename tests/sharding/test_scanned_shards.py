@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from scanned_net import layer, net, scanned
+from scanned_net import layer, net, overlapping, scanned
 from trees import close
 from truth import by_plain_jax
 
@@ -116,8 +116,9 @@ def test_stacked_layers_in_shards_are_trained_as_by_plain_jax(
 ):
     loss = net(INNER[inner])
     make = OPTIMIZERS[optimizer]
-    step = fddp.train_step(loss, make(), group=group(n), shard=shard, bucket_cap_mb=CAP, **options)
-    state = fddp.whole(trained(step), group=group(n))
+    replicas = overlapping(group(n))
+    step = fddp.train_step(loss, make(), group=replicas, shard=shard, bucket_cap_mb=CAP, **options)
+    state = fddp.whole(trained(step), group=replicas)
     params, opt_state = plain(loss, make())
     if (
         "find_unused_parameters" in options

@@ -1,7 +1,6 @@
 """Layers under `lax.scan`: where programs overlap their sums run in the loop, and nothing else
 changes."""
 
-from dataclasses import replace
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scanned_net import layer, net, scanned, with_rng
+from scanned_net import layer, net, overlapping, scanned, with_rng
 from trees import close
 from truth import by_plain_jax
 
@@ -90,11 +89,6 @@ def plain(loss: Any, optimizer: Any, params: Any, steps: int = 3, replicas: int 
 
 def compare(got: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-13), got, expected)
-
-
-def overlapping(group: Any) -> Any:
-    """The same replicas, with programs that count as overlapping, like those of GPUs."""
-    return replace(group, placement=group.placement._replace(overlaps=True))
 
 
 def fused(loss: Any, optimizer: Any, group: Any, **options: Any) -> Any:
