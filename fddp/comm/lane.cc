@@ -129,10 +129,10 @@ ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id
   return ffi::Error::Success();
 }
 
-// (number, tokens...) -> (token, arrays...), which lie one after the other in the message.
-ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id) {
+// Copies a message into row `row` of `count` of each result.
+ffi::Error Receive(int64_t id, int32_t number, int64_t row, int64_t count,
+                   ffi::RemainingRets& results) {
   Lane* lane = lane_of(id);
-  auto number = *static_cast<int32_t*>(args.get<ffi::AnyBuffer>(0).value().untyped_data());
   Message message;
   double awaited = now();
   {
@@ -153,12 +153,12 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id)
   Stamps& stamps = message.stamps;
   stamps.awaited = awaited;
   stamps.resumed = now();
-  write_token(results);
   const char* at = message.data;
   for (size_t i = 1; i < results.size(); ++i) {
     auto array = results.get<ffi::AnyBuffer>(i).value();
-    memcpy(array->untyped_data(), at, array->size_bytes());
-    at += array->size_bytes();
+    size_t bytes = array->size_bytes() / count;
+    memcpy(static_cast<char*>(array->untyped_data()) + row * bytes, at, bytes);
+    at += bytes;
   }
   std::lock_guard<std::mutex> lock(lane->mutex);
   lane->idle.emplace(capacity_of(message.bytes), message.data);
@@ -167,6 +167,19 @@ ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id)
   stamps.done = now();
   if (lane->ended.size() < REMEMBERED) lane->ended.emplace_back();
   lane->ended[lane->ends++ % REMEMBERED] = stamps;
+  return ffi::Error::Success();
+}
+
+// (numbers, tokens...) -> (token, arrays...), whose rows lie one after the other in the messages.
+ffi::Error Done(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id) {
+  auto numbers = args.get<ffi::AnyBuffer>(0).value();
+  int64_t count = numbers.element_count();
+  write_token(results);
+  for (int64_t row = 0; row < count; ++row) {
+    ffi::Error error = Receive(id, static_cast<int32_t*>(numbers.untyped_data())[row], row, count,
+                               results);
+    if (error.failure()) return error;
+  }
   return ffi::Error::Success();
 }
 

@@ -82,7 +82,7 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
 
 
 def collectives(closed: ClosedJaxpr) -> set[str]:
-    """Names of the collectives in a program, at any depth: those over a mesh axis, or MPI's."""
+    """Names of the collectives in a program, at any depth: over a mesh axis, MPI's, or a lane's."""
     return set(_collectives(closed.jaxpr.eqns))
 
 
@@ -160,6 +160,6 @@ def _loops(eqn: JaxprEqn) -> bool:
 def _collectives(eqns: Iterable[JaxprEqn]) -> Iterator[str]:
     for eqn in eqns:
         name = eqn.primitive.name
-        if name in COLLECTIVES or name.endswith("_mpi"):
+        if name in COLLECTIVES or name.endswith("_mpi") or name == "fddp_exchange":
             yield name
         yield from _collectives(inner_equations(eqn))

@@ -15,6 +15,7 @@ from fddp.program.exchange import Kind as Kind
 from fddp.program.exchange import exchange as exchange
 from fddp.program.late import Cut as Cut
 from fddp.program.late import cut_late as cut_late
+from fddp.program.loop_messages import received_behind_loops as received_behind_loops
 from fddp.program.module import Module as Module
 from fddp.program.module import parse as parse
 from fddp.program.overlap import overlapped as overlapped

@@ -7,20 +7,20 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from fddp.jax_internals import (
     ClosedJaxpr,
-    JaxprEqn,
     Literal,
     Var,
     acts,
     acts_alike,
-    inner_programs,
     named_as,
     parameters,
 )
 from fddp.jaxpr import Values, maker_positions, straighten, variables
 from fddp.program.exchange import begin_p, end_p, exchange_p
-from fddp.program.program_messages import has_messages, needed
+from fddp.program.program_messages import needed, receives
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,14 +55,25 @@ class Cut:
                 values.run([eqn])
         return values.outputs(self.early), values.read_all(self.computed)
 
-    def second(self, passed: Iterable[Any], computed: Iterable[Any]) -> list[Any]:
-        """Returns the other outputs, from inputs and values of `first`."""
+    def received(self, computed: Iterable[Any], *rounds: int) -> list[Any]:
+        """Receives the messages: values of `first`, with results in place of numbers.
+
+        A loop of so many `rounds` has stacked them.
+        """
+        values = dict(zip(self.computed, computed))
+        for eqn in (self.program.jaxpr.eqns[at] for at in self.begun):
+            form = parameters(eqn)["form"]
+            form = jax.ShapeDtypeStruct((*rounds, *form.shape), form.dtype)
+            number = values[eqn.outvars[0]]
+            values[eqn.outvars[0]] = end_p.bind(number, **(parameters(eqn) | {"form": form}))
+        return list(values.values())
+
+    def rest(self, passed: Iterable[Any], received: Iterable[Any]) -> list[Any]:
+        """Returns the other outputs, from inputs and received values."""
         jaxpr = self.program.jaxpr
         values = Values(self.program, [])
         values.update(zip([jaxpr.invars[k] for k in self.passed], passed))
-        values.update(zip(self.computed, computed))
-        for eqn in (jaxpr.eqns[at] for at in self.begun):
-            values[eqn.outvars[0]] = end_p.bind(values[eqn.outvars[0]], **parameters(eqn))
+        values.update(zip(self.computed, received))
         values.run(jaxpr.eqns[at] for at in self.after)
         return values.outputs(k for k in range(len(jaxpr.outvars)) if k not in self.early)
 
@@ -88,13 +99,14 @@ def cut_late(closed: ClosedJaxpr, early: Collection[int], passes: int) -> Cut:
         waits = any(maker.get(var) in late for var in variables(eqn.invars)) or (
             acts(eqn) and any(acts_alike(eqn, eqns[earlier]) for earlier in late)
         )
-        if at not in before and (waits or _receives(eqn)):
+        if at not in before and (waits or receives(eqn)):
             late.add(at)
-            if eqn.primitive is exchange_p and not waits:
-                begun.append(at)
+            if not waits:
+                before |= sources(eqn.invars)
+                if eqn.primitive is exchange_p:
+                    begun.append(at)
     acting = [at for at, eqn in enumerate(eqns) if acts(eqn)]
     now = [at for at in acting if at not in late]
-    before |= sources(x for at in begun for x in eqns[at].invars)
     before |= sources(x for at in now for x in eqns[at].invars).union(now)
     outputs = [x for k, x in enumerate(jaxpr.outvars) if k not in early]
     last = set(acting) - before
@@ -118,7 +130,3 @@ def cut_late(closed: ClosedJaxpr, early: Collection[int], passes: int) -> Cut:
         passed,
         tuple(computed),
     )
-
-
-def _receives(eqn: JaxprEqn) -> bool:
-    return eqn.primitive is exchange_p or any(map(has_messages, inner_programs(eqn)))

@@ -1,9 +1,9 @@
 """Places starts and dones of messages in a program, so that messages travel while it computes.
 
 Each equation of `exchange` becomes a start, where its array is ready, and a done, behind all starts
-that need no message. A token, float32 1.0, goes through every start and done, so that messages
-leave in one order on all ranks. XLA runs what is ready, first in, first out: data alone decides
-the order, neither effects nor barriers.
+that need no message. `loop_messages` has moved the dones of a loop behind it. A token, float32 1.0,
+goes through every start and done, so that messages leave in one order on all ranks. XLA runs what
+is ready, first in, first out: data alone decides the order, neither effects nor barriers.
 """
 
 from collections import deque
@@ -83,18 +83,21 @@ class _Run:
         Everything that needs no message runs before the first done, which holds a thread of XLA.
         What needs a result, such as the update of its leaves, runs before the next done.
         """
-        flying = deque(k for k, message in enumerate(self.messages) if not message.pieces)
-        waiting = {k: m for k, m in enumerate(self.messages) if m.pieces}
+        flying = deque[int]()
+        waiting = dict(enumerate(self.messages))
         untied = 0  # a bit for each message
         received = 0
         while True:
-            for k in [k for k, m in waiting.items() if not self._missing(m.pieces) & ~received]:
+            for k in [k for k, m in waiting.items() if not self._missing(m.sources) & ~received]:
                 message = waiting.pop(k)
                 # What follows a done of this program has waited for all of its starts.
-                sources = needed(self.eqns, self.maker, message.pieces, self.ran)
+                sources = needed(self.eqns, self.maker, message.sources, self.ran)
                 self._compute(sorted(sources), tied=not received & untied)
-                self._start(message)
-                untied |= 1 << k
+                if message.pieces:
+                    self._start(message)
+                if message.pieces or message.number in self.maker:  # a start, or a loop of them
+                    self.stage += 1
+                    untied |= 1 << k
                 if message.results:
                     flying.append(k)
             computable = (at for at, wait in enumerate(self.waits) if not wait & ~received)
@@ -174,7 +177,6 @@ class _Run:
         self.numbers[message.position] = number, turn
         if isinstance(message.number, Var):
             self.values.update([(message.number, number)])
-        self.stage += 1
 
     def _receive(self, message: Message) -> None:
         carrier = parameters(self.eqns[message.position])["carrier"]

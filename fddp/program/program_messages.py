@@ -29,7 +29,14 @@ class Message(NamedTuple):
     results: tuple[Var, ...]
     """The arrays of its result, one after the other; none if a later program receives it."""
     number: Var | Literal | None = None
-    """Its number, where that passes from program to program."""
+    """Its number, where that passes from program to program, or those of a loop's messages."""
+
+    @property
+    def sources(self) -> tuple[Var | Literal, ...]:
+        """What exists before it can start, or be received if it has started elsewhere."""
+        if self.pieces or self.number is None:
+            return self.pieces
+        return (self.number,)
 
 
 def messages_of(jaxpr: Jaxpr, maker: dict[Var, int]) -> tuple[list[Message], set[int]]:
@@ -124,6 +131,13 @@ def needed(
         if acts(eqn):
             pending += [a for a in range(at) if acts_alike(eqn, eqns[a])]
     return found
+
+
+def receives(eqn: JaxprEqn) -> bool:
+    """Returns True if an equation receives a message, at any depth."""
+    if eqn.primitive in (exchange_p, end_p):
+        return True
+    return any(receives(inner) for jaxpr in inner_programs(eqn) for inner in jaxpr.eqns)
 
 
 def has_messages(jaxpr: Jaxpr) -> bool:

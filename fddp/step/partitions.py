@@ -10,7 +10,8 @@ from fddp.step.replica import Replica
 
 def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dict[int, Travelling]:
     """Finds these leaves."""
-    overlaps = replica.group.placement.overlaps and replica.group.size > 1
+    group = replica.group
+    overlaps = group.size > 1 and (group.placement.overlaps or group.transport.in_lanes)
     if replica.options.order == "reverse" or not (overlaps and replica.travels.rounds):
         return {}
     chosen = replica.chosen(params)

@@ -1,6 +1,5 @@
 """Layers under `lax.scan` on several ranks."""
 
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -54,10 +53,8 @@ def loss(p: Any, x: Any) -> jax.Array:
     return jnp.mean((jax.lax.scan(layer, x @ p["in"], p["layers"])[0] @ p["in"].T - x) ** 2)
 
 
-@claim(backends=("gloo",), quick=("gloo",))
+@claim(quick=("mpi",))
 def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fddp.Group):
-    """The programs of the group count as overlapping, like those of GPUs."""
-    overlapping = replace(group, placement=group.placement._replace(overlaps=True))
     draw = np.random.default_rng(0)
     params = {
         "layers": draw.normal(size=(5, 16, 16)).astype(np.float32) / 8,
@@ -73,17 +70,37 @@ def layers_are_summed_in_their_loop_if_all_ranks_have_the_same_program(group: fd
                 (jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["layers"])[0]) ** 2
             )
 
-        options: Any = {"bucket_cap_mb": 0.001}
-        step = fddp.train_step(summed, optax.sgd(0.1), group=overlapping, **options)
-        state, _ = step(step.init(params), rows[4 * group.rank :][:4])
-        assert max(bucket.rounds for bucket in step.plan.buckets) == rounds
         grads = jax.grad(summed)(params, rows)
-        close(
-            state.params,
-            jax.tree.map(lambda w, g: w - 0.1 * g, params, grads),
-            rtol=1e-4,
-            atol=1e-6,
-        )
+        expected = jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+        for schedule in ("overlap", "after", "eager"):
+            step = fddp.train_step(
+                summed, optax.sgd(0.1), group=group, bucket_cap_mb=0.001, schedule=schedule
+            )
+            state, _ = step(step.init(params), rows[4 * group.rank :][:4])
+            state = step.finish(state)
+            assert max(bucket.rounds for bucket in step.plan.buckets) == rounds
+            close(state.params, expected, rtol=1e-4, atol=1e-6)
+
+
+@claim(quick=("gloo",))
+def a_layers_message_travels_while_its_loop_computes_the_next(group: fddp.Group):
+    params = {"layers": np.full((9, 64, 64), 1 / 64, np.float32)}
+    rows = np.ones((256, 64), np.float32)
+    step = fddp.train_step(
+        lambda p, x: jnp.mean(
+            jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, p["layers"])[0] ** 2
+        ),
+        optax.sgd(0.1),
+        group=group,
+        bucket_cap_mb=0.01,
+    )
+    state, _ = step(step.init(params), rows)
+    step(state, rows)
+    line = step.timeline()
+    layers = [x for x in line.messages if x.name == "bucket 0"]
+    assert len(layers) == 9
+    last_start = max(x.started for x in layers)
+    assert min(x.sent for x in layers) < last_start < min(x.awaited for x in layers)
 
 
 @claim(backends=("gloo",))

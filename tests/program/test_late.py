@@ -54,7 +54,7 @@ def test_both_parts_together_are_the_program():
 
     def whole(*args: jax.Array) -> list[Any]:
         report, computed = parts.first(*args)
-        return [*parts.second([args[k] for k in parts.passed], computed), *report]
+        return [*parts.rest([args[k] for k in parts.passed], parts.received(computed)), *report]
 
     for value, wanted in zip(run(whole, *args), expected, strict=True):
         np.testing.assert_array_equal(value, wanted)

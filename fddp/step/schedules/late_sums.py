@@ -62,7 +62,8 @@ class Late:
 
     def second(self, step: Array, passed: Sequence[Any], computed: Sequence[Any]) -> Any:
         """Returns (state, shards, memory) of one replica."""
-        outputs = self.cut.second(passed, drop_replica_dim(computed))
+        received = self.cut.received(drop_replica_dim(computed))
+        outputs = self.cut.rest(passed, received)
         return self.treedef.unflatten([step, *outputs])
 
 

@@ -16,6 +16,7 @@ from fddp.buckets import Messages
 from fddp.comm import REPLICATED, Group, InOrder, add_replica_dim, as_program, drop_replica_dim
 from fddp.hooks import Memory, all_finite, summed
 from fddp.jaxpr import fused_loops
+from fddp.program import received_behind_loops
 from fddp.step.schedules.compiling import compiling, first_call
 from fddp.step.schedules.pieces import ARGUMENTS, Pieces, Round, Runner, StepInputs, StepOutputs
 
@@ -90,7 +91,7 @@ def traced(
     """Runs the step of one replica; gradients made in the rounds of a loop are summed in them."""
     run = partial(_run, group, pieces)
     if any(reduction.collective.rounds > 1 for reduction in pieces.reductions):
-        run = fused_loops(run)
+        run = received_behind_loops(fused_loops(run))
     return run(state, pending, shards, memory, rows)
 
 
