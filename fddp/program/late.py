@@ -3,7 +3,7 @@
 Source: ByteScheduler (Peng et al., SOSP 2019), whose messages cross the border between steps.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import jax
 
 from fddp.jax_internals import (
     ClosedJaxpr,
+    JaxprEqn,
     Literal,
     Var,
     acts,
@@ -30,10 +31,10 @@ class Cut:
     program: ClosedJaxpr
     early: tuple[int, ...]
     """Positions of the outputs that `first` returns."""
-    before: frozenset[int]
-    """Positions of the equations of `first`."""
+    before: tuple[int, ...]
+    """Positions of the equations of `first`, in order."""
     begun: tuple[int, ...]
-    """Positions of the messages that `first` starts and `second` receives."""
+    """Positions of the messages that `first` starts and `second` receives, in order."""
     after: tuple[int, ...]
     """Positions of the equations of `second`."""
     passed: tuple[int, ...]
@@ -45,7 +46,7 @@ class Cut:
         """Returns the early outputs, and the values of `computed`."""
         jaxpr = self.program.jaxpr
         values = Values(self.program, args)
-        for at in sorted(self.before.union(self.begun)):
+        for at in self.before:
             eqn = jaxpr.eqns[at]
             if at in self.begun:
                 x = values.read(eqn.invars[0])
@@ -121,12 +122,25 @@ def cut_late(closed: ClosedJaxpr, early: Collection[int], passes: int) -> Cut:
     computed = sorted(
         crossing.difference(jaxpr.invars[:passes]), key=lambda var: maker.get(var, -1)
     )
+    now_leaving, last_leaving = _by_next_use(eqns, begun)
     return Cut(
         program,
         tuple(early),
-        frozenset(before),
-        tuple(begun),
+        (*sorted(before.union(now_leaving)), *last_leaving),
+        (*now_leaving, *last_leaving),
         tuple(sorted(after)),
         passed,
         tuple(computed),
     )
+
+
+def _by_next_use(eqns: Sequence[JaxprEqn], begun: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Splits messages into those that leave when they are ready, and the last ones.
+
+    A forward pass takes a third of a step: if messages take as long as the step, the last third of
+    the bytes travels under the next forward pass. This pass reads first what is ready last.
+    """
+    sizes = [parameters(eqns[at])["form"].size for at in begun]
+    first = [3 * sum(sizes[:k]) < 2 * sum(sizes) for k in range(len(begun))]
+    now = [at for at, is_first in zip(begun, first) if is_first]
+    return now, list(begun[len(now) :][::-1])

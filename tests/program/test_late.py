@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from program.test_overlap import RANKS, recorded
 
+from fddp.jaxpr import form_of
 from fddp.program import Cut, cut_late, exchange, overlapped
 
 PARAMS = jnp.arange(1.0, 5.0)
@@ -63,3 +64,28 @@ def test_both_parts_together_are_the_program():
 def test_a_program_whose_outputs_need_all_messages_has_no_late_one():
     closed = jax.make_jaxpr(step([]))(PARAMS, 0 * PARAMS, ROWS)
     assert cut_late(closed, [0, 1, 2], passes=2).begun == ()
+
+
+def test_the_last_third_leaves_in_the_order_of_the_next_forward_pass():
+    """Six layers, of which the last is ready first, and the first is read first."""
+    calls = list[str]()
+
+    def six_layers(params: list[jax.Array]) -> list[jax.Array]:
+        carrier = recorded(calls)
+        return [x - exchange(carrier, "sum", jnp.sin(x), RANKS) for x in params]
+
+    params = [jnp.ones(n) for n in (6, 6, 6, 5, 3, 1)]
+    closed = jax.make_jaxpr(six_layers)(params)
+    parts = cut_late(closed, [], passes=6)
+
+    def whole(*params: jax.Array) -> list[jax.Array]:
+        return parts.rest(params, parts.received(parts.first(*params)[1]))
+
+    assert [form_of(parts.program.jaxpr.eqns[at].invars[0]).size for at in parts.begun] == [
+        *(6, 6, 6),
+        *(1, 3, 5),
+    ]
+    for value, x in zip(run(whole, *params), params, strict=True):
+        np.testing.assert_allclose(value, x - RANKS * np.sin(x), rtol=1e-6)
+    starts = [f"start {k} of 1" for k in range(6)]
+    assert calls == [*starts, *(f"done {k} of 1" for k in range(6))]
