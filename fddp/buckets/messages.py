@@ -1,4 +1,4 @@
-"""The tail of a step: loss, metrics, buffers and the weight, as a few floats behind a bucket.
+"""The messages of a step: its buckets, and a tail of loss, metrics, buffers and the weight.
 
 The tail is ready when the forward pass ends. A gradient is divided by the summed weight, and can be
 used as soon as its own bucket and the tail have arrived. So a step sends the tail early. Behind the

@@ -1,4 +1,4 @@
-"""Packs a tree into bucket arrays and unpacks it; no other module knows the layout of a bucket."""
+"""Packs a tree into bucket arrays and unpacks it; `shard_packing` does so with a state in shards."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial

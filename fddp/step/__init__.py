@@ -1,7 +1,8 @@
 """The core of a step: its options, its state, its first batch, and its calls.
 
 A `Way` defines how replicas hold a state and compute a step; rooms above subclass it.
-This room imports losses, jaxpr, buckets, comm, hooks, optim, runtime, schedules and hlo.
+`schedules` makes a program of a step. This room imports losses, jaxpr, program, buckets, comm,
+hooks, optim and runtime.
 """
 
 from fddp.step.agreed import Agreed as Agreed

@@ -1,8 +1,7 @@
 """The ways in which replicas hold a state and compute a step of it.
 
-`Way` itself is the plain way: every replica holds and updates the whole state. The rooms
-`sharding`, `local_training` and `reproducible`, which import this one, override its
-methods.
+`Way` itself is the plain way: every replica holds and updates the whole state. `sharding`,
+`training.local_training` and `training.reproducible` override its methods.
 """
 
 from dataclasses import dataclass
