@@ -1,4 +1,4 @@
-"""Packs a tree into bucket arrays and unpacks it; `shard_packing` does so with a state in shards."""
+"""Packs a tree into bucket arrays and unpacks it; `shard_packing` packs a state in shards."""
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
