@@ -11,7 +11,6 @@ numbers.
 Source: Li et al. (VLDB 2020), Fig. 2, which sends 60 million.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -20,14 +19,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
-from bench.record import interleave, ratio, save, summary
-from bench.two_hosts import BACKENDS, ask
+from bench.record import interleave, question, ratio, save, summary
+from bench.turns import BACKENDS, line
+from bench.two_hosts import ask
 from fddp.comm import REPLICATED
 
 NUMBERS = 8_000_000
@@ -37,34 +35,21 @@ MOST_CALLS = 400
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
-    parser.add_argument("--rate", default="1gbit")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
-    parser.add_argument(
-        "--rank", nargs=2, help=argparse.SUPPRESS
-    )  # backend, path: this process is one of the hosts
-    args = parser.parse_args()
-    if args.rank:
-        backend, path = args.rank
-        return send(backend, path, args.rounds)
-    rounds = 3 if args.quick else args.rounds
-    results = {
-        backend: ask(backend, args.rate, __file__, "--rounds", rounds, "--rank", backend)
-        for backend in args.backends
-    }
-    Console(width=100).print(table(results))
+    args = question(__doc__, "2 rounds over Gloo").parse_args()
+    results = dict[str, Any]()
+    for backend in BACKENDS[:1] if args.quick else BACKENDS:
+        rounds = 2 if args.quick else 9
+        results[backend] = rows = ask(backend.lower(), "1gbit", __file__, backend, rounds)
+        print(f"{backend}: 8 million float32, and as a multiple of one call")
+        for numbers, row in rows.items():
+            print(line(f"{int(numbers):,} numbers a call", row), flush=True)
     if not args.quick:
         print(save("allreduce", results))
-    return None
 
 
-def send(backend: str, path: str, rounds: int) -> None:
+def send(backend: str, rounds: int, path: Path) -> None:
     """The part of one host."""
-    group = fddp.init(backend)
+    group = fddp.init(backend.lower())
     in_lanes: Any = group.transport.in_lanes
     placement, communicator = in_lanes(1, group.journal)
     per_replica = placement.per_replica
@@ -79,51 +64,21 @@ def send(backend: str, path: str, rounds: int) -> None:
 
         return run
 
-    turns = interleave(
-        {str(n): calls(n) for n in SIZES}, rounds=rounds, warm_up=1, pause=group.barrier
-    )
-    slower = {n: group.all_reduce(turns[str(n)], op="max") for n in SIZES}
-    call_seconds = {n: seconds / min(NUMBERS // n, MOST_CALLS) for n, seconds in slower.items()}
-    totals = {n: seconds * NUMBERS / n for n, seconds in call_seconds.items()}
+    runs = {str(n): calls(n) for n in SIZES}
+    turns = interleave(runs, rounds=rounds, warm_up=1, pause=group.barrier)
+    totals = {
+        n: group.all_reduce(turns[str(n)], op="max")
+        * (NUMBERS // n)
+        / min(NUMBERS // n, MOST_CALLS)
+        for n in SIZES
+    }
     if group.rank == 0:
-        report = {
-            "numbers": NUMBERS,
-            "sizes": [
-                {
-                    "numbers_per_call": n,
-                    "calls": NUMBERS // n,
-                    "total": summary(totals[n]),
-                    "call": summary(call_seconds[n]),
-                    "to_one_call": ratio(totals[n], totals[NUMBERS]),
-                }
-                for n in SIZES
-            ],
-        }
-        Path(path).write_text(json.dumps(report))
-
-
-def table(results: dict[str, Any]) -> Table:
-    sheet = Table(
-        title="all-reduce of 8 million float32: ms (quartiles), and as a multiple of one call"
-    )
-    for head in (
-        "numbers a call",
-        "calls",
-        *(f"{backend}{what}" for backend in results for what in (" ms", " ×")),
-    ):
-        sheet.add_column(head, justify="right")
-    for rows in zip(*(result["sizes"] for result in results.values())):
-        cells = [f"{rows[0]['numbers_per_call']:,}", f"{rows[0]['calls']:,}"]
-        for row in rows:
-            total = row["total"]
-            quartiles = f"{total['quartile_1_ms']:.0f}–{total['quartile_3_ms']:.0f}"
-            cells += [
-                f"{total['median_ms']:.0f} ({quartiles})",
-                f"{row['to_one_call']['median']:.2f}",
-            ]
-        sheet.add_row(*cells)
-    return sheet
+        report = {n: summary(x) | {"ratio": ratio(x, totals[NUMBERS])} for n, x in totals.items()}
+        path.write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] and sys.argv[1] in BACKENDS:
+        send(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    else:
+        main()

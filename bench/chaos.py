@@ -29,7 +29,7 @@ import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-from bench.record import save
+from bench.record import question, save
 
 RANKS = 3
 STALL_S = 2.0
@@ -54,17 +54,10 @@ class Fault:
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The arguments of a training with faults."""
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=2000, help="of the training (default 2000)")
-    parser.add_argument(
-        "--every", type=float, default=20, help="seconds between two faults, about (default 20)"
-    )
+    parser = question(description, "100 steps, a fault every 3 seconds")
+    parser.add_argument("--steps", type=int, default=2000, help="of the training")
+    parser.add_argument("--every", type=float, default=20, help="seconds between two faults, about")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--quick", action="store_true", help="300 steps, a fault every 8 seconds; nothing is saved"
-    )
     parser.add_argument("--rank", nargs="+", metavar="WORD", help=argparse.SUPPRESS)
     return parser
 
@@ -72,12 +65,12 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     if args.quick:
-        args.steps, args.every = 300, 8.0
+        args.steps, args.every = 100, 3.0
     if args.rank:
         train(Path(args.rank[0]), int(args.rank[1]))
         return
     results = {}
-    for backend in BACKENDS:
+    for backend in list(BACKENDS)[: 1 if args.quick else None]:
         calm, _ = run(backend, args.steps, None, random.Random(args.seed))
         wild, faults = run(backend, args.steps, args.every, random.Random(args.seed))
         results[backend] = {
@@ -88,27 +81,19 @@ def main() -> None:
         }
         print(summary(backend, results[backend]), flush=True)
     if not args.quick:
-        print(
-            save("chaos", {"ranks": RANKS, "stall_s": STALL_S, "save_every": SAVE_EVERY, **results})
-        )
+        settings = {"ranks": RANKS, "stall_s": STALL_S, "save_every": SAVE_EVERY}
+        print(save("chaos", settings | results))
     if not all(result["equal"] for result in results.values()):
         sys.exit(1)
 
 
 def summary(backend: str, result: dict[str, Any]) -> str:
     recoveries = [fault["back_s"] for fault in result["faults"] if fault["back_s"] is not None]
-    kinds = ", ".join(
-        f"{n} {kind}" for kind, n in Counter(fault["signal"] for fault in result["faults"]).items()
-    )
-    end = (
-        "the state and losses of the calm run"
-        if result["equal"]
-        else "ANOTHER STATE than the calm run"
-    )
+    kinds = dict(Counter(fault["signal"] for fault in result["faults"]))
+    end = "the state and losses of the calm run" if result["equal"] else "ANOTHER STATE"
     return (
-        f"{backend}: {result['steps']} steps with {len(result['faults'])} faults ({kinds}) end "
-        f"with {end}; from a "
-        f"fault to the next step {np.median(recoveries or np.nan):.1f} s, at most "
+        f"{backend}: {result['steps']} steps with faults {kinds} end with {end}; from a fault to "
+        f"the next step {np.median(recoveries or np.nan):.1f} s, at most "
         f"{max(recoveries, default=np.nan):.1f}"
     )
 
@@ -119,22 +104,14 @@ def run(
     """A training under `python -m fddp run`; the results of rank 0 at its end, and its faults."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        env = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "FDDP_FLIGHT_DIR": f"{folder}/flight",
-            "FDDP_GRACE_S": "1",
-        }
+        env = os.environ | {"JAX_PLATFORMS": "cpu", "FDDP_GRACE_S": "1"}
+        env["FDDP_FLIGHT_DIR"] = f"{folder}/flight"
         script = [sys.executable, __file__, "--rank", name, str(steps)]
         words = ["-n", str(RANKS), "--restarts", "1000", "--by", BACKENDS[backend], "--", *script]
         with (folder / "log").open("w") as log:
             command = [sys.executable, "-m", "fddp", "run", *words]
-            job = subprocess.Popen(
-                command,
-                env=env,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=Path(__file__).parents[1],
-            )
+            pipes: Any = {"stdout": log, "stderr": subprocess.STDOUT}
+            job = subprocess.Popen(command, env=env, cwd=ROOT, **pipes)
             faults = strike(job, folder, every, draw)
         if job.returncode or not (folder / "end.json").exists():
             print((folder / "log").read_text()[-5000:])
@@ -164,10 +141,8 @@ def strike(
             struck = time_now
             due = None
             with suppress(ProcessLookupError):  # the training has just ended
-                os.kill(
-                    int((folder / f"process {fault.rank}").read_text()),
-                    signal.Signals[fault.signal],
-                )
+                process = int((folder / f"process {fault.rank}").read_text())
+                os.kill(process, signal.Signals[fault.signal])
                 faults.append(fault)
     if job.poll() is None:
         job.terminate()
@@ -206,17 +181,15 @@ def train(folder: Path, steps: int) -> None:
     group = fddp.init(stall_s=STALL_S)
     (folder / f"process {group.rank}").write_text(str(os.getpid()))
     optimizer = fddp.dynamic_scale(optax.adam(1e-3), growth_interval=50)
-    step = fddp.train_step(
-        loss_fn, optimizer, group=group, hook=fddp.hooks.topk(0.4), bucket_cap_mb=0
-    )
+    options: Any = {"hook": fddp.hooks.topk(0.4), "bucket_cap_mb": 0}
+    step = fddp.train_step(loss_fn, optimizer, group=group, **options)
     params = {"w": np.ones((32, 64), np.float32), "b": np.zeros(64, np.float32)}
     state = step.init(params, model_state=np.zeros(32, np.float32), rng=jax.random.key(1))
     with fddp.Checkpoints(folder / "saved", step, every=SAVE_EVERY) as checkpoints:
         state, losses = checkpoints.restore(state)
         losses = losses or []
-        rows = fddp.samples(
-            len(data), 48, rank=group.rank, size=group.processes, start_step=int(state.step)
-        )
+        deal: Any = {"rank": group.rank, "size": group.processes, "start_step": int(state.step)}
+        rows = fddp.samples(len(data), 48, **deal)
         for number, chosen in zip(range(int(state.step), steps), rows):
             time.sleep(INPUT_S)
             state, info = step(state, data[chosen])
@@ -227,13 +200,10 @@ def train(folder: Path, steps: int) -> None:
                 temporary.rename(folder / "step")
             checkpoints.save(state, losses)
     leaves = jax.tree.leaves(state._replace(rng=jax.random.key_data(state.rng)))
-    bits = b"".join(
-        np.asarray(shard.data).tobytes() for x in leaves for shard in x.addressable_shards
-    )
+    shards = [shard.data for x in leaves for shard in x.addressable_shards]
+    bits = sha256(b"".join(np.asarray(x).tobytes() for x in shards)).digest()
     # Also the local memory of each replica.
-    digest = sha256(
-        group.all_gather(np.frombuffer(sha256(bits).digest(), np.uint8)).tobytes()
-    ).hexdigest()
+    digest = sha256(group.all_gather(np.frombuffer(bits, np.uint8)).tobytes()).hexdigest()
     if group.rank == 0:
         (folder / "end.json").write_text(json.dumps({"losses": losses, "digest": digest}))
 

@@ -8,7 +8,6 @@ in float64. Options that do not go together are drawn as they come: an error tha
 own words, before anything has run, counts as refused. `--seed N --count 1` runs one again.
 """
 
-import argparse
 import faulthandler
 import os
 import signal
@@ -41,7 +40,7 @@ from bench.drawn import (
     loss_of,
     optimizer_of,
 )
-from bench.drawn_shards import draw_shards
+from bench.record import question
 
 COUNT = 504
 TIMEOUT_S = 180
@@ -61,28 +60,18 @@ class Wrong(Exception):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "12 configurations")
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument(
-        "--minutes", type=float, default=600.0, help="after which no other one begins"
-    )
-    parser.add_argument("--quick", action="store_true", help="12 configurations")
-    parser.add_argument(
-        "--shards",
-        action="store_true",
-        help="states in shards, for which more is drawn than for others",
-    )
+    parser.add_argument("--minutes", type=float, default=600.0, help="no other one begins later")
+    parser.add_argument("--shards", action="store_true", help="states in shards, with more choices")
     args = parser.parse_args()
     prepare()
     count = 12 if args.quick else args.count
-    draws = draw_shards if args.shards else draw
     outcomes = dict[int, Outcome]()
     end = time.perf_counter() + 60 * args.minutes
     for seed in range(args.seed, args.seed + count):
-        drawn = draws(seed)
+        drawn = draw(seed, shards=args.shards)
         begin = time.perf_counter()
         if begin > end:
             break
@@ -102,16 +91,12 @@ def prepare() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_disable_most_optimizations", True)
-    jax.config.update(
-        "jax_traceback_filtering", "off"
-    )  # the place of the raise shows the author of an error's words
-    if jax.__version_info__ < (
-        0,
-        11,
-    ):  # XLA:CPU has kernels there that take longer to make than all the rest
-        os.environ["XLA_FLAGS"] = (
-            f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
-        )
+    # The place of the raise shows the author of an error's words.
+    jax.config.update("jax_traceback_filtering", "off")
+    # XLA:CPU has kernels there that take longer to make than all the rest.
+    if jax.__version_info__ < (0, 11):
+        flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] = flags.strip()
 
 
 def table(outcomes: dict[int, Outcome]) -> str:
@@ -122,16 +107,8 @@ def table(outcomes: dict[int, Outcome]) -> str:
     )
     lines = [f"{kinds[kind]:5} {kind}" for kind in ("trained", "refused", "wrong")]
     lines[2:2] = [f"      {count:5} {words}" for words, count in reasons.most_common()]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"      {n:5} {outcome.words}"
-                for n, outcome in outcomes.items()
-                if outcome.kind == "wrong"
-            ),
-        ]
-    )
+    wrong = [(n, outcome.words) for n, outcome in outcomes.items() if outcome.kind == "wrong"]
+    return "\n".join([*lines, *(f"      {n:5} {words}" for n, words in wrong)])
 
 
 def judged(drawn: Drawn) -> Outcome:
@@ -142,9 +119,8 @@ def judged(drawn: Drawn) -> Outcome:
 
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(TIMEOUT_S)
-    faulthandler.dump_traceback_later(
-        2 * TIMEOUT_S, exit=True
-    )  # where not even a signal comes through
+    # Where not even a signal comes through.
+    faulthandler.dump_traceback_later(2 * TIMEOUT_S, exit=True)
     try:
         with jax.enable_x64(drawn.x64):
             refused = trained(drawn)
@@ -153,10 +129,8 @@ def judged(drawn: Drawn) -> Outcome:
         return Outcome("wrong", str(error))
     except Exception as error:  # whatever it is, it is wrong
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        return Outcome(
-            "wrong",
-            f"{type(error).__name__} in {frame.filename}:{frame.lineno}: {str(error)[:600]}",
-        )
+        where = f"{type(error).__name__} in {frame.filename}:{frame.lineno}"
+        return Outcome("wrong", f"{where}: {str(error)[:600]}")
     finally:
         signal.alarm(0)
         faulthandler.cancel_dump_traceback_later()
@@ -186,20 +160,15 @@ def trained(drawn: Drawn) -> str:
             words = message_of(error)
             if (call.kind, len(call.batches[0]["y"])) in seen_calls:
                 raise Wrong(f"refused late, in a call like an earlier one: {words}") from error
-            if deleted := [
-                x for x in jax.tree.leaves(state) if isinstance(x, jax.Array) and x.is_deleted()
-            ]:
-                raise Wrong(
-                    f"refused, and {len(deleted)} arrays of the state are gone: {words}"
-                ) from error
+            arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+            if any(x.is_deleted() for x in arrays):
+                raise Wrong(f"refused, and arrays of the state are gone: {words}") from error
             return words
         seen_calls.add((call.kind, len(call.batches[0]["y"])))
         if before is not None and old_leaves is not None:
             for old, x in zip(old_leaves, jax.tree.leaves(before._replace(rng=None))):
                 if not np.array_equal(old, np.asarray(x), equal_nan=old.dtype.kind in "fc"):
-                    raise Wrong(
-                        "donate=False, and a step has written over the state that it was given"
-                    )
+                    raise Wrong("donate=False, and a step has written over its state")
         state = state_after
         if call.kind == "no_sync":
             continue

@@ -8,7 +8,6 @@ them by the shapes alone; the last column is its choice, and the last line says 
 comparison with the best choice for each convolution.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from jax import lax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
-from bench.record import interleave, save
+from bench.record import interleave, question, save
 from fddp.modules.convolution import by_dots
 
 LAYOUT = ("NHWC", "HWIO", "NHWC")
@@ -46,18 +45,13 @@ class Shape(NamedTuple):
 
     def __str__(self) -> str:
         images = f"{self.images} x {self.side}² x {self.inputs}"
-        extra = f" / {self.stride}" * (self.stride > 1) + f", {self.groups} groups" * (
-            self.groups > 1
-        )
+        extra = f" / {self.stride}" * (self.stride > 1)
+        extra += f", {self.groups} groups" * (self.groups > 1)
         return f"{images} → {self.outputs}, {self.window}²{extra}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="four shapes, nothing is saved")
-    args = parser.parse_args()
+    args = question(__doc__, "four shapes").parse_args()
     chosen = list(shapes())
     if args.quick:
         chosen = [Shape(1, 4, 8, 8, 3), Shape(1, 2, 8, 8, 3), Shape(8, 8, 4, 4, 3)]
@@ -66,15 +60,11 @@ def main() -> None:
     for shape in chosen:
         rows.append(row := measured(shape))
         print(f"{shape!s:36}{line(row)}", flush=True)
-    chosen_ms = sum(row[row["chosen"]]["all"] for row in rows)
-    best_ms = sum(map(fastest, rows))
-    worst = max(rows, key=lambda row: row[row["chosen"]]["all"] / fastest(row))
-    xla_ms = sum(row["xla"]["all"] for row in rows)
-    ratio = worst[worst["chosen"]]["all"] / fastest(worst)
-    print(
-        f"all: XLA {xla_ms:.0f} ms, chosen {chosen_ms:.0f}, best {best_ms:.0f}; the worst choice "
-        f"takes {ratio:.2f} of the best ({worst['shape']})"
-    )
+    of_chosen = lambda row: row[row["chosen"]]["all"]  # noqa: E731
+    worst = max(rows, key=lambda row: of_chosen(row) / fastest(row))
+    totals = (sum(row["xla"]["all"] for row in rows), sum(map(of_chosen, rows)))
+    print("all: XLA {:.0f} ms, chosen {:.0f}, best {:.0f}".format(*totals, sum(map(fastest, rows))))
+    print(f"the worst choice: {of_chosen(worst) / fastest(worst):.2f} ({worst['shape']})")
     if not args.quick:
         print(save("convolutions", {"rows": rows}))
 

@@ -44,17 +44,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     ),
 }
 # Whose update may be as large as the rate, however small the gradient is.
-NORMED = (
-    "adam",
-    "adamw",
-    "clip, adamw",
-    "lars",
-    "lion",
-    "rmsprop",
-    "MultiSteps",
-    "multi_transform",
-    "decay of some",
-)
+NORMED = {*OPTIMIZERS, *PARTS} - {"sgd", "momentum", "apply_if_finite", "momentum of some"}
 
 HOOKS: dict[str, Callable[[], fddp.Hook]] = {
     "allreduce": fddp.hooks.allreduce,
@@ -69,9 +59,13 @@ HOOKS: dict[str, Callable[[], fddp.Hook]] = {
     "adasum": fddp.hooks.adasum,
     "signs": lambda: fddp.hooks.quantize(bits=1, block=8),
 }
+BY_ELEMENT = ("allreduce", "bf16", "fp16", "quantize without memory")
 EXACT = ("", "allreduce", "topk(1.0)")
 # The dtype to which a hook rounds every message, and in which it is rounded once more.
 ROUNDED = {"bf16": "bfloat16", "fp16": "float16"}
+
+# Features excluded with statistics of all rows: the rows of a replica are no longer a slice of all.
+OF_A_SLICE = {"model_state", "rng", "shared rng", "branch"}
 
 OUTER: dict[str, Callable[[], Any]] = {
     "mean": lambda: optax.sgd(1.0),
@@ -138,35 +132,42 @@ class Drawn:
     @property
     def trained(self) -> tuple[str, ...]:
         """Leaves with gradients."""
-        return tuple(
-            name for name, dtype in self.dtypes.items() if dtype != "int32" and name != self.ignored
-        )
+        floats = (name for name, dtype in self.dtypes.items() if dtype != "int32")
+        return tuple(name for name in floats if name != self.ignored)
 
 
-def draw(seed: int) -> Drawn:
-    """Draws a configuration; the same for the same seed."""
-    pick = random.Random(seed)
+def draw(seed: int, *, shards: bool = False) -> Drawn:
+    """Draws a configuration; the same for the same seed.
+
+    A state in shards has more choices: sums over hosts first, losses with statistics of all rows,
+    losses that compute in 16 bits, and optimizers of parts of a tree. Its hooks sum each element by
+    itself, mostly, and remember nothing, so that plain JAX computes the result.
+    """
+    pick = random.Random(f"shards {seed}" if shards else seed)
     chance = lambda p: pick.random() < p  # noqa: E731
     numbers = np.random.default_rng(seed)
-    x64 = chance(0.35)
-    replicas = pick.choice((1, 2, 2, 2, 3, 3, 4, 8))
+    x64 = chance(0.6 if shards else 0.35)
+    replicas = pick.choice((2, 2, 3, 4, 4, 8) if shards else (1, 2, 2, 2, 3, 3, 4, 8))
     dtypes, params = leaves_of(pick, numbers, x64)
-    order = order_of(pick, dtypes, 0.25)
+    order = order_of(pick, dtypes, 0.15 if shards else 0.25)
     form = form_of(pick, order)
-    rows = pick.choices(("rows", "stacked", "joined"), (7, 2, 2))[0]
-    optimizer = pick.choice(list(OPTIMIZERS))
-    local = _local(pick) if chance(0.22) else {}
-    hook = pick.choice(list(HOOKS)) if chance(0.25) else ""
+    rows = pick.choices(("rows", "stacked", "joined"), (6, 1, 3) if shards else (7, 2, 2))[0]
+    if shards and rows == "rows" and chance(0.35):
+        form = form - OF_A_SLICE | {"statistics"}
+    hooks = BY_ELEMENT if shards and chance(0.9) else list(HOOKS)
+    hook = pick.choice(hooks) if chance(0.35 if shards else 0.25) else ""
     options = options_of(pick, replicas, bool(hook))
     if hook:
         options["hook"] = HOOKS[hook]()
+    if shards:
+        options["shard"] = pick.choice(("optimizer", "state"))
+        options.pop("virtual_replicas", None)
+    local = _local(pick) if not shards and chance(0.22) else {}
     dealt = options.get("virtual_replicas") or replicas
-    infinite = chance(0.15) and rows != "joined"
+    infinite = not shards and rows != "joined" and chance(0.15)
     if infinite and chance(0.7):
         options["skip_nonfinite"] = True
-    calls = calls_of(
-        pick, numbers, x64, dealt, options.get("accumulation_steps", 1), rows, infinite, bool(local)
-    )
+    micro_batches = options.get("accumulation_steps", 1)
     return Drawn(
         seed=seed,
         x64=x64,
@@ -175,26 +176,24 @@ def draw(seed: int) -> Drawn:
         order=tuple(order),
         form=frozenset(form),
         rows=rows,
-        optimizer=optimizer,
-        scale=chance(0.15),
+        optimizer=pick.choice([*OPTIMIZERS, *[*PARTS, *PARTS] * shards]),
+        scale=chance(0.1 if shards else 0.15),
         hook=hook,
         options=options,
         ignored=pick.choice(list(dtypes)) if chance(0.08) else "",
         local=local,
         infinite=infinite,
         params=params,
-        calls=tuple(calls),
+        calls=tuple(
+            calls_of(pick, numbers, x64, dealt, micro_batches, rows, infinite, bool(local))
+        ),
+        hosts=pick.choice((2, replicas // 2)) if shards and replicas > 3 and chance(0.5) else 1,
+        narrow=shards and chance(0.15),
     )
 
 
-FORMS = {
-    "weighted": 0.3,
-    "aux": 0.4,
-    "model_state": 0.35,
-    "rng": 0.25,
-    "shared rng": 0.1,
-    "branch": 0.12,
-}
+FORMS = {"weighted": 0.3, "aux": 0.4, "model_state": 0.35, "branch": 0.12}
+FORMS |= {"rng": 0.25, "shared rng": 0.1}
 
 
 def order_of(pick: random.Random, leaves: Iterable[str], unused: float) -> list[str]:
@@ -219,14 +218,8 @@ def leaves_of(
     pick: random.Random, numbers: np.random.Generator, x64: bool
 ) -> tuple[dict[str, str], dict[str, Any]]:
     wide = ["float32", "float64"] if x64 else ["float32"]
-    families = [
-        wide[-1:],
-        ["float32"],
-        wide,
-        ["bfloat16"],
-        ["float16"],
-        ["float32", "bfloat16", "float16"],
-    ]
+    narrow = ["bfloat16", "float16"]
+    families = [wide[-1:], ["float32"], wide, narrow[:1], narrow[1:], ["float32", *narrow]]
     family = pick.choices(families, (6, 5, 3, 1.5, 1, 1))[0]
     dtypes = {}
     params = {}
@@ -275,11 +268,8 @@ def options_of(pick: random.Random, replicas: int, hooked: bool) -> dict[str, An
 
 
 def _local(pick: random.Random) -> dict[str, Any]:
-    return {
-        "every": pick.choice((1, 2, 2, 3)),
-        "start": pick.choice((0, 0, 1)),
-        "outer": pick.choice(list(OUTER)),
-    }
+    every, start = pick.choice((1, 2, 2, 3)), pick.choice((0, 0, 1))
+    return {"every": every, "start": start, "outer": pick.choice(list(OUTER))}
 
 
 def calls_of(
@@ -306,10 +296,8 @@ def calls_of(
         part_count = dealt * micro_batches
         batches: list[dict[str, Any]]
         if rows == "stacked":
-            batches = [
-                _batch(numbers, dtype, count) | {"scale": dtype(numbers.uniform(1, 2))}
-                for _ in range(part_count)
-            ]
+            batches = [_batch(numbers, dtype, count) for _ in range(part_count)]
+            batches = [x | {"scale": dtype(numbers.uniform(1, 2))} for x in batches]
         else:
             batches = [_batch(numbers, dtype, part_count * count)]
         if infinite and number == bad:
@@ -356,12 +344,12 @@ def buffers(drawn: Drawn) -> Any:
 
 def keys(drawn: Drawn) -> Any:
     """The random keys, or None."""
-    drawn_keys = {"own": jax.random.key(1)} if "rng" in drawn.form else {}
-    return (
-        drawn_keys
-        | ({"shared": fddp.Shared(jax.random.key(2))} if "shared rng" in drawn.form else {})
-        or None
-    )
+    drawn_keys = dict[str, Any]()
+    if "rng" in drawn.form:
+        drawn_keys["own"] = jax.random.key(1)
+    if "shared rng" in drawn.form:
+        drawn_keys["shared"] = fddp.Shared(jax.random.key(2))
+    return drawn_keys or None
 
 
 def optimizer_of(drawn: Drawn) -> Any:
@@ -393,10 +381,8 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
                 for name in drawn.order[-2:]
             ]
             wide = jnp.result_type(*(jax.eval_shape(f).dtype for f in way))
-            h = jnp.tanh(
-                0.5 * h
-                + jax.lax.cond(batch["y"][0] > 0, *(lambda f=f: f().astype(wide) for f in way))
-            )
+            branches = [lambda f=f: f().astype(wide) for f in way]
+            h = jnp.tanh(0.5 * h + jax.lax.cond(batch["y"][0] > 0, *branches))
         if "statistics" in drawn.form:
             mean = jax.lax.pmean(jnp.mean(h), "replica")
             h = (h - mean) / jnp.sqrt(1 + jax.lax.pmean(jnp.mean((h - mean) ** 2), "replica"))
@@ -412,11 +398,8 @@ def loss_of(drawn: Drawn) -> Callable[..., Any]:
         aux = {"distance": mean(jnp.abs(h))} if "aux" in drawn.form else None
         if model_state is not None:
             mean_x = jnp.mean(jnp.clip(batch["x"], -9, 9), axis=0).astype(model_state["mean"].dtype)
-            after = {
-                "mean": 0.5 * model_state["mean"] + 0.5 * mean_x,
-                "count": model_state["count"] + 1,
-            }
-            return loss, (after, aux)
+            mean = 0.5 * model_state["mean"] + 0.5 * mean_x
+            return loss, ({"mean": mean, "count": model_state["count"] + 1}, aux)
         return (loss, aux) if "aux" in drawn.form else loss
 
     return fddp.mixed_precision(loss_fn) if drawn.narrow else loss_fn

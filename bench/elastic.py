@@ -77,18 +77,14 @@ def main() -> None:
     parser.add_argument("--name", default="elastic", help="of the result's file")
     args = parser.parse_args()
     if args.quick:
-        args.steps, args.every = 300, 8.0
+        args.steps, args.every = 100, 3.0
     if args.rank:
         train(Path(args.rank[0]), int(args.rank[1]), float(args.rank[2]))
         return
     calm, *_ = run(args.steps, None, args.faults, random.Random(args.seed))
     wild, faults, split = run(args.steps, args.every, args.faults, random.Random(args.seed))
-    results = {
-        "equal": calm == wild,
-        "split": split,
-        "steps": args.steps,
-        "faults": [asdict(fault) for fault in faults],
-    }
+    results = {"equal": calm == wild, "split": split, "steps": args.steps}
+    results["faults"] = [asdict(fault) for fault in faults]
     print(summary(results))
     if not args.quick:
         print(save(args.name, {"ranks": RANKS, "stall_s": STALL_S, **results}))
@@ -108,10 +104,8 @@ def summary(results: dict[str, Any]) -> str:
     for kind in BREAK:
         seconds = [fault["back_s"] for fault in ended if fault["kind"] == kind]
         if seconds:
-            lines.append(
-                f"{kind:10} {len(seconds):3} times: the next step after {np.median(seconds):.2f} "
-                f"s, at most {max(seconds):.2f}"
-            )
+            after = f"the next step after {np.median(seconds):.2f} s, at most {max(seconds):.2f}"
+            lines.append(f"{kind:10} {len(seconds):3} times: {after}")
     return "\n".join(lines)
 
 
@@ -153,11 +147,7 @@ def wait(job: subprocess.Popen, seconds: float) -> bool:
 
 
 def break_rank(
-    job: subprocess.Popen,
-    folder: Path,
-    kinds: list[str],
-    draw: random.Random,
-    earlier: list[Fault],
+    job: subprocess.Popen, folder: Path, kinds: list[str], draw: random.Random, earlier: list[Fault]
 ) -> Fault:
     """Has a rank break itself, and waits until another rank has done a further step."""
     before = newest(folder)

@@ -3,13 +3,12 @@ several ways.
 
     python bench/endings.py [--trainings 200] [--loaded] [--quick]
 
-Two processes train for a few steps, in both schedules, over MPI and over Gloo. Handlers at Python's
+Two processes train for a few steps, in all schedules, over MPI and over Gloo. Handlers at Python's
 exit keep each process for a random while, as loggers do; some scripts look at their last loss,
 others end while their last step is still under way. `--loaded` lets two processes compute for
 nothing meanwhile.
 """
 
-import argparse
 import os
 import re
 import subprocess
@@ -18,9 +17,10 @@ from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+ROOT = str(Path(__file__).parents[1])
+sys.path.insert(0, ROOT)
 from bench.jobs import start
-from bench.record import save
+from bench.record import question, save
 
 SIZE = 2
 TIMEOUT_S = 120
@@ -43,17 +43,14 @@ SPIN = "while True: pass"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "8 trainings")
     parser.add_argument("--trainings", type=int, default=200)
     parser.add_argument("--loaded", action="store_true", help="while two other processes compute")
-    parser.add_argument("--quick", action="store_true", help="8 trainings, nothing is saved")
     args = parser.parse_args()
     count = 8 if args.quick else args.trainings
     load = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(2 * args.loaded)]
     try:
-        ways = islice(cycle(product(("mpi", "gloo"), ("overlap", "after"))), count)
+        ways = islice(cycle(product(("mpi", "gloo"), ("overlap", "after", "eager"))), count)
         wrong = [fault for number, way in enumerate(ways) if (fault := training(number, *way))]
     finally:
         for process in load:
@@ -66,10 +63,7 @@ def main() -> None:
 
 def training(seed: int, backend: str, schedule: str) -> str:
     """Runs one training; returns the fault of its end, or ""."""
-    env = {
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path(__file__).parents[1])),
-    }
+    env = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.environ.get("PYTHONPATH", ROOT)}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, "-c", SCRIPT, backend, schedule, str(seed)]
     jobs = start(backend, SIZE, command, env, **pipes)
@@ -79,9 +73,8 @@ def training(seed: int, backend: str, schedule: str) -> str:
         for job in jobs:
             job.kill()
     waits = r"fddp: rank \d+ (of \d+ )?waits "  # on a busy machine, for ranks that start later
-    words = [
-        line for line in re.findall(r"^fddp: .*", output, re.MULTILINE) if not re.match(waits, line)
-    ]
+    said = re.findall(r"^fddp: .*", output, re.MULTILINE)
+    words = [line for line in said if not re.match(waits, line)]
     codes = [job.returncode for job in jobs]
     if not words and set(codes) == {0} and output.count("trained") == SIZE:
         return ""

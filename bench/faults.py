@@ -21,7 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.jobs import start
-from bench.record import save
+from bench.record import question, save
 
 SIZE = 3
 STALL_S = 1.0
@@ -99,24 +99,17 @@ class Result:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "2 faults and 20 steps")
     parser.add_argument("--count", type=int, default=200, help="how many faults (default 200)")
-    parser.add_argument(
-        "--clean", type=int, default=2000, help="steps without a fault (default 2000)"
-    )
+    parser.add_argument("--clean", type=int, default=2000, help="steps without a fault")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--quick", action="store_true", help="4 faults and 50 steps, nothing is saved"
-    )
     parser.add_argument("--rank", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
         train(*args.rank)
         return
     draw = random.Random(args.seed)
-    count, clean = (4, 50) if args.quick else (args.count, args.clean)
+    count, clean = (2, 20) if args.quick else (args.count, args.clean)
     cases = [drawn(draw) for _ in range(count)]
     results = []
     for number, case in enumerate(cases):
@@ -129,34 +122,16 @@ def main() -> None:
     warnings = {backend: calm(backend, clean) for backend in BACKENDS}
     print(f"{clean} steps with pauses below a stall: {warnings} warnings")
     if not args.quick:
-        entries = [
-            asdict(case) | {k: v for k, v in asdict(result).items() if k != "text"}
-            for case, result in results
-        ]
-        print(
-            save(
-                "faults",
-                {
-                    "stall_s": STALL_S,
-                    "ranks": SIZE,
-                    "clean": {"steps": clean, **warnings},
-                    "cases": entries,
-                },
-            )
-        )
+        entries = [asdict(case) | asdict(replace(result, text="")) for case, result in results]
+        calm_steps = {"steps": clean, **warnings}
+        settings = {"stall_s": STALL_S, "ranks": SIZE, "clean": calm_steps}
+        print(save("faults", settings | {"cases": entries}))
 
 
 def drawn(draw: random.Random) -> Case:
-    schedule, place = draw.choice(SCHEDULES), draw.choice(PLACES)
-    fault = draw.choice(list(FAULTS))
-    return Case(
-        fault,
-        draw.randrange(SIZE),
-        place,
-        draw.choice(BACKENDS),
-        schedule,
-        STEPS + draw.randrange(20),
-    )
+    fault, place = draw.choice(list(FAULTS)), draw.choice(PLACES)
+    rank, step = draw.randrange(SIZE), STEPS + draw.randrange(20)
+    return Case(fault, rank, place, draw.choice(BACKENDS), draw.choice(SCHEDULES), step)
 
 
 def right(case: Case, result: Result) -> bool:
@@ -171,9 +146,8 @@ def right(case: Case, result: Result) -> bool:
 
 
 def line(case: Case, result: Result) -> str:
-    times = " ".join(
-        f"{x:6.1f}" if x is not None else "  none" for x in (result.told_s, result.gone_s)
-    )
+    seconds = (result.told_s, result.gone_s)
+    times = " ".join("  none" if x is None else f"{x:6.1f}" for x in seconds)
     what = f"{case.fault:<10} rank {case.rank} {case.place:<8} {case.backend:<5} {case.schedule:<7}"
     counts = f"named {result.named}; {result.foreign} other lines; left {len(result.left)}"
     return f"{what} told, gone {times} s; {counts}"
@@ -186,21 +160,20 @@ def summed_up(results: list[tuple[Case, Result]]) -> str:
     for fault in FAULTS:
         chosen = [result for case, result in results if case.fault == fault]
         if chosen:
-            told_s = [result.told_s for result in chosen if result.told_s is not None]
-            gone_s = [result.gone_s for result in chosen if result.gone_s is not None]
+            told_s, gone_s = (
+                f"{np.median(x):.1f} s (at most {max(x):.1f})" if x else "never"
+                for x in (
+                    [result.told_s for result in chosen if result.told_s is not None],
+                    [result.gone_s for result in chosen if result.gone_s is not None],
+                )
+            )
             most = max(result.foreign for result in chosen)
             lines.append(
-                f"  {fault:<10} {len(chosen):3} times: "
-                f"told after {np.median(told_s or np.nan):.1f} s "
-                f"(at most {max(told_s, default=np.nan):.1f}), "
-                f"gone after {np.median(gone_s or np.nan):.1f} "
-                f"(at most {max(gone_s, default=np.nan):.1f}); "
+                f"  {fault:<10} {len(chosen):3} times: named after {told_s}, gone after {gone_s}; "
                 f"other lines at most {most}"
             )
-    lines.append(
-        f"  left behind: "
-        f"{dict(Counter(name for _, result in results for name in result.left)) or 'nothing'}"
-    )
+    left = Counter(name for _, result in results for name in result.left)
+    lines.append(f"  left behind: {dict(left) or 'nothing'}")
     return "\n".join(lines)
 
 
@@ -212,21 +185,8 @@ def tried(case: Case) -> Result:
     shared = set(map(str, Path("/dev/shm").iterdir()))
     with tempfile.TemporaryDirectory() as folder:
         words = [str(x) for x in asdict(case).values()]
-        env = {
-            "JAX_PLATFORMS": "cpu",
-            "FDDP_FLIGHT_DIR": f"{folder}/flight",
-            "FDDP_GRACE_S": "1",
-            "BENCH": folder,
-        }
-        pipes: Any = {
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.STDOUT,
-            "text": True,
-            "start_new_session": True,
-        }
-        jobs = start(
-            case.backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes
-        )
+        env = {"FDDP_FLIGHT_DIR": f"{folder}/flight", "FDDP_GRACE_S": "1"}
+        jobs = job_of(case.backend, folder, words, env, start_new_session=True)
         timed_lines: list[tuple[float, str]] = []
         readers = [
             threading.Thread(target=_read, args=(job.stdout, timed_lines), daemon=True)
@@ -273,6 +233,16 @@ def tried(case: Case) -> Result:
     )
 
 
+def job_of(
+    backend: str, folder: str, words: list[str], env: dict[str, str], **more: Any
+) -> list[subprocess.Popen]:
+    """Starts the ranks of a case; `processes_of` finds them by the folder."""
+    env |= {"JAX_PLATFORMS": "cpu", "BENCH": folder}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    command = [sys.executable, __file__, "--rank", folder, *words]
+    return start(backend, SIZE, command, env, **pipes, **more)
+
+
 def _read(stream: Any, timed_lines: list[tuple[float, str]]) -> None:
     for text in stream:
         timed_lines.append((time.monotonic(), text))
@@ -299,11 +269,7 @@ def calm(backend: str, steps: int) -> int:
     """The number of warnings in a job without a fault."""
     with tempfile.TemporaryDirectory() as folder:
         words = ["nothing", "0", "between", backend, "overlap", str(steps)]
-        env = {"JAX_PLATFORMS": "cpu", "BENCH": folder}
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        jobs = start(
-            backend, SIZE, [sys.executable, __file__, "--rank", folder, *words], env, **pipes
-        )
+        jobs = job_of(backend, folder, words, {})
         output = "".join(job.communicate(timeout=3600)[0] for job in jobs)
     if any(job.returncode for job in jobs):
         raise RuntimeError(f"{backend}: a job without a fault ended badly:\n{output}")

@@ -13,10 +13,8 @@ with tiny models, and saves nothing.
   ranks      losses over NCCL and one replica's on the joined rows; two ranks share the GPU where
              there is one
   cost       a step's time against a step by hand
-  packing    packing and unpacking all gradients against a copy of as many bytes
   memory     memory of each rank with shard=None, "optimizer" and "state"
   launchers  the GPU of each rank under fddp.launch, `python -m fddp run`, torchrun, mpirun, srun
-  scanned    a step over scanned layers with XLA's pipelined all-reduce, and without
   ahead      the program of `ranks`, and the memory of eight replicas, compiled ahead of time
 
 It needs jax[cuda], flax, optax, numpy and jaxtyping, and runs from a checkout. Part `ahead` uses
@@ -40,8 +38,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.on_gpu import ahead, cost, launchers, ranks, same
 from bench.on_gpu.machine import REHEARSAL, Machine, look, one_gpu, variables
-from bench.on_gpu.words import rows, sentence, unsound
-from bench.record import save
+from bench.on_gpu.words import rows, unsound
+from bench.record import question, save
 from fddp.wording import table
 
 SECONDS = 465  # of eight minutes, with some left to start and to end
@@ -62,42 +60,24 @@ class Part(NamedTuple):
     env: Mapping[str, str] = {}
 
 
+AHEAD = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
 PARTS = {
     "same": Part(same.measures, same.tell, True, 3),
     "ranks": Part(ranks.measures_of_training, ranks.tell_training, False, 4),
-    "cost": Part(cost.measures_of_steps, cost.tell_steps, True, 2.5),
-    "packing": Part(cost.measures_of_packing, cost.tell_packing, True, 0.5),
+    "cost": Part(cost.measures, cost.tell, True, 2.5),
     "memory": Part(ranks.measures_of_memory, ranks.tell_memory, False, 4),
     "launchers": Part(launchers.measures, launchers.tell, False, 2),
-    "scanned": Part(ranks.measures_of_scanned, ranks.tell_scanned, False, 2.5),
-    "ahead": Part(
-        ahead.measures,
-        ahead.tell,
-        True,
-        1,
-        {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
-    ),
+    "ahead": Part(ahead.measures, ahead.tell, True, 1, AHEAD),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=PARTS,
-        default=list(PARTS),
-        help="these alone; nothing is saved",
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="tiny models and few rounds; nothing is saved"
-    )
+    parser = question(__doc__, "tiny models, few rounds")
+    chosen: Any = {"nargs": "+", "choices": PARTS, "default": list(PARTS)}
+    parser.add_argument("--parts", **chosen, help="these alone; nothing is saved")
     parser.add_argument("--out", help="write the figures into this file as well")
-    parser.add_argument(
-        "--part", nargs=3, help=argparse.SUPPRESS
-    )  # its name, the machine, a file: this is a part
+    # A part: its name, the machine, a file.
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         return answer(args.part[0], json.loads(args.part[1]), Path(args.part[2]))
@@ -112,7 +92,6 @@ def main() -> None:
             seconds = (end - time.monotonic()) * weights[0] / sum(weights)
             results[name] = run(name, machine, env, Path(folder) / f"{name}.jsonl", seconds)
             print("\n".join(table(rows(name, results[name], PARTS[name].tell))), flush=True)
-    print(sentence(machine, results))
     report = {"machine": machine._asdict(), **results}
     if args.out:
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
@@ -168,9 +147,7 @@ def answer(name: str, machine_values: Any, path: Path) -> None:
         for what, measure in measures.items():
             try:
                 figures = measure()
-            except (
-                Exception
-            ) as error:  # for any error of XLA, NCCL or a launcher: the next part still runs
+            except Exception as error:  # of XLA, NCCL or a launcher: the next part still runs
                 figures = {"failed": f"{type(error).__name__}: {error}"[-1500:]}
             file.write(json.dumps({what: figures}) + "\n")
             file.flush()
@@ -182,14 +159,8 @@ def _run_process(
     """Runs a part to its end, or ends it."""
     command = [sys.executable, __file__, "--part", name, machine_json, str(path)]
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            command,
-            env=dict(env),
-            cwd=ROOT,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        pipes: Any = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(command, env=dict(env), cwd=ROOT, **pipes)
         try:
             code = process.wait(timeout=max(seconds, 1))
             failed = f"it ended with exit code {code}" if code else ""

@@ -4,7 +4,6 @@ handwritten digits, several seeds.
 python bench/hooks.py [--quick]
 """
 
-import argparse
 import sys
 from itertools import islice
 from pathlib import Path
@@ -16,11 +15,8 @@ import numpy as np
 import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rich.console import Console
-from rich.table import Table
-
 import fddp
-from bench.record import save
+from bench.record import question, save
 from fddp import hooks
 from models import data, resnet
 
@@ -38,30 +34,20 @@ HOOKS: dict[str, fddp.Hook | None] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true", help="one seed and few steps, for a look")
-    quick = parser.parse_args().quick
+    quick = question(__doc__, "10 steps of two hooks, one seed").parse_args().quick
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     fddp.init("local")
-    steps, seeds = (30, 1) if quick else (300, 3)
-    table = Table("hook", "test accuracy, %", "of plain, points", "bytes a step", "of plain")
-    results: dict[str, Any] = {}
-    for name, hook in HOOKS.items():
-        runs = [train(hook, steps, seed) for seed in range(seeds)]
-        accuracy = np.array([run[0] for run in runs])
-        nbytes = runs[0][1]
-        results[name] = {"accuracy_percent": accuracy.round(3).tolist(), "bytes_a_step": nbytes}
-        difference = accuracy.mean() - np.mean(results["plain"]["accuracy_percent"])
-        share = nbytes / results["plain"]["bytes_a_step"]
-        spread = f"{accuracy.mean():.2f} ({accuracy.min():.2f}–{accuracy.max():.2f})"
-        table.add_row(name, spread, f"{difference:+.2f}", f"{nbytes:,}", f"{share:.3f}")
-    Console(width=100).print(table)
+    steps, seeds = (10, 1) if quick else (300, 3)
+    results = dict[str, Any]()
+    for name in ("plain", "quantize") if quick else HOOKS:
+        runs = [train(HOOKS[name], steps, seed) for seed in range(seeds)]
+        accuracy = np.array([run[0] for run in runs]).round(3)
+        results[name] = {"accuracy_percent": accuracy.tolist(), "bytes_a_step": runs[0][1]}
+        share = runs[0][1] / results["plain"]["bytes_a_step"]
+        print(f"{name:20} {accuracy} % accuracy, {share:.3f} of the bytes", flush=True)
     if not quick:
-        print(
-            save("hooks", {"steps": steps, "replicas": REPLICAS, "batch": BATCH, "hooks": results})
-        )
+        settings = {"steps": steps, "replicas": REPLICAS, "batch": BATCH}
+        print(save("hooks", settings | {"hooks": results}))
 
 
 def train(hook: fddp.Hook | None, steps: int, seed: int) -> tuple[float, int]:

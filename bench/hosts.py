@@ -15,7 +15,6 @@ other backends stay in the file.
   busy        the share of this machine's cores that worked while the ways took turns
 """
 
-import argparse
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from bench.jobs import ending
 from bench.overlap import in_turns, listening
 from bench.problems import ELEMENTS
-from bench.record import busy_and_idle_s, save, saved, with_table
+from bench.record import busy_and_idle_s, question, save, saved, with_table
 from bench.two_hosts import Hosts, connect, ip, namespaces, shape, start_gloo, start_mpi
 
 PAGE = ROOT / "bench" / "README.md"
@@ -46,24 +45,17 @@ Start = Callable[[Sequence[str], Mapping[str, str]], list[Popen]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "1 round of 2 hosts")
     parser.add_argument("--hosts", nargs="+", type=int, default=[2, 4, 8, 16])
     parser.add_argument("--mbit", type=int, default=MBIT, help="a second, of each host's wire")
     parser.add_argument("--backends", nargs="+", default=["gloo"], choices=["gloo", "mpi"])
-    parser.add_argument(
-        "--torch", default=None, help="python of an environment with torch 2.13 (CPU)"
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="1 round, nothing is saved")
+    parser.add_argument("--torch", help="python of an environment with torch (CPU)")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # takes the hosts down before it ends
-    rounds = 1 if args.quick else args.rounds
-    for count in args.hosts:
+    for count in [2] if args.quick else args.hosts:
         with switched(count, args.mbit) as hosts:
             jobs = starts(hosts, args.backends, args.torch)
-            result = measure(jobs, count, args.mbit, rounds)
+            result = measure(jobs, count, args.mbit, rounds=1 if args.quick else 3)
         title = f"{count} at {args.mbit} Mbit/s, {' and '.join(args.backends)}"
         print(f"\n{title}\n{table(result)}", flush=True)
         if not args.quick:
@@ -78,39 +70,19 @@ def keep(results: Mapping[str, Any]) -> None:
 
 @contextmanager
 def switched(count: int, mbit: int) -> Iterator[Hosts]:
-    """Sets up hosts on a switch, and takes them down whatever happens.
-
-    Args:
-      count: of the hosts.
-      mbit: a second, of each one's wire.
-
-    Yields:
-      The hosts.
-    """
+    """Sets up hosts on a switch, each with a wire of so many Mbit/s, and takes them down whatever
+    happens."""
     hosts = Hosts(
         tuple(f"fddp-{k}" for k in range(count)), tuple(f"10.77.1.{k + 1}" for k in range(count))
     )
     burst = f"{round(BURST_S * mbit * 1e6 / 8)}b"
     with namespaces((SWITCH, *hosts.names)):
-        ip("-n", SWITCH, "link", "add", "switch", "type", "bridge")
-        ip("-n", SWITCH, "link", "set", "switch", "up")
+        ip(f"-n {SWITCH} link add switch type bridge")
+        ip(f"-n {SWITCH} link set switch up")
         for k, name in enumerate(hosts.names):
             port = f"port{k}"
-            ip(
-                "link",
-                "add",
-                port,
-                "netns",
-                SWITCH,
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "wire",
-                "netns",
-                name,
-            )
-            ip("-n", SWITCH, "link", "set", port, "master", "switch", "up")
+            ip(f"link add {port} netns {SWITCH} type veth peer name wire netns {name}")
+            ip(f"-n {SWITCH} link set {port} master switch up")
             shape(SWITCH, port, f"{mbit}mbit", burst)
         connect(hosts, f"{mbit}mbit", burst)
         yield hosts
@@ -126,41 +98,25 @@ def starts(hosts: Hosts, backends: Sequence[str], torch: str | None) -> dict[str
     return starters
 
 
-def measure(
-    jobs: Mapping[str, Start],
-    count: int,
-    mbit: int,
-    rounds: int,
-    warm_up: Callable[[str], int] = lambda way: 2,
-) -> dict[str, Any]:
-    """Starts all jobs, lets their ways take turns, and evaluates them.
+def measure(jobs: Mapping[str, Start], count: int, mbit: int, rounds: int) -> dict[str, Any]:
+    """Starts jobs on so many hosts at so many Mbit/s, and evaluates their ways.
 
-    Args:
-      jobs: starters, by the backend of fddp, or by the python of an environment with PyTorch.
-      count: number of hosts.
-      mbit: rate of each host's wire, Mbit/s.
-      rounds: turns of each way that count.
-      warm_up: (way) → its steps before those.
+    A job has the name of its backend, or of the python of an environment with PyTorch.
     """
     with listening() as (control, accept):
         processes: list[Popen] = []
-        worker = str(ROOT / "bench" / "hosts_worker.py")
+        elements = ELEMENTS * mbit // MBIT
+        task = [control, f"waiting:{elements}"]
+        cap = str(elements / 2**18)  # a bucket for each layer
         with ending(processes):
             for job, start in jobs.items():
-                elements = str(ELEMENTS * mbit // MBIT)
-                fddp = [sys.executable, worker, job, control, elements]
-                torch = [
-                    job,
-                    str(ROOT / "bench" / "torch_worker.py"),
-                    control,
-                    f"waiting:{elements}",
-                ]
-                processes += start(
-                    fddp if job in ("gloo", "mpi") else torch, {"PYTHONPATH": str(ROOT)}
-                )
+                fddp = [sys.executable, f"{ROOT}/bench/overlap_worker.py", job, *task, cap]
+                torch = [job, f"{ROOT}/bench/torch_worker.py", *task]
+                command = fddp if job in ("gloo", "mpi") else torch
+                processes += start(command, {"PYTHONPATH": str(ROOT)})
             lines = accept(len(jobs) * count)
             before = busy_and_idle_s()
-            seconds = in_turns(lines, rounds, steps=STEPS, warm_up=warm_up)
+            seconds = in_turns(lines, rounds, steps=STEPS, warm_up=2)
             busy, idle = np.subtract(busy_and_idle_s(), before)
     return evaluate(seconds, busy / (busy + idle))
 

@@ -17,18 +17,8 @@ PATIENCE_S = 20
 def start(
     backend: str, size: int, command: Sequence[str], env: Mapping[str, str], **pipes: Any
 ) -> list[subprocess.Popen]:
-    """Starts a command on several ranks of this machine, which talk over loopback.
-
-    Args:
-      backend: "mpi", under mpiexec; otherwise the ranks find each other by FDDP_* variables.
-      size: number of ranks.
-      command: the command of each.
-      env: variables in addition to this process's own.
-      **pipes: arguments of `subprocess.Popen`.
-
-    Returns:
-      The processes: mpiexec alone, or one for each rank.
-    """
+    """Starts a command on several ranks of this machine: under mpiexec for the backend "mpi", and
+    with FDDP_* variables for all others; `pipes` are arguments of `subprocess.Popen`."""
     env = {**os.environ, **env}
     if backend == "mpi":
         return [subprocess.Popen([MPIEXEC, "-n", str(size), *command], env=env, **pipes)]

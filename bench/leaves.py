@@ -28,7 +28,7 @@ import optax
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.jobs import MPIEXEC
-from bench.record import save
+from bench.record import question, save
 
 LEAVES = (100, 300, 1000, 3000)
 WIDTH = 64
@@ -40,11 +40,8 @@ SAVING = ("save_s", "restore_s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "20 and 40 leaves")
     parser.add_argument("--leaves", nargs="+", type=int, default=LEAVES)
-    parser.add_argument("--quick", action="store_true", help="20 and 40 leaves, nothing is saved")
     parser.add_argument("--alone", type=int, metavar="LEAVES", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:

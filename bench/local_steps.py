@@ -9,7 +9,6 @@ Source: the figures of Lin et al., "Don't Use Large Mini-Batches, Use Local SGD"
 Douillard et al., "DiLoCo" (2023).
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -22,11 +21,8 @@ import numpy as np
 import optax
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from rich.console import Console
-from rich.table import Table
-
 import fddp
-from bench.record import save
+from bench.record import question, save
 from models import data, gpt
 
 REPLICAS = 4
@@ -36,31 +32,26 @@ MiB = 2**20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "8 steps of two methods")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument(
-        "--quick", action="store_true", help="32 steps of three methods, nothing is saved"
-    )
     args = parser.parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     group = fddp.init("local")
-    steps = 32 if args.quick else 256
+    steps = 8 if args.quick else 256
     runs = {
-        method: [train(group, seed, steps, local) for seed in range(args.seeds)]
-        for method, local in islice(methods(steps).items(), 3 if args.quick else None)
+        method: [
+            train(group, seed, steps, local) for seed in range(1 if args.quick else args.seeds)
+        ]
+        for method, local in islice(methods(steps).items(), 2 if args.quick else None)
     }
     ddp = np.mean(runs["DDP"], axis=0)
-    table = Table("method", "test loss", "of DDP's", "MiB sent", "of DDP's", title=f"{steps} steps")
     results = dict[str, Any]()
     for method, pairs in runs.items():
         losses, mib = zip(*pairs)
         of_ddp = np.mean(pairs, axis=0) / ddp
         shown = ", ".join(f"{loss:.4f}" for loss in losses)
-        table.add_row(method, shown, f"{of_ddp[0]:.3f}", f"{mib[0]:.2f}", f"{of_ddp[1]:.4f}")
+        print(f"{method:20} test loss {shown}, {of_ddp[0]:.3f} of DDP's, bytes {of_ddp[1]:.4f}")
         results[method] = {"test_loss": np.round(losses, 5).tolist(), "mib_sent": round(mib[0], 4)}
-    Console(width=110).print(table)
     if not args.quick:
         print(save("local_steps", {"replicas": REPLICAS, "steps": steps, "methods": results}))
 

@@ -5,7 +5,6 @@ python bench/overhead.py [--quick]
 On a GPU bench/gpu.py measures it.
 """
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,24 +17,22 @@ import optax
 import fddp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from bench.record import interleave, ratio, save, summary
+from bench.record import interleave, question, ratio, save, summary
 from bench.workload import Workload, read
 
 PROBLEMS = ("gpt:tiny:16", "resnet:18:4")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "5 rounds of the first problem")
     parser.add_argument(
         "--problems", nargs="+", default=PROBLEMS, help="model:preset:rows, of models/"
     )
     parser.add_argument("--name", default="overhead", help="of the result's file")
-    parser.add_argument("--quick", action="store_true", help="few rounds, for a look")
     args = parser.parse_args()
     results = {
-        problem: measure(read(problem), rounds=5 if args.quick else 60) for problem in args.problems
+        problem: measure(read(problem), rounds=5 if args.quick else 60)
+        for problem in (args.problems[:1] if args.quick else args.problems)
     }
     for name, result in results.items():
         time = result["fddp / by hand"]

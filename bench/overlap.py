@@ -11,7 +11,6 @@ lives in an environment of its own: give the path of its python.
              PyTorch's, T_traffic what all sums add behind the backward pass, by "after"
 """
 
-import argparse
 import json
 import math
 import socket
@@ -28,7 +27,7 @@ import numpy as np
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.jobs import ending
-from bench.record import save
+from bench.record import question, save
 from bench.two_hosts import start_gloo, start_mpi, two_hosts
 
 STEPS = 4  # in a turn; the first, whose caches another way has filled, does not count
@@ -38,30 +37,23 @@ CAPS_MB = {"mlp": 4.0, "mlp640": 4.0, "resnet18": 4.0, "gpt": 2.0}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--problems", nargs="+", default=["mlp", "mlp640", "resnet18", "gpt"])
-    parser.add_argument(
-        "--torch", default=None, help="python of an environment with torch 2.15 (CPU)"
-    )
-    parser.add_argument("--rate", default="1gbit")
+    parser = question(__doc__, "1 round of the first problem")
+    parser.add_argument("--problems", nargs="+", default=["mlp640", "gpt", "mlp", "resnet18"])
+    parser.add_argument("--torch", help="python of an environment with torch 2.15 (CPU)")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--name", default="overlap", help="of the files in bench/results")
-    parser.add_argument("--quick", action="store_true", help="3 rounds, nothing is saved")
+    parser.add_argument("--name", default="overlap", help="of the file in bench/results")
     args = parser.parse_args()
-    rounds = 3 if args.quick else args.rounds
     results = dict[str, Any]()
-    for name in args.problems:
-        results[name] = measure(name, args.rate, rounds, args.torch)
+    for name in args.problems[:1] if args.quick else args.problems:
+        results[name] = measure(name, 1 if args.quick else args.rounds, args.torch)
         print(f"\n{name}\n{table(results[name])}", flush=True)
         if not args.quick:  # what is measured is saved, even if a later problem fails
             print(save(args.name, results), flush=True)
 
 
-def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, Any]:
+def measure(name: str, rounds: int, torch: str | None) -> dict[str, Any]:
     """Starts all ways of a problem on two hosts and lets them take turns."""
-    with two_hosts(rate), listening() as (control, accept):
+    with two_hosts("1gbit"), listening() as (control, accept):
         env = {"PYTHONPATH": str(ROOT)}
         worker = [sys.executable, str(ROOT / "bench" / "overlap_worker.py")]
         cap = str(CAPS_MB[name])
@@ -73,10 +65,9 @@ def measure(name: str, rate: str, rounds: int, torch: str | None) -> dict[str, A
             jobs += start_gloo([torch, str(ROOT / "bench" / "torch_worker.py"), control, name], env)
         with ending(jobs):
             lines = accept(6 if torch else 4)
-            warm_up = lambda way: 6 * STEPS  # noqa: E731
-            return evaluate(
-                in_turns(lines, rounds, steps=STEPS, warm_up=warm_up, at_most_s=PROBLEM_S)
-            )
+            steps, warm_up = (STEPS, 6 * STEPS) if rounds > 1 else (2, 1)
+            seconds = in_turns(lines, rounds, steps=steps, warm_up=warm_up, at_most_s=PROBLEM_S)
+            return evaluate(seconds)
 
 
 @contextmanager
@@ -94,24 +85,12 @@ def listening() -> Iterator[tuple[str, Callable[[int], list[socket.socket]]]]:
 
 
 def in_turns(
-    lines: Sequence[socket.socket],
-    rounds: int,
-    *,
-    steps: int,
-    warm_up: Callable[[str], int],
-    at_most_s: float = math.inf,
+    lines: Sequence[socket.socket], rounds: int, *, steps: int, warm_up: int, at_most_s=math.inf
 ) -> dict[str, np.ndarray]:
-    """Lets the ways of several jobs take turns.
+    """Lets the ways of several jobs take turns, after a warm-up; no round begins after `at_most_s`.
 
-    Args:
-      lines: one to each rank of each job; closed in the end, and the ranks end with them.
-      rounds: turns of each way that count.
-      steps: of a turn; the first one does not count.
-      warm_up: (way) → its steps before those, which compile.
-      at_most_s: no round begins later than this many seconds after the first step.
-
-    Returns:
-      For each way the seconds of each step on its slowest rank.
+    `lines` has one line to each rank of each job; they are closed in the end. Returns for each way
+    the seconds of each step on its slowest rank, without the first step of a turn.
     """
     talks = [line.makefile("rw") for line in lines]
     ranks: dict[str, list[Any]] = {}
@@ -128,14 +107,11 @@ def in_turns(
         for job, names in ways.items():
             for way in names:
                 for talk in ranks[job]:
-                    talk.write(json.dumps([way, steps if turn >= 0 else warm_up(way)]) + "\n")
+                    talk.write(json.dumps([way, steps if turn >= 0 else warm_up]) + "\n")
                     talk.flush()
                 reports = [json.loads(talk.readline()) for talk in ranks[job]]
                 if turn >= 0:
-                    seconds[way] += [
-                        max(of_ranks)
-                        for of_ranks in zip(*(report["seconds"][1:] for report in reports))
-                    ]
+                    seconds[way] += map(max, zip(*(x["seconds"][1:] for x in reports)))
     for end in (*talks, *lines):
         end.close()
     return {way: np.array(values) for way, values in seconds.items()}
@@ -148,7 +124,7 @@ def evaluate(seconds: dict[str, np.ndarray]) -> dict[str, Any]:
         "step_ms": {
             way: [round(1e3 * q, 1) for q in np.percentile(s, (25, 50, 75))]
             for way, s in seconds.items()
-        },
+        }
     }
     fastest = min(seconds for way, seconds in times.items() if way.startswith("alone"))
     for wire in ("Gloo", "MPI"):

@@ -30,19 +30,14 @@ Way = tuple[Step, Step]  # a step, and a function that waits for its state
 def main(backend: str, control: str, name: str, cap_mb: float) -> None:
     group = fddp.init(backend)
     task = problem(name, seed=group.rank)
-    ways = (mpi_ways if backend == "mpi" else gloo_ways)(task, group, cap_mb)
+    ways = fddp_ways(task, group, cap_mb)
+    if not name.startswith("waiting"):  # these have no ways by hand
+        ways |= (mpi_ways if backend == "mpi" else gloo_ways)(task, group)
     obey(control, backend, group, ways)
 
 
 def obey(control: str, job: str, group: fddp.Group, ways: Mapping[str, Way]) -> None:
-    """Runs steps of a way on command, and reports their seconds.
-
-    Args:
-      control: the socket of the commands.
-      job: the name of these ranks.
-      group: the replicas.
-      ways: by name.
-    """
+    """Runs steps of a way on command of a socket, and reports their seconds."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
         stream = line.makefile("rw")
@@ -74,55 +69,38 @@ def by_itself(backend: str) -> fddp.Group:
     return fddp.mpi_group(MPI.COMM_SELF)
 
 
-def mpi_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, Way]:
-    """fddp over MPI, and mpi4jax as its documentation shows it: one call per leaf inside one
-    jit."""
-    import mpi4jax
-    from mpi4py import MPI
-
+def fddp_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, Way]:
+    """Steps of fddp, and one without traffic."""
+    wire = {"gloo": "Gloo", "mpi": "MPI"}[group.backend]
     return {
-        "fddp overlap (MPI)": with_fddp(task, group, "overlap", cap_mb),
-        "fddp after (MPI)": with_fddp(task, group, "after", cap_mb),
-        "fddp in shards (MPI)": with_fddp(task, group, "overlap", cap_mb, shard="state"),
-        "alone (MPI)": with_fddp(task, by_itself("mpi"), "overlap", cap_mb),
-        "mpi4jax per leaf": _by_hand(
-            task,
-            group.size,
-            lambda f: jax.jit(f, donate_argnums=0),
-            partial(mpi4jax.allreduce, op=MPI.SUM),
-        ),
+        f"fddp overlap ({wire})": with_fddp(task, group, "overlap", cap_mb),
+        f"fddp eager ({wire})": with_fddp(task, group, "eager", cap_mb),
+        f"fddp after ({wire})": with_fddp(task, group, "after", cap_mb),
+        f"fddp in shards ({wire})": with_fddp(task, group, "overlap", cap_mb, shard="state"),
+        f"alone ({wire})": with_fddp(task, by_itself(group.backend), "overlap", cap_mb),
     }
 
 
-def gloo_ways(task: Problem, group: fddp.Group, cap_mb: float) -> dict[str, Way]:
-    """fddp over Gloo, and the ways of JAX's own documentation."""
+def mpi_ways(task: Problem, group: fddp.Group) -> dict[str, Way]:
+    """mpi4jax as its documentation shows it: one call per leaf inside one jit."""
+    import mpi4jax
+    from mpi4py import MPI
+
+    total = partial(jax.tree.map, partial(mpi4jax.allreduce, op=MPI.SUM))
+    return {"mpi4jax per leaf": _by_hand(task, group.size, lambda f: f, total)}
+
+
+def gloo_ways(task: Problem, group: fddp.Group) -> dict[str, Way]:
+    """The ways of JAX's own documentation."""
     mesh = Mesh(jax.devices(), ("batch",), axis_types=(AxisType.Auto,))
     spread = partial(
         jax.shard_map, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P(), check_vma=False
     )
+    per_leaf = lambda grads: jax.lax.psum(grads, "batch")  # noqa: E731
     return {
-        "fddp overlap (Gloo)": with_fddp(task, group, "overlap", cap_mb),
-        "fddp after (Gloo)": with_fddp(task, group, "after", cap_mb),
-        "fddp in shards (Gloo)": with_fddp(task, group, "overlap", cap_mb, shard="state"),
-        "alone (Gloo)": with_fddp(task, by_itself("gloo"), "overlap", cap_mb),
-        "shard_map, psum per leaf": _by_hand(
-            task,
-            group.size,
-            lambda f: jax.jit(spread(f), donate_argnums=0),
-            lambda g: jax.lax.psum(g, "batch"),
-            mesh,
-        ),
-        "shard_map, one flat psum": _by_hand(
-            task,
-            group.size,
-            lambda f: jax.jit(spread(f), donate_argnums=0),
-            partial(_flat_psum, axis="batch"),
-            mesh,
-            at_once=True,
-        ),
-        "jit, NamedSharding": _by_hand(
-            task, 1, lambda f: jax.jit(f, donate_argnums=0), lambda g: g, mesh
-        ),
+        "shard_map, psum per leaf": _by_hand(task, group.size, spread, per_leaf, mesh),
+        "shard_map, one flat psum": _by_hand(task, group.size, spread, _flat_psum, mesh),
+        "jit, NamedSharding": _by_hand(task, 1, lambda f: f, lambda grads: grads, mesh),
     }
 
 
@@ -148,18 +126,15 @@ def with_fddp(
         state, info = step(state, task.batch)
         return info.loss  # for which a loop waits, if for anything
 
-    return run, lambda: state
+    def finish() -> Any:
+        nonlocal state
+        state = step.finish(state)
+        return state.params
+
+    return run, finish
 
 
-def _by_hand(
-    task: Problem,
-    size: int,
-    program: Any,
-    total: Any,
-    mesh: Mesh | None = None,
-    *,
-    at_once: bool = False,
-) -> Way:
+def _by_hand(task: Problem, size: int, spread: Any, total: Any, mesh: Mesh | None = None) -> Way:
     """A step as people write it: gradients, a sum over replicas, the optimizer."""
 
     def step(state: Any, batch: Any) -> Any:
@@ -170,12 +145,11 @@ def _by_hand(
         )
         if model_state is not None:
             model_state, aux = aux
-        grads = total(grads) if at_once else jax.tree.map(total, grads)
-        grads = jax.tree.map(lambda g: g / size, grads)
+        grads = jax.tree.map(lambda g: g / size, total(grads))
         updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state, model_state), loss
 
-    run_step = program(step)
+    run_step = jax.jit(spread(step), donate_argnums=0)
     hand_state = jax.tree.map(
         jnp.copy, (task.params, OPTIMIZER.init(task.params), task.model_state)
     )
@@ -196,9 +170,9 @@ def _by_hand(
     return run, lambda: ()
 
 
-def _flat_psum(grads: Any, axis: str) -> Any:
+def _flat_psum(grads: Any) -> Any:
     flat, unravel = ravel_pytree(grads)
-    return unravel(jax.lax.psum(flat, axis))
+    return unravel(jax.lax.psum(flat, "batch"))
 
 
 if __name__ == "__main__":

@@ -85,14 +85,10 @@ class _Plain:
         params = wide(drawn.params)
         trained = {name: params[name] for name in drawn.trained}
         self.fixed = {name: x for name, x in params.items() if name not in trained}
-        buffers = (
-            {"mean": np.zeros(COLUMNS), "count": np.int32(0)}
-            if "model_state" in drawn.form
-            else None
-        )
-        self.replicas = [
-            Replica(trained, jax.device_get(self.inner.init(trained)), buffers)
-        ] * drawn.dealt
+        buffers = {"mean": np.zeros(COLUMNS), "count": np.int32(0)}
+        opt_state = jax.device_get(self.inner.init(trained))
+        first = Replica(trained, opt_state, buffers if "model_state" in drawn.form else None)
+        self.replicas = [first] * drawn.dealt
         self.shared = trained
         self.outer_state = jax.device_get(self.outer.init(trained))
         slices = {"model_state", "rng", "shared rng", "branch", "statistics"} & drawn.form
@@ -154,32 +150,18 @@ class _Plain:
                 list, zip(*(self._contribution_of(r, pending) for r in range(drawn.dealt)))
             )
         mean = _mean(of_all)
-        used = {
-            name: sum(name in contribution.used for contribution in of_all)
-            for name in drawn.trained
-        }
-        updated, skipped = self._updated(
-            self.replicas[0], mean[0], {name for name in used if used[name]}
-        )
-        buffers = (
-            [replica.buffers for replica in self.replicas]
-            if skipped
-            else self._landed(live, pending[-1].active)
-        )
+        used = {name: sum(name in x.used for x in of_all) for name in drawn.trained}
+        used_by_any = {name for name in used if used[name]}
+        updated, skipped = self._updated(self.replicas[0], mean[0], used_by_any)
+        buffers = [replica.buffers for replica in self.replicas]
+        if not skipped:
+            buffers = self._landed(live, pending[-1].active)
         self.replicas = [updated._replace(buffers=x) for x in buffers]
         self.shared = updated.params
         loss, aux = mean[1:]
         used_counts = None if self.joined or "statistics" in drawn.form else used
-        return Report(
-            updated.params,
-            updated.opt_state,
-            buffers,
-            loss,
-            aux,
-            updated.scale,
-            self.shared,
-            used_counts,
-        )
+        state = (updated.params, updated.opt_state, buffers)
+        return Report(*state, loss, aux, updated.scale, self.shared, used_counts)
 
     def _landed(self, live: list[Any], active: Sequence[bool]) -> list[Any]:
         """The buffers of all replicas after they have communicated."""
@@ -188,10 +170,8 @@ class _Plain:
             return live
         first = live[int(np.argmax(active))]
         if mode == "mean":
-            first = first | {
-                "mean": sum(x["mean"] for x, is_active in zip(live, active) if is_active)
-                / sum(active)
-            }
+            means = [x["mean"] for x, is_active in zip(live, active) if is_active]
+            first = first | {"mean": sum(means) / len(means)}
         return [first] * len(live)
 
     # Steps of replicas that train alone
@@ -222,18 +202,13 @@ class _Plain:
             change, self.outer_state, self.shared
         )
         buffers = self._landed([replica.buffers for replica in self.replicas], call.active)
-        self.replicas = [
-            replica._replace(params=self.shared, buffers=x)
-            for replica, x in zip(self.replicas, buffers)
-        ]
+        pairs = zip(self.replicas, buffers)
+        self.replicas = [replica._replace(params=self.shared, buffers=x) for replica, x in pairs]
 
     # Contributions of batches
 
     def _of_all(self, pending: list[Call]) -> Contribution:
-        batch = {
-            name: np.concatenate([c.batches[0][name] for c in pending])
-            for name in pending[0].batches[0]
-        }
+        batch = jax.tree.map(lambda *x: np.concatenate(x), *(call.batches[0] for call in pending))
         (loss, (_, aux, _)), grads = self.gradient(
             self.replicas[0].params, self.fixed, wide(batch), None, None
         )
@@ -243,13 +218,11 @@ class _Plain:
         """The contribution of each micro-batch of all replicas, whose statistics are common."""
         for call in pending:
             for k in range(self.drawn.micro_batches):
-                shards = [
-                    self._part(call, r * self.drawn.micro_batches + k)
-                    for r in range(self.drawn.dealt)
-                ]
-                batches = wide(
-                    {name: np.stack([part[name] for part in shards]) for name in shards[0]}
+                numbers = range(
+                    k, self.drawn.dealt * self.drawn.micro_batches, self.drawn.micro_batches
                 )
+                shards = [self._part(call, number) for number in numbers]
+                batches = wide(jax.tree.map(lambda *x: np.stack(x), *shards))
                 (_, (loss, aux, weight)), grads = self.gradient_among_all(
                     self.replicas[0].params, self.fixed, batches
                 )
@@ -273,9 +246,8 @@ class _Plain:
                 divisor = weight if call.divisor_of_all else share
                 used = self._used(batch) if share > 0 else frozenset[str]()
                 times = partial(jax.tree.map, lambda x, share=share: share * x)
-                contribution = Contribution(
-                    times(grads), times(loss), times(aux), share, divisor, used
-                )
+                sums = (times(grads), times(loss), times(aux))
+                contribution = Contribution(*sums, share, divisor, used)
                 total = contribution if total is None else _plus(total, contribution)
                 number += 1
         return total, live
@@ -314,13 +286,7 @@ class _Plain:
         if drawn.scale:
             good = replica_state.good + 1 if finite else 0
             grows = good >= GROWTH_INTERVAL
-            scale = (
-                replica_state.scale * 2
-                if finite and grows
-                else replica_state.scale
-                if finite
-                else replica_state.scale / 2
-            )
+            scale = replica_state.scale * (0.5 if not finite else 2 if grows else 1)
             replica_state = replica_state._replace(scale=scale, good=0 if grows else good)
         if not finite and drawn.options.get("skip_nonfinite"):
             return replica_state, True
@@ -330,13 +296,9 @@ class _Plain:
             grads, replica_state.opt_state, replica_state.params
         )
         if drawn.options.get("find_unused_parameters"):
-            params = {
-                name: x if name in used else replica_state.params[name]
-                for name, x in params.items()
-            }
-            opt_state = _put_back(
-                opt_state, replica_state.opt_state, {name: name in used for name in params}
-            )
+            params = {n: x if n in used else replica_state.params[n] for n, x in params.items()}
+            moves = {name: name in used for name in params}
+            opt_state = _put_back(opt_state, replica_state.opt_state, moves)
         return replica_state._replace(params=params, opt_state=opt_state), False
 
 
@@ -360,10 +322,8 @@ def _mean(contributions: list[Contribution]) -> tuple[Any, Any, Any]:
     divisor = sum(contribution.divisor for contribution in contributions)
     divisor = divisor if divisor else 1
     add: Callable[..., Any] = lambda *x: sum(x) / divisor  # noqa: E731
-    return tuple(
-        jax.tree.map(add, *(contribution[part] for contribution in contributions))
-        for part in range(3)
-    )  # type: ignore
+    parts = zip(*(contribution[:3] for contribution in contributions))
+    return tuple(jax.tree.map(add, *part) for part in parts)  # type: ignore
 
 
 def _finite(grads: Any) -> bool:

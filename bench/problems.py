@@ -16,12 +16,7 @@ from models import gpt, mlp, resnet
 GPT_36MIB = gpt.GPT(
     vocabulary=256, layers=6, width=384, heads=6, kv_heads=2, hidden=1024, context=128
 )
-# As many in twice as many layers.
-GPT_12 = gpt.GPT(vocabulary=256, layers=12, width=256, heads=4, kv_heads=2, hidden=704, context=128)
-RESNET_18, RESNET_50 = (
-    resnet.PRESETS[depth].clone(conv_general_dilated=fddp.conv_general_dilated)
-    for depth in ("18", "50")
-)
+RESNET_18 = resnet.PRESETS["18"].clone(conv_general_dilated=fddp.conv_general_dilated)
 
 # The network that waits.
 LAYERS = 4
@@ -40,25 +35,16 @@ class Problem(NamedTuple):
 
 
 def problem(name: str, seed: int) -> Problem:
-    """Makes a problem by name, with a rank's own rows.
-
-    Args:
-      name: "mlp", "mlp640" (with fewer rows), "resnet18", "resnet50", "gpt", "gpt12" (of 12
-        layers), "words" or "waiting".
-      seed: of the rows.
-
-    Returns:
-      The problem.
-    """
-    if name in ("words", "waiting"):
-        return words(seed) if name == "words" else waiting(seed)
+    """Makes a problem by name, with a rank's own rows; "waiting:N" has layers of N parameters."""
+    if name == "words":
+        return words(seed)
+    if name.startswith("waiting:"):
+        return waiting(seed, int(name.partition(":")[2]))
     module, model, make = {
         "mlp": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 1024, seed)),
         "mlp640": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 640, seed)),
         "resnet18": (resnet, RESNET_18, lambda m: resnet.batch(m, 2, seed, size=64)),
-        "resnet50": (resnet, RESNET_50, lambda m: resnet.batch(m, 4, seed, size=64)),
         "gpt": (gpt, GPT_36MIB, lambda m: gpt.batch(m, 5, seed, length=96)),
-        "gpt12": (gpt, GPT_12, lambda m: gpt.batch(m, 5, seed, length=96)),
     }[name]
     batch = make(model)
     params, model_state = module.init(model, jax.random.key(0), batch)
@@ -69,31 +55,19 @@ def words(seed: int, *, vocabulary: int = 32768, width: int = 64, tokens: int = 
     """A table of words, of which a batch looks up few, and a network of 5 MiB behind it."""
     random = np.random.default_rng(seed)
     start = np.random.default_rng(0)
-    sizes = {
-        "table": (vocabulary, width),
-        "in": (width, 1024),
-        "hidden": (1024, 1024),
-        "out": (1024, width),
-    }
-    params = {
-        name: start.normal(size=size, scale=0.05).astype(np.float32) for name, size in sizes.items()
-    }
-    batch = {
-        "ids": random.integers(vocabulary, size=tokens),
-        "y": random.normal(size=(tokens, width)),
-    }
+    sizes = {"table": (vocabulary, width), "in": (width, 1024)}
+    sizes |= {"hidden": (1024, 1024), "out": (1024, width)}
+    draw = lambda size: start.normal(size=size, scale=0.05).astype(np.float32)  # noqa: E731
+    params = {name: draw(size) for name, size in sizes.items()}
+    ids = random.integers(vocabulary, size=tokens).astype(np.int32)
+    batch = {"ids": ids, "y": random.normal(size=(tokens, width)).astype(np.float32)}
 
     def loss_fn(p: Any, batch: Any) -> Any:
         x = jnp.tanh(p["table"][batch["ids"]] @ p["in"])
         x = jnp.tanh(x @ p["hidden"]) @ p["out"]
         return jnp.mean((x - batch["y"]) ** 2), {}
 
-    return Problem(
-        loss_fn,
-        params,
-        None,
-        jax.tree.map(lambda x: x.astype(np.float32 if x.ndim > 1 else np.int32), batch),
-    )
+    return Problem(loss_fn, params, None, batch)
 
 
 def waiting(
@@ -106,16 +80,7 @@ def waiting(
     """A network whose computing is a wait: as long as a computation would take, and hardly any work
     for the core.
 
-    Its layers add the mean of their parameters to each row.
-
-    Args:
-      seed: of the rows.
-      elements: of a layer's parameters.
-      forward_s: seconds that a layer waits in the forward pass.
-      backward_s: seconds that it waits in the backward pass, before its gradient is there.
-
-    Returns:
-      The problem.
+    Its layers add the mean of their parameters to each row, and wait in both passes.
     """
     layer = _layer(forward_s, backward_s)
 

@@ -4,6 +4,7 @@ Machines are shared and noisy: compared functions run interleaved in one process
 median over rounds of the ratios within a round.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -25,6 +26,14 @@ RESULTS = Path(__file__).with_name("results")
 PACKAGES = ("jax", "flax", "optax", "mpi4py", "mpi4jax", "mpich")
 
 
+def question(description: str | None, quick: str) -> argparse.ArgumentParser:
+    """Makes the arguments of a question; `quick` says what it does with `--quick`."""
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=form)
+    parser.add_argument("--quick", action="store_true", help=f"{quick}; nothing is saved")
+    return parser
+
+
 def interleave(
     runs: Mapping[str, Callable[[], Any]],
     *,
@@ -34,11 +43,7 @@ def interleave(
 ) -> dict[str, np.ndarray]:
     """Times several functions in turn, and returns the seconds of each round by name.
 
-    Args:
-      runs: functions by name; their results are waited for.
-      rounds: number of timings of each.
-      warm_up: rounds before the first that counts.
-      pause: called before each run, for example a barrier between ranks.
+    `pause` is called before each run: a barrier between ranks.
     """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(warm_up + rounds):
@@ -81,24 +86,8 @@ def saved(name: str) -> Any:
     return json.loads(path.read_text())["results"] if path.exists() else {}
 
 
-def save_picture(name: str, sheet: Any, *, dpi: int) -> Path:
-    """Writes a figure of matplotlib next to the results of that name; returns the path."""
-    path = RESULTS / f"{name}.png"
-    sheet.savefig(path, dpi=dpi)
-    return path
-
-
 def with_table(page: str, text: str, by: str) -> str:
-    """A page with another table between the two marks of the file that makes it.
-
-    Args:
-      page: in Markdown.
-      text: the table.
-      by: the file, as the marks name it.
-
-    Returns:
-      The page.
-    """
+    """Returns a page with another table between the two marks of the file `by`, which makes it."""
     begin, end = (f"<!-- {by}: {word} -->" for word in ("begin", "end"))
     return re.sub(
         rf"{begin}.*?{end}", lambda _: f"{begin}\n\n{text}\n\n{end}", page, flags=re.DOTALL
@@ -131,17 +120,9 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def busy_and_idle_s(core: int | None = None) -> tuple[float, float]:
-    """Reads how long a core, or all of them together, has been busy and idle.
-
-    Args:
-      core: its number; None: all of them.
-
-    Returns:
-      Seconds since the machine started, of each.
-    """
-    name = "cpu" if core is None else f"cpu{core}"
-    (ticks,) = (line.split()[1:8] for line in _lines("/proc/stat") if line.split()[0] == name)
+def busy_and_idle_s() -> tuple[float, float]:
+    """Reads for how many seconds all cores together have been busy and idle."""
+    (ticks,) = (line.split()[1:8] for line in _lines("/proc/stat") if line.split()[0] == "cpu")
     user, nice, system, idle, waits, *interrupts = (
         int(count) / os.sysconf("SC_CLK_TCK") for count in ticks
     )

@@ -10,9 +10,8 @@ replicas in one process, plain SGD; the loss of every batch (where k batches are
 of all k) under a low-pass filter of order 3, as in the paper. A batch is the rows of all replicas.
 """
 
-import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import fddp
 from bench.problems import Problem
-from bench.record import ratio, save, summary
-from bench.turns import BACKENDS, take_turns, training
+from bench.record import save
+from bench.turns import on_two_hosts, take_turns, training
 from models import data, mlp
 
 EVERY = (1, 2, 4, 8)
@@ -40,48 +37,17 @@ MODEL = mlp.MLP((64, 256, 256, 10))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--quick", action="store_true", help="one round and few batches, nothing is saved"
-    )
-    args = parser.parse_args()
+    args = on_two_hosts(__doc__, ["mlp"], rounds=5).parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     fddp.init("local")
-    rounds, count = (1, 40) if args.quick else (args.rounds, 400)
-    sheet = Table("backend", "every", "ms a batch", "quartiles", "of every batch", title="speed")
-    speed = {}
-    for backend in args.backends:
-        speed[backend] = rows = results(take_turns(__file__, backend, "mlp", rounds=rounds))
-        for k, row in rows.items():
-            quartiles = f"{row['quartile_1_ms']:.0f}–{row['quartile_3_ms']:.0f}"
-            sheet.add_row(
-                backend,
-                k,
-                f"{row['median_ms']:.0f}",
-                quartiles,
-                f"{row['of_every_batch']['median']:.3f}",
-            )
-    Console(width=100).print(sheet)
-
-    losses = {
-        rows: {k: train(rows, rate, k, count) for k in EVERY} for rows, rate in PANELS.items()
-    }
-    sheet = Table(
-        "rows, rate",
-        *(f"every {k}" for k in EVERY),
-        title="mean loss of the last tenth of the batches",
-    )
-    last = {
-        f"{n}, {PANELS[n]}": {f"{k}": mean_of_last(x) for k, x in lines.items()}
-        for n, lines in losses.items()
-    }
-    for title, final in last.items():
-        sheet.add_row(title, *(f"{value:.4f}" for value in final.values()))
-    Console(width=100).print(sheet)
+    speed = take_turns(__file__, args, steps=BATCHES)
+    count, every = (16, EVERY[:1]) if args.quick else (400, EVERY)
+    last = dict[str, dict[int, float]]()
+    for rows, rate in PANELS.items():
+        losses = {k: train(rows, rate, k, count) for k in every}
+        last[f"{rows} rows, rate {rate}"] = {k: mean_of_last(x) for k, x in losses.items()}
+    for title, losses in last.items():
+        print(f"mean loss of the last tenth of the batches, {title}: every {losses}")
     if not args.quick:
         print(save("skipping", {"speed": speed, "batches": count, "last_loss": last}))
 
@@ -89,15 +55,8 @@ def main() -> None:
 def ways(task: Problem, group: fddp.Group) -> dict[str, Callable[[], Any]]:
     """A turn with a synchronization every k batches."""
     return {
-        f"{k}": training(task, group, CAP_MB, pending_calls=k - 1, cycles=BATCHES // k)
+        f"{k}": training(task, group, CAP_MB, pending_calls=k - 1, steps=BATCHES // k)
         for k in EVERY
-    }
-
-
-def results(seconds: Mapping[str, np.ndarray]) -> dict[str, dict[str, Any]]:
-    return {
-        k: summary(durations / BATCHES) | {"of_every_batch": ratio(durations, seconds["1"])}
-        for k, durations in seconds.items()
     }
 
 

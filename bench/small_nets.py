@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 import fddp
 from bench.jobs import MPIEXEC, ending, start
-from bench.record import interleave, save, summary
+from bench.record import interleave, question, save, summary
 
 LEAVES = (20, 200, 800)
 WIDTH = 32
@@ -38,12 +38,9 @@ SCHEDULES = ("overlap", "after")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "10 leaves, 2 turns")
     parser.add_argument("--leaves", nargs="+", type=int, default=LEAVES)
-    parser.add_argument("--torch", default=None, help="python of an environment with torch (CPU)")
-    parser.add_argument("--quick", action="store_true", help="10 leaves, 2 turns, nothing is saved")
+    parser.add_argument("--torch", help="python of an environment with torch (CPU)")
     parser.add_argument("--alone", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
@@ -57,7 +54,7 @@ def main() -> None:
         for job in ("mpi", "gloo", "1 device", "8 devices"):
             found |= in_processes(job, [sys.executable, __file__, "--alone", job], count, turns)
         if args.torch:
-            worker = [args.torch, str(ROOT / "bench" / "torch_small_nets.py")]
+            worker = [args.torch, str(ROOT / "bench" / "torch_worker.py")]
             found |= in_processes("torch", worker, count, turns)
         for way, times in found.items():
             print(f"{count:5} leaves  {way:30} {times['median_ms']:8.3f} ms", flush=True)

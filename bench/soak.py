@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.jobs import ending, start
-from bench.record import save
+from bench.record import question, save
 
 SIZE = 4
 TIMEOUT_S = 600
@@ -26,11 +26,8 @@ READINGS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = question(__doc__, "200 steps")
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--quick", action="store_true", help="200 steps, nothing is saved")
     parser.add_argument("--rank", metavar="BACKEND", help=argparse.SUPPRESS)
     args = parser.parse_args()
     steps = 200 if args.quick else args.steps

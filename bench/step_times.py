@@ -74,14 +74,10 @@ def _medians(result: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _row(title: str, medians: Mapping[str, float]) -> str:
-    fastest = min(medians[way] for way in COLUMNS)
-    cells = [_cell(medians[way], fastest) for way in COLUMNS]
+    ms = [medians[way] for way in COLUMNS]
+    cells = [f"**{x:.0f}**" if x == min(ms) else f"{x:.0f}" for x in ms]
     computing = ", ".join(f"{medians[way]:.0f}" for way in COMPUTING)
     return f"| {' | '.join([title, *cells, computing])} |"
-
-
-def _cell(ms: float, fastest: float) -> str:
-    return f"**{ms:.0f}**" if ms == fastest else f"{ms:.0f}"
 
 
 def _share_of_jit(medians: Mapping[str, Mapping[str, float]]) -> str:

@@ -1,7 +1,8 @@
-"""One rank of PyTorch DDP for bench/overlap.py, in an environment of its own (torch 2.15, CPU): the
-same networks.
+"""One rank of PyTorch DDP for bench/overlap.py, hosts.py and small_nets.py, in an environment of
+its own (torch 2.15, CPU): the same networks.
 
-Called as bench/overlap_worker.py is; imports nothing of this project.
+Called as bench/overlap_worker.py is, or with the leaves and turns of small nets; imports nothing of
+this project.
 """
 
 import json
@@ -10,35 +11,37 @@ import socket
 import sys
 import time
 from functools import partial
+from statistics import quantiles
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 CAPS_MB = (4, 8, 25)
 CAPS_WAITING = (1, 2)  # in layers
 FORWARD_S = 0.04
 BACKWARD_S = 0.08
+SMALL_STEPS = 20  # in a turn
 
 
-def main(control: str, name: str, bits: str = "") -> None:
+def join() -> int:
+    """Joins the other rank; returns this one."""
     torch.set_num_threads(1)
     rank = int(os.environ["FDDP_RANK"])
-    size = int(os.environ["FDDP_SIZE"])
     host, port = os.environ["FDDP_COORDINATOR"].split(":")
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://{host}:{int(port) + 1}", rank=rank, world_size=size
-    )
+    address = f"tcp://{host}:{int(port) + 1}"
+    size = int(os.environ["FDDP_SIZE"])
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=size)
+    return rank
+
+
+def main(control: str, name: str) -> None:
+    rank = join()
     _, _, elements = name.partition(":")  # of a layer that waits
     caps_mb = [layers * int(elements) / 2**18 for layers in CAPS_WAITING] if elements else CAPS_MB
     ways = {f"PyTorch DDP, {cap:g} MiB": _step(name, rank, cap) for cap in caps_mb}
-    if bits == "bf16":
-        ways |= {
-            f"PyTorch DDP, bf16, {cap:g} MiB": _step(name, rank, cap, _in_bf16) for cap in caps_mb
-        }
     ways["PyTorch, alone"] = _step(name, rank, None)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(control)
@@ -55,24 +58,45 @@ def main(control: str, name: str, bits: str = "") -> None:
             _write(stream, {"seconds": seconds})
 
 
+def small_nets(leaves: int, turns: int) -> None:
+    """Prints the milliseconds of a step of a net of small layers."""
+    rank = int(os.environ["FDDP_RANK"])
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    join()
+    ways = {"PyTorch DDP": 25.0, "alone, PyTorch": None}
+    steps = {way: _step(f"small:{leaves}", rank, cap) for way, cap in ways.items()}
+    seconds: dict[str, list[float]] = {way: [] for way in steps}
+    for turn in range(3 + turns):
+        for way, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(SMALL_STEPS):
+                step()
+            if turn >= 3:
+                seconds[way].append(1e3 * (time.perf_counter() - start) / SMALL_STEPS)
+    if rank == 0:
+        names = ("quartile_1_ms", "median_ms", "quartile_3_ms")
+        found = {way: dict(zip(names, quantiles(x, n=4))) for way, x in seconds.items()}
+        print(json.dumps(found), flush=True)
+
+
 def _write(stream: Any, words: Any) -> None:
     stream.write(json.dumps(words) + "\n")
     stream.flush()
 
 
-def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
+def _step(name: str, rank: int, cap_mb: float | None) -> Any:
     torch.manual_seed(0)
     models = {"mlp": _mlp, "mlp640": partial(_mlp, rows=640), "resnet18": _resnet18, "gpt": _gpt}
     name, _, elements = name.partition(":")
-    models["waiting"] = partial(_waiting, elements)
+    models |= {"waiting": partial(_waiting, elements), "small": partial(_small, elements)}
     model, batch = models[name](rank)
     module = (
         model
         if cap_mb is None
         else nn.parallel.DistributedDataParallel(model, bucket_cap_mb=cap_mb)
     )
-    if hook is not None and isinstance(module, nn.parallel.DistributedDataParallel):
-        module.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 
     def run() -> None:
@@ -81,12 +105,6 @@ def _step(name: str, rank: int, cap_mb: float | None, hook: Any = None) -> Any:
         optimizer.step()
 
     return run
-
-
-def _in_bf16(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """PyTorch's own hook; registered itself it is refused without a GPU, though Gloo sums these
-    numbers."""
-    return bf16_compress_hook(state, bucket)
 
 
 def _rows(rank: int) -> torch.Generator:
@@ -247,5 +265,14 @@ def _waiting(elements: str, rank: int) -> Any:
     )
 
 
+def _small(leaves: str, rank: int) -> Any:
+    layers = [x for _ in range(int(leaves) // 2) for x in (nn.Linear(32, 32), nn.Tanh())]
+    rows = torch.randn(32, 32, generator=_rows(rank))
+    return _WithLoss(nn.Sequential(*layers), F.mse_loss), (rows, torch.ones(32, 32))
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1].isdigit():
+        small_nets(int(sys.argv[1]), int(sys.argv[2]))
+    else:
+        main(*sys.argv[1:])

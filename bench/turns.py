@@ -4,10 +4,11 @@ A question is a module of bench/ with a function `ways(task, group)` that names 
 make the same ways and run them in turn; a round counts as long as the slower rank took.
 """
 
+import argparse
 import importlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +21,70 @@ import fddp
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 from bench.problems import Problem, problem
-from bench.record import interleave
+from bench.record import interleave, question, ratio, summary
 from bench.two_hosts import ask
 
 BACKENDS = ("Gloo", "MPI")
 
 
-def main(question: str, backend: str, name: str, rounds: int, path: Path) -> None:
+def main(module: str, backend: str, name: str, rounds: int, path: Path) -> None:
     """One rank."""
     group = fddp.init(backend.lower())
     task = problem(name, seed=group.rank)
-    runs = importlib.import_module(question).ways(task, group)
+    runs = importlib.import_module(module).ways(task, group)
     seconds = interleave(runs, rounds=rounds, warm_up=1, pause=group.barrier)
     slower = {way: group.all_reduce(values, op="max").tolist() for way, values in seconds.items()}
     if group.rank == 0:
         path.write_text(json.dumps(slower))
 
 
+def on_two_hosts(
+    description: str | None, problems: Sequence[str], rounds: int
+) -> argparse.ArgumentParser:
+    """Makes the arguments of a question; `--quick` takes the first problem and backend."""
+    parser = question(description, "1 round of the first problem, over the first backend")
+    parser.add_argument("--problems", nargs="+", default=problems, help="of bench/problems.py")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
 def take_turns(
-    question: str, backend: str, name: str, *, rounds: int, rate: str = "1gbit", each: int = 1
-) -> dict[str, np.ndarray]:
-    """Runs the ways of a question on two hosts; the first round compiles and does not count.
+    file: str,
+    args: argparse.Namespace,
+    *,
+    steps: int = 1,
+    references: Mapping[str, str] | None = None,
+    each: int = 1,
+) -> dict[str, Any]:
+    """Runs the ways of a question on two hosts, `each` ranks of a host, and prints a table.
 
-    Args:
-      question: the file of the question, `__file__`.
-      backend: "Gloo" or "MPI".
-      name: of the problem.
-      rounds: number of timings of each way.
-      rate: of the wire, as tc writes it.
-      each: ranks of a host.
-
-    Returns:
-      Seconds of each round, by way.
+    A run has some `steps`. Returns the quartiles of each way's step for each problem and backend,
+    and of its ratio to its reference, which is the first way if `references` names none.
     """
-    words = (f"bench.{Path(question).stem}", backend, name, rounds)
-    seconds = ask(backend.lower(), rate, __file__, *words, each=each)
-    return {way: np.array(values) for way, values in seconds.items()}
+    results = dict[str, Any]()
+    few = 1 if args.quick else None
+    for name in args.problems[:few]:
+        for backend in args.backends[:few]:
+            words = (f"bench.{Path(file).stem}", backend, name, few or args.rounds)
+            found = ask(backend.lower(), "1gbit", __file__, *words, each=each)
+            seconds = {way: np.array(values) for way, values in found.items()}
+            first = next(iter(seconds))
+            results[f"{name}, {backend}"] = rows = {
+                way: summary(values / steps)
+                | {"ratio": ratio(values, seconds[(references or {}).get(way, first)])}
+                for way, values in seconds.items()
+            }
+            print(f"\n{name}, {backend}")
+            print("\n".join(map(line, rows, rows.values())), flush=True)
+    return results
+
+
+def line(way: str, row: Mapping[str, Any]) -> str:
+    times = "{median_ms:8.1f} ms ({quartile_1_ms:.1f} to {quartile_3_ms:.1f})".format(**row)
+    return f"{way:30} {times}, " + "{median:.3f} ({quartile_1:.3f} to {quartile_3:.3f})".format(
+        **row["ratio"]
+    )
 
 
 def training(
@@ -63,30 +92,21 @@ def training(
     group: fddp.Group,
     cap_mb: float,
     *,
+    optimizer: optax.GradientTransformation | None = None,
     pending_calls: int = 0,
-    cycles: int = 1,
+    steps: int = 1,
     **more: Any,
 ) -> Callable[[], Any]:
-    """A training of some steps, its small first and last buckets no larger than the cap.
-
-    Args:
-      task: the problem.
-      group: the replicas.
-      cap_mb: of a bucket, MiB.
-      pending_calls: batches that each step only adds up before the one whose gradients travel.
-      cycles: steps of a run.
-      **more: options of `fddp.train_step`.
-
-    Returns:
-      A function that trains on.
-    """
+    """Makes a function that trains on by some steps, each of which adds up `pending_calls` batches
+    without traffic before its own; the optimizer is SGD by default."""
     options: Any = {"bucket_cap_mb": cap_mb, **more}
-    step = fddp.train_step(task.loss_fn, optax.sgd(1e-3), group=group, has_aux=True, **options)
+    rule = optimizer or optax.sgd(1e-3)
+    step = fddp.train_step(task.loss_fn, rule, group=group, has_aux=True, **options)
     state = step.init(task.params, model_state=task.model_state)
 
     def run() -> Any:
         nonlocal state
-        for _ in range(cycles):
+        for _ in range(steps):
             for _ in range(pending_calls):
                 state, _ = step.no_sync(state, task.batch)
             state, _ = step(state, task.batch)

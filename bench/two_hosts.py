@@ -48,17 +48,10 @@ BACKENDS = ("gloo", "mpi")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rate", default="1gbit", help="rate of the wire, as tc writes it (default: 1gbit)"
-    )
-    parser.add_argument(
-        "--gloo",
-        action="store_true",
-        help="start the command with FDDP_* variables, not with mpiexec",
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=form)
+    parser.add_argument("--rate", default="1gbit", help="rate of the wire, as tc writes it")
+    parser.add_argument("--gloo", action="store_true", help="FDDP_* variables in place of mpiexec")
     parser.add_argument("command", nargs="+", help="the command to run on both hosts")
     args = parser.parse_args()
     with two_hosts(args.rate):
@@ -69,57 +62,28 @@ def main() -> None:
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[None]:
-    """Sets the two hosts up, and takes them down whatever happens.
-
-    Args:
-      rate: of the wire in each direction, as tc writes it: "1gbit".
-
-    Raises:
-      RuntimeError: not root, or no iproute2.
-    """
+    """Sets the two hosts up, and takes them down whatever happens; the rate is that of the wire in
+    each direction, as tc writes it."""
     with namespaces(TWO.names):
         first, second = TWO.names
-        ip(
-            "link",
-            "add",
-            "wire",
-            "netns",
-            first,
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "wire",
-            "netns",
-            second,
-        )
+        ip(f"link add wire netns {first} type veth peer name wire netns {second}")
         connect(TWO, rate)
         yield
 
 
 @contextmanager
 def namespaces(names: Sequence[str]) -> Iterator[None]:
-    """Makes network namespaces, and removes them whatever happens.
-
-    Args:
-      names: of them; any of the same names are removed first.
-
-    Raises:
-      RuntimeError: not root, or no iproute2.
-    """
+    """Makes network namespaces in place of those of the same names, and removes them whatever
+    happens."""
     if os.geteuid() != 0:
-        raise RuntimeError(
-            "emulated hosts need network namespaces, and these need root; run as root."
-        )
+        raise RuntimeError("emulated hosts need network namespaces; run as root.")
     missing = [tool for tool in ("ip", "tc", "taskset") if shutil.which(tool) is None]
     if missing:
-        raise RuntimeError(
-            f"emulated hosts need {', '.join(missing)}: install iproute2 (and util-linux)."
-        )
+        raise RuntimeError(f"emulated hosts need {', '.join(missing)}: install iproute2.")
     _remove(names)
     try:
         for name in names:
-            ip("netns", "add", name)
+            ip(f"netns add {name}")
         yield
     finally:
         _remove(names)
@@ -127,88 +91,42 @@ def namespaces(names: Sequence[str]) -> Iterator[None]:
 
 def connect(hosts: Hosts, rate: str, burst: str = BURST) -> None:
     """Brings up each host's end of its wire, an interface of the name "wire", and waits until all
-    are up.
-
-    Args:
-      hosts: the hosts, with their wires.
-      rate: of a host's traffic, as tc writes it.
-      burst: the bytes that pass at once when the wire was idle, as tc writes them.
-    """
+    are up."""
     for name, address in zip(hosts.names, hosts.addresses):
         # A host that asks for its own name must find its end of the wire.
         file = Path("/etc/netns") / name / "hosts"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
         # No IPv6: for a second or two its addresses cannot be bound yet, and MPI may pick one.
-        ip("-n", name, "link", "set", "wire", "addrgenmode", "none")
-        ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
-        ip("-n", name, "link", "set", "wire", "up")
-        ip("-n", name, "link", "set", "lo", "up")
+        ip(f"-n {name} link set wire addrgenmode none")
+        ip(f"-n {name} addr add {address}/24 dev wire")
+        ip(f"-n {name} link set wire up")
+        ip(f"-n {name} link set lo up")
         # The algorithm of most hosts, not that of this machine: BBR paces by timers, which use a
         # part of the core.
         network = f"{address.rpartition('.')[0]}.0/24"
-        ip(
-            "-n",
-            name,
-            "route",
-            "change",
-            network,
-            "dev",
-            "wire",
-            "src",
-            address,
-            "congctl",
-            "cubic",
-        )
+        ip(f"-n {name} route change {network} dev wire src {address} congctl cubic")
         shape(name, "wire", rate, burst)
     for name in hosts.names:
-        while b"state UP" not in subprocess.check_output(
-            ["ip", "-n", name, "link", "show", "wire"]
-        ):
+        show = f"ip -n {name} link show wire".split()
+        while b"state UP" not in subprocess.check_output(show):
             time.sleep(0.05)
 
 
 def shape(name: str, device: str, rate: str, burst: str) -> None:
     """Limits the rate of a device."""
-    words = [
-        "tc",
-        "qdisc",
-        "add",
-        "dev",
-        device,
-        "root",
-        "tbf",
-        "rate",
-        rate,
-        "burst",
-        burst,
-        "latency",
-        "50ms",
-    ]
-    subprocess.run(["ip", "netns", "exec", name, *words], check=True)
+    limit = f"root tbf rate {rate} burst {burst} latency 50ms"
+    ip(f"netns exec {name} tc qdisc add dev {device} {limit}")
 
 
-def ip(*words: str) -> None:
+def ip(words: str) -> None:
     """Runs iproute2's `ip`."""
-    subprocess.run(["ip", *words], check=True)
+    subprocess.run(["ip", *words.split()], check=True)
 
 
 def ask(backend: str, rate: str, script: str, *words: object, each: int = 1) -> Any:
-    """Runs a script on both hosts and returns the results that rank 0 writes.
-
-    Args:
-      backend: "gloo" or "mpi".
-      rate: of the wire.
-      script: its last argument is the path of a file, into which rank 0 writes JSON.
-      *words: its arguments before that.
-      each: ranks of a host.
-
-    Returns:
-      The contents of the file.
-
-    Raises:
-      RuntimeError: the script failed on a host.
-    """
+    """Runs a script on both hosts, and returns what rank 0 writes as JSON into the file whose path
+    is the script's last argument."""
     with two_hosts(rate), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "said.json"
         command = [sys.executable, script, *map(str, words), str(path)]
@@ -250,27 +168,6 @@ def start_mpi(
     return [_from_the_first(hosts, words, env, **pipes)]
 
 
-def start_run(
-    command: Sequence[str], env: Mapping[str, str], each: int = 1, **pipes: Any
-) -> list[subprocess.Popen]:
-    """Starts a command on both hosts by `python -m fddp run`; Gloo's ranks get the address of the
-    meeting."""
-    listed = ",".join(TWO.addresses)
-    words = [
-        sys.executable,
-        "-m",
-        "fddp",
-        "run",
-        "-n",
-        str(2 * each),
-        "--hosts",
-        listed,
-        "--",
-        *command,
-    ]
-    return [_from_the_first(TWO, words, {"FDDP_COORDINATOR": TWO.meeting, **env}, **pipes)]
-
-
 def _from_the_first(
     hosts: Hosts, words: Sequence[str], env: Mapping[str, str], **pipes: Any
 ) -> subprocess.Popen:
@@ -305,15 +202,8 @@ def _from_the_first(
 
 def _enter(hosts: Hosts, host: int) -> list[str]:
     """The words that run a command on a host, and on one core."""
-    return [
-        "ip",
-        "netns",
-        "exec",
-        hosts.names[host],
-        "taskset",
-        "-c",
-        str(host % (os.cpu_count() or 1)),
-    ]
+    core = host % (os.cpu_count() or 1)
+    return f"ip netns exec {hosts.names[host]} taskset -c {core}".split()
 
 
 def _remove(names: Sequence[str]) -> None:
@@ -323,7 +213,7 @@ def _remove(names: Sequence[str]) -> None:
     existing = {line.split()[0] for line in listed.splitlines() if line}
     for name in names:
         if name in existing:
-            ip("netns", "del", name)
+            ip(f"netns del {name}")
         shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
 

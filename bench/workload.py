@@ -22,29 +22,14 @@ class Workload(NamedTuple):
     def step(
         self, optimizer: optax.GradientTransformation, **options: Any
     ) -> tuple[fddp.TrainStep, fddp.TrainState]:
-        """A step and its first state.
-
-        Args:
-          optimizer: of optax.
-          **options: as `fddp.train_step` takes them.
-
-        Returns:
-          The step and the state.
-        """
+        """A step and its first state; `options` as `fddp.train_step` takes them."""
         step = fddp.train_step(self.loss_fn, optimizer, has_aux=True, **options)
         return step, step.init(self.params, model_state=self.model_state)
 
 
 def read(name: str, replicas: int = 1) -> Workload:
-    """Makes a workload.
-
-    Args:
-      name: module:preset:rows of a replica; preset@layers for as many layers of it.
-      replicas: how many there are rows for.
-
-    Returns:
-      The workload.
-    """
+    """Makes a workload of so many replicas, from module:preset:rows of one; preset@layers has as
+    many layers."""
     module, model, rows = _model(name, replicas)
     batch = jax.device_put(module.batch(model, rows))
     params, model_state = jax.jit(lambda: module.init(model, jax.random.key(0), batch))()

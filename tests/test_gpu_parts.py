@@ -11,7 +11,7 @@ import pytest
 from bench import gpu
 from bench.jobs import ending
 from bench.on_gpu.machine import LARGE, RANKED, Machine, look, one_gpu, shared, variables
-from bench.on_gpu.words import rows, sentence, unsound
+from bench.on_gpu.words import rows, unsound
 from bench.workload import read
 
 ROOT = Path(__file__).parents[1]
@@ -55,12 +55,6 @@ def rehearsed(tmp_path_factory):
         for separate in (True, False)
     ]
     return rehearse(tmp_path_factory.mktemp("gpu"), *halves)
-
-
-@pytest.fixture(scope="module")
-def packing(tmp_path_factory):
-    """The shortest part, for the default tier."""
-    return rehearse(tmp_path_factory.mktemp("packing"), ["packing"])
 
 
 def figures(rehearsed, name):
@@ -149,29 +143,9 @@ def test_ranks_of_every_launcher_train_together(rehearsed):
 
 
 @every_part
-def test_scanned_layers_are_timed_with_the_option_of_xla_and_without(rehearsed):
-    (scanned,) = figures(rehearsed, "scanned").values()
-    assert all(
-        scanned[way]["median_ms"] > 0 and scanned[way]["program"]["collectives"]
-        for way in ("on", "off")
-    )
-
-
-@pytest.mark.ranks
-def test_packing_is_timed_next_to_a_copy(packing):
-    for entry in figures(packing, "packing").values():
-        assert (
-            entry["MiB"] > 0
-            and entry["copy_bytes_per_s"] > 0
-            and entry["pack / copy"]["median"] > 0
-        )
-
-
-@pytest.mark.ranks
-def test_a_rehearsal_says_that_it_is_none_of_a_gpu(packing):
-    printed, results = packing
+def test_a_rehearsal_says_that_it_is_none_of_a_gpu(rehearsed):
+    printed, results = rehearsed
     assert printed.startswith("No GPU was found") and not results["machine"]["gpus"]
-    assert "CPUs, in a rehearsal" in printed.splitlines()[-1]
 
 
 ### Failing parts
@@ -187,7 +161,6 @@ def test_a_part_that_is_late_is_ended_and_keeps_what_it_has_said(tmp_path):
     shown = rows("same", outcome, lambda figures: "as it should be")
     assert [row[2] for row in shown] == ["WRONG", "FAILED"] and "it differs" in shown[0][3]
     assert unsound({"same": outcome}) == [("same", "earlier"), ("same", "ended early")]
-    assert "Not so: same (earlier), same (ended early)." in sentence(machine, {"same": outcome})
 
 
 def test_an_error_of_one_model_hides_none_of_the_others(tmp_path, monkeypatch):

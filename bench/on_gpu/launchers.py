@@ -37,9 +37,8 @@ def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
         "python -m fddp run": partial(_started, machine, run),
     }
     if torchrun := _installed("torchrun"):
-        ways["torchrun"] = partial(
-            _started, machine, (torchrun, "--nproc-per-node", size, "--no-python", *SCRIPT)
-        )
+        command = (torchrun, "--nproc-per-node", size, "--no-python", *SCRIPT)
+        ways["torchrun"] = partial(_started, machine, command)
     else:
         ways["torchrun's variables"] = partial(_by_hand, machine, _torchrun, _all_gpus)
     if mpirun := _installed("mpirun"):
@@ -48,9 +47,8 @@ def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
         ways["Open MPI's variables"] = partial(_by_hand, machine, _open_mpi, _all_gpus)
     if (srun := _installed("srun")) and _slurm_answers():
         gpu_option = ("--gpus-per-task=1",) if machine.gpus > 1 else ()
-        ways["srun"] = partial(
-            _started, machine, (srun, "--immediate=10", "-N1", "-n", size, *gpu_option, *SCRIPT)
-        )
+        command = (srun, "--immediate=10", "-N1", "-n", size, *gpu_option, *SCRIPT)
+        ways["srun"] = partial(_started, machine, command)
     ways["srun's variables, one GPU a task"] = partial(_by_hand, machine, _srun, _gpu_of_rank)
     if machine.gpus > 1:
         ways["srun's variables, all GPUs a task"] = partial(_by_hand, machine, _srun, _all_gpus)
@@ -72,15 +70,10 @@ def _judged(machine: Machine, way: Callable[[], list[dict[str, Any]]]) -> dict[s
     size = machine.ranks
     gpus = [gpu for rank_report in ranks for gpu in rank_report["gpus"]]
     wrong = ""
-    if [rank_report["rank"] for rank_report in ranks] != list(range(size)) or any(
-        rank_report["mean"] != (size - 1) / 2 for rank_report in ranks
-    ):
-        wrong = " ".join(
-            (
-                f"not all of {size} ranks have trained together",
-                *(rank_report["said"] for rank_report in ranks),
-            )
-        )
+    places = [(rank_report["rank"], rank_report["mean"]) for rank_report in ranks]
+    if places != [(rank, (size - 1) / 2) for rank in range(size)]:
+        words = [rank_report["said"] for rank_report in ranks]
+        wrong = " ".join([f"not all of {size} ranks have trained together", *words])
     elif machine.gpus > 1 and len(set(gpus)) != size:
         wrong = "ranks share GPUs though there is one for each"
     elif machine.on_gpu and len(gpus) != size:
@@ -100,9 +93,8 @@ def _started(machine: Machine, command: Sequence[str]) -> list[dict[str, Any]]:
     """Starts one command that starts the ranks."""
     # mpirun says nowhere where to meet; the other launchers' words are as good.
     coordinator = {"FDDP_COORDINATOR": _free()} if Path(command[0]).name == "mpirun" else {}
-    return _reports_of(
-        [(command, os.environ | shared(machine, os.environ) | OPEN_MPI | coordinator)]
-    )
+    env = os.environ | shared(machine, os.environ) | OPEN_MPI | coordinator
+    return _reports_of([(command, env)])
 
 
 def _by_hand(
@@ -111,16 +103,12 @@ def _by_hand(
     shown: Callable[[Machine, int], str],
 ) -> list[dict[str, Any]]:
     """Starts each rank with the variables of a launcher."""
-    size = machine.ranks
-    meet = {"FDDP_COORDINATOR": _free()}
-    env = os.environ | shared(machine, os.environ) | meet
-    gpus = [
-        {"CUDA_VISIBLE_DEVICES": shown(machine, rank)} if machine.gpus > 1 else {}
-        for rank in range(size)
-    ]
-    return _reports_of(
-        [(SCRIPT, {**env, **variables(rank, size), **gpus[rank]}) for rank in range(size)]
-    )
+    env = os.environ | shared(machine, os.environ) | {"FDDP_COORDINATOR": _free()}
+    commands = []
+    for rank in range(machine.ranks):
+        gpu = {"CUDA_VISIBLE_DEVICES": shown(machine, rank)} if machine.gpus > 1 else {}
+        commands.append((SCRIPT, {**env, **variables(rank, machine.ranks), **gpu}))
+    return _reports_of(commands)
 
 
 def _reports_of(
@@ -128,9 +116,8 @@ def _reports_of(
 ) -> list[dict[str, Any]]:
     """Runs commands side by side, and reads the output of the ranks."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with ending(
-        [subprocess.Popen(command, env=dict(env), **pipes) for command, env in commands]
-    ) as jobs:
+    started = [subprocess.Popen(command, env=dict(env), **pipes) for command, env in commands]
+    with ending(started) as jobs:
         texts = [job.communicate(timeout=PATIENCE_S)[0] for job in jobs]
     lines = [line.partition(which_gpu.MARK)[2] for text in texts for line in text.splitlines()]
     reports = [json.loads(line) for line in lines if line]
@@ -143,14 +130,9 @@ def _reports_of(
 
 
 def _torchrun(rank: int, size: int) -> Mapping[str, str]:
-    place = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": rank,
-        "LOCAL_WORLD_SIZE": size,
-        "MASTER_PORT": 29500,
-    }
-    return {**{name: str(value) for name, value in place.items()}, "MASTER_ADDR": "127.0.0.1"}
+    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    meeting = {"MASTER_PORT": 29500, "MASTER_ADDR": "127.0.0.1"}
+    return {name: str(value) for name, value in (place | meeting).items()}
 
 
 def _open_mpi(rank: int, size: int) -> Mapping[str, str]:
@@ -159,19 +141,9 @@ def _open_mpi(rank: int, size: int) -> Mapping[str, str]:
 
 
 def _srun(rank: int, size: int) -> Mapping[str, str]:
-    place = {
-        "PROCID": rank,
-        "STEP_NUM_TASKS": size,
-        "LOCALID": rank,
-        "JOB_ID": 1,
-        "NTASKS": size,
-        "STEP_ID": 0,
-    }
-    return {
-        **{f"SLURM_{name}": str(value) for name, value in place.items()},
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_MPI_TYPE": "none",
-    }
+    place = {"PROCID": rank, "STEP_NUM_TASKS": size, "LOCALID": rank, "NTASKS": size}
+    job = {"JOB_ID": 1, "STEP_ID": 0, "STEP_NODELIST": "localhost", "MPI_TYPE": "none"}
+    return {f"SLURM_{name}": str(value) for name, value in (place | job).items()}
 
 
 def _all_gpus(machine: Machine, rank: int) -> str:

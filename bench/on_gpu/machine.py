@@ -109,20 +109,10 @@ def look(quick: bool) -> Machine:
 
 def variables(env: Mapping[str, str], cache: str) -> dict[str, str]:
     """The environment of a part: the checkout first, memory taken as it is needed, programs
-    compiled once for all.
-
-    Args:
-      env: this process's own.
-      cache: the folder of compiled programs.
-
-    Returns:
-      All variables.
-    """
+    compiled once for all into the folder `cache`."""
     paths = [str(ROOT), *filter(None, [env.get("PYTHONPATH")])]
     # JAX refuses the old name of this variable together with the new one.
-    inherited = {
-        name: value for name, value in env.items() if name != "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    }
+    inherited = {x: env[x] for x in env if x != "XLA_PYTHON_CLIENT_MEM_FRACTION"}
     return inherited | {
         "PYTHONPATH": os.pathsep.join(paths),
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
@@ -146,9 +136,5 @@ def shared(machine: Machine, env: Mapping[str, str]) -> dict[str, str]:
     if not machine.on_gpu or machine.gpus > 1:
         return nccl_variables
     fraction = f"{0.8 / machine.ranks:.2f}"
-    return {
-        **nccl_variables,
-        **one_gpu(env),
-        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "XLA_CLIENT_MEM_FRACTION": fraction,
-    }
+    sharing = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "XLA_CLIENT_MEM_FRACTION": fraction}
+    return {**nccl_variables, **one_gpu(env), **sharing}

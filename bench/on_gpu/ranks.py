@@ -1,16 +1,13 @@
 """Ranks over NCCL: the losses of one replica, the program of the audit, the memory of shared
-states, scanned layers.
+states.
 
 Where there is one GPU two ranks share it. Their times then say nothing of a job with a GPU for each
 rank.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -19,35 +16,14 @@ import optax
 import fddp
 from bench.on_gpu.ahead import SHARDS, allocated, audit_figures, program_words
 from bench.on_gpu.machine import CAP_MB, RANKED, Machine, shared
-from bench.record import interleave, ratio, summary
 from bench.workload import Workload, read
-from fddp.comm import forget_device_caches, mesh_programs, replica_mesh
-from fddp.jax_internals import PIPELINED_ROUNDS
 
 STEPS = 10
 LOSS = 1e-4  # float32, after some steps of AdamW
-AS_IT_IS = "as fddp has it"
-WAYS: dict[str, dict[str, str]] = {
-    AS_IT_IS: {},
-    "on": PIPELINED_ROUNDS,
-    "off": {
-        name: value.replace("True", "False").replace("_ON", "_OFF")
-        for name, value in PIPELINED_ROUNDS.items()
-    },
-}
 
 
 def on_ranks(machine: Machine, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs a function on all ranks, each a process.
-
-    Args:
-      machine: the GPUs.
-      fn: the function.
-      *args: its arguments.
-
-    Returns:
-      The results, in order of rank.
-    """
+    """Runs a function on all ranks, each a process; returns the results in order of rank."""
     os.environ.update(shared(machine, os.environ))
     return fddp.launch(fn, machine.ranks, *args)
 
@@ -119,15 +95,7 @@ def measures_of_memory(machine: Machine) -> dict[str, Callable[[], dict[str, Any
 
 
 def use(name: str, shard: Any) -> dict[str, Any]:
-    """One rank's part.
-
-    Args:
-      name: module:preset:rows of a replica.
-      shard: as `fddp.train_step` takes it.
-
-    Returns:
-      Figures of this rank's device.
-    """
+    """One rank's part: figures of its device, for a model as module:preset:rows of a replica."""
     group = fddp.init()
     workload = read(name, group.size)
     local_rows = _rows_of(workload.batch, group.rank, group.processes)
@@ -159,81 +127,6 @@ def tell_memory(figures: dict[str, Any]) -> str:
         f"{figures['arguments_MiB']:.2f} of arguments and {figures['more_MiB']:.2f} beside them; "
         f"{measured}"
     )
-
-
-### Scanned layers
-
-
-def measures_of_scanned(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
-    """Times a step over scanned layers, with an option of XLA as fddp gives it, on, and off."""
-    return {machine.scanned: lambda: on_ranks(machine, scanned, machine.scanned, machine.rounds)[0]}
-
-
-def scanned(name: str, rounds: int) -> dict[str, Any]:
-    """One rank's part.
-
-    Args:
-      name: module:preset:rows of a replica.
-      rounds: how often each is timed.
-
-    Returns:
-      Figures for each way.
-    """
-    group = fddp.init()
-    workload = read(name, group.size)
-    local_rows = _rows_of(workload.batch, group.rank, group.processes)
-    programs = dict[str, Any]()
-    runs = dict[str, Callable[[], Any]]()
-    for way, options in WAYS.items():
-        step, state = workload.step(
-            optax.sgd(1e-3), group=_group_with(options) if options else group, donate=False
-        )
-        runs[way] = partial(step, state, local_rows)
-        programs[way] = audit_figures(fddp.audit(step, state, local_rows))
-    seconds = interleave(runs, rounds=rounds, pause=group.barrier)
-    return {
-        "ranks": group.size,
-        **{
-            way: {
-                **summary(seconds[way]),
-                "ratio": ratio(seconds[way], seconds[AS_IT_IS]),
-                "program": programs[way],
-            }
-            for way in WAYS
-        },
-    }
-
-
-def tell_scanned(figures: dict[str, Any]) -> str:
-    """The figures in words."""
-    times = "; ".join(
-        f"{way} {figures[way]['median_ms']:.2f} ms ({figures[way]['ratio']['median']:.3f})"
-        for way in WAYS
-    )
-    program = figures[AS_IT_IS]["program"]
-    return (
-        f"{figures['ranks']} ranks, {', '.join(PIPELINED_ROUNDS)} {times}; "
-        f"{program['asynchronous']} of {program['collectives']} collectives asynchronous"
-    )
-
-
-def _group_with(options: dict[str, str]) -> fddp.Group:
-    """All ranks, whose programs XLA compiles with more options; XLA:CPU ignores those of GPUs."""
-    with more_options(options):
-        return fddp.mesh_group(replica_mesh(jax.devices()))
-
-
-@contextmanager
-def more_options(options: dict[str, str]) -> Iterator[None]:
-    """Adds options of XLA to the programs of groups that its block makes."""
-    with ExitStack() as stack:
-        # A mesh has one placement as long as it is remembered, and a placement has its options.
-        stack.callback(forget_device_caches)
-        for name in ("CPU_OPTIONS", "GPU_OPTIONS"):
-            more = getattr(mesh_programs, name) | options
-            stack.enter_context(patch.object(mesh_programs, name, more))
-        forget_device_caches()
-        yield
 
 
 def _rows_of(batch: Any, rank: int, processes: int) -> Any:

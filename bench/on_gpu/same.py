@@ -32,14 +32,7 @@ def measures(machine: Machine) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def compare(name: str) -> dict[str, Any]:
-    """Trains in three ways from the same parameters.
-
-    Args:
-      name: module:preset:rows.
-
-    Returns:
-      Figures.
-    """
+    """Trains a model, as module:preset:rows, in three ways from the same parameters."""
     with jax.default_matmul_precision("highest"):
         work = read(name)
         optimizer = optax.sgd(1e-2, momentum=0.9)
@@ -108,12 +101,7 @@ def _difference(
 def _distances(params: Any, expected: Any, start: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The distance of two results, the distance of the second from the start, and True if they are
     equal."""
-    norm = optax.tree.norm
-    equal = jnp.array(
-        [jnp.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(expected))]
-    )
-    return (
-        norm(optax.tree.sub(params, expected)),
-        norm(optax.tree.sub(expected, start)),
-        jnp.all(equal),
-    )
+    distance = optax.tree.norm(optax.tree.sub(params, expected))
+    path_length = optax.tree.norm(optax.tree.sub(expected, start))
+    equal = jax.tree.map(jnp.array_equal, params, expected)
+    return distance, path_length, jnp.all(jnp.array(jax.tree.leaves(equal)))

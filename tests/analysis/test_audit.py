@@ -5,8 +5,10 @@ Shapes are chosen so that operations are real and compiling is quick: rows are t
 
 import importlib.util
 from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import flax.linen as nn
 import jax
@@ -18,9 +20,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from problems import square
 
 import fddp
-from bench.on_gpu.ranks import more_options
 from fddp.analysis.audit import Audit, read
 from fddp.analysis.targets import read_target
+from fddp.comm import forget_device_caches, mesh_programs
 from fddp.hooks.reductions import reductions
 from fddp.program import parse
 from models import bert, gpt, mlp, resnet
@@ -60,6 +62,18 @@ class Workload(NamedTuple):
 def audited(name, target):
     module, model, rows, options = MODELS[name]
     return look(workload(module, model, rows * read_target(target).size), target, **options)
+
+
+@contextmanager
+def more_options(options):
+    """Adds options of XLA for GPUs to the programs of groups that its block makes."""
+    with ExitStack() as stack:
+        # A mesh has one placement as long as it is remembered, and a placement has its options.
+        stack.callback(forget_device_caches)
+        more = mesh_programs.GPU_OPTIONS | options
+        stack.enter_context(patch.object(mesh_programs, "GPU_OPTIONS", more))
+        forget_device_caches()
+        yield
 
 
 def look(workload, target, **options):

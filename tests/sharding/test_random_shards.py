@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from bench.configurations import trained
-from bench.drawn_shards import draw_shards
+from bench.drawn import draw
 
 pytestmark = pytest.mark.steps
 MANY = 120  # `bench/configurations.py --shards` draws further ones
@@ -22,13 +22,13 @@ FEW = range(3)
     "seed", [pytest.param(n, marks=[] if n in FEW else [pytest.mark.slow]) for n in range(MANY)]
 )
 def test_a_random_configuration_trains_as_plain_jax_or_is_refused(seed: int):
-    drawn = draw_shards(seed)
+    drawn = draw(seed, shards=True)
     with jax.enable_x64(drawn.x64):
         trained(drawn)  # raises differences, and errors from outside of fddp
 
 
 def test_what_is_drawn_has_all_that_shards_go_with():
-    drawn = [draw_shards(seed) for seed in range(MANY)]
+    drawn = [draw(seed, shards=True) for seed in range(MANY)]
     assert {configuration.options["shard"] for configuration in drawn} == {"optimizer", "state"}
     assert {"overlap", "after"} <= {
         configuration.options.get("schedule") for configuration in drawn
