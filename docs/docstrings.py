@@ -12,12 +12,11 @@ SHOWN = {
 }
 # Members of public classes that only fddp's own rooms use.
 INTERNAL = {
-    "comm.communicator.Communicator": ("native16", "sent"),
+    "comm.communicator.Communicator": ("in_lane", "native16", "sent"),
     "comm.group.Group": (
         "communicator",
         "hosts",
         "journal",
-        "lane",
         "make_subgroup",
         "placement",
         "transport",

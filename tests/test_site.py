@@ -139,13 +139,13 @@ def test_no_block_of_a_page_scrolls_sideways(page):
 ### The first page
 
 
-def test_the_first_picture_shows_the_measured_stages():
+def test_the_picture_of_the_traffic_shows_the_saved_timelines():
     traffic = runpy.run_path(str(DOCS / "traffic.py"))
-    serial, under = traffic["steps"]()
-    assert traffic["PICTURE"].read_text() == traffic["drawing"](serial, under)
-    page = (DOCS / "index.md").read_text()
-    for ms in (1e3 * serial.seconds, 1e3 * under.seconds):
-        assert f" {ms:.0f} ms" in page
+    behind, under = traffic["steps"]()
+    assert traffic["PICTURE"].read_text() == traffic["drawing"](behind, under)
+    for page in traffic["PAGES"]:
+        text = page.read_text()
+        assert "](traffic.svg)" in text and traffic["with_lengths"](text, behind, under) == text
 
 
 @pytest.mark.parametrize(
