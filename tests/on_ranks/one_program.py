@@ -13,6 +13,7 @@ from trees import close, equal
 from truth import by_plain_jax
 
 import fddp
+from bench.problems import LAYERS, waiting
 
 ADAM = optax.adam(1e-2)
 
@@ -173,6 +174,21 @@ def a_step_inside_of_a_scan_has_the_times_of_its_last_round(group: fddp.Group):
     line = step.timeline()
     assert sorted(x.name for x in line.messages) == sorted(f"bucket {k}" for k in range(8))
     assert before < min(x.start for x in line.spans)
+
+
+@claim(backends=("mpi",))
+def messages_of_after_start_behind_the_whole_backward_pass(group: fddp.Group):
+    """Each layer sleeps before its gradient is there."""
+    seconds = 0.05
+    task = waiting(group.rank, 8, forward_s=0.0, backward_s=seconds)
+    options: Any = {"schedule": "after", "bucket_cap_mb": 0, "has_aux": True}
+    step = fddp.train_step(task.loss_fn, optax.sgd(0.1), group=group, **options)
+    state, _ = step(step.init(task.params), task.batch)
+    step(state, task.batch)
+    line = step.timeline()
+    assert len(line.messages) == LAYERS
+    begin = min(x.start for x in line.spans)
+    assert min(x.started for x in line.messages) - begin >= LAYERS * seconds
 
 
 @claim(backends=("mpi",))
