@@ -53,7 +53,7 @@ from fddp.jax_internals.jaxprs import dims_of_reduction as dims_of_reduction
 from fddp.jax_internals.jaxprs import inner_programs as inner_programs
 from fddp.jax_internals.jaxprs import is_for_platforms as is_for_platforms
 from fddp.jax_internals.jaxprs import jaxpr_as_fun as jaxpr_as_fun
-from fddp.jax_internals.jaxprs import joins_first_dim as joins_first_dim
+from fddp.jax_internals.jaxprs import joined_dim as joined_dim
 from fddp.jax_internals.jaxprs import make_program as make_program
 from fddp.jax_internals.jaxprs import named_as as named_as
 from fddp.jax_internals.jaxprs import named_like as named_like

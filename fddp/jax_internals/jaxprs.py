@@ -208,9 +208,9 @@ def is_for_platforms(eqn: JaxprEqn) -> bool:
     return eqn.params.get("branches_platforms") is not None
 
 
-def joins_first_dim(eqn: JaxprEqn) -> bool:
-    """True for a `concatenate` along the first dim. Relies on the parameter `dimension`."""
-    return eqn.primitive.name == "concatenate" and eqn.params["dimension"] == 0
+def joined_dim(eqn: JaxprEqn) -> int:
+    """The dim of a `concatenate` or `split`. Relies on the parameters `dimension` and `axis`."""
+    return eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"]
 
 
 def pads_rows(eqn: JaxprEqn) -> bool:

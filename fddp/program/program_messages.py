@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 from fddp.jax_internals import (
     Jaxpr,
@@ -12,7 +13,9 @@ from fddp.jax_internals import (
     acts,
     acts_alike,
     inner_programs,
+    joined_dim,
     parameters,
+    permutes,
     scope_of,
 )
 from fddp.jaxpr import form_of, variables
@@ -55,24 +58,22 @@ def messages_of(jaxpr: Jaxpr, maker: dict[Var, int]) -> tuple[list[Message], set
     superfluous = set[int]()
 
     def joined(array: Var | Literal, reader: int) -> list[Var | Literal]:
-        """The arrays that equations join to a flat array for one reader."""
+        """The arrays that equations join for one reader, one after the other in memory."""
         at = maker.get(array, -1) if isinstance(array, Var) else -1
-        if at < 0 or readers[array] != [reader] or form_of(array).ndim != 1:
+        if at < 0 or readers[array] != [reader]:
             return [array]
-        if jaxpr.eqns[at].primitive.name != "concatenate":
+        if not in_rows(jaxpr.eqns[at], "concatenate", form_of(array), 1):
             return [array]
         superfluous.add(at)
         return [piece for x in jaxpr.eqns[at].invars for piece in joined(x, at)]
 
-    def parts(array: Var) -> list[Var]:
-        """The arrays into which equations split a flat array, if no other one reads it."""
+    def parts(array: Var, rows: int) -> list[Var]:
+        """The arrays into which equations split each row, if no other one reads it."""
         at, *more = readers.get(array, [-1])
-        if at < 0 or more or form_of(array).ndim != 1:
-            return [array]
-        if jaxpr.eqns[at].primitive.name != "split":
+        if at < 0 or more or not in_rows(jaxpr.eqns[at], "split", form_of(array), rows):
             return [array]
         superfluous.add(at)
-        return [part for x in jaxpr.eqns[at].outvars for part in parts(x)]
+        return [part for x in jaxpr.eqns[at].outvars for part in parts(x, rows)]
 
     for at, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive not in (exchange_p, begin_p, end_p):
@@ -85,10 +86,21 @@ def messages_of(jaxpr: Jaxpr, maker: dict[Var, int]) -> tuple[list[Message], set
         if eqn.primitive is not end_p:
             pieces = joined(read, at) if flat else [read]
         if eqn.primitive is not begin_p:
-            results = parts(written) if flat else [written]
+            rows = prod(form_of(read).shape) if eqn.primitive is end_p else 1
+            results = parts(written, rows) if flat else [written]
         number = {begin_p: written, end_p: read}.get(eqn.primitive)
         messages.append(Message(at, tuple(pieces), tuple(results), number))
     return messages, superfluous
+
+
+def in_rows(eqn: JaxprEqn, name: str, form: Any, rows: int) -> bool:
+    """Returns True if an equation joins or splits each of the rows of an array.
+
+    Also for a reshape, which changes neither the elements nor their order.
+    """
+    if eqn.primitive.name == "reshape":
+        return not permutes(eqn)
+    return eqn.primitive.name == name and prod(form.shape[: joined_dim(eqn)]) == rows
 
 
 def name_of(eqn: JaxprEqn) -> str:

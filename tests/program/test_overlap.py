@@ -78,7 +78,7 @@ def test_a_message_that_needs_another_starts_as_soon_as_that_is_received():
 
 def test_a_message_copies_joined_arrays_in_and_split_results_out_without_xla():
     def f(carrier: Carrier, a: jax.Array, b: jax.Array) -> Any:
-        bucket = jnp.concatenate([a.ravel(), b.ravel()])
+        bucket = jnp.concatenate([a.reshape(1, -1), b[None]], axis=1).reshape(-1)
         message = jnp.concatenate([bucket, jnp.ones(1)])
         summed, tail = jax.lax.split(exchange(carrier, "sum", message, RANKS), (6, 1))
         first, second = jax.lax.split(summed, (4, 2))

@@ -14,7 +14,7 @@ from fddp.jax_internals import (
     JaxprEqn,
     Literal,
     Var,
-    joins_first_dim,
+    joined_dim,
     loop_parts,
     named_as,
     pads_rows,
@@ -141,7 +141,7 @@ def rows_read(eqn: JaxprEqn) -> list[Var]:
     if name == "pad":
         return list(variables(eqn.invars[:1])) if pads_rows(eqn) else []
     keeps_order = name in RESHAPES and not permutes(eqn)
-    extends = name == "concatenate" and not joins_first_dim(eqn)
+    extends = name == "concatenate" and joined_dim(eqn) > 0
     return list(variables(eqn.invars)) if keeps_order or extends else []
 
 
