@@ -99,11 +99,10 @@ def measure(job: str, leaves: int, turns: int) -> None:
         f"{schedule} ({job})": a_step(group, schedule, params, rows)
         for schedule in (SCHEDULES if group.processes > 1 else SCHEDULES[:1])
     }
+    ways[f"scan of steps ({job})"] = a_scan(group, params, rows)
     if job == "mpi":
         ways["alone, jit"] = by_hand(params, rows, lambda x: x)
         ways["by hand, mpi4jax"] = by_hand(params, rows, mean_over_ranks(group))
-    else:
-        ways[f"scan of steps ({job})"] = a_scan(group, params, rows)
     seconds = interleave(ways, rounds=turns, warm_up=3, pause=group.barrier)
     group.print(json.dumps({way: summary(times / STEPS) for way, times in seconds.items()}))
 
@@ -134,8 +133,10 @@ def a_scan(group: fddp.Group, params: Any, rows: Any) -> Callable[[], Any]:
     state, _ = step(step.init(params), rows)
     train = jax.jit(lambda state, batches: jax.lax.scan(step, state, batches), donate_argnums=0)
     (weights, _), *_ = state.params
-    sharding = jax.NamedSharding(weights.sharding.mesh, jax.P(None, group.axis_name))
-    batches = jax.make_array_from_process_local_data(sharding, np.stack([rows] * STEPS))
+    batches = np.stack([rows] * STEPS)
+    if group.backend != "mpi":
+        sharding = jax.NamedSharding(weights.sharding.mesh, jax.P(None, group.axis_name))
+        batches = jax.make_array_from_process_local_data(sharding, batches)
 
     def run() -> Any:
         nonlocal state
