@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fddp
-from models import gpt, mlp, resnet
+from models import gpt, mlp, resnet, scanned
 
 # 9.5 million parameters, 36 MiB of gradients.
 GPT_36MIB = gpt.GPT(
@@ -45,6 +45,7 @@ def problem(name: str, seed: int) -> Problem:
         "mlp640": (mlp, mlp.PRESETS["1024"], lambda m: mlp.batch(m, 640, seed)),
         "resnet18": (resnet, RESNET_18, lambda m: resnet.batch(m, 2, seed, size=64)),
         "gpt": (gpt, GPT_36MIB, lambda m: gpt.batch(m, 5, seed, length=96)),
+        "scanned": (gpt, scanned.scanned(GPT_36MIB), lambda m: gpt.batch(m, 5, seed, length=96)),
     }[name]
     batch = make(model)
     params, model_state = module.init(model, jax.random.key(0), batch)

@@ -1,8 +1,8 @@
 """The language model of `models/gpt.py` with its layers under `nn.scan`: one layer is compiled, for
 all of them.
 
-The parameters of the layers are stacked along a first dim. Their gradients come from a loop: on
-GPUs fddp sends them inside the loop, on CPUs when it has ended.
+The parameters of the layers are stacked along a first dim. Their gradients come from a loop, and
+fddp sends each layer inside the loop.
 """
 
 from typing import Any
