@@ -4,7 +4,7 @@ figures 10 and 11.)
     sudo .venv/bin/python bench/skipping.py [--backends Gloo MPI] [--quick]
 
 Speed: `step.no_sync` for k - 1 batches and then a step, on two hosts joined by 1 Gbit/s
-(bench/two_hosts.py), one core each; the MLP, 8 batches in a turn for every k.
+(bench/two_hosts.py), one core each; the MLP of 640 rows, 8 batches in a turn for every k.
 Convergence: a perceptron of 85,000 parameters on scikit-learn's digits (the paper: MNIST), two
 replicas in one process, plain SGD; the loss of every batch (where k batches are synchronized, that
 of all k) under a low-pass filter of order 3, as in the paper. A batch is the rows of all replicas.
@@ -37,7 +37,7 @@ MODEL = mlp.MLP((64, 256, 256, 10))
 
 
 def main() -> None:
-    args = on_two_hosts(__doc__, ["mlp"], rounds=5).parse_args()
+    args = on_two_hosts(__doc__, ["mlp640"], rounds=5).parse_args()
     jax.config.update("jax_num_cpu_devices", REPLICAS)
     fddp.init("local")
     speed = take_turns(__file__, args, steps=BATCHES)
