@@ -21,6 +21,13 @@ INTERNAL = {
         "placement",
         "transport",
     ),
+    "step.schedules.late_sums.StateInFlight": (
+        "accumulated",
+        "arrays",
+        "late",
+        "tree_flatten",
+        "tree_unflatten",
+    ),
     "training.settled_step.SettledStep": (
         "held",
         "optimizer",
