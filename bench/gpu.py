@@ -72,30 +72,30 @@ PARTS = {
 
 
 def main() -> None:
-    parser = question(__doc__, "tiny models, few rounds")
-    chosen: Any = {"nargs": "+", "choices": PARTS, "default": list(PARTS)}
-    parser.add_argument("--parts", **chosen, help="these alone; nothing is saved")
+    parser = question(__doc__, "tiny models, few rounds, the part `cost` if none is given")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="these alone; nothing is saved")
     parser.add_argument("--out", help="write the figures into this file as well")
     # A part: its name, the machine, a file.
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
         return answer(args.part[0], json.loads(args.part[1]), Path(args.part[2]))
+    parts = args.parts or (["cost"] if args.quick else list(PARTS))
     end = time.monotonic() + SECONDS
     results = dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="fddp-gpu-") as folder:
         env = variables(os.environ, folder)
         machine = find(args.quick, env, Path(folder))
         print(head(machine), flush=True)
-        for number, name in enumerate(args.parts):
-            weights = [PARTS[part_name].weight for part_name in args.parts[number:]]
+        for number, name in enumerate(parts):
+            weights = [PARTS[part_name].weight for part_name in parts[number:]]
             seconds = (end - time.monotonic()) * weights[0] / sum(weights)
             results[name] = run(name, machine, env, Path(folder) / f"{name}.jsonl", seconds)
             print("\n".join(table(rows(name, results[name], PARTS[name].tell))), flush=True)
     report = {"machine": machine._asdict(), **results}
     if args.out:
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
-    if machine.on_gpu and not machine.quick and args.parts == list(PARTS):
+    if machine.on_gpu and not machine.quick and parts == list(PARTS):
         os.environ |= env  # the record reads JAX's devices
         print(save("gpu", report))
     sys.exit(1 if unsound(results) else 0)
