@@ -231,11 +231,12 @@ def train(folder: Path, steps: int, pause: float) -> None:
             BREAK[kind]()
 
     def make(group: fddp.Group) -> fddp.TrainStep:
-        def reduce(x: Any, blocks: int) -> Any:
-            break_if_demanded("message")
-            return group.transport.tree_reduce(x, blocks)
+        def message(name: str, nbytes: int) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                break_if_demanded("message")
+            return group.journal.message(name, nbytes)
 
-        breaking = replace(group, transport=group.transport._replace(tree_reduce=reduce))
+        breaking = replace(group, journal=replace(group.journal, message=message))
         return fddp.train_step(loss, optax.adam(1e-3), group=breaking, **OPTIONS)
 
     def rows(group: fddp.Group) -> np.ndarray:

@@ -20,9 +20,9 @@ from fddp.comm import (
     AXIS,
     Group,
     Hosts,
+    Transport,
     axis_communicator,
     mesh_placement,
-    mesh_transport,
     replica_mesh,
 )
 from fddp.runtime import missing_compiler
@@ -88,14 +88,13 @@ def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Sequence[int]], G
 
     placement = mesh_placement(mesh, AXIS)
     communicator = axis_communicator(AXIS, size, "gpu")
-    transport = mesh_transport(placement, communicator)
     return Group(
         rank=0,
         size=size,
         backend="nccl",
         placement=placement._replace(place=place, feed=lambda rows: rows),
         communicator=communicator,
-        transport=transport,
+        transport=Transport(),
         hosts=Hosts((0,), all_gather=lambda data: data[None], broadcast=lambda data, root: data),
         make_subgroup=make_subgroup,
     )

@@ -33,7 +33,6 @@ from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import unwatched as unwatched
 from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import mesh_group as mesh_group
-from fddp.comm.mesh import mesh_transport as mesh_transport
 from fddp.comm.mesh import replica_mesh as replica_mesh
 from fddp.comm.mesh import world_group as world_group
 from fddp.comm.mesh_programs import mesh_placement as mesh_placement
@@ -60,6 +59,7 @@ from fddp.comm.secret import signed as signed
 from fddp.comm.summation_tree import block_of as block_of
 from fddp.comm.summation_tree import merges as merges
 from fddp.comm.summation_tree import tree_bytes as tree_bytes
+from fddp.comm.summation_tree import tree_reduce as tree_reduce
 from fddp.comm.transport import Hosts as Hosts
 from fddp.comm.transport import Transport as Transport
 from fddp.comm.trees import forms_of as forms_of

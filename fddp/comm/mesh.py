@@ -1,7 +1,6 @@
 """Groups of replicas along one axis of a mesh; XLA carries their traffic (NCCL, Gloo or local)."""
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,13 +9,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import UInt8
 
-from fddp.comm.communicator import Communicator, axis_communicator
+from fddp.comm.communicator import axis_communicator
 from fddp.comm.group import Group
-from fddp.comm.mesh_lane import mesh_lanes
+from fddp.comm.lanes import mesh_lanes
 from fddp.comm.mesh_programs import first_devices, mesh_placement
-from fddp.comm.placement import AXIS, REPLICATED, Placement, from_process
+from fddp.comm.placement import AXIS, REPLICATED, from_process
 from fddp.comm.program_lane import library
-from fddp.comm.summation_tree import tree_reduce
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import context_mesh, without_context_mesh
 from fddp.wording import check_has
@@ -69,9 +67,9 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
     communicator = axis_communicator(axis_name, mesh.shape[axis_name], platform)
     hosts = mesh_hosts(mesh)
     rank = processes.index(jax.process_index())
-    transport = mesh_transport(placement, communicator)
+    in_lanes = None
     if backend == "gloo" and mesh.size == len(processes) and library():
-        transport = transport._replace(in_lanes=mesh_lanes(placement, rank, hosts))
+        in_lanes = mesh_lanes(placement, rank, hosts)
     owner_ranks = [processes.index(process) for process in owners]
     return Group(
         rank=rank,
@@ -79,7 +77,7 @@ def mesh_group(mesh: Mesh, axis_name: str = AXIS) -> Group:
         backend=backend,
         placement=placement,
         communicator=communicator,
-        transport=transport,
+        transport=Transport(in_lanes),
         hosts=hosts,
         make_subgroup=partial(_subgroup, mesh, axis_name, owner_ranks),
     )
@@ -125,20 +123,6 @@ def world_group(devices: Sequence[Any]) -> Group:
 def replica_mesh(devices: Sequence[Any]) -> Mesh:
     """Makes a mesh of one axis over devices."""
     return Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-def mesh_transport(placement: Placement, communicator: Communicator) -> Transport:
-    """Makes the sums between programs, each a small program, over the axis of a placement."""
-
-    @functools.cache
-    def in_tree(blocks: int) -> Callable[[jax.Array], jax.Array]:
-        if placement.axis_size * blocks == 1:
-            return lambda x: x
-        run = lambda x: tree_reduce(communicator, x, blocks)  # noqa: E731
-        program = placement.program(run, (placement.per_replica,), REPLICATED)
-        return lambda x: jax.block_until_ready(program(x))
-
-    return Transport(lambda x, blocks: in_tree(blocks)(x))
 
 
 def mesh_hosts(mesh: Mesh) -> Hosts:

@@ -1,6 +1,5 @@
 """Groups of the ranks of an MPI communicator, one device each, over mpi4jax and mpi4py."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,15 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import UInt8
 
-from fddp.comm.communicator import Communicator, mpi_communicator
+from fddp.comm.communicator import mpi_communicator
 from fddp.comm.group import Group
-from fddp.comm.journal import Journal
+from fddp.comm.lanes import lanes
 from fddp.comm.mpi_programs import mpi_placement, rank_placement
-from fddp.comm.mpi_transport import mpi_send, mpi_transport
-from fddp.comm.mpi_words import rank_words
-from fddp.comm.placement import Placement
-from fddp.comm.program_lane import ProgramLane, library
-from fddp.comm.transport import Bytes, Hosts
+from fddp.comm.mpi_transport import mpi_send
+from fddp.comm.program_lane import library
+from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.wording import check_has
 
 
@@ -40,8 +37,12 @@ def mpi_group(comm: Any) -> Group:
     check_has("Clone", "mpi_group: comm", comm, "a communicator of mpi4py")
 
     # Each kind of message has a communicator, so that two kinds never meet: messages inside
-    # programs (mpi4jax), of a loss, between programs, of the hosts, and the user's.
-    transport = mpi_transport(comm.Clone())._replace(in_lanes=_in_lanes(comm))
+    # programs (mpi4jax), of a loss, of the hosts, of each lane, and the user's.
+    in_lanes = None
+    if library() and comm.size > 1 and jax.default_backend() == "cpu":
+        index = lambda: jnp.int32(comm.rank)  # noqa: E731
+        placement = rank_placement(comm.size)
+        in_lanes = lanes(placement, comm.rank, index, lambda: mpi_send(comm.Clone()))
     communicator = mpi_communicator(comm.Clone())
     hosts = mpi_hosts(comm.Clone())
     return Group(
@@ -50,33 +51,12 @@ def mpi_group(comm: Any) -> Group:
         backend="mpi",
         placement=mpi_placement(comm.Clone()),
         communicator=communicator,
-        transport=transport,
+        transport=Transport(in_lanes),
         hosts=hosts,
         make_subgroup=lambda ranks: mpi_group(
             comm.Create_group(comm.Get_group().Incl(list(ranks)))
         ),
     )
-
-
-def _in_lanes(comm: Any) -> Callable[[int, Journal], tuple[Placement, Communicator]] | None:
-    """Makes the programs of lanes, on clones of an mpi4py communicator."""
-    if library() is None or comm.size == 1 or jax.default_backend() != "cpu":
-        return None
-
-    made = dict[int, tuple[Placement, Communicator]]()
-
-    def make(count: int, journal: Journal) -> tuple[Placement, Communicator]:
-        if count in made:
-            return made[count]
-        token = jax.device_put(np.float32(1), jax.local_devices()[0])
-        sends = [mpi_send(comm.Clone()) for _ in range(count)]
-        lane = ProgramLane(comm.size, token, sends, journal)
-        communicator = lane.communicator(lambda: jnp.int32(comm.rank))
-        words = rank_words(comm.rank, comm.size, communicator)
-        made[count] = lane.placement(rank_placement(comm.size), words), communicator
-        return made[count]
-
-    return make
 
 
 def mpi_hosts(comm: Any) -> Hosts:

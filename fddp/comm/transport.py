@@ -1,9 +1,8 @@
-"""Collectives that move arrays between the programs of replicas, and bytes between their hosts."""
+"""What carries messages while programs compute, and bytes between the hosts of programs."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
-import jax
 import numpy as np
 from jaxtyping import UInt8
 
@@ -12,18 +11,16 @@ from fddp.comm.journal import Journal
 from fddp.comm.placement import Placement
 
 Bytes: TypeAlias = UInt8[np.ndarray, " n"]
+# (count, journal) → the placement and the communicator of programs whose messages travel in `count`
+# lanes while they compute
+MakeLanes: TypeAlias = Callable[[int, Journal], tuple[Placement, Communicator]]
 
 
 class Transport(NamedTuple):
-    """Carries messages outside of XLA's programs, or while these compute."""
+    """Carries messages while XLA's programs compute."""
 
-    tree_reduce: Callable[[jax.Array, int], jax.Array]
-    """`tree_reduce(x, blocks)`: sums all blocks of all replicas in the tree of virtual replicas,
-    between programs; `x` is this replica's blocks, concatenated."""
-    in_lanes: Callable[[int, Journal], tuple[Placement, Communicator]] | None = None
-    """`in_lanes(count, journal)`: makes the placement and the communicator of programs whose
-    messages travel in `count` lanes while they compute; None: the placement's programs overlap by
-    themselves, or not at all."""
+    in_lanes: MakeLanes | None = None
+    """Makes lanes; None: the placement's programs overlap by themselves, or not at all."""
     lanes: int = 1
     """The number of lanes of a step."""
     local: int | None = None

@@ -21,7 +21,7 @@ from jaxtyping import Array, Shaped
 from fddp.comm.addresses import host_keys
 from fddp.comm.agreement import verify
 from fddp.comm.communicator import add_rows, mpi_word
-from fddp.comm.mesh_lane import mesh_lanes
+from fddp.comm.lanes import mesh_lanes
 from fddp.comm.placement import REPLICATED
 
 if TYPE_CHECKING:  # a group makes one with two levels

@@ -20,7 +20,7 @@ import jax
 import jax.extend.backend
 import numpy as np
 
-from fddp.comm import Group, Journal, forget_device_caches, world_group
+from fddp.comm import REPLICATED, Group, Journal, forget_device_caches, world_group
 from fddp.elastic.views import View
 from fddp.jax_internals import bind_gloo, connect_to_service, leave_service
 from fddp.runtime import all_devices, start_service, without_proxies
@@ -67,8 +67,9 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     group = replace(world_group(all_devices("gloo")), backend="gloo", journal=whole)
     group.barrier()
     # Gloo connects at the first message of each communicator, and a lane when it is made.
-    payload = group.placement.place(np.zeros(1, np.float32), group.placement.per_replica)
-    group.transport.tree_reduce(payload, 1)
+    payload = group.placement.place(np.zeros(1, np.float32), REPLICATED)
+    add = group.placement.program(group.communicator.all_reduce, (REPLICATED,), REPLICATED)
+    jax.block_until_ready(add(payload))
     if group.transport.in_lanes:
         group.transport.in_lanes(1, group.journal)
     leave_service()

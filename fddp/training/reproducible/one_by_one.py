@@ -20,7 +20,7 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.comm import MOST, REPLICATED, Group, merges, tree_bytes
+from fddp.comm import MOST, REPLICATED, Group, merges, tree_bytes, tree_reduce
 from fddp.losses import add_trees
 from fddp.program import Span, Timeline
 from fddp.step.schedules import Runner, StepInputs, StepOutputs, compiling, first_call
@@ -77,6 +77,12 @@ def one_by_one(
     unpack = program(arithmetic.unpack, "unpack")
     finish = program(arithmetic.finish, "update", (0,) if donate else ())
 
+    summed = placement.program(
+        lambda x: tree_reduce(group.communicator, x, each // block),
+        (placement.per_replica,),
+        REPLICATED,
+    )
+
     @contextmanager
     def span(kind: str, name: str, nbytes: int = 0) -> Iterator[None]:
         start = perf_counter()
@@ -104,7 +110,7 @@ def one_by_one(
         blocks = together(parts, placement.per_replica)
         journal = group.journal.message(message.title, nbytes)
         with journal, span("communication", message.name, nbytes):
-            return group.transport.tree_reduce(blocks, each // block)
+            return jax.block_until_ready(summed(blocks))
 
     @cache
     def constants() -> tuple[jax.Array, jax.Array]:
