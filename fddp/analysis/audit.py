@@ -231,8 +231,8 @@ def _problems(audit: Audit) -> Iterator[str]:
     missing = [message for message in audit.messages if message not in carried]
     if missing and not any(ops[k].merged for k in sent):
         yield f"not as planned: no collective carries {', '.join(missing)}."
-    # As a rule only the table rows of such a bucket travel. The messages of a loop start at its
-    # place, but XLA may send the last round after the loop.
+    # A branch sends such a bucket whole if its table rows are too many. The messages of a loop
+    # start at its place, but XLA may send the last round after the loop.
     rows = {f"bucket {k}" for k, bucket in enumerate(audit.plan.buckets) if bucket.rows}
     looped = {audit.carries[k] for k in sent if ops[k].loops}
     ordered = [x for x in carried if x in audit.messages and x not in rows | looped]

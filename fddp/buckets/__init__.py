@@ -1,7 +1,7 @@
 """Buckets: the plan that assigns every gradient to a message, and the packing of messages.
 
 A plan is integers and names, computed once. `packing` follows it, and so do the layouts of shards,
-of tensor-parallel parts, of table rows and of the scalars behind a bucket. This room imports no
+of tensor-parallel parts and of the scalars behind a bucket. This room imports no
 other.
 """
 
@@ -44,11 +44,9 @@ from fddp.buckets.shards import shards_of as shards_of
 from fddp.buckets.shards import take_apart as take_apart
 from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.shards import with_shards as with_shards
-from fddp.buckets.table_rows import add_table_rows as add_table_rows
-from fddp.buckets.table_rows import flags as flags
 from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows
-from fddp.buckets.table_rows import take_table_rows as take_table_rows
 from fddp.buckets.travelling import Caps as Caps
 from fddp.buckets.travelling import MiB as MiB
+from fddp.buckets.travelling import Rows as Rows
 from fddp.buckets.travelling import Travelling as Travelling
 from fddp.buckets.travelling import check_caps as check_caps

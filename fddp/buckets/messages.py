@@ -18,7 +18,6 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from fddp.buckets.packing import concatenated
 from fddp.buckets.plan import BucketPlan
-from fddp.buckets.table_rows import add_table_rows, take_table_rows
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,8 @@ def add_tail(plan: BucketPlan, buckets: Sequence[Array], tail: PyTree) -> Messag
     shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves)
     dtype = scalar_dtype(shapes)
     words = [_to_floats(x, dtype) for x in leaves]
-    payloads: dict[tuple[int | None, bool], Array] = {(None, False): jnp.zeros(0, dtype)}
-    for k, (bucket, flat) in enumerate(zip(plan.buckets, buckets)):
-        if bucket.rows:
-            payloads[k, True], flat = take_table_rows(bucket, flat)
-        payloads[k, False] = flat
-    arrays = [payloads[message.bucket, message.rows] for message in plan.messages]
+    payloads = {None: jnp.zeros(0, dtype), **dict(enumerate(buckets))}
+    arrays = [payloads[message.bucket] for message in plan.messages]
     carrier = plan.messages.index(plan.carrier)
     if jnp.finfo(arrays[carrier].dtype).bits < jnp.finfo(dtype).bits:
         raise ValueError(
@@ -64,13 +59,8 @@ def take_tail(plan: BucketPlan, messages: Messages) -> tuple[tuple[Array, ...], 
     arrays[carrier], words = jax.lax.split(
         arrays[carrier], [arrays[carrier].size - sum(sizes), sum(sizes)]
     )
-    received = {
-        (message.bucket, message.rows): array for message, array in zip(plan.messages, arrays)
-    }
-    for k, bucket in enumerate(plan.buckets):
-        if bucket.rows:
-            received[k, False] = add_table_rows(bucket, received[k, True], received[k, False])
-    buckets = [received[k, False] for k in range(len(plan.buckets))]
+    received = {message.bucket: array for message, array in zip(plan.messages, arrays)}
+    buckets = [received[k] for k in range(len(plan.buckets))]
     pieces = jax.lax.split(jnp.real(words), sizes)
     tail = jax.tree.unflatten(treedef, [_from_floats(piece, x) for piece, x in zip(pieces, shapes)])
     return tuple(buckets), tail

@@ -59,15 +59,10 @@ class Bucket:
     size: int
     """Number of elements."""
     rows: Rows | None = None
-    """Capacity of its message of table rows, if its only leaf is sent as (row number, row). The
-    bucket itself follows only if a replica touches more rows. None: the bucket is dense."""
+    """Capacity of its message, if its only leaf is sent as (row number, row). The leaf is sent
+    whole if a replica touches more rows. None: the bucket is dense."""
     rounds: int = 1
     """Number of consecutive parts, summed one by one, each with an equal part of every leaf."""
-
-    @property
-    def word(self) -> int:
-        """Bytes of a word in the message of rows: those of a real number of this dtype."""
-        return np.dtype(jnp.finfo(self.dtype).dtype).itemsize
 
     @property
     def nbytes(self) -> int:
@@ -75,24 +70,20 @@ class Bucket:
         if self.rows is None:
             return self.size * self.dtype.itemsize
         width = self.size // self.rows.of
-        return self.rows.most * (width * self.dtype.itemsize + max(4, self.word)) + self.word
+        return self.rows.most * (width * self.dtype.itemsize + 4) + 1
 
 
 class Message(NamedTuple):
-    """One message of a step: a bucket, the table rows of a bucket, or only the scalars."""
+    """One message of a step: a bucket, or only the scalars."""
 
     bucket: int | None
     """Index of its bucket. None: it carries only the scalars."""
     scalars: bool = False
     """True if it ends with loss, metrics and buffers."""
-    rows: bool = False
-    """True for the table rows of the bucket. The next message then holds the bucket itself."""
 
     @property
     def name(self) -> str:
-        if self.bucket is None:
-            return "tail"
-        return f"rows {self.bucket}" if self.rows else f"bucket {self.bucket}"
+        return "tail" if self.bucket is None else f"bucket {self.bucket}"
 
 
 @dataclass(frozen=True)
@@ -109,7 +100,7 @@ class BucketPlan:
     treedef: Any
     """Structure of the tree."""
     messages: tuple[Message, ...]
-    """One per bucket, preceded by its table rows, and one for scalars that no bucket carries."""
+    """One per bucket, and one for scalars that no bucket carries."""
     parts: int = 1
     """Number of equal shards of each leaf, one per replica. 1: leaves are summed whole."""
     collectives: tuple[str, ...] = ()

@@ -25,14 +25,8 @@ def place_scalars(
     ['bucket 0', 'bucket 1', 'tail']
     """
     bits = jnp.finfo(dtype).bits
-    messages = list[Message]()
-    carriers = list[int]()
-    for k, bucket in enumerate(plan.buckets):
-        if bucket.rows:
-            messages.append(Message(k, rows=True))
-        if exact and _holds(bucket, bits):
-            carriers.append(len(messages))
-        messages.append(Message(k))
+    messages = list(map(Message, range(len(plan.buckets))))
+    carriers = [k for k, bucket in enumerate(plan.buckets) if exact and _holds(bucket, bits)]
     if carriers:
         number = carriers[0] if early else carriers[-1]
         messages[number] = messages[number]._replace(scalars=True)

@@ -84,7 +84,7 @@ def all_reduce(
     bucket_reductions = reductions(dense_plan, hook)
     for bucket, reduction, buffer in zip(plan.buckets, bucket_reductions, pack(plan, tree)):
         bucket_memory = tuple(memory[leaf] for leaf in bucket.leaves)
-        total, _, _ = summed(comm, reduction, None, buffer, bucket_memory)
+        total, _, _ = summed(comm, reduction, buffer, bucket_memory)
         sums.append(total)
     if op == "mean":
         sums = [total / comm.size for total in sums]

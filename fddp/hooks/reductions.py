@@ -9,11 +9,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 
-from fddp.buckets import BucketPlan, Message, by_device, flags
+from fddp.buckets import BucketPlan, Message, by_device
 from fddp.comm import (
     Communicator,
     Placement,
@@ -23,22 +22,14 @@ from fddp.comm import (
     count_bytes,
 )
 from fddp.hooks.hook import GradBucket, Hook, State
+from fddp.hooks.table_rows import sum_of_table
 
 # The memory for each message of a plan; empty without a hook.
 Memory = tuple[Any, ...]
 
 
-class Asks(NamedTuple):
-    """The condition for sending a message: an earlier sum is nonzero at one of these places."""
-
-    message: int
-    """Index of the earlier message."""
-    places: tuple[int, ...]
-    """Places in its sum."""
-
-
 class Hooked(NamedTuple):
-    """A sum by a hook, or on each device of a replica."""
+    """A sum by a hook, by rows of a table, or on each device of a replica."""
 
     apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]]
     """(comm, message, memory) → (sum, new memory)."""
@@ -71,8 +62,6 @@ class Reduction(NamedTuple):
     collective: Collective = Collective()
     hooked: Hooked | None = None
     """The sum in place of the plain collective."""
-    asks: Asks | None = None
-    """Condition for sending the message. None: it is always sent."""
 
     @property
     def title(self) -> str:
@@ -95,11 +84,8 @@ COLLECTIVES: dict[str, Callable[[Communicator, Array], Array]] = {
 }
 
 
-def reductions(plan: BucketPlan, hook: Hook | None, replicas: int = 1) -> tuple[Reduction, ...]:
-    """Returns the reduction of each message of a plan, by `hook` or plainly.
-
-    `replicas` is read for table rows only.
-    """
+def reductions(plan: BucketPlan, hook: Hook | None) -> tuple[Reduction, ...]:
+    """Returns the reduction of each message of a plan, by `hook` or plainly."""
 
     def reduction_of(index: int, message: Message) -> Reduction:
         if message.bucket is None:
@@ -109,10 +95,8 @@ def reductions(plan: BucketPlan, hook: Hook | None, replicas: int = 1) -> tuple[
         if more:
             contents += f" and {len(more)} more"
         reduction = Reduction(message.name, contents, Collective(rounds=bucket.rounds))
-        if message.rows:
-            return reduction._replace(collective=Collective("all_gather", replicas))
-        if bucket.rows:  # the previous message holds the rows, and the flags of overflow
-            return reduction._replace(asks=Asks(index - 1, flags(bucket, replicas)))
+        if bucket.rows:
+            return reduction._replace(hooked=Hooked(partial(sum_of_table, bucket.rows)))
         if hook is None:
             return reduction
         leaves = plan.leaves_of(bucket)
@@ -144,27 +128,15 @@ def per_device(placement: Placement, reduction: Reduction) -> Reduction:
 def summed(
     comm: Communicator,
     reduction: Reduction,
-    earlier_sum: Shaped[Array, " n"] | None,
     message: Shaped[Array, " n"],
     memory: PyTree,
 ) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
     """Sums one message over replicas, inside a program.
 
     Returns the sum, the new memory, and the bytes that each replica sent (saturated at 2³² − 1).
-    `earlier_sum` is the sum of the message in `reduction.asks`.
     """
-
-    def send() -> tuple[Array, Any, Array]:
-        (total, new), nbytes = count_bytes(comm, _reducing(reduction), message, memory)
-        return total, new, as_uint32(reduction.collective.rounds * nbytes)
-
-    if reduction.asks is None or earlier_sum is None:
-        return send()
-    return jax.lax.cond(
-        jnp.any(earlier_sum[np.asarray(reduction.asks.places)] != 0),
-        send,
-        lambda: (jnp.zeros_like(message), memory, jnp.uint32(0)),
-    )
+    (total, new), nbytes = count_bytes(comm, _reducing(reduction), message, memory)
+    return total, new, as_uint32(reduction.collective.rounds * nbytes)
 
 
 def _reducing(reduction: Reduction) -> Callable[..., tuple[Array, Any]]:

@@ -31,7 +31,7 @@ from fddp.wording import check_has
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The name scope around each message of a step (`fddp.step.schedules.scope`).
-MESSAGE_SCOPE = re.compile(r"(micro-batch\d+)?(bucket|rows|gather|tail)\d*")
+MESSAGE_SCOPE = re.compile(r"(micro-batch\d+)?(bucket|gather|tail)\d*")
 
 
 def refuse_transformations() -> None:

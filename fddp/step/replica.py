@@ -118,7 +118,7 @@ class Replica:
 
     def reductions(self, plan: BucketPlan) -> tuple[Reduction, ...]:
         """Makes the reduction of each message, for each device of a replica separately."""
-        sums = reductions(plan, self.options.hook, self.group.size)
+        sums = reductions(plan, self.options.hook)
         return tuple(per_device(self.group.placement, reduction) for reduction in sums)
 
     def mean(

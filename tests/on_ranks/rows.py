@@ -72,7 +72,7 @@ def few_rows_of_a_table_travel_and_more_of_them_too(group: fddp.Group):
     assert same_on_all_ranks(group, state.params)
     assert (
         int(few.sent[0])
-        == (group.size - 1) * (3 * (2 + 1) + 1) * 4
+        == (group.size - 1) * (3 * (2 + 1) * 4 + 1)
         < dense_bytes
         < int(many.sent[0])
     )

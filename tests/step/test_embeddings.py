@@ -45,7 +45,7 @@ def by_one_replica(batches: list[Any], loss: Callable[..., Any] = loss_fn) -> An
 def nbytes(replicas: int, rows: int) -> int:
     """Bytes of each replica to all others: rows of float64 with their numbers, and a flag for more
     rows."""
-    return (replicas - 1) * (rows * (WIDTH + 1) + 1) * 8
+    return (replicas - 1) * (rows * (8 * WIDTH + 4) + 1)
 
 
 @pytest.mark.quick("3-overlap")

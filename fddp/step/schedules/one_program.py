@@ -145,9 +145,8 @@ def _run(
                     barred = jax.lax.optimization_barrier((message, *totals[waited:]))
                     message, totals[waited:] = barred[0], barred[1:]
                     waited = len(totals)
-                flags = None if reduction.asks is None else totals[first + reduction.asks.message]
                 hook_memory = current.get(reduction.memory, ())
-                total, hook_memory, nbytes = summed(comm, reduction, flags, message, hook_memory)
+                total, hook_memory, nbytes = summed(comm, reduction, message, hook_memory)
             totals.append(total)
             all_bytes.append(nbytes)
             if reduction.memory in previous:

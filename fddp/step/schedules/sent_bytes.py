@@ -21,13 +21,6 @@ def more_sent(sent: UInt32[Array, "*messages"], nbytes: Any) -> UInt32[Array, "*
 
 
 def by_bucket(plan: BucketPlan, sent: Array) -> Array:
-    """Bytes of each bucket of a plan over all its messages, followed by those of the scalars."""
-    numbers: dict[int, list[int]] = {}
-    for number, message in enumerate(plan.messages):
-        bucket = message.bucket
-        if bucket is None:
-            bucket = len(plan.buckets)
-        numbers.setdefault(bucket, []).append(number)
-    first, last = (np.array([numbers[b][end] for b in sorted(numbers)]) for end in (0, -1))
-    more = jnp.where(first == last, 0, sent[last])
-    return more_sent(sent[first], more)
+    """Bytes of each bucket of a plan, followed by those of a separate message of the scalars."""
+    buckets = [message.bucket for message in plan.messages]
+    return sent[np.argsort([len(buckets) if bucket is None else bucket for bucket in buckets])]

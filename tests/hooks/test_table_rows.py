@@ -1,4 +1,4 @@
-"""Rows of a bucket as words: taken out, and added up over replicas."""
+"""Tables whose touched rows travel, and the sums of these rows over replicas."""
 
 from typing import Any
 
@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.buckets import add_table_rows, flags, plan_with_table_rows, take_table_rows
+from fddp.buckets import plan_with_table_rows
 from fddp.buckets.table_rows import WORTH_BYTES
+from fddp.comm import axis_communicator
+from fddp.hooks.table_rows import sum_of_table
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 ALL = 70_000  # rows: more than 16 bits count
@@ -32,63 +34,40 @@ def gradient(dtype: str, numbers: list[int], seed: int) -> Any:
     )
 
 
+def total(bucket: Any, gradients: Any) -> Any:
+    """The sums of replicas along an axis of `vmap`, equal on all."""
+    comm = axis_communicator("replica", len(gradients), "cpu")
+    sums = jax.vmap(lambda flat: sum_of_table(bucket.rows, comm, flat, ())[0], axis_name="replica")(
+        jnp.stack(gradients)
+    )
+    assert len({np.asarray(x).tobytes() for x in sums}) == 1
+    return np.asarray(sums[0])
+
+
 @pytest.mark.steps
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "numbers", [[], [69_999], [0, 1, 40_000, 65_536, 69_999], [1, 2, 3, 4, 5, 6, 60_000]]
-)
-def test_what_is_taken_and_what_is_left_are_the_gradient(x64: None, dtype: str, numbers: list[int]):
-    bucket = bucket_of(dtype)
-    flat = gradient(dtype, numbers, 0)
-    words, remainder = take_table_rows(bucket, flat)
-    assert words.nbytes == bucket.nbytes and words.dtype.kind == "u"
-    (place,) = flags(bucket, 1)
-    assert bool(words[place]) == (len(numbers) > MOST) == bool(jnp.any(remainder != 0))
-    assert (
-        np.asarray(add_table_rows(bucket, words, remainder)).tobytes() == np.asarray(flat).tobytes()
-    )
-
-
-@pytest.mark.steps
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "complex64"])
-def test_rows_of_replicas_add_up_with_what_is_left_of_them(x64: None, dtype: str):
-    bucket = bucket_of(dtype)
-    gradients = [
-        gradient(dtype, numbers, k)
-        for k, numbers in enumerate(([1, 5, 60_000], [5], [0, 1, 2, 3, 4, 5, 6]))
-    ]
-    rows_and_remainders = [take_table_rows(bucket, flat) for flat in gradients]
-    words = jnp.concatenate([rows for rows, _ in rows_and_remainders])
-    assert [bool(words[place]) for place in flags(bucket, 3)] == [False, False, True]
-    total = add_table_rows(
-        bucket, words, jnp.asarray(sum(remainder for _, remainder in rows_and_remainders))
-    )
-    assert np.array_equal(
-        np.asarray(total), np.asarray(sum(gradients))
-    )  # small whole numbers: exact in every dtype
+@pytest.mark.parametrize("more", [[5], [0, 1, 2, 3, 4, 5, 6]])
+def test_rows_of_replicas_add_up_also_if_a_message_has_no_room(
+    x64: None, dtype: str, more: list[int]
+):
+    lookups = ([1, 5, 60_000], [], [69_999, 65_536], more)
+    gradients = [gradient(dtype, numbers, k) for k, numbers in enumerate(lookups)]
+    # Small whole numbers: exact in every dtype.
+    assert np.array_equal(total(bucket_of(dtype), gradients), np.asarray(sum(gradients)))
 
 
 @pytest.mark.steps
 def test_rows_of_16_bits_are_rounded_once():
     """256 and seven times 1 are 263; sums one by one in bfloat16 stay 256."""
-    form = jax.ShapeDtypeStruct((ALL, WIDTH), "bfloat16")
-    (bucket,) = plan_with_table_rows(form, {0: MOST}, 8, order=(0,)).buckets
     gradients = [
         jnp.zeros(ALL * WIDTH, jnp.bfloat16).at[6].set(256 if rank == 0 else 1) for rank in range(8)
     ]
-    words = jnp.concatenate([take_table_rows(bucket, flat)[0] for flat in gradients])
-    assert float(add_table_rows(bucket, words, jnp.zeros(ALL * WIDTH, jnp.bfloat16))[6]) == float(
-        jnp.bfloat16(263)
-    )
+    assert float(total(bucket_of("bfloat16"), gradients)[6]) == float(jnp.bfloat16(263))
 
 
 def test_a_row_that_is_no_number_travels(x64: None):
-    bucket = bucket_of("float32")
     flat = gradient("float32", [7], 0).at[7 * WIDTH].set(jnp.nan)
-    words, remainder = take_table_rows(bucket, flat)
-    assert np.isnan(np.asarray(add_table_rows(bucket, words, remainder))).nonzero()[0].tolist() == [
-        7 * WIDTH
-    ]
+    assert np.isnan(total(bucket_of("float32"), [flat, flat])).nonzero()[0].tolist() == [7 * WIDTH]
 
 
 def test_rows_travel_where_these_save_enough_bytes():
