@@ -57,7 +57,7 @@ HOOKS: dict[str, Callable[[], fddp.Hook]] = {
     "powersgd": lambda: fddp.hooks.powersgd(2, start_step=1),
     "bf16(powersgd)": lambda: fddp.hooks.bf16(fddp.hooks.powersgd(1, start_step=0)),
     "adasum": fddp.hooks.adasum,
-    "signs": lambda: fddp.hooks.quantize(bits=1, block=8),
+    "4 bits": lambda: fddp.hooks.quantize(bits=4, block=8),
 }
 BY_ELEMENT = ("allreduce", "bf16", "fp16", "quantize without memory")
 EXACT = ("", "allreduce", "topk(1.0)")

@@ -165,11 +165,6 @@ HANGS = (
         "With `skip_nonfinite=True` a gradient was NaN or infinite; the state is unchanged.",
         "Look at the named gradient, or lower the learning rate.",
     ),
-    Fault(
-        "after this step (jax_debug_nans, jax_debug_infs)",
-        "A result of the step is NaN or infinite.",
-        "Inspect the input state, which stays valid; `skip_nonfinite=True` skips such steps.",
-    ),
 )
 
 START = (

@@ -48,8 +48,7 @@ def update(
     `used` is a tree like the parameters with the number of replicas that used each leaf; None means
     all. State that belongs to no single leaf, such as a step count or a vector of all leaves, is
     updated if a used leaf's update reads it: an unused part of `optax.partition` keeps its count,
-    while one Adam for all parts counts every step. In `optax.LookaheadParams` only the fast
-    parameters have gradients; a slow leaf counts as used if its fast leaf is.
+    while one Adam for all parts counts every step.
 
     >>> import jax.numpy as jnp, optax
     >>> from fddp.optim.updates import update
@@ -59,7 +58,6 @@ def update(
     >>> {name: float(x) for name, x in params.items()}
     {'a': 0.5, 'b': 1.0}
     """
-    grads = _fast(grads)
     updated = partial(updates_of, optimizer, grads, params=params, value=value, grad=grads)
     updates, new_state = updated(opt_state)
     new_params: Any = optax.apply_updates(params, updates)
@@ -68,18 +66,13 @@ def update(
 
     def chosen(new: Any, old: Any) -> Any:
         pick = lambda new, old, n: new if masked(new) else jnp.where(n > 0, new, old)  # noqa: E731
-        return jax.tree.map(pick, new, old, _fast(used), is_leaf=masked)
+        return jax.tree.map(pick, new, old, used, is_leaf=masked)
 
-    if isinstance(params, optax.LookaheadParams):
-        merged_params = optax.LookaheadParams(*map(chosen, new_params, params))
-    else:
-        merged_params = chosen(new_params, params)
-    counts = jax.tree.leaves(_fast(used))
+    counts = jax.tree.leaves(used)
     inputs = inputs_of_outputs(jax.make_jaxpr(lambda state: updated(state)[0])(opt_state))
 
     def of_several(new: Any, old: Any, number: int) -> Any:
-        # `optax.LookaheadParams` has two updates per leaf: first all fast ones, then all slow ones.
-        readers = {k % len(counts) for k, numbers in enumerate(inputs) if number in numbers}
+        readers = {k for k, numbers in enumerate(inputs) if number in numbers}
         if not readers:
             return new
         any_used = jnp.any(jnp.stack([counts[k] for k in sorted(readers)]) > 0)
@@ -88,8 +81,8 @@ def update(
     treedef = jax.tree.structure(opt_state)
     numbers = treedef.unflatten(range(treedef.num_leaves))
     of_leaves = lambda new, old, numbers: chosen(new, old)  # noqa: E731
-    return merged_params, map_state(
-        of_leaves, of_several, _fast(params), new_state, opt_state, numbers
+    return chosen(new_params, params), map_state(
+        of_leaves, of_several, params, new_state, opt_state, numbers
     )
 
 
@@ -101,25 +94,13 @@ def check_needs(optimizer: optax.GradientTransformation, params: PyTree = None) 
     reasons, such as labels by path; it then passes.
     """
     if params is None:
-        made_up: Any = {
-            name: jax.ShapeDtypeStruct(shape, jnp.float32)
-            for name, shape in (("w", (3, 2)), ("b", (3,)))
-        }
-        # These support `lookahead`, too, with the gradients of one half.
-        params = optax.LookaheadParams(made_up, made_up)
-        gradients = [params, params.fast]
-    else:
-        gradients = [_fast(params)]
-
-    # The first trials call the update as a step does. Later ones add one function each, to detect
+        shapes = {"w": (3, 2), "b": (3,)}
+        params = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
+    # The first trial calls the update as a step does. Later ones add one function each, to detect
     # the missing one.
-    as_called = [(grads, {}) for grads in gradients]
-    for grads, functions in [
-        *as_called,
-        *((gradients[0], {name: f}) for name, f in FUNCTIONS.items()),
-    ]:
+    for functions in ({}, *({name: f} for name, f in FUNCTIONS.items())):
         try:
-            updates = jax.eval_shape(partial(_first_updates, optimizer, functions), grads, params)
+            updates = jax.eval_shape(partial(_first_updates, optimizer, functions), params)
         except Exception as error:
             # The next trial may work. If none does, the user's first step raises the same error.
             missing = _missing(str(error))
@@ -154,11 +135,10 @@ def updates_of(
 def _first_updates(
     optimizer: optax.GradientTransformation,
     functions: dict[str, Callable[..., Any]],
-    grads: PyTree,
     params: PyTree,
 ) -> Any:
-    extra_args = {"value": jnp.zeros(()), "grad": grads} | functions
-    return updates_of(optimizer, grads, optimizer.init(params), params, **extra_args)[0]
+    extra_args = {"value": jnp.zeros(()), "grad": params} | functions
+    return updates_of(optimizer, params, optimizer.init(params), params, **extra_args)[0]
 
 
 def _missing(message: str) -> str:
@@ -185,10 +165,3 @@ def _other_form(updates: PyTree, params: PyTree) -> str:
     return "the gradient of each example (from their mean it makes {} for parameters of {})".format(
         *shapes[0]
     )
-
-
-def _fast(params: PyTree) -> Any:
-    """Returns the parameters with gradients: all but the slow ones of `optax.LookaheadParams`."""
-    if isinstance(params, optax.LookaheadParams):
-        return params.fast
-    return params

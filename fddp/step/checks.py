@@ -44,6 +44,16 @@ def refuse_transformations() -> None:
         )
 
 
+def refuse_nan_checks() -> None:
+    """Raises ValueError if JAX runs a program with a NaN again, operation by operation."""
+    if jax.debug_nans.value or jax.debug_infs.value:
+        raise ValueError(
+            "jax_debug_nans and jax_debug_infs run a program again on the rank that finds a NaN, "
+            "and its messages would be sent twice: unset them, and give skip_nonfinite=True, which "
+            "names the first gradient that is not finite. With the flags call jax.grad(loss_fn)."
+        )
+
+
 def check_step(call: str, step: object) -> None:
     """Raises TypeError unless `step` is a `TrainStep`, a class above some of the callers."""
     check_has("with_options", f"{call}: step", step, "a step, from fddp.train_step")

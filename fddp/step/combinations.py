@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 AXES = "a replica of several devices"
 LOCAL = "fddp.local_steps"
-LOOKAHEAD = "optax.lookahead"
 MULTI_STEPS = "optax.MultiSteps"
 SCALE_INSIDE = "optax.MultiSteps(fddp.dynamic_scale)"
 MEMORY = "a hook with a memory"
@@ -39,7 +38,6 @@ PAIRS = (
         "the devices of a replica hold parts of its leaves already",
         "leave shard out, or lay the whole state out with `jax.jit` and `NamedSharding`",
     ),
-    Pair("shard", LOOKAHEAD, "it has two sets of parameters", "leave one of them out"),
     # local steps
     *(
         Pair(LOCAL, feature, why, instead)
@@ -75,7 +73,6 @@ PAIRS = (
                 "a rank without data has nothing to train on",
                 "give each rank equally many batches",
             ),
-            (LOOKAHEAD, "fddp.local_steps of one replica is Lookahead", "give plain parameters"),
         )
     ),
     # virtual replicas

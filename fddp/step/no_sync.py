@@ -8,7 +8,6 @@ import jax
 from fddp.comm import REPLICATED, Placement, as_program
 from fddp.jax_internals import without_context_mesh
 from fddp.losses import Sums
-from fddp.step.debug_nans import with_finite_results
 from fddp.step.replica import Replica
 from fddp.step.schedules import StepInputs
 from fddp.step.state import TrainState
@@ -18,7 +17,6 @@ if TYPE_CHECKING:  # a settled step holds the program
 
 
 @without_context_mesh
-@partial(with_finite_results, together=False)
 def accumulate_locally(
     settled: "Settled", state: TrainState, inputs: StepInputs
 ) -> tuple[TrainState, Sums]:

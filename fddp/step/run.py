@@ -1,7 +1,6 @@
 """Calls of a settled step."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,8 +13,7 @@ from fddp.jax_internals import rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import not_numeric, rows_of_batch
 from fddp.step.admission import admit, form_of_batch
-from fddp.step.checks import refuse_transformations, verify_collectives
-from fddp.step.debug_nans import with_finite_results
+from fddp.step.checks import refuse_nan_checks, refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
 from fddp.step.schedules import StateInFlight, StepInputs
 from fddp.step.settle import Settled, Use, settle
@@ -33,6 +31,7 @@ def ready(
 ) -> tuple[Settled, StepInputs]:
     """Settles a step, or checks a later batch; also returns the arguments of its programs."""
     refuse_transformations()
+    refuse_nan_checks()
     if isinstance(state, StateInFlight):
         rows = local_rows(replica, batch, settled and settled.undivided)
         known = settled and form_of_batch(rows) in settled.admitted.batches
@@ -74,7 +73,6 @@ def compare(settled: Settled, inputs: StepInputs) -> Settled:
 
 
 @without_context_mesh
-@partial(with_finite_results, together=True)
 def synchronize(settled: Settled, state: TrainState, inputs: StepInputs) -> Any:
     """Runs a step: averages the gradients of all replicas, and returns the result of `use`."""
     group = settled.replica.group

@@ -22,7 +22,7 @@ from fddp.losses import not_numeric
 from fddp.optim import DynamicScaleState, optimizer_laid_out
 from fddp.runtime import fddp_version
 from fddp.step.checks import check_arrays, check_trained
-from fddp.step.combinations import LOOKAHEAD, MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
+from fddp.step.combinations import MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
 from fddp.step.held import first_hook_state, form_in_shards, hook_state_form, laid_out_state
 from fddp.step.planned import provisional_plan
 from fddp.step.replica import Replica
@@ -139,8 +139,6 @@ def _check_start(replica: Replica, optimizer: StepOptimizer, params: PyTree) -> 
     features = dict(replica.asked)
     if jax.tree.leaves(hook_state_form(replica, params)):
         features[MEMORY] = f"{replica.options.hook}, which has a memory"
-    if isinstance(params, optax.LookaheadParams):
-        features[LOOKAHEAD] = LOOKAHEAD
     opt_state = jax.eval_shape(lambda params: optimizer.init(replica.trained(params)), params)
     if several := _inside(opt_state, optax.MultiStepsState):
         features[MULTI_STEPS] = MULTI_STEPS

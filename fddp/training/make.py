@@ -41,8 +41,7 @@ def train_step(
         also takes `model_state=` and returns (loss, (model_state, aux)). With a random key it also
         takes `rng=`, a separate key for each step, micro-batch and replica.
       optimizer: any optax transformation, or `fddp.local_steps` of one. Transformations with extra
-        arguments receive `value`, the mean loss, and `grad`. `optax.lookahead` needs parameters of
-        type `optax.LookaheadParams`, and the loss then uses `params.fast`.
+        arguments receive `value`, the mean loss, and `grad`.
       group: the replicas; None: the group of `fddp.init()`.
       has_aux: whether the loss returns metrics, a tree of floats. They are averaged over replicas,
         element by element.

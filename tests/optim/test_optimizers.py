@@ -227,28 +227,9 @@ def test_the_loss_that_an_optimizer_sees_is_that_of_all_rows_however_unequal(gro
     assert float(state.opt_state) == (1 + 9) / 4
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=str)
-def test_lookahead_trains_as_in_plain_jax(group, options):
-    optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5)
+def test_lookahead_of_the_fast_gradients_trains_as_in_plain_jax(group):
+    optimizer = of_fast_params(optax.lookahead(optax.adam(0.1), 2, 0.5))
     start = optax.LookaheadParams.init_synced(PARAMS)
-    scale = fddp.dynamic_scale(optimizer)
     ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
-    expected = by_plain_jax(ahead, of_fast_params(optimizer), start, BATCHES).params
-    for optimizer_or_scale in (optimizer, scale) if options == {} else (optimizer,):
-        close(over_replicas(group, optimizer_or_scale, start, ahead, **options).params, expected)
-
-
-def test_lookahead_leaves_alone_what_was_not_used(group):
-    start = optax.LookaheadParams.init_synced(PARAMS | {"unused": np.ones(2, np.float32)})
-    optimizer = optax.lookahead(optax.adamw(0.1, weight_decay=0.5), 2, 0.5)
-    ahead = lambda params, x: loss_fn(params.fast, x)  # noqa: E731
-    state = over_replicas(group, optimizer, start, ahead, find_unused_parameters=True)
-    for half in state.params:
-        np.testing.assert_array_equal(half["unused"], 1)
-    np.testing.assert_array_equal(state.opt_state.fast_state[0].mu["unused"], 0)
-    assert np.all(state.params.slow["w"] != PARAMS["w"])
-
-
-def test_a_step_for_lookahead_is_made_without_a_warning(group, caplog):
-    fddp.train_step(loss_fn, optax.lookahead(optax.sgd(0.1), 2, 0.5), group=group(1))
-    assert caplog.records == []
+    expected = by_plain_jax(ahead, optimizer, start, BATCHES).params
+    close(over_replicas(group, optimizer, start, ahead).params, expected)

@@ -16,7 +16,6 @@ from fddp.step.combinations import (
     AXES,
     COLLECTIVES,
     LOCAL,
-    LOOKAHEAD,
     MEMORY,
     MULTI_STEPS,
     PAIRS,
@@ -66,7 +65,7 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
     if "fddp.value_and_grad" in features:
         fddp.value_and_grad(loss, group=replicas, **options)(W, X)
         return
-    inner = optax.lookahead(optax.sgd(0.1), 2, 0.5) if LOOKAHEAD in features else optax.adam(0.1)
+    inner = optax.adam(0.1)
     optimizer = fddp.local_steps(inner, every=2) if LOCAL in features else inner
     optimizer = (
         optax.MultiSteps(inner, 2).gradient_transformation()
@@ -76,8 +75,7 @@ def ask(group: Callable[[int], fddp.Group], features: tuple[str, str]) -> None:
     scaled = optax.MultiSteps(fddp.dynamic_scale(inner), 2).gradient_transformation()
     optimizer = scaled if SCALE_INSIDE in features else optimizer
     step = fddp.train_step(loss, optimizer, group=replicas, **options)
-    params = optax.LookaheadParams.init_synced(jnp.asarray(W)) if LOOKAHEAD in features else W
-    state = step.init(params)
+    state = step.init(W)
     batch: Any = next(iter(fddp.join([X], replicas))) if "fddp.join" in features else X
     (step.no_sync if "no_sync" in features else step)(state, batch)
 
