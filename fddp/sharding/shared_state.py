@@ -19,11 +19,9 @@ from fddp.sharding.scattered import gathered_first, gathered_last
 from fddp.sharding.whole import whole
 from fddp.step import (
     Agreed,
-    Options,
     Replica,
     Shared,
     TrainState,
-    Travels,
     Trees,
     Way,
     first_form,
@@ -36,12 +34,7 @@ from fddp.wording import leaf_name
 
 def sharded(shared: Shared) -> Way:
     """Makes the way of a sharded optimizer's state, or of a wholly sharded state."""
-    return Sharded(
-        shared=shared,
-        name=f"shard={shared!r}",
-        apart=True,
-        scattered=True,
-    )
+    return Sharded(shared=shared, name=f"shard={shared!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +42,11 @@ class Sharded(Way):
     """Each replica holds and updates a part of each leaf of the state."""
 
     shared: Shared
+    apart: bool = True
+    scattered: bool = True
+    # Parts are scattered: no message is a sum of whole messages.
+    exact: bool = False
+    table_rows: bool = False
 
     def check(self, replica: Replica, optimizer: Any, params: PyTree) -> str:
         """Refuses an update that mixes leaves; returns a remark if sharding saves no memory."""
@@ -76,11 +74,6 @@ class Sharded(Way):
         form = first_form(replica, optimizer, params, None, None)
         why = _nothing_saved(replica, form)
         return f"{self.name} saves nothing: {why}." if why else ""
-
-    def travels(self, options: Options, group: Group) -> Travels:
-        """Parts are scattered: no message is a sum of whole messages."""
-        forms = super().travels(options, group)
-        return forms._replace(exact=False, table_rows=False)
 
     def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Cuts the optimizer's state and, under shard="state", the parameters."""

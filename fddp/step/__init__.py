@@ -53,7 +53,6 @@ from fddp.step.state import check_state as check_state
 from fddp.step.step_optimizer import Optimizer as Optimizer
 from fddp.step.step_optimizer import StepOptimizer as StepOptimizer
 from fddp.step.step_optimizer import read_optimizer as read_optimizer
-from fddp.step.travels import Travels as Travels
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Trees as Trees
 from fddp.step.way import Way as Way

@@ -1,6 +1,5 @@
 """Gradients that are accumulated locally, as in DDP's `no_sync`."""
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -23,7 +22,7 @@ def accumulate_locally(
     """Adds a batch to the pending sums locally; also returns this process's mean loss and aux."""
     group = settled.replica.group
     placement = group.placement
-    replicated, pending, shards, _, rows = inputs
+    replicated, pending, _, _, rows = inputs
     journal = group.journal
     journal.say("no_sync")
     journal.adds(group.processes)
@@ -31,7 +30,7 @@ def accumulate_locally(
         # Gradients stay local, but sharded parameters must be gathered.
         replicated = settled.replica.way.gathered(group, state, replicated)
     rows = placement.feed(placement.retained(rows))
-    accumulated, means = settled.accumulate(replicated, shards, pending, rows)
+    accumulated, means = settled.accumulate(replicated, pending, rows)
     if placement.shares_cores:
         jax.block_until_ready(accumulated)
     placement.donation.record((state, accumulated))
@@ -41,7 +40,7 @@ def accumulate_locally(
 def accumulating(placement: Placement, replica: Replica) -> jax.stages.Wrapped:
     """Makes the program of `no_sync`."""
     per_replica = placement.per_replica
-    in_specs = (REPLICATED, per_replica, per_replica, per_replica)
-    donated = (2,) if replica.options.donate else ()
-    run = as_program(placement, partial(replica.way.accumulate, replica))
+    in_specs = (REPLICATED, per_replica, per_replica)
+    donated = (1,) if replica.options.donate else ()
+    run = as_program(placement, replica.accumulate)
     return placement.program(run, in_specs, (per_replica, REPLICATED), donate=donated)

@@ -12,7 +12,8 @@ def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dic
     """Finds these leaves."""
     group = replica.group
     overlaps = group.size > 1 and (group.placement.overlaps or group.transport.in_lanes)
-    if replica.options.order == "reverse" or not (overlaps and replica.travels.rounds):
+    in_rounds = overlaps and replica.plain and replica.way.rounds
+    if replica.options.order == "reverse" or not in_rounds:
         return {}
     chosen = replica.chosen(params)
     by_output = made_row_by_row(program)

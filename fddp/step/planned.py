@@ -30,7 +30,7 @@ def plan_buckets(
     leaves = jax.tree.leaves(params)
     order = [x for x in order if np.size(leaves[x.leaf])]  # an empty leaf is not sent
     counts = {}
-    if touched and replica.travels.table_rows:
+    if touched and replica.plain and replica.way.table_rows:
         counts = touched
     tree = device_parts(replica.group.placement, params)
     plan = plan_with_rounds(
@@ -38,7 +38,8 @@ def plan_buckets(
     )
     if replica.way.scattered:
         plan = replace(plan, parts=replica.group.size)
-    return place_scalars(plan, dtype, early=True, exact=replica.travels.exact)
+    exact = replica.way.exact and replica.options.hook is None
+    return place_scalars(plan, dtype, early=True, exact=exact)
 
 
 def provisional_plan(replica: Replica, params: PyTree) -> BucketPlan:

@@ -24,7 +24,6 @@ from fddp.step.combinations import AXES, refuse
 from fddp.step.options import Options
 from fddp.step.schedules import by_bucket
 from fddp.step.state import Mean, TrainState
-from fddp.step.travels import Travels
 from fddp.wording import leaf_names
 
 if TYPE_CHECKING:  # the methods of a `Way` take a `Replica`
@@ -106,10 +105,10 @@ class Replica:
         """Number of replicas that share the rows."""
         return self.way.replicas or self.group.size
 
-    @cached_property
-    def travels(self) -> Travels:
-        """The forms in which its gradients may travel."""
-        return self.way.travels(self.options, self.group)
+    @property
+    def plain(self) -> bool:
+        """True if its messages are plain sums of gradients, each on one device."""
+        return self.options.hook is None and not self.group.placement.other_axes
 
     @property
     def buffers(self) -> Buffers:

@@ -19,14 +19,12 @@ from fddp.buckets import (
     unpack_received,
 )
 from fddp.comm import Group, specs
-from fddp.losses import Pending, Sums
+from fddp.losses import Pending
 from fddp.step.agreed import Agreed
-from fddp.step.options import Options
 from fddp.step.replica import Replica
 from fddp.step.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
-from fddp.step.travels import Travels, travels
 
 # (trained parameters, optimizer state, buffers), or their layouts: trees with None for leaves that
 # every replica holds whole
@@ -45,6 +43,12 @@ class Way:
     """True if replicas hold part of the state in shards."""
     scattered: bool = False
     """True if buckets are cut into one part per replica."""
+    exact: bool = True
+    """True if messages are summed whole over replicas, so that one may carry the scalars."""
+    table_rows: bool = True
+    """True if few rows of a gradient may be sent in place of all."""
+    rounds: bool = True
+    """True if a gradient may be summed in the rounds of the loop that makes it."""
 
     def check(self, replica: Replica, optimizer: Optimizer, params: PyTree) -> str:
         """Raises ValueError if an optimizer does not fit; returns a remark for the user, or ""."""
@@ -54,10 +58,6 @@ class Way:
     def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
         """Raises ValueError if a batch of new shapes, with `rows` per micro-batch, does not fit."""
         del replica, batch, rows
-
-    def travels(self, options: Options, group: Group) -> Travels:
-        """Decides in which forms gradients may travel."""
-        return travels(options, group)
 
     def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Returns the layout of each leaf, from whole arrays or their shapes and dtypes."""
@@ -71,18 +71,6 @@ class Way:
         """
         del group, state
         return replicated
-
-    def accumulate(
-        self,
-        replica: Replica,
-        state: TrainState,
-        shards: PyTree,
-        pending: Pending | None,
-        rows: PyTree,
-    ) -> tuple[Pending, Sums]:
-        """Adds rows to the pending sums, and returns their means too; inside a program."""
-        del shards
-        return replica.accumulate(state, pending, rows)
 
     def traced(self, replica: Replica) -> Replica:
         """Returns the replica whose gradients a program computes, such as a virtual one."""

@@ -153,7 +153,7 @@ def test_xla_puts_no_collective_into_no_sync_either(group):
     second, _ = step.no_sync(first, rows)
     for state in (first, second):
         lowered = step.settled.accumulate.lower(
-            state._replace(accumulated=None), [], state.accumulated, rows
+            state._replace(accumulated=None), state.accumulated, rows
         )
         text = lowered.compile().as_text() or ""
         assert " while(" in text and not MESSAGE.search(text)

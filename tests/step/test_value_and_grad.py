@@ -256,7 +256,7 @@ def test_no_sync_sends_nothing_itself_and_nothing_more_later(group):
     state = step.init(PARAMS)
     state, _ = step.no_sync(state, BATCH)
     lowered = step.settled.accumulate.lower(
-        state._replace(accumulated=None), [], state.accumulated, BATCH
+        state._replace(accumulated=None), state.accumulated, BATCH
     )
     assert not re.search(r"all-reduce|all-gather|all-to-all|collective", compiled(lowered))
     # And its pending gradients add nothing to the next step's messages.

@@ -28,19 +28,17 @@ from fddp.buckets import (
     take_tail,
     unpack_received,
 )
-from fddp.comm import Group, add_replica_dim, drop_replica_dim
+from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction
 from fddp.jaxpr import with_trained
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import update
 from fddp.step import (
     Agreed,
-    Options,
     Replica,
     StepInfo,
     Training,
     TrainState,
-    Travels,
     Trees,
     Way,
     ranks_of_parts,
@@ -60,17 +58,15 @@ class LocalWay(Way):
     outer: optax.GradientTransformation
     every: int
     start: int
+    # Changes are sent whole: all of their rows may be used, and no loop makes them.
+    table_rows: bool = False
+    rounds: bool = False
 
     def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
         """Refuses `fddp.join`."""
         del rows
         if isinstance(batch, Joined):
             refuse(replica.asked | {"fddp.join": "fddp.join"})
-
-    def travels(self, options: Options, group: Group) -> Travels:
-        """Changes are sent whole: all of their rows may be used, and no loop makes them."""
-        forms = super().travels(options, group)
-        return forms._replace(table_rows=False, rounds=False)
 
     def layouts(self, replica: Replica, whole: Trees) -> Trees:
         """Cuts the stacks of all replicas' arrays, so that each replica holds its own."""

@@ -29,7 +29,7 @@ from fddp.buckets import (
 )
 from fddp.comm import Group, as_program, block_of, forms_of, of_one_replica, trace
 from fddp.losses import Joined
-from fddp.step import Agreed, Options, Replica, TrainState, Travels, Way, refuse
+from fddp.step import Agreed, Replica, TrainState, Way, refuse
 from fddp.step.schedules import Runner, Schedule
 from fddp.training.reproducible.one_by_one import Arithmetic, Message, one_by_one
 
@@ -45,6 +45,11 @@ def virtual(count: int) -> Way:
 @dataclass(frozen=True, kw_only=True)
 class Virtual(Way):
     """Each replica stands for several virtual ones, whose sums are added in a tree."""
+
+    # A message carries partial sums of the tree, of whole gradients.
+    exact: bool = False
+    table_rows: bool = False
+    rounds: bool = False
 
     def check_batch(self, replica: Replica, batch: PyTree, rows: int) -> None:
         """Raises ValueError unless virtual replicas have as many rows as in the first batch.
@@ -62,11 +67,6 @@ class Virtual(Way):
                 "the first batch; a different program, with different rounding, would compute it: "
                 "give batches of one size, or create a step per size."
             )
-
-    def travels(self, options: Options, group: Group) -> Travels:
-        """A message carries partial sums of the tree, of whole gradients."""
-        forms = super().travels(options, group)
-        return forms._replace(exact=False, table_rows=False, rounds=False)
 
     def traced(self, replica: Replica) -> Replica:
         """Returns a virtual replica."""
