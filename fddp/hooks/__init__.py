@@ -18,14 +18,15 @@ from fddp.hooks.hook import GradBucket as GradBucket
 from fddp.hooks.hook import Hook as Hook
 from fddp.hooks.hook import allreduce as allreduce
 from fddp.hooks.low_rank import powersgd as powersgd
-from fddp.hooks.reductions import PLAIN as PLAIN
-from fddp.hooks.reductions import Collective as Collective
 from fddp.hooks.reductions import Memory as Memory
 from fddp.hooks.reductions import Reduction as Reduction
 from fddp.hooks.reductions import all_finite as all_finite
 from fddp.hooks.reductions import by_leaf as by_leaf
 from fddp.hooks.reductions import by_message as by_message
+from fddp.hooks.reductions import gathered as gathered
 from fddp.hooks.reductions import per_device as per_device
+from fddp.hooks.reductions import plain as plain
 from fddp.hooks.reductions import reductions as reductions
+from fddp.hooks.reductions import scattered as scattered
 from fddp.hooks.reductions import summed as summed
 from fddp.hooks.topk import topk as topk

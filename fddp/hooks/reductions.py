@@ -5,7 +5,7 @@ Source: `register_comm_hook` in PyTorch.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,30 +28,38 @@ from fddp.hooks.table_rows import sum_of_table
 Memory = tuple[Any, ...]
 
 
-class Hooked(NamedTuple):
-    """A sum by a hook, by rows of a table, or on each device of a replica."""
-
-    apply: Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]]
-    """(comm, message, memory) → (sum, new memory)."""
-    memory: int | None = None
-    """Index into `Memory`. Messages with one index share it, one after the other."""
+# (comm, message, memory) → (sum, new memory)
+Reduce: TypeAlias = Callable[[Communicator, Shaped[Array, " n"], Any], tuple[Array, Any]]
 
 
-class Collective(NamedTuple):
-    """A plain collective, for which a group may have a faster way between programs."""
+def all_reduced(comm: Communicator, x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+    """Sums a message."""
+    return comm.all_reduce(x)
 
-    kind: Literal["all_reduce", "reduce_scatter", "all_gather"] = "all_reduce"
-    """A sum, a shard of the sum per replica, or the messages of all replicas."""
-    replicas: int = 1
-    """Number of replicas, for a gather."""
-    rounds: int = 1
-    """Number of equal parts of the message that one program sums one by one, as a loop does."""
 
-    def result_form(self, message: Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of the result for one replica's message."""
-        factors = {"reduce_scatter": (1, self.replicas), "all_gather": (self.replicas, 1)}
-        times, divisor = factors.get(self.kind, (1, 1))
-        return jax.ShapeDtypeStruct((message.shape[0] * times // divisor,), message.dtype)
+def scattered(comm: Communicator, x: Shaped[Array, " n"]) -> Shaped[Array, " m"]:
+    """Sums a message; returns this replica's part of the sum."""
+    return comm.reduce_scatter(x.reshape(comm.size, -1))
+
+
+def gathered(comm: Communicator, x: Shaped[Array, " n"]) -> Shaped[Array, " m"]:
+    """Joins the messages of all replicas."""
+    return comm.all_gather(x).reshape(-1)
+
+
+def plain(collective: Callable[[Communicator, Array], Array], rounds: int = 1) -> Reduce:
+    """Makes a reduction without memory of a collective, part by part in a loop of `rounds`.
+
+    `fused_loops` merges the loop with the one that computes the parts.
+    """
+
+    def apply(comm: Communicator, message: Array, memory: Any) -> tuple[Array, Any]:
+        if rounds == 1:
+            return collective(comm, message), memory
+        parts = message.reshape(rounds, -1)
+        return jax.lax.map(partial(collective, comm), parts).reshape(-1), memory
+
+    return apply
 
 
 class Reduction(NamedTuple):
@@ -59,29 +67,16 @@ class Reduction(NamedTuple):
 
     name: str = "tail"
     contents: str = "loss and metrics"
-    collective: Collective = Collective()
-    hooked: Hooked | None = None
-    """The sum in place of the plain collective."""
+    apply: Reduce = plain(all_reduced)
+    memory: int | None = None
+    """Index into `Memory`, for a hook. Messages with one index share it, one after the other."""
+    rounds: int = 1
+    """Number of equal parts of the message that are summed one by one, as a loop computes them."""
 
     @property
     def title(self) -> str:
         """Name and contents."""
         return f"{self.name} ({self.contents})" if self.contents else self.name
-
-    @property
-    def memory(self) -> int | None:
-        """Index of the hook's memory."""
-        return self.hooked and self.hooked.memory
-
-
-PLAIN = Reduction()
-
-# Each collective as a function of one replica's flat message.
-COLLECTIVES: dict[str, Callable[[Communicator, Array], Array]] = {
-    "all_reduce": lambda comm, x: comm.all_reduce(x),
-    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x.reshape(comm.size, -1)),
-    "all_gather": lambda comm, x: comm.all_gather(x).reshape(-1),
-}
 
 
 def reductions(plan: BucketPlan, hook: Hook | None) -> tuple[Reduction, ...]:
@@ -89,19 +84,19 @@ def reductions(plan: BucketPlan, hook: Hook | None) -> tuple[Reduction, ...]:
 
     def reduction_of(index: int, message: Message) -> Reduction:
         if message.bucket is None:
-            return PLAIN
+            return Reduction()
         bucket = plan.buckets[message.bucket]
         contents, *more = bucket.names
         if more:
             contents += f" and {len(more)} more"
-        reduction = Reduction(message.name, contents, Collective(rounds=bucket.rounds))
         if bucket.rows:
-            return reduction._replace(hooked=Hooked(partial(sum_of_table, bucket.rows)))
+            return Reduction(message.name, contents, partial(sum_of_table, bucket.rows))
+        rounds = bucket.rounds
         if hook is None:
-            return reduction
+            return Reduction(message.name, contents, plain(all_reduced, rounds), rounds=rounds)
         leaves = plan.leaves_of(bucket)
         forms = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves)
-        return reduction._replace(hooked=Hooked(partial(_hooked, hook, forms), index))
+        return Reduction(message.name, contents, partial(_hooked, hook, forms), index, rounds)
 
     return tuple(reduction_of(index, message) for index, message in enumerate(plan.messages))
 
@@ -111,18 +106,17 @@ def per_device(placement: Placement, reduction: Reduction) -> Reduction:
     axes = placement.other_axes
     if not axes:
         return reduction
-    reduce = _reducing(reduction)
 
     def reduce_parts(comm: Communicator, message: Array, memory: PyTree) -> Array:
         spec = PartitionSpec(axes)
-        return by_device(axes, lambda x: reduce(comm, x, memory)[0], spec, spec)(message)
+        return by_device(axes, lambda x: reduction.apply(comm, x, memory)[0], spec, spec)(message)
 
     def apply(comm: Communicator, message: Array, memory: PyTree) -> tuple[Array, Any]:
         total, nbytes = count_aside(comm, reduce_parts, message, memory)
         add_bytes(comm, placement.devices_of_replica * nbytes)
         return total, memory
 
-    return reduction._replace(hooked=Hooked(apply, reduction.memory))
+    return reduction._replace(apply=apply)
 
 
 def summed(
@@ -135,28 +129,8 @@ def summed(
 
     Returns the sum, the new memory, and the bytes that each replica sent (saturated at 2³² − 1).
     """
-    (total, new), nbytes = count_bytes(comm, _reducing(reduction), message, memory)
-    return total, new, as_uint32(reduction.collective.rounds * nbytes)
-
-
-def _reducing(reduction: Reduction) -> Callable[..., tuple[Array, Any]]:
-    """Returns the function (comm, message, memory) → (sum, new memory) of a reduction."""
-    if reduction.hooked:
-        return reduction.hooked.apply
-    plain = COLLECTIVES[reduction.collective.kind]
-    if reduction.collective.rounds > 1:
-        plain = partial(_round_by_round, plain, reduction.collective.rounds)
-    return lambda comm, message, memory: (plain(comm, message), memory)
-
-
-def _round_by_round(
-    plain: Callable[[Communicator, Array], Array],
-    rounds: int,
-    comm: Communicator,
-    message: Shaped[Array, " n"],
-) -> Shaped[Array, " n"]:
-    """Sums the parts of a message in a loop; `fused_loops` merges it with the producing loop."""
-    return jax.lax.map(partial(plain, comm), message.reshape(rounds, -1)).reshape(-1)
+    (total, new), nbytes = count_bytes(comm, reduction.apply, message, memory)
+    return total, new, as_uint32(reduction.rounds * nbytes)
 
 
 def all_finite(sums: Iterable[Shaped[Array, " n"]]) -> Bool[Array, ""]:

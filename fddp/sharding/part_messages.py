@@ -8,22 +8,20 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import Message
 from fddp.comm import Communicator
-from fddp.hooks import Collective, Reduction, reductions
+from fddp.hooks import Reduction, gathered, plain, reductions, scattered
 from fddp.sharding.part_packing import ShardPlans
 
 
 def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
     """The reductions of gradients: each replica receives its parts, and all of the tail."""
-    group = plans.replica.group
     hook = plans.replica.options.hook
 
     def scatter(message: Message, reduction: Reduction) -> Reduction:
         if message.bucket is None:
             return reduction
-        collective = reduction.collective._replace(kind="reduce_scatter", replicas=group.size)
-        if hooked := reduction.hooked:
-            hooked = hooked._replace(apply=partial(_row_of_sum, hooked.apply))
-        return reduction._replace(collective=collective, hooked=hooked)
+        if hook is not None:
+            return reduction._replace(apply=partial(_row_of_sum, reduction.apply))
+        return reduction._replace(apply=plain(scattered, reduction.rounds))
 
     return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook)))
 
@@ -40,10 +38,7 @@ def scatters_of(plans: ShardPlans, micro_batch: str) -> tuple[Reduction, ...]:
 def gathers(plans: ShardPlans, order: Sequence[int]) -> tuple[Reduction, ...]:
     """The gathers of these buckets of parameters, in this order."""
     scatter_of = {message.bucket: x for message, x in zip(plans.plan.messages, scatters(plans))}
-    gather = Collective("all_gather", plans.replica.group.size)
-    return tuple(
-        scatter_of[k]._replace(name=f"gather {k}", collective=gather, hooked=None) for k in order
-    )
+    return tuple(Reduction(f"gather {k}", scatter_of[k].contents, plain(gathered)) for k in order)
 
 
 def _row_of_sum(

@@ -99,7 +99,7 @@ def traced(
 ) -> tuple[Any, Any, Memory]:
     """Runs the step of one replica; gradients made in the rounds of a loop are summed in them."""
     run = partial(_run, group, pieces)
-    if any(reduction.collective.rounds > 1 for reduction in pieces.reductions):
+    if any(reduction.rounds > 1 for reduction in pieces.reductions):
         run = received_behind_loops(fused_loops(run))
     return run(state, pending, shards, memory, rows)
 
@@ -141,7 +141,7 @@ def _run(
                 # leaves unused, and it sends first what is ready first. On GPUs late buckets would
                 # leave first. A sum inside a loop has the loop's place, and the same program on
                 # all ranks.
-                if comm.size > 1 and reduction.collective.rounds == 1 and not comm.in_lane:
+                if comm.size > 1 and reduction.rounds == 1 and not comm.in_lane:
                     barred = jax.lax.optimization_barrier((message, *totals[waited:]))
                     message, totals[waited:] = barred[0], barred[1:]
                     waited = len(totals)
@@ -154,7 +154,7 @@ def _run(
         received = replace(messages, arrays=tuple(totals[first:])), saved
     nbytes = jnp.stack(all_bytes) if all_bytes else np.zeros(0, np.uint32)
     result, shards = as_program(group.placement, pieces.finish)(state, shards, *received, nbytes)
-    finite = all_finite(x for r, x in zip(pieces.reductions, totals) if r.hooked)
+    finite = all_finite(x for r, x in zip(pieces.reductions, totals) if r.memory is not None)
     new_memory = jax.tree.map(
         partial(jnp.where, finite), [current[k] for k in previous], list(previous.values())
     )
