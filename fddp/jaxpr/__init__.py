@@ -36,7 +36,6 @@ from fddp.jaxpr.parts.part_kinds import Follows as Follows
 from fddp.jaxpr.parts.part_kinds import Kind as Kind
 from fddp.jaxpr.parts.part_kinds import Same as Same
 from fddp.jaxpr.parts.part_kinds import Whole as Whole
-from fddp.jaxpr.parts.part_passes import Stay as Stay
 from fddp.jaxpr.parts.part_passes import result_kinds as result_kinds
 from fddp.jaxpr.parts.part_passes import stays as stays
 from fddp.jaxpr.parts.part_program import AtHome as AtHome

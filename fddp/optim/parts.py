@@ -79,7 +79,7 @@ def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any =
     )
     mixed = [kind for kind in outputs if isinstance(kind, Whole)]
     refused = {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)}
-    home = {leaf: stay.why for leaf, stay in sorted(stays(program, inputs).items())}
+    home = dict(sorted(stays(program, inputs).items()))
     return Divided(program, inputs, home, refused)
 
 

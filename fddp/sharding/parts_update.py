@@ -7,9 +7,10 @@ Source: ZeRO (Rajbhandari et al., SC 2020), which trusts the user to choose an e
 optimizer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import ShardLayout, is_shard, map_shards, whole_forms
 from fddp.comm import Communicator
-from fddp.jaxpr import Follows, Kind, Ranks, Same, Stay, on_parts, spread, stays
+from fddp.jaxpr import Follows, Kind, Ranks, Same, on_parts, spread, stays
 from fddp.optim import kinds_of_state
 from fddp.sharding.homes import at_home, dealt
 from fddp.step.replica import Replica
@@ -142,13 +143,13 @@ def _map(f: Callable[[Array, ShardLayout], Array], tree: PyTree, layouts: PyTree
     )
 
 
-def _ranks(comm: Communicator, layouts: Sequence[ShardLayout], stays: Mapping[int, Stay]) -> Ranks:
+def _ranks(comm: Communicator, layouts: Sequence[ShardLayout], whole: Iterable[int]) -> Ranks:
     """Describes a replica's parts and collectives for `on_parts`."""
 
     def mask(leaf: int, size: int) -> Array:
         return layouts[leaf].of((size,)).mask(comm.replica_index())
 
-    homes = dealt({leaf: stay.operations for leaf, stay in stays.items()}, comm.size)
+    homes = dealt({leaf: prod(layouts[leaf].shape) for leaf in whole}, comm.size)
     work = partial(at_home, comm, homes, layouts)
     return Ranks(mask, partial(_put_together, comm), work)
 

@@ -116,7 +116,7 @@ def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_to
     with jax.enable_x64(True):
         a = jnp.asarray(X)
         stay = stays(jax.make_jaxpr(f)(a), [A])
-        assert list(stay) == [0] and reason in stay[0].why
+        assert list(stay) == [0] and reason in stay[0]
         (got,), _, exchanges = divided(lambda a, b: (f(a),))
         np.testing.assert_allclose(joined(got, f(a)), f(a), rtol=1e-14)
         assert exchanges == 1
@@ -175,13 +175,6 @@ def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
     program = straighten(jax.make_jaxpr(decayed)(X, X), CALLS)
     (visit,) = [visit for step in passes(program, [A, A])[0] for visit in step.visits]
     assert len(visit.takes) == len(visit.brings) == 1
-
-
-def test_work_at_home_is_counted_by_leaf():
-    homes = stays(jax.make_jaxpr(orthogonal)(X, Y), [A, B])
-    # Three times two products of 3 × 3 and 7; and less for what goes element by element there.
-    products = 3 * 2 * 2 * 3 * 3 * 7
-    assert set(homes) == {0} and products < homes[0].operations < 2 * products
 
 
 def test_two_leaves_in_one_equation_are_refused():

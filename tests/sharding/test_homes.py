@@ -168,7 +168,7 @@ def test_the_exchanges_with_the_homes_are_told_among_the_bytes(group: Groups):
         step = fddp.train_step(loss_fn, optimizer, group=group(n), shard="optimizer")
         _, info = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
         nbytes.append(int(np.asarray(info.sent).sum()))
-    homes = dealt(dict(enumerate(PRODUCTS)), n)
+    homes = dealt({k: m * k_ for k, (m, k_) in enumerate(SHAPES)}, n)
     sizes = [-(-m * k // n) for m, k in SHAPES]
     fullest = max(
         sum(size for leaf, size in enumerate(sizes) if homes[leaf] == home) for home in range(n)

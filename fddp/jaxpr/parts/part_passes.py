@@ -9,8 +9,7 @@ Source: ZeRO (Rajbhandari et al., SC 2020), which assumes that all equations are
 al., "Muon is Scalable for LLM Training" (2025), which gathers each matrix.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fddp.jax_internals import (
@@ -21,12 +20,9 @@ from fddp.jax_internals import (
     Var,
     acts,
     branches,
-    contracted_dims,
-    scan_body,
 )
 from fddp.jaxpr.equations import (
     form_of,
-    inner_equations,
     outputs_of,
     read_by,
     straighten,
@@ -78,15 +74,6 @@ class Pass(NamedTuple):
     visits: Sequence[Visit]
 
 
-class Stay(NamedTuple):
-    """A program's work on a leaf at its home."""
-
-    operations: int
-    """Approximate number of operations."""
-    why: str
-    """The first equation that needs the leaf whole."""
-
-
 def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], dict[Var, Kind]]:
     """Splits a program without `CALLS` into passes; returns them, and the kind of each variable.
 
@@ -127,23 +114,17 @@ def result_kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
     return kinds_of(var_kinds, program.jaxpr.outvars)
 
 
-def stays(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> dict[int, Stay]:
-    """Finds the leaves that a program needs whole; returns leaf → the work at its home."""
-    by_leaf: dict[int, Stay] = {}
-    for leaf, stay in _each_stay(straighten(closed, CALLS), inputs):
-        before = by_leaf.get(leaf, Stay(0, stay.why))
-        by_leaf[leaf] = Stay(before.operations + stay.operations, before.why)
-    return by_leaf
-
-
-def _each_stay(program: ClosedJaxpr, inputs: Sequence[Kind]) -> Iterator[tuple[int, Stay]]:
-    for part_pass in passes(program, inputs)[0]:
+def stays(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> dict[int, str]:
+    """Finds the leaves that a program needs whole; returns leaf → the first equation with it."""
+    reasons = dict[int, str]()
+    for part_pass in passes(straighten(closed, CALLS), inputs)[0]:
         for step in part_pass.parts:
             if step.eqn.primitive.name == "cond":
                 for branch in branches(step.eqn):
-                    yield from stays(branch, step.given[1:]).items()
+                    reasons = stays(branch, step.given[1:]) | reasons
         for visit in part_pass.visits:
-            yield visit.leaf, Stay(sum(map(operations, visit.eqns)), visit.eqns[0].primitive.name)
+            reasons.setdefault(visit.leaf, visit.eqns[0].primitive.name)
+    return reasons
 
 
 def _result_kinds(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
@@ -250,35 +231,3 @@ def _home(eqn: JaxprEqn, var_kinds: Mapping[Var, Kind], leaf_of: Mapping[Var, in
 def _scattered(leaf: int, var: Var) -> Kind:
     """The kind of an array from a leaf's home after the scatter."""
     return Total("sum") if form_of(var).size == 1 else Follows(leaf)
-
-
-# Decompositions: each costs about as many operations as a product of the matrix with itself.
-FACTORS = {
-    *("cholesky", "eig", "eigh", "geqrf", "householder_product", "lu", "qr", "schur", "svd"),
-    "triangular_solve",
-}
-
-
-def operations(eqn: JaxprEqn) -> int:
-    """Counts the operations of an equation, roughly.
-
-    A product has its multiplications and additions; other equations have an operation per element
-    of the result. A scan counts all its rounds, a conditional its costliest branch.
-    """
-    name = eqn.primitive.name
-    elements = sum(map(prod, map(_shape, eqn.outvars)))
-    if name == "dot_general":
-        shape = _shape(eqn.invars[0])
-        return 2 * elements * prod(map(shape.__getitem__, contracted_dims(eqn)))
-    if name == "cond":
-        return max(sum(map(operations, branch.jaxpr.eqns)) for branch in branches(eqn))
-    if name in FACTORS:
-        return elements * min(_shape(eqn.invars[0])[-2:], default=1)
-    inner = sum(map(operations, inner_equations(eqn)))
-    if name == "scan":
-        return scan_body(eqn)[1]["length"] * inner
-    return inner or elements
-
-
-def _shape(atom: Var | Literal) -> tuple[int, ...]:
-    return getattr(atom.aval, "shape", ())
