@@ -78,10 +78,7 @@ def plan_together(
     first_bucket_mb: float = 1,
     last_bucket_mb: float = 1,
 ) -> BucketPlan:
-    """Makes a plan in which leaves with one key in `together` share a bucket per dtype.
-
-    No cap closes that bucket. The further arguments are those of `make_plan`.
-    """
+    """Makes a plan in which leaves with one key in `together` share a bucket per dtype."""
     check_caps(bucket_cap_mb, first_bucket_mb, last_bucket_mb)
     if isinstance(order, str) or not (order is None or hasattr(order, "__iter__")):
         raise TypeError(
@@ -113,10 +110,7 @@ def plan_together(
 def _fill(
     leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], caps: Sequence[float]
 ) -> list[list[int]]:
-    """Fills buckets: one is open per dtype, and per key and dtype one that no cap closes.
-
-    `keys` lists the leaves in launch order. The k-th bucket that closes, of any dtype, has cap k.
-    """
+    """Fills buckets: one is open per dtype, and per key and dtype one that no cap closes."""
     filling: dict[tuple[np.dtype, Hashable | None], list[int]] = {}
     nbytes = Counter[tuple[np.dtype, Hashable | None]]()
     closed: list[list[int]] = []

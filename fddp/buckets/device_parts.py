@@ -46,10 +46,7 @@ def unpack_device_parts(
     where: Any,
     unpack: Callable[..., Any],
 ) -> tuple[list[Any], Any]:
-    """Unpacks gradients and tail from summed messages: the inverse of `pack_device_parts`.
-
-    `unpack` is `unpack_received`, or `unpack` if the messages did not leave.
-    """
+    """Unpacks gradients and tail from summed messages: the inverse of `pack_device_parts`."""
     specs = plan.treedef.flatten_up_to(where)
 
     def unpack_local(messages: Messages) -> tuple[list[Any], Any]:
@@ -64,11 +61,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def by_device(axes: tuple[str, ...], f: Function, in_specs: PyTree, out_specs: PyTree) -> Function:
-    """Turns `f`, which each device along `axes` runs on its parts, into a function of whole arrays.
-
-    The specs of arguments and results are those of `jax.shard_map`. Without axes `f` is returned
-    unchanged.
-    """
+    """Turns `f`, which devices along `axes` run on their parts, into a function of whole arrays."""
     if not axes:
         return f
     return over_axes(f, in_specs=in_specs, out_specs=out_specs, axis_names=set(axes))

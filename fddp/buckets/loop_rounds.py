@@ -77,11 +77,7 @@ def plan_with_rounds(
     order: Sequence[Travelling],
     **caps: Any,
 ) -> BucketPlan:
-    """Makes a plan in which the leaves of a loop share a bucket per dtype.
-
-    `order` lists the leaves as they become ready. The further arguments are those of
-    `plan_with_table_rows`.
-    """
+    """Makes a plan in which the leaves of a loop share a bucket per dtype."""
     if not any(entry.rounds > 1 for entry in order):
         indices = [entry.leaf for entry in order]
         return plan_with_table_rows(tree, touched, replicas, order=indices, **caps)

@@ -68,11 +68,7 @@ def map_shards(f: Callable[[Shard], Any], tree: PyTree) -> Any:
 
 
 def with_shards(layouts: PyTree, tree: PyTree, part: Callable[[ShardLayout, Any], Any]) -> Any:
-    """Replaces the arrays of a tree that have a layout by shards.
-
-    `layouts` is a tree like `tree`, with None for arrays that stay whole. `part` maps a layout and
-    an array to the shard's parts.
-    """
+    """Replaces the arrays of a tree that have a layout by shards."""
 
     def shard(layout: ShardLayout | None, x: Any) -> Any:
         return x if layout is None else Shard(part(layout, x), layout)

@@ -66,10 +66,7 @@ def nothing_to_compare(result: object) -> tuple[str, ...]:
 
 
 def described(title: str, tree: PyTree) -> list[str]:
-    """Describes a tree by one line for each leaf: title, path, dtype and shape.
-
-    The paths of classes without keys are numbers: then there is a line for each class, too.
-    """
+    """Describes a tree by one line for each leaf: title, path, dtype and shape."""
     named = jax.tree_util.tree_leaves_with_path(tree)
     words = [(title, leaf_name(path), _form(x)) for path, x in named]
     if any(isinstance(key, FlattenedIndexKey) for path, _ in named for key in path):

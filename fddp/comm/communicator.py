@@ -197,10 +197,7 @@ def _of_one(comm: Communicator) -> Communicator:
 
 
 def _exchanged_and_added(exchange: Callable[[Array], Array], rows: Array) -> Array:
-    """Reduce-scatters by an all-to-all of the same bytes, and a sum in order of replicas.
-
-    16-bit floats are added in 32 bits.
-    """
+    """Reduce-scatters by an all-to-all of the same bytes, and a sum in order of replicas."""
     return add_rows(mpi_word(exchange(rows))).astype(rows.dtype)
 
 

@@ -29,10 +29,7 @@ class Donation:
         self._results = list(map(weakref.ref, arrays))
 
     def fits(self, arrays: Sequence[Any]) -> bool:
-        """Returns True if all values are JAX arrays of the sharding, to be donated together.
-
-        None is donated already, and no two share memory.
-        """
+        """Returns True if all values are JAX arrays of the sharding, to be donated together."""
         if self._sharding is None:
             return False
         if not all(issubclass(kind, jax.Array) for kind in set(map(type, arrays))):

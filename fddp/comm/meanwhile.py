@@ -13,9 +13,6 @@ CLEAR = "\x1b[K"  # erases the rest of the line
 def reports(state: Callable[[], str], first_s: float, next_s: float) -> Iterator[None]:
     """Prints `fddp: {state()}` on stderr after `first_s` seconds, then every `next_s` seconds.
 
-    The reports end with the block. On a terminal each line overwrites the previous line if it fits.
-    Errors of the block pass through.
-
     >>> with reports(lambda: "waiting", 60.0, 60.0):
     ...     pass
     """

@@ -25,10 +25,7 @@ from fddp.jax_internals import CPU_OPTIONS, named_like, without_jit
 
 
 def mpi_placement(comm: Any) -> Placement:
-    """Makes the placement of one device per process, without a mesh.
-
-    `comm` is an mpi4py communicator for the collectives of losses only.
-    """
+    """Makes the placement of one device per process, without a mesh."""
     plain = rank_placement(comm.size)
     words = rank_words(comm.rank, comm.size, mpi_communicator(comm))
 

@@ -104,10 +104,7 @@ class Placement(NamedTuple):
 
 
 def trace(placement: Placement, f: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Any]:
-    """Traces a function of one replica to its program and the shapes of its results.
-
-    A function that needs several devices raises a ValueError on replicas of one device.
-    """
+    """Traces a function of one replica to its program and the shapes of its results."""
     axes = [(placement.axis_name, placement.axis_size)] if placement.axis_name else []
     try:
         with jax.sharding.use_abstract_mesh(placement.view):
@@ -215,10 +212,7 @@ def placed(x: Any, sharding: Sharding) -> Any:
 
 
 def from_process(sharding: Sharding, x: Any) -> jax.Array:
-    """Makes an array over several processes from this process's part.
-
-    The transfer is explicit to JAX's transfer guard.
-    """
+    """Makes an array over several processes from this process's part."""
     with asked_for():
         if sharding.is_fully_replicated:
             x = whole_here(x)

@@ -112,10 +112,7 @@ class SocketSend:
         sent: Sequence[np.ndarray],
         use: Callable[[slice, Sequence[np.ndarray]], None],
     ) -> None:
-        """Sends an array to each of some ranks; `use` takes what arrives, block by block.
-
-        While it takes a block, the next one travels.
-        """
+        """Sends an array to each of some ranks; `use` takes what arrives, block by block."""
         own = sent[ranks.index(self._rank)]
         count = max(BLOCK_BYTES // len(ranks) // own.itemsize, 1)
         arriving: tuple[slice, list[np.ndarray]] | None = None

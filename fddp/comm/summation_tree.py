@@ -52,9 +52,6 @@ def tree_sum(numbers: Sequence[Number], add: Callable[[Number, Number], Number])
 def merges(count: int) -> tuple[int, ...]:
     """Returns how many sums of the tree each of `count` numbers completes, in order.
 
-    A sum over a stack pushes a number, then adds the two topmost sums this many times. The stack's
-    height is at most log₂ of `count`, plus one.
-
     >>> merges(5)
     (0, 1, 1, 0, 2)
     """
@@ -68,11 +65,7 @@ def merges(count: int) -> tuple[int, ...]:
 def tree_reduce(
     comm: Communicator, message: Shaped[Array, " blocks*n"], blocks: int
 ) -> Shaped[Array, " n"]:
-    """Sums the blocks of all replicas in the tree, to the same bits on all replicas.
-
-    Each replica adds a part of the numbers, and the parts are all-gathered. With one block per
-    replica, it sends as many bytes as an all-reduce.
-    """
+    """Sums the blocks of all replicas in the tree, to the same bits on all replicas."""
     if comm.size == 2 and blocks == 1:
         return comm.all_reduce(message)  # two numbers have the same sum in either order
     size = message.shape[0] // blocks

@@ -48,10 +48,7 @@ def gathered(comm: Communicator, x: Shaped[Array, " n"]) -> Shaped[Array, " m"]:
 
 
 def plain(collective: Callable[[Communicator, Array], Array], rounds: int = 1) -> Reduce:
-    """Makes a reduction without memory of a collective, part by part in a loop of `rounds`.
-
-    `fused_loops` merges the loop with the one that computes the parts.
-    """
+    """Makes a reduction without memory of a collective, part by part in a loop of `rounds`."""
 
     def apply(comm: Communicator, message: Array, memory: Any) -> tuple[Array, Any]:
         if rounds == 1:
@@ -125,10 +122,7 @@ def summed(
     message: Shaped[Array, " n"],
     memory: PyTree,
 ) -> tuple[Shaped[Array, " n"], Any, UInt32[Array, ""]]:
-    """Sums one message over replicas, inside a program.
-
-    Returns the sum, the new memory, and the bytes that each replica sent (saturated at 2³² − 1).
-    """
+    """Sums one message over replicas, inside a program."""
     (total, new), nbytes = count_bytes(comm, reduction.apply, message, memory)
     return total, new, as_uint32(reduction.rounds * nbytes)
 

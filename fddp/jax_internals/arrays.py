@@ -44,10 +44,7 @@ def resharded(x: jax.Array, spec: PartitionSpec, mesh: Mesh | None = None) -> ja
 
 
 def rows_here(x: Any) -> Any:
-    """Returns this process's rows of an array on several processes, and other values unchanged.
-
-    An array that is cut along another dim, so that no process has whole rows, is a ValueError.
-    """
+    """Returns this process's rows of an array on several processes, and other values unchanged."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return x
     if x.is_fully_replicated:

@@ -46,8 +46,7 @@ def make_program(
 ) -> ClosedJaxpr:
     """Makes a program of equations of the program `like`, in an order in which they can run.
 
-    `consts` has the values of all variables that are neither inputs nor made by an equation. Relies
-    on the constructors of programs and on `debug_info.with_unknown_names`.
+    Relies on the constructors of programs and on `debug_info.with_unknown_names`.
     """
     consts = consts or {}
     effects = frozenset().union(*(eqn.effects for eqn in eqns))

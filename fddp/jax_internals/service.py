@@ -33,10 +33,7 @@ def serve_briefly(address: str, size: int) -> None:
 
 
 def _started(address: str, size: int, *, recoverable: bool) -> Any:
-    """Starts the service, and reports on stdout; None if it cannot start.
-
-    With `recoverable` a process that leaves ends no other.
-    """
+    """Starts the service, and reports on stdout; None if it cannot start."""
     times = {"heartbeat_timeout": HEARTBEAT_S, "shutdown_timeout": SHUTDOWN_S}
     try:
         from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]

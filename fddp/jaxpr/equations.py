@@ -134,10 +134,7 @@ def makers(
 
 
 def cheap(eqn: JaxprEqn) -> bool:
-    """Returns True if XLA fuses an equation into its neighbours, at next to no cost.
-
-    Such equations are elementwise, without transcendental functions, or rearrange elements.
-    """
+    """Returns True if XLA fuses an equation into its neighbours, at next to no cost."""
     if eqn.primitive.name in WRAPPERS | OWN_DERIVATIVE:
         return all(map(cheap, inner_equations(eqn)))
     return eqn.primitive.name in CHEAP

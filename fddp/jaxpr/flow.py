@@ -22,10 +22,6 @@ def flow(
 ) -> Callable[[Var | Literal], Fact]:
     """Computes a fact about each value of a program; returns value → fact.
 
-    `inputs` are the facts of the program's inputs, and `source` gives those of literals and
-    constants. `through` maps an equation and the facts of its inputs to the facts of its outputs;
-    it is called once for each equation, in order.
-
     >>> import jax
     >>> program = jax.make_jaxpr(lambda x, y: x * y + 1.0)(1.0, 2.0).jaxpr
     >>> depth = flow(program, [0, 5], lambda eqn, depths: [max(depths) + 1], lambda literal: 0)
@@ -47,10 +43,7 @@ def flow(
 def joined(
     jaxpr: Jaxpr, inputs: Sequence[Fact], join: Callable[[list[Fact]], Fact], empty: Fact
 ) -> Callable[[Var | Literal], Fact]:
-    """Computes a fact about each value: the join of those about all inputs of its equation.
-
-    Literals and constants have the fact `empty`.
-    """
+    """Computes a fact about each value: the join of those about all inputs of its equation."""
 
     def through(eqn: JaxprEqn, facts: list[Fact]) -> list[Fact]:
         return [join(facts)] * len(eqn.outvars)

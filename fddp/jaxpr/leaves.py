@@ -33,10 +33,7 @@ def join_leaves(chosen: Sequence[int], trainable: Sequence[Any], fixed: Sequence
 
 
 def refuse_deleted(state: Any) -> None:
-    """Raises a ValueError if an array of a state was donated.
-
-    JAX would crash, or wait forever, in a process with several devices.
-    """
+    """Raises a ValueError if an array of a state was donated."""
     if is_used_up(state):
         raise used_up()
 

@@ -110,10 +110,7 @@ def _flow_of_scan(eqn: JaxprEqn, inputs: Sets, choose: Choose) -> Sets:
 
 
 def _rounds(body: Callable[[Sets], Sets], carry: Sets) -> tuple[list[Sets], int]:
-    """Computes the sets of a loop's carry before each round, until they repeat.
-
-    The second result is the round at which the cycle starts.
-    """
+    """Computes the sets of a loop's carry before each round, until they repeat."""
     rounds = [carry]
     while (after := body(rounds[-1])) not in rounds:
         rounds.append(after)

@@ -114,10 +114,7 @@ def _shown(value: Any) -> str:
 
 
 def check_callable(call: str, name: str, value: Any) -> Callable[..., Any]:
-    """Returns a function unchanged; raises TypeError for other values, and for Flax modules.
-
-    Modules are callable, and PyTorch's DDP takes them.
-    """
+    """Returns a function unchanged; raises TypeError for other values, and for Flax modules."""
     kind = value
     if not isinstance(kind, type):
         kind = type(value)

@@ -33,10 +33,7 @@ def folded(
     micro_batch: Int[ArrayLike, ""],
     replica: Int[ArrayLike, ""],
 ) -> Any:
-    """Returns the plain keys of one micro-batch of one replica, from a tree of keys or None.
-
-    `step` counts synchronized steps, `micro_batch` the micro-batches since the last one.
-    """
+    """Returns the plain keys of one micro-batch of one replica, from a tree of keys or None."""
 
     def fold(key: Any) -> Any:
         if isinstance(key, Shared):

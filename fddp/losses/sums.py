@@ -57,11 +57,7 @@ def contribute(
     *,
     find_unused: bool = False,
 ) -> Pending:
-    """Adds one micro-batch's gradients, loss and metrics to the pending sums.
-
-    `chosen` are the indices of the trained leaves, `key` the random keys of this micro-batch or
-    None. With `find_unused`, `Sums.used` marks the trained leaves that the loss used.
-    """
+    """Adds one micro-batch's gradients, loss and metrics to the pending sums."""
     loss, trainable = _of_leaves(objective, chosen, params, pending, key, micro_batch)
 
     used = None
@@ -139,10 +135,7 @@ def add_trees(a: PyTree, b: PyTree) -> Any:
 
 
 def in_unit(pending: Pending, unit: Int[Array, ""]) -> Sums | None:
-    """Converts pending sums to `unit` rows per unit of weight.
-
-    They may come from a step that another batch size has settled, through a checkpoint.
-    """
+    """Converts pending sums to `unit` rows per unit of weight."""
     if pending.sums is None:
         return None
     # In float64 under x64, where int32 / int32 would be float32.

@@ -38,9 +38,6 @@ class Divided(NamedTuple):
 def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any = SCALAR) -> Divided:
     """Divides an optimizer's update over ranks, as far as its program allows.
 
-    `params` and `loss`, the mean loss for optimizers with an argument `value`, may be
-    `jax.ShapeDtypeStruct`s.
-
     >>> import jax, optax
     >>> params = {
     ...     "b": jax.ShapeDtypeStruct((3,), "float32"),
@@ -84,11 +81,7 @@ def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any =
 
 
 def kinds_of_state(opt_state: PyTree, params: PyTree, param_kinds: Any = None) -> Any:
-    """Finds the kind of each array of an optimizer's state.
-
-    An array for a parameter lies in parts as the parameter does; a single number is equal on all
-    ranks. Without `param_kinds`, a tree like `params`, each parameter follows its own leaf.
-    """
+    """Finds the kind of each array of an optimizer's state."""
     if param_kinds is None:
         param_kinds = jax.tree.unflatten(
             jax.tree.structure(params), map(Follows, range(len(jax.tree.leaves(params))))
@@ -108,10 +101,7 @@ def kinds_of_state(opt_state: PyTree, params: PyTree, param_kinds: Any = None) -
 
 
 def _alike(after: Kind, before: Kind) -> Kind:
-    """Returns `Whole` for an output that differs in kind from its input at the next step.
-
-    Equal numbers may replace parts.
-    """
+    """Returns `Whole` for an output that differs in kind from its input at the next step."""
     match after, before:
         case Follows(leaf), Same():
             return Whole(frozenset({leaf}), "a state that is in parts only afterwards")

@@ -25,8 +25,6 @@ SKIPPING = (DynamicScaleState, optax.ApplyIfFiniteState, optax.MultiStepsState)
 def recorded(opt_state: PyTree, name: str) -> Float[Array, ""] | None:
     """Finds the number that an optimizer recorded as `name`; None unless exactly one matches.
 
-    The name is a measure of `optax.snapshot` or an argument of `optax.inject_hyperparams`.
-
     >>> import jax.numpy as jnp, optax
     >>> optimizer = optax.chain(optax.snapshot("grad_norm", optax.tree.norm), optax.sgd(0.1))
     >>> recorded(optimizer.init(jnp.array([3.0, 4.0])), "grad_norm")

@@ -13,10 +13,7 @@ from jaxtyping import PyTree
 def optimizer_laid_out(
     axes: tuple[str, ...], opt_state: PyTree, params: PyTree, param_specs: Any
 ) -> Any:
-    """Constrains the layout of an optimizer's state along the mesh axes inside a replica.
-
-    An array of its parameter's shape gets the spec of that parameter; all others are replicated.
-    """
+    """Constrains the layout of an optimizer's state along the mesh axes inside a replica."""
     if not axes:
         return opt_state
 
@@ -39,10 +36,7 @@ def map_state(
     map_params: Callable[..., Any], map_leaf: Callable[..., Any], params: PyTree, *states: Any
 ) -> Any:
     """Maps one function over the subtrees of optimizer states like `params`, another over all other
-    leaves, such as step counts.
-
-    A subtree has the structure of `params`, with `optax.MaskedNode` for untrained parameters.
-    """
+    leaves, such as step counts."""
     # `optax.tree_map_params` calls the optimizer with placeholders, which break functions that
     # label parameters by their path. So subtrees are recognized by structure.
 

@@ -52,10 +52,7 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
 
 
 def _check_program(replica: Replica, agreed: Agreed, state: TrainState, batch: PyTree) -> None:
-    """Raises ValueError if a batch's program reaches leaves outside the plan.
-
-    A batch of another form may have another program.
-    """
+    """Raises ValueError if a batch's program reaches leaves outside the plan."""
     planned = {i for bucket in agreed.plan.buckets for i in bucket.leaves}
     left_out = {i for i in agreed.chosen if agreed.plan.leaves[i].nbytes and i not in planned}
     if left_out:

@@ -188,8 +188,6 @@ PAIRS = (
 def refuse(features: Mapping[str, str]) -> None:
     """Raises ValueError if two features of a step are incompatible.
 
-    `features` maps each feature of the table to its name in the error message.
-
     >>> refuse({"hook": "hook=bf16", "shard": "shard='state'"})
     """
     for pair in PAIRS:

@@ -151,8 +151,7 @@ def contribution(replica: Replica, state: TrainState, micro_batch: PyTree) -> Su
 
 
 def marked_paths(replica: Replica, state: TrainState, micro_batch: PyTree) -> tuple[bool, ...]:
-    """Marks the trained leaves with a path to the loss; all, without
-    `find_unused_parameters`."""
+    """Marks the trained leaves with a path to the loss; all, without `find_unused_parameters`."""
     if not replica.options.find_unused_parameters:
         return (True,) * len(replica.chosen(state.params))
     return reached(*_arguments(replica, state, micro_batch))

@@ -45,10 +45,7 @@ Part: TypeAlias = Callable[[ShardLayout, Any], Any]
 
 
 def laid_out_state(replica: Replica, state: TrainState, part: Part) -> TrainState:
-    """Replaces the arrays of a state that replicas hold in parts by shards.
-
-    `part` maps a layout and a whole array, or its shape and dtype, to the shard's parts.
-    """
+    """Replaces the arrays of a state that replicas hold in parts by shards."""
     trees = replica.trained(state.params), state.opt_state, state.model_state
     layouts = replica.way.layouts(replica, trees)
     whole = state.params, state.opt_state, state.model_state
@@ -57,10 +54,7 @@ def laid_out_state(replica: Replica, state: TrainState, part: Part) -> TrainStat
 
 
 def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
-    """Returns shapes and dtypes of a step's state, with the shards of all replicas in one array.
-
-    `state` has whole arrays, or their shapes and dtypes.
-    """
+    """Returns shapes and dtypes of a step's state, with the shards of all replicas in one array."""
     count = replica.group.placement.replicas_in_array
 
     def form(layout: ShardLayout, x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

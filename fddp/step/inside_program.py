@@ -18,11 +18,7 @@ from fddp.step.state import TrainState, check_state
 
 
 def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any:
-    """Runs a settled step inside the user's program, in `jax.jit` or `jax.lax.scan`.
-
-    `batch` has the rows of all processes. Raises TypeError if the step is not settled, needs the
-    host, or is differentiated or mapped.
-    """
+    """Runs a settled step inside the user's program, in `jax.jit` or `jax.lax.scan`."""
     if settled is None:
         raise _not_inside(
             "its first batch settles it, outside of jit, as step.lower(state, batch) does"

@@ -20,7 +20,6 @@ class TrainState(NamedTuple):
 
     A step donates its input state: the next state reuses the memory. Another object that shares
     those arrays (a Flax module, for example) must copy them first. `donate=False` turns this off.
-
     """
 
     step: Int[Array, ""]

@@ -65,10 +65,7 @@ class Way:
         return jax.tree.map(lambda x: None, whole)
 
     def gathered(self, group: Group, state: TrainState, replicated: TrainState) -> TrainState:
-        """Returns the replicated part of a state with whole parameters, for `no_sync`.
-
-        Collective.
-        """
+        """Returns the replicated part of a state with whole parameters, for `no_sync`."""
         del group, state
         return replicated
 

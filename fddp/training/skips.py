@@ -24,10 +24,7 @@ class Skips:
     def note(
         self, group: Group, plan: BucketPlan, chosen: tuple[int, ...], number: int, info: StepInfo
     ) -> None:
-        """Adds step `number`, then counts and prints the skipped steps among those that have ended.
-
-        `plan` has the ready order of leaves, and `chosen` the numbers of the trained leaves.
-        """
+        """Adds step `number`, then counts and prints the skipped steps that have ended."""
         if info.skipped is None:
             return
         self._going.append((number, info))

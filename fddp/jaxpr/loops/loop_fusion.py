@@ -127,11 +127,7 @@ def _in_order(jaxpr: Jaxpr, guests: Guests, read_values: set[Var]) -> list[Jaxpr
 def _run_fused(
     host: JaxprEqn, inside: Sequence[tuple[JaxprEqn, Origin]], read_values: set[Var], read: Read
 ) -> list[Any]:
-    """Runs a loop with other loops fused into it.
-
-    Returns its outputs, with None in place of those without a reader, and the list of the fused
-    loops' outputs.
-    """
+    """Runs a loop with other loops fused into it."""
     body, options = scan_body(host)
     length = options["length"]
     consts, carry, layered = loop_parts(host, host.invars)
@@ -177,12 +173,7 @@ def _one_round(
 def run_scan(
     loop: JaxprEqn, args: Sequence[Any], rows: Any, run_round: Callable[[list[Any], Any], list[Any]]
 ) -> list[Any]:
-    """Runs a `scan` under a trace, with `run_round` in place of its body; returns its outputs.
-
-    `args` start with the values of the loop's constants and carry, and `rows` is a tree of arrays
-    with an entry per round. `run_round` maps [*constants, *carry] and the entries of a round to the
-    new carry, followed by the round's other outputs.
-    """
+    """Runs a `scan` under a trace, with `run_round` in place of its body; returns its outputs."""
     consts, carry, _ = loop_parts(loop, args)
 
     def body(state: list[Any], entries: Any) -> tuple[list[Any], list[Any]]:

@@ -86,10 +86,7 @@ def kinds_of(kinds: Mapping[Var, Kind], atoms: Iterable[Var | Literal]) -> list[
 
 
 def made(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
-    """Computes the kinds of an equation's results from those of its inputs.
-
-    The equation is not one of `CALLS`, nor a conditional whose branches have kinds of their own.
-    """
+    """Computes the kinds of an equation's results from those of its inputs."""
     total = _total(eqn, inputs)
     if total:
         return [total]

@@ -139,10 +139,7 @@ def _result_kinds(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
 def _on_parts(
     eqns: Iterable[JaxprEqn], var_kinds: dict[Var, Kind]
 ) -> tuple[list[OnParts], list[JaxprEqn], dict[Any, None]]:
-    """Selects the equations that can run on parts without a further collective.
-
-    Returns them, the remaining equations, and the totals that these wait for.
-    """
+    """Selects the equations that can run on parts without a further collective."""
     steps = list[OnParts]()
     remaining = list[JaxprEqn]()
     totals = dict[Any, None]()
@@ -202,10 +199,7 @@ def _visits(
 
 
 def _home(eqn: JaxprEqn, var_kinds: Mapping[Var, Kind], leaf_of: Mapping[Var, int]) -> int | None:
-    """Finds the leaf whose home must apply an equation; None if no home can or must.
-
-    `leaf_of` maps a variable that is computed at a home to the leaf.
-    """
+    """Finds the leaf whose home must apply an equation; None if no home can or must."""
     read = set(variables(eqn.invars))
     from_home = read & leaf_of.keys()
     outer = read - from_home

@@ -157,10 +157,7 @@ def _widened(contribution: Contribution) -> Contribution:
 
 
 def check_order(replica: Replica) -> None:
-    """Checks that the replicas of the processes follow each other along the axis, by rank.
-
-    Raises ValueError if they do not: a process would read rows of other virtual replicas.
-    """
+    """Checks that the replicas of the processes follow each other along the axis, by rank."""
     group = replica.group
     local = group.size // group.processes
     numbers = [int(x[0]) for x in group.placement.each(_numbers(group))]
