@@ -6,7 +6,7 @@ layer by layer.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jaxtyping import PyTree
@@ -34,14 +34,7 @@ from fddp.step.replica import Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
 
 
-class FirstBatch(NamedTuple):
-    """What one rank reads off its first batch and the gradients' program."""
-
-    common: Common
-    seen: Seen
-
-
-def look(replica: Replica, state: TrainState, batch: PyTree) -> FirstBatch:
+def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Seen]:
     """Checks the first state and batch, and reads the gradients' program."""
     check_state(state)
     check_batch(replica, batch)
@@ -70,12 +63,15 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> FirstBatch:
         outputs=outputs,
         collectives=tuple(sorted(collectives(program))),
     )
-    return FirstBatch(common, seen)
+    return common, seen
 
 
-def described_batch(replica: Replica, batch: PyTree, call: str, first: FirstBatch) -> list[str]:
+def described_batch(
+    replica: Replica, batch: PyTree, call: str, first: tuple[Common, Seen]
+) -> list[str]:
     """Lists the facts that must be equal on all ranks, one per line."""
-    state = first.common.state
+    common, _ = first
+    state = common.state
     return [
         f"call {call}",
         repr(replica.options),
@@ -85,7 +81,7 @@ def described_batch(replica: Replica, batch: PyTree, call: str, first: FirstBatc
         *described("parameter", state.params),
         *described("model_state", state.model_state),
         *described("rng", state.rng),
-        *described("loss and aux", first.common.outputs),
+        *described("loss and aux", common.outputs),
     ]
 
 

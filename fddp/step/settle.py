@@ -77,11 +77,10 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
     """Settles a step with this rank's first batch. Collective; an error is raised on every rank."""
     group = replica.group
     describe = partial(described_batch, replica, batch, call)
-    first = verify(group, FIRST_BATCH, partial(look, replica, state, batch), describe)
-    seen: list[Seen] = group.all_gather_object(first.seen)
+    common, local = verify(group, FIRST_BATCH, partial(look, replica, state, batch), describe)
+    seen: list[Seen] = group.all_gather_object(local)
     for remark in remarks(seen):
         group.print(remark, file=sys.stderr)
-    common = first.common
     forms = forms_of(common.state.params)
     unit = np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches
     objective = params_checked(replica, forms, replica.objective)
