@@ -146,7 +146,7 @@ def test_it_does_so_on_other_schedules(group, name, schedule):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(group, name):
+def test_what_asks_for_more_than_a_step_has_is_refused_by_init(group, name):
     for optimizer in (
         optimizer_by_name(name),
         optax.chain(optax.clip(1.0), optimizer_by_name(name)),
@@ -156,7 +156,7 @@ def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(gr
             TypeError,
             match=rf"the optimizer's update asks for {REFUSED[name]}.* which a step does not have",
         ):
-            fddp.train_step(loss_fn, optimizer, group=group(1))
+            fddp.train_step(loss_fn, optimizer, group=group(1)).init(PARAMS)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +173,7 @@ def test_so_is_every_other_that_asks_for_a_function(group, optimizer, argument):
     with pytest.raises(
         TypeError, match=rf"asks for {argument}, which a step does not have.*linesearch=None"
     ):
-        fddp.train_step(loss_fn, optimizer, group=group(1))
-
-
-def test_what_only_the_parameters_show_is_refused_by_init(group):
-    labels = {"layer": "search", "bias": "rest"}  # for other names than those made up
-    optimizer = optax.partition({"search": optax.lbfgs(), "rest": optax.sgd(0.1)}, labels)
-    step = fddp.train_step(lambda p, x: loss_fn(p["layer"], x), optimizer, group=group(1))
-    with pytest.raises(TypeError, match="asks for value_fn, which a step does not have"):
-        step.init({"layer": PARAMS, "bias": np.ones(2, np.float32)})
+        fddp.train_step(loss_fn, optimizer, group=group(1)).init(PARAMS)
 
 
 def test_lbfgs_without_a_line_search_trains(group):
