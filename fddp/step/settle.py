@@ -47,8 +47,6 @@ class Settled(NamedTuple):
     replica: Replica
     """One replica's part of the step, with the first batch's rows as unit of weight."""
     agreed: Agreed
-    layout: TrainState
-    """Layout of the state: a tree of `PartitionSpec`s."""
     runner: Runner
     """The step as the schedule runs it."""
     accumulate: jax.stages.Wrapped
@@ -93,7 +91,6 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
     return Settled(
         replica=replica,
         agreed=agreed,
-        layout=layout,
         runner=replica.way.runner(SCHEDULES[replica.options.schedule], _in_lane(replica), agreed),
         accumulate=accumulating(group.placement, replica),
         admitted=Admitted((fit,), frozenset({form_of_batch(batch)}), share),
