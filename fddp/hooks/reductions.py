@@ -22,7 +22,7 @@ from fddp.comm import (
     count_bytes,
 )
 from fddp.hooks.hook import GradBucket, Hook, State
-from fddp.hooks.table_rows import sum_of_table
+from fddp.hooks.touched_rows import sum_of_table
 
 # The memory for each message of a plan; empty without a hook.
 Memory = tuple[Any, ...]

@@ -10,7 +10,7 @@ import pytest
 from fddp.buckets import plan_with_table_rows
 from fddp.buckets.table_rows import WORTH_BYTES
 from fddp.comm import axis_communicator
-from fddp.hooks.table_rows import sum_of_table
+from fddp.hooks.touched_rows import sum_of_table
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 ALL = 70_000  # rows: more than 16 bits count
