@@ -85,6 +85,7 @@ def test_the_page_says_which_jax_and_python_are_supported():
 
 
 @pytest.mark.steps
+@pytest.mark.steps
 @built_with_uv
 def test_the_wheel_holds_the_packages_files_and_nothing_else(built):
     listed = subprocess.run(
@@ -98,6 +99,7 @@ def test_the_wheel_holds_the_packages_files_and_nothing_else(built):
     assert contents["fddp/__init__.py"] == (ROOT / "fddp" / "__init__.py").read_bytes()
 
 
+@pytest.mark.steps
 @built_with_uv
 def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp_path):
     run(UV, "build", "--quiet", "--wheel", "--out-dir", tmp_path, ROOT, cwd=tmp_path)
@@ -111,6 +113,7 @@ def test_the_source_archive_builds_the_wheel_that_the_checkout_builds(built, tmp
 ### The page of a package index
 
 
+@pytest.mark.steps
 @built_with_uv
 @pytest.mark.parametrize("repository", ["", "https://example.org/us/fddp"])
 def test_an_index_page_links_to_the_versions_files_if_there_is_a_repository(

@@ -144,6 +144,7 @@ def test_a_stranger_that_sends_single_bytes_is_dropped_in_time(monkeypatch: pyte
                 time.sleep(0.1)
 
 
+@pytest.mark.ranks
 def test_a_world_that_has_ended_leaves_no_threads():
     script = (
         "import jax, numpy as np\n"
@@ -166,6 +167,7 @@ def test_a_world_that_has_ended_leaves_no_threads():
     assert second == last, outcome.stdout
 
 
+@pytest.mark.ranks
 def test_an_error_ends_a_rank_whose_copy_does_not_arrive():
     script = (
         "import socket\n"

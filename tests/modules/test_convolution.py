@@ -101,6 +101,7 @@ def test_dots_have_a_forward_mode(x64):
     close(tangent, 2 * output, rtol=1e-11)  # linear in each
 
 
+@pytest.mark.steps
 def test_dots_add_in_32_bits():
     # In bfloat16 1 + 2⁻⁹ is 1, and so would be all further sums.
     x = jnp.full((1, 33, 1), 2.0**-9, jnp.bfloat16).at[0, 0].set(1)
@@ -139,6 +140,7 @@ def test_flax_takes_the_function(x64):
     close(results[1], results[0], rtol=1e-11)
 
 
+@pytest.mark.steps
 def test_a_step_trains_with_it_as_with_xlas_convolution(group, x64):
     batch = np.random.default_rng(6).normal(size=(8, 4, 4, 2))
     kernel = jnp.asarray(np.random.default_rng(7).normal(size=(3, 3, 2, 32)))

@@ -110,6 +110,7 @@ def impatient(script: Path, *words: str) -> subprocess.Popen[bytes]:
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("words", [(), ("--elastic",)], ids=["together", "elastic"])
 def test_a_slow_reader_receives_all_output_after_the_end_of_the_ranks(
     words: tuple[str, ...], tmp_path: Path
@@ -123,6 +124,7 @@ def test_a_slow_reader_receives_all_output_after_the_end_of_the_ranks(
     assert (job.returncode, err, out.count(b"\n")) == (0, b"", 9_999)
 
 
+@pytest.mark.ranks
 def test_a_process_that_outlives_its_rank_and_prints_does_not_delay_the_end(tmp_path: Path):
     script = tmp_path / "script.py"
     prints = "for k in $(seq 80); do echo alive; sleep 0.1; done"
@@ -134,6 +136,7 @@ def test_a_process_that_outlives_its_rank_and_prints_does_not_delay_the_end(tmp_
     assert job.returncode == 0 and out.count(b"alive") < 60
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 5), (signal.SIGINT, 128 + 9)], ids=["TERM", "INT"]
 )
@@ -156,6 +159,7 @@ def test_a_rank_of_an_elastic_job_has_unlimited_time_after_sigterm_alone(
     assert job.returncode == code and "Traceback" not in err, err
 
 
+@pytest.mark.ranks
 def test_no_rank_outlives_fddp_run_though_it_is_killed(tmp_path: Path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -188,6 +192,7 @@ def test_a_folder_is_no_command(tmp_path: Path):
         read_command([str(tmp_path)], module=False)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_parent_that_ignores_sigchld_hides_no_exit_code(code: int):
     ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
@@ -199,6 +204,7 @@ def test_a_parent_that_ignores_sigchld_hides_no_exit_code(code: int):
     assert completed.returncode == code, completed.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT])
 def test_signals_of_schedulers_reach_the_ranks(number: signal.Signals):
     waits = (

@@ -12,6 +12,7 @@ from trees import same_bits
 
 import fddp
 
+pytestmark = pytest.mark.steps
 X = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(4, 2)).astype(np.float32)
 OPTIMIZER = optax.chain(optax.sgd(0.1, momentum=0.9), optax.ema(0.5))
