@@ -15,7 +15,7 @@ from fddp.losses import not_numeric, rows_of_batch
 from fddp.step.admission import admit, form_of_batch
 from fddp.step.checks import refuse_nan_checks, refuse_transformations, verify_collectives
 from fddp.step.replica import Replica
-from fddp.step.schedules import StateInFlight, StepInputs
+from fddp.step.schedules import StateInFlight, StepInputs, finished
 from fddp.step.settle import Settled, Use, settle
 from fddp.step.state import TrainState, check_state
 
@@ -134,8 +134,8 @@ def with_local_parts(
     """Puts a replica's shards and the hook's memory back into a step's result."""
     if settled.replica.way.apart and not isinstance(result[0], StateInFlight):
         result = insert_shards(result, shards)
-    if isinstance(result[0], TrainState) and jax.tree.leaves(state.hook_state):
-        hook_state = by_leaf(settled.plan, state.hook_state, memory)
+    if isinstance(result[0], TrainState) and jax.tree.leaves(finished(state).hook_state):
+        hook_state = by_leaf(settled.plan, finished(state).hook_state, memory)
         result = result[0]._replace(hook_state=hook_state), *result[1:]
     return result
 

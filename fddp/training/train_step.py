@@ -165,6 +165,7 @@ class TrainStep(SettledStep):
           ValueError: with `virtual_replicas`.
         """
         check_no_sync(self._replica)
+        state = finished(state)
         self._settled, args = ready(
             self._settled, self._replica, self._use, state, batch, "no_sync"
         )

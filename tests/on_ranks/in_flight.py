@@ -73,6 +73,19 @@ def a_state_in_flight_is_finished_where_it_is_read_and_trains_on(group: fddp.Gro
 
 
 @claim(backends=("mpi", "gloo"))
+def a_state_in_flight_is_taken_by_no_sync_and_by_a_step_of_another_schedule(group: fddp.Group):
+    rows = batches(group, 4)
+    joined = [rows[0], np.concatenate(rows[1:3]), rows[3]]
+    expected = by_plain_jax(loss, ADAM, net(), joined).params
+    step = eager_step(group)
+    state, _ = trained(step, group, rows[:1])
+    state, _ = step.no_sync(state, mine(group, rows[1]))
+    state, _ = step(state, mine(group, rows[2]))
+    state, _ = step.with_options(schedule="overlap")(state, mine(group, rows[3]))
+    close(state.params, expected, rtol=1e-3, atol=1e-5)
+
+
+@claim(backends=("mpi", "gloo"))
 def a_scan_of_eager_steps_has_the_bits_of_a_loop_of_them(group: fddp.Group):
     rows = batches(group, 5)
     step = eager_step(group)
