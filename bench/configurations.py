@@ -178,8 +178,8 @@ def trained(drawn: Drawn) -> str:
     return ""
 
 
-def step_of(drawn: Drawn) -> fddp.TrainStep:
-    """The step of a configuration."""
+def step_of(drawn: Drawn, group: fddp.Group | None = None) -> fddp.TrainStep:
+    """The step of a configuration; None: on the first devices of this process."""
     optimizer: Any = optimizer_of(drawn)
     if drawn.scale:
         interval = plain.GROWTH_INTERVAL
@@ -190,7 +190,8 @@ def step_of(drawn: Drawn) -> fddp.TrainStep:
         optimizer = fddp.local_steps(
             optimizer, **{**drawn.local, "outer": OUTER[drawn.local["outer"]]()}
         )
-    group = fddp.mesh_group(jax.sharding.Mesh(np.array(jax.devices()[: drawn.replicas]), "replica"))
+    devices = np.array(jax.devices()[: drawn.replicas])
+    group = group or fddp.mesh_group(jax.sharding.Mesh(devices, "replica"))
     if drawn.hosts > 1:
         group = group.hierarchical(local=drawn.replicas // drawn.hosts)
     options: dict[str, Any] = dict(drawn.options)

@@ -66,7 +66,7 @@ NEAREST: dict[str, tuple[str, ...]] = {
     ),
     "hooks": (
         *on_ranks("hooks"),
-        *("tests/sharding/test_shard_pairs.py", "tests/sharding/test_shard.py"),
+        *("tests/sharding/test_shard.py", "tests/step/test_cases.py"),
     ),
     "jax_internals": (
         *("tests/test_jax_internals.py", "tests/jaxpr"),

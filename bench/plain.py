@@ -280,7 +280,7 @@ class _Plain:
     def _updated(
         self, replica_state: Replica, grads: Any, used: set[str] | frozenset[str]
     ) -> tuple[Replica, bool]:
-        """An update, and True if `skip_nonfinite` left it out."""
+        """An update, and True if it was left out, and the buffers with it."""
         drawn = self.drawn
         finite = _finite(grads)
         if drawn.scale:
@@ -288,10 +288,8 @@ class _Plain:
             grows = good >= GROWTH_INTERVAL
             scale = replica_state.scale * (0.5 if not finite else 2 if grows else 1)
             replica_state = replica_state._replace(scale=scale, good=0 if grows else good)
-        if not finite and drawn.options.get("skip_nonfinite"):
+        if not finite and (drawn.scale or drawn.options.get("skip_nonfinite")):
             return replica_state, True
-        if not finite and drawn.scale:
-            return replica_state, False
         params, opt_state = self.update[self.inner](
             grads, replica_state.opt_state, replica_state.params
         )
@@ -299,7 +297,8 @@ class _Plain:
             params = {n: x if n in used else replica_state.params[n] for n, x in params.items()}
             moves = {name: name in used for name in params}
             opt_state = _put_back(opt_state, replica_state.opt_state, moves)
-        return replica_state._replace(params=params, opt_state=opt_state), False
+        skipped = not finite and drawn.optimizer == "apply_if_finite"
+        return replica_state._replace(params=params, opt_state=opt_state), skipped
 
 
 def _moved(optimizer: Any) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """The schedules of a claim about a feature.
 
-`test_schedule.py` claims that "after" gives the results of "overlap" for a loss with all features.
-So a feature is tested under "overlap", and under "after" in the slow tier.
+`step/test_cases.py` claims that each feature trains under "after". So a feature's own file tests it
+under "overlap", and under "after" in the slow tier.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Parts of arrays, one for each replica."""
+"""An array is cut into parts, one for each replica, and the parts are joined to the array."""
 
 from dataclasses import replace
 

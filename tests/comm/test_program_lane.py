@@ -1,4 +1,4 @@
-"""Claims about the order of a lane's programs; `on_ranks/one_program.py` has those on ranks."""
+"""A program of a lane waits for the messages of the program before it."""
 
 from types import SimpleNamespace
 from typing import Any

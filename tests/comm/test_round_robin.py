@@ -1,5 +1,5 @@
-"""Groups that take the buckets in turn; several processes are held to it in
-`on_ranks/round_robin.py`."""
+"""Groups that take the buckets in turn are those of the same replicas; `on_ranks/round_robin.py`
+has the claims on ranks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Claims about a lane's messages over TCP; `on_ranks/one_program.py` has those of steps."""
+"""A lane's messages over TCP arrive, and are added in order of ranks."""
 
 import socket
 import threading

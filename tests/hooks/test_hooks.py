@@ -5,7 +5,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -256,13 +256,6 @@ def test_adasum_of_equal_gradients_is_their_mean_and_of_orthogonal_ones_their_su
     )
 
 
-def test_topk_of_everything_is_the_plain_sum(group):
-    rows = normal(REPLICAS, 6, 4)
-    np.testing.assert_allclose(
-        reduced(group, hooks.topk(1.0), rows)[0][0], rows.sum(0), rtol=1e-6, atol=1e-6
-    )
-
-
 def test_topk_of_float64_loses_no_digit(group, x64):
     rows = np.random.default_rng(1).normal(size=(REPLICAS, 7))
     np.testing.assert_allclose(
@@ -346,25 +339,6 @@ def trained(
         state, info = step(state, X)
         infos.append(info)
     return state, infos
-
-
-# Quantization does so in test_schedule.py, with all other features.
-@pytest.mark.quick("topk")
-@pytest.mark.parametrize("hook", tier(LOSSY, "topk", "bf16 powersgd"))
-def test_a_hook_does_the_same_on_every_schedule_with_accumulation_and_no_sync(group, hook):
-    results = [
-        trained(group, hook, schedule=name, accumulation_steps=2) for name in ("overlap", "after")
-    ]
-    for state, infos in results[1:]:
-        close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-        jax.tree.map(
-            close,
-            (state.params, state.hook_state),
-            (results[0][0].params, results[0][0].hook_state),
-        )
-        assert [info.sent.tolist() for info in infos] == [
-            info.sent.tolist() for info in results[0][1]
-        ]
 
 
 @SCHEDULES

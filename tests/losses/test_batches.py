@@ -96,16 +96,6 @@ def test_a_batch_may_be_any_tree_of_arrays_and_numbers(
     close((loss, *grad), (mean([graph(0), graph(1)])[0], *mean([graph(0), graph(1)])[1]))
 
 
-@pytest.mark.parametrize("options", [{}, {"virtual_replicas": 4, "accumulation_steps": 1}])
-def test_stacked_batches_go_to_replicas_and_micro_batches_in_turn(
-    group: Groups, x64: None, options: Any
-):
-    options = {"accumulation_steps": 2} | options
-    graphs = [graph(seed) for seed in range(4)]
-    loss, grad = fddp.value_and_grad(loss_fn, group=group(2), **options)(W, fddp.Stacked(graphs))
-    close((loss, *grad), (mean(graphs)[0], *mean(graphs)[1]))
-
-
 def test_a_weight_counts_the_labels_that_are_known(group: Groups, x64: None):
     graphs = [graph(0, labelled=1), graph(1, labelled=3)]
     loss, grad = fddp.value_and_grad(weighted, group=group(2))(W, fddp.Stacked(graphs))
@@ -116,14 +106,6 @@ def test_a_weight_counts_the_labels_that_are_known(group: Groups, x64: None):
 
     expected = jax.value_and_grad(total)(jnp.asarray(W))
     close((loss, *grad), (expected[0], *expected[1]))
-
-
-def test_calls_without_synchronization_take_them_too(group: Groups, x64: None):
-    step = fddp.train_step(loss_fn, optax.sgd(1.0), group=group(2))
-    state = step.init(W)
-    state, _ = step.no_sync(state, fddp.Stacked([graph(0), graph(1)]))
-    state, _ = step(state, fddp.Stacked([graph(2), graph(3)]))
-    close(state.params, W - mean([graph(seed) for seed in range(4)])[1])
 
 
 def test_a_rank_that_joins_goes_on_with_its_last_graph(group: Groups, x64: None):

@@ -56,21 +56,6 @@ def test_unequal_numbers_of_tokens_give_the_gradient_over_all_tokens(
     np.testing.assert_allclose(aux["target"], np.mean(ROWS["y"][ROWS["mask"]]), rtol=1e-12)
 
 
-def test_calls_without_synchronization_weigh_by_their_tokens_too(group, x64):
-    step = fddp.train_step(weighted, optax.sgd(1.0), group=group(2), has_aux=True)
-    state = step.init(PARAMS)
-    state, _ = step.no_sync(state, jax.tree.map(lambda x: x[:4], ROWS))
-    state, info = step(state, jax.tree.map(lambda x: x[4:], ROWS))
-    expected, truth = jax.value_and_grad(joined)(PARAMS, ROWS)
-    np.testing.assert_allclose(info.loss, expected, rtol=1e-12)
-    jax.tree.map(
-        lambda p, q, g: np.testing.assert_allclose(p, q - g, rtol=1e-12),
-        state.params,
-        PARAMS,
-        truth,
-    )
-
-
 def test_the_weight_is_a_constant_for_the_gradient(group):
     loss = lambda w, x: fddp.Weighted(jnp.mean(w * x), w**2)  # noqa: E731
     _, grad = fddp.value_and_grad(loss, group=group(2))(

@@ -21,7 +21,7 @@ Case = TypeVar("Case")
 
 SCHEDULES: tuple[ScheduleName, ...] = ("overlap", "after")
 # Under which schedules the jobs of the default tier do not hold a claim. That "after" trains as
-# "overlap" does is claimed by `train_step.py` and `schedules/test_schedule.py`.
+# "overlap" does is claimed by `train_step.py` and `step/test_cases.py`.
 LEFT_OUT = {("mpi", 3): ("after",), ("gloo", 2): ("after",)}
 HELD = "held"
 STALLED_S = (

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from on_ranks import (
     agreement,
+    all_cases,
     buffers,
     checkpoints,
     collectives,
     differing_programs,
+    disturbed,
     evaluation,
     group,
     guards,
@@ -45,6 +47,7 @@ CLAIMS = claims_of(
     start,
     train_step,
     one_program,
+    all_cases,
     rows,
     scan,
     buffers,
@@ -59,6 +62,7 @@ CLAIMS = claims_of(
     join,
     hooks,
     in_flight,
+    disturbed,
     two_levels,
     round_robin,
     measurement,

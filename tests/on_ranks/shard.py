@@ -6,47 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from on_ranks.claims import claim, error_of, same_on_all_ranks, sampled
-from problems import layer, square
+from on_ranks.claims import claim, error_of, same_on_all_ranks
+from problems import square
 from truth import by_plain_jax
 
 import fddp
-
-
-@claim(quick=("mpi",))
-def a_state_in_shards_trains_as_a_whole_one(group: fddp.Group):
-    params = {"w": np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5), "b": np.float32(0.25)}
-    batch = np.sin(np.arange(12 * group.size, dtype=np.float32)).reshape(-1, 3)
-    local_rows = batch.reshape(group.size, -1, 3)[group.rank]
-    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.05))
-    expected, opt_state, *_ = by_plain_jax(layer, optimizer, params, [batch] * 3)
-    ways = (
-        ("overlap", "optimizer", 1),
-        ("overlap", "optimizer", 4),
-        ("overlap", "state", 1),
-        ("overlap", "state", 2),
-        ("after", "state", 1),
-    )
-    for schedule, shard, micro_batches in sampled(group, ways):
-        options: Any = {
-            "schedule": schedule,
-            "shard": shard,
-            "bucket_cap_mb": 0,
-            "accumulation_steps": micro_batches,
-        }
-        step = fddp.train_step(layer, optimizer, group=group, **options)
-        state = step.init(params)
-        for _ in range(3):
-            state, _ = step(state, local_rows)
-        cut = state.opt_state[1][0].mu["w"] if shard == "optimizer" else state.params["w"]
-        assert cut.parts.addressable_shards[0].data.shape == (-(-15 // group.size),)
-        gathered = fddp.whole(state, group=group)
-        for got, want in zip(
-            jax.tree.leaves((gathered.params, gathered.opt_state)),
-            jax.tree.leaves((expected, opt_state)),
-        ):
-            np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-6)
-        assert same_on_all_ranks(group, (gathered.params, gathered.opt_state))
 
 
 @claim(sizes=(3, 4))

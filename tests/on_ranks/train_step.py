@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, error_of, same_on_all_ranks
-from problems import RATE, product, pull, rows, square, towards_the_mean
+from problems import RATE, product, rows, square, towards_the_mean
 
 import fddp
 
@@ -58,17 +58,6 @@ def metrics_are_averaged_over_ranks(group: fddp.Group):
 
 
 @claim()
-def a_weighted_loss_is_the_mean_over_all_tokens(group: fddp.Group):
-    tokens = np.arange(group.size) + 1.0
-    values = 10.0 ** np.arange(group.size)
-    loss = lambda w, x: fddp.Weighted(jnp.mean(w * x[:, 0]), x[0, 1])  # noqa: E731
-    step = pull(group, loss)
-    batch = np.array([[values[group.rank], tokens[group.rank]]], np.float32)
-    state, _ = step(step.init(np.float32(0)), batch)
-    np.testing.assert_allclose(state.params, -np.average(values, weights=tokens), rtol=1e-6)
-
-
-@claim()
 def no_sync_waits_for_the_next_step(group: fddp.Group):
     step = towards_the_mean(group)
     state, info = step.no_sync(step.init(jnp.zeros(())), rows(group.rank))
@@ -92,15 +81,6 @@ def an_optimizer_gets_the_mean_loss_of_all_ranks(group: fddp.Group):
 
 
 ### Parameters
-
-
-@claim()
-def parameters_in_bfloat16_are_trained(group: fddp.Group):
-    step = towards_the_mean(group)
-    state, info = step(step.init(jnp.zeros(2, jnp.bfloat16)), rows(group.rank, group.rank)[:, None])
-    assert state.params.dtype == jnp.bfloat16
-    assert state.params.tolist() == [np.arange(group.size).mean() / 2] * 2
-    assert info.loss.dtype == jnp.float32
 
 
 @claim()

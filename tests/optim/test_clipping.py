@@ -68,19 +68,6 @@ def test_replicas_clip_what_one_on_the_joined_batch_clips(group, x64, schedule, 
         close(state.params, expected)
 
 
-@pytest.mark.steps
-@SCHEDULES
-def test_micro_batches_and_no_sync_are_clipped_together(group, x64, schedule):
-    optimizer = optax.chain(RULES["by global norm"], ADAM)
-    options: Any = {"schedule": schedule, "accumulation_steps": 2, "bucket_cap_mb": 0}
-    step = fddp.train_step(first_column, optimizer, group=group(2), **options)
-    state = step.init(PARAMS)
-    for x, expected in zip(ROWS, clipped("by global norm")):
-        state, _ = step.no_sync(state, x[:8])
-        state, _ = step(state, x[8:])
-        close(state.params, expected)
-
-
 @SCHEDULES
 def test_a_clipped_step_is_as_long_as_the_cap(group, x64, schedule):
     optimizer = optax.chain(optax.clip_by_global_norm(CAP), optax.sgd(1.0))

@@ -137,13 +137,6 @@ def test_an_optimizer_of_optax_trains_as_in_plain_jax(group, name):
     close(over_replicas(group, optimizer_by_name(name), PARAMS).params, expected(name))
 
 
-@pytest.mark.parametrize("schedule", ["overlap", "after"])
-@pytest.mark.parametrize("name", ["reduce_on_plateau", "momo_adam", "schedule_free_adamw", "sam"])
-def test_it_does_so_on_other_schedules(group, name, schedule):
-    options = {"schedule": schedule, "bucket_cap_mb": 0, "donate": False}
-    close(over_replicas(group, optimizer_by_name(name), PARAMS, **options).params, expected(name))
-
-
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_asks_for_more_than_a_step_has_is_refused_by_init(group, name):

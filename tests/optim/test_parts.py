@@ -119,7 +119,6 @@ def problem() -> tuple[Any, list[Any]]:
     "contrib.muon",
     "clip_by_global_norm0",
     "adamw, masked",
-    "MultiSteps1",
     "contrib.schedule_free_adamw",
 )
 @pytest.mark.steps

@@ -138,8 +138,6 @@ def in_turns(group: fddp.Group, optimizer: Any, **options: Any) -> fddp.TrainSta
 
 @pytest.mark.quick(
     "clipped adamw-{'shard': 'optimizer'}",
-    "a schedule-{}",
-    "hyperparameters-{}",
     "a loss scale-{'shard': 'optimizer'}",
     "noise-{}",
     "adam with a schedule-{}",

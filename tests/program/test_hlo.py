@@ -1,4 +1,4 @@
-"""Small HLO texts with known answers."""
+"""Collectives, loops and products are read off HLO texts whose answers are known."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Claims about a program that is cut where it need not wait for its last messages."""
+"""A program that is cut where it need not wait for its last messages computes what it did."""
 
 from typing import Any
 

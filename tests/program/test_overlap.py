@@ -1,4 +1,4 @@
-"""Claims about the places of starts and dones in a program, with a carrier that only records."""
+"""Starts and dones stand where messages overlap and stay in order, for a carrier that records."""
 
 from collections.abc import Callable, Sequence
 from itertools import count

@@ -1,4 +1,4 @@
-"""Claims about spans and the stamps of messages, checked against values by hand."""
+"""Spans and the stamps of messages have the values that a hand computes."""
 
 from fddp.program import MessageTimes, Span, Timeline, timeline_of
 

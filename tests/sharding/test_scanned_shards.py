@@ -1,4 +1,4 @@
-"""Layers under `lax.scan` in shards."""
+"""Layers under `lax.scan` in shards train as by plain JAX."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -104,21 +104,6 @@ def test_training_in_shards_is_training(group: Groups, x64: None, n: int, name: 
 
 
 @both
-@SCHEDULES
-@pytest.mark.parametrize("name", ["adamw, clipped", "muon, clipped"])
-def test_training_in_shards_is_training_under_every_schedule(
-    group: Groups, x64: None, name: str, schedule: str, shard: str
-):
-    make = OPTIMIZERS[name]
-    options: Any = {"shard": shard, "schedule": schedule, "bucket_cap_mb": 0}
-    step = fddp.train_step(loss_fn, make(), group=group(3), **options)
-    state = step.init(PARAMS)
-    for k in range(4):
-        state, _ = step(state, ROWS * (k + 1))
-    close(fddp.whole(state, group=group(3)).params, plain(make(), 4)[0])
-
-
-@both
 def test_each_replica_holds_a_part_of_the_state_and_no_more(group: Groups, shard: Any):
     n = 4
     params = {"w": np.ones((33, 5), np.float32), "b": np.ones(3, np.float32)}
@@ -200,34 +185,6 @@ def test_what_no_replica_used_stays_with_its_moments(group: Groups, shard: Any):
     ):
         np.testing.assert_array_equal(old["a"], new["a"])
         assert np.all(old["b"] != new["b"])
-
-
-@pytest.mark.quick("overlap-4-state", "overlap-1-optimizer")
-@both
-@pytest.mark.parametrize(
-    ("schedule", "micro_batches"),
-    [
-        ("overlap", 1),
-        ("overlap", 4),
-        pytest.param("after", 4, marks=pytest.mark.slow),
-    ],
-)
-def test_batches_add_up_whole_in_no_sync_and_in_parts_in_a_step(
-    group: Groups, x64: None, schedule: str, micro_batches: int, shard: str
-):
-    make = OPTIMIZERS["adamw, clipped"]
-    options: Any = {"shard": shard, "schedule": schedule, "accumulation_steps": micro_batches}
-    step = fddp.train_step(loss_fn, make(), group=group(3), **options)
-    state = step.init(PARAMS)
-    if micro_batches == 1:
-        state, _ = step.no_sync(state, ROWS[:12])
-        state, _ = step(state, ROWS[12:24])
-        joined = ROWS[:24]
-    else:
-        state, _ = step(state, ROWS)
-        joined = ROWS
-    expected = by_plain_jax(loss_fn, make(), PARAMS, [joined]).params
-    close(fddp.whole(state, group=group(3)).params, expected)
 
 
 @both

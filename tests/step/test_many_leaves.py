@@ -1,4 +1,4 @@
-"""A net of many equal layers, whose buckets hold many leaves of one shape."""
+"""A net of equal layers, whose buckets hold many leaves of one shape, trains as by plain JAX."""
 
 from typing import Any
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiers import crossed
 from trees import same_bits
 
 import fddp
@@ -38,11 +39,13 @@ def as_moments(state: fddp.TrainState, copy: Callable[[Any], Any]) -> fddp.Train
     return state._replace(opt_state=treedef.unflatten(moments))
 
 
-@pytest.mark.parametrize("again", [as_target, tied, as_moments])
-@pytest.mark.parametrize("same", [lambda x: x, jax.device_put], ids=["object", "memory"])
-@pytest.mark.parametrize("schedule, replicas", [("overlap", 4), ("after", 4), ("overlap", 1)])
+@crossed(
+    again={f.__name__: f for f in (as_target, tied, as_moments)},
+    same={"object": lambda x: x, "memory": jax.device_put},
+    replicas=[4, 1],
+)
 def test_an_array_put_at_a_second_place_trains_as_its_copy(
-    group: Callable[[int], fddp.Group], schedule: Any, replicas: int, same: Any, again: Any
+    group: Callable[[int], fddp.Group], replicas: int, same: Any, again: Any
 ):
     def trained(copy: Callable[[Any], Any]) -> fddp.TrainState:
         step = fddp.train_step(
@@ -50,7 +53,6 @@ def test_an_array_put_at_a_second_place_trains_as_its_copy(
             OPTIMIZER,
             group=group(replicas),
             has_aux=True,
-            schedule=schedule,
             bucket_cap_mb=1e-5,
         )
         state = step.init({"a": W, "b": -W}, model_state={"a": W + 1, "b": W})
@@ -68,6 +70,7 @@ def alias(x: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_memory_is_compared_though_the_last_step_still_runs(
     group: Callable[[int], fddp.Group], replicas: int

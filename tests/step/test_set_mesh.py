@@ -208,7 +208,7 @@ def in_local_steps(group: fddp.Group, folder: Path) -> None:
 
 
 CHECKS: dict[str, Check] = {
-    **{name: after_steps(schedule=name) for name in ("overlap", "after")},
+    "overlap": after_steps(),
     "shard=optimizer": after_steps(shard="optimizer"),
     "shard=state": after_steps(shard="state"),
     "virtual_replicas": after_steps(virtual_replicas=8),

@@ -167,11 +167,6 @@ def test_nor_on_which_dtypes_travel_together(group: Groups, x64: None):
     assert results(1, 0) == results(2, 25) == results(3, 0)
 
 
-def test_without_virtual_replicas_they_do(group: Groups):
-    two, four = (trained(make(group(n), virtual_replicas=None)) for n in (2, 4))
-    assert two[-1] != four[-1]
-
-
 def test_the_number_of_replicas_may_change_under_way(
     group: Groups, step_of: Steps, single_replica_bits: Bits
 ):

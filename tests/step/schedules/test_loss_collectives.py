@@ -1,6 +1,5 @@
 """A step whose loss has collectives is that of one device on the joined batch, in float64."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -11,13 +10,11 @@ import pytest
 from on_ranks.collectives import LOSSES, ROWS, normalized
 from tiers import crossed
 from trees import close
-from truth import by_plain_jax
 
 import fddp
 
 DRAW = np.random.default_rng(0)
 PARAMS = {name: DRAW.normal(size=(6, 6)) for name in ("image", "text", "first", "second")}
-JOINED = partial(normalized, axis=None)
 
 
 def batch(replicas: int) -> Any:
@@ -40,64 +37,6 @@ def test_a_loss_with_collectives_is_that_of_the_joined_batch(group, x64, loss, r
     got, summed_grads = f(PARAMS, batch(replicas))
     np.testing.assert_allclose(got, value, rtol=1e-10)
     close(summed_grads, jax.tree.map(jnp.asarray, grads))
-
-
-OPTIONS: list[dict[str, Any]] = [
-    {"accumulation_steps": 2},
-    {"find_unused_parameters": True},
-    {"hook": fddp.hooks.allreduce()},
-    {"skip_nonfinite": True, "donate": False},
-    {"check_replicas_every": 1},
-    {"shard": "optimizer"},
-    {"shard": "state"},
-]
-
-
-@pytest.mark.quick("{'shard': 'state'}", "{'accumulation_steps': 2}")
-@pytest.mark.steps
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_collectives_of_a_loss_go_with_other_options(group, x64, options):
-    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
-    step = fddp.train_step(
-        lambda p, rows: normalized(p, rows, "replica"),
-        optimizer,
-        group=group(2),
-        bucket_cap_mb=0,
-        **options,
-    )
-    state = step.init(PARAMS)
-    for turn in range(3):
-        state, _ = step(state, rows_of(turn))
-    count = options.get("accumulation_steps", 1)
-
-    def by_parts(x: Any) -> Any:
-        # Replica r has rows 6r … 6r + 5; its micro-batches lie one behind the other.
-        return x.reshape(2, count, -1, 6).swapaxes(0, 1).reshape(-1, 6)
-
-    batches = [jax.tree.map(by_parts, rows_of(turn)) for turn in range(3)]
-    expected = by_plain_jax(JOINED, optimizer, PARAMS, batches, parts=count).params
-    close(fddp.whole(state.params), expected)
-
-
-@pytest.mark.steps
-def test_collectives_of_a_loss_are_carried_out_under_no_sync_too(group, x64):
-    optimizer = optax.sgd(0.1)
-    step = fddp.train_step(
-        lambda p, rows: normalized(p, rows, "replica"),
-        optimizer,
-        group=group(2),
-        bucket_cap_mb=0,
-    )
-    state, _ = step.no_sync(step.init(PARAMS), rows_of(0))
-    state, _ = step(state, rows_of(1))
-
-    batch = jax.tree.map(lambda *x: np.concatenate(x), rows_of(0), rows_of(1))
-    close(state.params, by_plain_jax(JOINED, optimizer, PARAMS, [batch], parts=2).params)
-
-
-def rows_of(turn: int) -> Any:
-    draw = np.random.default_rng(100 + turn)
-    return {name: draw.normal(size=(2 * ROWS, 6)) for name in ("image", "text")}
 
 
 @pytest.mark.steps
