@@ -64,6 +64,7 @@ struct Lane {
   std::vector<Stamps> ended;           // the last messages, in a ring
   size_t ends = 0;
   std::string error;                   // why the lane has ended
+  bool ending = false;                 // no program follows those under way
   bool closed = false;
 };
 
@@ -218,13 +219,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_program, Program,
 
 extern "C" {
 
-// Waits for the next message of a lane. Returns 0 if the lane is closed, else 1.
+// Waits for the next message of a lane. Returns 1, 0 if the lane is closed, or 2 if the lane ends
+// and no message is queued: a program under way may still start one.
 int fddp_lane_next(int64_t id, int32_t* number, void** data, int64_t* bytes, int64_t* kind,
                    int64_t* dtype, char* name) {
   Lane* lane = lane_of(id);
   std::unique_lock<std::mutex> lock(lane->mutex);
-  lane->queued.wait(lock, [&] { return !lane->queue.empty() || lane->closed; });
+  auto ready = [&] { return !lane->queue.empty() || lane->closed; };
+  lane->queued.wait(lock, [&] { return ready() || lane->ending; });
+  if (lane->ending) lane->queued.wait_for(lock, std::chrono::milliseconds(5), ready);
   if (lane->closed) return 0;
+  if (lane->queue.empty()) return 2;
   Message message = lane->queue.front();
   lane->queue.pop_front();
   *number = message.number;
@@ -259,13 +264,25 @@ int64_t fddp_lane_stamps(int64_t id, Stamps* stamps, int64_t room) {
   return count;
 }
 
-// Ends a lane: every program that waits for it, or will, fails with these words.
+// No further program begins on a lane.
+void fddp_lane_end(int64_t id) {
+  Lane* lane = lane_of(id);
+  {
+    std::lock_guard<std::mutex> lock(lane->mutex);
+    lane->ending = true;
+  }
+  lane->queued.notify_all();
+}
+
+// Closes a lane: every program that waits for it, or will, fails with these words.
 void fddp_lane_close(int64_t id, const char* error) {
   Lane* lane = lane_of(id);
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
     lane->closed = true;
     lane->error = error;
+    for (auto& memory : lane->idle) free(memory.second);
+    lane->idle.clear();
   }
   lane->queued.notify_all();
   lane->finished.notify_all();

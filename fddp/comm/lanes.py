@@ -7,9 +7,10 @@ import numpy as np
 
 from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
+from fddp.comm.lane_thread import Send
 from fddp.comm.mpi_words import rank_words
 from fddp.comm.placement import REPLICATED, Placement
-from fddp.comm.program_lane import ProgramLane, Send
+from fddp.comm.program_lane import ProgramLane
 from fddp.comm.rank_connections import connect_ranks
 from fddp.comm.socket_send import SocketSend
 from fddp.comm.transport import Hosts, MakeLanes

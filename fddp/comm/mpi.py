@@ -9,10 +9,10 @@ from jaxtyping import UInt8
 
 from fddp.comm.communicator import mpi_communicator
 from fddp.comm.group import Group
+from fddp.comm.lane_thread import library
 from fddp.comm.lanes import lanes
 from fddp.comm.mpi_programs import mpi_placement, rank_placement
 from fddp.comm.mpi_transport import mpi_send
-from fddp.comm.program_lane import library
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.wording import check_has
 

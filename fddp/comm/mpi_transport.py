@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fddp.comm.program_lane import Send
+from fddp.comm.lane_thread import Send
 from fddp.program import Kind
 
 MESSAGES = 4

@@ -1,29 +1,22 @@
-"""The lane of a group's programs: a thread exchanges their messages while they compute.
+"""The lane of a group's programs: their messages travel in one order while they compute."""
 
-A program starts a message by a custom call that returns at once, and awaits it by another one. The
-calls are in `lane.cc`, which is compiled when fddp is installed. This module has the thread, and
-the order of programs. A custom call in Python would wait for the GIL.
-"""
-
-import ctypes
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from itertools import count
-from pathlib import Path
 from time import monotonic
-from typing import Any, TypeAlias, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 from fddp.comm.communicator import Communicator, rank_communicator
 from fddp.comm.journal import Journal
+from fddp.comm.lane_thread import DTYPES, KINDS, TIMES, Send, end_lane, stamps, start_lane
 from fddp.comm.placement import REPLICATED, Placement, trace
 from fddp.comm.translation import Words, has_collectives, run_translated
 from fddp.jax_internals import named_like, without_jit
@@ -39,48 +32,6 @@ from fddp.program import (
     timeline_of,
 )
 
-LIBRARY = Path(__file__).with_name("liblane.so")
-KINDS: tuple[Kind, ...] = get_args(Kind)
-# Attributes of a custom call are numbers. Other dtypes are only moved, as words of their size.
-DTYPES = [
-    *map(np.dtype, ("float32", "float64", "int32", "int64", "complex64", "complex128", "bool")),
-    *map(np.dtype, ("uint8", "uint16", "uint32", "uint64", "int8", "int16")),
-]
-# (kind, array): exchanges an array with the other ranks, in place. The array is flat for a sum, and
-# has a row for each rank otherwise; a gather finds this rank's array in the first row.
-Send: TypeAlias = Callable[[Kind, np.ndarray], None]
-
-_identities = count()
-TIMES = "started", "sent", "received", "awaited", "resumed", "done"
-REMEMBERED = 8192  # as in `lane.cc`
-
-
-class Stamps(ctypes.Structure):
-    """What a lane remembers of a message, as in `lane.cc`."""
-
-    _fields_ = [
-        *((name, ctypes.c_int64) for name in ("call", "program", "nbytes")),
-        *((name, ctypes.c_double) for name in TIMES),
-        ("name", ctypes.c_char * 32),
-    ]
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """Loads the custom calls, and registers them with XLA; None if they were not compiled."""
-    if not LIBRARY.exists():
-        return None
-    calls = ctypes.CDLL(str(LIBRARY))
-    for name in ("fddp_program", "fddp_start", "fddp_done"):
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(calls, name)), platform="cpu")
-    number = ctypes.c_int64
-    calls.fddp_lane_next.argtypes = [number, *[ctypes.c_void_p] * 6]
-    calls.fddp_lane_finish.argtypes = [number, ctypes.c_int32, ctypes.c_void_p, number]
-    calls.fddp_lane_stamps.argtypes = [number, ctypes.c_void_p, number]
-    calls.fddp_lane_stamps.restype = number
-    calls.fddp_lane_close.argtypes = [number, ctypes.c_char_p]
-    return calls
-
 
 class ProgramLane:
     """The messages of a group's programs, one after the other, in one order on all ranks."""
@@ -89,17 +40,13 @@ class ProgramLane:
         self, size: int, token: jax.Array, sends: Sequence[Send], journal: Journal
     ) -> None:
         self._size = size
-        self.token = token
+        self.last = [token]
         """The last program's token: the next program waits for it."""
-        identities = self._identities = [next(_identities) for _ in sends]
+        lanes = self._lanes = [start_lane(size, send, journal, self.last) for send in sends]
         self._programs = count()
-        self._carrier = Carrier(partial(_start, identities), partial(_done, identities))
-        calls: Any = library()
-        for identity, send in zip(identities, sends):
-            run = partial(_carry, calls, identity, size, send, journal)
-            threading.Thread(target=run, name="fddp-lane", daemon=True).start()
-            end = weakref.finalize(self, calls.fddp_lane_close, identity, b"the group has ended")
-            end.atexit = False  # a last step may be under way
+        self._carrier = Carrier(partial(_start, lanes), partial(_done, lanes))
+        for lane in lanes:
+            weakref.finalize(self, end_lane, lane).atexit = False
 
     def communicator(self, replica_index: Callable[[], jax.Array]) -> Communicator:
         """Makes the collectives of a replica inside a program of the lane."""
@@ -129,8 +76,8 @@ class ProgramLane:
                     return token, f(*args)  # with concrete values, not tracers
                 leaves = jax.tree.leaves(args)
                 translated = partial(_translated, closed, axis, words)
-                for identity in self._identities:
-                    token = program_p.bind(token, lane=np.int64(identity), program=np.int64(number))
+                for lane in self._lanes:
+                    token = program_p.bind(token, lane=np.int64(lane), program=np.int64(number))
                 token, outputs = overlapped(trace(placement, translated, *leaves)[0], token, leaves)
                 return token, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
@@ -145,12 +92,8 @@ class ProgramLane:
 
         `called` is the time of the call, at which the program before it may still have run.
         """
-        jax.block_until_ready(self.token)
-        calls: Any = library()
-        ended = list[Stamps]()
-        for identity in self._identities:
-            memory = (Stamps * REMEMBERED)()
-            ended += memory[: calls.fddp_lane_stamps(identity, memory, REMEMBERED)]
+        jax.block_until_ready(self.last)
+        ended = [x for lane in self._lanes for x in stamps(lane)]
         last = max((x.call for x in ended if x.program == program), default=0)
         begin = max([called, *(x.done for x in ended if x.call < last)])
         messages = [
@@ -175,11 +118,11 @@ class InOrder:
 
     def __call__(self, *args: Any) -> Any:
         self._called = monotonic()
-        self._lane.token, results = self._program(self._lane.token, *args)
+        self._lane.last[0], results = self._program(*self._lane.last, *args)
         return results
 
     def lower(self, *args: Any) -> jax.stages.Lowered:
-        return self._program.lower(self._lane.token, *args)
+        return self._program.lower(*self._lane.last, *args)
 
     def timeline(self) -> Timeline:
         """When the last call computed, and when its messages travelled."""
@@ -262,22 +205,12 @@ mlir.register_lowering(start_p, jax.ffi.ffi_lowering("fddp_start"), platform="cp
 mlir.register_lowering(done_p, _done_lowering, platform="cpu")
 
 
-def _carry(calls: Any, lane: int, size: int, send: Send, journal: Journal) -> None:
-    """Exchanges the messages of a lane, in order, until it is closed."""
-    number = ctypes.c_int32()
-    nbytes, kind, dtype = (ctypes.c_int64() for _ in range(3))
-    data = ctypes.c_void_p()
-    title = ctypes.create_string_buffer(32)
-    outputs = list(map(ctypes.addressof, (number, data, nbytes, kind, dtype, title)))
-    while calls.fddp_lane_next(lane, *outputs):
-        try:
-            if nbytes.value:
-                memory: Any = (ctypes.c_char * nbytes.value).from_address(data.value or 0)
-                array = np.frombuffer(memory, DTYPES[dtype.value])
-                name = KINDS[kind.value]
-                with journal.message(title.value.decode(), nbytes.value):
-                    send(name, array if name == "sum" else array.reshape(size, -1))
-        except BaseException as error:  # the program that waits for the message raises it
-            calls.fddp_lane_close(lane, f"{type(error).__name__}: {error}".encode())
-            return
-        calls.fddp_lane_finish(lane, number.value, data.value, nbytes.value)
+def _refuse_batches(*args: Any, **attributes: Any) -> Any:
+    raise TypeError(
+        "a step between processes cannot be called under jax.vmap: call it for each state, or "
+        "under jax.lax.scan."
+    )
+
+
+for primitive in (program_p, start_p, done_p):
+    batching.primitive_batchers[primitive] = _refuse_batches

@@ -7,7 +7,6 @@ another is added. Each element is added in order of ranks, so that all ranks hav
 
 import select
 import socket
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -43,8 +42,11 @@ class SocketSend:
         for connection in connections.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # The end of the process closes it: other ranks may wait, and the watchers say for whom.
-            weakref.finalize(self, connection.close).atexit = False
+
+    def __del__(self) -> None:
+        # No exit handler: other ranks may wait then, and the watchers say for whom.
+        for peer in self._peers.values():
+            peer.connection.close()
 
     def __call__(self, kind: Kind, array: np.ndarray) -> None:
         """Exchanges an array in place.

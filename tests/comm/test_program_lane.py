@@ -13,7 +13,7 @@ def test_a_program_waits_for_the_messages_of_the_program_before_it():
         tokens.append(token)
         return token + 1, 2 * x
 
-    lane: Any = SimpleNamespace(token=1.0)
+    lane: Any = SimpleNamespace(last=[1.0])
     first, second = InOrder(lane, program, 0), InOrder(lane, program, 1)
     assert (first(5), second(6), first(7)) == (10, 12, 14)
     assert tokens == [1.0, 2.0, 3.0]

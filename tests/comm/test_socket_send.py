@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from fddp.comm import Hosts, unwatched
-from fddp.comm.program_lane import DTYPES, ProgramLane
+from fddp.comm.lane_thread import DTYPES
+from fddp.comm.program_lane import ProgramLane
 from fddp.comm.rank_connections import connect_ranks
 from fddp.comm.socket_send import BLOCK_BYTES, SMALL_BYTES, SocketSend
 from fddp.program import Kind

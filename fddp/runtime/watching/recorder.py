@@ -123,6 +123,9 @@ class Recorder:
         After it Python may still run exit handlers, and the last steps may be unfinished.
         """
         with self._lock:
+            if doing.startswith(ENDS):
+                # JAX frees an array without the GIL; in a thread that Python ends, this aborts.
+                self._launched.clear()
             if not self._doing.startswith(ENDS):
                 self._doing = doing
             self._write(shared_memory.DOING, self._doing)
