@@ -405,6 +405,19 @@ def test_a_rank_that_finished_while_another_waits_is_told_what_to_do():
     )  # it took part in that step
 
 
+def test_a_rank_that_finished_while_all_others_wait_in_smaller_groups_ends_them():
+    finished = rank(1, doing="finished", done=True)
+    waits = {"doing": "step", "sending": "bucket 2"}
+    assert conclude(rank(0, still=9.0, **waits), finished) is None
+    assert conclude(rank(0, still=11.0, **waits), finished, rank(2, still=11.0)) is None
+    verdict = conclude(rank(0, still=11.0, **waits), finished)
+    assert verdict == Verdict(
+        "rank 0 waits for bucket 2 of a smaller group, and the finished ranks (1) send nothing: "
+        "give each rank of the group equally many batches",
+        True,
+    )
+
+
 ### Remarks on ranks that go on
 
 
@@ -570,7 +583,9 @@ def broken(folder: Path, backend: str, size: int, how: str) -> tuple[str, list[s
     env: Any = {"FDDP_FLIGHT_DIR": str(folder / "flight")}
     outcome = launch(backend, size, "faults.py", how, folder=folder, **env)
     assert outcome.ended and outcome.codes[0] != 0
-    assert 0 not in outcome.codes or how in ("early", "exit"), "the rank ends as if all were well"
+    assert 0 not in outcome.codes or how in ("early", "early_alone", "exit"), (
+        "the rank ends as if all were well"
+    )
     # Watchers outlive their ranks; the last word is that of rank 0's.
     until = time.monotonic() + TOLD_S
     while (
@@ -676,11 +691,18 @@ def test_a_rank_that_returns_early_ends_the_others(backend: str, size: int, tmp_
     assert line.endswith("give each rank equally many batches, or use fddp.join.")
 
 
-# The jobs of `on_ranks/` end without a word over MPI as well.
-@on_ranks("backend, size", (GLOO,))
+@pytest.mark.parametrize("backend, size", [case(MPI)])
+def test_a_rank_that_returns_early_ends_the_others_of_its_subgroup(
+    backend: str, size: int, tmp_path: Path
+):
+    _, lines = broken(tmp_path, backend, size, "early_alone")
+    assert any("rank 0 waits for bucket" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("backend, size", [case(GLOO), case(MPI)])
 def test_a_training_that_ends_well_ends_without_a_word(backend: str, size: int, tmp_path: Path):
-    """Its last step is still under way when the script ends, and a handler keeps the process for a
-    while."""
+    """The last step is still under way when rank 0's script ends, and the other ranks wait for it;
+    a handler keeps the process for a while."""
     outcome = launch(backend, size, "ends_well.py", folder=tmp_path)
     assert outcome.succeeded
     time.sleep(AFTER_S)

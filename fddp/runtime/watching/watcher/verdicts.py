@@ -57,7 +57,8 @@ def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -
         words = f"rank {first['rank']} failed after {first['steps'] + first['before']} steps"
         waiter = f"rank {finished[0]['rank']} has finished and waits for it"
         return Verdict(f"{words}, and {waiter}", True)
-    return stalled(active, time_s, stall_s) or missing(active, finished, time_s, stall_s)
+    fault = stalled(active, time_s, stall_s) or missing(active, finished, time_s, stall_s)
+    return fault or abandoned(active, finished, time_s, stall_s)
 
 
 def report_death(dead: Sequence[Report], failed: Sequence[Report], time_s: float) -> Verdict | None:
@@ -82,10 +83,8 @@ def report_early_end(leaver: Report, waiter: Report) -> Verdict:
     """Reports a rank that has left a rank waiting in a call."""
     steps = leaver["steps"] + leaver["before"]
     fails = waiter["doing"] == AFTER_ERROR
-    words = (
-        f"rank {leaver['rank']} {leaver['doing']} after {steps} steps, "
-        f"and rank {waiter['rank']} {'is' if fails else 'waits'} {where(waiter)}"
-    )
+    words = f"rank {leaver['rank']} {leaver['doing']} after {steps} steps, "
+    words += f"and rank {waiter['rank']} {'is' if fails else 'waits'} {where(waiter)}"
     if leaver["doing"] == FINISHED and leaver["steps"] < waiter["steps"] + fails:
         words += ": give each rank equally many batches, or use fddp.join"
     return Verdict(words, True)
@@ -134,9 +133,7 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
         texts.append(f"{len(stuck) - 4} more are behind")
     if blocked := [report for report in reports if report in waiting and report not in stuck]:
         ranks = ", ".join(str(report["rank"]) for report in blocked[:8])
-        subject = f"ranks {ranks} wait"
-        if len(blocked) == 1:
-            subject = f"rank {ranks} waits"
+        subject = f"rank {ranks} waits" if len(blocked) == 1 else f"ranks {ranks} wait"
         texts.append(f"{subject} {where(blocked[0])}")
     end_s = 2 * limit_s
     advice = ""
@@ -178,9 +175,23 @@ def missing(
     end_s = PATIENCE * limit_s
     if silent["stopped"] or time_s - silent["heard"] > limit_s:
         end_s = 2 * limit_s
-    text = f"rank {silent['rank']} {condition(silent, time_s, silence(active, stall_s))}"
-    words = f"{text}, and rank {finished[0]['rank']} has finished and waits for it"
+    words = f"rank {silent['rank']} {condition(silent, time_s, silence(active, stall_s))}"
+    words += f", and rank {finished[0]['rank']} has finished and waits for it"
     return Verdict(words, quiet_s > end_s)
+
+
+def abandoned(
+    active: Sequence[Report], finished: Sequence[Report], time_s: float, stall_s: float | None
+) -> Verdict | None:
+    """Reports ranks that all wait in smaller groups, whose calls are not counted."""
+    waits = [report["sending"] or is_outside(report) * report["doing"] for report in active]
+    quiet_s = min((report["still"] + time_s - report["heard"] for report in active), default=0)
+    if not (finished and active and all(waits)) or quiet_s < longest(active, stall_s):
+        return None
+    ranks = ", ".join(str(report["rank"]) for report in finished)
+    words = f"rank {active[0]['rank']} waits for {waits[0]} of a smaller group, and the finished "
+    words += f"ranks ({ranks}) send nothing: give each rank of the group equally many batches"
+    return Verdict(words, True)
 
 
 def unequal(reports: Sequence[Report]) -> Verdict | None:
