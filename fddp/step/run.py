@@ -33,6 +33,7 @@ def ready(
     refuse_transformations()
     refuse_nan_checks()
     if isinstance(state, StateInFlight):
+        refuse_deleted(state.step)
         rows = local_rows(replica, batch, settled and settled.undivided)
         known = settled and form_of_batch(rows) in settled.admitted.batches
         if settled and known and call == "step" and settled.runner.goes_on(state):

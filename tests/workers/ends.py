@@ -1,4 +1,5 @@
-"""A rank, by default the last, ends badly while the others train: `ends.py HOW[:RANK]`."""
+"""A rank, by default the last, ends badly with sums in flight while the others train:
+`ends.py HOW[:RANK]`."""
 
 import os
 import signal
@@ -24,7 +25,8 @@ def end(how: str, group: fddp.Group) -> None:
 def main(how: str, rank: str = "") -> None:
     group = fddp.init()
     fails = group.rank == int(rank or group.size - 1) or how == "interrupted_all"
-    step = fddp.train_step(lambda w, x: jnp.mean((w - x) ** 2), optax.sgd(0.1), group=group)
+    loss = lambda w, x: jnp.mean((w - x) ** 2)  # noqa: E731
+    step = fddp.train_step(loss, optax.sgd(0.1), group=group, schedule="eager")
     state = step.init(jnp.zeros(2 if how == "differ" and fails else 1))
     for number in range(100_000):
         if fails and number == 3:
