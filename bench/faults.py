@@ -61,11 +61,11 @@ FAULTS: dict[str, tuple[Callable[[], None], str]] = {
     "SIGSTOP": (_stop, "is stopped|does not run Python|has not been heard of"),
     "held GIL": (_hold, "does not run Python"),
     "raise": (_raise, "of 3 failed|failed"),
-    "SystemExit": (_leave, "finished|failed"),
+    "SystemExit": (_leave, "left by|failed"),
 }
 PLACES = ("between", "step")
 BACKENDS = ("mpi", "gloo")
-SCHEDULES = ("overlap", "after")
+SCHEDULES = ("overlap", "after", "eager")
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def tried(case: Case) -> Result:
         for when, text in fddp_lines
         for k in re.findall(rf"rank (\d+) (?:{words})", text)
     ]
-    raised = case.fault == "raise"
+    raised = case.fault == "raise" or (case.fault, case.place) == ("SystemExit", "step")
     foreign = [
         text
         for _, text in timed_lines
@@ -273,7 +273,7 @@ def calm(backend: str, steps: int) -> int:
         output = "".join(job.communicate(timeout=3600)[0] for job in jobs)
     if any(job.returncode for job in jobs):
         raise RuntimeError(f"{backend}: a job without a fault ended badly:\n{output}")
-    return len(re.findall("^fddp: ", output, re.MULTILINE))
+    return len(re.findall("^fddp: rank", output, re.MULTILINE))
 
 
 ### One rank
