@@ -58,8 +58,8 @@ class Measurement:
 
     @property
     def idle_percent(self) -> float:
-        """Share of the time without computation or communication."""
-        return self._percent(sum(step.idle for step in self.steps))
+        """Share of the time without both: in Python, placing rows, launching programs."""
+        return 100.0 - self.compute_percent - self.non_compute_percent
 
     @property
     def overlap_percent(self) -> float:

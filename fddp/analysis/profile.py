@@ -32,11 +32,6 @@ class MeasuredStep(NamedTuple):
     seconds: float
     timeline: Timeline
 
-    @property
-    def idle(self) -> float:
-        """Seconds without computation or communication: Python, row placement, launch delays."""
-        return self.seconds - self.timeline.computing - self.timeline.exposed
-
 
 def profiled(run: Callable[[Any], None], batches: Iterable[Any]) -> tuple[MeasuredStep, ...]:
     """Runs a step, which waits for its outputs, on each batch under the profiler."""
