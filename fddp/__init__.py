@@ -65,8 +65,8 @@ from fddp.step import TrainState as TrainState
 from fddp.training import TrainStep as TrainStep
 from fddp.training import train_step as train_step
 from fddp.training import value_and_grad as value_and_grad
-from fddp.training.local_training import LocalState as LocalState
-from fddp.training.local_training import local_steps as local_steps
+from fddp.training.local_steps import LocalState as LocalState
+from fddp.training.local_steps import local_steps as local_steps
 
 if TYPE_CHECKING:
     from fddp import elastic as elastic

@@ -18,7 +18,7 @@ from fddp.elastic.job import REASON_S, current_job
 from fddp.runtime.watching import from_transport
 from fddp.step import StepInfo, TrainState
 from fddp.training import TrainStep
-from fddp.training.local_training import LocalState
+from fddp.training.local_steps import LocalState
 
 
 class ElasticStats(NamedTuple):

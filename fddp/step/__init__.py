@@ -56,3 +56,4 @@ from fddp.step.step_optimizer import read_optimizer as read_optimizer
 from fddp.step.way import WHOLE as WHOLE
 from fddp.step.way import Trees as Trees
 from fddp.step.way import Way as Way
+from fddp.step.way import packing as packing

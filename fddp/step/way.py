@@ -1,7 +1,7 @@
 """The ways in which replicas hold a state and compute a step of it.
 
-`Way` itself is the plain way: every replica holds and updates the whole state. `sharding`,
-`training.local_training` and `training.reproducible` override its methods.
+`Way` itself is the plain way: every replica holds and updates the whole state. The rooms `sharding`
+and `training` override its methods.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.buckets import (
+    BucketPlan,
     Messages,
     pack_device_parts,
     unpack,
@@ -21,7 +22,7 @@ from fddp.buckets import (
 from fddp.comm import Group, specs
 from fddp.losses import Pending
 from fddp.step.agreed import Agreed
-from fddp.step.replica import Replica
+from fddp.step.replica import Pack, Replica, Unpack
 from fddp.step.schedules import Pieces, Round, Runner, Schedule
 from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
@@ -86,11 +87,10 @@ WHOLE = Way()
 """The plain way."""
 
 
-def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
-    """Makes the pieces of a step with whole states: one round, which sums all gradients."""
-    plan = agreed.plan
+def packing(replica: Replica, plan: BucketPlan, params: PyTree) -> tuple[Pack, Unpack]:
+    """Returns the functions that pack whole gradients and the tail, and unpack their sums."""
     axes = replica.group.placement.other_axes
-    layout = specs(replica.group.placement, agreed.state.params)
+    layout = specs(replica.group.placement, params)
 
     # XLA packs nothing for a single replica if it sees where each leaf goes.
     comm = replica.group.communicator
@@ -99,12 +99,18 @@ def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
     def unpacked(messages: Messages) -> tuple[list[Any], Any]:
         return unpack_device_parts(axes, plan, messages, layout, of_received)
 
+    return partial(pack_device_parts, axes, plan, where=layout), unpacked
+
+
+def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
+    """Makes the pieces of a step with whole states: one round, which sums all gradients."""
+    plan = agreed.plan
+    packed, unpacked = packing(replica, plan, agreed.state.params)
+
     def backward(
         state: TrainState, pending: Pending | None, rows: PyTree, *nothing: Any
     ) -> tuple[Messages, Any]:
-        return replica.local(
-            partial(pack_device_parts, axes, plan, where=layout), state, pending, rows
-        )
+        return replica.local(packed, state, pending, rows)
 
     def finish(
         state: TrainState, shards: PyTree, messages: Messages, saved: PyTree, nbytes: jax.Array

@@ -98,13 +98,14 @@ def loss_fn(params: Any, x: Any) -> Any:
     [
         *((schedule, {}) for schedule in SCHEDULES),
         ("overlap", {"hook": hooks.powersgd(2, start_step=0)}),
+        ("overlap", {"optimizer": fddp.local_steps(optax.sgd(0.1), every=2)}),
     ],
-    ids=[*SCHEDULES, "powersgd"],
+    ids=[*SCHEDULES, "powersgd", "local_steps"],
 )
 def test_a_training_is_that_of_plain_sums_to_rounding(group, schedule, options):
     def trained(group: fddp.Group) -> Any:
-        defaults = {"schedule": schedule, "bucket_cap_mb": 0, **options}
-        step = fddp.train_step(loss_fn, optax.sgd(0.1), group=group, **defaults)
+        options_of_all = {"optimizer": optax.sgd(0.1), "schedule": schedule, "bucket_cap_mb": 0}
+        step = fddp.train_step(loss_fn, group=group, **(options_of_all | options))
         state, _ = step(step.init(PARAMS), BATCH)
         state, info = step(state, BATCH)
         return jax.device_get(state.params), float(info.loss), info.sent.tolist()

@@ -5,7 +5,7 @@ replicas' changes since the last exchange, as an ordinary step averages gradient
 mean to the outer optimizer. A synchronous step, one of the first `start`, averages gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,36 +19,35 @@ from fddp.buckets import (
     Messages,
     Shard,
     ShardLayout,
-    add_tail,
     insert_shards,
     is_shard,
     map_shards,
-    pack,
     take_apart,
-    take_tail,
-    unpack_received,
 )
 from fddp.comm import add_replica_dim, drop_replica_dim
-from fddp.hooks import Reduction
 from fddp.jaxpr import with_trained
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import update
 from fddp.step import (
+    WHOLE,
     Agreed,
+    Mean,
     Replica,
     StepInfo,
     Training,
     TrainState,
     Trees,
     Way,
+    packing,
     ranks_of_parts,
     refuse,
 )
 from fddp.step.schedules import Pieces, Round, Runner, Schedule, StepInputs, StepOutputs
 
+READS = ("state", "shards", "rows")
 NOTHING = Messages((), ((), None))
 Result = tuple[Any, Any]
-"""What `Pieces.finish` returns: (next state, report), and the replica's shards."""
+"""The result of `Pieces.finish`: (next state, report), and the replica's shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,28 +88,18 @@ class LocalWay(Way):
         def scheduled(kind: Callable[[], Pieces]) -> Runner:
             return schedule(replica.group, kind(), replica.options.donate)
 
-        exchange = scheduled(steps.exchange)
-
-        def due(state: TrainState) -> Runner:
-            if isinstance(state.step, jax.ShapeDtypeStruct):
-                return exchange
-            number = last.of(state.step) + 1
-            if number <= self.start:
-                return scheduled(steps.together)
-            if (number - self.start) % self.every == 0:
-                return exchange
-            return scheduled(steps.alone)
-
         def run(inputs: StepInputs) -> StepOutputs:
             number = last.of(inputs.state.step) + 1
-            outputs = due(inputs.state).run(inputs)
+            kind = steps.alone
+            if number <= self.start:
+                kind = steps.together
+            elif (number - self.start) % self.every == 0:
+                kind = steps.exchange
+            outputs = scheduled(kind).run(inputs)
             last.step, last.number = outputs.result[0].step, number
             return outputs
 
-        def lower(inputs: StepInputs) -> jax.stages.Lowered:
-            return due(inputs.state).lower(inputs)  # type: ignore
-
-        return exchange._replace(run=run, lower=lower, inside=None)
+        return scheduled(steps.exchange)._replace(run=run, inside=None)
 
 
 @dataclass(frozen=True)
@@ -129,64 +118,52 @@ class _Steps:
             return NOTHING, add_replica_dim(self._trained(state, shards, rows))
 
         def finish(state: TrainState, shards: Any, messages: Any, saved: Any, _: Array) -> Result:
-            return self._held(state, *drop_replica_dim(saved))
+            return self._result(state, *drop_replica_dim(saved))
 
-        return _pieces(run, (), finish)
+        return Pieces((Round("backward", READS, run, ()),), finish)
 
     def exchange(self) -> Pieces:
         """Makes a local step that averages the changes of all replicas, each with weight 1."""
         replica = self.replica
-        trained = replica.trained
+        packed, _ = packing(replica, self.agreed.plan, self.agreed.state.params)
+        _, average = WHOLE.pieces(replica, self.agreed._replace(use=self._outer_step))
 
         def run(state: TrainState, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
             local, info = self._trained(state, shards, rows)
-            changes = jax.tree.map(jnp.subtract, trained(state.params), trained(local.params))
+            trees = map(replica.trained, (state.params, local.params))
             sums = Sums((), jnp.ones_like(info.loss), info.loss, info.aux)
             one = jnp.ones((), jnp.int32)
             tail, buffers = replica.tail(Pending(sums, local.model_state, one, one), rows)
-            return self._packed(changes, tail), add_replica_dim((local, info, buffers))
+            messages = packed(jax.tree.map(jnp.subtract, *trees), tail)
+            return messages, add_replica_dim((buffers, local, info))
 
         def finish(
             state: TrainState, shards: Any, messages: Messages, saved: Any, nbytes: Array
         ) -> Result:
-            local, info, buffers = saved
-            local, info = drop_replica_dim((local, info))
-            saved = buffers, None
-            plan = self.agreed.plan
-            mean = replica.mean(plan, self._unpacked, state, messages, saved, nbytes)
-            opt_state = state.opt_state
-            new, outer = update(
-                self.outer, mean.grads, opt_state.outer, trained(state.params), value=mean.loss
-            )
-            params = with_trained(state.params, new)
-            state = state._replace(params=params, opt_state=opt_state._replace(outer=outer))
-            local = local._replace(params=params, model_state=mean.model_state)
+            buffers, *results = saved
+            (state, mean), _ = average(state, shards, messages, (buffers, None), nbytes)
+            local, info = drop_replica_dim(results)
+            local = local._replace(params=state.params, model_state=mean.model_state)
             info = info._replace(loss=mean.loss, aux=mean.aux, sent=mean.sent)
-            return self._held(state, local, info)
+            return self._result(state, local, info)
 
-        return _pieces(run, self._reductions, finish)
+        reductions = replica.reductions(self.agreed.plan)
+        return Pieces((Round("backward", READS, run, reductions),), finish)
 
     def together(self) -> Pieces:
         """Makes a synchronous step; all replicas stay equal."""
-        replica = self.replica
+        (backward,), update_all = WHOLE.pieces(self.replica, self.agreed)
 
         def run(state: TrainState, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
-            return replica.local(self._packed, self._local(state, shards), None, rows)
+            return backward.run(self._local(state, shards), None, rows)
 
-        def finish(
-            state: TrainState, shards: Any, messages: Messages, saved: Any, nbytes: Array
-        ) -> Result:
-            local = self._local(state, shards)
-            plan = self.agreed.plan
-            mean = replica.mean(plan, self._unpacked, local, messages, saved, nbytes)
-            local, info = self.agreed.use(local, mean)
-            return self._held(state._replace(params=local.params), local, info)
+        def finish(state: TrainState, shards: Any, *received: Any) -> Result:
+            (local, info), _ = update_all(self._local(state, shards), shards, *received)
+            return self._result(state._replace(params=local.params), local, info)
 
-        return _pieces(run, self._reductions, finish)
+        return Pieces((Round("backward", READS, run, backward.reductions),), finish)
 
-    def _trained(
-        self, state: TrainState, shards: Sequence[Array], rows: Any
-    ) -> tuple[TrainState, StepInfo]:
+    def _trained(self, state: TrainState, shards: Any, rows: Any) -> tuple[TrainState, StepInfo]:
         """Takes a step of the inner optimizer, without communication."""
         plan = self.agreed.plan
         local = self._local(state, shards)
@@ -201,17 +178,22 @@ class _Steps:
         mean = solo.mean(plan, unpacked, local, sums, saved, no_bytes)  # type: ignore
         return self.agreed.use(local, mean)
 
-    def _local(self, state: TrainState, shards: Sequence[Array]) -> TrainState:
+    def _outer_step(self, state: TrainState, mean: Mean) -> tuple[TrainState, Mean]:
+        """Updates the shared parameters with the mean change as their gradient."""
+        trained, opt_state = self.replica.trained(state.params), state.opt_state
+        new, outer = update(self.outer, mean.grads, opt_state.outer, trained, value=mean.loss)
+        params = with_trained(state.params, new)
+        return state._replace(params=params, opt_state=opt_state._replace(outer=outer)), mean
+
+    def _local(self, state: TrainState, shards: Any) -> TrainState:
         """Returns the state of one replica, with its local parameters and inner optimizer."""
-
-        def own(x: Shard) -> Array:
-            return x.parts.reshape(x.shape[1:])
-
-        opt_state = map_shards(own, insert_shards(state.opt_state, shards))
+        opt_state = map_shards(
+            lambda x: x.parts.reshape(x.shape[1:]), insert_shards(state.opt_state, shards)
+        )
         params = with_trained(state.params, opt_state.params)
         return state._replace(params=params, opt_state=opt_state.inner)
 
-    def _held(self, state: TrainState, local: TrainState, info: StepInfo) -> Result:
+    def _result(self, state: TrainState, local: TrainState, info: StepInfo) -> Result:
         """Builds the step's result from the shared and the local state."""
 
         def stack(old: Shard, x: Array) -> Shard:
@@ -222,25 +204,3 @@ class _Steps:
         params, inner = jax.tree.map(stack, old, new, is_leaf=is_shard)
         opt_state = state.opt_state._replace(params=params, inner=inner)
         return take_apart((local._replace(params=state.params, opt_state=opt_state), info))
-
-    def _packed(self, tree: PyTree, tail: Any) -> Messages:
-        return add_tail(self.agreed.plan, pack(self.agreed.plan, tree), tail)
-
-    def _unpacked(self, messages: Messages) -> tuple[list[Any], Any]:
-        plan = self.agreed.plan
-        buckets, tail = take_tail(plan, messages)
-        return plan.treedef.flatten_up_to(unpack_received(plan, buckets)), tail
-
-    @property
-    def _reductions(self) -> tuple[Reduction, ...]:
-        return self.replica.reductions(self.agreed.plan)
-
-
-def _pieces(
-    run: Callable[..., tuple[Messages, Any]],
-    reductions: tuple[Reduction, ...],
-    finish: Callable[..., Result],
-) -> Pieces:
-    """Makes the pieces of a step of one round."""
-    inputs = ("state", "shards", "rows")
-    return Pieces((Round("backward", inputs, run, reductions),), finish)

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from fddp.comm import Group
 from fddp.optim import check_needs
 from fddp.step import LOCAL, StepOptimizer, Way
-from fddp.training.local_training.local_way import LocalWay
+from fddp.training.local_way import LocalWay
 from fddp.wording import check_whole
 
 
@@ -133,10 +133,7 @@ class LocalSteps(StepOptimizer):
 
     def way(self, inner: Way) -> Way:
         """Returns the way of local steps."""
+        del inner
         return LocalWay(
-            name=LOCAL,
-            apart=True,
-            outer=self.outer,
-            every=self.every,
-            start=self.start,
+            name=LOCAL, apart=True, outer=self.outer, every=self.every, start=self.start
         )
