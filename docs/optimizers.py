@@ -107,7 +107,7 @@ def answer(make: Callable[..., Any]) -> tuple[str, str]:
     division = divided(optimizer, FORMS)
     leaves = ", ".join(
         f"{sorted(FORMS)[leaf]}: {reason}"
-        for leaf, reason in (division.refused or division.home).items()
+        for leaf, reason in (division.refused or division.owned).items()
     )
     kind = "no" if division.refused else "owner" if leaves else "yes"
     return kind, f" ({leaves})" if leaves else ""

@@ -36,10 +36,11 @@ from fddp.jaxpr.parts.part_kinds import Follows as Follows
 from fddp.jaxpr.parts.part_kinds import Kind as Kind
 from fddp.jaxpr.parts.part_kinds import Same as Same
 from fddp.jaxpr.parts.part_kinds import Whole as Whole
+from fddp.jaxpr.parts.part_passes import LeafWork as LeafWork
 from fddp.jaxpr.parts.part_passes import result_kinds as result_kinds
-from fddp.jaxpr.parts.part_passes import stays as stays
-from fddp.jaxpr.parts.part_program import AtHome as AtHome
+from fddp.jaxpr.parts.part_passes import whole_leaves as whole_leaves
 from fddp.jaxpr.parts.part_program import Ranks as Ranks
+from fddp.jaxpr.parts.part_program import RunWhole as RunWhole
 from fddp.jaxpr.parts.part_program import on_parts as on_parts
 from fddp.jaxpr.parts.part_program import spread as spread
 from fddp.jaxpr.used import statically_used as statically_used

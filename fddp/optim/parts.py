@@ -2,7 +2,7 @@
 
 The program of the update decides how. Elementwise equations run on parts of any size. A norm takes
 one sum over the ranks. A leaf whose elements are mixed, as in Muon, is gathered on one rank, its
-home. An update that mixes several leaves cannot be divided.
+owner. An update that mixes several leaves cannot be divided.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), which assumes an elementwise optimizer.
 """
@@ -15,7 +15,7 @@ import optax
 from jaxtyping import PyTree
 
 from fddp.jax_internals import ClosedJaxpr, unbound_axis
-from fddp.jaxpr import Follows, Kind, Same, Whole, result_kinds, stays
+from fddp.jaxpr import Follows, Kind, Same, Whole, result_kinds, whole_leaves
 from fddp.optim.state_leaves import map_state, masked
 from fddp.optim.updates import updates_of
 
@@ -29,8 +29,8 @@ class Divided(NamedTuple):
     """(gradients, state, parameters, loss) → (updates, state), of whole arrays, flattened."""
     inputs: tuple[Kind, ...]
     """Kind of each argument; leaves have the numbers of the parameters."""
-    home: dict[int, str]
-    """Leaf gathered on its home → the first equation that needs it whole."""
+    owned: dict[int, str]
+    """Leaf gathered on its owner → the first equation that needs it whole."""
     refused: dict[int, str]
     """Leaf with an indivisible update → the reason."""
 
@@ -43,9 +43,9 @@ def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any =
     ...     "b": jax.ShapeDtypeStruct((3,), "float32"),
     ...     "w": jax.ShapeDtypeStruct((3, 4), "float32"),
     ... }
-    >>> divided(optax.adamw(0.1), params).home
+    >>> divided(optax.adamw(0.1), params).owned
     {}
-    >>> divided(optax.contrib.muon(0.1), params).home
+    >>> divided(optax.contrib.muon(0.1), params).owned
     {1: 'scan'}
     >>> divided(optax.flatten(optax.adam(0.1)), params).refused
     {0: 'concatenate of several leaves', 1: 'concatenate of several leaves'}
@@ -76,8 +76,8 @@ def divided(optimizer: optax.GradientTransformation, params: PyTree, loss: Any =
     )
     mixed = [kind for kind in outputs if isinstance(kind, Whole)]
     refused = {leaf: kind.why for kind in mixed for leaf in sorted(kind.leaves)}
-    home = dict(sorted(stays(program, inputs).items()))
-    return Divided(program, inputs, home, refused)
+    owned = dict(sorted(whole_leaves(program, inputs).items()))
+    return Divided(program, inputs, owned, refused)
 
 
 def kinds_of_state(opt_state: PyTree, params: PyTree, param_kinds: Any = None) -> Any:

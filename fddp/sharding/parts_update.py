@@ -1,16 +1,15 @@
 """Runs an optimizer's update on parts of arrays; the optimizer declares nothing for it.
 
 The function that updates whole arrays is traced. Its elementwise equations run on parts, its sums
-over elements become sums over replicas, and leaves that it needs whole are processed at their home.
+over elements become sums over replicas, and leaves that it needs whole have an owner.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), which trusts the user to choose an elementwise
 optimizer.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -19,9 +18,9 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import ShardLayout, is_shard, map_shards, whole_forms
 from fddp.comm import Communicator
-from fddp.jaxpr import Follows, Kind, Ranks, Same, on_parts, spread, stays
+from fddp.jaxpr import Follows, Kind, Ranks, Same, on_parts, spread
 from fddp.optim import kinds_of_state
-from fddp.sharding.homes import at_home, dealt
+from fddp.sharding.owners import at_owners
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, StepInfo, TrainState
 
@@ -93,7 +92,7 @@ def _run_on_parts(
     )
     program, result_form = jax.make_jaxpr(update, return_shape=True)(state_form, mean_form)
     flat_kinds = jax.tree.leaves((state_kinds, mean_kinds), is_leaf=_is_kind)
-    run = on_parts(program, flat_kinds, _ranks(comm, layouts, stays(program, flat_kinds)))
+    run = on_parts(program, flat_kinds, _ranks(comm, layouts))
     return jax.tree.unflatten(
         jax.tree.structure(result_form), run(*jax.tree.leaves((local_state, mean)))
     )
@@ -143,15 +142,13 @@ def _map(f: Callable[[Array, ShardLayout], Array], tree: PyTree, layouts: PyTree
     )
 
 
-def _ranks(comm: Communicator, layouts: Sequence[ShardLayout], whole: Iterable[int]) -> Ranks:
+def _ranks(comm: Communicator, layouts: Sequence[ShardLayout]) -> Ranks:
     """Describes a replica's parts and collectives for `on_parts`."""
 
     def mask(leaf: int, size: int) -> Array:
         return layouts[leaf].of((size,)).mask(comm.replica_index())
 
-    homes = dealt({leaf: prod(layouts[leaf].shape) for leaf in whole}, comm.size)
-    work = partial(at_home, comm, homes, layouts)
-    return Ranks(mask, partial(_put_together, comm), work)
+    return Ranks(mask, partial(_put_together, comm), partial(at_owners, comm, layouts))
 
 
 def _put_together(comm: Communicator, op: str, numbers: Sequence[Array]) -> list[Array]:

@@ -14,9 +14,9 @@ from fddp.comm.communicator import axis_communicator
 from fddp.jax_internals import CALLS
 from fddp.jaxpr.equations import straighten
 from fddp.jaxpr.parts.part_kinds import Follows, Same, Total, Whole
-from fddp.jaxpr.parts.part_passes import passes, result_kinds, stays
-from fddp.jaxpr.parts.part_program import AtHome, Ranks, on_parts
-from fddp.sharding.homes import at_home
+from fddp.jaxpr.parts.part_passes import LeafWork, passes, result_kinds, whole_leaves
+from fddp.jaxpr.parts.part_program import Ranks, on_parts
+from fddp.sharding.owners import at_owners
 
 A = Follows(0)
 B = Follows(1)
@@ -108,20 +108,20 @@ def test_a_program_on_parts_makes_the_parts_of_what_it_makes_of_whole_arrays(
         (lambda a: jax.lax.cond(a[0, 0] > 0, lambda: a, lambda: -a), "slice"),
     ],
 )
-def test_what_mixes_a_leaf_is_made_at_its_home_and_the_first_such_equation_is_told(
+def test_what_mixes_a_leaf_runs_at_its_owner_and_the_first_such_equation_is_named(
     f: Callable[..., Any], reason: str
 ):
     with jax.enable_x64(True):
         a = jnp.asarray(X)
-        stay = stays(jax.make_jaxpr(f)(a), [A])
-        assert list(stay) == [0] and reason in stay[0]
+        reasons = whole_leaves(jax.make_jaxpr(f)(a), [A])
+        assert list(reasons) == [0] and reason in reasons[0]
         (got,), _, exchanges = divided(lambda a, b: (f(a),))
         np.testing.assert_allclose(joined(got, f(a)), f(a), rtol=1e-14)
         assert exchanges == 1
 
 
 def orthogonal(a: Any, b: Any) -> Any:
-    """Operations on whole arrays stay at the homes, as in Muon; operations on parts go on in
+    """Operations on whole arrays stay at the owners, as in Muon; operations on parts go on in
     parts."""
     x = a.T / jnp.linalg.norm(a.T)
     for _ in range(3):
@@ -130,7 +130,7 @@ def orthogonal(a: Any, b: Any) -> Any:
 
 
 def summed_between(a: Any, b: Any) -> Any:
-    """A norm of arrays from two homes, for the next arrays there."""
+    """A norm of arrays from two owners, for the next arrays there."""
     a = a @ jnp.full((3, 3), 0.1)
     b = b[::-1]
     norm = jnp.sqrt(sum(jnp.sum(x**2) for x in (a, b)))
@@ -152,7 +152,7 @@ def in_a_branch(a: Any, b: Any) -> Any:
 @pytest.mark.parametrize(
     ("f", "exchanges"), [(orthogonal, 1), (summed_between, 2), (in_a_branch, 2)]
 )
-def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(
+def test_a_leaf_goes_to_its_owner_as_often_as_the_ranks_exchange_numbers_in_between(
     f: Callable[..., Any], exchanges: int
 ):
     with jax.enable_x64(True):
@@ -164,15 +164,15 @@ def test_a_leaf_goes_home_as_often_as_the_ranks_have_to_speak_in_between(
 
 
 def test_what_meets_parts_of_its_leaf_goes_on_in_parts():
-    """The momentum goes home; the weights, which decay, need not."""
+    """The momentum goes to its owner; the weights, which decay, need not."""
 
     def decayed(momentum: Any, w: Any) -> Any:
         direction, _ = orthogonal(0.9 * momentum, 0)
         return w - 0.1 * (direction + 0.01 * w)
 
     program = straighten(jax.make_jaxpr(decayed)(X, X), CALLS)
-    (visit,) = [visit for step in passes(program, [A, A])[0] for visit in step.visits]
-    assert len(visit.takes) == len(visit.brings) == 1
+    (work,) = [work for step in passes(program, [A, A])[0] for work in step.works]
+    assert len(work.inputs) == len(work.outputs) == 1
 
 
 def test_two_leaves_in_one_equation_are_refused():
@@ -200,8 +200,8 @@ def test_what_is_equal_everywhere_stays_so_and_sums_are_told():
 
 
 def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
-    """The parts of each rank, the number of sums between ranks, and the number of trips of leaves
-    to their homes."""
+    """The parts of each rank, the number of sums between ranks, and the number of exchanges with
+    owners."""
     arrays = [jnp.asarray(X), jnp.asarray(Y)]
     comm = axis_communicator("ranks", RANKS, "cpu")
     closed = jax.make_jaxpr(f)(*arrays)
@@ -215,15 +215,15 @@ def divided(f: Callable[..., Any]) -> tuple[list[Any], int, int]:
         collective = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}[op]
         return [collective(x, "ranks") for x in numbers]
 
-    def visit(visits: Sequence[AtHome]) -> Sequence[Sequence[Any]]:
+    def exchanged(works: Sequence[LeafWork], *args: Any) -> Sequence[Sequence[Any]]:
         calls[1] += 1
-        return at_home(comm, {0: 2, 1: 1}, [ShardLayout((), RANKS)] * 2, visits)
+        return at_owners(comm, [ShardLayout((), RANKS)] * 2, works, *args)
 
     def is_element(leaf: int, size: int) -> Any:
         del leaf
         return jax.lax.axis_index("ranks") * part(size) + jnp.arange(part(size)) < size
 
-    run = on_parts(closed, [A, B], Ranks(is_element, put_together, visit))
+    run = on_parts(closed, [A, B], Ranks(is_element, put_together, exchanged))
     padded = [
         jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size), constant_values=7.0) for x in arrays
     ]

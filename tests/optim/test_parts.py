@@ -17,7 +17,7 @@ from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
 from fddp.jaxpr import Follows, Ranks, on_parts
 from fddp.optim.parts import divided
-from fddp.sharding.homes import at_home
+from fddp.sharding.owners import at_owners
 
 RANKS = 4
 STEPS = 7
@@ -57,7 +57,7 @@ CUT: dict[str, Make] = {
     "contrib.prodigy": lambda: optax.contrib.prodigy(),
     "contrib.schedule_free_adamw": lambda: optax.contrib.schedule_free_adamw(0.1),
 }
-AT_HOME: dict[str, tuple[Make, dict[str, str]]] = {
+OWNED: dict[str, tuple[Make, dict[str, str]]] = {
     "adafactor": (lambda: optax.adafactor(0.1, min_dim_size_to_factor=2), {"w": "reduce_sum"}),
     "adaptive_grad_clip": (
         lambda: optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.1)),
@@ -89,8 +89,8 @@ REFUSED: dict[str, tuple[Make, dict[str, str]]] = {
 
 
 # One of each kind in the default tier: element by element, a norm, one that counts, and one with
-# parameters in its state; at home: a factored one, a matrix, and a norm of all that is made at
-# home.
+# parameters in its state; at owners: a factored one, a matrix, and a norm of all that is computed
+# there.
 OF_EACH_KIND = {
     "adam",
     "adamw, masked",
@@ -123,19 +123,19 @@ def problem() -> tuple[Any, list[Any]]:
 )
 @pytest.mark.steps
 @pytest.mark.parametrize(
-    ("make", "home"),
+    ("make", "owned"),
     [
         pytest.param(*case, id=name, marks=[] if name in OF_EACH_KIND else [pytest.mark.slow])
-        for name, case in [*((name, (make, {})) for name, make in CUT.items()), *AT_HOME.items()]
+        for name, case in [*((name, (make, {})) for name, make in CUT.items()), *OWNED.items()]
     ],
 )
-def test_an_update_of_parts_is_the_part_of_the_update(make: Make, home: dict[str, str]):
+def test_an_update_of_parts_is_the_part_of_the_update(make: Make, owned: dict[str, str]):
     with jax.enable_x64(True):
         params, grads = jax.tree.map(jnp.asarray, problem())
         optimizer = make()
         division = divided(optimizer, params, loss=jax.ShapeDtypeStruct((), float))
         assert division.refused == {}
-        assert {sorted(params)[leaf]: reason for leaf, reason in division.home.items()} == home
+        assert {sorted(params)[leaf]: reason for leaf, reason in division.owned.items()} == owned
         want = plain(optimizer, params, grads)
         got = on_ranks(optimizer, params, grads)
         for name in params:
@@ -156,7 +156,7 @@ def test_what_mixes_several_leaves_is_refused(make: Make, refused: dict[str, str
 def test_a_state_of_no_leaf_that_is_an_array_is_not_taken_for_one_number():
     """A rate for each element: a part of the leaf would need a part of the rates."""
     optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=jnp.linspace(0.1, 1, 7))
-    assert set(divided(optimizer, {"b": jnp.ones(7), "c": jnp.ones(7)}).home) == {0, 1}
+    assert set(divided(optimizer, {"b": jnp.ones(7), "c": jnp.ones(7)}).owned) == {0, 1}
 
 
 def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
@@ -172,7 +172,7 @@ def test_a_norm_that_is_hidden_is_not_believed_to_be_element_by_element():
     )
     params, _ = problem()
     # Of a vector that is one sum; of a matrix it is not.
-    assert list(divided(mutant, params).home) == [1]
+    assert list(divided(mutant, params).owned) == [1]
 
 
 def plain(optimizer: optax.GradientTransformation, params: Any, grads: Sequence[Any]) -> Any:
@@ -209,7 +209,7 @@ def on_ranks(optimizer: optax.GradientTransformation, params: Any, grads: Sequen
             return jnp.broadcast_to(x, (RANKS, *jnp.shape(x)))
         return jnp.pad(x.ravel(), (0, RANKS * part(x.size) - x.size)).reshape(RANKS, part(x.size))
 
-    work = partial(at_home, comm, {0: 3, 1: 1}, [ShardLayout((), RANKS)] * count)
+    work = partial(at_owners, comm, [ShardLayout((), RANKS)] * count)
     ranks = Ranks(is_element, put_together, work)
     run = jax.vmap(on_parts(division.program, division.inputs, ranks), axis_name="ranks")
     local_state = [in_parts(x, kind) for x, kind in zip([*state, *forms], kinds)]

@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "lamb": lambda: optax.lamb(0.05),
     "prodigy": lambda: optax.contrib.prodigy(),
     "MultiSteps": lambda: optax.MultiSteps(optax.adam(0.05), 2).gradient_transformation(),
-    # Leaves that go home.
+    # Leaves with an owner.
     "muon, clipped": lambda: optax.chain(
         optax.clip_by_global_norm(0.3), optax.contrib.muon(0.05, weight_decay=0.1)
     ),

@@ -64,7 +64,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Whole:
-    """A value that needs whole arrays; arrays of a single leaf are gathered at the leaf's home."""
+    """A value that needs whole arrays; arrays of a single leaf are gathered at the leaf's owner."""
 
     leaves: frozenset[int]
     """The leaves of these arrays."""

@@ -2,8 +2,8 @@
 
 An optimizer's update is such a program. Adam's is a single pass without a collective. A clip by the
 global norm combines a number. Muon mixes the elements of a matrix: that leaf is gathered on a
-replica, its home, which applies the equations on the whole leaf. Their results are scattered again.
-An equation that needs whole arrays of several leaves is in no pass.
+replica, its owner, which applies the equations on the whole leaf. Their results are scattered
+again. An equation that needs whole arrays of several leaves is in no pass.
 
 Source: ZeRO (Rajbhandari et al., SC 2020), which assumes that all equations are elementwise; Liu et
 al., "Muon is Scalable for LLM Training" (2025), which gathers each matrix.
@@ -33,6 +33,7 @@ from fddp.jaxpr.parts.part_kinds import (
     Kind,
     Same,
     Total,
+    Whole,
     as_whole,
     awaits,
     constants,
@@ -54,24 +55,24 @@ class OnParts(NamedTuple):
     """Kinds of its results."""
 
 
-class Visit(NamedTuple):
-    """Equations on whole arrays of a leaf, for the leaf's home."""
+class LeafWork(NamedTuple):
+    """Equations on whole arrays of a leaf, for the leaf's owner."""
 
     leaf: int
     eqns: Sequence[JaxprEqn]
-    takes: Sequence[Var]
+    inputs: Sequence[Var]
     """The arrays that are gathered from their parts."""
-    brings: Sequence[Var]
+    outputs: Sequence[Var]
     """Results with other readers: scattered into parts, but a number is a sum with one summand."""
 
 
 class Pass(NamedTuple):
-    """Equations on parts, then a collective for totals or for visits; the last pass has none."""
+    """Equations on parts, then a collective for totals or whole leaves; the last pass has none."""
 
     parts: Sequence[OnParts]
     numbers: Mapping[str, Sequence[Var]]
     """Op → the totals that the replicas combine."""
-    visits: Sequence[Visit]
+    works: Sequence[LeafWork]
 
 
 def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], dict[Var, Kind]]:
@@ -88,14 +89,14 @@ def passes(program: ClosedJaxpr, inputs: Sequence[Kind]) -> tuple[list[Pass], di
         # as many totals, or leaves, as possible.
         steps, eqns, totals = _on_parts(eqns, var_kinds)
         numbers = by_op(totals, var_kinds)
-        visits = list[Visit]()
+        works = list[LeafWork]()
         if not numbers:
-            visits, eqns = _visits(eqns, var_kinds, program.jaxpr.outvars)
-        if not (steps or numbers or visits):
+            works, eqns = _leaf_works(eqns, var_kinds, program.jaxpr.outvars)
+        if not (steps or numbers or works):
             break
         for combined in numbers.values():
             var_kinds.update(dict.fromkeys(combined, Same()))
-        finished.append(Pass(steps, numbers, visits))
+        finished.append(Pass(steps, numbers, works))
     for eqn in eqns:
         inputs = list(map(as_whole, kinds_of(var_kinds, eqn.invars)))
         if acts(eqn):
@@ -114,16 +115,16 @@ def result_kinds(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> list[Kind]:
     return kinds_of(var_kinds, program.jaxpr.outvars)
 
 
-def stays(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> dict[int, str]:
-    """Finds the leaves that a program needs whole; returns leaf → the first equation with it."""
-    reasons = dict[int, str]()
+def whole_leaves(closed: ClosedJaxpr, inputs: Sequence[Kind]) -> dict[int, str]:
+    """Finds the leaves that a program needs whole; returns leaf → the first such equation."""
+    reasons: dict[int, str] = {}
     for part_pass in passes(straighten(closed, CALLS), inputs)[0]:
         for step in part_pass.parts:
             if step.eqn.primitive.name == "cond":
                 for branch in branches(step.eqn):
-                    reasons = stays(branch, step.given[1:]) | reasons
-        for visit in part_pass.visits:
-            reasons.setdefault(visit.leaf, visit.eqns[0].primitive.name)
+                    reasons = whole_leaves(branch, step.given[1:]) | reasons
+        for work in part_pass.works:
+            reasons.setdefault(work.leaf, work.eqns[0].primitive.name)
     return reasons
 
 
@@ -170,58 +171,49 @@ def by_op(values: Iterable[Var], var_kinds: Mapping[Var, Kind]) -> dict[str, lis
     return dict(sorted(totals.items()))
 
 
-def _visits(
+def _leaf_works(
     eqns: Sequence[JaxprEqn], var_kinds: dict[Var, Kind], results: Iterable[Var | Literal]
-) -> tuple[list[Visit], list[JaxprEqn]]:
-    """Selects the equations that homes can apply; returns their visits, and the other equations."""
-    leaf_of: dict[Var, int] = {}
-    by_leaf = dict[int, list[JaxprEqn]]()
+) -> tuple[list[LeafWork], list[JaxprEqn]]:
+    """Selects the equations for owners of leaves; returns their work, and the other equations."""
+    at_owner: dict[Var, Kind] = {}
+    by_leaf: dict[int, list[JaxprEqn]] = {}
     remaining = list[JaxprEqn]()
     for eqn in eqns:
-        leaf = _home(eqn, var_kinds, leaf_of)
+        leaf = _owned_leaf(eqn, var_kinds, at_owner)
         if leaf is None:
             remaining.append(eqn)
         else:
             by_leaf.setdefault(leaf, []).append(eqn)
-            leaf_of.update(dict.fromkeys(eqn.outvars, leaf))
+            at_owner.update(dict.fromkeys(eqn.outvars, Whole(frozenset({leaf}), "")))
     used = {*read_by(remaining), *variables(results)}
-    visits = list[Visit]()
-    for leaf, home_eqns in by_leaf.items():
-        brings = list(filter(used.__contains__, outputs_of(home_eqns)))
-        outer = [var for var in read_by(home_eqns) if var not in leaf_of]
-        if brings or any(map(acts, home_eqns)):
-            takes = [var for var in outer if isinstance(var_kinds[var], Follows)]
-            visits.append(Visit(leaf, home_eqns, takes, brings))
-    for visit in visits:
-        for var in visit.brings:
-            var_kinds[var] = _scattered(visit.leaf, var)
-    return visits, remaining
+    works = list[LeafWork]()
+    for leaf, leaf_eqns in by_leaf.items():
+        outputs = list(filter(used.__contains__, outputs_of(leaf_eqns)))
+        if outputs or any(map(acts, leaf_eqns)):
+            inputs = [x for x in read_by(leaf_eqns) if isinstance(var_kinds.get(x), Follows)]
+            works.append(LeafWork(leaf, leaf_eqns, inputs, outputs))
+            var_kinds.update({var: _scattered(leaf, var) for var in outputs})
+    return works, remaining
 
 
-def _home(eqn: JaxprEqn, var_kinds: Mapping[Var, Kind], leaf_of: Mapping[Var, int]) -> int | None:
-    """Finds the leaf whose home must apply an equation; None if no home can or must."""
-    read = set(variables(eqn.invars))
-    from_home = read & leaf_of.keys()
-    outer = read - from_home
-    if not outer <= var_kinds.keys():
-        return None
-    home_leaves = set(map(leaf_of.__getitem__, from_home))
-    outer_kinds = list(map(var_kinds.__getitem__, outer))
-    outer_leaves = source_leaves(outer_kinds)
-    leaves = outer_leaves | home_leaves
-    if len(leaves) != 1 or any(isinstance(kind, Total) for kind in outer_kinds):
+def _owned_leaf(
+    eqn: JaxprEqn, var_kinds: Mapping[Var, Kind], at_owner: Mapping[Var, Kind]
+) -> int | None:
+    """Finds the leaf whose owner must apply an equation; None if no owner can or must."""
+    read = dict.fromkeys(variables(eqn.invars))
+    kinds = {var: kind for var in read if (kind := at_owner.get(var) or var_kinds.get(var))}
+    leaves = source_leaves(list(kinds.values()))
+    if kinds.keys() < read.keys() or len(leaves) != 1 or Total in map(type, kinds.values()):
         return None
     (leaf,) = leaves
-    if home_leaves and outer_leaves:
+    if Whole in map(type, kinds.values()) and Follows(leaf) in kinds.values():
         # An equation that also reads parts of the leaf is applied to parts, if it can be.
-        kinds = dict(zip(outer, outer_kinds))
-        for var in from_home:
-            kinds[var] = as_whole(_scattered(leaf, var))
-        if not any(map(is_whole, _result_kinds(eqn, kinds_of(kinds, eqn.invars)))):
+        on_parts = {var: as_whole(_scattered(leaf, var)) for var in read if var in at_owner}
+        if not any(map(is_whole, _result_kinds(eqn, kinds_of(kinds | on_parts, eqn.invars)))):
             return None
     return leaf
 
 
 def _scattered(leaf: int, var: Var) -> Kind:
-    """The kind of an array from a leaf's home after the scatter."""
+    """The kind of an array from a leaf's owner after the scatter."""
     return Total("sum") if form_of(var).size == 1 else Follows(leaf)

@@ -3,13 +3,12 @@
 The program's constants are those of whole arrays, such as the divisor of a mean. Each replica
 applies elementwise equations to its parts, which have the same layout for all arrays of a leaf and
 may be padded. Sums are taken over all replicas. An equation that needs a whole leaf runs on a
-single replica, the leaf's home.
+single replica, the leaf's owner.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +18,10 @@ from fddp.jax_internals import CALLS, ClosedJaxpr, Var, branches, of_a_vector, r
 from fddp.jaxpr.equations import ELEMENTWISE, form_of, straighten, variables
 from fddp.jaxpr.interpreter import Values
 from fddp.jaxpr.parts.part_kinds import Follows, Kind, Total, Whole, kinds_of, source_leaves
-from fddp.jaxpr.parts.part_passes import OnParts, Visit, by_op, passes
+from fddp.jaxpr.parts.part_passes import LeafWork, OnParts, by_op, passes
 
-
-class AtHome(NamedTuple):
-    """Work on a leaf at its home, as a function of whole arrays."""
-
-    leaf: int
-    """Index of the leaf."""
-    parts: Sequence[Array]
-    """This replica's parts of the arguments."""
-    shapes: Sequence[tuple[int, ...]]
-    """Shapes of the whole arguments."""
-    run: Callable[[Sequence[Array]], Sequence[Array]]
-    """Whole arguments → whole results."""
-    forms: Sequence[jax.ShapeDtypeStruct]
-    """Shapes and dtypes of the whole results."""
+# (work on a whole leaf, its whole inputs) → its whole outputs
+RunWhole: TypeAlias = Callable[[LeafWork, Sequence[Array]], Sequence[Array]]
 
 
 class Ranks(NamedTuple):
@@ -44,9 +31,9 @@ class Ranks(NamedTuple):
     """(leaf, size of an array of the leaf) → mask of this replica's part, False for padding."""
     put_together: Callable[[str, Sequence[Array]], Sequence[Array]]
     """(op, this replica's numbers) → all replicas' numbers combined by "sum", "max" or "min"."""
-    at_home: Callable[[Sequence[AtHome]], Sequence[Sequence[Array]]]
-    """Runs each function on its leaf's home → this replica's parts of its results, padded with
-    zeros."""
+    at_owners: Callable[[Sequence[LeafWork], Sequence[Sequence[Array]], RunWhole], Any]
+    """Runs the work on each leaf at its owner, from this replica's parts of its inputs → a list of
+    this replica's parts of its outputs, padded with zeros; of a number, its summand."""
 
 
 def on_parts(closed: ClosedJaxpr, inputs: Sequence[Kind], ranks: Ranks) -> Callable[..., list[Any]]:
@@ -73,44 +60,31 @@ def _run(
     def combine(op: str, totals: Sequence[Var]) -> None:
         values.update(zip(totals, ranks.put_together(op, values.read_all(totals))))
 
-    for steps, numbers, visits in part_passes:
+    for steps, numbers, works in part_passes:
         for step in steps:
             outputs = _apply(step, values.read_all(step.eqn.invars), ranks)
             values.update(zip(step.eqn.outvars, outputs))
         for op, totals in numbers.items():
             combine(op, totals)
-        if visits:
-            scattered = ranks.at_home([_at_home(program, visit, values) for visit in visits])
-            for visit, arrays in zip(visits, scattered):
-                values.update(zip(visit.brings, map(_number_or_part, visit.brings, arrays)))
+        if works:
+            local_parts = [values.read_all(work.inputs) for work in works]
+            outputs = ranks.at_owners(works, local_parts, partial(_run_whole, program, values))
+            for work, arrays in zip(works, outputs):
+                values.update(zip(work.outputs, arrays))
     results = dict.fromkeys(variables(jaxpr.outvars))
     for op, totals in by_op(results, var_kinds).items():
         combine(op, totals)
     return values.outputs()
 
 
-def _at_home(program: ClosedJaxpr, visit: Visit, values: Values) -> AtHome:
-    def run(arrays: Sequence[Array]) -> list[Array]:
-        whole_values = Values(program, ())
-        whole_values.update(values)
-        whole_values.update(zip(visit.takes, arrays))
-        whole_values.run(visit.eqns)
-        return whole_values.read_all(visit.brings)
-
-    takes = list(map(_struct, visit.takes))
-    forms = list(map(_struct, visit.brings))
-    local_parts = values.read_all(visit.takes)
-    return AtHome(visit.leaf, local_parts, [form.shape for form in takes], run, forms)
-
-
-def _struct(var: Var) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(form_of(var).shape, form_of(var).dtype)
-
-
-def _number_or_part(var: Var, part: Array) -> Array:
-    """Reshapes a number from a leaf's home, this replica's summand; a part is unchanged."""
-    shape = form_of(var).shape
-    return part.reshape(shape) if prod(shape) == 1 else part
+def _run_whole(
+    program: ClosedJaxpr, values: Values, work: LeafWork, arrays: Sequence[Array]
+) -> list[Array]:
+    whole_values = Values(program, ())
+    whole_values.update(values)
+    whole_values.update(zip(work.inputs, arrays))
+    whole_values.run(work.eqns)
+    return whole_values.read_all(work.outputs)
 
 
 def _apply(step: OnParts, arguments: Sequence[Any], ranks: Ranks) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Leaves that an update needs whole: each at one replica, and all others in parts."""
+"""Leaves that an update needs whole: each has an owner, one replica; others are in parts."""
 
 import re
 from collections import Counter
@@ -17,9 +17,9 @@ import pytest
 import fddp
 from fddp.buckets import ShardLayout
 from fddp.comm.communicator import axis_communicator
-from fddp.jaxpr import AtHome
+from fddp.jaxpr import LeafWork
 from fddp.program import parse
-from fddp.sharding.homes import at_home, dealt
+from fddp.sharding.owners import at_owners, dealt
 
 pytestmark = pytest.mark.steps
 
@@ -42,27 +42,27 @@ def loss_fn(p: Any, x: Any) -> Any:
 
 
 def bound(costs: Sequence[int], n: int) -> float:
-    """Graham's bound for the fullest of n homes: a third more than in the best distribution."""
+    """Graham's bound for the fullest of n owners: a third more than in the best distribution."""
     ways = product(range(n), repeat=len(costs))
     fullest = (
-        max(sum(c for c, k in zip(costs, way) if k == home) for home in range(n)) for way in ways
+        max(sum(c for c, k in zip(costs, way) if k == owner) for owner in range(n)) for way in ways
     )
     return (4 - 1 / n) / 3 * min(fullest)
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_the_fullest_home_has_at_most_a_third_more_than_it_must(n: int):
+def test_the_fullest_owner_has_at_most_a_third_more_than_it_must(n: int):
     for seed in range(10):
         costs = np.random.default_rng(seed).integers(1, 50, size=7).tolist()
-        homes = dealt(dict(enumerate(costs)), n)
-        assert set(homes) == set(range(7))
+        owners = dealt(dict(enumerate(costs)), n)
+        assert set(owners) == set(range(7))
         assert max(
-            sum(costs[leaf] for leaf in homes if homes[leaf] == k) for k in range(n)
+            sum(costs[leaf] for leaf in owners if owners[leaf] == k) for k in range(n)
         ) <= bound(costs, n)
 
 
-def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
-    """More homes than leaves, sizes that the ranks do not divide, and an array without elements."""
+def test_results_of_an_owner_return_in_parts_whatever_their_dtype_and_size():
+    """More owners than leaves, sizes that ranks do not divide, and an array without elements."""
     n = 4
     comm = axis_communicator("ranks", 4, "cpu")
     inputs = {
@@ -82,23 +82,17 @@ def test_what_is_made_at_home_comes_back_in_parts_whatever_its_dtype_and_size():
         return np.pad(x.ravel(), (0, -x.size % n)).reshape(n, -1)
 
     def run(inputs_of_rank: dict[int, list[Any]]) -> Any:
-        visits = [
-            AtHome(
-                leaf,
-                inputs_of_rank[leaf],
-                [x.shape for x in xs],
-                makes[leaf],
-                jax.eval_shape(makes[leaf], xs),
-            )
-            for leaf, xs in inputs.items()
-        ]
-        return at_home(comm, {7: 2, 2: 0}, [ShardLayout((), n)] * 8, visits)
+        jaxprs = {leaf: jax.make_jaxpr(makes[leaf])(xs).jaxpr for leaf, xs in inputs.items()}
+        works = [LeafWork(leaf, x.eqns, x.invars, x.outvars) for leaf, x in jaxprs.items()]
+        layouts = [ShardLayout((), n)] * 8
+        parts = [inputs_of_rank[leaf] for leaf in jaxprs]
+        return at_owners(comm, layouts, works, parts, lambda work, xs: makes[work.leaf](xs))
 
     outputs = jax.vmap(run, axis_name="ranks")(jax.tree.map(in_parts, inputs))
     for (leaf, xs), got in zip(inputs.items(), outputs):
         for want, x in zip(makes[leaf]([jnp.asarray(x) for x in xs]), got):
             assert x.dtype == want.dtype
-            np.testing.assert_array_equal(x, in_parts(np.asarray(want)))
+            np.testing.assert_array_equal(x.reshape(n, -1), in_parts(np.asarray(want)))
 
 
 @pytest.mark.quick("3")
@@ -161,17 +155,17 @@ def test_the_branches_of_a_program_share_out_the_products_of_muon(group: Groups,
     assert sum(branches) == sum(PRODUCTS) and max(branches) <= bound(PRODUCTS, n)
 
 
-def test_the_exchanges_with_the_homes_are_told_among_the_bytes(group: Groups):
+def test_the_exchanges_with_the_owners_count_among_the_bytes(group: Groups):
     n = 4
     nbytes = []
     for optimizer in (optax.adam(0.1), optax.contrib.muon(0.1)):
         step = fddp.train_step(loss_fn, optimizer, group=group(n), shard="optimizer")
         _, info = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
         nbytes.append(int(np.asarray(info.sent).sum()))
-    homes = dealt({k: m * k_ for k, (m, k_) in enumerate(SHAPES)}, n)
+    owners = dealt({k: m * k_ for k, (m, k_) in enumerate(SHAPES)}, n)
     sizes = [-(-m * k // n) for m, k in SHAPES]
     fullest = max(
-        sum(size for leaf, size in enumerate(sizes) if homes[leaf] == home) for home in range(n)
+        sum(size for leaf, size in enumerate(sizes) if owners[leaf] == owner) for owner in range(n)
     )
     # There and back, to each of the others; and the norms of three matrices that are not transposed
     # before.
@@ -179,7 +173,7 @@ def test_the_exchanges_with_the_homes_are_told_among_the_bytes(group: Groups):
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "state"])
-def test_the_momentum_of_a_leaf_that_goes_home_is_held_in_equal_parts(group: Groups, shard: Any):
+def test_the_momentum_of_a_leaf_with_an_owner_is_held_in_equal_parts(group: Groups, shard: Any):
     n = 4
     step = fddp.train_step(loss_fn, optax.contrib.muon(0.1), group=group(n), shard=shard)
     state, _ = step(step.init(jax.tree.map(np.float32, PARAMS)), ROWS.astype(np.float32))
@@ -214,7 +208,7 @@ def test_a_checkpoint_of_muon_goes_on_on_other_numbers_of_replicas(
         jax.tree.map(close, fddp.whole(state, group=group(n)), expected)
 
 
-def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
+def test_a_norm_hidden_in_a_leaf_needs_an_owner_and_one_over_some_leaves_is_summed(
     group: Groups, x64: None
 ):
     """Mutants of Adam: one divides each row by its norm, one all by the norm of two leaves, and
@@ -229,7 +223,7 @@ def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
         norm = jnp.sqrt(sum(jnp.sum(updates[name] ** 2) for name in ("w0", "b")))
         return jax.tree.map(lambda g: g / (1 + norm), updates), state
 
-    for update, goes_home in ((rows, True), (norm_of_some, False)):
+    for update, has_owner in ((rows, True), (norm_of_some, False)):
         mutant = optax.chain(
             optax.adam(0.1), optax.GradientTransformation(lambda params: optax.EmptyState(), update)
         )
@@ -241,5 +235,5 @@ def test_a_norm_hidden_in_a_leaf_goes_home_and_one_over_some_leaves_is_summed(
                 state, _ = step(state, ROWS * (k + 1))
             results.append(fddp.whole(state, group=group(3)).params)
             text = step.lower(state, ROWS).as_text()
-            assert ("stablehlo.case" in text) == (goes_home and shard is not None)
+            assert ("stablehlo.case" in text) == (has_owner and shard is not None)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), *results)
