@@ -57,9 +57,9 @@ from fddp.comm.secret import new_secret as new_secret
 from fddp.comm.secret import signature as signature
 from fddp.comm.secret import signed as signed
 from fddp.comm.summation_tree import block_of as block_of
-from fddp.comm.summation_tree import merges as merges
 from fddp.comm.summation_tree import tree_bytes as tree_bytes
 from fddp.comm.summation_tree import tree_reduce as tree_reduce
+from fddp.comm.summation_tree import tree_sum as tree_sum
 from fddp.comm.transport import Hosts as Hosts
 from fddp.comm.transport import Transport as Transport
 from fddp.comm.trees import forms_of as forms_of

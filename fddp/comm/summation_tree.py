@@ -10,15 +10,13 @@ across devices.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
 from fddp.comm.communicator import Communicator
-
-Number = TypeVar("Number")
 
 
 def block_of(virtual: int, each: int) -> int:
@@ -37,37 +35,26 @@ def block_of(virtual: int, each: int) -> int:
     return block
 
 
-def tree_sum(numbers: Sequence[Number], add: Callable[[Number, Number], Number]) -> Number:
-    """Adds one number or more in the order of the tree.
+def tree_sum(
+    numbers: Sequence[Any], add: Callable[[Any, Any], Any], of: Callable[[Any], Any] = lambda x: x
+) -> Any:
+    """Adds `of(x)` for one number or more, in the order of the tree, each sum as soon as possible.
+
+    So at most log₂ of their count, plus one, exist at once.
 
     >>> tree_sum(["a", "b", "c", "d", "e"], lambda x, y: f"({x}+{y})")
     '(((a+b)+c)+(d+e))'
     """
     if len(numbers) == 1:
-        return numbers[0]
+        return of(numbers[0])
     half = len(numbers) - len(numbers) // 2
-    return add(tree_sum(numbers[:half], add), tree_sum(numbers[half:], add))
-
-
-def merges(count: int) -> tuple[int, ...]:
-    """Returns how many sums of the tree each of `count` numbers completes, in order.
-
-    >>> merges(5)
-    (0, 1, 1, 0, 2)
-    """
-    if count == 1:
-        return (0,)
-    half = count - count // 2
-    counts = merges(half) + merges(count - half)
-    return (*counts[:-1], counts[-1] + 1)
+    return add(tree_sum(numbers[:half], add, of), tree_sum(numbers[half:], add, of))
 
 
 def tree_reduce(
     comm: Communicator, message: Shaped[Array, " blocks*n"], blocks: int
 ) -> Shaped[Array, " n"]:
     """Sums the blocks of all replicas in the tree, to the same bits on all replicas."""
-    if comm.size == 2 and blocks == 1:
-        return comm.all_reduce(message)  # two numbers have the same sum in either order
     size = message.shape[0] // blocks
     moved = comm.all_to_all(parts_for_each(comm.size, message, blocks))
     return comm.all_gather(sum_of_parts(moved, blocks)).reshape(-1)[:size]

@@ -20,9 +20,9 @@ from fddp.step import (
     read_optimizer,
     read_options,
 )
-from fddp.training.reproducible import virtual
 from fddp.training.train_step import TrainStep
 from fddp.training.update import updated
+from fddp.training.virtual_way import VirtualWay
 
 
 @explained
@@ -76,7 +76,8 @@ def train_step(
 def way_of(options: Options) -> Way:
     """Chooses the way of a step; `Replica` checks whether its options are compatible."""
     if options.virtual_replicas:
-        return virtual(options.virtual_replicas)
+        count = options.virtual_replicas
+        return VirtualWay(name=f"virtual_replicas={count}", replicas=count)
     if options.shard:
         return sharded(options.shard)
     return WHOLE

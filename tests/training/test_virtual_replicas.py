@@ -16,8 +16,7 @@ from problems import square
 from trees import bits, close
 
 import fddp
-from fddp.comm import block_of, merges
-from fddp.comm.summation_tree import tree_sum
+from fddp.comm import block_of, tree_sum
 
 pytestmark = pytest.mark.steps
 
@@ -213,18 +212,23 @@ def pair(a: str, b: str) -> str:
     return f"({a} {b})"
 
 
-def test_sums_kept_on_a_stack_are_the_tree():
-    """A tree of every size, letter by letter."""
+def test_a_sum_waits_for_no_later_number():
+    """So few numbers exist at once, in a tree of any size."""
     for count in range(1, 20):
-        letters = [chr(ord("a") + k) for k in range(count)]
-        stack = list[str]()
-        for letter, halves in zip(letters, merges(count)):
-            stack.append(letter)
-            for _ in range(halves):
-                right = stack.pop()
-                earlier = stack.pop()
-                stack.append(pair(earlier, right))
-        assert stack == [tree_sum(letters, pair)]
+        present, most = set[int](), 0
+
+        def number(k: int, present: set[int] = present) -> int:
+            nonlocal most
+            present.add(k)
+            most = max(most, len(present))
+            return k
+
+        def add(a: int, b: int, present: set[int] = present) -> int:
+            present.remove(b)
+            return a
+
+        assert tree_sum(range(count), add, number) == 0 and present == {0}
+        assert most <= count.bit_length() + 1
 
 
 def test_blocks_of_equal_size_are_subtrees():
@@ -268,7 +272,7 @@ def test_its_programs_run_one_by_one_and_then_its_messages_leave(group: Groups):
     step = fddp.train_step(square, optax.sgd(0.1), group=group(2), virtual_replicas=6)
     step(step.init(np.float32(0)), np.ones(12, np.float32))
     spans = step.timeline().spans
-    replicas = ["replica 0", "replica 1", "sum 1", "replica 2", "sum 2"]
+    replicas = ["replica 0", "replica 1", "sum", "replica 2", "sum"]
     messages = [message.name for message in step.plan.messages]
     assert [span.name for span in spans] == [
         "rows",

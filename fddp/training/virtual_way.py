@@ -27,23 +27,18 @@ from fddp.buckets import (
     unpack,
     widened,
 )
-from fddp.comm import Group, as_program, block_of, forms_of, of_one_replica, trace
+from fddp.comm import as_program, block_of, forms_of, of_one_replica, trace
 from fddp.losses import Joined
 from fddp.step import Agreed, Replica, TrainState, Way, refuse
 from fddp.step.schedules import Runner, Schedule
-from fddp.training.reproducible.one_by_one import Arithmetic, Message, one_by_one
+from fddp.training.virtual_runner import Message, one_by_one
 
 # Gradients, with None for leaves that are not sent, and the tail that travels with them.
 Contribution: TypeAlias = tuple[Any, Any]
 
 
-def virtual(count: int) -> Way:
-    """Makes the way of replicas that stand for `count` virtual ones."""
-    return Virtual(name=f"virtual_replicas={count}", replicas=count)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Virtual(Way):
+class VirtualWay(Way):
     """Each replica stands for several virtual ones, whose sums are added in a tree."""
 
     # A message carries partial sums of the tree, of whole gradients.
@@ -78,8 +73,8 @@ class Virtual(Way):
         group = replica.group
         each = replica.replicas // group.size
         block = block_of(replica.replicas, each)
-        arithmetic, messages = _arithmetic(replica, agreed)
-        return one_by_one(group, arithmetic, messages, each, block, replica.options.donate)
+        messages, arithmetic = _arithmetic(replica, agreed)
+        return one_by_one(group, messages, each, block, replica.options.donate, **arithmetic)
 
 
 def one_of(replica: Replica, number: Any) -> Replica:
@@ -90,8 +85,8 @@ def one_of(replica: Replica, number: Any) -> Replica:
     return replace(replica, group=replace(group, communicator=comm, placement=placement))
 
 
-def _arithmetic(replica: Replica, agreed: Agreed) -> tuple[Arithmetic, list[Message]]:
-    """The functions of one virtual replica, and the messages of a block of them."""
+def _arithmetic(replica: Replica, agreed: Agreed) -> tuple[list[Message], dict[str, Any]]:
+    """The messages of a block of virtual replicas, and the functions of one of them."""
     plan = agreed.plan
     # XLA may add in more than 16 bits within a program, or not.
     wide = widened(plan, np.float32)
@@ -135,15 +130,12 @@ def _arithmetic(replica: Replica, agreed: Agreed) -> tuple[Arithmetic, list[Mess
         mean = of_all.mean(plan, lambda _: received, state, messages, (None, marks), nbytes)
         return agreed.use(state, mean)
 
-    arithmetic = Arithmetic(
-        contribute=as_program(placement, contribute),
-        pack=lambda contribution: packed(contribution).arrays,
-        unpack=unpacked,
-        finish=as_program(placement, finish),
-    )
-    reductions = replica.reductions(plan)
-    named = zip(reductions, messages.arrays)
-    return arithmetic, [Message(reduction.name, reduction.title, x) for reduction, x in named]
+    return list(zip(replica.reductions(plan), messages.arrays)), {
+        "contribute": as_program(placement, contribute),
+        "pack": lambda contribution: packed(contribution).arrays,
+        "unpack": unpacked,
+        "finish": as_program(placement, finish),
+    }
 
 
 def _widened(contribution: Contribution) -> Contribution:
@@ -157,19 +149,18 @@ def _widened(contribution: Contribution) -> Contribution:
 
 
 def check_order(replica: Replica) -> None:
-    """Checks that the replicas of the processes follow each other along the axis, by rank."""
+    """Raises ValueError unless processes have consecutive replicas along the axis, by rank.
+
+    Else a process would read rows of other virtual replicas.
+    """
     group = replica.group
     local = group.size // group.processes
-    numbers = [int(x[0]) for x in group.placement.each(_numbers(group))]
+    index, per_replica = group.communicator.replica_index, group.placement.per_replica
+    of_replicas = group.placement.program(lambda: index()[None], (), per_replica)()
+    numbers = [int(x[0]) for x in group.placement.each(of_replicas)]
     if numbers != list(range(group.rank * local, (group.rank + 1) * local)):
         raise ValueError(
             "virtual_replicas needs the replicas of a process side by side, in order of rank; rank "
             f"{group.rank} has numbers {numbers} along the mesh's axis: order its devices by "
             "process."
         )
-
-
-def _numbers(group: Group) -> Array:
-    """The number of each replica."""
-    index = group.communicator.replica_index
-    return group.placement.program(lambda: index()[None], (), group.placement.per_replica)()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,62 +20,50 @@ from jax.profiler import TraceAnnotation
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.comm import MOST, REPLICATED, Group, merges, tree_bytes, tree_reduce
+from fddp.comm import MOST, REPLICATED, Group, tree_bytes, tree_reduce, tree_sum
+from fddp.hooks import Reduction
 from fddp.losses import add_trees
 from fddp.program import Span, Timeline
 from fddp.step.schedules import Runner, StepInputs, StepOutputs, compiling, first_call
 
-
-class Arithmetic(NamedTuple):
-    """The functions of one device, which programs compute."""
-
-    contribute: Callable[[Any, tuple[Any, jax.Array]], tuple[Any, Any]]
-    """(state, (rows, number)) of a virtual replica → its contribution, and its marks of non-finite
-    gradients or None."""
-    pack: Callable[[Any], Sequence[jax.Array]]
-    """Contribution → messages."""
-    unpack: Callable[[Sequence[jax.Array]], Any]
-    """Sums of messages → sum of contributions."""
-    finish: Callable[[Any, Any, Any, jax.Array], Any]
-    """(state, sum of contributions, marks, bytes sent per message) → the step's result."""
-
-
-class Message(NamedTuple):
-    """A message of a block of virtual replicas."""
-
-    name: str
-    title: str
-    """Name and contents."""
-    form: jax.ShapeDtypeStruct
+# The reduction of a message, for its names, and the form of a block's message.
+Message: TypeAlias = tuple[Reduction, jax.ShapeDtypeStruct]
 
 
 def one_by_one(
     group: Group,
-    arithmetic: Arithmetic,
     messages: Sequence[Message],
     each: int,
     block: int,
     donate: bool,
+    *,
+    contribute: Callable[[Any, tuple[Any, jax.Array]], tuple[Any, Any]],
+    pack: Callable[[Any], Sequence[jax.Array]],
+    unpack: Callable[[Sequence[jax.Array]], Any],
+    finish: Callable[[Any, Any, Any, jax.Array], Any],
 ) -> Runner:
     """Makes the runner of a step with `each` virtual replicas per replica.
 
     A replica adds up each `block` of them before it sends. If `donate`, the update may reuse the
-    memory of the state.
+    memory of the state. The functions of one device are:
+    - `contribute`: (state, (rows, number)) of a virtual replica → its contribution, and its marks
+      of non-finite gradients or None
+    - `pack`: contribution → messages; `unpack`: sums of messages → sum of contributions
+    - `finish`: (state, sum of contributions, marks, bytes sent per message) → the step's result
     """
     placement = group.placement
     local = group.size // group.processes
-    merged = merges(block)
     spans = list[Span]()
 
     def program(f: Callable[..., Any], name: str, donate: Sequence[int] = ()) -> Callable[..., Any]:
         return first_call(jax.jit(f, donate_argnums=donate), name, partial(compiling, group))
 
     deal = program(partial(_dealt, each), "rows")
-    contribute = program(arithmetic.contribute, "a virtual replica")
+    contribute = program(contribute, "a virtual replica")
     add = program(add_trees, "a sum")
-    pack = program(partial(_packed, arithmetic.pack), "pack")
-    unpack = program(arithmetic.unpack, "unpack")
-    finish = program(arithmetic.finish, "update", (0,) if donate else ())
+    pack = program(partial(_packed, pack), "pack")
+    unpack = program(unpack, "unpack")
+    finish = program(finish, "update", (0,) if donate else ())
 
     summed = placement.program(
         lambda x: tree_reduce(group.communicator, x, each // block),
@@ -106,10 +94,11 @@ def one_by_one(
         return jax.tree.map(lambda *parts: placement.together(parts, where), *trees)
 
     def send(message: Message, parts: Sequence[jax.Array]) -> jax.Array:
-        nbytes = message.form.size * message.form.dtype.itemsize
+        reduction, form = message
+        nbytes = form.size * form.dtype.itemsize
         blocks = together(parts, placement.per_replica)
-        journal = group.journal.message(message.title, nbytes)
-        with journal, span("communication", message.name, nbytes):
+        journal = group.journal.message(reduction.title, nbytes)
+        with journal, span("communication", reduction.name, nbytes):
             return jax.block_until_ready(summed(blocks))
 
     @cache
@@ -117,22 +106,24 @@ def one_by_one(
         """The numbers of this process's virtual replicas, and the bytes sent per message."""
         first = group.rank * local * each
         numbers = np.arange(first, first + local * each, dtype=np.int32)
-        sent = [tree_bytes(group.size, each // block, message.form) for message in messages]
+        sent = [tree_bytes(group.size, each // block, form) for _, form in messages]
         nbytes = np.array([min(n, MOST) for n in sent], np.uint32)
         return placement.place(numbers, placement.per_replica), placement.place(nbytes, REPLICATED)
 
     def blocks_of(states: Sequence[Any], dealt: Sequence[Any]) -> tuple[Any, Any]:
         """Returns the sums of each device's blocks, and the marks of its virtual replicas."""
-        stack = list[Any]()
         marks = list[Any]()
-        for v in range(each):
+
+        def contribution(v: int) -> list[Any]:
             rows = [parts[v] for parts in dealt]
-            total, marked = zip(*on_each("compute", f"replica {v}", contribute, states, rows))
+            sums, marked = zip(*on_each("compute", f"replica {v}", contribute, states, rows))
             marks.append(marked)
-            for _ in range(merged[v % block]):
-                total = on_each("compute", f"sum {v}", add, stack.pop(), total)
-            stack.append(total)
-        return zip(*stack), zip(*marks)
+            return list(sums)
+
+        added = partial(on_each, "compute", "sum", add)
+        numbers = [range(first, first + block) for first in range(0, each, block)]
+        blocks = [tree_sum(block, added, contribution) for block in numbers]
+        return zip(*blocks), zip(*marks)
 
     def run(inputs: StepInputs) -> StepOutputs:
         spans.clear()
