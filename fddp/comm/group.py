@@ -247,9 +247,8 @@ class Group:
           local: consecutive replicas per host; None: fddp detects those of each host.
 
         Returns:
-          The group; its other collectives and its subgroups are unchanged. A replica sends the
-          bytes of a plain sum, 2 (p − 1)/p of an array, counted by `info.sent`; of these 2 (m −
-          1)/(m · local) cross the network of m hosts.
+          The group. `info.sent` counts 2 (p − 1)/p of an array, the bytes of a plain sum; of these
+          2 (m − 1)/(m · local) cross the network of m hosts.
 
         Raises:
           ValueError: hosts have unequal numbers of replicas, `local` does not divide `size` or

@@ -38,7 +38,7 @@ def hierarchical(group: "Group", local: int | None) -> "Group":
     if not placement.on_mesh or placement.overlaps:  # MPI and NCCL do it by themselves
         return group
     # Every process finds the same hosts, so either all continue or all raise.
-    hosts = by_label(_host_of_each(group)) if local is None else blocks(local, group.size)
+    hosts = by_label(_host_of_each(group, local))
     if 1 in (len(hosts), len(hosts[0])):
         return group
     all_reduce = partial(two_level_sum, str(placement.axis_name), hosts)
@@ -68,19 +68,13 @@ def _described(group: "Group", local: int | None) -> list[str]:
             "a sum in two levels needs replicas of one device each, and a replica of this "
             f"group is several, along {', '.join(map(repr, axes))}."
         )
-    if local is not None:
-        blocks(local, group.size)
-    return [f"local={local}"]
-
-
-def blocks(local: int, replicas: int) -> Hosted:
-    """Cuts replicas into hosts of `local` consecutive replicas."""
-    if isinstance(local, bool) or not isinstance(local, int) or local < 1 or replicas % local:
+    whole = isinstance(local, int) and not isinstance(local, bool) and local > 0
+    if local is not None and (not whole or group.size % local):
         raise ValueError(
             "local must be the number of replicas of a host, equal on all hosts, so a divisor of "
-            f"the {replicas} of this group; got {local!r}."
+            f"the {group.size} of this group; got {local!r}."
         )
-    return tuple(tuple(range(first, first + local)) for first in range(0, replicas, local))
+    return [f"local={local}"]
 
 
 def by_label(labels: Sequence[Hashable]) -> Hosted:
@@ -103,8 +97,10 @@ def by_label(labels: Sequence[Hashable]) -> Hosted:
     return hosts
 
 
-def _host_of_each(group: "Group") -> list[bytes]:
-    """Returns a key of the host of each replica on a mesh; every process calls it."""
+def _host_of_each(group: "Group", local: int | None) -> Sequence[Hashable]:
+    """Returns a label of the host of each replica on a mesh; every process calls it."""
+    if local is not None:
+        return [number // local for number in range(group.size)]
     keys = host_keys(group)
     mesh = group.placement.place(np.zeros(()), REPLICATED).sharding.mesh
     return [keys[group.global_ranks.index(x.process_index)] for x in mesh.devices.flat]
