@@ -120,7 +120,7 @@ def per_parameter(
     params = [jnp.zeros((64, 64), dtype)] * 4
     step = fddp.train_step(tanh_layers, optimizer or optax.adamw(0.1), group=group, **options)
     step.init(params)
-    held = bytes_of(step.held)
+    held = bytes_of(step.local_form)
     gradients = sum(bucket.nbytes for bucket in step.plan.buckets)
     nbytes = (*(held[name] for name in ("params", "opt_state", "hook_state")), gradients)
     return [n / (4 * 64 * 64) for n in nbytes]

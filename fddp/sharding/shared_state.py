@@ -25,8 +25,8 @@ from fddp.step import (
     Trees,
     Way,
     first_form,
-    held_form,
     leaf_layouts,
+    local_form,
 )
 from fddp.step.schedules import Pieces
 from fddp.wording import leaf_name
@@ -103,7 +103,7 @@ class Sharded(Way):
 
 def _nothing_saved(replica: Replica, state: TrainState) -> str:
     """Explains why each replica holds all of the state; "" if it holds less."""
-    form = held_form(replica.group.placement, state)
+    form = local_form(replica.group.placement, state)
     shards = shards_of((form.params, form.opt_state))
     if any(x.parts.size < prod(x.shape) for x in shards):
         return ""

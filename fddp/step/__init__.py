@@ -16,10 +16,6 @@ from fddp.step.checks import refuse_transformations as refuse_transformations
 from fddp.step.combinations import LOCAL as LOCAL
 from fddp.step.combinations import MEMORY as MEMORY
 from fddp.step.combinations import refuse as refuse
-from fddp.step.held import first_hook_state as first_hook_state
-from fddp.step.held import held_form as held_form
-from fddp.step.held import leaf_layouts as leaf_layouts
-from fddp.step.held import ranks_of_parts as ranks_of_parts
 from fddp.step.inside_program import run_inside as run_inside
 from fddp.step.no_sync import accumulate_locally as accumulate_locally
 from fddp.step.options import OptionArguments as OptionArguments
@@ -50,6 +46,10 @@ from fddp.step.state import Training as Training
 from fddp.step.state import TrainState as TrainState
 from fddp.step.state import check_no_state as check_no_state
 from fddp.step.state import check_state as check_state
+from fddp.step.state_layout import first_hook_state as first_hook_state
+from fddp.step.state_layout import leaf_layouts as leaf_layouts
+from fddp.step.state_layout import local_form as local_form
+from fddp.step.state_layout import ranks_of_parts as ranks_of_parts
 from fddp.step.step_optimizer import Optimizer as Optimizer
 from fddp.step.step_optimizer import StepOptimizer as StepOptimizer
 from fddp.step.step_optimizer import read_optimizer as read_optimizer

@@ -10,9 +10,9 @@ from fddp.buckets import take_apart, whole_forms
 from fddp.comm import forms_of
 from fddp.step.checks import check_batch, check_params, check_paths
 from fddp.step.first_batch import paths
-from fddp.step.held import check_held, held_form
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
+from fddp.step.state_layout import check_layout, local_form
 from fddp.step.way import Agreed
 
 if TYPE_CHECKING:  # a settled step holds what was admitted
@@ -39,11 +39,11 @@ def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) ->
     if fit in admitted.fits:
         return settled
     check_params(replica, forms_of(settled.agreed.state.params), whole_forms(state.params))
-    gradient_state = check_held(replica, state)
+    gradient_state = check_layout(replica, state)
     check_batch(replica, batch)
     share = admitted.share
     if share.accumulated is None and state.accumulated is not None:
-        share = held_form(replica.group.placement, state)
+        share = local_form(replica.group.placement, state)
     form = form_of_batch(batch)
     if form not in admitted.batches:
         _check_program(replica, settled.agreed, gradient_state, batch)

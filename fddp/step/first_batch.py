@@ -27,18 +27,18 @@ from fddp.step.agreed import Common, Seen
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.first_rows import digest
-from fddp.step.held import check_held
 from fddp.step.partitions import partitions_of
 from fddp.step.planned import provisional_plan
 from fddp.step.replica import Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
+from fddp.step.state_layout import check_layout
 
 
 def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Seen]:
     """Checks the first state and batch, and reads the gradients' program."""
     check_state(state)
     check_batch(replica, batch)
-    state = check_held(replica, state)
+    state = check_layout(replica, state)
     chosen = replica.chosen(state.params)
     program, outputs = _gradients(replica, state, batch)
     _check_collectives(replica, program)

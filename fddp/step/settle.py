@@ -23,12 +23,12 @@ from fddp.step.admission import Admitted, fit_of, form_of_batch
 from fddp.step.agreed import Agreed, Seen, merge, remarks
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import described_batch, look
-from fddp.step.held import held_form
 from fddp.step.no_sync import accumulating
 from fddp.step.options import ScheduleName
 from fddp.step.replica import Replica
 from fddp.step.schedules import Runner, Schedule, after, eager, overlap
 from fddp.step.state import Mean, TrainState
+from fddp.step.state_layout import local_form
 
 FIRST_BATCH = "batch or loss (pad the first batch to the same shapes on all ranks)"
 SCHEDULES: dict[ScheduleName, Schedule] = {
@@ -87,7 +87,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
     use_mean = params_checked(replica, forms, partial(use, replica, layout))
     agreed = merge(replica, common, seen, use_mean)
     fit = fit_of(replica, jax.tree.structure(state), state, batch)
-    share = held_form(group.placement, state)
+    share = local_form(group.placement, state)
     return Settled(
         replica=replica,
         agreed=agreed,

@@ -23,7 +23,7 @@ from fddp.training.digests import comparing
 from fddp.training.skips import Skips
 
 # Members for fddp's own rooms, which completion and `help` omit.
-INTERNAL = {"held", "on", "settle", "settled", "skips", "steps", "training"}
+INTERNAL = {"local_form", "on", "settle", "settled", "skips", "steps", "training"}
 
 
 class _Public(type):
@@ -83,7 +83,7 @@ class SettledStep(metaclass=_Public):
         return self._settled.plan if self._settled else self._guessed[0]
 
     @property
-    def held(self) -> TrainState:
+    def local_form(self) -> TrainState:
         """Shapes and dtypes of one replica's share of the state, with pending sums once passed."""
         return self._settled.admitted.share if self._settled else self._guessed[1]
 

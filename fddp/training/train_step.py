@@ -25,7 +25,7 @@ from fddp.step import (
     finished,
     first_form,
     first_state,
-    held_form,
+    local_form,
     provisional_plan,
     read_start,
     ready,
@@ -72,7 +72,7 @@ class TrainStep(SettledStep):
         )
         state = first_state(*setup, start)
         self._expect(
-            provisional_plan(replica, start.params), held_form(self.group.placement, state)
+            provisional_plan(replica, start.params), local_form(self.group.placement, state)
         )
         if start.remark:
             self.group.print(f"fddp: {start.remark}", file=sys.stderr)

@@ -52,7 +52,7 @@ def test_what_a_replica_holds_is_what_lies_on_its_device(group: Groups, shard: s
     step, state = make(group(4), shard)
 
     def check(state: fddp.TrainState) -> None:
-        for name, nbytes in bytes_of(step.held).items():
+        for name, nbytes in bytes_of(step.local_form).items():
             assert on_each_device(state, name) == [nbytes] * 4, name
 
     check(state)
@@ -63,7 +63,7 @@ def test_what_a_replica_holds_is_what_lies_on_its_device(group: Groups, shard: s
     check(pending)
     step(state, ROWS)
     # Pending gradients are reported from then on, and are whole.
-    assert bytes_of(step.held)["accumulated"] > 4 * 45
+    assert bytes_of(step.local_form)["accumulated"] > 4 * 45
 
 
 @pytest.mark.parametrize("shard", [None, "optimizer", "state"])

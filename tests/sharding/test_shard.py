@@ -488,7 +488,9 @@ def warnings_and_savings(
     step = fddp.train_step(lambda p, x: jnp.mean(x), optimizer, group=group, shard=shard)
     capfd.readouterr()
     step.init(params)
-    whole, held = (sum(bytes_of(x).values()) for x in (whole_forms(step.held), step.held))
+    whole, held = (
+        sum(bytes_of(x).values()) for x in (whole_forms(step.local_form), step.local_form)
+    )
     return capfd.readouterr().err.splitlines(), whole - held
 
 

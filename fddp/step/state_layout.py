@@ -64,7 +64,7 @@ def form_in_shards(replica: Replica, state: TrainState) -> TrainState:
     return laid_out_state(replica, state, form)
 
 
-def held_form(placement: Placement, state: TrainState) -> TrainState:
+def local_form(placement: Placement, state: TrainState) -> TrainState:
     """Returns shapes and dtypes of one replica's share of a state.
 
     If a replica has several devices, these are the parts of one device, except for pending sums and
@@ -78,7 +78,7 @@ def held_form(placement: Placement, state: TrainState) -> TrainState:
     )
 
 
-def check_held(replica: Replica, state: TrainState) -> TrainState:
+def check_layout(replica: Replica, state: TrainState) -> TrainState:
     """Raises ValueError unless a state fits the step: its shards, replicas, optimizer and hook.
 
     Returns the state that gradients are computed for, with shapes of whole arrays in place of
