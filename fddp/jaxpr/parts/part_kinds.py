@@ -85,7 +85,7 @@ def kinds_of(kinds: Mapping[Var, Kind], atoms: Iterable[Var | Literal]) -> list[
     return [Same(np.size(x.val) == 1) if isinstance(x, Literal) else kinds[x] for x in atoms]
 
 
-def made(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
+def output_kinds(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
     """Computes the kinds of an equation's results from those of its inputs."""
     total = _total(eqn, inputs)
     if total:

@@ -40,7 +40,7 @@ from fddp.jaxpr.parts.part_kinds import (
     either,
     is_whole,
     kinds_of,
-    made,
+    output_kinds,
     source_leaves,
 )
 
@@ -134,7 +134,7 @@ def _result_kinds(eqn: JaxprEqn, inputs: Sequence[Kind]) -> list[Kind]:
         operands = list(map(as_whole, inputs[1:]))
         by_branch = [map(as_whole, result_kinds(branch, operands)) for branch in branches(eqn)]
         return list(map(either, zip(*by_branch)))
-    return made(eqn, inputs)
+    return output_kinds(eqn, inputs)
 
 
 def _on_parts(
