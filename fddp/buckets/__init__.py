@@ -41,7 +41,7 @@ from fddp.buckets.shards import is_shard as is_shard
 from fddp.buckets.shards import leaves_with_shards as leaves_with_shards
 from fddp.buckets.shards import map_shards as map_shards
 from fddp.buckets.shards import shards_of as shards_of
-from fddp.buckets.shards import take_apart as take_apart
+from fddp.buckets.shards import split_shards as split_shards
 from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.shards import with_shards as with_shards
 from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows

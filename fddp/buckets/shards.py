@@ -22,7 +22,7 @@ class Shard:
 
     parts: Any
     """The parts of all replicas in order (under MPI the part of this rank), padded at the ends.
-    None: removed by `take_apart`."""
+    None: removed by `split_shards`."""
     layout: ShardLayout
     """Layout of the array."""
 
@@ -81,13 +81,13 @@ def whole_forms(tree: PyTree) -> Any:
     return map_shards(lambda x: jax.ShapeDtypeStruct(x.shape, x.parts.dtype), tree)
 
 
-def take_apart(tree: PyTree) -> tuple[Any, list[Shaped[Array, " n"]]]:
+def split_shards(tree: PyTree) -> tuple[Any, list[Shaped[Array, " n"]]]:
     """Replaces the arrays of a tree's shards by None, and returns tree and arrays."""
     arrays = [x.parts for x in shards_of(tree)]
     return map_shards(lambda x: replace(x, parts=None), tree), arrays
 
 
 def insert_shards(tree: PyTree, arrays: Sequence[Shaped[Array, " n"]]) -> Any:
-    """Inserts the arrays of shards into a tree: the inverse of `take_apart`."""
+    """Inserts the arrays of shards into a tree: the inverse of `split_shards`."""
     iterator = iter(arrays)
     return map_shards(lambda x: replace(x, parts=next(iterator)), tree)

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from fddp.buckets import Messages, insert_shards, take_apart
+from fddp.buckets import Messages, insert_shards, split_shards
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.losses import Pending
 from fddp.sharding.micro_batches import Before, as_the_state_is, micro_batches
@@ -36,7 +36,7 @@ def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:
         state: TrainState, shards: Sequence[Array], messages: Messages, saved: AfterBackward
     ) -> tuple[Messages, Any]:
         new_state, info = update_parts(plans, insert_shards(state, shards), messages, saved)
-        replicated, new_shards = take_apart(new_state.opt_state)
+        replicated, new_shards = split_shards(new_state.opt_state)
         result = new_state._replace(params=None, opt_state=replicated), info
         buckets = pack_parameters(plans, new_state.params, order)
         return buckets, (add_replica_dim(result), new_shards)
@@ -85,7 +85,7 @@ def gathered_first(replica: Replica, agreed: Agreed) -> Pieces:
         message_bytes: Array,
     ) -> tuple[Any, Any]:
         new_state, info = update_parts(plans, insert_shards(state, shards), messages, saved)
-        replicated, new_shards = take_apart(new_state)
+        replicated, new_shards = split_shards(new_state)
         gather_bytes, scatter_bytes = jnp.split(message_bytes, [len(order)])
         info = with_bytes(plans, info, scatter_bytes, gather_bytes, order)
         return (replicated, info), new_shards

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import take_apart, whole_forms
+from fddp.buckets import split_shards, whole_forms
 from fddp.comm import forms_of
 from fddp.step.checks import check_batch, check_params, check_paths
 from fddp.step.first_batch import paths
@@ -63,8 +63,8 @@ def _check_program(replica: Replica, agreed: Agreed, state: TrainState, batch: P
 def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:
     """Returns a key of (state, batch): calls with equal keys need only one check."""
     local = jax.tree.leaves(state.accumulated)[:1]
-    if replica.way.apart:
-        local += take_apart(state)[1]
+    if replica.way.in_shards:
+        local += split_shards(state)[1]
     shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
     return tree, [(x.shape, x.dtype) for x in local], shardings, form_of_batch(batch)
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from fddp.buckets import take_apart
+from fddp.buckets import split_shards
 from fddp.comm import forms_of, of_one_replica
 from fddp.hooks import by_message
 from fddp.jax_internals import staged_out
@@ -44,8 +44,8 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
     memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
     replicated = state._replace(accumulated=None, hook_state=())
     shards = []
-    if replica.way.apart:
-        replicated, shards = take_apart(replicated)
+    if replica.way.in_shards:
+        replicated, shards = split_shards(replicated)
     inputs = StepInputs(replicated, state.accumulated, shards, memory, rows)
     result, shards, memory = run(inputs)
     return with_local_parts(settled, state, result, shards, memory)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from fddp.buckets import insert_shards, take_apart
+from fddp.buckets import insert_shards, split_shards
 from fddp.comm import REPLICATED, shortened
 from fddp.hooks import Memory, by_leaf, by_message
 from fddp.jax_internals import rows_here, without_context_mesh
@@ -112,7 +112,7 @@ def step_inputs(
     # The usual state comes from the last step, and needs no placement.
     if (
         state.accumulated is None
-        and not settled.replica.way.apart
+        and not settled.replica.way.in_shards
         and placement.donation.fits(leaves)
     ):
         return StepInputs(state, None, (), memory, rows)
@@ -120,8 +120,8 @@ def step_inputs(
     # The user may have put numbers, NumPy arrays or arrays of one device into the state.
     replicated = state._replace(accumulated=None)
     shards = []
-    if settled.replica.way.apart:
-        replicated, shards = take_apart(replicated)
+    if settled.replica.way.in_shards:
+        replicated, shards = split_shards(replicated)
     local = state.accumulated, shards
     pending, shards = placement.place(local, placement.per_replica)
     replicated = placement.place(replicated, REPLICATED)
@@ -133,7 +133,7 @@ def with_local_parts(
     settled: Settled, state: TrainState, result: Any, shards: PyTree, memory: Memory
 ) -> Any:
     """Puts a replica's shards and the hook's memory back into a step's result."""
-    if settled.replica.way.apart and not isinstance(result[0], StateInFlight):
+    if settled.replica.way.in_shards and not isinstance(result[0], StateInFlight):
         result = insert_shards(result, shards)
     if isinstance(result[0], TrainState) and jax.tree.leaves(finished(state).hook_state):
         hook_state = by_leaf(settled.plan, finished(state).hook_state, memory)

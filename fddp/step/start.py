@@ -14,7 +14,7 @@ import numpy as np
 import optax
 from jaxtyping import PyTree
 
-from fddp.buckets import from_words, insert_shards, take_apart, to_words
+from fddp.buckets import from_words, insert_shards, split_shards, to_words
 from fddp.comm import REPLICATED, Group, described, laid_out, shortened, specs
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import join_leaves, split_leaves
@@ -88,7 +88,7 @@ def first_state(replica: Replica, optimizer: Optimizer, start: Start) -> TrainSt
         index = group.communicator.replica_index()
         whole = state._replace(params=params, opt_state=opt_state, model_state=model_state)
         held = laid_out_state(replica, whole, lambda layout, x: layout.part(x, index))
-        return take_apart(held.opt_state)[0], take_apart(held)[1]
+        return split_shards(held.opt_state)[0], split_shards(held)[1]
 
     program = placement.program(make, (REPLICATED, REPLICATED), (REPLICATED, placement.per_replica))
     opt_state, parts = program(params, model_state)

@@ -22,7 +22,7 @@ from fddp.buckets import (
     leaf_layout,
     leaves_with_shards,
     shards_of,
-    take_apart,
+    split_shards,
     whole_forms,
     with_shards,
 )
@@ -70,7 +70,7 @@ def local_form(placement: Placement, state: TrainState) -> TrainState:
     If a replica has several devices, these are the parts of one device, except for pending sums and
     hook state.
     """
-    replicated, shards = take_apart(state._replace(hook_state=(), accumulated=None))
+    replicated, shards = split_shards(state._replace(hook_state=(), accumulated=None))
     local = shards, state.hook_state, state.accumulated
     shards, hook_state, accumulated = of_one_replica(local, placement.replicas_in_array)
     return insert_shards(device_parts(placement, replicated), shards)._replace(
@@ -87,12 +87,12 @@ def check_layout(replica: Replica, state: TrainState) -> TrainState:
     gradient_state = whole_forms(state)
     _check_optimizer(replica, gradient_state)
     kinds = _kinds(state)
-    if not replica.way.apart and any(shard for shard, *_ in kinds):
+    if not replica.way.in_shards and any(shard for shard, *_ in kinds):
         raise ValueError(
             "the state is in shards, and this step was made without shard=: give it 'optimizer' or "
             "'state', or give the step fddp.whole(state)."
         )
-    if replica.way.apart and kinds != _kinds(form_in_shards(replica, gradient_state)):
+    if replica.way.in_shards and kinds != _kinds(form_in_shards(replica, gradient_state)):
         raise ValueError(
             f"the state is not in shards of {replica.group.size} replicas, as a step with "
             f"{replica.way.name} has it: continue with the state that step.init or the last step "

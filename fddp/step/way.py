@@ -40,7 +40,7 @@ class Way:
     """The user's option for it; "" for the plain way."""
     replicas: int | None = None
     """Number of replicas that share the rows; None: the group's size."""
-    apart: bool = False
+    in_shards: bool = False
     """True if replicas hold part of the state in shards."""
     scattered: bool = False
     """True if buckets are cut into one part per replica."""

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree, UInt32
 
-from fddp.buckets import take_apart, to_words
+from fddp.buckets import split_shards, to_words
 from fddp.comm import REPLICATED, Group, add_replica_dim, shortened
 from fddp.jax_internals import without_context_mesh
 from fddp.step import TrainState, finished
@@ -42,7 +42,7 @@ def comparing(group: Group, every: int) -> Callable[[TrainState, int], None]:
             return
         state = finished(state)
         # A shard exists on one replica only, and has no equal.
-        tree, _ = take_apart({"params": state.params, "opt_state": state.opt_state})
+        tree, _ = split_shards({"params": state.params, "opt_state": state.opt_state})
         digests = program(group.placement.place(tree, REPLICATED))
         shards = [shard for shard in digests.addressable_shards if shard.replica_id == 0]
         local_digests = np.concatenate([np.asarray(shard.data) for shard in shards])

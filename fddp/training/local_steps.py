@@ -135,5 +135,5 @@ class LocalSteps(StepOptimizer):
         """Returns the way of local steps."""
         del inner
         return LocalWay(
-            name=LOCAL, apart=True, outer=self.outer, every=self.every, start=self.start
+            name=LOCAL, in_shards=True, outer=self.outer, every=self.every, start=self.start
         )

@@ -22,7 +22,7 @@ from fddp.buckets import (
     insert_shards,
     is_shard,
     map_shards,
-    take_apart,
+    split_shards,
 )
 from fddp.comm import add_replica_dim, drop_replica_dim
 from fddp.jaxpr import with_trained
@@ -203,4 +203,4 @@ class _Steps:
         new = self.replica.trained(local.params), local.opt_state
         params, inner = jax.tree.map(stack, old, new, is_leaf=is_shard)
         opt_state = state.opt_state._replace(params=params, inner=inner)
-        return take_apart((local._replace(params=state.params, opt_state=opt_state), info))
+        return split_shards((local._replace(params=state.params, opt_state=opt_state), info))
