@@ -84,13 +84,13 @@ def one_by_one(
         with span(kind, name):
             return jax.block_until_ready([program(*inputs) for inputs in zip(*columns)])
 
-    def apart(tree: PyTree) -> list[Any]:
+    def per_device(tree: PyTree) -> list[Any]:
         """Splits a tree into one per device."""
         leaves, treedef = jax.tree.flatten(tree)
         return [treedef.unflatten(parts) for parts in zip(*map(placement.each, leaves))]
 
     def together(trees: Sequence[Any], where: PartitionSpec) -> Any:
-        """Joins one tree per device: the inverse of `apart`."""
+        """Joins one tree per device: the inverse of `per_device`."""
         return jax.tree.map(lambda *parts: placement.together(parts, where), *trees)
 
     def send(message: Message, parts: Sequence[jax.Array]) -> jax.Array:
@@ -129,12 +129,12 @@ def one_by_one(
         spans.clear()
         numbers, nbytes = constants()
         rows = placement.place(inputs.rows, placement.per_replica)
-        states = apart(inputs.state)
-        dealt = on_each("compute", "rows", deal, apart((rows, numbers)))
+        states = per_device(inputs.state)
+        dealt = on_each("compute", "rows", deal, per_device((rows, numbers)))
         packed, marks = zip(*on_each("compute", "pack", pack, *blocks_of(states, dealt)))
         sums = list(map(send, messages, zip(*packed)))
-        totals = on_each("update", "unpack", unpack, apart(sums))
-        results = on_each("update", "update", finish, states, totals, marks, apart(nbytes))
+        totals = on_each("update", "unpack", unpack, per_device(sums))
+        results = on_each("update", "update", finish, states, totals, marks, per_device(nbytes))
         return StepOutputs(together(results, REPLICATED), inputs.shards, inputs.memory)
 
     return Runner(run, timeline=lambda: Timeline(tuple(spans)))
