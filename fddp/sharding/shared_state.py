@@ -89,7 +89,9 @@ class Sharded(Way):
         whole_params, _, buffers = super().layouts(replica, whole)
         return whole_params if self.shared == "optimizer" else params, cut_state, buffers
 
-    def gathered(self, group: Group, state: TrainState, replicated: TrainState) -> TrainState:
+    def with_whole_params(
+        self, group: Group, state: TrainState, replicated: TrainState
+    ) -> TrainState:
         """Gathers the parameters."""
         params = whole(state.params, group=group)
         return replicated._replace(params=group.placement.place(params, REPLICATED))

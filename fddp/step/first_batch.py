@@ -98,7 +98,7 @@ def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...
 
 def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[ClosedJaxpr, Any]:
     """Traces the gradients of one micro-batch; also returns shapes and dtypes of loss and aux."""
-    traced_replica = replica.way.traced(replica)
+    traced_replica = replica.way.gradient_replica(replica)
 
     def program(state: TrainState, batch: PyTree) -> tuple[Any, Any]:
         sums = contribution(traced_replica, state, _part(replica, batch))

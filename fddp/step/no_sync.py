@@ -28,7 +28,7 @@ def accumulate_locally(
     journal.adds(group.processes)
     with journal.inside("step.no_sync"):
         # Gradients stay local, but sharded parameters must be gathered.
-        replicated = settled.replica.way.gathered(group, state, replicated)
+        replicated = settled.replica.way.with_whole_params(group, state, replicated)
     rows = placement.feed(placement.retained(rows))
     accumulated, means = settled.accumulate(replicated, pending, rows)
     if placement.shares_cores:

@@ -18,7 +18,7 @@ def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dic
     chosen = replica.chosen(params)
     by_output = made_row_by_row(program)
     loops = {chosen[k]: stack for k, stack in by_output.items() if k < len(chosen)}
-    if replica.way.scattered:
+    if replica.way.scatters_grads:
         loops = cut_in_layers(params, loops, replica.group.size)
     ready = dict(zip(chosen, places(program)))
     return fill_rounds(params, loops, ready, **replica.options.bucketing)

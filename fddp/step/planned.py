@@ -36,7 +36,7 @@ def plan_buckets(
     plan = plan_with_rounds(
         tree, counts, replica.group.size, order=order, **replica.options.bucketing
     )
-    if replica.way.scattered:
+    if replica.way.scatters_grads:
         plan = replace(plan, parts=replica.group.size)
     exact = replica.way.exact and replica.options.hook is None
     return place_scalars(plan, dtype, early=True, exact=exact)

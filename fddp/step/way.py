@@ -42,7 +42,7 @@ class Way:
     """Number of replicas that share the rows; None: the group's size."""
     in_shards: bool = False
     """True if replicas hold part of the state in shards."""
-    scattered: bool = False
+    scatters_grads: bool = False
     """True if buckets are cut into one part per replica."""
     exact: bool = True
     """True if messages are summed whole over replicas, so that one may carry the scalars."""
@@ -65,12 +65,14 @@ class Way:
         del replica
         return jax.tree.map(lambda x: None, whole)
 
-    def gathered(self, group: Group, state: TrainState, replicated: TrainState) -> TrainState:
+    def with_whole_params(
+        self, group: Group, state: TrainState, replicated: TrainState
+    ) -> TrainState:
         """Returns the replicated part of a state with whole parameters, for `no_sync`."""
         del group, state
         return replicated
 
-    def traced(self, replica: Replica) -> Replica:
+    def gradient_replica(self, replica: Replica) -> Replica:
         """Returns the replica whose gradients a program computes, such as a virtual one."""
         return replica
 

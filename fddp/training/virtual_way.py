@@ -63,7 +63,7 @@ class VirtualWay(Way):
                 "give batches of one size, or create a step per size."
             )
 
-    def traced(self, replica: Replica) -> Replica:
+    def gradient_replica(self, replica: Replica) -> Replica:
         """Returns a virtual replica."""
         return one_of(replica, jnp.int32(0))
 
