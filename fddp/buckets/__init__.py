@@ -30,6 +30,11 @@ from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import at_least as at_least
 from fddp.buckets.plan import widened as widened
 from fddp.buckets.scalars import place_scalars as place_scalars
+from fddp.buckets.sent_leaves import Caps as Caps
+from fddp.buckets.sent_leaves import MiB as MiB
+from fddp.buckets.sent_leaves import Rows as Rows
+from fddp.buckets.sent_leaves import SentLeaf as SentLeaf
+from fddp.buckets.sent_leaves import check_caps as check_caps
 from fddp.buckets.shard_layout import ShardLayout as ShardLayout
 from fddp.buckets.shard_layout import leaf_layout as leaf_layout
 from fddp.buckets.shard_packing import pack_rows as pack_rows
@@ -45,8 +50,3 @@ from fddp.buckets.shards import split_shards as split_shards
 from fddp.buckets.shards import whole_forms as whole_forms
 from fddp.buckets.shards import with_shards as with_shards
 from fddp.buckets.table_rows import plan_with_table_rows as plan_with_table_rows
-from fddp.buckets.travelling import Caps as Caps
-from fddp.buckets.travelling import MiB as MiB
-from fddp.buckets.travelling import Rows as Rows
-from fddp.buckets.travelling import Travelling as Travelling
-from fddp.buckets.travelling import check_caps as check_caps

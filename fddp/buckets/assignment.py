@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
 from fddp.buckets.scalars import place_scalars
-from fddp.buckets.travelling import Caps, MiB, check_caps
+from fddp.buckets.sent_leaves import Caps, MiB, check_caps
 from fddp.wording import leaf_name
 
 

@@ -10,9 +10,9 @@ from jaxtyping import PyTree
 
 from fddp.buckets.assignment import make_plan
 from fddp.buckets.plan import Bucket, BucketPlan
+from fddp.buckets.sent_leaves import Caps, MiB, SentLeaf
 from fddp.buckets.shard_layout import leaf_layout
 from fddp.buckets.table_rows import plan_with_table_rows
-from fddp.buckets.travelling import Caps, MiB, Travelling
 
 
 def fill_rounds(
@@ -22,7 +22,7 @@ def fill_rounds(
     *,
     bucket_cap_mb: Caps = 25,
     **caps: Any,
-) -> dict[int, Travelling]:
+) -> dict[int, SentLeaf]:
     """Selects the stacks to sum round by round in the loop that computes them.
 
     These are the stacks of a loop and dtype that do not fit into a bucket. XLA sends nothing else
@@ -56,7 +56,7 @@ def fill_rounds(
         )
         return before < sum(leaves[i].nbytes for i, (place, _) in stacks.items() if place == loop)
 
-    return {i: Travelling(i, *loop) for i, loop in stacks.items() if worth(loop[0])}
+    return {i: SentLeaf(i, *loop) for i, loop in stacks.items() if worth(loop[0])}
 
 
 def cut_in_layers(
@@ -74,7 +74,7 @@ def plan_with_rounds(
     touched: Mapping[int, int],
     replicas: int,
     *,
-    order: Sequence[Travelling],
+    order: Sequence[SentLeaf],
     **caps: Any,
 ) -> BucketPlan:
     """Makes a plan in which the leaves of a loop share a bucket per dtype."""

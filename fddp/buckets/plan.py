@@ -17,8 +17,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from fddp.buckets.plan_text import rounds_text, summary_of, text_of
+from fddp.buckets.sent_leaves import Rows
 from fddp.buckets.shard_layout import leaf_layout
-from fddp.buckets.travelling import Rows
 from fddp.wording import preformatted
 
 

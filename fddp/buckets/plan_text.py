@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from fddp.buckets.travelling import MiB
+from fddp.buckets.sent_leaves import MiB
 from fddp.wording import table
 
 if TYPE_CHECKING:  # a plan prints itself by this module

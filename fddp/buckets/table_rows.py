@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets.assignment import make_plan, plan_together
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
-from fddp.buckets.travelling import Rows
+from fddp.buckets.sent_leaves import Rows
 
 WORTH_BYTES = 64 * 1024  # sending these takes about as long as finding the rows
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fddp.buckets import Bucket, BucketPlan, Travelling, scalar_dtype
+from fddp.buckets import Bucket, BucketPlan, SentLeaf, scalar_dtype
 from fddp.step.planned import plan_buckets
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
@@ -16,7 +16,7 @@ from fddp.step.state import Mean, TrainState
 class Seen(NamedTuple):
     """The facts of one rank's first batch that may differ between ranks."""
 
-    order: Sequence[Travelling]
+    order: Sequence[SentLeaf]
     """The trained leaves, in the ready order of their gradients."""
     uses: Sequence[int]
     """The position of each leaf's first use in the forward pass."""

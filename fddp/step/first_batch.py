@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from fddp.buckets import Travelling
+from fddp.buckets import SentLeaf
 from fddp.comm import described, forms_of, trace
 from fddp.jax_internals import ClosedJaxpr, unbound_axis
 from fddp.jaxpr import (
@@ -44,7 +44,7 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Se
     _check_collectives(replica, program)
     partitions = partitions_of(replica, state.params, program)
     leaves = range(len(jax.tree.leaves(state.params)))
-    units = {i: partitions.get(i, Travelling(i)) for i in leaves}
+    units = {i: partitions.get(i, SentLeaf(i)) for i in leaves}
     several = replica.group.processes > 1
     seen = Seen(
         order=_order(replica, program, [units[i] for i in chosen]),
@@ -120,7 +120,7 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Clos
     )
 
 
-def _order(replica: Replica, program: ClosedJaxpr, units: Sequence[Travelling]) -> list[Travelling]:
+def _order(replica: Replica, program: ClosedJaxpr, units: Sequence[SentLeaf]) -> list[SentLeaf]:
     """Sorts leaves and slices by readiness, or in reverse with `order="reverse"`."""
     if replica.options.order == "reverse":
         return list(units[::-1])

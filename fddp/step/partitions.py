@@ -2,13 +2,13 @@
 
 from jaxtyping import PyTree
 
-from fddp.buckets import Travelling, cut_in_layers, fill_rounds
+from fddp.buckets import SentLeaf, cut_in_layers, fill_rounds
 from fddp.jax_internals import ClosedJaxpr
 from fddp.jaxpr import made_row_by_row, places
 from fddp.step.replica import Replica
 
 
-def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dict[int, Travelling]:
+def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dict[int, SentLeaf]:
     """Finds these leaves."""
     group = replica.group
     overlaps = group.size > 1 and (group.placement.overlaps or group.transport.in_lanes)

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import (
     BucketPlan,
-    Travelling,
+    SentLeaf,
     place_scalars,
     plan_with_rounds,
 )
@@ -21,7 +21,7 @@ from fddp.step.replica import Replica
 def plan_buckets(
     replica: Replica,
     params: PyTree,
-    order: Sequence[Travelling],
+    order: Sequence[SentLeaf],
     *,
     dtype: Any = np.float32,
     touched: Mapping[int, int] | None = None,
@@ -44,4 +44,4 @@ def plan_buckets(
 
 def provisional_plan(replica: Replica, params: PyTree) -> BucketPlan:
     """Plans the leaves in reverse, DDP's guess, until a batch shows the ready order."""
-    return plan_buckets(replica, params, [Travelling(i) for i in replica.chosen(params)[::-1]])
+    return plan_buckets(replica, params, [SentLeaf(i) for i in replica.chosen(params)[::-1]])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fddp
-from fddp.buckets import Travelling
+from fddp.buckets import SentLeaf
 from fddp.sharding import sharded
 from fddp.step import WHOLE, Agreed, Replica, TrainState, Way
 from fddp.step.agreed import Common, Seen, merge, remarks
@@ -24,7 +24,7 @@ LEAVES = range(3)
 def saw(*order: int, unused: tuple[int, ...] = (), **more: Any) -> Seen:
     """What a rank has seen whose gradients are ready in this order."""
     return Seen(
-        order=[Travelling(i) for i in order],
+        order=[SentLeaf(i) for i in order],
         uses=LEAVES,
         has_path={i: i not in unused for i in LEAVES},
         touched=dict.fromkeys(LEAVES, 0),
@@ -84,7 +84,7 @@ def test_rows_of_a_table_have_room_for_the_rank_that_touches_most(agreed: Callab
 def test_loops_hold_sums_only_if_all_ranks_have_one_program(
     agreed: Callable[..., Agreed], other: str, rounds: int
 ):
-    order = [Travelling(2, 3, 2), Travelling(1), Travelling(0)]
+    order = [SentLeaf(2, 3, 2), SentLeaf(1), SentLeaf(0)]
     merged = agreed(
         *(saw(order=order, program=program) for program in ("one program", other, "one program"))
     )

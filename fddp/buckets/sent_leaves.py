@@ -11,7 +11,7 @@ class Rows(NamedTuple):
     of: int
 
 
-class Travelling(NamedTuple):
+class SentLeaf(NamedTuple):
     """A leaf that is sent."""
 
     leaf: int
