@@ -218,8 +218,8 @@ class Membership:
     def _admit_waiting(self) -> None:
         if self._agreement.view.epoch and not self.signs.stepped:
             return  # without a step between changes, ranks that come and go would halt the job
-        admitted = [self._agreement.admit(member) for member in self._waiting]
-        if any(admitted):
+        checked_forms = [self._agreement.admit(member) for member in self._waiting]
+        if any(checked_forms):
             self._changed()
 
     def _changed(self) -> None:

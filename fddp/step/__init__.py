@@ -6,7 +6,12 @@ hooks, optim and runtime.
 """
 
 from fddp.step.agreed import Agreed as Agreed
+from fddp.step.bucket_plan import provisional_plan as provisional_plan
 from fddp.step.buffers import average as average
+from fddp.step.call import compare as compare
+from fddp.step.call import lower as lower
+from fddp.step.call import ready as ready
+from fddp.step.call import synchronize as synchronize
 from fddp.step.checks import check_arrays as check_arrays
 from fddp.step.checks import check_filled as check_filled
 from fddp.step.checks import check_no_sync as check_no_sync
@@ -16,6 +21,10 @@ from fddp.step.checks import refuse_transformations as refuse_transformations
 from fddp.step.combinations import LOCAL as LOCAL
 from fddp.step.combinations import MEMORY as MEMORY
 from fddp.step.combinations import refuse as refuse
+from fddp.step.initial_state import described_start as described_start
+from fddp.step.initial_state import first_form as first_form
+from fddp.step.initial_state import first_state as first_state
+from fddp.step.initial_state import read_start as read_start
 from fddp.step.inside_program import run_inside as run_inside
 from fddp.step.no_sync import accumulate_locally as accumulate_locally
 from fddp.step.options import OptionArguments as OptionArguments
@@ -26,20 +35,11 @@ from fddp.step.options import explained as explained
 from fddp.step.options import name_of as name_of
 from fddp.step.options import read_options as read_options
 from fddp.step.options import with_some_new as with_some_new
-from fddp.step.planned import provisional_plan as provisional_plan
 from fddp.step.replica import Replica as Replica
-from fddp.step.run import compare as compare
-from fddp.step.run import lower as lower
-from fddp.step.run import ready as ready
-from fddp.step.run import synchronize as synchronize
 from fddp.step.schedules import StateInFlight as StateInFlight
 from fddp.step.schedules import finished as finished
 from fddp.step.settle import Settled as Settled
 from fddp.step.settle import Use as Use
-from fddp.step.start import described_start as described_start
-from fddp.step.start import first_form as first_form
-from fddp.step.start import first_state as first_state
-from fddp.step.start import read_start as read_start
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import Training as Training

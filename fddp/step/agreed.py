@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fddp.buckets import Bucket, BucketPlan, SentLeaf, scalar_dtype
-from fddp.step.planned import plan_buckets
+from fddp.step.bucket_plan import plan_buckets
 from fddp.step.replica import Replica
 from fddp.step.state import Mean, TrainState
 

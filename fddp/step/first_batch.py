@@ -24,11 +24,11 @@ from fddp.jaxpr import (
 )
 from fddp.losses import Sums, contribute, reached, unjoined
 from fddp.step.agreed import Common, Seen
+from fddp.step.bucket_plan import provisional_plan
 from fddp.step.checks import check_batch
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.first_rows import digest
 from fddp.step.partitions import partitions_of
-from fddp.step.planned import provisional_plan
 from fddp.step.replica import Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
 from fddp.step.state_layout import check_layout

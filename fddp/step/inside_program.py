@@ -10,8 +10,8 @@ from fddp.comm import forms_of, of_one_replica
 from fddp.hooks import by_message
 from fddp.jax_internals import staged_out
 from fddp.losses import rows_of_batch
-from fddp.step.admission import admit
-from fddp.step.run import with_local_parts
+from fddp.step.call import with_local_parts
+from fddp.step.later_batches import admit
 from fddp.step.schedules import StateInFlight, StepInputs
 from fddp.step.settle import Settled
 from fddp.step.state import TrainState, check_state

@@ -19,10 +19,10 @@ from jaxtyping import PyTree
 from fddp.buckets import BucketPlan
 from fddp.comm import forms_of, specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.step.admission import Admitted, fit_of, form_of_batch
 from fddp.step.agreed import Agreed, Seen, merge, remarks
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import described_batch, look
+from fddp.step.later_batches import CheckedForms, fit_of, form_of_batch
 from fddp.step.no_sync import accumulating
 from fddp.step.options import ScheduleName
 from fddp.step.replica import Replica
@@ -51,7 +51,7 @@ class Settled(NamedTuple):
     """The step as the schedule runs it."""
     accumulate: jax.stages.Wrapped
     """The program of `no_sync`."""
-    admitted: Admitted
+    checked_forms: CheckedForms
     compared: bool = False
     """True once the ranks have compared the collectives of their programs."""
 
@@ -93,7 +93,7 @@ def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: s
         agreed=agreed,
         runner=replica.way.runner(SCHEDULES[replica.options.schedule], _in_lane(replica), agreed),
         accumulate=accumulating(group.placement, replica),
-        admitted=Admitted((fit,), frozenset({form_of_batch(batch)}), share),
+        checked_forms=CheckedForms((fit,), frozenset({form_of_batch(batch)}), share),
     )
 
 

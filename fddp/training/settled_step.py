@@ -85,7 +85,7 @@ class SettledStep(metaclass=_Public):
     @property
     def local_form(self) -> TrainState:
         """Shapes and dtypes of one replica's share of the state, with pending sums once passed."""
-        return self._settled.admitted.share if self._settled else self._guessed[1]
+        return self._settled.checked_forms.share if self._settled else self._guessed[1]
 
     @property
     def settled(self) -> Settled:

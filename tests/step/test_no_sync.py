@@ -214,7 +214,7 @@ def test_in_turns_with_steps_nothing_is_checked_anew(
     """The arguments of a call differ from those of the next; a check of a large state would take
     long."""
     checked = []
-    monkeypatch.setattr("fddp.step.admission.check_params", lambda *args: checked.append(args))
+    monkeypatch.setattr("fddp.step.later_batches.check_params", lambda *args: checked.append(args))
     step = fddp.train_step(first_column, ADAM, group=group(2))
     state = step.init(PARAMS)
     rows = np.ones((ROWS, 3))

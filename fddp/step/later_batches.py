@@ -15,11 +15,11 @@ from fddp.step.state import TrainState
 from fddp.step.state_layout import check_layout, local_form
 from fddp.step.way import Agreed
 
-if TYPE_CHECKING:  # a settled step holds what was admitted
+if TYPE_CHECKING:  # a settled step holds what was checked_forms
     from fddp.step.settle import Settled
 
 
-class Admitted(NamedTuple):
+class CheckedForms(NamedTuple):
     """The forms of arguments that were checked."""
 
     fits: tuple[Any, ...]
@@ -34,21 +34,21 @@ class Admitted(NamedTuple):
 def admit(settled: "Settled", tree: PyTree, state: TrainState, batch: PyTree) -> "Settled":
     """Checks the arguments of a call, on this rank only, and records their form as checked."""
     replica = settled.replica
-    admitted = settled.admitted
+    checked_forms = settled.checked_forms
     fit = fit_of(replica, tree, state, batch)
-    if fit in admitted.fits:
+    if fit in checked_forms.fits:
         return settled
     check_params(replica, forms_of(settled.agreed.state.params), whole_forms(state.params))
     gradient_state = check_layout(replica, state)
     check_batch(replica, batch)
-    share = admitted.share
+    share = checked_forms.share
     if share.accumulated is None and state.accumulated is not None:
         share = local_form(replica.group.placement, state)
     form = form_of_batch(batch)
-    if form not in admitted.batches:
+    if form not in checked_forms.batches:
         _check_program(replica, settled.agreed, gradient_state, batch)
-    fits = (fit, *admitted.fits)[:4]
-    return settled._replace(admitted=Admitted(fits, admitted.batches | {form}, share))
+    fits = (fit, *checked_forms.fits)[:4]
+    return settled._replace(checked_forms=CheckedForms(fits, checked_forms.batches | {form}, share))
 
 
 def _check_program(replica: Replica, agreed: Agreed, state: TrainState, batch: PyTree) -> None:

@@ -12,8 +12,8 @@ from fddp.hooks import Memory, by_leaf, by_message
 from fddp.jax_internals import rows_here, without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.losses import not_numeric, rows_of_batch
-from fddp.step.admission import admit, form_of_batch
 from fddp.step.checks import refuse_nan_checks, refuse_transformations, verify_collectives
+from fddp.step.later_batches import admit, form_of_batch
 from fddp.step.replica import Replica
 from fddp.step.schedules import StateInFlight, StepInputs, finished
 from fddp.step.settle import Settled, Use, settle
@@ -35,7 +35,7 @@ def ready(
     if isinstance(state, StateInFlight):
         refuse_deleted(state.step)
         rows = local_rows(replica, batch, settled and settled.undivided)
-        known = settled and form_of_batch(rows) in settled.admitted.batches
+        known = settled and form_of_batch(rows) in settled.checked_forms.batches
         if settled and known and call == "step" and settled.runner.goes_on(state):
             return settled, StepInputs(state, None, [], (), rows)
         state = state.finish()

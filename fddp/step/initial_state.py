@@ -21,9 +21,9 @@ from fddp.jaxpr import join_leaves, split_leaves
 from fddp.losses import not_numeric
 from fddp.optim import DynamicScaleState, optimizer_laid_out
 from fddp.runtime import fddp_version
+from fddp.step.bucket_plan import provisional_plan
 from fddp.step.checks import check_arrays, check_trained
 from fddp.step.combinations import MEMORY, MULTI_STEPS, SCALE_INSIDE, refuse
-from fddp.step.planned import provisional_plan
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState, check_no_state
 from fddp.step.state_layout import first_hook_state, form_in_shards, hook_state_form, laid_out_state
