@@ -32,7 +32,6 @@ from fddp.comm.journal import Finding as Finding
 from fddp.comm.journal import Journal as Journal
 from fddp.comm.journal import unwatched as unwatched
 from fddp.comm.lane_thread import library as library
-from fddp.comm.meanwhile import reports as reports
 from fddp.comm.mesh import mesh_group as mesh_group
 from fddp.comm.mesh import replica_mesh as replica_mesh
 from fddp.comm.mesh import world_group as world_group
@@ -51,7 +50,8 @@ from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.placement import whole_here as whole_here
 from fddp.comm.program_lane import InOrder as InOrder
-from fddp.comm.rotation import round_robin as round_robin
+from fddp.comm.progress_reports import reports as reports
+from fddp.comm.round_robin import round_robin as round_robin
 from fddp.comm.secret import SECRET as SECRET
 from fddp.comm.secret import new_secret as new_secret
 from fddp.comm.secret import signature as signature

@@ -10,7 +10,8 @@ from jaxtyping import PyTree
 
 from fddp.comm.communicator import mpi_communicator
 from fddp.comm.donation import Donation
-from fddp.comm.mpi_words import rank_words
+from fddp.comm.loss_collectives import has_collectives, run_translated
+from fddp.comm.mpi_loss_collectives import rank_words
 from fddp.comm.placement import (
     AXIS,
     REPLICATED,
@@ -20,7 +21,6 @@ from fddp.comm.placement import (
     placed_alike,
     trace,
 )
-from fddp.comm.translation import has_collectives, run_translated
 from fddp.jax_internals import CPU_OPTIONS, named_like, without_jit
 
 

@@ -17,8 +17,8 @@ from jax.interpreters import batching, mlir
 from fddp.comm.communicator import Communicator, rank_communicator
 from fddp.comm.journal import Journal
 from fddp.comm.lane_thread import DTYPES, KINDS, TIMES, Send, end_lane, stamps, start_lane
+from fddp.comm.loss_collectives import Words, has_collectives, run_translated
 from fddp.comm.placement import REPLICATED, Placement, trace
-from fddp.comm.translation import Words, has_collectives, run_translated
 from fddp.jax_internals import named_like, without_jit
 from fddp.program import (
     NUMBER,

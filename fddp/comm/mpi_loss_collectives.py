@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Shaped
 
 from fddp.comm.communicator import Communicator, mpi_word
-from fddp.comm.translation import Carry, Words
+from fddp.comm.loss_collectives import Carry, Words
 from fddp.jax_internals import (
     JaxprEqn,
     axes_of,
