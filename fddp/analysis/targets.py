@@ -92,7 +92,7 @@ def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Sequence[int]], G
         rank=0,
         size=size,
         backend="nccl",
-        placement=placement._replace(place=place, feed=lambda rows: rows),
+        placement=placement._replace(place=place, as_program_rows=lambda rows: rows),
         communicator=communicator,
         transport=Transport(),
         hosts=Hosts((0,), all_gather=lambda data: data[None], broadcast=lambda data, root: data),

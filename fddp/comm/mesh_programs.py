@@ -73,19 +73,19 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         program=program,
         place=place,
         donation=Donation(sharding(REPLICATED) if single else None),
-        each=_each,
-        together=partial(_together, mesh.shape[axis_name], sharding),
-        feed=feed,
+        per_device=_per_device,
+        join_devices=partial(_join_devices, mesh.shape[axis_name], sharding),
+        as_program_rows=feed,
     )
 
 
-def _each(x: jax.Array) -> tuple[jax.Array, ...]:
+def _per_device(x: jax.Array) -> tuple[jax.Array, ...]:
     """Returns the parts of an array, one per replica of this process."""
     # A part may have the mesh of its array, and JAX would place all results along its axes.
     return tuple(jax.device_put(part.data, part.device) for part in x.addressable_shards)
 
 
-def _together(
+def _join_devices(
     replicas: int,
     sharding: Callable[[PartitionSpec], NamedSharding],
     arrays: Sequence[jax.Array],

@@ -76,9 +76,9 @@ def rank_placement(size: int) -> Placement:
         program=program,
         place=place,
         donation=Donation(sharding),
-        each=lambda x: (x,),
-        together=lambda arrays, spec: arrays[0],
-        feed=partial(
+        per_device=lambda x: (x,),
+        join_devices=lambda arrays, spec: arrays[0],
+        as_program_rows=partial(
             jax.tree.map, lambda x: placed(x, sharding) if isinstance(x, jax.Array) else x
         ),
     )

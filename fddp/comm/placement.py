@@ -69,12 +69,12 @@ class Placement(NamedTuple):
     devices."""
     donation: Donation
     """The check of arrays that already are where `place(arrays, REPLICATED)` moves them."""
-    each: Callable[[Any], tuple[Any, ...]]
+    per_device: Callable[[Any], tuple[Any, ...]]
     """Splits an array into one per replica of this process, on its device, for programs of one
     replica."""
-    together: Callable[[Sequence[Any], PartitionSpec], Any]
-    """Joins the arrays of this process's replicas into one array: the inverse of `each`."""
-    feed: Callable[[Any], Any]
+    join_devices: Callable[[Sequence[Any], PartitionSpec], Any]
+    """Joins the arrays of this process's replicas into one array: the inverse of `per_device`."""
+    as_program_rows: Callable[[Any], Any]
     """Makes this process's rows arguments of one program; `place` is slower, and serves several
     programs."""
 

@@ -29,7 +29,7 @@ def accumulate_locally(
     with journal.inside("step.no_sync"):
         # Gradients stay local, but sharded parameters must be gathered.
         replicated = settled.replica.way.with_whole_params(group, state, replicated)
-    rows = placement.feed(placement.retained(rows))
+    rows = placement.as_program_rows(placement.retained(rows))
     accumulated, means = settled.accumulate(replicated, pending, rows)
     if placement.shares_cores:
         jax.block_until_ready(accumulated)

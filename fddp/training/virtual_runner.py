@@ -87,11 +87,11 @@ def one_by_one(
     def per_device(tree: PyTree) -> list[Any]:
         """Splits a tree into one per device."""
         leaves, treedef = jax.tree.flatten(tree)
-        return [treedef.unflatten(parts) for parts in zip(*map(placement.each, leaves))]
+        return [treedef.unflatten(parts) for parts in zip(*map(placement.per_device, leaves))]
 
     def together(trees: Sequence[Any], where: PartitionSpec) -> Any:
         """Joins one tree per device: the inverse of `per_device`."""
-        return jax.tree.map(lambda *parts: placement.together(parts, where), *trees)
+        return jax.tree.map(lambda *parts: placement.join_devices(parts, where), *trees)
 
     def send(message: Message, parts: Sequence[jax.Array]) -> jax.Array:
         reduction, form = message

@@ -157,7 +157,7 @@ def check_order(replica: Replica) -> None:
     local = group.size // group.processes
     index, per_replica = group.communicator.replica_index, group.placement.per_replica
     of_replicas = group.placement.program(lambda: index()[None], (), per_replica)()
-    numbers = [int(x[0]) for x in group.placement.each(of_replicas)]
+    numbers = [int(x[0]) for x in group.placement.per_device(of_replicas)]
     if numbers != list(range(group.rank * local, (group.rank + 1) * local)):
         raise ValueError(
             "virtual_replicas needs the replicas of a process side by side, in order of rank; rank "

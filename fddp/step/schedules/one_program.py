@@ -85,7 +85,7 @@ def _runner(group: Group, pieces: Pieces, donate: bool) -> Runner:
 def fed(group: Group, inputs: StepInputs) -> StepInputs:
     """Places the rows for the program."""
     rows = group.placement.retained(inputs.rows)
-    return inputs._replace(rows=group.placement.feed(rows))
+    return inputs._replace(rows=group.placement.as_program_rows(rows))
 
 
 def traced(
