@@ -29,7 +29,7 @@ from fddp.buckets.plan import Leaf as Leaf
 from fddp.buckets.plan import Message as Message
 from fddp.buckets.plan import at_least as at_least
 from fddp.buckets.plan import widened as widened
-from fddp.buckets.scalars import place_scalars as place_scalars
+from fddp.buckets.scalar_carrier import place_scalars as place_scalars
 from fddp.buckets.sent_leaves import Caps as Caps
 from fddp.buckets.sent_leaves import MiB as MiB
 from fddp.buckets.sent_leaves import Rows as Rows

@@ -5,6 +5,7 @@ programs into stages. `loops` splits and fuses their loops, and `parts` runs upd
 leaves. This room imports no other.
 """
 
+from fddp.jaxpr.dataflow import inputs_of_outputs as inputs_of_outputs
 from fddp.jaxpr.equations import cheap as cheap
 from fddp.jaxpr.equations import collectives as collectives
 from fddp.jaxpr.equations import form_of as form_of
@@ -12,7 +13,6 @@ from fddp.jaxpr.equations import maker_positions as maker_positions
 from fddp.jaxpr.equations import straighten as straighten
 from fddp.jaxpr.equations import text_digest as text_digest
 from fddp.jaxpr.equations import variables as variables
-from fddp.jaxpr.flow import inputs_of_outputs as inputs_of_outputs
 from fddp.jaxpr.gradient_rows import touched_rows as touched_rows
 from fddp.jaxpr.interpreter import Read as Read
 from fddp.jaxpr.interpreter import Values as Values
@@ -24,10 +24,10 @@ from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split_leaves as split_leaves
 from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.leaves import with_trained as with_trained
+from fddp.jaxpr.loops.fusible_loops import made_row_by_row as made_row_by_row
+from fddp.jaxpr.loops.fusible_loops import places as places
 from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
 from fddp.jaxpr.loops.loop_fusion import run_scan as run_scan
-from fddp.jaxpr.loops.row_origins import made_row_by_row as made_row_by_row
-from fddp.jaxpr.loops.row_origins import places as places
 from fddp.jaxpr.order import first_uses as first_uses
 from fddp.jaxpr.order import grad_order as grad_order
 from fddp.jaxpr.order import ready_order as ready_order

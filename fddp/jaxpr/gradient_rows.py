@@ -12,8 +12,8 @@ import sys
 import numpy as np
 
 from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, scattered_rows
+from fddp.jaxpr.dataflow import flow
 from fddp.jaxpr.equations import straighten
-from fddp.jaxpr.flow import flow
 
 # A row of the result is zero if the row of the first input is zero.
 OF_FIRST = {"neg", "convert_element_type", "copy", "div", "real", "reduce_precision"}

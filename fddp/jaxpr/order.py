@@ -15,8 +15,8 @@ import jax
 from jaxtyping import PyTree
 
 from fddp.jax_internals import ClosedJaxpr, Jaxpr, Literal, Var, inner_programs, unbound_axis
+from fddp.jaxpr.dataflow import last_costly
 from fddp.jaxpr.equations import cheap, form_of, straighten, variables
-from fddp.jaxpr.flow import last_costly
 from fddp.jaxpr.leaves import differentiable, join_leaves, split_leaves
 from fddp.wording import check_has
 

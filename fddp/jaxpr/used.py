@@ -30,7 +30,7 @@ from fddp.jax_internals import (
     while_programs,
     without_refs,
 )
-from fddp.jaxpr.flow import flow
+from fddp.jaxpr.dataflow import flow
 from fddp.jaxpr.leaves import differentiable
 
 Sources = frozenset[int]

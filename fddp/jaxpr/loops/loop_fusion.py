@@ -25,7 +25,7 @@ from fddp.jax_internals import (
 )
 from fddp.jaxpr.equations import collectives, form_of, makers, straighten, variables
 from fddp.jaxpr.interpreter import Read, Values
-from fddp.jaxpr.loops.row_origins import Origin, origin_of, row_dims, rows_read, run_on_layers
+from fddp.jaxpr.loops.fusible_loops import Origin, origin_of, row_dims, rows_read, run_on_layers
 
 Fusions: TypeAlias = Mapping[int, Origin]
 """Position of a fused loop → the origin of its layers, in a host loop."""
