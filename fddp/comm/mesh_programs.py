@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from fddp.comm.device_caches import device_cache
 from fddp.comm.donation import Donation
-from fddp.comm.placement import REPLICATED, WHOLE, Placement, placed, placed_alike
+from fddp.comm.placement import NO_AXES, REPLICATED, Placement, placed, placed_alike
 from fddp.jax_internals import CPU_OPTIONS, GPU_OPTIONS, over_axes
 
 
@@ -31,7 +31,7 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
         options = CPU_OPTIONS
     sharding = functools.cache(partial(NamedSharding, mesh))
     fed_by_programs = single and sharding(per_replica).is_fully_addressable
-    view = WHOLE if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
+    view = NO_AXES if single else mesh.abstract_mesh.update_axis_types({axis_name: AxisType.Manual})
 
     spec = (lambda x: REPLICATED) if single else partial(_along_others, mesh, axis_name)
 

@@ -14,8 +14,8 @@ from fddp.comm.loss_collectives import has_collectives, run_translated
 from fddp.comm.mpi_loss_collectives import rank_words
 from fddp.comm.placement import (
     AXIS,
+    NO_AXES,
     REPLICATED,
-    WHOLE,
     Placement,
     placed,
     placed_alike,
@@ -71,7 +71,7 @@ def rank_placement(size: int) -> Placement:
         per_replica=REPLICATED,
         shares_cores=False,
         overlaps=False,
-        view=WHOLE,
+        view=NO_AXES,
         spec=lambda x: REPLICATED,
         program=program,
         place=place,

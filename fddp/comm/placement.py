@@ -35,7 +35,7 @@ from fddp.jax_internals import (
 # The spec of an array with equal values on all replicas.
 REPLICATED = PartitionSpec()
 # The mesh in the view of a replica of one device: no axes.
-WHOLE = AbstractMesh((), ())
+NO_AXES = AbstractMesh((), ())
 # The default name of the replicas' axis; a user's mesh may have another.
 AXIS = "replica"
 
