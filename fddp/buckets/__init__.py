@@ -37,9 +37,9 @@ from fddp.buckets.sent_leaves import SentLeaf as SentLeaf
 from fddp.buckets.sent_leaves import check_caps as check_caps
 from fddp.buckets.shard_layout import ShardLayout as ShardLayout
 from fddp.buckets.shard_layout import leaf_layout as leaf_layout
-from fddp.buckets.shard_packing import pack_rows as pack_rows
+from fddp.buckets.shard_packing import pack_parts as pack_parts
 from fddp.buckets.shard_packing import plan_of_parts as plan_of_parts
-from fddp.buckets.shard_packing import unpack_rows as unpack_rows
+from fddp.buckets.shard_packing import unpack_parts as unpack_parts
 from fddp.buckets.shards import Shard as Shard
 from fddp.buckets.shards import insert_shards as insert_shards
 from fddp.buckets.shards import is_shard as is_shard

@@ -20,10 +20,10 @@ class ShardLayout:
     sent separately.
 
     >>> layout = ShardLayout((2, 5), parts=3, depth=2)
-    >>> rows = layout.split(jnp.arange(1, 11).reshape(2, 5))
-    >>> rows[2].tolist(), layout.dims
+    >>> parts = layout.split(jnp.arange(1, 11).reshape(2, 5))
+    >>> parts[2].tolist(), layout.dims
     ([[5, 0], [10, 0]], (2, 2))
-    >>> layout.join(rows).tolist()
+    >>> layout.join(parts).tolist()
     [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
     """
 
@@ -32,19 +32,19 @@ class ShardLayout:
     parts: int = 1
     """Number of replicas that share the array."""
     depth: int = 1
-    """Number of rows (layers of a stack) that are cut separately. 1: the array is cut flat."""
+    """Number of layers of a stack, which are cut separately. 1: the array is cut flat."""
     ranks: tuple[int, ...] | None = None
     """Global numbers of the processes that hold the parts. None: those of the array's mesh."""
 
     @property
-    def row_size(self) -> int:
-        """Number of elements of a whole row."""
+    def layer_size(self) -> int:
+        """Number of elements of a whole layer."""
         return prod(self.shape) // self.depth
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """Shape of a part, padding included: flat, or with a row for each of `depth` layers."""
-        width = -(-self.row_size // self.parts)
+        """Shape of a part, padding included: flat, or with one for each of `depth` layers."""
+        width = -(-self.layer_size // self.parts)
         return (self.depth, width) if self.depth > 1 else (width,)
 
     @property
@@ -54,9 +54,9 @@ class ShardLayout:
 
     @property
     def lengths(self) -> Shaped[np.ndarray, " parts"]:
-        """Number of elements in a row of each part, without padding."""
+        """Number of elements of a layer in each part, without padding."""
         width = self.dims[-1]
-        return np.clip(self.row_size - width * np.arange(self.parts), 0, width)
+        return np.clip(self.layer_size - width * np.arange(self.parts), 0, width)
 
     def of(self, shape: tuple[int, ...]) -> "ShardLayout":
         """The layout of an array of this leaf, such as a moment: flat if its size differs."""
@@ -65,23 +65,23 @@ class ShardLayout:
 
     def split(self, x: Shaped[Array, " *dims"]) -> Shaped[Array, "parts ... n"]:
         """Cuts an array into parts of shape `dims`, along a new first dim."""
-        layers = x.reshape(self.depth, self.row_size)
-        padding = self.dims[-1] * self.parts - self.row_size
+        layers = x.reshape(self.depth, self.layer_size)
+        padding = self.dims[-1] * self.parts - self.layer_size
         padded = layers
         if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # JAX pads no keys
             padded = jnp.pad(layers, ((0, 0), (0, padding)))
         if self.depth == 1:  # needs no copy
             return padded.reshape(self.parts, *self.dims)
-        # Whole rows are copied: XLA's CPU backend transposes element by element.
+        # Whole layers are copied: XLA's CPU backend transposes element by element.
         return jnp.stack(jnp.split(padded, self.parts, axis=1)).reshape(self.parts, *self.dims)
 
-    def join(self, rows: Shaped[Array, "... n"]) -> Shaped[Array, " *dims"]:
+    def join(self, pieces: Shaped[Array, "... n"]) -> Shaped[Array, " *dims"]:
         """Joins the parts of all replicas, stacked or concatenated: the inverse of `split`."""
-        width = rows.shape[-1]
-        parts = prod(rows.shape[:-1]) // self.depth  # 1 for flat parts that are concatenated
-        layers = jnp.swapaxes(rows.reshape(parts, self.depth, width), 0, 1)
+        width = pieces.shape[-1]
+        parts = prod(pieces.shape[:-1]) // self.depth  # 1 for flat parts that are concatenated
+        layers = jnp.swapaxes(pieces.reshape(parts, self.depth, width), 0, 1)
         layers = layers.reshape(self.depth, parts * width)
-        return layers[:, : self.row_size].reshape(self.shape)
+        return layers[:, : self.layer_size].reshape(self.shape)
 
     def part(self, x: Shaped[Array, " *dims"], index: Int32[Array, ""]) -> Shaped[Array, " *part"]:
         """Returns the part of replica `index`."""
@@ -93,8 +93,8 @@ class ShardLayout:
         """Marks the elements of a replica's part that are not padding."""
         # Computed on the host: a large array has more elements than 32 bits count.
         lengths = self.lengths
-        row = jnp.arange(self.dims[-1]) < jnp.asarray(lengths, jnp.int32)[index]
-        return jnp.broadcast_to(row, self.dims)
+        layer = jnp.arange(self.dims[-1]) < jnp.asarray(lengths, jnp.int32)[index]
+        return jnp.broadcast_to(layer, self.dims)
 
 
 def leaf_layout(shape: tuple[int, ...], parts: int) -> ShardLayout:

@@ -35,7 +35,7 @@ def plan_of_parts(plan: BucketPlan) -> BucketPlan:
     return replace(part_plan, buckets=tuple(buckets))
 
 
-def pack_rows(
+def pack_parts(
     plan: BucketPlan, part_plan: BucketPlan, tree: PyTree
 ) -> tuple[Shaped[Array, " n"], ...]:
     """Packs whole leaves into flat buckets that concatenate the packed parts of all replicas.
@@ -63,12 +63,12 @@ def pack_rows(
     return tuple(map(packed, plan.buckets))
 
 
-def unpack_rows(
+def unpack_parts(
     plan: BucketPlan, part_plan: BucketPlan, buckets: Sequence[Shaped[Array, " n"]]
 ) -> Any:
-    """Unpacks whole leaves: the inverse of `pack_rows`, except for buckets in rounds.
+    """Unpacks whole leaves: the inverse of `pack_parts`, except for buckets in rounds.
 
-    Of a bucket in rounds `pack_rows` concatenates the rounds; here the packed parts of the replicas
+    Of a bucket in rounds `pack_parts` concatenates the rounds; here the packed parts of the replicas
     are concatenated, as an all-gather returns them.
     """
 

@@ -90,7 +90,7 @@ def is_key(x: Any) -> bool:
 def stored_dims(group: Group, leaf: Leaf) -> tuple[int, ...]:
     """Dims of an array as it is stored: layers and columns, if replicas hold it in parts."""
     if leaf.layout:
-        return leaf.layout.depth, leaf.layout.row_size
+        return leaf.layout.depth, leaf.layout.layer_size
     dims = form_of_words(leaf.x).shape
     if leaf.rows:
         return (dims[0] // group.placement.replicas_in_array * group.size, *dims[1:])

@@ -116,7 +116,7 @@ def _columns(layout: ShardLayout, place: Index) -> Index:
     `place` is the range of the part in the array of all replicas' parts.
     """
     replica = place[0].start // max(1, layout.dims[0])
-    begin, end = (min(k * layout.dims[-1], layout.row_size) for k in (replica, replica + 1))
+    begin, end = (min(k * layout.dims[-1], layout.layer_size) for k in (replica, replica + 1))
     return slice(0, layout.depth), slice(begin, end)
 
 

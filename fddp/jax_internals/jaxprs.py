@@ -212,7 +212,7 @@ def joined_dim(eqn: JaxprEqn) -> int:
     return eqn.params["dimension" if eqn.primitive.name == "concatenate" else "axis"]
 
 
-def pads_rows(eqn: JaxprEqn) -> bool:
+def pads_layers(eqn: JaxprEqn) -> bool:
     """True for a `pad` that leaves the first dim unchanged. Relies on `padding_config`."""
     return eqn.primitive.name == "pad" and tuple(eqn.params["padding_config"][0]) == (0, 0, 0)
 

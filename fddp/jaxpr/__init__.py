@@ -24,7 +24,7 @@ from fddp.jaxpr.leaves import refuse_deleted as refuse_deleted
 from fddp.jaxpr.leaves import split_leaves as split_leaves
 from fddp.jaxpr.leaves import used_up as used_up
 from fddp.jaxpr.leaves import with_trained as with_trained
-from fddp.jaxpr.loops.fusible_loops import made_row_by_row as made_row_by_row
+from fddp.jaxpr.loops.fusible_loops import computed_by_layer as computed_by_layer
 from fddp.jaxpr.loops.fusible_loops import places as places
 from fddp.jaxpr.loops.loop_fusion import fused_loops as fused_loops
 from fddp.jaxpr.loops.loop_fusion import run_scan as run_scan

@@ -20,7 +20,7 @@ def scatters(plans: ShardPlans) -> tuple[Reduction, ...]:
         if message.bucket is None:
             return reduction
         if hook is not None:
-            return reduction._replace(apply=partial(_row_of_sum, reduction.apply))
+            return reduction._replace(apply=partial(_part_of_sum, reduction.apply))
         return reduction._replace(apply=plain(scattered, reduction.rounds))
 
     return tuple(map(scatter, plans.plan.messages, reductions(plans.plan, hook)))
@@ -41,10 +41,10 @@ def gathers(plans: ShardPlans, order: Sequence[int]) -> tuple[Reduction, ...]:
     return tuple(Reduction(f"gather {k}", scatter_of[k].contents, plain(gathered)) for k in order)
 
 
-def _row_of_sum(
+def _part_of_sum(
     apply: Callable[..., tuple[Array, PyTree]], comm: Communicator, message: Array, memory: PyTree
 ) -> tuple[Array, Any]:
-    """Sums the shards of all replicas by a hook; returns this replica's row."""
+    """Sums the shards of all replicas by a hook; returns this replica's part."""
     total, memory = apply(comm, message.reshape(comm.size, -1), memory)
     if total.ndim == 2:
         total = total[comm.replica_index()]

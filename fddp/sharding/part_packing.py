@@ -16,11 +16,11 @@ from fddp.buckets import (
     is_shard,
     leaves_with_shards,
     pack,
-    pack_rows,
+    pack_parts,
     plan_of_parts,
     take_tail,
+    unpack_parts,
     unpack_received,
-    unpack_rows,
     whole_forms,
 )
 from fddp.losses import add_trees
@@ -52,7 +52,7 @@ class ShardPlans:
 
 def pack_gradients(plans: ShardPlans, grads: PyTree) -> tuple[Array, ...]:
     """Packs whole gradients into the buckets to scatter."""
-    return pack_rows(plans.plan, plans.part_plan, grads)
+    return pack_parts(plans.plan, plans.part_plan, grads)
 
 
 def unpack_sums(
@@ -80,7 +80,7 @@ def unpack_parameters(
     """Unpacks gathered parameters into a tree with the leaves that are not gathered."""
     plan = plans.plan
     by_bucket = sorted(zip(order, messages.arrays), key=lambda pair: pair[0])
-    tree = unpack_rows(plan, plans.part_plan, [array for _, array in by_bucket])
+    tree = unpack_parts(plan, plans.part_plan, [array for _, array in by_bucket])
     leaves = leaves_with_shards(params)
     for i, x in enumerate(plan.treedef.flatten_up_to(tree)):
         if x is not None:

@@ -4,7 +4,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import SentLeaf, cut_in_layers, fill_rounds
 from fddp.jax_internals import ClosedJaxpr
-from fddp.jaxpr import made_row_by_row, places
+from fddp.jaxpr import computed_by_layer, places
 from fddp.step.replica import Replica
 
 
@@ -16,7 +16,7 @@ def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dic
     if replica.options.order == "reverse" or not in_rounds:
         return {}
     chosen = replica.chosen(params)
-    by_output = made_row_by_row(program)
+    by_output = computed_by_layer(program)
     loops = {chosen[k]: stack for k, stack in by_output.items() if k < len(chosen)}
     if replica.way.scatters_grads:
         loops = cut_in_layers(params, loops, replica.group.size)

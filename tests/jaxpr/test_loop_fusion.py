@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.jaxpr import fused_loops, made_row_by_row
+from fddp.jaxpr import computed_by_layer, fused_loops
 
 X = jnp.arange(12.0).reshape(4, 3)
 AXIS = [("replica", 2)]
@@ -79,4 +79,4 @@ def test_two_loops_are_not_each_before_the_other():
 
 def test_outputs_that_a_loop_could_make_to_the_end_are_found_with_its_rounds():
     program = jax.make_jaxpr(lambda x: (2 * rows(x), jnp.sum(rows(x)), x))(X)
-    assert {number: stack.length for number, stack in made_row_by_row(program).items()} == {0: 4}
+    assert {number: stack.length for number, stack in computed_by_layer(program).items()} == {0: 4}

@@ -17,7 +17,7 @@ from fddp.jax_internals import (
     joined_dim,
     loop_parts,
     named_as,
-    pads_rows,
+    pads_layers,
     permutes,
     run_again,
     scan_body,
@@ -42,7 +42,7 @@ class Stack(NamedTuple):
     """Number of rounds, and of layers."""
 
 
-def made_row_by_row(closed: ClosedJaxpr) -> dict[int, Stack]:
+def computed_by_layer(closed: ClosedJaxpr) -> dict[int, Stack]:
     """Finds the outputs that a loop could compute to the end; returns position → stack."""
     jaxpr = straighten(closed).jaxpr
     stacks: dict[int, Stack] = {}
@@ -91,15 +91,15 @@ def origin_of(
     for eqn in reversed(jaxpr.eqns[position + 1 : end]):
         if layered.isdisjoint(eqn.outvars):
             continue
-        read = set(rows_read(eqn))
+        read = set(layers_read(eqn))
         inputs = set(variables(eqn.invars))
-        if not read or not _in_rows([*read, *eqn.outvars], length):
+        if not read or not _in_layers([*read, *eqn.outvars], length):
             return None
         between.append(eqn)
         layered |= inputs & dependent & read
         needs |= inputs - read | inputs - dependent
     carried = len(loop_parts(loop, loop.invars)[1])
-    if not _in_rows(values, length) or not layered.isdisjoint(loop.outvars[:carried]):
+    if not _in_layers(values, length) or not layered.isdisjoint(loop.outvars[:carried]):
         return None
     # Equations that move in front of this loop hold no loop, so that loops stay in order.
     moved = makers(jaxpr.eqns[position + 1 : end], needs)
@@ -116,7 +116,7 @@ def _last_loop(jaxpr: Jaxpr, values: Sequence[Var | Literal], end: int) -> int |
             continue
         if eqn.primitive.name == "scan":
             return position
-        layered.update(rows_read(eqn))
+        layered.update(layers_read(eqn))
     return None
 
 
@@ -129,7 +129,7 @@ def _reached(eqns: Sequence[JaxprEqn], first: JaxprEqn) -> set[Var]:
     return reached
 
 
-def rows_read(eqn: JaxprEqn) -> list[Var]:
+def layers_read(eqn: JaxprEqn) -> list[Var]:
     """The inputs that an equation reads layer by layer; all others are read whole.
 
     A layer is an equal piece along the first dim. A reshape keeps the order of elements, and so the
@@ -139,7 +139,7 @@ def rows_read(eqn: JaxprEqn) -> list[Var]:
     if name in ELEMENTWISE:
         return in_rows_too(eqn)
     if name == "pad":
-        return list(variables(eqn.invars[:1])) if pads_rows(eqn) else []
+        return list(variables(eqn.invars[:1])) if pads_layers(eqn) else []
     keeps_order = name in RESHAPES and not permutes(eqn)
     extends = name == "concatenate" and joined_dim(eqn) > 0
     return list(variables(eqn.invars)) if keeps_order or extends else []
@@ -150,10 +150,10 @@ def run_on_layers(eqn: JaxprEqn, inputs: Sequence[Any], length: int) -> Array:
     if eqn.primitive.name not in RESHAPES:
         return run_again(eqn, inputs)[0]
     with named_as(eqn):
-        return inputs[0].reshape(row_dims(eqn.outvars[0], length))
+        return inputs[0].reshape(layer_dims(eqn.outvars[0], length))
 
 
-def _in_rows(atoms: Iterable[Var | Literal], length: int) -> bool:
+def _in_layers(atoms: Iterable[Var | Literal], length: int) -> bool:
     """Returns True if the first dims of arrays divide into `length` layers."""
     for shape in (form_of(atom).shape for atom in atoms):
         if not shape or not length or shape[0] % length:
@@ -161,14 +161,14 @@ def _in_rows(atoms: Iterable[Var | Literal], length: int) -> bool:
     return True
 
 
-def row_dims(atom: Var | Literal, length: int) -> tuple[int, ...]:
+def layer_dims(atom: Var | Literal, length: int) -> tuple[int, ...]:
     """The dims of each of `length` equal layers of an array."""
     first, *inner = form_of(atom).shape
     return first // length, *inner
 
 
 def in_rows_too(eqn: JaxprEqn) -> list[Var]:
-    """The inputs of an elementwise equation that have the rows of its result."""
+    """The inputs of an elementwise equation that have the layers of its result."""
     dims = form_of(eqn.outvars[0]).shape
 
     def is_sliced(var: Var) -> bool:

@@ -25,7 +25,7 @@ from fddp.jax_internals import (
 )
 from fddp.jaxpr.equations import collectives, form_of, makers, straighten, variables
 from fddp.jaxpr.interpreter import Read, Values
-from fddp.jaxpr.loops.fusible_loops import Origin, origin_of, row_dims, rows_read, run_on_layers
+from fddp.jaxpr.loops.fusible_loops import Origin, layer_dims, layers_read, origin_of, run_on_layers
 
 Fusions: TypeAlias = Mapping[int, Origin]
 """Position of a fused loop → the origin of its layers, in a host loop."""
@@ -143,15 +143,15 @@ def _run_fused(
             read_outputs.append(layer if var in read_values else None)
         return [*read_outputs, [_one_round(*guest, layers, length, read) for guest in inside]]
 
-    more_rows = [read(var).reshape(length, *row_dims(var, length)) for var in more_stacks]
-    rows = list(map(read, layered)), more_rows
-    return run_scan(host, list(map(read, [*consts, *carry])), rows, run_round)
+    more_layers = [read(var).reshape(length, *layer_dims(var, length)) for var in more_stacks]
+    layers = list(map(read, layered)), more_layers
+    return run_scan(host, list(map(read, [*consts, *carry])), layers, run_round)
 
 
 def _more_stacks(loop: JaxprEqn, origin: Origin) -> list[Var]:
     """The stacks that a fused loop reads in addition to those of its host loop."""
     _, _, layered = loop_parts(loop, loop.invars)
-    stacks = chain(variables(layered), *map(rows_read, origin.between))
+    stacks = chain(variables(layered), *map(layers_read, origin.between))
     return list(filter(origin.needs.__contains__, stacks))
 
 
@@ -161,7 +161,7 @@ def _one_round(
     """Runs a round of a fused loop on some layers; returns its outputs."""
     values: dict[Any, Array] = dict(layers)
     for step in origin.between:
-        layered = rows_read(step)
+        layered = layers_read(step)
         inputs = [values[atom] if atom in layered else read(atom) for atom in step.invars]
         values[step.outvars[0]] = run_on_layers(step, inputs, length)
     consts, _, layered = loop_parts(loop, loop.invars)
@@ -171,7 +171,10 @@ def _one_round(
 
 
 def run_scan(
-    loop: JaxprEqn, args: Sequence[Any], rows: Any, run_round: Callable[[list[Any], Any], list[Any]]
+    loop: JaxprEqn,
+    args: Sequence[Any],
+    layers: Any,
+    run_round: Callable[[list[Any], Any], list[Any]],
 ) -> list[Any]:
     """Runs a `scan` under a trace, with `run_round` in place of its body; returns its outputs."""
     consts, carry, _ = loop_parts(loop, args)
@@ -181,5 +184,5 @@ def run_scan(
         return outputs[: len(carry)], outputs[len(carry) :]
 
     with named_as(loop):
-        state, stacks = jax.lax.scan(body, carry, rows, **scan_body(loop)[1])
+        state, stacks = jax.lax.scan(body, carry, layers, **scan_body(loop)[1])
     return [*state, *stacks]
