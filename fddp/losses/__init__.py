@@ -28,8 +28,8 @@ from fddp.losses.sums import Sums as Sums
 from fddp.losses.sums import accumulate as accumulate
 from fddp.losses.sums import add_trees as add_trees
 from fddp.losses.sums import contribute as contribute
-from fddp.losses.sums import in_parts as in_parts
 from fddp.losses.sums import in_unit as in_unit
 from fddp.losses.sums import mean as mean
 from fddp.losses.sums import plus as plus
 from fddp.losses.sums import reached as reached
+from fddp.losses.sums import split_rows as split_rows

@@ -91,7 +91,7 @@ def accumulate(
     backward pass, and an all-reduce inside the loop would run in each round. The `sums` of
     `pending` are None at the start.
     """
-    micro_batches = in_parts(rows, count)
+    micro_batches = split_rows(rows, count)
     before_last = jax.tree.map(lambda x: x[:-1], micro_batches)
     last = jax.tree.map(lambda x: x[-1], micro_batches)
     if count > 1:
@@ -100,7 +100,7 @@ def accumulate(
     return add(pending, last)
 
 
-def in_parts(rows: PyTree, count: int) -> Any:
+def split_rows(rows: PyTree, count: int) -> Any:
     """Splits a replica's rows into equal micro-batches, along a new first dim."""
     return jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), rows)
 

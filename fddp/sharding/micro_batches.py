@@ -10,7 +10,7 @@ from jaxtyping import Array, PyTree
 
 from fddp.buckets import Messages, add_tail
 from fddp.comm import add_replica_dim, drop_replica_dim
-from fddp.losses import Pending, add_trees, in_parts
+from fddp.losses import Pending, add_trees, split_rows
 from fddp.sharding.part_messages import scatters, scatters_of
 from fddp.sharding.part_packing import ShardPlans, pack_gradients
 from fddp.sharding.sharded_update import AfterBackward
@@ -56,7 +56,7 @@ def micro_batches(
             del shards
             before = _following(saved, received) if number else begin(state, pending, received)
             # The number is an input, so that equal micro-batches are equal programs.
-            micro_batch = jax.tree.map(lambda x: x[before.number[0]], in_parts(rows, count))
+            micro_batch = jax.tree.map(lambda x: x[before.number[0]], split_rows(rows, count))
             if before.params is not None:
                 state = state._replace(params=before.params)
             grads, pending, broken = replica.gradients(state, before.pending, micro_batch, 1)
