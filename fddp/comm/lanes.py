@@ -24,7 +24,7 @@ def lanes(
     connect: Callable[[], Send],
 ) -> MakeLanes:
     """Makes the programs of as many lanes as a caller needs; `connect` connects a lane."""
-    made = dict[int, tuple[Placement, Communicator]]()
+    by_count = dict[int, tuple[Placement, Communicator]]()
 
     def make(count: int, journal: Journal) -> tuple[Placement, Communicator]:
         if count not in made:
@@ -33,8 +33,8 @@ def lanes(
             lane = ProgramLane(placement.axis_size, token, sends, journal)
             communicator = lane.communicator(replica_index)
             words = rank_words(rank, placement.axis_size, communicator)
-            made[count] = lane.placement(placement, words), communicator
-        return made[count]
+            by_count[count] = lane.placement(placement, words), communicator
+        return by_count[count]
 
     return make
 

@@ -75,9 +75,9 @@ def _outputs(jaxpr: Jaxpr) -> list[bytes]:
 
     for eqn in jaxpr.eqns:
         inner = [_hash(*_outputs(body)) for body in inner_programs(eqn)]
-        made = _hash(eqn.primitive.name.encode(), *inner, b"of", *map(read, eqn.invars))
+        digest = _hash(eqn.primitive.name.encode(), *inner, b"of", *map(read, eqn.invars))
         for k, var in enumerate(eqn.outvars):
-            hashes[var] = _hash(made, b"%d" % k, str(form_of(var)).encode())
+            hashes[var] = _hash(digest, b"%d" % k, str(form_of(var)).encode())
     return list(map(read, jaxpr.outvars))
 
 

@@ -38,8 +38,8 @@ from fddp.step.options import with_some_new as with_some_new
 from fddp.step.replica import Replica as Replica
 from fddp.step.schedules import StateInFlight as StateInFlight
 from fddp.step.schedules import finished as finished
+from fddp.step.settle import FinishStep as FinishStep
 from fddp.step.settle import Settled as Settled
-from fddp.step.settle import Use as Use
 from fddp.step.state import Mean as Mean
 from fddp.step.state import StepInfo as StepInfo
 from fddp.step.state import Training as Training

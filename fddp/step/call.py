@@ -16,7 +16,7 @@ from fddp.step.checks import refuse_nan_checks, refuse_transformations, verify_c
 from fddp.step.later_batches import admit, form_of_batch
 from fddp.step.replica import Replica
 from fddp.step.schedules import StateInFlight, StepInputs, finished
-from fddp.step.settle import Settled, Use, settle
+from fddp.step.settle import FinishStep, Settled, settle
 from fddp.step.state import TrainState, check_state
 
 
@@ -24,7 +24,7 @@ from fddp.step.state import TrainState, check_state
 def ready(
     settled: Settled | None,
     replica: Replica,
-    use: Use,
+    use: FinishStep,
     state: TrainState,
     batch: PyTree,
     call: str = "step",

@@ -38,7 +38,7 @@ SCHEDULES: dict[ScheduleName, Schedule] = {
     "eager": eager,
 }
 # (replica, layout of the state, state, mean) → result of a call; runs on every replica
-Use = Callable[[Replica, TrainState, TrainState, Mean], Any]
+FinishStep = Callable[[Replica, TrainState, TrainState, Mean], Any]
 
 
 class Settled(NamedTuple):
@@ -71,7 +71,9 @@ class Settled(NamedTuple):
         return self.runner.lower is not None
 
 
-def settle(replica: Replica, use: Use, state: TrainState, batch: PyTree, call: str) -> Settled:
+def settle(
+    replica: Replica, use: FinishStep, state: TrainState, batch: PyTree, call: str
+) -> Settled:
     """Settles a step with this rank's first batch. Collective; an error is raised on every rank."""
     group = replica.group
     describe = partial(described_batch, replica, batch, call)

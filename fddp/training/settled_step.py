@@ -9,13 +9,13 @@ from fddp.buckets import BucketPlan
 from fddp.comm import Group
 from fddp.program import Timeline
 from fddp.step import (
+    FinishStep,
     Options,
     Replica,
     Settled,
     StepOptimizer,
     Training,
     TrainState,
-    Use,
     lower,
     ready,
 )
@@ -38,7 +38,7 @@ class SettledStep(metaclass=_Public):
         self,
         replica: Replica,
         optimizer: StepOptimizer,
-        use: Use,
+        use: FinishStep,
         training: Training | None = None,
     ) -> None:
         self._replica = replica
