@@ -20,12 +20,12 @@ from fddp.runtime import (
     hints,
     installed,
     known_faults,
+    launcher_variables,
     missing_compiler,
     mpi_vendors,
     name_problem,
     proxies,
     read_launch,
-    spoken,
 )
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
@@ -60,7 +60,7 @@ def _findings() -> Iterator[ReportLine]:
     yield from _faults()
     yield _unless_it_fails("devices", _devices)
     yield _unless_it_fails("launched as", _launched)
-    variables = spoken(os.environ)
+    variables = launcher_variables(os.environ)
     texts = map("=".join, variables.items())
     yield ReportLine("launchers' variables", " ".join(texts) or "none")
     if variables:

@@ -14,8 +14,8 @@ from fddp.runtime.jaxlib_faults import installed as installed
 from fddp.runtime.jaxlib_faults import known_faults as known_faults
 from fddp.runtime.join_service import all_devices as all_devices
 from fddp.runtime.join_service import name_problem as name_problem
+from fddp.runtime.launchers import launcher_variables as launcher_variables
 from fddp.runtime.launchers import read_launch as read_launch
-from fddp.runtime.launchers import spoken as spoken
 from fddp.runtime.place import Launch as Launch
 from fddp.runtime.place import place_of as place_of
 from fddp.runtime.place import proxies as proxies

@@ -9,7 +9,7 @@ from pathlib import Path
 from fddp.runtime.mpi_vendors import loaded
 from fddp.runtime.replacing import supervise_ranks
 from fddp.runtime.supervisor import Job, launcher, supervise
-from fddp.runtime.watching import read_flights, told
+from fddp.runtime.watching import flight_text, read_flights
 
 MOST_RESTARTS = 1000
 
@@ -107,5 +107,5 @@ def add_flight(commands: argparse._SubParsersAction) -> None:
 
 
 def run_flight(args: argparse.Namespace) -> int:
-    print(told(read_flights(args.records)))
+    print(flight_text(read_flights(args.records)))
     return 0

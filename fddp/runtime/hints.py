@@ -12,8 +12,8 @@ from fddp.runtime.launchers import (
     NUMBERS,
     TORCH_VARIABLES,
     jax_variables,
+    launcher_variables,
     numbered,
-    spoken,
     torch_variables,
 )
 from fddp.runtime.place import Launch, integer, integer_if_set
@@ -106,6 +106,6 @@ def origin(launch: Launch, env: Mapping[str, str]) -> str:
     if launch.launcher == TOLD[0]:
         return ""
     return (
-        f"according to {launch.launcher}: {', '.join(spoken(env))}; if they are left over from "
+        f"according to {launch.launcher}: {', '.join(launcher_variables(env))}; if they are left over from "
         "another launch, unset them, or call fddp.init('local')"
     )

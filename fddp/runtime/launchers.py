@@ -68,10 +68,10 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     return Launch("alone", rank=0, size=1)
 
 
-def spoken(env: Mapping[str, str]) -> dict[str, str]:
+def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables of all known launchers.
 
-    >>> spoken({"HOME": "/", "RANK": "1"})
+    >>> launcher_variables({"HOME": "/", "RANK": "1"})
     {'RANK': '1'}
     """
     return {name: value for name, value in env.items() if SPOKEN.fullmatch(name)}

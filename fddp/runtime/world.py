@@ -21,7 +21,7 @@ from fddp.runtime.hints import hints
 from fddp.runtime.jaxlib_faults import installed, remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service, on_cpus
-from fddp.runtime.launchers import read_launch, spoken
+from fddp.runtime.launchers import launcher_variables, read_launch
 from fddp.runtime.place import Launch
 from fddp.runtime.watching import FAILED, follows_another
 from fddp.wording import check_seconds, check_switch, check_whole
@@ -111,7 +111,7 @@ def init(
             raise RuntimeError(
                 f"fddp.init: rank {launch.rank} of {launch.size} has started this process, which "
                 "has inherited its variables: call fddp.init('local') in it, or start it without "
-                f"{', '.join(spoken(os.environ))}; fddp.launch starts ranks of their own."
+                f"{', '.join(launcher_variables(os.environ))}; fddp.launch starts ranks of their own."
             )
         if launch.size > 1:
             os.environ[JOINED] = _mark(os.getpid(), launch)

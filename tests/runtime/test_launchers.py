@@ -14,7 +14,7 @@ import fddp
 from fddp.runtime import world
 from fddp.runtime.hints import hints
 from fddp.runtime.join_mpi import agree_on_coordinator
-from fddp.runtime.launchers import pmi_socket, read_launch, spoken, worlds
+from fddp.runtime.launchers import launcher_variables, pmi_socket, read_launch, worlds
 from fddp.runtime.place import Launch
 from fddp.runtime.watching.abort import read_grace
 
@@ -345,7 +345,9 @@ def test_launchers_that_contradict_each_other_are_one_line_and_one_that_agrees_n
 
 def test_doctor_is_told_the_variables_of_all_launchers_and_no_others():
     variables = TORCHRUN | JAX | PALS | FLUX | OPEN_MPI | EXPLICIT | INDEXED | {"PMIX_RANK": "1"}
-    shown = spoken(variables | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"})
+    shown = launcher_variables(
+        variables | {"HOME": "/", "XRANK": "1", "RANKS": "2", "SLURM_JOB_ID": "7"}
+    )
     assert shown.items() <= variables.items() and not {"HOME", "XRANK", "RANKS"} & set(shown)
     assert {
         "RANK",

@@ -47,7 +47,7 @@ def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
     return sorted(newest_job, key=lambda record: record["rank"])
 
 
-def told(records: Sequence[dict[str, Any]]) -> str:
+def flight_text(records: Sequence[dict[str, Any]]) -> str:
     """Describes the end of the job, the place of each rank, and the first message that differs.
 
     >>> times = {"began_s": -1.0, "took_s": 0.5}
@@ -55,7 +55,7 @@ def told(records: Sequence[dict[str, Any]]) -> str:
     >>> record = {"size": 2, "why": "rank 1 died", "steps": 1, "doing": "step"}
     >>> first = record | {"rank": 0, "messages": [bucket]}
     >>> second = record | {"rank": 1, "messages": [bucket | {"name": "tail"}]}
-    >>> print(told([first, second]))
+    >>> print(flight_text([first, second]))
     the job ended: rank 1 died
     rank 0: 1 steps, step; last message 0 of step 1: bucket 0, 8 bytes, in 500.0 ms
     rank 1: 1 steps, step; last message 0 of step 1: tail, 8 bytes, in 500.0 ms

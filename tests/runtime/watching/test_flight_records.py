@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fddp.runtime.watching.flight_records import read_flights, told
+from fddp.runtime.watching.flight_records import flight_text, read_flights
 from fddp.runtime.watching.watcher.rank import record as write_record
 from fddp.runtime.watching.watcher.shared_memory import SIZE
 
@@ -81,7 +81,7 @@ def test_of_a_folder_that_was_kept_only_the_newest_jobs_records_are_read(tmp_pat
             (rank, size, began) for rank in ranks
         ]
     (tmp_path / "rank_1.json").unlink()
-    assert "no record of rank 1" in told(read_flights([tmp_path]))
+    assert "no record of rank 1" in flight_text(read_flights([tmp_path]))
 
 
 def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
@@ -108,7 +108,7 @@ def test_records_are_read_from_a_folder_and_others_refused(tmp_path: Path):
 
 def test_a_record_of_huge_numbers_and_codes_for_the_terminal_is_told_in_few_words():
     first = record(0, message(0), message(10**12), size=10**12) | {"why": "\x1b[2Jrank 1 died"}
-    lines = told([first, record(5, message(0), size=10**12)]).splitlines()
+    lines = flight_text([first, record(5, message(0), size=10**12)]).splitlines()
     assert lines[0] == "the job ended: ?[2Jrank 1 died"
     assert "no record of rank 1, 2, 3, 4, 6, 7, 8, 9, …" in lines
     assert lines[-1].startswith("first difference, in message 1000000000000: rank 0 bucket 0")
