@@ -113,7 +113,7 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Clos
             raise
     # Raised outside `except`, so that the traceback does not show JAX's error first.
     if traced_replica is not replica:
-        refuse(replica.asked | {COLLECTIVES: f"a loss that speaks over the axis {axis!r}"})
+        refuse(replica.asked | {COLLECTIVES: f"a loss with collectives over the axis {axis!r}"})
     raise ValueError(
         f"the loss has a collective over the axis {axis!r}; backend "
         f"{replica.group.backend!r} has the axis {replica.group.axis_name!r}."
