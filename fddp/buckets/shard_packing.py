@@ -68,7 +68,7 @@ def unpack_parts(
 ) -> Any:
     """Unpacks whole leaves: the inverse of `pack_parts`, except for buckets in rounds.
 
-    Of a bucket in rounds `pack_parts` concatenates the rounds; here the packed parts of the replicas
+    Of a bucket in rounds `pack_parts` concatenates the rounds. Here the packed parts of replicas
     are concatenated, as an all-gather returns them.
     """
 

@@ -27,7 +27,7 @@ def lanes(
     by_count = dict[int, tuple[Placement, Communicator]]()
 
     def make(count: int, journal: Journal) -> tuple[Placement, Communicator]:
-        if count not in made:
+        if count not in by_count:
             token = placement.place(np.float32(1), REPLICATED)
             sends = [connect() for _ in range(count)]
             lane = ProgramLane(placement.axis_size, token, sends, journal)

@@ -106,6 +106,6 @@ def origin(launch: Launch, env: Mapping[str, str]) -> str:
     if launch.launcher == TOLD[0]:
         return ""
     return (
-        f"according to {launch.launcher}: {', '.join(launcher_variables(env))}; if they are left over from "
-        "another launch, unset them, or call fddp.init('local')"
+        f"according to {launch.launcher}: {', '.join(launcher_variables(env))}; if they are left "
+        "over from another launch, unset them, or call fddp.init('local')"
     )

@@ -111,7 +111,8 @@ def init(
             raise RuntimeError(
                 f"fddp.init: rank {launch.rank} of {launch.size} has started this process, which "
                 "has inherited its variables: call fddp.init('local') in it, or start it without "
-                f"{', '.join(launcher_variables(os.environ))}; fddp.launch starts ranks of their own."
+                f"{', '.join(launcher_variables(os.environ))}; fddp.launch starts ranks of their "
+                "own."
             )
         if launch.size > 1:
             os.environ[JOINED] = _mark(os.getpid(), launch)

@@ -38,7 +38,7 @@ def record(rank: int, *messages: dict[str, Any], size: int = 2) -> dict[str, Any
 
 
 def last_line(*records: dict[str, Any]) -> str:
-    return told(records).splitlines()[-1]
+    return flight_text(records).splitlines()[-1]
 
 
 def test_the_first_message_that_ranks_sent_differently_is_named():
@@ -67,7 +67,7 @@ def test_what_only_some_still_remember_is_no_difference():
 
 
 def test_a_rank_without_a_record_is_named():
-    assert "no record of rank 1" in told([record(0, message(0))])
+    assert "no record of rank 1" in flight_text([record(0, message(0))])
 
 
 def test_of_a_folder_that_was_kept_only_the_newest_jobs_records_are_read(tmp_path: Path):
