@@ -91,7 +91,7 @@ CASES: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
             {"shard": "state"},
         ),
         (
-            "a matrix at its home",
+            "a matrix at its owner",
             unrolled,
             optax.contrib.muon(0.1),
             {"shard": "optimizer"},

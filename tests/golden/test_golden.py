@@ -12,7 +12,7 @@ from golden.digests import CASES, FOLDER, digest, recorded_digests
 pytestmark = pytest.mark.steps
 QUICK = (
     *("unrolled whole after", "scanned whole overlap", "scanned state overlap"),
-    *("a matrix at its home", "accumulated shards", "buffers", "quantize", "local steps"),
+    *("a matrix at its owner", "accumulated shards", "buffers", "quantize", "local steps"),
 )
 
 
