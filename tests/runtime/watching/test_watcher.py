@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 from processes import case, launch, written
 
-from fddp.runtime.watching import read_flights
 from fddp.runtime.watching import flight_text as flight
+from fddp.runtime.watching import read_flights
 from fddp.runtime.watching.watcher.links import (
     Links,
     Newcomers,
