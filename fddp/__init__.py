@@ -6,7 +6,7 @@
 >>> float(state.params)
 1.0
 
-`help(fddp.train_step)` tells more of a name.
+`help(fddp.train_step)` describes a name.
 
 Start: init, launch, shutdown, Group, mesh_group, mpi_group, round_robin, Communicator, alive, \
 preempted, elastic
