@@ -42,8 +42,8 @@ class Sharded(Way):
     """Each replica holds and updates a part of each leaf of the state."""
 
     shared: Shared
-    apart: bool = True
-    scattered: bool = True
+    in_shards: bool = True
+    scatters_grads: bool = True
     # Parts are scattered: no message is a sum of whole messages.
     exact: bool = False
     table_rows: bool = False
