@@ -66,7 +66,7 @@ class Machine(NamedTuple):
         return LARGE if self.memory_bytes >= LARGE_BYTES else MIDDLE
 
     @property
-    def local_form(self) -> str:
+    def held(self) -> str:
         """The model whose state is held in shards, with few rows: ranks may share a GPU."""
         return self.models[0] if self.quick else self.scanned
 

@@ -26,6 +26,7 @@ def plan_with_table_rows(
 ) -> BucketPlan:
     """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved.
 
+    >>> import numpy as np
     >>> tree = {"bias": np.zeros(8, np.float32), "embed": np.zeros((9000, 8), np.float32)}
     >>> [bucket.rows for bucket in plan_with_table_rows(tree, {1: 64}, 2, order=(0, 1)).buckets]
     [None, Rows(most=64, of=9000)]
