@@ -126,11 +126,6 @@ HANGS = (
         "Check the named call.",
     ),
     Fault(
-        "rank … has called no_sync … times by step …",
-        "Ranks accumulate different numbers of batches.",
-        "Call `no_sync` equally often on each rank.",
-    ),
-    Fault(
         "… ends because of …",
         "Another rank failed; the line quotes its error.",
         "Read the traceback of that rank.",
@@ -204,12 +199,6 @@ START = (
         "Choose another port on all ranks; give all ranks the same `FDDP_SECRET`.",
     ),
     Fault(
-        "on CPUs has a known fault, …",
-        "Some programs compute wrong numbers, crash or are very slow with the installed jaxlib.",
-        "Install the jaxlib that `python -m fddp doctor` names, or set the option in `XLA_FLAGS`, "
-        "which also silences the line.",
-    ),
-    Fault(
         "if they are left over from another launch, unset them, or call fddp.init('local')",
         "The process has a rank by its environment, perhaps of a launcher that has ended.",
         "Unset the variables that the message lists, or start the other ranks.",
@@ -218,11 +207,6 @@ START = (
         "has started this process, which has inherited its variables",
         "A rank has started a script that uses fddp too.",
         "Call `fddp.init('local')` in it, or start ranks by `fddp.launch`.",
-    ),
-    Fault(
-        "does not lead to an address of this host",
-        "Gloo of your own `jax.distributed` listens at the address of the host's name.",
-        "Add the name to `/etc/hosts`, or let `fddp.init` connect the processes.",
     ),
     Fault(
         "MPICH may crash with a bus error below",
@@ -337,11 +321,6 @@ LAUNCH = (
         "`fddp.launch` pickles the function. A function of a notebook, a lambda and an inner "
         "function cannot be pickled.",
         "Move the function into a module, or `pip install cloudpickle`.",
-    ),
-    Fault(
-        "while it started: a script calls fddp.launch below",
-        "Each rank imports the script, and calls `fddp.launch` again.",
-        "Put the call below `if __name__ == '__main__':`.",
     ),
     Fault(
         "the result of … cannot be pickled; return arrays, for example, or fddp.whole(state)",
@@ -646,11 +625,6 @@ CHECKPOINTS = (
         "the checkpoint of step … could not be written",
         "Writing failed in the background: the disk is full, or the folder is gone.",
         "Correct the named cause; older checkpoints are intact.",
-    ),
-    Fault(
-        "another job saves in … now",
-        "Another job has opened the same folder later, and has saved in it.",
-        "Give each job a separate folder.",
     ),
     Fault(
         "nothing is saved at step …, because gradients are pending",

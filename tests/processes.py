@@ -55,11 +55,6 @@ GREETING = re.compile(
 )
 # On a busy machine some ranks start later than others, who say so.
 WAITING = re.compile(r"fddp: rank \d+ (of \d+ )?waits ")
-# The installed jaxlib has a known fault, which rank 0 prints.
-FAULTY = re.compile(
-    r"fddp: jaxlib \S+ on CPUs has a known fault, .+ \(\S+\)\. `python -m fddp doctor` lists all, "
-    r"and what helps\.$"
-)
 
 # Warnings are errors, but for a program that another process is writing into the cache, which JAX
 # then compiles, and for one that does not fit on a disk that a claim makes full.
@@ -328,8 +323,4 @@ def _signal(processes: Sequence[Process], send: Callable[[Process], None]) -> No
 
 def _read(path: Path) -> str:
     lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
-    return "".join(
-        line
-        for line in lines
-        if not (GREETING.fullmatch(line) or WAITING.match(line) or FAULTY.match(line))
-    )
+    return "".join(line for line in lines if not (GREETING.fullmatch(line) or WAITING.match(line)))

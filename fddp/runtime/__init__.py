@@ -9,18 +9,13 @@ from fddp.runtime.coordinator import start_service as start_service
 from fddp.runtime.gpu_compiler import expect_no_gpu as expect_no_gpu
 from fddp.runtime.gpu_compiler import missing_compiler as missing_compiler
 from fddp.runtime.hints import hints as hints
-from fddp.runtime.jaxlib_faults import fddp_version as fddp_version
-from fddp.runtime.jaxlib_faults import installed as installed
-from fddp.runtime.jaxlib_faults import known_faults as known_faults
 from fddp.runtime.join_service import all_devices as all_devices
-from fddp.runtime.join_service import name_problem as name_problem
 from fddp.runtime.launchers import read_launch as read_launch
 from fddp.runtime.launchers import spoken as spoken
 from fddp.runtime.place import Launch as Launch
 from fddp.runtime.place import place_of as place_of
 from fddp.runtime.place import proxies as proxies
 from fddp.runtime.place import without_proxies as without_proxies
-from fddp.runtime.rendezvous import receive_line as receive_line
 from fddp.runtime.replacing import FINISHED as FINISHED
 from fddp.runtime.replacing import FOLDER as FOLDER
 from fddp.runtime.replacing import LOST as LOST
@@ -28,6 +23,8 @@ from fddp.runtime.replacing import MEMBERS as MEMBERS
 from fddp.runtime.spawn import launch as launch
 from fddp.runtime.training_loop import alive as alive
 from fddp.runtime.training_loop import preempted as preempted
+from fddp.runtime.versions import fddp_version as fddp_version
+from fddp.runtime.versions import installed as installed
 from fddp.runtime.world import group_of as group_of
 from fddp.runtime.world import init as init
 from fddp.runtime.world import renew as renew

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Group, unwatched, world_group
+from fddp.comm import Group, Journal, world_group
 from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
-from fddp.runtime.jaxlib_faults import installed, remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service, on_cpus
 from fddp.runtime.launchers import read_launch, spoken
@@ -123,8 +122,6 @@ def init(
             for line in hints(launch, os.environ):
                 _say(launch, line)
         group = _start(backend or _pick(launch), launch, timeout_s, stall_s, undo)
-        if jax.default_backend() == "cpu":
-            _say(launch, remark(installed("jaxlib") or "", os.environ.get("XLA_FLAGS", "")))
         _started.append(World(request, group, undo))
     return _started[0].group
 
@@ -263,7 +260,7 @@ def _start(
     backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
 ) -> Group:
     if backend == "local":
-        return replace(world_group(jax.local_devices()), backend="local", journal=unwatched())
+        return replace(world_group(jax.local_devices()), backend="local", journal=Journal())
     if backend == "mpi":
         return join_mpi(launch, stall_s)
     return join_service(backend, launch, timeout_s, stall_s, undo)

@@ -28,7 +28,6 @@ def accumulate_locally(
     replicated, pending, shards, _, rows = inputs
     journal = group.journal
     journal.say("no_sync")
-    journal.adds(group.processes)
     with journal.inside("step.no_sync"):
         # Gradients stay local, but sharded parameters must be gathered.
         replicated = settled.replica.way.gathered(group, state, replicated)
