@@ -126,11 +126,6 @@ HANGS = (
         "Check the named call.",
     ),
     Fault(
-        "rank … has called no_sync … times by step …",
-        "Ranks accumulate different numbers of batches.",
-        "Call `no_sync` equally often on each rank.",
-    ),
-    Fault(
         "… ends because of …",
         "Another rank failed; the line quotes its error.",
         "Read the traceback of that rank.",
@@ -332,11 +327,6 @@ LAUNCH = (
         "`fddp.launch` pickles the function. A function of a notebook, a lambda and an inner "
         "function cannot be pickled.",
         "Move the function into a module, or `pip install cloudpickle`.",
-    ),
-    Fault(
-        "while it started: a script calls fddp.launch below",
-        "Each rank imports the script, and calls `fddp.launch` again.",
-        "Put the call below `if __name__ == '__main__':`.",
     ),
     Fault(
         "the result of … cannot be pickled; return arrays, for example, or fddp.whole(state)",
@@ -641,11 +631,6 @@ CHECKPOINTS = (
         "the checkpoint of step … could not be written",
         "Writing failed in the background: the disk is full, or the folder is gone.",
         "Correct the named cause; older checkpoints are intact.",
-    ),
-    Fault(
-        "another job saves in … now",
-        "Another job has opened the same folder later, and has saved in it.",
-        "Give each job a separate folder.",
     ),
     Fault(
         "nothing is saved at step …, because gradients are pending",

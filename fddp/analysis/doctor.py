@@ -4,13 +4,12 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from fddp.comm import library
 from fddp.jax_internals import cache_small_programs, compilation_cache
@@ -19,11 +18,11 @@ from fddp.runtime import (
     fddp_version,
     hints,
     installed,
+    is_of_this_host,
     known_faults,
     launcher_variables,
     missing_compiler,
     mpi_vendors,
-    name_problem,
     proxies,
     read_launch,
 )
@@ -41,11 +40,7 @@ class ReportLine(NamedTuple):
 
 
 def examine() -> tuple[ReportLine, ...]:
-    """Examines versions, devices, launchers and backends of this process.
-
-    >>> examine()[0].what
-    'Python'
-    """
+    """Examines versions, devices, launchers and backends of this process."""
     return tuple(_findings())
 
 
@@ -67,7 +62,7 @@ def _findings() -> Iterator[ReportLine]:
         yield _unless_it_fails("rank 0 is met at", _meeting)
     yield ReportLine("backend local", "ready: the devices of this process")
     past = ", past ".join(["ready: CPUs of several processes", *proxies(os.environ)])
-    yield ReportLine("backend gloo", past, name_problem())
+    yield ReportLine("backend gloo", past, _name_advice(socket.gethostname()))
     *status, vendor = _mpi()
     yield ReportLine("backend mpi", *status)
     yield ReportLine("messages between CPUs", *_lane())
@@ -77,7 +72,6 @@ def _findings() -> Iterator[ReportLine]:
     if missing := missing_compiler():
         status = ("not ready", missing)
     yield ReportLine("fddp.audit(target=…)", *status)
-    yield _unless_it_fails("same bits each time", _bits)
     yield ReportLine("compilation cache", _cache())
     yield _unless_it_fails("cores of this process", _cores)
 
@@ -91,6 +85,14 @@ def _unless_it_fails(topic: str, look: Callable[[], tuple[str, str]]) -> ReportL
         return ReportLine(topic, "cannot be told", str(error) or no_devices)
 
 
+def _cache() -> str:
+    folder = compilation_cache()
+    limit = cache_small_programs()
+    if not folder:
+        return "none: JAX_COMPILATION_CACHE_DIR"
+    return f"{folder}, of programs that take {limit:g} s or longer"
+
+
 def _faults() -> Iterator[ReportLine]:
     for fault in known_faults(installed("jaxlib") or "", os.environ.get("XLA_FLAGS", "")):
         cures = [f"jaxlib {fault.end}"] if fault.end else []
@@ -100,12 +102,14 @@ def _faults() -> Iterator[ReportLine]:
         yield ReportLine("fault on CPUs", f"{fault.kind}: {fault.program}", advice)
 
 
-def _cache() -> str:
-    folder = compilation_cache()
-    limit = cache_small_programs()
-    if not folder:
-        return "none: JAX_COMPILATION_CACHE_DIR"
-    return f"{folder}, of programs that take {limit:g} s or longer"
+def _name_advice(name: str) -> str:
+    if is_of_this_host(name):
+        return ""
+    return (
+        f"the name {name!r} of this host does not lead to an address of this host: fddp.init needs "
+        f"no name, but a jax.distributed of your own needs a line such as '127.0.1.1 {name}' in "
+        "/etc/hosts"
+    )
 
 
 def _devices() -> tuple[str, str]:
@@ -141,14 +145,6 @@ def _meeting() -> tuple[str, str]:
     if launch.by_mpi:
         return "an address that is exchanged over MPI", ""
     return "nowhere", "set FDDP_COORDINATOR=host:port of rank 0, equal on all ranks"
-
-
-def _bits() -> tuple[str, str]:
-    count = small_gradient()
-    text = f"{CALLS} calls of a compiled gradient gave {count} result"
-    if count == 1:
-        return text, ""
-    return f"{text}s", f"virtual_replicas cannot promise equal bits here. {ONE_THREAD}"
 
 
 def _nccl() -> tuple[str, str]:
@@ -206,25 +202,3 @@ def _launcher(vendor: str | None) -> tuple[str, str]:
         other_vendor = vendors.get(mpiexec) or "another MPI"
         return launcher, f"mpi4py has {vendor}; plain mpiexec is {mpiexec}, of {other_vendor}"
     return launcher, ""
-
-
-CALLS = 50
-ONE_THREAD = (
-    "XLA:CPU may add in a different order with more than one thread (jax#39741): "
-    "NPROC=1 gives it one."
-)
-
-
-def distinct(f: Callable[..., Any], *args: Any) -> int:
-    """Counts the bitwise different results of `CALLS` calls of a function of arrays."""
-    return len({np.asarray(f(*args)).tobytes() for _ in range(CALLS)})
-
-
-def small_gradient() -> int:
-    """Counts the bitwise different gradients of a net with products for several threads."""
-    draw = np.random.default_rng(0).normal
-    rows, hidden, out = (
-        draw(size=shape).astype(np.float32) / 8 for shape in ((256, 64), (64, 128), (128, 64))
-    )
-    loss = lambda w: jnp.mean((jnp.tanh(rows @ w) @ out) ** 2)  # noqa: E731
-    return distinct(jax.jit(jax.grad(loss)), hidden)

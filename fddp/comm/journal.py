@@ -1,11 +1,6 @@
-"""The journal of a process: callbacks that record its progress.
+"""The journal of a process, which records its progress."""
 
-They do nothing in an unwatched process; `fddp.runtime.watching` makes those of a watched process.
-"""
-
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
@@ -18,47 +13,61 @@ class Finding(NamedTuple):
     """The reason, as text for the user."""
 
 
-def _block(*_: Any) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _note(*_: Any) -> None: ...
-
-
-@dataclass
 class Journal:
-    """Callbacks by which a process records its progress, shared by all of its groups."""
+    """The journal of an unwatched process: it records only requests to stop.
 
-    step: Callable[[int], AbstractContextManager[None]] = _block
-    """`step(processes)`: records a step of this many processes, from its first task to its last."""
-    call: Callable[[str, int], AbstractContextManager[None]] = _block
-    """`call(name, processes)`: records a collective of the hosts of this many processes."""
-    inside: Callable[[str], AbstractContextManager[None]] = _block
-    """`inside(name)`: names a call of all ranks, in the records of the collectives in the block."""
-    message: Callable[[str, int], AbstractContextManager[None]] = _block
-    """`message(name, nbytes)`: records a message until its sum is received; on any thread."""
-    say: Callable[[str], None] = _note
-    """Records the current activity of the main thread."""
-    between: Callable[[], None] = _note
-    """Records that the main thread is between two steps, and makes progress."""
-    launched: Callable[[Any], None] = _note
-    """Records the results of an asynchronous step, which ends when the last of them is ready."""
-    adds: Callable[[int], None] = _note
-    """`adds(processes)`: records a batch without a message, for a later step of this many
-    processes."""
-    goes_on: Callable[[int], None] = _note
-    """Records the number of the saved step from which this process continues."""
-    stall_s: float = 30.0
-    """Seconds without progress after which this process counts as stalled while it waits for
-    others."""
-    finding: Callable[[], Finding] = lambda: Finding(False, "")
-    """Reads the watchers' finding so far."""
-    ask_to_stop: Callable[[], None] = _note
-    """Requests that this process end soon; safe in a signal handler."""
-    stops: Callable[[], bool] = lambda: False
-    """Returns True if all ranks stop now: the n-th call gets the same answer on every rank."""
-    broken: bool = False
+    `fddp.runtime.watching` has that of a watched process. All groups of a process share one.
+    """
+
+    broken = False
     """True after an error inside a step: this rank may be at another message than the others."""
+
+    def __init__(self) -> None:
+        self._asked_to_stop = False
+
+    def step(self, processes: int) -> AbstractContextManager[None]:
+        """Records a step of this many processes, from its first task to its last."""
+        del processes
+        return nullcontext()
+
+    def call(self, name: str, processes: int) -> AbstractContextManager[None]:
+        """Records a collective of the hosts of this many processes."""
+        del name, processes
+        return nullcontext()
+
+    def inside(self, name: str) -> AbstractContextManager[None]:
+        """Names a call of all ranks, in the records of the collectives in the block."""
+        del name
+        return nullcontext()
+
+    def message(self, name: str, nbytes: int) -> AbstractContextManager[None]:
+        """Records a message until its sum is received; on any thread."""
+        del name, nbytes
+        return nullcontext()
+
+    def say(self, doing: str) -> None:
+        """Records the current activity of the main thread."""
+
+    def between(self) -> None:
+        """Records that the main thread is between two steps, and makes progress."""
+
+    def launched(self, result: Any) -> None:
+        """Records the results of an asynchronous step, which ends when the last is ready."""
+
+    def goes_on(self, after: int) -> None:
+        """Records the number of the saved step from which this process continues."""
+
+    def finding(self) -> Finding:
+        """Reads the watchers' finding so far."""
+        return Finding(False, "")
+
+    def ask_to_stop(self) -> None:
+        """Requests that this process end soon; safe in a signal handler."""
+        self._asked_to_stop = True
+
+    def stops(self) -> bool:
+        """Returns True if all ranks stop now: the n-th call gets the same answer on every rank."""
+        return self._asked_to_stop
 
     def refuse_broken(self) -> None:
         """Raises a RuntimeError after an error inside a step."""
@@ -67,9 +76,3 @@ class Journal:
                 "an earlier error inside a step left this rank at another message than the other "
                 "ranks, and the next ones would no longer match: restart the script on all ranks."
             )
-
-
-def unwatched() -> Journal:
-    """Makes the journal of an unwatched process, which records only requests to stop."""
-    requests = list[bool]()
-    return Journal(ask_to_stop=lambda: requests.append(True), stops=lambda: bool(requests))

@@ -1,23 +1,16 @@
 """Connections between the processes of a group, one for each pair, from proven ranks only."""
 
 import socket
-import threading
 import time
 from queue import Empty, SimpleQueue
 
 import numpy as np
 
-from fddp.comm.secret import new_secret, signature, signed
+from fddp.comm.handshake import answer_calls, call, shut
 from fddp.comm.transport import Hosts
 
 CONNECT_S = 20.0
-PROOF_S = 5.0
 ADDRESS_BYTES = 300  # of a host's name and a port
-RANK_BYTES = 10
-SECRET_BYTES, PROOF_BYTES = len(new_secret()), len(signature())
-
-# (rank, connection) of ranks that have called
-Called = SimpleQueue[tuple[int, socket.socket]]
 
 
 def connect_ranks(rank: int, hosts: Hosts, host: str) -> dict[int, socket.socket]:
@@ -32,15 +25,15 @@ def connect_ranks(rank: int, hosts: Hosts, host: str) -> dict[int, socket.socket
         address = f"{place[0]} {door.getsockname()[1]}".encode().ljust(ADDRESS_BYTES)
         addresses = hosts.all_gather(np.frombuffer(address, np.uint8))
         end = time.monotonic() + CONNECT_S
-        called = Called()
-        threading.Thread(target=_answer, args=(door, rank, called), daemon=True).start()
+        called = SimpleQueue[tuple[str, socket.socket]]()
+        answering = answer_calls(door, "lane", str(rank), lambda *call: called.put(call))
         try:
             for other in range(rank):
                 name, port = addresses[other].tobytes().decode().split()
-                connections[other] = _call(name, int(port), rank, other)
+                connections[other] = _call((name, int(port)), rank, other, end)
             while len(connections) < len(hosts.ranks) - 1:
                 other, connection = called.get(timeout=max(end - time.monotonic(), 0))
-                connections[other] = connection
+                connections[int(other)] = connection
         except (OSError, Empty) as error:
             for connection in connections.values():
                 connection.close()
@@ -51,56 +44,13 @@ def connect_ranks(rank: int, hosts: Hosts, host: str) -> dict[int, socket.socket
                 f"{error or 'no call in time'}."
             ) from error
         finally:
-            door.shutdown(socket.SHUT_RDWR)  # ends the thread
+            shut(door, answering)
     return connections
 
 
-def _call(name: str, port: int, rank: int, other: int) -> socket.socket:
-    """Connects to another rank; each proves to the other that it knows the job's secret."""
-    connection = socket.create_connection((name, port), CONNECT_S)
-    try:
-        challenge, answer = _read(connection, SECRET_BYTES), new_secret()
-        number = str(rank).rjust(RANK_BYTES)
-        proof = signature("lane", challenge, answer, number)
-        connection.sendall(f"{answer}{number}{proof}".encode())
-        if not signed(_read(connection, PROOF_BYTES), "lane", answer, challenge, str(other)):
-            raise ConnectionError("the process there is not of this job")
-    except BaseException:
+def _call(address: tuple[str, int], rank: int, other: int, end: float) -> socket.socket:
+    number, connection = call(address, "lane", str(rank), max(end - time.monotonic(), 0.1))
+    if number != str(other):
         connection.close()
-        raise
+        raise ConnectionError(f"the process there is rank {number}")
     return connection
-
-
-def _answer(door: socket.socket, rank: int, called: Called) -> None:
-    while True:
-        try:
-            connection, _ = door.accept()
-        except OSError:  # the door is closed
-            return
-        threading.Thread(target=_admit, args=(connection, rank, called), daemon=True).start()
-
-
-def _admit(connection: socket.socket, rank: int, called: Called) -> None:
-    """Takes a call of another rank; a stranger is dropped."""
-    try:
-        connection.settimeout(PROOF_S)
-        challenge = new_secret()
-        connection.sendall(challenge.encode())
-        answer, number = _read(connection, SECRET_BYTES), _read(connection, RANK_BYTES)
-        if not signed(_read(connection, PROOF_BYTES), "lane", challenge, answer, number):
-            raise ConnectionError
-        connection.sendall(signature("lane", answer, challenge, str(rank)).encode())
-        called.put((int(number), connection))
-    except (OSError, ValueError):
-        connection.close()
-
-
-def _read(connection: socket.socket, count: int) -> str:
-    """Reads so many characters, and nothing behind them."""
-    text = b""
-    while len(text) < count:
-        piece = connection.recv(count - len(text))
-        if not piece:
-            raise ConnectionError("the process there has closed the connection")
-        text += piece
-    return text.decode(errors="replace")

@@ -4,7 +4,6 @@ The core does not import this room; `fddp.init(elastic=True)` loads it. This roo
 others but analysis.
 """
 
-from fddp.elastic.held_state import StateLost as StateLost
 from fddp.elastic.job import join_job as join_job
 from fddp.elastic.trainer import ElasticStats as ElasticStats
 from fddp.elastic.trainer import Trainer as Trainer

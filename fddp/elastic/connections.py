@@ -8,30 +8,27 @@ import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from fddp.comm import new_secret, signature, signed
-from fddp.runtime import receive_line
+from fddp.comm import answer_calls, call
 
 MOST = 1 << 20  # bytes of a line
 SEND_S = 2  # a member that reads nothing for this time is silent
-PROOF_S = 5.0
+TOPIC = "members"
 RETRY_S = 0.2
-LINES, COPIES = "lines", "copies"  # purposes of a connection
 
 
 class Connection:
     """A connection to another member."""
 
-    def __init__(self, uid: str, connection: socket.socket, lines: IO[bytes]) -> None:
+    def __init__(self, uid: str, connection: socket.socket) -> None:
         self.uid = uid
         self.ended = False
         """True once the other process has closed the connection, by its end."""
         self._connection = connection
-        self._lines = lines
+        self._lines = connection.makefile("rb")
         self._sending = threading.Lock()
 
     def send(self, words: Mapping[str, Any]) -> None:
@@ -63,8 +60,6 @@ class Handlers(NamedTuple):
     on_begin: Callable[[Connection], None]
     on_line: Callable[[Connection, Any], None]
     on_end: Callable[[Connection], None]
-    on_copies: Callable[[str, socket.socket, IO[bytes]], None]
-    """Reads a connection for copies, to its end."""
 
 
 class Links:
@@ -77,75 +72,22 @@ class Links:
         host, port = address
         self._door = socket.create_server((host, port), backlog=128)
         self.port = int(self._door.getsockname()[1])
-        threading.Thread(target=self._accept, name="fddp-members", daemon=True).start()
+        answer_calls(self._door, TOPIC, uid, self._begin)
 
     def connect(self, address: tuple[str, int], timeout_s: float) -> Connection:
-        """Connects to a member, and begins to read its lines.
-
-        Raises:
-          ConnectionError: no member of this job answers there in time.
-        """
-        return self._begin(*self.call(address, timeout_s, LINES))
-
-    def call(
-        self, address: tuple[str, int], timeout_s: float, purpose: str
-    ) -> tuple[str, socket.socket, IO[bytes]]:
-        """Connects to a member for a purpose; returns its uid and the connection."""
+        """Connects to a member, and begins to read its lines; ConnectionError if none answers."""
         try:
-            connection = socket.create_connection(address, timeout_s)
+            uid, connection = call(address, TOPIC, self._uid, timeout_s)
         except OSError as error:
             raise ConnectionError(f"no member of this job answers at {address}.") from error
-        try:
-            lines = connection.makefile("rb")
-            challenge = lines.readline(MOST).decode().strip()
-            answer = new_secret()
-            proof = signature(purpose, challenge, answer, self._uid)
-            words = [purpose, self._uid, answer, proof]
-            connection.sendall(json.dumps(words).encode() + b"\n")
-            uid, proof = json.loads(lines.readline(MOST))
-            if not signed(proof, purpose, answer, challenge, uid):
-                raise ConnectionError("the process there is not of this job.")
-        except (OSError, ValueError, TypeError) as error:
-            connection.close()
-            raise ConnectionError(f"no member of this job answers at {address}.") from error
-        return str(uid), connection, lines
+        return self._begin(uid, connection)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._door.accept()
-            except OSError:  # the limit of open files
-                time.sleep(RETRY_S)
-                continue
-            threading.Thread(target=self._prove, args=(connection,), daemon=True).start()
-
-    def _prove(self, connection: socket.socket) -> None:
-        """Challenges a caller; a stranger is dropped."""
-        challenge = new_secret()
-        try:
-            connection.settimeout(PROOF_S)
-            connection.sendall(challenge.encode() + b"\n")
-            line = receive_line(connection, time.monotonic() + PROOF_S)
-            purpose, uid, answer, proof = map(str, json.loads(line))
-            if not signed(proof, purpose, challenge, answer, uid):
-                raise ConnectionError
-            proof = signature(purpose, answer, challenge, self._uid)
-            connection.sendall(json.dumps([self._uid, proof]).encode() + b"\n")
-        except (OSError, ValueError, TypeError):
-            connection.close()
-            return
-        lines = connection.makefile("rb")
-        if purpose == LINES:
-            self._begin(uid, connection, lines)
-        else:
-            self._handlers.on_copies(uid, connection, lines)
-
-    def _begin(self, uid: str, connection: socket.socket, lines: IO[bytes]) -> Connection:
+    def _begin(self, uid: str, connection: socket.socket) -> Connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(None)
         limit = struct.pack("ll", SEND_S, 0)  # seconds, microseconds
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        link = Connection(uid, connection, lines)
+        link = Connection(uid, connection)
         self._handlers.on_begin(link)
         threading.Thread(target=self._read, args=(link,), name="fddp-member", daemon=True).start()
         return link

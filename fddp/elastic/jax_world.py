@@ -53,18 +53,14 @@ class JaxWorld(NamedTuple):
 
 
 def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
-    """Joins the other members of a view.
-
-    Raises:
-      JaxRuntimeError: a member does not come, or ends meanwhile.
-    """
+    """Joins the other members of a view; JaxRuntimeError if one does not come, or ends."""
     before = {name for connection, name in _connections() if connection.close() is None}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     bind_gloo(view.members[rank].address[0])
     with without_proxies():
         connect_to_service(view.service, rank, len(view.members), MEET_S)
-    whole = replace(journal, broken=False)  # new communicators have no messages of the lost step
-    group = replace(world_group(all_devices("gloo")), backend="gloo", journal=whole)
+    journal.broken = False  # new communicators have no messages of the lost step
+    group = replace(world_group(all_devices("gloo")), backend="gloo", journal=journal)
     group.barrier()
     # Gloo connects at the first message of each communicator, and a lane when it is made.
     payload = group.placement.place(np.zeros(1, np.float32), REPLICATED)

@@ -1,14 +1,13 @@
 """The job of this process: its membership, and the group of the current view."""
 
 import atexit
-import os
 import sys
 import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from fddp.comm import Group, unwatched
+from fddp.comm import Group, Journal
 from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_meeting
 from fddp.elastic.meeting_place import (
     address_of,
@@ -34,19 +33,14 @@ class ElasticJob:
     """This process in a job whose ranks come and go."""
 
     def __init__(self, launch: Launch, timeout_s: float, stall_s: float | None) -> None:
-        """Founds the job or joins it; returns once its group exists.
-
-        Raises:
-          RuntimeError: the other ranks cannot be reached in time.
-        """
+        """Founds the job or joins it; returns once its group exists."""
         if not Path("/proc/self/fd").exists():
             raise RuntimeError("fddp.init(elastic=True) needs Linux: it closes files in /proc.")
         stall_s = stall_s or STALL_S
-        tie = os.environ.get("FDDP_TIE") == "1"
-        limits = Limits(launch.size, min(SILENCE_S, stall_s), stall_s, tie)
+        limits = Limits(launch.size, min(SILENCE_S, stall_s), stall_s)
         self._timeout_s, self._stall_s = timeout_s, stall_s
         self._world: JaxWorld | None = None
-        self._journal = unwatched()
+        self._journal = Journal()
         self.view = View(0, ())
         founds = launch.rank == 0 and not is_founded(launch.coordinator)
         host = host_towards(known_addresses(launch.coordinator))

@@ -37,11 +37,7 @@ def known_addresses(coordinator: str | None) -> list[Address]:
 
 
 def request_entry(door: Links, member: Member, coordinator: str | None, deadline: float) -> None:
-    """Connects to a member and requests entry into its job.
-
-    Raises:
-      TimeoutError: none answers until the deadline.
-    """
+    """Connects to a member and requests entry into its job; TimeoutError if none answers."""
     while True:
         addresses = known_addresses(coordinator)
         for address in addresses:

@@ -9,14 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from fddp.comm import new_secret
-from fddp.elastic.connections import COPIES, RETRY_S, Connection, Handlers, Links
-from fddp.elastic.held_state import HeldState
+from fddp.elastic.connections import RETRY_S, Connection, Handlers, Links
 from fddp.elastic.meeting_place import CONNECT_S, report_lost, write_members
-from fddp.elastic.neighbours import Copies
 from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
 from fddp.elastic.views import (
     OUTSIDE,
@@ -42,7 +39,6 @@ class Membership:
     ) -> None:
         """Listens at `address`. `revoke()` breaks the messages of the current step off."""
         uid = f"{order}-{os.getpid()}-{new_secret()[:8]}"
-        self.copies = Copies(uid)
         self._limits = limits
         self._revoke = revoke
         self._state = threading.Condition()
@@ -53,7 +49,7 @@ class Membership:
         self._ended = set[str]()  # processes whose connection has ended
         self._missed = set[str]()  # lost members, for which messages were broken off
         self._excluded = False
-        handlers = Handlers(self._on_begin, self._on_line, self._on_end, self.copies.receive)
+        handlers = Handlers(self._on_begin, self._on_line, self._on_end)
         self.door = Links(uid, address, handlers)
         self.me = Member(order, uid, (address[0], self.door.port))
         threading.Thread(target=self._beat, name="fddp-beat", daemon=True).start()
@@ -104,13 +100,6 @@ class Membership:
                 if seconds <= 0:
                     deadline = self._lose_late()
                 self._state.wait(min(max(seconds, 0.0), 1.0))
-
-    def send_copy(self, view: View, held_state: HeldState) -> None:
-        """Sends this member's part of the state to the next member of a view."""
-        following = view.members[(view.members.index(self.me) + 1) % len(view.members)]
-        if following != self.me:
-            call = partial(self.door.call, following.address, CONNECT_S, COPIES)
-            self.copies.send(held_state, call)
 
     def regroups(self, within_s: float = 0.0) -> bool:
         """True if a next view is due; waits for its reason, for at most some seconds."""
@@ -259,7 +248,7 @@ class Membership:
         for uid in lost & self._links.keys():
             self._links[uid].send({"excluded": True})
             self._links[uid].finish()
-        self._agreement = Agreement(self.me.uid, view, self._limits.most, tie=self._limits.tie)
+        self._agreement = Agreement(self.me.uid, view, self._limits.most)
         self._waiting -= set(view.members)
         self.signs.restart()
         for member in view.members:

@@ -19,8 +19,6 @@ class Limits(NamedTuple):
     """Seconds after which a silent member is lost."""
     stall_s: float
     """A member that is outside of a step is lost after `BETWEEN` times as many seconds."""
-    tie: bool
-    """True if the half with the first member goes on when a job is split into halves."""
 
 
 class Signs:

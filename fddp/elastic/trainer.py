@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import jax
 from jaxtyping import PyTree
 
+from fddp.buckets import is_shard
 from fddp.checkpoints import Checkpoints
 from fddp.comm import Group
-from fddp.elastic.held_state import has_parts, newest_state, to_devices, to_host
+from fddp.elastic.held_state import HeldState, newest_state, to_devices, to_host
 from fddp.elastic.job import REASON_S, current_job
 from fddp.runtime.watching import from_transport
 from fddp.step import StepInfo, TrainState
@@ -30,9 +31,6 @@ class ElasticStats(NamedTuple):
     """The launcher's ranks that are present."""
     regroup_s: float | None
     """Seconds of this rank's last regrouping, without the repeated step; None before the first."""
-    nbytes: int
-    """Additional bytes on this host, for a whole state that is not donated or for the copies of
-    parts of a sharded state."""
 
 
 class Trainer:
@@ -63,16 +61,15 @@ class Trainer:
 
         Raises:
           ValueError: the job was not started by `fddp.init(elastic=True)`, or the step has
-            `fddp.local_steps`.
+            `shard=` or `fddp.local_steps`.
         """
         self._job = current_job()
-        self._copies = self._job.membership.copies
         self._make = make
         self._open = checkpoints
         self._checkpoints: Checkpoints | None = None
         self._start: Any = jax.device_get((params, model_state, rng))
         self._state: TrainState | None = None
-        self._in_parts = False  # True if each member holds a part of the state
+        self._held_state: HeldState | None = None  # while there is no group
         self._regroup_s: float | None = None
         self._form()
 
@@ -121,22 +118,18 @@ class Trainer:
                     raise
                 continue
             self._state = after
-            self._copy(after)
             return info
 
     def stats(self) -> ElasticStats:
-        """Returns the number of the group, and the cost of surviving in seconds and bytes."""
-        nbytes = self._copies.nbytes
-        if not self._in_parts:
-            nbytes += sum(x.nbytes for x in jax.tree.leaves(self.state))
+        """Returns the number of the group, its ranks, and the time of the last regrouping."""
         ranks = tuple(member.order for member in self._job.view.members)
-        return ElasticStats(self._job.epoch, ranks, self._regroup_s, nbytes)
+        return ElasticStats(self._job.epoch, ranks, self._regroup_s)
 
     def _regroup(self) -> None:
         """Holds the state on the host, until a new group has it."""
         begin = time.monotonic()
-        if self._state is not None and not self._in_parts:
-            self._copies.hold(to_host(self.group, self._job.view, self.number, self._state))
+        if self._state is not None:
+            self._held_state = to_host(self.group, self._job.epoch, self._state)
         self._state = None
         self._leave_group()
         self._form()
@@ -151,6 +144,7 @@ class Trainer:
                 if not (from_transport(error) and self._job.regroups(REASON_S)):
                     raise
                 self._leave_group()
+        self._held_state = None
 
     def _leave_group(self) -> None:
         """Waits for the next group; the checkpoints belong to the earlier one."""
@@ -162,8 +156,8 @@ class Trainer:
         params, model_state, rng = self._start
         step = self._make(self.group).with_options(donate=False)
         state = step.shapes(params, model_state=model_state, rng=rng)
-        _refuse_local_steps(state)
-        newest = newest_state(self.group, self._copies.store)
+        _refuse_local_state(state)
+        newest = newest_state(self.group, self._held_state)
         if newest is None or jax.tree.leaves(state.hook_state):
             state = step.init(params, model_state=model_state, rng=rng)
         self._checkpoints = self._open(step) if self._open else None
@@ -171,27 +165,18 @@ class Trainer:
             state = jax.block_until_ready(to_devices(self.group, newest, state))
         elif self._checkpoints:
             state, _ = self._checkpoints.restore(state)
-        self._in_parts = has_parts(state)
-        self._copies.disconnect()
-        self._copy(state)
-        self._copies.wait(self._job.regroups)
-        self.group.barrier()  # each part has a copy: the parts of earlier views are needless
-        self._copies.forget(self._job.epoch)
         return step, state
 
-    def _copy(self, state: TrainState) -> None:
-        """Copies this member's part of the state under the next step, once the last one arrived."""
-        if self._in_parts:
-            self._copies.wait(self._job.regroups)
-            held_state = to_host(self.group, self._job.view, int(state.step), state)
-            self._copies.hold(held_state)
-            self._job.membership.send_copy(self._job.view, held_state)
 
-
-def _refuse_local_steps(state: TrainState) -> None:
-    if isinstance(state.opt_state, LocalState):
+def _refuse_local_state(state: TrainState) -> None:
+    option = ""
+    if any(is_shard(x) for x in jax.tree.leaves(state, is_leaf=is_shard)):
+        option = "shard="
+    if isinstance(state.opt_state, LocalState):  # its replicas differ, too
+        option = "fddp.local_steps"
+    if option:
         raise ValueError(
-            "fddp.elastic.Trainer cannot train with fddp.local_steps: the parameters of a lost "
-            "rank exist nowhere else. Give train_step the plain optimizer, or start the job "
-            "without elastic=True by `python -m fddp run --restarts 3`, and save checkpoints."
+            f"fddp.elastic.Trainer cannot train with {option}: a part of the state of a lost rank "
+            "exists nowhere else. Leave it out, or start the job without elastic=True by "
+            "`python -m fddp run --restarts 3`, and save checkpoints."
         )

@@ -5,8 +5,9 @@ requests entry, the others report their opinions to each other until all that re
 one. The first of them then announces the next view. Every step of this is a merge of sets, so the
 order of messages does not matter.
 
-Two views that go on: a view needs the opinions of all its members, and more than half of the
-previous view's members. Members whose process is known to have ended do not count.
+No two views of one epoch go on: a view needs the opinions of all its members, and more than half of
+the previous view's members, or half of them with the first one. Members whose process is known to
+have ended do not count.
 
 Source: view-synchronous membership, Birman and Joseph, "Exploiting Virtual Synchrony in Distributed
 Systems" (1987).
@@ -82,15 +83,13 @@ class NoQuorum(RuntimeError):
 class Agreement:
     """One member's part in the agreement on the view that follows `view`."""
 
-    def __init__(self, uid: str, view: View, most: int, least: int = 1, tie: bool = False) -> None:
-        """`most` limits the members of a view, `least` those of the next one. With `tie`, the half
-        of a split job that has its first member goes on."""
+    def __init__(self, uid: str, view: View, most: int, least: int = 1) -> None:
+        """`most` limits the members of a view, `least` those of the next one."""
         self.view = view
         self.opinion = Opinion(view.epoch, {})
         self._uid = uid
         self._most = most
         self._least = least
-        self._tie = tie
         self._opinions = dict[str, Opinion]()
 
     @property
@@ -186,13 +185,13 @@ class Agreement:
         remaining = len(self.remaining)
         voters = len(self.view.members) - sum(self.opinion.gone.values())
         first = self.view.members[0] in self.remaining
-        if 2 * remaining > voters or (self._tie and 2 * remaining == voters and first):
+        if 2 * remaining > voters or (2 * remaining == voters and first):
             return
         lost = [k for k, x in enumerate(self.view.members) if self.opinion.gone.get(x.uid) is False]
         raise NoQuorum(
             f"only {remaining} of {voters} ranks reach each other, and ranks {lost} may train on "
             "elsewhere: this side of the split job ends. The side with more than half of the ranks "
-            "goes on; of two equal halves the one with rank 0 does if FDDP_TIE=1 is set."
+            "goes on, or the half with the first rank."
         )
 
 

@@ -28,10 +28,7 @@ def missing_compiler() -> str | None:
 
 
 def expect_no_gpu() -> None:
-    """Silences JAX's check of CUDA if only the compiler is installed.
-
-    It must run before JAX starts. `import fddp` calls it: it looks for packages and starts nothing.
-    """
+    """Silences JAX's check of CUDA, before JAX starts, if only the compiler is installed."""
     without_cuda = not any(_installed(f"jax_cuda{number}_plugin") for number in VERSIONS)
     if without_cuda and any(_installed(f"jax_plugins.xla_cuda{number}") for number in VERSIONS):
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")

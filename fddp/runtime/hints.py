@@ -1,39 +1,32 @@
-"""Hints about environment variables that contradict the joined world.
+"""Hints about environment variables of a process that trains alone.
 
 Processes started together that train separately are the costliest mistake: all do the same work,
 and no error is raised. So `fddp.init` prints a line on stderr if variables indicate further
 processes without an address to meet at.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 
 from fddp.runtime.launchers import (
     NUMBERS,
     TORCH_VARIABLES,
-    jax_variables,
     launcher_variables,
     numbered,
-    torch_variables,
 )
 from fddp.runtime.place import Launch, integer, integer_if_set
 
-TOLD = ("fddp.init's arguments", "FDDP_")  # explicit settings, which win without a hint
 MEET = "set FDDP_RANK, FDDP_SIZE and FDDP_COORDINATOR=host:port of rank 0"
 
 
 def hints(launch: Launch, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Describes likely mistakes in the start of this process; at most one sentence.
-
-    >>> hints(Launch("alone", 0, 1), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"})
-    ('Slurm gave this job 2 tasks, but this is one process: start it with srun.',)
-    """
+    """Describes likely mistakes in the start of this process; at most one sentence."""
     if launch.launcher == "alone":
         problems = (_missing_srun(env), _missing_size(env), _missing_place(env))
         return tuple(filter(None, problems))[:1]
     if launch.launcher == "Slurm" and launch.size == 1 and (missing := _missing_srun(env)):
         return (missing,)
-    return tuple(_contradictions(launch, env))[:1]
+    return ()
 
 
 def _missing_srun(env: Mapping[str, str]) -> str:
@@ -86,24 +79,9 @@ def _missing_place(env: Mapping[str, str]) -> str:
     return ""
 
 
-def _contradictions(launch: Launch, env: Mapping[str, str]) -> Iterator[str]:
-    """Describes variables that contradict the launcher. The launcher takes precedence."""
-    if launch.launcher.startswith(TOLD):
-        return
-    for read in (jax_variables, torch_variables):
-        with suppress(ValueError):
-            rival = read(env)
-            if rival and (rival.rank, rival.size) != (launch.rank, launch.size):
-                yield (
-                    f"this is rank {launch.rank} of {launch.size} according to "
-                    f"{launch.launcher}, and rank {rival.rank} of {rival.size} according to "
-                    f"{rival.launcher}: the former counts; unset the others, or {MEET}."
-                )
-
-
 def origin(launch: Launch, env: Mapping[str, str]) -> str:
     """Says which variables give this process its rank: they may be left over from another job."""
-    if launch.launcher == TOLD[0]:
+    if launch.launcher == "fddp.init's arguments":
         return ""
     return (
         f"according to {launch.launcher}: {', '.join(launcher_variables(env))}; if they are left "

@@ -5,7 +5,6 @@ jax#39264, jax#39741, and 0.11.0 in jax#39257 (as #40412) the reports alone are 
 """
 
 import re
-from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
 # Options that avoid a fault.
@@ -69,16 +68,3 @@ def remark(jaxlib: str, xla_flags: str) -> str:
                 f"({fault.source}). `python -m fddp doctor` lists all, and what helps."
             )
     return ""
-
-
-def installed(name: str) -> str | None:
-    """Returns the version of a package, or None if it is not installed."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def fddp_version() -> str:
-    """Returns the version of fddp, or words for a checkout without one."""
-    return installed("fddp") or "a checkout, not installed"

@@ -31,7 +31,7 @@ def join_mpi(launch: Launch, stall_s: float | None) -> Group:
     comm = _world(launch, "use backend 'gloo'")
     recorder, file = shared_recorder(comm.size)
     if comm.size > 1:  # first, so that one rank reports an error of all ranks in full
-        end_together(comm.rank, comm.size, _ending(comm.Clone()), recorder.journal())
+        end_together(comm.rank, comm.size, _ending(comm.Clone()), recorder)
     import_mpi4jax()
     _forget_shared_memory(comm)
     return watched(mpi_group(comm), recorder, file, stall_s, pmi_fd=pmi_socket(launch))

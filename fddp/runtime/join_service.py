@@ -3,7 +3,6 @@
 import atexit
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -24,7 +23,7 @@ from fddp.runtime.coordinator import start_coordinator, wait_for_all
 from fddp.runtime.hints import origin
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import pmi_socket
-from fddp.runtime.place import Launch, listen_problem, without_proxies
+from fddp.runtime.place import Launch, without_proxies
 from fddp.runtime.rendezvous import meet_ranks
 from fddp.runtime.watching import LEFT, Ending, end_together, poll, shared_recorder, watched
 
@@ -49,14 +48,13 @@ def join_service(
     rank = jax.process_index()
     size = jax.process_count()
     recorder, file = shared_recorder(size)
-    journal = recorder.journal()
     previous_hook = sys.excepthook
     if size > 1:
-        end_together(rank, size, _ending(rank, size), journal)
+        end_together(rank, size, _ending(rank, size), recorder)
     group = replace(world_group(all_devices(backend)), backend=backend)
     if size > 1:  # not sooner: a rank that fails before the watchers start would wait for days
         atexit.register(wait_for_all)
-        undo.callback(_leave, service_files, journal, previous_hook, adopted)
+        undo.callback(_leave, service_files, recorder, previous_hook, adopted)
     return watched(group, recorder, file, stall_s, service_files, pmi_socket(launch))
 
 
@@ -77,24 +75,7 @@ def all_devices(backend: str) -> list[Any]:
 
 def on_cpus() -> bool:
     """Starts JAX's devices, of all processes that are connected; True if they are CPUs."""
-    try:
-        return jax.default_backend() == "cpu"
-    except RuntimeError as error:
-        if "gloo" in str(error) and (problem := name_problem()):
-            raise RuntimeError(f"Gloo has not started: {problem}.") from error
-        raise
-
-
-def name_problem() -> str:
-    """Describes a host's name at which Gloo cannot listen, as without fddp; empty if it can."""
-    name = socket.gethostname()
-    if not (problem := listen_problem(name)):
-        return ""
-    return (
-        f"the name {name!r} of this host does not lead to an address of this host ({problem}): "
-        "fddp.init needs no name, but a jax.distributed of your own needs a line such as "
-        f"'127.0.1.1 {name}' in /etc/hosts"
-    )
+    return jax.default_backend() == "cpu"
 
 
 def _leave(

@@ -49,9 +49,6 @@ def read_launch(env: Mapping[str, str]) -> Launch:
     The order: `FDDP_RANK, FDDP_SIZE`; torchrun; Open MPI; MPICH's Hydra (PMI); Flux; MVAPICH;
     Slurm's srun with any --mpi; PALS; JAX's variables; torchrun's variables without torchrun. A
     process without any is alone. `FDDP_COORDINATOR` overrides the launcher's coordinator.
-
-    >>> read_launch({"PMI_RANK": "1", "PMI_SIZE": "4"}).rank
-    1
     """
     env = {name: value for name, value in env.items() if value}  # templates leave empty ones
     # Inner launchers first: srun may start the other launchers, and with --mpi=cray_shasta it sets
@@ -69,20 +66,12 @@ def read_launch(env: Mapping[str, str]) -> Launch:
 
 
 def launcher_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables of all known launchers.
-
-    >>> launcher_variables({"HOME": "/", "RANK": "1"})
-    {'RANK': '1'}
-    """
+    """Returns the environment variables of all known launchers."""
     return {name: value for name, value in env.items() if SPOKEN.fullmatch(name)}
 
 
 def numbered(env: Mapping[str, str]) -> str | None:
-    """The variable of a launcher that numbers its processes without giving their count, or None.
-
-    >>> numbered({"JOB_COMPLETION_INDEX": "3"})
-    'JOB_COMPLETION_INDEX'
-    """
+    """The variable of a launcher that numbers its processes without giving their count, or None."""
     return next((name for name in NUMBERS if name in env), None)
 
 
@@ -98,10 +87,7 @@ def pmi_socket(launch: Launch) -> int | None:
 
 
 def worlds(processes: int, hosts: Sequence[str] = ()) -> list[dict[str, str]]:
-    """Makes the variables of each process of a new world, with the job's secret.
-
-    Rank 0 is on the first host; on this one without hosts.
-    """
+    """Makes the variables of each process of a new world, with rank 0 on the first host."""
     host = [*hosts, "127.0.0.1"][0]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -58,15 +58,15 @@ def place_of(coordinator: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def listen_problem(host: str) -> str:
-    """Says why no process can listen here at the address of a name; empty if one can."""
+def is_of_this_host(host: str) -> bool:
+    """True if a process can listen here at the address of a name."""
     try:
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as probe:
             probe.bind(address)
-    except (OSError, UnicodeError) as error:
-        return getattr(error, "strerror", None) or str(error)
-    return ""
+    except (OSError, UnicodeError):
+        return False
+    return True
 
 
 def _is_place(text: str) -> bool:

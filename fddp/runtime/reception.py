@@ -5,22 +5,22 @@ import re
 import selectors
 import socket
 import time
-from contextlib import closing
+from contextlib import suppress
 from itertools import islice
-from typing import NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
-from fddp.comm import host_key, new_secret, signature, signed
+from fddp.comm import answer_calls, host_key, send, shut, signature
 from fddp.runtime.watching import allow_files
 from fddp.wording import printable
 
 TELL_S = 10.0  # seconds for which a rank that cannot join reports that to the other ranks
 ANOTHER = "set another port on all ranks: FDDP_COORDINATOR=host:port"
-MOST = 4096  # bytes of a line
+LOOK_S = 0.1
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-CALL = re.compile(r"fddp: (\w+) (\w+) (rank (\d{1,9}) of (\d{1,9}) on (\w+)(?:: (.+))?)\n")
+CALL = re.compile(r"rank (\d{1,9}) of (\d{1,9}) on (\w+)(?:: (.+))?")
 GO = "go "
 STOP = "stop: "
-OTHER = "another job\n"
 
 
 class ServiceAddresses(NamedTuple):
@@ -41,15 +41,13 @@ class Guest(NamedTuple):
     host: str
     address: str
     """Address of rank 0 on this connection."""
-    challenges: tuple[str, str]
-    """Challenges of rank 0 and of the guest, which sign the call and the answer."""
 
 
 Guests = dict[socket.socket, Guest]
 """Connection → connected rank."""
 
 
-def receive(
+def receive_ranks(
     guests: Guests, size: int, place: tuple[str, int], end: float, refusal: str, job: str
 ) -> tuple[str, ServiceAddresses]:
     """Accepts all ranks, then sends each the address of JAX's service or the problem."""
@@ -61,95 +59,72 @@ def receive(
             problem = f"rank 0: {refusal}"
         if problem:
             answer = f"{STOP}{problem}"
-        for guest, (*_, challenges) in guests.items():
-            _send(guest, f"{signature(job, *challenges, answer)} {answer}\n")
+        for link in guests:
+            with suppress(OSError):  # the guest has just left, and JAX's service will notice
+                send(link, answer)
         return problem or answer, meeting
     finally:
-        for guest in guests:
-            guest.close()
+        for link in guests:
+            link.close()
 
 
-def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: str) -> str | None:
+def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: str) -> str:
+    """Accepts guests until all ranks are present; returns the problem, or ''."""
     allow_files(size)
     try:
         door = _listen(*place)
     except OSError as error:
         return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); {ANOTHER}"
-    problem: str | None = None
-    callers = dict[socket.socket, str]()  # silent connections, and their challenges
-    with closing(door), selectors.DefaultSelector() as watch:
-        watch.register(door, selectors.EVENT_READ)
-
-        def drop(caller: socket.socket) -> None:
-            watch.unregister(caller)
-            callers.pop(caller, None)
-            caller.close()
-
+    problem = ""
+    called = SimpleQueue[tuple[str, socket.socket]]()
+    answering = answer_calls(door, topic_of(job), "", lambda *call: called.put(call))
+    try:
         while len(guests) < size - 1:
-            seconds = end - time.monotonic()
-            if seconds <= 0:
-                problem = problem or f"{missing_ranks(guests, size)} in time"
-                break
-            for caller in [key.fileobj for key, _ in watch.select(seconds)]:
-                if caller is door:
-                    try:
-                        caller, _ = door.accept()
-                    except OSError as error:  # the limit of open files
-                        if not callers:
-                            return (
-                                f"rank 0 cannot accept more ranks ({error.strerror}): "
-                                "raise `ulimit -n`"
-                            )
-                        drop(next(iter(callers)))  # a dropped rank calls again
-                        continue
-                    callers[caller] = new_secret()
-                    watch.register(caller, selectors.EVENT_READ)
-                    _send(caller, f"fddp: {callers[caller]}\n")
-                elif isinstance(caller, socket.socket) and caller.fileno() >= 0:  # not dropped
-                    refusal = _read_call(caller, callers.pop(caller, ""), guests, size, job)
-                    if refusal and not problem:
-                        problem = refusal
-                        # Ranks that call later must receive the problem too.
-                        end = min(end, time.monotonic() + TELL_S)
-                    if caller not in guests:
-                        drop(caller)
-        for caller in callers:
-            caller.close()
+            if time.monotonic() > end:
+                return problem or f"{missing_ranks(guests, size)} in time"
+            _drop_leavers(guests)
+            with suppress(Empty):
+                words, link = called.get(timeout=LOOK_S)
+                refusal = _admit(guests, size, words, link)
+                if refusal and not problem:
+                    problem = refusal
+                    # Ranks that call later must receive the problem too.
+                    end = min(end, time.monotonic() + TELL_S)
+    finally:
+        shut(door, answering)
     return problem
 
 
-def _read_call(
-    caller: socket.socket, challenge: str, guests: Guests, size: int, job: str
-) -> str | None:
-    """Reads a call and adds its rank to `guests`; returns the problem, if any.
+def _drop_leavers(guests: Guests) -> None:
+    """Drops the guests that closed their connection: a guest sends nothing more."""
+    with selectors.PollSelector() as watch:
+        for link in guests:
+            watch.register(link, selectors.EVENT_READ)
+        for key, _ in watch.select(0):
+            link: Any = key.fileobj
+            del guests[link]
+            link.close()
 
-    A rank calls once. Further input on its connection means that it left. A stranger is no problem.
-    """
-    guests.pop(caller, None)
-    try:
-        call = CALL.fullmatch(caller.recv(MOST).decode(errors="replace"))
-    except OSError:
-        call = None
-    if call is None:
-        return None
-    if not signed(call[1], job, challenge, call[2], call[3]):
-        _send(caller, OTHER)
-        return None
-    rank = int(call[4])
-    guest_size = int(call[5])
-    if not 1 <= rank < max(size, guest_size):
-        return None
+
+def _admit(guests: Guests, size: int, words: str, link: socket.socket) -> str:
+    """Adds the rank that has called with these words to `guests`; returns the problem, or ''."""
+    call = CALL.fullmatch(words)
+    if call is None or not 1 <= int(call[1]) < max(size, int(call[2])):
+        link.close()
+        return ""
+    rank = int(call[1])
+    guest_size = int(call[2])
     duplicate = rank in [guest.rank for guest in guests.values()]
-    guests[caller] = Guest(rank, call[6], caller.getsockname()[0], (challenge, call[2]))
+    guests[link] = Guest(rank, call[3], link.getsockname()[0])
     if guest_size != size:
         return (
             f"rank 0 says that there are {size} processes, rank {rank} that there are {guest_size}"
         )
     if duplicate:
         return f"two processes claim to be rank {rank}"
-    if call[7]:
-        return f"rank {rank}: {printable(call[7])}"
-    return None
+    if call[4]:
+        return f"rank {rank}: {printable(call[4])}"
+    return ""
 
 
 def missing_ranks(guests: Guests, size: int) -> str:
@@ -201,11 +176,9 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), backlog=1024)
 
 
-def _send(guest: socket.socket, message: str) -> None:
-    try:
-        guest.sendall(message.encode())
-    except OSError:  # the guest has just left, and JAX's service will notice
-        return
+def topic_of(job: str) -> str:
+    """The topic of the handshakes of a job's ranks."""
+    return f"rendezvous {job}"
 
 
 def own_host() -> str:

@@ -5,16 +5,14 @@ the coordinator's port until every other rank has called, then leaves the port t
 rank 0 can report the missing ranks while it waits, and every other rank why it cannot reach rank 0.
 """
 
-import re
 import socket
 import time
 from functools import partial
 
-from fddp.comm import new_secret, reports, signature, signed
-from fddp.runtime.place import listen_problem, place_of
+from fddp.comm import introduce, receive, reports
+from fddp.runtime.place import is_of_this_host, place_of
 from fddp.runtime.reception import (
     GO,
-    MOST,
     STOP,
     TELL_S,
     Guests,
@@ -22,7 +20,8 @@ from fddp.runtime.reception import (
     missing_ranks,
     own_host,
     reachable,
-    receive,
+    receive_ranks,
+    topic_of,
 )
 from fddp.wording import printable
 
@@ -30,7 +29,6 @@ FIRST_WORD_S = 5.0
 NEXT_WORD_S = 30.0
 RETRY_S = 0.2
 ATTEMPT_S = 5.0
-GREETING = re.compile(r"fddp: (\w+)\n")
 STRANGE = "the process at this address is not rank 0 of this job, or its FDDP_SECRET differs"
 
 
@@ -70,12 +68,12 @@ def meet_ranks(
             meeting = ServiceAddresses(loopback or coordinator, "", host)
     else:
         guests: Guests = {}
-        if listen_problem(place[0]):  # or of a service in front of it
+        if not is_of_this_host(place[0]):  # or of a service in front of it
             coordinator += " (not an address of this host)"
         with reporting(
             lambda: f"rank 0 waits at {coordinator}: {missing_ranks(guests, size)}{whence}"
         ):
-            answer, meeting = receive(guests, size, place, end, problem, job)
+            answer, meeting = receive_ranks(guests, size, place, end, problem, job)
     if not answer.startswith(GO):
         raise RuntimeError(
             f"fddp.init(timeout_s={timeout_s:g}) could not join the other ranks at {coordinator}: "
@@ -109,38 +107,18 @@ def _call(
 
 
 def _answer(link: socket.socket, words: str, end: float, reason: list[str], job: str) -> str:
-    """Calls once; returns rank 0's answer, or '' without a signed answer, with `reason` set."""
+    """Calls once; returns rank 0's answer, or '' without one, with `reason` set."""
     try:
-        greeting = GREETING.fullmatch(receive_line(link, min(end, time.monotonic() + ATTEMPT_S)))
-    except TimeoutError:  # a server that waits for a request
-        greeting = None
-    if greeting is None:
+        introduce(link, topic_of(job), words, min(end, time.monotonic() + ATTEMPT_S))
+    except OSError:  # also of a server that waits for a request
         reason[0] = STRANGE
         return ""
-    sign = partial(signature, job, greeting[1], challenge := new_secret())
-    link.sendall(f"fddp: {sign(words)} {challenge} {words}\n".encode())
     reason[0] = "it is reachable, and waits for other ranks"
-    # Rank 0 started first, so its time is over first.
-    line = receive_line(link, end + ATTEMPT_S)
-    proof, _, answer = line.rstrip("\n").partition(" ")
-    if signed(proof, job, greeting[1], challenge, answer):
-        return answer
-    reason[0] = "it was reachable and has left"
-    if line:
-        reason[0] = STRANGE
-    return ""
-
-
-def receive_line(link: socket.socket, end: float) -> str:
-    """Receives a line until the time `end`; the received part of it, if it is incomplete."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < MOST:
-        link.settimeout(max(end - time.monotonic(), 1e-3))
-        data = link.recv(MOST - len(line))
-        if not data or time.monotonic() > end:
-            break
-        line += data
-    return line.decode(errors="replace")
+    try:
+        return receive(link, end + ATTEMPT_S)  # rank 0 started first, so its time is over first
+    except OSError:
+        reason[0] = "it was reachable and has left"
+        return ""
 
 
 def _reason(error: Exception, place: tuple[str, int]) -> str:

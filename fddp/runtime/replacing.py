@@ -1,7 +1,6 @@
 """Starts the ranks of an elastic job, and starts a rank again when it fails.
 
-The other ranks train on meanwhile (`fddp.elastic`). A host on which two ranks have failed is not
-used for a while.
+The other ranks train on meanwhile (`fddp.elastic`).
 """
 
 import json
@@ -34,8 +33,6 @@ FOLDER = "FDDP_ELASTIC"  # names the folder in which ranks of this host find the
 FINISHED = "finished"  # a file there, once a rank has reached its end
 MEMBERS = "members.json"  # a file there: the members that have the state, and their addresses
 LOST = "lost"  # a folder there, with a file for each silent or stuck process
-COOL_S = 600.0
-FAILURES = 2
 # A script that fails soon after each start has a fault of its own.
 SOON_S = 60.0
 ATTEMPTS = 3
@@ -45,15 +42,11 @@ class Running(NamedTuple):
     """A rank's process."""
 
     process: subprocess.Popen[bytes]
-    host: str
     since: float
 
 
 def supervise_ranks(job: Job) -> int:
-    """Runs an elastic job; returns 0 if a rank reached its end, else the last failed one's status.
-
-    It ends when no rank runs, or fewer than `job.least`.
-    """
+    """Runs an elastic job; returns 0 if a rank reached its end, else the last failure's status."""
     with (
         tempfile.TemporaryDirectory(prefix="fddp-run-") as folder,
         collect_signals(*ENDING) as signals,
@@ -69,13 +62,12 @@ def supervise_ranks(job: Job) -> int:
 
 
 class _Ranks:
-    """The ranks of a job, and the failures of its hosts."""
+    """The ranks of a job."""
 
     def __init__(self, job: Job, env: Mapping[str, str]) -> None:
         self._job = job
         self._env = env
         self._worlds = worlds(job.ranks, job.hosts)
-        self._failures: dict[str, list[float]] = {}
         self._due = dict.fromkeys(range(job.ranks), 0.0)  # rank → when to start it
         self._running = dict[int, Running]()
         self.readers = list[threading.Thread]()
@@ -157,40 +149,26 @@ class _Ranks:
         return any(running.process.pid in members for running in self._running.values())
 
     def _start(self, rank: int, now: float) -> None:
-        host = self._host(rank, now)
-        if host is None:
-            return
         del self._due[rank]
         words = list(self._job.command)
-        if host:
+        if hosts := self._job.hosts:
+            host = hosts[rank * len(hosts) // self._job.ranks]
             job = replace(self._job, ranks=1, least=1, hosts=(host,))
             words = [*on_hosts(job, [host], [FOLDER, *self._worlds[rank]]), *words]
         process = start_process(words, {**self._env, **self._worlds[rank]})
         self.readers += shown(process, f"[{rank}] ", threading.Event())
-        self._running[rank] = Running(process, host, now)
-
-    def _host(self, rank: int, now: float) -> str | None:
-        """The rank's host, or another one if it has failed too often; None if all have."""
-        hosts = self._job.hosts or ("",)
-        first = rank * len(hosts) // self._job.ranks
-        for host in (*hosts[first:], *hosts[:first]):
-            recent = [at for at in self._failures.get(host, []) if now - at < COOL_S]
-            if not host or len(recent) < FAILURES:
-                return host
-        return None
+        self._running[rank] = Running(process, now)
 
     def _fail(self, rank: int, running: Running, status: int, *, again: bool) -> None:
         now = time.monotonic()
         silenced = running.process.pid in self._silenced
         soon = not silenced and now - running.since < SOON_S
         self._quick_failures[rank] = self._quick_failures[rank] + 1 if soon else 0
-        place = f" on {running.host}" if running.host else ""
-        words = f"rank {rank}{place} ended {describe_end(status)}"
+        words = f"rank {rank} ended {describe_end(status)}"
         if self._quick_failures[rank] == ATTEMPTS:
             print_line(f"{words} soon after {ATTEMPTS} starts, and is not started again.")
         elif again and self._restarts < self._job.restarts:
             self._restarts += 1
-            self._failures.setdefault(running.host, []).append(now)
             self._due[rank] = now + PAUSE_S
             print_line(f"{words}: it starts again, restart {self._restarts}.")
         else:

@@ -33,7 +33,6 @@ from fddp.runtime.world import fails
 from fddp.wording import check_seconds, check_whole
 
 Result = TypeVar("Result")
-STARTED = "started"
 DONE = "done"
 FAILED = "failed"
 END_S = 10.0  # seconds for which a failed rank waits to be killed
@@ -112,7 +111,6 @@ class Rank:
     """Receives its messages."""
     open: bool = True
     """False once no more messages can arrive."""
-    started: bool = False
     result: bytes | None = None
 
     def exit_code(self) -> int | None:
@@ -128,7 +126,6 @@ class Rank:
                 kind, payload = self.pipe.recv()
                 if kind == FAILED:
                     raise RuntimeError(f"fddp.launch: {self.name} failed:\n{payload}")
-                self.started = True
                 self.result = payload
         except (EOFError, OSError):  # it has ended, perhaps within a message, or closed its files
             self.open = False
@@ -214,11 +211,7 @@ def _death(rank: Rank, code: int) -> str:
     words = f"ended {describe_end(code)}"
     if rank.result is not None:
         return f"{words} after the function had returned."
-    if rank.started:
-        return f"{words} and has not returned from the function; its output may show the reason."
-    return (
-        f"{words} while it started: a script calls fddp.launch below `if __name__ == '__main__':`."
-    )
+    return f"{words} and has not returned from the function; its output may show the reason."
 
 
 ### A rank
@@ -229,7 +222,6 @@ def _run(work: bytes, pipe: Connection) -> None:
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        pipe.send((STARTED, None))
         fn, args = _unpickled(work)
         pipe.send((DONE, _packed(fn, fn(*args))))
     except BaseException as error:  # sys.exit too: the function has not returned

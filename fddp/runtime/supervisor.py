@@ -230,8 +230,7 @@ def _wait(
 
 
 def by_mpiexec(job: Job, hosts: Sequence[str]) -> list[str]:
-    """The words by which mpiexec starts all ranks of a job on some of its hosts, and marks the
-    lines of each."""
+    """The words by which mpiexec starts the ranks of some hosts, and marks the lines of each."""
     vendor = job.mpiexec and job.mpiexec[1]
     options = ["-prepend-pattern", "\x1e%r\x1f"]
     if vendor == "Open MPI":

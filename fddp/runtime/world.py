@@ -15,14 +15,15 @@ from typing import NamedTuple
 
 import jax
 
-from fddp.comm import Group, unwatched, world_group
+from fddp.comm import Group, Journal, world_group
 from fddp.jax_internals import cache_small_programs
 from fddp.runtime.hints import hints
-from fddp.runtime.jaxlib_faults import installed, remark
+from fddp.runtime.jaxlib_faults import remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service, on_cpus
 from fddp.runtime.launchers import launcher_variables, read_launch
 from fddp.runtime.place import Launch
+from fddp.runtime.versions import installed
 from fddp.runtime.watching import FAILED, follows_another
 from fddp.wording import check_seconds, check_switch, check_whole
 
@@ -264,7 +265,7 @@ def _start(
     backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
 ) -> Group:
     if backend == "local":
-        return replace(world_group(jax.local_devices()), backend="local", journal=unwatched())
+        return replace(world_group(jax.local_devices()), backend="local", journal=Journal())
     if backend == "mpi":
         return join_mpi(launch, stall_s)
     return join_service(backend, launch, timeout_s, stall_s, undo)

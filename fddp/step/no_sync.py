@@ -25,7 +25,6 @@ def accumulate_locally(
     replicated, pending, _, _, rows = inputs
     journal = group.journal
     journal.say("no_sync")
-    journal.adds(group.processes)
     with journal.inside("step.no_sync"):
         # Gradients stay local, but sharded parameters must be gathered.
         replicated = settled.replica.way.with_whole_params(group, state, replicated)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fddp.comm import Hosts, unwatched
+from fddp.comm import Hosts, Journal
 from fddp.comm.lane_thread import DTYPES
 from fddp.comm.program_lane import ProgramLane
 from fddp.comm.rank_connections import connect_ranks
@@ -118,7 +118,7 @@ def test_infinite_sums_are_no_errors():
 def lane_of(connections: Mapping[int, socket.socket]) -> Callable[[jax.Array], jax.Array]:
     """A program of a lane that sums an array over two ranks."""
     send = SocketSend(0, connections, names=(4, 7))
-    lane = ProgramLane(2, jnp.float32(1), [send], unwatched())
+    lane = ProgramLane(2, jnp.float32(1), [send], Journal())
     all_reduce = lane.communicator(lambda: jnp.int32(0)).all_reduce
     return jax.jit(lambda x: (all_reduce(x), lane)[0])
 

@@ -105,7 +105,7 @@ def test_each_batch_is_a_sign_to_the_watchers_that_a_rank_moves(group):
             moved.add(HEAD.read(recorder.memory)["moved"])
             yield X[:8]
 
-    fddp.evaluate(metrics, W, batches(), group=replace(group(1), journal=recorder.journal()))
+    fddp.evaluate(metrics, W, batches(), group=replace(group(1), journal=recorder))
     assert len(moved) == 3
 
 

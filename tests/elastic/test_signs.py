@@ -7,7 +7,7 @@ import pytest
 
 from fddp.elastic.signs import BETWEEN, Limits, Signs
 
-LIMITS = Limits(most=4, silence_s=5.0, stall_s=2.0, tie=False)
+LIMITS = Limits(most=4, silence_s=5.0, stall_s=2.0)
 OTHERS = ("a", "b")
 
 

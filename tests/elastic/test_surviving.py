@@ -58,15 +58,12 @@ def test_ranks_die_one_of_them_rank_0_and_the_bits_are_those_of_a_calm_run(tmp_p
     ends, said = results(tmp_path, 3, VIRTUAL, {"1": ["kill", 5], "0": ["kill", 30]})
     assert {end["digest"] for end in ends} == {digest(calm())}
     assert min(min(end["sizes"]) for end in ends) < 3
-    assert all("cannot train with fddp.local_steps" in end["refusal"] for end in ends)
+    for end in ends:
+        assert end["preempted"], "SIGTERM stops a loop after ranks have changed"
+        assert "cannot train with fddp.local_steps" in end["refusals"][0]
+        assert "cannot train with shard=" in end["refusals"][1]
     assert "rank 1 ended by SIGKILL: it starts again" in said
     assert "rank 0 ended by SIGKILL: it starts again" in said
-
-
-@pytest.mark.ranks
-def test_sigterm_stops_the_loop_after_ranks_have_changed(tmp_path: Path):
-    ends, _ = results(tmp_path, 2, {}, {"1": ["kill", 5]})
-    assert all(1 in end["sizes"] and end["preempted"] for end in ends if len(end["sizes"]) == STEPS)
 
 
 @pytest.mark.ranks
@@ -105,37 +102,25 @@ def test_a_stuck_rank_is_ended_and_one_that_exits_early_is_not_waited_for(tmp_pa
 
 
 @pytest.mark.ranks
-def test_the_shards_of_a_dead_rank_are_restored_from_the_rank_after_it(tmp_path: Path):
-    options = {"shard": "state"}
-    ends, said = results(tmp_path, 3, options, {"1": ["kill", 5], "2": ["kill in save", 30]})
-    assert all(f"rank {rank} ended by SIGKILL" in said for rank in (1, 2))
-    assert len({end["digest"] for end in ends}) == 1
-    assert all(end["stats"][3] > 0 for end in ends)  # bytes of copies
-    np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
-    assert min(min(end["sizes"]) for end in ends) < 3
-
-
-@pytest.mark.ranks
 def test_a_rank_that_joins_breaks_off_no_collective_between_two_steps(tmp_path: Path):
-    """The ranks gather the state at their end, when another one has asked to join."""
+    """The ranks meet at a barrier at their end, when another one has asked to join."""
     faults = {"0": ["linger", -1], "1": ["linger", -1], "2": ["kill", 38]}
-    ends, said = results(tmp_path, 3, {"shard": "state"}, faults)
+    ends, said = results(tmp_path, 3, {}, faults)
     assert len({end["digest"] for end in ends}) == 1
     assert "exit code" not in said
 
 
 @pytest.mark.ranks
 def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(tmp_path: Path):
-    _, said = results(tmp_path, 3, {"shard": "optimizer"}, {"0": ["kill while writing", 20]})
+    _, said = results(tmp_path, 3, VIRTUAL, {"0": ["kill while writing", 20]})
     assert "rank 0 ended by SIGKILL" in said
-    ends, _ = results(tmp_path, 2, {"shard": "optimizer"}, {})
-    assert all(end["sizes"] == [] for end in ends)
-    np.testing.assert_allclose(ends[0]["kernel"], calm().params["a"], rtol=1e-4, atol=1e-5)
+    ends, _ = results(tmp_path, 2, VIRTUAL, {})
+    assert all(end["sizes"] == [] and end["digest"] == digest(calm()) for end in ends)
 
 
 def test_a_stranger_that_sends_single_bytes_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("fddp.elastic.connections.PROOF_S", 0.4)
-    links = Links("0-1-a", ("127.0.0.1", 0), Handlers(*[lambda *_: None] * 4))
+    monkeypatch.setattr("fddp.comm.handshake.PROOF_S", 0.4)
+    links = Links("0-1-a", ("127.0.0.1", 0), Handlers(*[lambda *_: None] * 3))
     with socket.create_connection(("127.0.0.1", links.port)) as stranger:
         since = time.monotonic()
         with pytest.raises(OSError):
@@ -165,21 +150,6 @@ def test_a_world_that_has_ended_leaves_no_threads():
     outcome = subprocess.run(words, capture_output=True, text=True, timeout=120)
     _, second, *_, last = outcome.stdout.split()
     assert second == last, outcome.stdout
-
-
-@pytest.mark.ranks
-def test_an_error_ends_a_rank_whose_copy_does_not_arrive():
-    script = (
-        "import socket\n"
-        "from fddp.elastic.held_state import HeldState\n"
-        "from fddp.elastic.neighbours import Copies\n"
-        "ends = socket.socketpair()\n"
-        "Copies('x').send(HeldState((1, 1), (), {}, {}, {}), lambda: ('y', ends[0], None))\n"
-        "ends[1].recv(1)\n"
-        "raise RuntimeError('too few ranks remain')"
-    )
-    outcome = subprocess.run([sys.executable, "-c", script], stderr=subprocess.PIPE, timeout=60)
-    assert outcome.returncode == 1 and b"too few ranks remain" in outcome.stderr
 
 
 def test_a_job_with_gpus_cannot_be_elastic(monkeypatch: pytest.MonkeyPatch):

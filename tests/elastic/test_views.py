@@ -196,20 +196,19 @@ def test_the_members_that_remain_and_one_that_joins_train_together(
 
 
 @pytest.mark.parametrize(
-    "split, tie, goes_on",
+    "split, goes_on",
     [
-        (({0, 1, 2}, {3, 4}), False, {0, 1, 2}),
-        (({0, 1}, {2, 3, 4}), False, {2, 3, 4}),
-        (({0, 1}, {2, 3}), False, set()),
-        (({0, 1}, {2, 3}), True, {0, 1}),
-        (({0, 3}, {1, 2}), True, {0, 3}),
+        (({0, 1, 2}, {3, 4}), {0, 1, 2}),
+        (({0, 1}, {2, 3, 4}), {2, 3, 4}),
+        (({0}, {1}, {2}), set()),
+        (({0, 3}, {1, 2}), {0, 3}),
     ],
 )
-def test_of_a_split_job_the_larger_side_goes_on(split, tie: bool, goes_on: set[int]):
+def test_of_a_split_job_the_larger_side_goes_on(split, goes_on: set[int]):
     count = sum(map(len, split))
     view = View(1, members(count))
     for side in split:
-        agreements = {k: Agreement(f"m{k}", view, count, tie=tie) for k in side}
+        agreements = {k: Agreement(f"m{k}", view, count) for k in side}
         for agreement in agreements.values():
             for k in set(range(count)) - side:
                 agreement.lose(f"m{k}", ended=False)

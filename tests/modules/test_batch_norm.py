@@ -199,26 +199,3 @@ def test_alone_it_is_flaxs_batchnorm(form, masked):
         np.float32(got[rows]), np.float32(expected[rows]), rtol=tolerance, atol=tolerance
     )
     close(state, flaxs, rtol=1e-5, atol=0)
-
-
-@pytest.mark.steps
-def test_a_module_of_flax_is_trained_with_it(group):
-    class Small(nn.Module):
-        @nn.compact
-        def __call__(self, x: Any) -> Any:
-            return nn.Dense(1)(fddp.BatchNorm(False, axis_name="replica")(nn.Dense(4)(x)))
-
-    linen = fddp.from_linen(Small(), lambda model, x: jnp.mean((model(x) - 1) ** 2))
-    x = RNG.normal(size=(16, 3)).astype(np.float32)
-    params, model_state = linen.init(jax.random.key(0), x)
-    step = fddp.train_step(
-        linen.loss_fn, optax.sgd(0.1), group=group(4), find_unused_parameters=True
-    )
-    state = step.init(params, model_state=model_state)
-    state, first = step(state, x)
-    for _ in range(9):
-        state, _ = step(state, x)
-    state, last = step(state, x)
-    assert last.loss < 0.5 * first.loss
-    assert np.any(state.model_state["batch_stats"]["BatchNorm_0"]["mean"])
-    assert {int(count) for count in jax.tree.leaves(last.used)} == {4}

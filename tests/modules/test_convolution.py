@@ -11,7 +11,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from trees import close
@@ -119,15 +118,6 @@ def test_dots_add_in_32_bits():
         np.testing.assert_array_equal(y.astype(np.float32), 1 + 2.0**-4)
 
 
-def test_arguments_that_do_not_fit_are_refused_as_by_jax():
-    x, kernel = jnp.ones((1, 4, 4, 3)), jnp.ones((3, 3, 2, 4))
-    with pytest.raises(ValueError, match="feature dimension size"):
-        fddp.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=LAYOUT)
-    with pytest.raises(TypeError, match="same dtypes"):
-        kernel = jnp.ones((3, 3, 3, 4), jnp.float16)
-        fddp.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=LAYOUT)
-
-
 def test_flax_takes_the_function(x64):
     x = jnp.asarray(np.random.default_rng(5).normal(size=(2, 3, 3, 4)))
     options: dict[str, Any] = {"dtype": jnp.float64, "param_dtype": jnp.float64}
@@ -138,19 +128,3 @@ def test_flax_takes_the_function(x64):
         nnx.Conv(4, 16, (3, 3), rngs=nnx.Rngs(0), **given)(x) for given in (options, by_fddp)
     ]
     close(results[1], results[0], rtol=1e-11)
-
-
-@pytest.mark.steps
-def test_a_step_trains_with_it_as_with_xlas_convolution(group, x64):
-    batch = np.random.default_rng(6).normal(size=(8, 4, 4, 2))
-    kernel = jnp.asarray(np.random.default_rng(7).normal(size=(3, 3, 2, 32)))
-
-    def loss(convolve: Any, kernel: Any, x: Any) -> Any:
-        y = convolve(x, kernel, (2, 2), "SAME", dimension_numbers=LAYOUT)
-        return jnp.mean(jnp.tanh(y) ** 2)
-
-    step = fddp.train_step(partial(loss, fddp.conv_general_dilated), optax.sgd(0.1), group=group(2))
-    state, info = step(step.init(kernel), batch)
-    value, grads = jax.value_and_grad(partial(loss, jax.lax.conv_general_dilated))(kernel, batch)
-    close(info.loss, value, rtol=1e-11)
-    close(state.params, kernel - 0.1 * grads, rtol=1e-11)

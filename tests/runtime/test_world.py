@@ -2,16 +2,12 @@
 late, and leaving."""
 
 import signal
-import socket
 from pathlib import Path
 
-import jax
 import pytest
 from processes import Outcome, free_port, launch, launch_with
 
 import fddp
-from fddp.runtime import name_problem
-from fddp.runtime.join_service import on_cpus
 
 ranks = pytest.mark.ranks
 slow = pytest.mark.slow
@@ -29,79 +25,18 @@ def srun(rank: int, port: int) -> dict[str, str]:
     return {f"SLURM_{name}": text for name, text in (step | task).items()} | pmi
 
 
-def open_mpi(rank: int, port: int) -> dict[str, str]:
-    """The variables of an mpiexec of another MPI than mpi4py's."""
-    world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SIZE": "2"}
-    variables = {f"OMPI_COMM_WORLD_{name}": text for name, text in world.items()}
-    return variables | {"FDDP_COORDINATOR": f"127.0.0.1:{port}"}
-
-
-def torchrun(rank: int, port: int) -> dict[str, str]:
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
-    return place | {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": "2",
-    }
-
-
-def jax_variables(rank: int, port: int) -> dict[str, str]:
-    variables = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
-    return variables | {"JAX_PROCESS_ID": str(rank)}
-
-
-def job_of_kubernetes(rank: int, port: int) -> dict[str, str]:
-    variables = {"FDDP_COORDINATOR": f"127.0.0.1:{port}", "FDDP_SIZE": "2"}
-    return variables | {"JOB_COMPLETION_INDEX": str(rank)}
-
-
-def flux(rank: int, port: int) -> dict[str, str]:
-    place = {
-        "FDDP_COORDINATOR": f"127.0.0.1:{port}",
-        "FLUX_TASK_LOCAL_ID": str(rank),
-        "PMI_RANK": str(rank),
-    }
-    return place | {"FLUX_TASK_RANK": str(rank), "FLUX_JOB_SIZE": "2", "PMI_SIZE": "2"}
-
-
 TAKES_MPI = "backend 'gloo'; fddp.init('mpi') takes MPI, if it starts there."
 
 
 # `test_launchers` claims the launch and the backend of each launcher without a process.
 @ranks
-@pytest.mark.parametrize(
-    ("variables", "line"),
-    [
-        (srun, f"fddp: srun --mpi=pmi2: {TAKES_MPI}\n"),
-        pytest.param(open_mpi, "fddp: Open MPI says 2 ranks, MPI 1: backend 'gloo'.\n", marks=slow),
-        pytest.param(torchrun, "", marks=slow),
-        pytest.param(jax_variables, "", marks=slow),
-        pytest.param(job_of_kubernetes, "", marks=slow),
-        pytest.param(flux, f"fddp: Flux: {TAKES_MPI}\n", marks=slow),
-    ],
-)
-def test_ranks_with_a_launchers_variables_meet_over_gloo_and_train(variables, line, tmp_path: Path):
+def test_ranks_with_a_launchers_variables_meet_over_gloo_and_train(tmp_path: Path):
     port = free_port()
-    worlds = [variables(rank, port) for rank in range(2)]
+    worlds = [srun(rank, port) for rank in range(2)]
     outcome = launch_with(worlds, "doors.py", "join", folder=tmp_path)
     assert outcome.succeeded
     first, second = (f"gloo {rank} of 2, 2 replicas, 0.5\n" for rank in range(2))
-    assert outcome.outputs == (first + line, second)
-
-
-@ranks
-@slow
-def test_ranks_of_a_launcher_without_a_place_to_meet_say_so_on_each_and_end(tmp_path: Path):
-    worlds = [
-        {name: value for name, value in flux(rank, 1).items() if name != "FDDP_COORDINATOR"}
-        for rank in range(2)
-    ]
-    outcome = launch_with(worlds, "doors.py", "join", folder=tmp_path)
-    assert outcome.codes == (1, 1)
-    for text in outcome.outputs:
-        assert "no address of rank 0 comes from Flux: set FDDP_COORDINATOR=host:port" in text
-        assert "backend 'gloo'; fddp.init('mpi')" not in text  # nothing starts with Gloo
+    assert outcome.outputs == (first + f"fddp: srun --mpi=pmi2: {TAKES_MPI}\n", second)
 
 
 ### Hosts
@@ -121,27 +56,6 @@ def test_a_small_dev_shm_is_named_before_mpi_starts(tmp_path: Path):
     assert outcome.succeeded
     for text in outcome.outputs:
         assert "fddp: /dev/shm has 0.00391 MiB, and MPICH may crash with a bus error" in text
-
-
-@pytest.mark.parametrize("name", ["nowhere.invalid", "198.51.100.9"])
-def test_a_hosts_name_that_leads_elsewhere_is_named_with_its_cure(name: str, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: name)
-    assert f"{name!r} of this host does not lead to an address of this host" in name_problem()
-    assert f"a line such as '127.0.1.1 {name}' in /etc/hosts" in name_problem()
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert name_problem() == ""
-
-
-def test_a_jax_distributed_of_ones_own_on_such_a_host_fails_in_the_same_words(monkeypatch):
-    def start() -> str:
-        raise RuntimeError("Unable to initialize backend 'cpu': external/gloo/gloo/transport")
-
-    monkeypatch.setattr(jax, "default_backend", start)
-    with pytest.raises(RuntimeError, match="Unable to initialize"):
-        on_cpus()
-    monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
-    with pytest.raises(RuntimeError, match=r"Gloo has not started: the name 'nowhere\.invalid' of"):
-        on_cpus()
 
 
 ### Children

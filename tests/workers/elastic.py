@@ -90,14 +90,14 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
         return fddp.train_step(loss, optax.adam(0.05), group=group, **chosen)
 
     local = fddp.local_steps(optax.sgd(0.1), every=2)
-    refusal = refused(lambda group: fddp.train_step(loss, local, group=group))
+    refusals = [
+        refused(lambda group: fddp.train_step(loss, local, group=group)),
+        refused(lambda group: fddp.train_step(loss, optax.sgd(0.1), group=group, shard="state")),
+    ]
 
     class Saves(fddp.Checkpoints):
         def save(self, state: Any, *args: Any, **options: Any) -> bool:
             strikes = int(state.step) == at and not met.exists()
-            if strikes and kind == "kill in save":
-                met.touch()
-                fault("kill")
             due = super().save(state, *args, **options)
             if strikes and kind == "kill while writing":
                 met.touch()
@@ -123,10 +123,11 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
     while kind == "linger" and not Path(folder, "joins").exists():
         time.sleep(0.1)
     time.sleep(LINGERS_S if kind == "linger" else 0)
-    kernel = np.asarray(jax.device_get(fddp.whole(trainer.state.params)["a"])).tolist()
-    end = {"refusal": refusal, "sizes": sizes, "digest": digest(trainer.state), "kernel": kernel}
+    if kind == "linger":
+        trainer.group.barrier()
+    end = {"refusals": refusals, "sizes": sizes, "digest": digest(trainer.state)}
     os.kill(os.getpid(), signal.SIGTERM)
-    print(json.dumps(end | {"stats": trainer.stats(), "preempted": fddp.preempted()}))
+    print(json.dumps(end | {"preempted": fddp.preempted()}))
 
 
 if __name__ == "__main__":

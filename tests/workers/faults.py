@@ -5,7 +5,6 @@ import ctypes
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -15,28 +14,16 @@ import optax
 import fddp
 
 STALL_S = 2.0
-SLOW_S = 0.05  # long enough for the watchers to see some of the steps
-# A pause is not a stall, however busy the machine is.
-PAUSE_S = 1.5
-LONG_STALL_S = 20.0
-
-
-def spin() -> None:
-    while True:
-        pass
 
 
 HOW: dict[str, Callable[[], object]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(0),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),  # and no code calls fddp.preempted
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hold": lambda: ctypes.PyDLL(None).sleep(1000),  # a call that keeps Python's interpreter
-    "spin": spin,
     "preempt": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "raise": lambda: [][0],
-    "pause": lambda: time.sleep(PAUSE_S),
 }
 
 
@@ -46,7 +33,7 @@ def main(how: str) -> None:
         file = os.open(f"{folder}/own.{os.environ['PMI_RANK']}", os.O_CREAT | os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(file, stream)
-    group = fddp.init(stall_s=LONG_STALL_S if how == "pause" else STALL_S)
+    group = fddp.init(stall_s=STALL_S)
     broken = group.rank == (0 if how.endswith("_0") else group.size - 1)
     how = how.removesuffix("_0")
     if broken and how == "at_once":
@@ -62,13 +49,9 @@ def main(how: str) -> None:
         bucket_cap_mb=0,
     )
     state = step.init({"a": np.ones((4, 4), np.float32), "b": np.ones((4, 1), np.float32)})
-    last_steps = {"early": 200, "pause": 200, "accumulate": 80, "late": 20, "late_stop": 20}
+    last_steps = {"early": 200, "late": 20}
     for number in range(last_steps.get(how, 100_000)):
-        if broken and how == "accumulate" and number >= 20:
-            if number == 20:
-                state, _ = step.no_sync(state, np.ones((4, 4), np.float32))
-            time.sleep(SLOW_S)
-        elif broken and number == 20:
+        if broken and number == 20:
             if how.startswith("early"):
                 break
             if how == "raise_exit":
@@ -81,12 +64,6 @@ def main(how: str) -> None:
             break
     if broken and how == "late":
         raise ArithmeticError("broken on purpose")
-    if broken and how == "late_stop":
-        HOW["stop"]()
-    if how == "accumulate":
-        print(step.group.journal.finding().words)
-    if how == "pause":
-        print(f"trained {int(state.step)}")
 
 
 if __name__ == "__main__":

@@ -17,13 +17,9 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def leave(after_s: float = 0.0) -> None:
-    """Flushes its output and ends this process with status 1, past all handlers of the script.
-
-    It waits `after_s` seconds before, as other ranks may end by themselves.
-    """
+def leave() -> None:
+    """Flushes its output and ends this process with status 1, past all handlers of the script."""
     flush_output()
-    time.sleep(after_s)
     os._exit(1)
 
 

@@ -26,11 +26,12 @@ WAIT_S = 0.01
 STEPS = 20  # number of last steps in the typical time
 
 
-class Recorder:
+class Recorder(Journal):
     """Records the activity of one process for its watcher."""
 
     def __init__(self, memory: mmap | bytearray, processes: int = 1) -> None:
         """Records into `memory`: `SIZE` bytes in the layout of `watcher/shared_memory.py`."""
+        super().__init__()
         self.memory = memory
         self.processes = processes
         self._lock = threading.RLock()
@@ -38,7 +39,6 @@ class Recorder:
         self._starts = deque[float](maxlen=STEPS)  # of steps of all ranks
         self._typical = 0.0
         self._life = self._steps = self._calls = self._messages = self._before = 0
-        self._adds = self._added = 0
         self._inside = self._together = False
         self._doing = BETWEEN
         self._caller = ""
@@ -46,37 +46,17 @@ class Recorder:
         self._asked_at = time.monotonic()
         self.between()
 
-    def journal(self) -> Journal:
-        """The callbacks by which groups report the activity of this process."""
-        return Journal(
-            step=self.step,
-            call=self.call,
-            inside=self.inside,
-            message=self.message,
-            say=self.say,
-            between=self.between,
-            launched=self.launched,
-            adds=self.adds,
-            goes_on=self.goes_on,
-            finding=self.finding,
-            ask_to_stop=self.ask_to_stop,
-            stops=self.stops,
-        )
-
     def step(self, processes: int) -> AbstractContextManager[None]:
-        """Records a step of this many processes, from its first task to its last."""
         self._steps += 1
         return self._noted(STEP, processes)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
-        """Records a collective of the hosts of this many processes."""
         if self._caller:
             name = f"{name}{shared_memory.OF}{self._caller}"
         return self._noted(name, processes)
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
-        """Names a call of all ranks, in the records of the collectives in the block."""
         outer = self._caller
         self._caller = outer or name
         try:
@@ -86,7 +66,6 @@ class Recorder:
 
     @contextmanager
     def message(self, name: str, nbytes: int) -> Iterator[None]:
-        """Records a message until its sum is received; on any thread."""
         with self._lock:
             record = shared_memory.message(self._messages)
             key = (self._messages, self._steps, time.monotonic())
@@ -98,17 +77,12 @@ class Recorder:
             record.write(self.memory, *key, time.monotonic(), nbytes, name)
             self._write(shared_memory.SENDING, "")
 
-    def adds(self, processes: int) -> None:
-        """Records a batch without a message, for a later step of this many processes."""
-        self._adds += processes == self.processes
-
     def at(self, place: str) -> None:
         """Records the main thread's place in the script; on any thread."""
         with self._lock:
             shared_memory.PLACE.write(self.memory, place)
 
     def goes_on(self, after: int) -> None:
-        """Records the number of the saved step from which this process continues."""
         self._before = after - self._steps
         self.between()
 
@@ -131,7 +105,6 @@ class Recorder:
             self._write(shared_memory.DOING, self._doing)
 
     def between(self) -> None:
-        """Records that the main thread is between two steps, and makes progress."""
         self.say(BETWEEN)
 
     def live(self) -> Finding:
@@ -169,17 +142,14 @@ class Recorder:
             time.sleep(WAIT_S)
 
     def finding(self) -> Finding:
-        """Reads the watchers' finding so far."""
         return Finding(**shared_memory.VERDICT.read(self.memory))
 
     @contextmanager
     def _noted(self, doing: str, processes: int) -> Iterator[None]:
-        added = self._added
         self._inside = True
         self._together = processes == self.processes
         if self._together:
             self._calls += 1
-            self._added = self._adds
             if doing == STEP:
                 self._time_step()
         if self._launched:
@@ -192,7 +162,6 @@ class Recorder:
             # The other ranks did not begin this call, or failed in it too.
             self._calls -= self._together
             self._steps -= doing == STEP
-            self._added = added
             raise
         finally:
             with self._lock:
@@ -223,7 +192,7 @@ class Recorder:
         self._write_head()
 
     def _write_head(self) -> None:
-        counts = (self._steps, self._calls, self._messages, self._added)
+        counts = (self._steps, self._calls, self._messages)
         shared_memory.HEAD.write(
             self.memory, *counts, time.monotonic(), self._together, self._before, self._typical
         )

@@ -8,6 +8,7 @@ import atexit
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,24 +16,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from mmap import mmap
 from opcode import opname
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
-import numpy as np
-
-from fddp.comm import Group, new_secret, on_one_host, own_addresses, signature
+from fddp.comm import Group, answer_calls, call, new_secret, on_one_host, own_addresses, shut
 from fddp.runtime.watching.leaving import leave
 from fddp.runtime.watching.recorder import Recorder
-from fddp.runtime.watching.watcher.shared_memory import EXITED, FINISHED, PORT, SIZE
+from fddp.runtime.watching.watcher.links import allow_files, write_stderr
+from fddp.runtime.watching.watcher.shared_memory import EXITED, FINISHED, SIZE
 
 SIGN_S = 0.5  # between two signs of life
 START_S = 10.0
 GRACE_S = 1.5
-LENGTH = 4  # bytes of the length of rank 0's broadcast
+CONNECT_S = 2.0  # to one of rank 0's addresses
+TOPIC = "watchers"
 # Path prefixes of files outside the user's code: fddp, Python and installed packages.
 NOT_THEIRS = (
     str(Path(__file__).parents[1]),
@@ -72,33 +75,13 @@ def watched(
     Every rank calls it, with the results of `shared_recorder`. The watcher holds `service_files`
     open for its whole life, and the socket to mpiexec (`pmi_fd`) longer than the rank.
     """
-    journal = recorder.journal()
-    group = replace(group, journal=replace(journal, stall_s=stall_s or journal.stall_s))
+    group = replace(group, journal=recorder)
     if group.processes == 1 or os.name != "posix":
         return group
-    rank = group.rank
-    identity = {"rank": rank, "size": group.processes, "parent": os.getpid(), "bind": ""}
-    if on_one_host(group):
-        identity["bind"] = "127.0.0.1"
-    job = identity | {"memory": file, "stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd}
-    if rank == 0:
-        token = new_secret()
-        flight = os.environ.get(
-            "FDDP_FLIGHT_DIR", str(Path(tempfile.gettempdir()) / f"fddp-{token[:8]}")
-        )
-        shared = {"token": token, "flight": flight, "began": time.time()}
-        _start(_keyed(job | shared), service_files)
-        port = _port(recorder)
-        hosts = [job["bind"]]
-        if not job["bind"]:
-            hosts = own_addresses()
-        shared = json.dumps(shared | {"addresses": [(host, port) for host in hosts]}).encode()
-        group.hosts.broadcast(np.frombuffer(len(shared).to_bytes(LENGTH), np.uint8), 0)
-        group.hosts.broadcast(np.frombuffer(shared, np.uint8), 0)
-    else:
-        length = int.from_bytes(group.hosts.broadcast(np.zeros(LENGTH, np.uint8), 0).tobytes())
-        shared = group.hosts.broadcast(np.zeros(length, np.uint8), 0).tobytes()
-        _start(_keyed(job | json.loads(shared)), service_files)
+    shared, links = _links(group)
+    job = {"rank": group.rank, "size": group.processes, "parent": os.getpid(), "memory": file}
+    job |= {"stall_s": stall_s, "grace_s": GRACE_S, "pmi_fd": pmi_fd, **shared}
+    _start(job, links, service_files)
     _finish_at_exit(recorder)
     threading.Thread(target=_live, args=(recorder,), name="fddp-life", daemon=True).start()
     return group
@@ -160,35 +143,55 @@ def _frames() -> list[FrameType]:
             gc.enable()
 
 
-def _keyed(job: dict) -> dict:
-    """Derives the watchers' token from the broadcast token and the job's secret."""
-    return job | {"token": signature("watchers", job["token"])}
+def _links(group: Group) -> tuple[dict[str, Any], list[socket.socket]]:
+    """Connects all ranks to rank 0, for their watchers; returns also what all watchers know."""
+    host = "127.0.0.1" if on_one_host(group) else ""
+    if group.rank:
+        shared = group.broadcast_object(None)
+        for address in shared["addresses"]:
+            with suppress(OSError):
+                return shared, [call(tuple(address), TOPIC, str(group.rank), CONNECT_S)[1]]
+        write_stderr(f"rank {group.rank} reaches no watcher at {shared['addresses']}.")
+        return shared, []
+    allow_files(group.processes)
+    called = SimpleQueue[socket.socket]()
+    with socket.create_server((host, 0), backlog=group.processes) as door:
+        answering = answer_calls(door, TOPIC, "0", lambda words, link: called.put(link))
+        port = door.getsockname()[1]
+        folder = str(Path(tempfile.gettempdir()) / f"fddp-{new_secret()[:8]}")
+        shared = {
+            "addresses": [(x, port) for x in ([host] if host else own_addresses())],
+            "flight": os.environ.get("FDDP_FLIGHT_DIR", folder),
+            "began": time.time(),
+        }
+        group.broadcast_object(shared)
+        links = list[socket.socket]()
+        with suppress(Empty):  # a rank that reaches no address says so
+            while len(links) < group.processes - 1:
+                links.append(called.get(timeout=START_S))
+        shut(door, answering)
+    return shared, links
 
 
-def _start(job: dict, service_files: Sequence[int]) -> None:
-    # A new session: a signal to the rank's process group must not end the watcher.
-    files = [job["memory"], *service_files]
+def _start(
+    job: dict[str, Any], links: Sequence[socket.socket], service_files: Sequence[int]
+) -> None:
+    numbers = [link.fileno() for link in links]
+    files = [job["memory"], *numbers, *service_files]
     if job["pmi_fd"] is not None:
         files.append(job["pmi_fd"])
+    # A new session: a signal to the rank's process group must not end the watcher.
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", WATCHER, str(Path(__file__).parent)],
         pass_fds=files,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
+        text=True,
     )
-    # Not as an argument: every user of this host could read the job's token.
     stdin: Any = process.stdin
-    stdin.write(json.dumps(job).encode())
-    stdin.close()
+    with stdin:
+        json.dump(job | {"links": numbers}, stdin)
+    for link in links:
+        link.close()
     process.returncode = 0  # never waited for: it outlives this process
-
-
-def _port(recorder: Recorder) -> int:
-    """The port of the watcher of rank 0; 0 if it did not start."""
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if port := PORT.read(recorder.memory)["port"]:
-            return port
-        time.sleep(0.01)
-    return 0

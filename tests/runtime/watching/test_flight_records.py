@@ -33,6 +33,7 @@ def record(rank: int, *messages: dict[str, Any], size: int = 2) -> dict[str, Any
         "why": "rank 1 died",
         "steps": 3,
         "doing": "step",
+        "began": 0.0,
         "messages": list(messages),
     }
 

@@ -96,18 +96,6 @@ def test_steps_of_some_ranks_tell_nothing_of_the_pace_of_all():
     assert head(recorder)["typical"] == 0.0
 
 
-def test_batches_that_were_added_are_told_as_of_the_last_call():
-    recorder = Recorder(bytearray(SIZE), 2)
-    for added in (2, 0, 1):
-        for _ in range(added):
-            recorder.adds(2)
-        recorder.adds(1)  # of another group
-        with recorder.step(2):
-            pass
-    recorder.adds(2)  # not yet sent
-    assert head(recorder)["added"] == 3
-
-
 def test_what_hosts_say_to_each_other_is_a_call_and_no_step():
     recorder = Recorder(bytearray(SIZE), 2)
     with recorder.call("all_gather", 2):

@@ -2,15 +2,13 @@
 reason."""
 
 import fcntl
-import hashlib
-import hmac
 import json
 import re
 import resource
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,15 +18,7 @@ from processes import case, launch, written
 
 from fddp.runtime.watching import flight_text as flight
 from fddp.runtime.watching import read_flights
-from fddp.runtime.watching.watcher.links import (
-    Links,
-    Newcomers,
-    admit_newcomers,
-    lines,
-    proof,
-    wait_readable,
-    welcome,
-)
+from fddp.runtime.watching.watcher.links import wait_readable
 from fddp.runtime.watching.watcher.main import STOP_S, Stop, stop_of
 from fddp.runtime.watching.watcher.mpiexec import leave_last
 from fddp.runtime.watching.watcher.verdicts import (
@@ -37,7 +27,6 @@ from fddp.runtime.watching.watcher.verdicts import (
     Verdict,
     judge,
     judge_alone,
-    unequal,
     unheard,
 )
 
@@ -51,7 +40,6 @@ GOING = {
     "doing": "between steps",
     "sending": "",
     "place": "",
-    "added": 0,
     "still": 0.1,
     "lifeless": 0.2,
     "typical": 0.01,
@@ -222,13 +210,6 @@ def test_ranks_of_which_one_gathers_parameters_are_in_different_calls(
     )
     assert verdict is not None
     assert ("no_sync equally often" in verdict.words) == differ
-
-
-def test_unequal_calls_of_no_sync_are_counted_where_ranks_are_in_different_calls():
-    gathers = waiting(0, 11.0) | {"sending": "gather 0", "added": 4}
-    verdicts = [conclude(gathers, waiting(1, 11.0) | {"added": added}) for added in (3, 4)]
-    counts = " no_sync was called by rank 0 4 times, rank 1 3 times"
-    assert [counts in verdict.words for verdict in verdicts if verdict] == [True, False]
 
 
 def test_a_rank_that_compiles_a_step_has_as_long_as_one_that_evaluates():
@@ -418,26 +399,6 @@ def test_a_rank_that_finished_while_all_others_wait_in_smaller_groups_ends_them(
     )
 
 
-### Remarks on ranks that go on
-
-
-def remarks_on(*ranks: dict[str, Any]) -> list[str]:
-    remark = unequal(ranks)
-    return [remark.words] if remark else []
-
-
-def test_ranks_that_come_to_a_step_with_unequally_many_batches_are_told():
-    words = (
-        "rank 1 has called no_sync 9 times by step 52, and rank 0 6 times: call it equally often "
-        "on each rank, or they "
-        "will not have equally many steps"
-    )
-    assert remarks_on(rank(0, added=9), rank(1, added=9)) == []
-    assert remarks_on(rank(0, added=6), rank(1, added=9)) == [words]
-    assert remarks_on(rank(0, added=6), rank(1, added=9, calls=56)) == []  # in the next step
-    assert remarks_on(rank(0, added=6), rank(1, added=9, gone=99.0)) == []
-
-
 def test_a_rank_that_is_in_no_task_is_told_by_the_line_of_its_script():
     verdict = conclude(waiting(0, 11.0), rank(1, still=11.0, place="load (train.py:34)"))
     assert (
@@ -471,90 +432,6 @@ def test_a_watcher_of_more_than_1024_ranks_hears_the_last():
         assert wait_readable([last], 0.0) == set()
         rank_end.sendall(b"{}\n")
         assert wait_readable([last], 10.0) == {last}
-
-
-def let_in(door: socket.socket, newcomers: Newcomers, links: Links) -> None:
-    """One look of rank 0's watcher."""
-    moved = wait_readable([door, *newcomers], 0.1)
-    if door in moved:
-        welcome(door, newcomers)
-    admit_newcomers(newcomers, links, "token", moved)
-
-
-def proves(link: socket.socket, token: str) -> None:
-    link.sendall(hmac.new(token.encode(), link.recv(32), hashlib.sha256).digest())
-
-
-def test_a_watcher_that_may_open_no_more_files_goes_on_and_lets_others_in_later():
-    newcomers: Newcomers = {}
-    links: Links = {}
-    with (
-        socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as connection,
-    ):
-        with files(3):
-            welcome(door, newcomers)
-        assert not newcomers
-        welcome(door, newcomers)
-        proves(connection, "token")
-        let_in(door, newcomers, links)
-        (link,) = links
-        link.close()
-
-
-def test_a_report_that_arrives_with_the_proof_is_read():
-    """A busy watcher of rank 0 finds both at once."""
-    newcomers: Newcomers = {}
-    links: Links = {}
-    with (
-        socket.create_server(("127.0.0.1", 0)) as door,
-        socket.create_connection(door.getsockname()) as connection,
-    ):
-        let_in(door, newcomers, links)
-        challenge = connection.recv(32)
-        answer = hmac.new(b"token", challenge, hashlib.sha256).digest()
-        connection.sendall(answer + b'{"rank": 1}\n')
-        let_in(door, newcomers, links)
-        (link,) = links
-        assert wait_readable([link], 10.0) == {link}
-        assert list(lines(link, links)) == [{"rank": 1}]
-        link.close()
-
-
-def test_strangers_that_are_slow_or_silent_or_wrong_keep_no_watcher_waiting():
-    newcomers: Newcomers = {}
-    links: Links = {}
-    with ExitStack() as stack:
-        door = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        strangers = [
-            stack.enter_context(socket.create_connection(door.getsockname())) for _ in range(20)
-        ]
-        began = time.monotonic()
-        for number, stranger in enumerate(strangers):
-            let_in(door, newcomers, links)
-            if number % 4 == 1:
-                stranger.sendall(b"x")
-            elif number % 4 == 2:
-                proves(stranger, "another token")
-            elif number % 4 == 3:
-                stranger.sendall(b"token\n" * 100)
-        connection = stack.enter_context(socket.create_connection(door.getsockname()))
-        let_in(door, newcomers, links)
-        proves(connection, "token")
-        let_in(door, newcomers, links)
-        assert len(links) == 1 and len(newcomers) == 5  # the silent ones still have time
-        assert time.monotonic() - began < 1.0
-        newcomers = {link: (challenge, 0.0) for link, (challenge, _) in newcomers.items()}
-        let_in(door, newcomers, links)
-        assert len(links) == 1 and not newcomers
-        links.popitem()[0].close()
-
-
-def test_what_strangers_overhear_does_not_let_them_in():
-    token = "token"
-    challenge = b"c" * 32
-    assert token.encode() not in proof(token, challenge)
-    assert proof(token, challenge) != proof(token, b"d" * 32)
 
 
 ### Real ranks
@@ -619,15 +496,6 @@ def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(t
     assert "rank 0 of 3: rank 2 died between steps 20 and 21." in text
     assert "rank 0 died" not in text and "rank 1 died" not in text and "Traceback" not in text
     assert "python -m fddp flight" in text  # the last word, before mpiexec has ended
-
-
-@pytest.mark.ranks
-def test_a_job_that_can_write_no_records_does_not_name_their_folder(tmp_path: Path):
-    (tmp_path / "file").touch()
-    env: Any = {"FDDP_FLIGHT_DIR": str(tmp_path / "file" / "flight")}
-    launch("mpi", 3, "faults.py", "kill", folder=tmp_path, **env)
-    text = "\n".join(written(tmp_path, 3))
-    assert "rank 2 died" in text and "python -m fddp flight" not in text
 
 
 def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
@@ -746,27 +614,6 @@ def test_a_rank_that_raises_after_the_others_have_finished_ends_them(
         assert f"rank {over} of {size}: {waits}" in lines
 
 
-@on_ranks("backend, size", slow=[(GLOO,)])
-def test_a_rank_that_is_stopped_after_the_others_have_finished_is_named_and_ended(
-    backend: str, size: int, tmp_path: Path
-):
-    _, lines = broken(tmp_path, backend, size, "late_stop")
-    waits = (
-        f"rank {size - 1} is stopped between steps 20 and 21.*, and rank 0 has finished and waits "
-        f"for it"
-    )
-    assert any(re.search(waits, line) for line in lines)
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_an_endless_loop_between_steps_is_named_and_ended_later(tmp_path: Path):
-    _, lines = broken(tmp_path, "gloo", 2, "spin")
-    spins = r"rank 1 is between steps 20 and 21, spin \(faults\.py:\d+\); rank 0 waits in step 21"
-    assert any(re.search(spins, line) for line in lines)
-    assert any("nothing has moved for 40 s" in line for line in lines)
-
-
 @pytest.mark.ranks
 def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
     text, _ = broken(tmp_path, "gloo", 2, "kill_0")
@@ -777,31 +624,6 @@ def test_the_death_of_rank_0_is_the_last_that_the_others_tell(tmp_path: Path):
         for line in text.splitlines()
         if not line.startswith(("fddp: ", "---", "[Gloo]")) and line
     ] == []
-
-
-@on_ranks("backend, size", slow=[(MPI,)])
-def test_a_pause_shorter_than_a_stall_says_nothing(backend: str, size: int, tmp_path: Path):
-    outcome = launch(backend, size, "faults.py", "pause", folder=tmp_path)
-    assert outcome.succeeded
-    assert outcome.outputs == ("trained 200\n",) * size
-
-
-@on_ranks("backend, size", (GLOO,), slow=[(MPI,)])
-def test_a_rank_that_accumulates_more_batches_is_named_by_all(
-    backend: str, size: int, tmp_path: Path
-):
-    outcome = launch(backend, size, "faults.py", "accumulate", folder=tmp_path)
-    assert outcome.succeeded
-    lines = "\n".join(written(tmp_path, size)).splitlines()
-    for number in range(size):
-        lines_of_rank = [
-            line for line in lines if line.startswith(f"fddp: rank {number} of {size}: ")
-        ]
-        (more,) = [line for line in lines_of_rank if "no_sync" in line]
-        assert f"rank {size - 1} has called no_sync 1 times by step" in more
-        assert more.endswith("they will not have equally many steps.")
-    # The last report stands in the step's own numbers.
-    assert all("no_sync" in output for output in outcome.outputs)
 
 
 @pytest.mark.quick("gloo-2")

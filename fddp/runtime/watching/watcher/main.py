@@ -3,7 +3,7 @@
 A watcher reads the records of its rank (`shared_memory.py`) and reports to the watcher of rank 0,
 which judges (`verdicts.py`). It ends its rank when the job must end. A stopped,
 debugged or killed rank cannot silence it, because they share no interpreter. Watchers exchange
-lines of JSON, and accept only links with the job's token.
+lines of JSON.
 
 Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency extension.
 """
@@ -21,21 +21,18 @@ from typing import Any, NamedTuple
 from .links import (
     EVERY_S,
     Links,
-    Newcomers,
-    admit_newcomers,
     allow_files,
-    connect_watchers,
     lines,
+    open_links,
     send,
     wait_for_others,
     wait_readable,
-    welcome,
     write_stderr,
 )
 from .mpiexec import leave_last
 from .rank import death, end, pidfd, record, report_reader
 from .shared_memory import FAILED, PROPOSAL, SIZE, VERDICT
-from .verdicts import Verdict, judge, judge_alone, unequal, unheard
+from .verdicts import Verdict, judge, judge_alone, unheard
 
 STOP_S = 1.5  # seconds until all ranks have received a proposed stop
 LEAST_S = 1e-3  # least seconds of a step when `STOP_S` is converted to steps
@@ -60,18 +57,18 @@ def main(job: dict[str, Any]) -> None:
         report_reader(memory, job),
         death(process),
         pidfd(process),
-        *connect_watchers(memory, job),
+        open_links(job["links"]),
     )
     while not _has_ended(watch):
         received = _hear(watch)
         if watch.own["left"]:  # rank 0's watcher only waits until all other ranks have left
             continue
-        verdicts = _judge(watch)
+        own_verdict = _judge(watch)
         _report(watch)
-        for verdict in [*received, *verdicts]:
+        for verdict in filter(None, [*received, own_verdict]):
             _tell(watch, verdict)
             if verdict.end:
-                return _end(watch, abort=watch.rank == 0 or bool(verdicts))
+                return _end(watch, abort=watch.rank == 0 or bool(own_verdict))
     if watch.own["doing"] == FAILED and watch.own["steps"]:
         # The other ranks failed by its end before a verdict.
         record(watch.memory, job, watch.own, f"rank {watch.rank} failed")
@@ -98,12 +95,8 @@ class Watch:
     """Returns the time of the rank's end, None before."""
     ends: list[int]
     """A file that becomes readable when the rank ends."""
-    door: socket.socket | None
-    """Listening socket for the other watchers, on rank 0."""
     links: Links
     """Connections to other watchers."""
-    newcomers: Newcomers = field(default_factory=dict)
-    """Connections without a proof of the job's token."""
     born: float = field(default_factory=time.monotonic)
     now: float = 0.0
     """Time of the last check."""
@@ -114,8 +107,6 @@ class Watch:
     spoke: dict[socket.socket, float] = field(default_factory=dict)
     """Link → time of its last message."""
     stop: Stop = field(default=Stop(0, False))
-    remarked: bool = False
-    """True after the remark on unequal numbers of accumulated batches."""
     said: str = ""
     """Text of the last verdict for the rank."""
     sent: float = 0.0
@@ -126,11 +117,7 @@ class Watch:
 
 def _hear(watch: Watch) -> list[Verdict]:
     """Waits briefly for messages or the rank's end; returns the received verdicts."""
-    doors = [*filter(None, [watch.door]), *watch.newcomers]
-    readable = wait_readable([*doors, *watch.ends, *watch.links], EVERY_S)
-    if watch.door and watch.door in readable:
-        welcome(watch.door, watch.newcomers)
-    admit_newcomers(watch.newcomers, watch.links, watch.job["token"], readable)
+    readable = wait_readable([*watch.ends, *watch.links], EVERY_S)
     time_s = watch.now = time.monotonic()
     verdicts = list[Verdict]()
     for link in [link for link in watch.links if link in readable]:
@@ -150,11 +137,10 @@ def _hear(watch: Watch) -> list[Verdict]:
     return verdicts
 
 
-def _judge(watch: Watch) -> list[Verdict]:
-    """Judges all ranks on rank 0, with a remark; other watchers judge if rank 0 is silent."""
+def _judge(watch: Watch) -> Verdict | None:
+    """Judges all ranks on rank 0; other watchers judge if rank 0 is silent."""
     stall_s = watch.job["stall_s"]
     verdict = None
-    verdicts = list[Verdict]()
     if watch.rank:
         last_heard = max(watch.spoke.values(), default=watch.born)
         verdict = judge_alone(watch.own, last_heard, watch.now, stall_s, met=bool(watch.spoke))
@@ -164,13 +150,8 @@ def _judge(watch: Watch) -> list[Verdict]:
         if len(watch.reports) == len(ranks) or watch.now > watch.born + LAST_S:
             verdict = judge(silent | watch.reports, watch.now, stall_s)
         watch.stop = stop_of(watch.reports, watch.stop)
-        if not watch.remarked and (remark := unequal(list(watch.reports.values()))):
-            watch.remarked = True
-            verdicts.append(remark)
     PROPOSAL.write(watch.memory, *watch.stop)
-    if verdict:
-        verdicts.append(verdict)
-    return verdicts
+    return verdict
 
 
 def _report(watch: Watch) -> None:

@@ -1,7 +1,7 @@
 """The layout of the memory shared by a rank and its watcher.
 
 It needs only the standard library: both sides import this file, and a watcher must not load JAX.
-The watcher writes `VERDICT`, `PROPOSAL` and `PORT`, the rank all other records.
+The watcher writes `VERDICT` and `PROPOSAL`, the rank all other records.
 """
 
 import struct
@@ -93,7 +93,6 @@ HEAD = _record(
     ("steps", "Q", "steps begun"),
     ("calls", "Q", "calls begun that all ranks make together: steps, and collectives of hosts"),
     ("messages", "Q", "messages begun"),
-    ("added", "Q", "batches added without a message before the last such call"),
     ("moved", "d", "time at which the rank last moved, in seconds of the monotonic clock"),
     ("together", "?", "whether the rank is in a call of all ranks"),
     ("before", "q", "steps of the training before this process began"),
@@ -118,9 +117,8 @@ PROPOSAL = _record(
     ("step", "q", "the question at which all ranks are to stop; 0: none"),
     ("settled", "?", "whether all have agreed to it"),
 )
-PORT = _record(PROPOSAL.end, ("port", "Q", "where the watcher of rank 0 listens; 0: nowhere yet"))
 FIRST_MESSAGE = _record(
-    PORT.end,
+    PROPOSAL.end,
     ("number", "Q", "its number among the messages of the rank"),
     ("step", "Q", "the step that it belongs to"),
     ("begin", "d", "when it left"),

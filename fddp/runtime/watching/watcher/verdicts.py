@@ -6,7 +6,6 @@ Source: the stall check of Horovod; PyTorch's monitored barrier.
 """
 
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from .shared_memory import AFTER_ERROR, BETWEEN, EXITED, FAILED, FINISHED, OF, STEP
@@ -148,9 +147,6 @@ def stalled(reports: Sequence[Report], time_s: float, stall_s: float | None) -> 
             ". The ranks are in different calls: each rank calls step, save, evaluate and, with "
             "shard='state', no_sync equally often and in the same order"
         )
-        if len({report["added"] for report in together}) > 1:
-            counts = [f"rank {report['rank']} {report['added']} times" for report in together[:4]]
-            advice += f". no_sync was called by {', '.join(counts)}"
     end = quiet_s > end_s
     if end:
         limit_s = end_s
@@ -192,23 +188,6 @@ def abandoned(
     words = f"rank {active[0]['rank']} waits for {waits[0]} of a smaller group, and the finished "
     words += f"ranks ({ranks}) send nothing: give each rank of the group equally many batches"
     return Verdict(words, True)
-
-
-def unequal(reports: Sequence[Report]) -> Verdict | None:
-    """Remarks on two ranks with different numbers of accumulated batches in the same step."""
-    active = [report for report in reports if not (report["done"] or report["gone"])]
-    last = max((report["calls"] for report in active), default=0)
-    last_call = [report for report in active if report["calls"] == last]
-    few = min(last_call, key=itemgetter("added"), default={"added": 0})
-    many = max(last_call, key=itemgetter("added"), default=few)
-    if few["added"] == many["added"]:
-        return None
-    return Verdict(
-        f"rank {many['rank']} has called no_sync {many['added']} times by step "
-        f"{many['steps'] + many['before']}, and rank {few['rank']} {few['added']} times: call it "
-        "equally often on each rank, or they will not have equally many steps",
-        False,
-    )
 
 
 def longest(reports: Sequence[Report], stall_s: float | None) -> float:
@@ -289,10 +268,7 @@ def judge_alone(
 
 
 def unheard(rank: int, report: Report, last_heard: float, *, met: bool) -> dict[str, Any]:
-    """Makes a report for a rank with a silent watcher, based on the report of a listening rank.
-
-    `met` is False if the watcher never sent a message: then the rank may be in its first steps.
-    """
+    """Makes a report for a rank with a silent watcher, based on the report of a listening rank."""
     flags = dict.fromkeys(("together", "stopped", "done"), False)
     texts = dict.fromkeys(("doing", "sending", "place"), "")
     numbers = {"rank": rank, "steps": -1, "calls": -1, "still": 0.0, "lifeless": 0.0}
