@@ -3,7 +3,6 @@
 Source: `Metric.sync` in torchmetrics; `pad_shard_unpad` in flax.jax_utils. Here nothing is padded.
 """
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -21,7 +20,6 @@ from fddp.comm import (
     Placement,
     as_program,
     described,
-    gather_bytes,
     mesh_placement,
     nothing_to_compare,
     verify,
@@ -88,8 +86,9 @@ def evaluate(
         params, model_state = whole(trees, group=group)
         compute = partial(_sums, metric_fn, params, model_state, batches, group)
         sums = verify(group, "evaluation", compute, nothing_to_compare)
-        reports = list(map(json.loads, gather_bytes(group, _written(sums))))
-        rank_sums = _read(sums, reports)
+        rank_sums = [x for x in group.all_gather_object(sums) if x is not None]
+        if not rank_sums:
+            raise ValueError("fddp.evaluate: no rank has a batch; give at least one.")
         sums = rank_sums[0] if sums is None else sums
         verify(group, "metrics", lambda: described("metric", sums))
     totals = jax.tree_util.tree_map_with_path(_added, *rank_sums)
@@ -212,51 +211,6 @@ def _weighted(rows: int | Array, path: tuple[Any, ...], metric: Any) -> Weighted
             "number, or one for each element."
         )
     return Weighted(jnp.asarray(value), jnp.asarray(weight))
-
-
-def _written(sums: Any) -> bytes:
-    """Serializes sums with their tree, which is unknown on ranks without a batch."""
-    if sums is None:
-        return b"null"
-    leaves, tree = jax.tree.flatten(sums, is_leaf=_is_weighted)
-    try:
-        nodes = tree.serialize_using_proto().hex()
-    except ValueError:  # a user's class
-        nodes = None
-    words = [list(map(_words, pair)) for pair in leaves]
-    return json.dumps({"tree": nodes, "leaves": words}).encode()
-
-
-def _read(sums: Any, reports: list[dict[str, Any] | None]) -> list[Any]:
-    """Deserializes the ranks' sums, without running received code as pickles would."""
-    full_reports = list(filter(None, reports))
-    if not full_reports:
-        raise ValueError("fddp.evaluate: no rank has a batch; give at least one.")
-    if len(full_reports) < len(reports) and None in [report["tree"] for report in full_reports]:
-        raise ValueError(
-            "fddp.evaluate: a rank has no batch, and the tree of the metrics has a class, or keys, "
-            "that cannot be sent to it: return them as a dict with strings for keys, a list or a "
-            "tuple."
-        )
-    treedef = jax.tree.structure(sums, is_leaf=_is_weighted)
-    registry = jax.tree_util.default_registry
-    rank_sums = list[Any]()
-    for report in full_reports:
-        tree = treedef
-        if nodes := report["tree"]:
-            tree = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, bytes.fromhex(nodes))
-        leaves = [Weighted(*map(_array, pair)) for pair in report["leaves"]]
-        rank_sums.append(tree.unflatten(leaves))
-    return rank_sums
-
-
-def _words(x: np.ndarray) -> list[Any]:
-    return [list(x.shape), x.tobytes().hex()]
-
-
-def _array(words: list[Any]) -> Any:
-    shape, data = words
-    return np.frombuffer(bytes.fromhex(data), np.float64).reshape(shape)
 
 
 def _plus(sums: Any, metrics: Any) -> Any:

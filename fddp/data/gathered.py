@@ -3,7 +3,6 @@
 Source: `gather_all_tensors` in torchmetrics; `gather_for_metrics` in Accelerate.
 """
 
-import math
 from collections import ChainMap
 from functools import partial
 from typing import Any
@@ -13,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.comm import Group, described, gather_bytes, nothing_to_compare, verify
+from fddp.comm import Group, described, nothing_to_compare, verify
 from fddp.jax_internals import rows_here
 from fddp.runtime import group_of
-from fddp.wording import leaf_name
 
 
 def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
@@ -48,17 +46,17 @@ def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
         return jax.tree_util.tree_map_with_path(_row, tree)
 
     rows = verify(group, "rows", find, nothing_to_compare)
-    named, treedef = jax.tree_util.tree_flatten_with_path(rows)
-    hosted = list(map(np.asarray, jax.tree.leaves(tree)))
+    treedef = jax.tree.structure(rows)
+    arrays = dict(enumerate(map(np.asarray, jax.tree.leaves(tree))))
+    gathered = group.all_gather_object(arrays)
     # An array without rows, such as np.array([]), has the form of the other ranks' arrays.
-    filled = {leaf_name(path): row for (path, row), x in zip(named, hosted) if len(x)}
-    known = ChainMap(filled, *group.all_gather_object(filled))
-    forms = [known.get(leaf_name(path), row) for path, row in named]
-    verify(group, "rows", lambda: treedef.unflatten(forms), partial(described, "a row of"))
-    counts = np.array(list(map(len, hosted)), np.int64)
-    messages = gather_bytes(group, counts.tobytes() + b"".join(x.tobytes() for x in hosted))
-    rank_arrays = [_read(data, forms) for data in messages]
-    return treedef.unflatten(map(np.concatenate, zip(*rank_arrays)))
+    known = ChainMap(*({k: x for k, x in some.items() if len(x)} for some in (arrays, *gathered)))
+    empty = {k: known.get(k, x)[:0] for k, x in arrays.items()}
+    forms = treedef.unflatten(_form(x) for x in empty.values())
+    verify(group, "rows", lambda: forms, partial(described, "a row of"))
+    return treedef.unflatten(
+        np.concatenate([x[k] if len(x[k]) else empty[k] for x in gathered]) for k in arrays
+    )
 
 
 def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
@@ -74,17 +72,8 @@ def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
         raise ValueError(
             f"fddp.gather_rows: {name} has no dims, and rows lie along the first: give x[None]."
         )
-    return jax.ShapeDtypeStruct(x.shape[1:], dtype)
+    return _form(x)
 
 
-def _read(data: bytes, rows: list[jax.ShapeDtypeStruct]) -> list[np.ndarray]:
-    """Reads one rank's message: the number of rows of each array, then the arrays."""
-    counts = np.frombuffer(data, np.int64, len(rows))
-    begin = counts.nbytes
-    arrays = list[np.ndarray]()
-    for count, row in zip(counts.tolist(), rows):
-        shape = (count, *row.shape)
-        size = math.prod(shape)
-        arrays.append(np.frombuffer(data, row.dtype, size, begin).reshape(shape))
-        begin += size * row.dtype.itemsize
-    return arrays
+def _form(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

@@ -5,7 +5,7 @@ permutation and takes its part of each batch. A step reads the same rows on any 
 Any step can be computed without the earlier steps, so a restart needs only its number.
 
 A restart continues an epoch that an earlier version began, so `shuffle=True` has one order in all
-versions: NumPy's permutation, which needs memory for every row. `shuffle="index"` needs none.
+versions: NumPy's permutation.
 
 Batches are always full, as a step is compiled for one shape: an epoch that does not end with a
 batch is padded or cut.
@@ -17,12 +17,10 @@ instead.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal
 
 import numpy as np
 from jaxtyping import Int
 
-from fddp.data.by_index import Shuffled
 from fddp.wording import check_switch, check_whole
 
 
@@ -33,7 +31,7 @@ def samples(
     rank: int = 0,
     size: int = 1,
     seed: int = 0,
-    shuffle: bool | Literal["index"] = True,
+    shuffle: bool = True,
     drop_last: bool = False,
     virtual_replicas: int | None = None,
     start_step: int = 0,
@@ -50,7 +48,6 @@ def samples(
       size: number of processes, `group.processes`; each reads the rows of all its devices.
       seed: determines the order, together with the epoch; equal on all processes.
       shuffle: True: an epoch is NumPy's permutation, which every process stores (4 bytes per row);
-        "index": another permutation, whose rows are computed when they are read, without memory;
         False: 0, 1, 2, …
       drop_last: True: drops the rows of an epoch that do not fill a batch; False: fills the last
         batch with the epoch's first rows, repeated as needed.
@@ -64,7 +61,7 @@ def samples(
     Raises:
       ValueError: a value out of its range or no whole number, `batch` not a multiple of `size`, or
         no batch with `drop_last`; before the first step.
-      TypeError: `drop_last` is not a bool.
+      TypeError: `shuffle` or `drop_last` is not a bool.
 
     Example:
       >>> steps = samples(5, 4, rank=1, size=2, shuffle=False)
@@ -95,7 +92,7 @@ class Deal:
     rank: int
     size: int
     seed: int
-    shuffle: bool | Literal["index"]
+    shuffle: bool
     drop_last: bool
     virtual_replicas: int | None
 
@@ -110,8 +107,6 @@ class Deal:
         """Returns the function from positions in an epoch to rows."""
         if not self.shuffle:
             return lambda positions: positions
-        if self.shuffle == "index":
-            return Shuffled(self.rows, self.seed, epoch)
         order = np.arange(self.rows, dtype=np.uint32 if self.rows <= 1 << 32 else np.int64)
         # Unlike PyTorch's seed + epoch: its epoch 1 of seed 0 is epoch 0 of seed 1.
         np.random.default_rng([self.seed, epoch]).shuffle(order)
@@ -131,9 +126,8 @@ class Deal:
             least["virtual_replicas"] = 1
         for name, limit in least.items():  # Narrow NumPy integers would overflow.
             object.__setattr__(self, name, check_whole(name, getattr(self, name), limit))
+        check_switch("shuffle", self.shuffle)
         check_switch("drop_last", self.drop_last)
-        if not (isinstance(self.shuffle, bool) or self.shuffle == "index"):
-            raise ValueError(f'shuffle must be True, False or "index", got {self.shuffle!r:.60}.')
         rows, batch, size, replicas = self.rows, self.batch, self.size, self.virtual_replicas
         if self.rank >= size:
             raise ValueError(

@@ -60,17 +60,6 @@ def test_no_sync_goes_on_while_some_ranks_are_done(group, x64):
     np.testing.assert_allclose(state.params, W - sum(grads) / 5, rtol=1e-9)
 
 
-def test_a_hook_and_join_go_together(group):
-    f = fddp.value_and_grad(loss, group=group(REPLICAS), hook=fddp.hooks.bf16())
-    _, grads = f(np.float32(W), joined([1, 3], False)._replace(rows=np.float32(BATCH)))
-    expected = (
-        sum(jax.grad(loss)(np.float32(W), np.float32(part)) for part in rows_of_ranks([1, 3])) / 2
-    )
-    np.testing.assert_allclose(
-        grads, expected, rtol=2**-6, atol=2**-8 * float(np.abs(expected).max())
-    )
-
-
 class Normed(nn.Module):
     @nn.compact
     def __call__(self, x: Any) -> Any:

@@ -3,12 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from on_ranks.claims import claim, error_of
-from problems import RATE, pull, rows, square
+from problems import pull, rows
 
 import fddp
 
@@ -76,25 +75,3 @@ def a_rank_that_ends_with_a_small_batch_counts_with_all_its_rows_afterwards(grou
     # All rows of the first and the second step; of the third rank 0's four, divided by four rows of
     # each rank.
     np.testing.assert_allclose(-np.diff(params_after), [1, 2, 3 / group.size], rtol=1e-6)
-
-
-@claim()
-def a_rank_without_data_goes_on_in_the_collectives_of_the_loss(group: fddp.Group):
-    def centred(w: Any, x: Any) -> Any:
-        return square(w, x - jax.lax.pmean(jnp.mean(x), group.axis_name))
-
-    middle = (
-        group.size - 1
-    ) / 2  # a rank that has run out brings its last rows, which weigh nothing
-    expected = 1.0
-    for k in range(group.size):  # in step k ranks k, k + 1, … have a batch
-        expected -= (
-            RATE
-            * sum(2 * (expected - (rank - middle)) for rank in range(k, group.size))
-            / group.size
-        )
-    step = fddp.train_step(centred, optax.sgd(RATE), group=group)
-    state = step.init(np.float32(1))
-    for batch in fddp.join([rows(group.rank)] * (group.rank + 1), group):
-        state, _ = step(state, batch)
-    np.testing.assert_allclose(state.params, expected, rtol=1e-5)
