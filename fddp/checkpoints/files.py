@@ -3,9 +3,6 @@
 A checkpoint is written under a temporary name, and renamed once it is complete: a killed process
 leaves older checkpoints unchanged. It contains a list of all files and their digests, and is intact
 if the list exists and all digests match. Digests are compared before any array is read.
-
-Of the jobs that save in a folder the one that opened it last owns it. An earlier one, which may be
-believed dead, finishes no further checkpoint there.
 """
 
 import json
@@ -18,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 LIST = "fddp.json"
-OWNER = "fddp.owner"
 BEGUN = re.compile(r"\d+\.begun\.[0-9a-f]{8}\.\d+(\.replaced)?|met\.[0-9a-f]{8}")
 """Names of unfinished folders, unlike those of a user's files."""
 
@@ -38,19 +34,8 @@ class Listed(NamedTuple):
     """Name of a file in the checkpoint → its digest."""
 
 
-def own(path: Path, token: str, opened: float) -> None:
-    """Makes a job the owner of a folder, and removes unfinished folders of earlier owners.
-
-    Raises FileExistsError if a job owns the folder that opened it after `opened`.
-    """
-    owner, since = "", 0.0
-    if (path / OWNER).exists():
-        owner, since = json.loads((path / OWNER).read_text())
-    if owner == token:
-        return
-    if since > opened:
-        raise FileExistsError(f"another job saves in {path} now: give each job a separate folder")
-    write_at_once(path / OWNER, json.dumps([token, opened]))
+def remove_unfinished(path: Path, token: str) -> None:
+    """Removes the unfinished folders of jobs with another token."""
     for entry in path.iterdir():
         if BEGUN.fullmatch(entry.name) and f".{token}" not in entry.name:
             shutil.rmtree(entry, ignore_errors=True)

@@ -26,8 +26,6 @@ class Folder(NamedTuple):
     """A unique word, equal on all ranks."""
     shared: bool = False
     """True if all ranks write into the folder that rank 0 reads; else only rank 0 uses it."""
-    opened: float = 0.0
-    """Time of opening, by the clock of the file system; 0 if the folder is read-only."""
 
 
 def located(path: str | PathLike[str]) -> Path:
@@ -53,18 +51,17 @@ def met(group: Group, path: Path, shard: str | None) -> Folder:
     meeting = path / f"met.{token}"
     folder = Folder(group, path, token)
 
-    def open_folder() -> float:
+    def open_folder() -> bool:
         try:
             path.mkdir(parents=True, exist_ok=True)
             meeting.mkdir()
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not path.is_dir():
                 raise
-            return 0.0
-        return meeting.stat().st_mtime
+            return False
+        return True
 
-    opened = group.broadcast_object(on_rank_0(folder, open_folder))
-    if not opened:
+    if not group.broadcast_object(on_rank_0(folder, open_folder)):  # it is read-only
         return folder
     blind = _not_seen(group, meeting)
     if blind and shard:
@@ -79,7 +76,7 @@ def met(group: Group, path: Path, shard: str | None) -> Folder:
             f"Checkpoints: ranks {blind} do not see {paths[0]} as rank 0 does, or may not write "
             f"there. With shard={shard!r} each rank writes its part: {cure}."
         )
-    return folder._replace(shared=not blind, opened=opened)
+    return folder._replace(shared=not blind)
 
 
 def _not_seen(group: Group, meeting: Path) -> list[int]:

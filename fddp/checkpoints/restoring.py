@@ -39,10 +39,7 @@ def newest(folder: Folder, wait: Callable[[], object]) -> tuple[int, Listed] | N
 
 
 def source(folder: Folder, number: int, listed: Listed) -> Read:
-    """Makes the `Read` of a checkpoint; every rank calls it.
-
-    If only rank 0 sees the folder, it broadcasts the files, and the other ranks read from memory.
-    """
+    """Makes the `Read` of a checkpoint; if only rank 0 sees the folder, it broadcasts the files."""
     paths = [folder.path / str(number) / name for name in listed.files]
     if folder.shared:
         return open_reader(paths, listed.forms)

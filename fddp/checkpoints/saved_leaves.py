@@ -52,10 +52,7 @@ def unstacked_buffers(group: Group, state: TrainState, local: Sequence[str]) -> 
 
 
 def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
-    """Path → leaf of a state of arrays or forms, in order.
-
-    The fields in `local` have a first dim over replicas.
-    """
+    """Path → leaf of a state; the fields in `local` have a first dim over replicas."""
     leaves = dict[str, Leaf]()
     for path, x in jax.tree_util.tree_leaves_with_path(state, is_leaf=is_shard):
         name = leaf_name(path)

@@ -13,7 +13,7 @@ from shutil import rmtree
 from typing import Any, NamedTuple
 
 from fddp.checkpoints.archives import Portion, write
-from fddp.checkpoints.files import Listed, digest_of, finish, own, write_at_once
+from fddp.checkpoints.files import Listed, digest_of, finish, remove_unfinished, write_at_once
 from fddp.checkpoints.folder import Folder, remark
 from fddp.checkpoints.saved_leaves import Leaf, stored_form
 from fddp.checkpoints.stored_pieces import is_distributed, local_portion
@@ -69,7 +69,7 @@ def write_part(
     try:
         staging.mkdir(exist_ok=True)
         if rank == 0:
-            own(folder.path, folder.token, folder.opened)
+            remove_unfinished(folder.path, folder.token)
         write(_part(staging, rank), (saved.portions.pop() for _ in range(len(saved.portions))))
         write_at_once(_report(staging, rank), digest_of(_part(staging, rank)))
     except Exception as error:  # training continues, and a later save may find more space
@@ -80,7 +80,6 @@ def write_part(
     if rank == 0:
         try:
             listed = saved.listed._replace(files=_collected(staging, saved.writers, ending))
-            own(folder.path, folder.token, folder.opened)  # still
             finish(folder.path, staging, listed, keep)
         except Exception as error:
             failure = failure or error

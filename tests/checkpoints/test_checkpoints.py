@@ -126,44 +126,6 @@ def test_on_other_replicas_local_values_are_those_of_the_new_state(
     step(goes_on, ROWS[:8])
 
 
-def test_each_replica_gets_its_hidden_states_back(group: Groups, tmp_path: Path):
-    """As in truncated backpropagation, compared with plain JAX on the rows of all replicas."""
-    rows = np.sin(np.arange(6 * 8 * 2, dtype=np.float32)).reshape(6, 8, 2)
-    start = {"h": np.float32(0.5), "x": np.ones(2, np.float32)}
-
-    def hidden(p: Any, h: Any, x: Any) -> Any:
-        return jnp.tanh(p["h"] * h + x @ p["x"])
-
-    def joined_loss(p: Any, h: Any, x: Any) -> Any:
-        h = hidden(p, h, x)
-        return jnp.mean((h - 1) ** 2), jax.lax.stop_gradient(h)
-
-    def make() -> tuple[fddp.TrainStep, fddp.TrainState]:
-        def loss(p: Any, x: Any, *, model_state: Any) -> Any:
-            value, h = joined_loss(p, model_state, x)
-            return value, (h, {})
-
-        options: Any = {"broadcast_buffers": False, "bucket_cap_mb": 0}
-        step = fddp.train_step(loss, optax.sgd(0.5), group=group(4), has_aux=True, **options)
-        return step, step.init(start, model_state=np.zeros(2, np.float32))
-
-    params, h = start, jnp.zeros(8)
-    for x in rows:
-        grads, h = jax.grad(joined_loss, has_aux=True)(params, h, x)
-        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, grads)
-    step, state = make()
-    for number, x in enumerate(rows):
-        if number == 3:
-            with fddp.Checkpoints(tmp_path, step) as checkpoints:
-                checkpoints.save(state, now=True)
-            step, state = make()
-            state = restored(step, tmp_path, state)
-        state, _ = step(state, x)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), state.params, params)
-    got = [np.asarray(part.data) for part in state.model_state.addressable_shards]
-    np.testing.assert_allclose(np.concatenate(got), h, rtol=1e-5)
-
-
 def test_a_state_is_saved_after_every_so_many_steps_and_when_asked(
     group: Groups, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
