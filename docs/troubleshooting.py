@@ -643,11 +643,6 @@ CHECKPOINTS = (
         "Correct the named cause; older checkpoints are intact.",
     ),
     Fault(
-        "another job saves in … now",
-        "Another job has opened the same folder later, and has saved in it.",
-        "Give each job a separate folder.",
-    ),
-    Fault(
         "nothing is saved at step …, because gradients are pending",
         "`save(state, now=True)` between `step.no_sync` and the step that synchronizes.",
         "Save after that step.",
