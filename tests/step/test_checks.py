@@ -340,7 +340,8 @@ def test_effects_in_an_order_are_refused_on_several_devices(make, group):
     message = r"effects in an order \(OrderedDebugEffect\).* use jax.lax.psum"
     refused(ValueError, message, lambda: make(loss)(make().init(W), X))
     for replicas, virtual in ((1, None), (2, 2)):  # programs of one device
-        step = make(loss, virtual_replicas=virtual).on(group(replicas))
+        alone = group(replicas)
+        step = fddp.train_step(loss, optax.sgd(0.1), group=alone, virtual_replicas=virtual)
         assert step(step.init(W), X)[1].loss == square(W, X)
 
 
