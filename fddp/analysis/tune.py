@@ -24,7 +24,7 @@ from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
 from fddp.step import TrainState, check_state, check_step
 from fddp.training import TrainStep
-from fddp.wording import preformatted, table
+from fddp.wording import check_whole, preformatted, table
 
 CAPS_MB = (0.25, 1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 TURNS = 3
@@ -109,15 +109,16 @@ def tune(
 
     def prepared() -> list[tuple[Caps, TrainStep]]:
         check_state(state)
-        if not caps_mb:
-            raise ValueError("caps_mb must hold at least one cap to choose from.")
-        if steps < 1:
-            raise ValueError(f"steps must be 1 or more, got {steps}.")
+        if not isinstance(caps_mb, Sequence) or not caps_mb:
+            raise ValueError(f"caps_mb must hold at least one cap to choose from, got {caps_mb!r}.")
+        check_whole("steps", steps, 1)
         caps = [cap if isinstance(cap, int | float) else tuple(cap) for cap in caps_mb]
         return [(cap, step.with_options(bucket_cap_mb=cap)) for cap in caps]
 
-    described = [f"caps {[*caps_mb]}, {steps} steps each"]
-    trials = verify(step.group, "what to tune", prepared, lambda _: described)
+    def described(trials: list[tuple[Caps, TrainStep]]) -> list[str]:
+        return [f"caps {[cap for cap, _ in trials]}, {steps} steps each"]
+
+    trials = verify(step.group, "what to tune", prepared, described)
     refuse_deleted(state)
     variants = dict[str, tuple[Caps, TrainStep]]()
     for cap, variant in trials:

@@ -168,4 +168,7 @@ def _hooked(
     buffer: Shaped[Array, " n"],
     memory: State,
 ) -> tuple[Array, State]:
-    return hook.apply(comm, GradBucket(buffer, leaves), memory)
+    result = hook.apply(comm, GradBucket(buffer, leaves), memory)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(f"{hook.name}: apply must return (sum, memory), got {result!r:.60}.")
+    return result

@@ -59,6 +59,7 @@ from fddp.jax_internals.jaxprs import named_as as named_as
 from fddp.jax_internals.jaxprs import named_like as named_like
 from fddp.jax_internals.jaxprs import new_variable as new_variable
 from fddp.jax_internals.jaxprs import of_a_vector as of_a_vector
+from fddp.jax_internals.jaxprs import ordered as ordered
 from fddp.jax_internals.jaxprs import over_axes as over_axes
 from fddp.jax_internals.jaxprs import pads_layers as pads_layers
 from fddp.jax_internals.jaxprs import parameters as parameters

@@ -17,6 +17,7 @@ from jax._src.core import Literal as Literal
 from jax._src.core import Var as Var
 from jax._src.core import jaxpr_as_fun as jaxpr_as_fun
 from jax._src.core import jaxprs_in_params
+from jax._src.effects import ordered_effects
 from jax.sharding import Mesh
 
 from fddp.jax_internals.arrays import part_shape, resharded
@@ -123,6 +124,11 @@ def acts_alike(eqn: JaxprEqn, earlier: JaxprEqn) -> bool:
     """
     common = set(eqn.effects) & set(earlier.effects)  # mpi4jax gives dicts
     return any(not isinstance(effect, core.NamedAxisEffect) for effect in common)
+
+
+def ordered(closed: ClosedJaxpr) -> list[str]:
+    """Names the effects that JAX runs in order. Relies on `ordered_effects`."""
+    return [type(x).__name__ for x in closed.effects if ordered_effects.contains(x)]
 
 
 def inner_programs(eqn: JaxprEqn) -> list[Jaxpr]:

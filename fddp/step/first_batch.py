@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 
 from fddp.buckets import SentLeaf
 from fddp.comm import described, forms_of, trace
-from fddp.jax_internals import ClosedJaxpr, unbound_axis
+from fddp.jax_internals import ClosedJaxpr, ordered, unbound_axis
 from fddp.jaxpr import (
     collectives,
     first_uses,
@@ -25,7 +25,7 @@ from fddp.jaxpr import (
 from fddp.losses import Sums, contribute, reached, unjoined
 from fddp.step.agreed import Common, Seen
 from fddp.step.bucket_plan import provisional_plan
-from fddp.step.checks import check_batch
+from fddp.step.checks import check_batch, check_trained
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.first_rows import digest
 from fddp.step.partitions import partitions_of
@@ -40,8 +40,9 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Se
     check_batch(replica, batch)
     state = check_layout(replica, state)
     chosen = replica.chosen(state.params)
+    check_trained(state.params, chosen)
     program, outputs = _gradients(replica, state, batch)
-    _check_collectives(replica, program)
+    _check_effects(replica, program)
     partitions = partitions_of(replica, state.params, program)
     leaves = range(len(jax.tree.leaves(state.params)))
     units = {i: partitions.get(i, SentLeaf(i)) for i in leaves}
@@ -132,8 +133,17 @@ def _part(replica: Replica, batch: PyTree) -> Any:
     return jax.tree.map(lambda x: x[: x.shape[0] // replica.micro_batches], batch)
 
 
-def _check_collectives(replica: Replica, program: ClosedJaxpr) -> None:
-    """Raises ValueError if an option does not work with the loss's collectives."""
+def _check_effects(replica: Replica, program: ClosedJaxpr) -> None:
+    """Raises ValueError for effects that no program of several devices has, and for collectives
+    that do not work with an option."""
+    placement = replica.group.placement
+    several = placement.on_mesh and placement.axis_size * placement.devices_of_replica > 1
+    if several and not replica.way.replicas and (effects := ordered(program)):
+        raise ValueError(
+            f"the loss has effects in an order ({', '.join(effects)}), which JAX runs on one "
+            "device only: use jax.lax.psum or pmean over group.axis_name for mpi4jax's calls, or "
+            "fddp.init('mpi'); leave ordered=True out of prints and callbacks."
+        )
     kinds = collectives(program)
     if kinds:
         refuse(

@@ -63,6 +63,11 @@ def read_start(
         check_no_state(name, tree)
         if paths := not_numeric(tree):
             raise TypeError(f"{name} must be a tree of arrays, and holds {shortened(paths, ', ')}.")
+    for x in jax.tree.leaves((params, model_state)):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise TypeError(f"step.init takes arrays, got {x}: step.shapes takes their forms.")
+    if wrong := [x for x in jax.tree.leaves(rng) if not hasattr(x, "dtype")]:
+        raise TypeError(f"rng must be a tree of keys, of jax.random.key, got {wrong[0]!r}.")
     return Start(params, model_state, rng, _check_start(replica, optimizer, params))
 
 

@@ -20,6 +20,7 @@ from fddp.step import (
     TrainState,
     accumulate_locally,
     check_no_sync,
+    check_state,
     compare,
     described_start,
     finished,
@@ -134,6 +135,7 @@ class TrainStep(SettledStep):
           >>> step.finish(state).params.shape
           (3,)
         """
+        check_state(state)
         return finished(state)
 
     def shapes(

@@ -61,7 +61,10 @@ def test_the_tuned_step_has_the_best_cap_and_goes_on_from_the_state(step_and_sta
 def test_a_search_over_nothing_is_refused(step_and_state: Make):
     with pytest.raises(ValueError, match="caps_mb must hold at least one cap"):
         fddp.tune(*step_and_state(), ROWS, caps_mb=[])
-    with pytest.raises(ValueError, match="steps must be 1 or more, got 0"):
+    number: Any = 3
+    with pytest.raises(ValueError, match=r"caps_mb must hold at least one cap .*got 3"):
+        fddp.tune(*step_and_state(), ROWS, caps_mb=number)
+    with pytest.raises(ValueError, match="steps must be a whole number of 1 or more, got 0"):
         fddp.tune(*step_and_state(), ROWS, steps=0)
     with pytest.raises(ValueError, match="bucket_cap_mb must be 0 or more"):
         fddp.tune(*step_and_state(), ROWS, caps_mb=[4, -1])

@@ -650,6 +650,11 @@ def test_what_is_no_hook_or_needs_a_state_is_refused(group):
         TypeError, match=r"hook must be a fddp.Hook, such as one of fddp.hooks, got str"
     ):
         fddp.train_step(loss_fn, optax.sgd(0.1), group=group(1), hook="bf16")  # pyright: ignore[reportArgumentType]
+    sum_alone: Any = lambda comm, bucket, memory: bucket.buffer  # noqa: E731
+    hook = fddp.Hook(lambda leaf: (), sum_alone)
+    f = fddp.value_and_grad(loss_fn, group=group(2), hook=hook)
+    with pytest.raises(TypeError, match=r"apply must return \(sum, memory\), got "):
+        f(PARAMS, X)
     f = fddp.value_and_grad(loss_fn, group=group(2), hook=hooks.topk(0.1))
     with pytest.raises(ValueError, match=r"topk.* has a memory from step to step"):
         f(PARAMS, X)

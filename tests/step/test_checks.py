@@ -159,11 +159,11 @@ def test_params_of_another_model_are_refused_by_their_leaves(make, group):
 def test_what_is_no_group_is_refused(group):
     two: Any = 2
     all_of_them: Any = "all"
-    message = r"group must be a fddp.Group, .* got 2"
+    message = r"group must be a fddp.Group, .* got int 2"
     refused(TypeError, message, lambda: fddp.train_step(square, optax.sgd(0.1), group=two))
     refused(
         TypeError,
-        r"group must be a fddp.Group, .* got 'all'",
+        r"group must be a fddp.Group, .* got str 'all'",
         lambda: fddp.value_and_grad(square, group=all_of_them),
     )
     refused(TypeError, r"group must be a fddp.Group", lambda: fddp.join([X], all_of_them))
@@ -176,6 +176,7 @@ def calls_with(step: fddp.TrainStep, state: Any) -> list[Callable[[], Any]]:
     """Calls that take a state."""
     calls = [step, step.no_sync, step.lower]
     return [
+        partial(step.finish, state),
         *(partial(call, state, X) for call in calls),
         partial(fddp.measure, step, state, [X]),
         partial(fddp.audit, step, state, X),
@@ -304,6 +305,11 @@ def test_parameters_that_change_their_form_are_refused_by_leaf(group, name, opti
     step(state, X)
 
 
+def test_a_first_state_without_parameters_is_refused(make):
+    step = make()
+    refused(ValueError, "params holds no", lambda: step(step.init(W)._replace(params=None), X))
+
+
 def test_numpy_parameters_of_64_bits_are_accepted_as_the_same(make):
     step = make(donate=False)
     state, _ = step(step.init(W), X)
@@ -322,6 +328,21 @@ def test_parameters_of_a_dtype_that_jax_lacks_are_refused_by_leaf(group, options
 
 
 ### Losses
+
+
+def test_effects_in_an_order_are_refused_on_several_devices(make, group):
+    """mpi4jax's calls have them, too. JAX runs them on one device only."""
+
+    def loss(w: Any, x: Any) -> Any:
+        jax.debug.print("{}", jnp.sum(x), ordered=True)
+        return square(w, x)
+
+    message = r"effects in an order \(OrderedDebugEffect\).* use jax.lax.psum"
+    refused(ValueError, message, lambda: make(loss)(make().init(W), X))
+    for replicas, virtual in ((1, None), (2, 2)):  # programs of one device
+        alone = group(replicas)
+        step = fddp.train_step(loss, optax.sgd(0.1), group=alone, virtual_replicas=virtual)
+        assert step(step.init(W), X)[1].loss == square(W, X)
 
 
 @pytest.mark.steps
@@ -486,11 +507,11 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ),
         ({"accumulation_steps": 1.5}, ValueError, "accumulation_steps must be .*, got 1.5"),
         ({"accumulation_steps": True}, ValueError, "accumulation_steps must be .*, got True"),
-        ({"order": "forward"}, ValueError, "order must be one of ready, reverse, got 'forward'"),
+        ({"order": "forward"}, ValueError, "order must be 'ready' or 'reverse', got 'forward'"),
         (
             {"schedule": "later"},
             ValueError,
-            "schedule must be one of auto, overlap, after, eager, got 'later'",
+            "schedule must be 'auto', 'overlap', 'after' or 'eager', got 'later'",
         ),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
         (
@@ -717,6 +738,13 @@ def test_text_among_buffers_or_keys_and_a_group_that_is_none_are_refused(make):
         r"rng must be a tree of arrays, and holds 'seed'",
         lambda: make().init(W, rng="seed"),
     )
+    refused(
+        TypeError,
+        r"rng must be a tree of keys, of jax.random.key, got 3",
+        lambda: make().init(W, rng=3),
+    )
+    form = jax.ShapeDtypeStruct((2,), np.float32)
+    refused(TypeError, "init takes arrays, got ShapeDtype.*step.shapes", lambda: make().init(form))
     refused(TypeError, "fddp.on: group must be a fddp.Group", lambda: make().on("gpu"))
 
 
