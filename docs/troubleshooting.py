@@ -472,6 +472,11 @@ LOSS = (
         "Use `group.axis_name`.",
     ),
     Fault(
+        "the loss has effects in an order (…), which JAX runs on one device only",
+        "The loss has calls of mpi4jax, or prints or callbacks with `ordered=True`.",
+        "Use `jax.lax.pmean` over `group.axis_name`, or MPI; leave out `ordered=True`.",
+    ),
+    Fault(
         "which this backend does not support: use backend 'gloo' or 'nccl'",
         "MPI lacks this collective.",
         "Use `fddp.init('gloo')`, or another collective.",

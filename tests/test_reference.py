@@ -23,7 +23,7 @@ from fddp.analysis.measure import bytes_of
 from fddp.comm.mesh_programs import GPU_OPTIONS
 from fddp.jax_internals import OVERLAP_OPTIONS, PIPELINED_ROUNDS
 from fddp.step.foreign_options import ANSWERS
-from fddp.step.options import ORDERS, SCHEDULES, SHARED, SWITCHES
+from fddp.step.options import CHOICES
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,13 +49,6 @@ def quoted(cell: str) -> list[str]:
 
 
 OPTIONS = page("options.md")
-CHOICES: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(SWITCHES, (True, False)),
-    "order": ORDERS,
-    "schedule": SCHEDULES,
-    "shard": (*SHARED, None),
-    "broadcast_buffers": (True, False, "mean"),
-}
 
 
 def test_each_option_has_a_row_with_its_default():

@@ -11,8 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from typing import Any
 
-import numpy as np
-
 from fddp.checkpoints.folder import located, met, on_all, remark
 from fddp.checkpoints.restoring import newest, report_restored, source
 from fddp.checkpoints.saved_leaves import LOCAL, named_leaves, stacked_buffers, unstacked_buffers
@@ -21,9 +19,9 @@ from fddp.checkpoints.stored_pieces import is_distributed, read_state
 from fddp.comm import verify
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted
-from fddp.step import TrainState, check_state, finished
+from fddp.step import TrainState, check_state, check_step, finished
 from fddp.training import TrainStep
-from fddp.wording import check_switch
+from fddp.wording import check_switch, check_whole
 
 
 class Checkpoints:
@@ -68,21 +66,13 @@ class Checkpoints:
           RuntimeError: rank 0 cannot open the folder; on every rank. A single process raises the
             OSError itself.
         """
-        if not isinstance(step, TrainStep):
-            raise TypeError(
-                f"Checkpoints: step must be a step from fddp.train_step, got {type(step).__name__}."
-            )
-        for name, value in (("every", every), ("keep", keep)):
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-                raise ValueError(
-                    f"Checkpoints: {name} must be a whole number of 1 or more, got {value!r}."
-                )
+        check_step("Checkpoints", step)
         self._step = step
         self._group = step.group
         # The fields of the state that differ between replicas.
         self._local = [x for x in LOCAL if x != "model_state" or not step.options.broadcast_buffers]
-        self._every = int(every)
-        self._keep = int(keep)
+        self._every = check_whole("Checkpoints: every", every, 1)
+        self._keep = check_whole("Checkpoints: keep", keep, 1)
         self._last: int | None = None  # number of the last saved step; None before the first call
         self._seen = 0  # number of the state in the last call of `save`
         self._saves = 0

@@ -17,6 +17,7 @@ from fddp.comm.transport import Hosts, Transport
 from fddp.comm.trees import broadcast_tree, rows
 from fddp.comm.two_levels import hierarchical
 from fddp.jax_internals import without_context_mesh
+from fddp.wording import check_choice
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
@@ -124,8 +125,7 @@ class Group:
         Raises:
           ValueError: another `op`.
         """
-        if op not in REDUCTIONS:
-            raise ValueError(f"op must be one of {', '.join(REDUCTIONS)}, got {op!r}.")
+        check_choice("op", op, [*REDUCTIONS])
         return reduce(REDUCTIONS[op], self.all_gather(x))
 
     @without_context_mesh

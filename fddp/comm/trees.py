@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 from fddp.comm.agreement import described, verify
 from fddp.comm.host_bytes import CHUNK_BYTES, from_bytes, from_hosted, hosted
 from fddp.jax_internals import rows_here
+from fddp.wording import check_has
 
 if TYPE_CHECKING:  # a group has them as methods
     from fddp.comm.group import Group
@@ -52,13 +53,8 @@ def rows(group: "Group", batch: Any) -> Any:
 
 def _count(name: str, x: Any) -> int:
     """Returns the number of rows of an array; refuses other leaves."""
-    shape = getattr(x, "shape", None)
-    if shape is None:
-        raise TypeError(
-            f"group.rows: {name} must be an array, got {type(x).__name__} {x!r:.60}: convert it "
-            "with np.asarray."
-        )
-    if not shape:
+    check_has("shape", f"group.rows: {name}", x, "an array, such as of np.asarray")
+    if not (shape := x.shape):
         raise ValueError(
             f"group.rows: {name} has no dims, and rows lie along the first: divide the other "
             "arrays, and add this value afterwards."

@@ -30,6 +30,7 @@ from fddp.losses import Stacked, Weighted, check_callable, count_rows
 from fddp.runtime import group_of
 from fddp.sharding import whole
 from fddp.step import TrainState, check_filled, check_no_state, finished, refuse_transformations
+from fddp.wording import check_has
 
 
 def evaluate(
@@ -114,11 +115,8 @@ def _sums(
     metric_fn: Callable[..., Any], params: Any, buffers: Any, batches: Iterable[Any], group: Group
 ) -> Any:
     """Returns each metric's Σ w·x and Σ w over this process's batches; None without a batch."""
-    if not isinstance(batches, Iterable):
-        raise TypeError(
-            "fddp.evaluate: batches must be an iterable of this process's batches, got "
-            f"{type(batches).__name__}."
-        )
+    kind = "an iterable of this process's batches"
+    check_has("__iter__", "fddp.evaluate: batches", batches, kind)
     local = _alone(group)
     sums = None
     pending = deque[Any]()

@@ -18,7 +18,7 @@ from fddp.comm import Group
 from fddp.jax_internals import rows_here
 from fddp.losses import Joined, Stacked, count_rows, is_rows
 from fddp.runtime import group_of
-from fddp.wording import check_switch
+from fddp.wording import check_has, check_switch
 
 EXHAUSTED: Any = object()
 
@@ -59,11 +59,8 @@ def join(
       >>> float(state.params)
       3.0
     """
-    if not isinstance(batches, Iterable):
-        raise TypeError(
-            "join: batches must be an iterable of this process's batches, got "
-            f"{type(batches).__name__}."
-        )
+    kind = "an iterable of this process's batches"
+    check_has("__iter__", "join: batches", batches, kind)
     check_switch("join: divide_by_initial_world_size", divide_by_initial_world_size)
     check_switch("join: throw_on_early_termination", throw_on_early_termination)
     return _rounds(

@@ -24,7 +24,7 @@ from fddp.runtime.join_service import join_service, on_cpus
 from fddp.runtime.launchers import launcher_variables, read_launch
 from fddp.runtime.place import Launch
 from fddp.runtime.watching import FAILED, follows_another
-from fddp.wording import check_seconds, check_switch, check_whole
+from fddp.wording import check_choice, check_has, check_seconds, check_switch, check_whole
 
 JOINED = "FDDP_JOINED"  # the process that joined, for processes that it starts
 BACKENDS = ("nccl", "gloo", "mpi", "local")
@@ -84,8 +84,7 @@ def init(
       >>> fddp.init().rank
       0
     """
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {backend!r}.")
+    check_choice("backend", backend, (*BACKENDS, None))
     for name, seconds in (("timeout_s", timeout_s), ("stall_s", stall_s)):
         if seconds is not None:
             check_seconds(name, seconds)
@@ -177,11 +176,9 @@ def on_leaving(undo: Callable[[], object]) -> None:
 
 def group_of(call: str, group: Group | None) -> Group:
     """Returns the group argument of the public function `call`, or the group of `init` for None."""
-    if group is not None and not isinstance(group, Group):
-        raise TypeError(
-            f"fddp.{call}: group must be a fddp.Group, for example from fddp.init() or "
-            f"fddp.mesh_group, got {group!r}."
-        )
+    if group is not None:
+        kind = "a fddp.Group, for example from fddp.init() or fddp.mesh_group"
+        check_has("make_subgroup", f"fddp.{call}: group", group, kind)
     cache_small_programs()  # the folder may be set after `init`
     return group or init()
 

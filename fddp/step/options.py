@@ -10,7 +10,7 @@ from fddp.buckets import Caps, check_caps
 from fddp.hooks import Hook
 from fddp.step.combinations import WHOLE_LEAVES, refuse
 from fddp.step.foreign_options import refuse_unknown
-from fddp.wording import check_whole
+from fddp.wording import check_choice, check_has, check_whole
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -21,10 +21,13 @@ Buffers: TypeAlias = bool | Literal["mean"]
 Shared: TypeAlias = Literal["optimizer", "state"]
 Ignore: TypeAlias = Callable[[str], bool]
 
-ORDERS = get_args(Order)
-SCHEDULES = get_args(ScheduleName)
-SHARED = get_args(Shared)
-SWITCHES = (*("find_unused_parameters", "skip_nonfinite", "donate"),)
+CHOICES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("find_unused_parameters", "skip_nonfinite", "donate"), (True, False)),
+    "order": get_args(Order),
+    "schedule": get_args(ScheduleName),
+    "shard": (*get_args(Shared), None),
+    "broadcast_buffers": (True, False, "mean"),
+}
 
 # The line on options in a docstring, which `explained` extends.
 OPTIONS = "**options: fields of `fddp.Options`, named as DDP names them."
@@ -128,26 +131,12 @@ class Options:
         check_whole("check_replicas_every", self.check_replicas_every, 0)
         if self.virtual_replicas is not None:
             check_whole("virtual_replicas", self.virtual_replicas, 1)
-        _check_choice("order", self.order, ORDERS)
-        _check_choice("schedule", self.schedule, SCHEDULES)
-        if self.hook is not None and not isinstance(self.hook, Hook):
-            raise TypeError(
-                "hook must be a fddp.Hook, such as one of fddp.hooks, got "
-                f"{type(self.hook).__name__}."
-            )
-        if self.ignore is not None and not callable(self.ignore):
-            raise TypeError(
-                f"ignore must be a function of a leaf's path, got {type(self.ignore).__name__}."
-            )
-        for name in SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        if not isinstance(self.broadcast_buffers, bool) and self.broadcast_buffers != "mean":
-            raise ValueError(
-                f"broadcast_buffers must be True, False or 'mean', got {self.broadcast_buffers!r}."
-            )
-        if self.shard not in (None, *SHARED):
-            raise ValueError(f"shard must be 'optimizer', 'state' or None, got {self.shard!r}.")
+        if self.hook is not None:
+            check_has("by_element", "hook", self.hook, "a fddp.Hook, such as one of fddp.hooks")
+        if self.ignore is not None:
+            check_has("__call__", "ignore", self.ignore, "a function of a leaf's path")
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         refuse(self.asked)
 
     @property
@@ -185,11 +174,6 @@ class Options:
             name: getattr(self, name)
             for name in ("bucket_cap_mb", "first_bucket_mb", "last_bucket_mb")
         }
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}.")
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -21,7 +21,7 @@ from fddp.comm import Group
 from fddp.optim import check_needs
 from fddp.step import LOCAL, StepOptimizer, Way
 from fddp.training.local_way import LocalWay
-from fddp.wording import check_whole
+from fddp.wording import check_has, check_whole
 
 
 def local_steps(
@@ -65,11 +65,7 @@ def local_steps(
     """
     outer = optax.sgd(1.0) if outer is None else outer
     for name, value in (("optimizer", optimizer), ("outer", outer)):
-        if not hasattr(value, "init") or not hasattr(value, "update"):
-            raise TypeError(
-                f"local_steps: {name} must be one of optax's optimizers, got "
-                f"{type(value).__name__}."
-            )
+        check_has("update", f"local_steps: {name}", value, "one of optax's optimizers")
         if isinstance(value, LocalSteps):
             raise TypeError(
                 f"local_steps: {name} is a local_steps optimizer already; give the optimizer "

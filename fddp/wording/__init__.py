@@ -3,6 +3,7 @@
 Every other room imports this room, which imports none.
 """
 
+from fddp.wording.texts import check_choice as check_choice
 from fddp.wording.texts import check_has as check_has
 from fddp.wording.texts import check_number as check_number
 from fddp.wording.texts import check_range as check_range

@@ -82,6 +82,13 @@ def check_whole(name: str, value: object, least: int) -> int:
     return int(value)
 
 
+def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+    """Raises ValueError unless a value is one of the choices, and of its type: 1 is not True."""
+    if (type(value), value) not in [(type(choice), choice) for choice in choices]:
+        *more, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(more)} or {last}, got {value!r:.60}.")
+
+
 def check_seconds(name: str, value: object) -> None:
     """Raises ValueError if a value is not a positive number."""
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:

@@ -308,7 +308,7 @@ def test_what_cannot_be_meant_is_refused(
 ):
     with pytest.raises(ValueError, match=message):
         fddp.Checkpoints(tmp_path, first(group(1))[0], **arguments)
-    with pytest.raises(TypeError, match=r"step must be a step from fddp\.train_step"):
+    with pytest.raises(TypeError, match=r"step must be a step, from fddp\.train_step"):
         fddp.Checkpoints(tmp_path, lambda state, batch: state)  # type: ignore
 
 

@@ -80,7 +80,11 @@ def test_rows_of_one_process_are_all_rows(group):
         ({"x": np.ones(4), "y": np.ones((6, 2))}, ValueError, r"4 in \['x'\], 6 in \['y'\]"),
         (np.float32(3), ValueError, "batch has no dims, and rows lie along the first"),
         ({"x": np.ones(4), "n": np.int32(4)}, ValueError, r"\['n'\] has no dims"),
-        ({"x": [1, 2]}, TypeError, r"\['x'\]\[0\] must be an array, got int 1: .* np\.asarray"),
+        (
+            {"x": [1, 2]},
+            TypeError,
+            r"\['x'\]\[0\] must be an array, such as .*, got int 1",
+        ),
     ],
 )
 def test_a_batch_without_rows_is_refused_by_name(group, batch, error, words):
@@ -151,7 +155,7 @@ def test_a_group_refuses_what_it_cannot_do(group):
     two: fddp.Group = group(2)
     refused(
         ValueError,
-        "op must be one of sum, max, min, got 'mean'",
+        "op must be 'sum', 'max' or 'min', got 'mean'",
         lambda: two.all_reduce(1.0, "mean"),
     )
     refused(ValueError, r"root must be a rank in 0..0, got 1", lambda: two.broadcast(W, root=1))
@@ -187,7 +191,7 @@ def test_mpi_drives_one_device_a_process():
 def test_init_refuses_what_no_world_can_be():
     refused(
         ValueError,
-        "backend must be one of nccl, gloo, mpi, local or None, got 'tcp'",
+        "backend must be 'nccl', 'gloo', 'mpi', 'local' or None, got 'tcp'",
         lambda: fddp.init("tcp"),
     )
     refused(

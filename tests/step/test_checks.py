@@ -159,11 +159,11 @@ def test_params_of_another_model_are_refused_by_their_leaves(make, group):
 def test_what_is_no_group_is_refused(group):
     two: Any = 2
     all_of_them: Any = "all"
-    message = r"group must be a fddp.Group, .* got 2"
+    message = r"group must be a fddp.Group, .* got int 2"
     refused(TypeError, message, lambda: fddp.train_step(square, optax.sgd(0.1), group=two))
     refused(
         TypeError,
-        r"group must be a fddp.Group, .* got 'all'",
+        r"group must be a fddp.Group, .* got str 'all'",
         lambda: fddp.value_and_grad(square, group=all_of_them),
     )
     refused(TypeError, r"group must be a fddp.Group", lambda: fddp.join([X], all_of_them))
@@ -340,7 +340,8 @@ def test_effects_in_an_order_are_refused_on_several_devices(make, group):
     message = r"effects in an order \(OrderedDebugEffect\).* use jax.lax.psum"
     refused(ValueError, message, lambda: make(loss)(make().init(W), X))
     for replicas, virtual in ((1, None), (2, 2)):  # programs of one device
-        step = make(loss, virtual_replicas=virtual).on(group(replicas))
+        alone = group(replicas)
+        step = fddp.train_step(loss, optax.sgd(0.1), group=alone, virtual_replicas=virtual)
         assert step(step.init(W), X)[1].loss == square(W, X)
 
 
@@ -506,11 +507,11 @@ def test_an_error_of_the_loss_itself_comes_through(make):
         ),
         ({"accumulation_steps": 1.5}, ValueError, "accumulation_steps must be .*, got 1.5"),
         ({"accumulation_steps": True}, ValueError, "accumulation_steps must be .*, got True"),
-        ({"order": "forward"}, ValueError, "order must be one of ready, reverse, got 'forward'"),
+        ({"order": "forward"}, ValueError, "order must be 'ready' or 'reverse', got 'forward'"),
         (
             {"schedule": "later"},
             ValueError,
-            "schedule must be one of auto, overlap, after, eager, got 'later'",
+            "schedule must be 'auto', 'overlap', 'after' or 'eager', got 'later'",
         ),
         ({"donate": 1}, ValueError, "donate must be True or False, got 1"),
         (

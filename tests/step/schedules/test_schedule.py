@@ -90,7 +90,7 @@ def test_without_jit_a_step_runs_as_jax_runs_it(group):
 
 def test_a_schedule_without_a_name_in_the_list_is_refused():
     with pytest.raises(
-        ValueError, match="schedule must be one of auto, overlap, after, eager, got 3"
+        ValueError, match="schedule must be 'auto', 'overlap', 'after' or 'eager', got 3"
     ):
         fddp.Options(schedule=3)  # pyright: ignore[reportArgumentType]
 
