@@ -224,8 +224,12 @@ def test_doctor_names_a_host_and_a_shared_memory_that_will_not_do(monkeypatch, c
     monkeypatch.setattr(socket, "gethostname", lambda: "nowhere.invalid")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=4096))
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr("fddp.analysis.doctor.installed", lambda _: "0.10.2")
     assert main(["doctor"]) == 0
     printed = capsys.readouterr().out
+    assert (
+        "wrong numbers: sums of vmapped" in printed and "→ jaxlib 0.11.0 or XLA_FLAGS=" in printed
+    )
     assert "the name 'nowhere.invalid' of this host does not lead to an address" in printed
     assert "ready: CPUs of several processes, past https_proxy" in printed
     assert "/dev/shm has 0.00391 MiB, and MPICH may crash" in printed
