@@ -29,7 +29,7 @@ INTERNAL = {
         "tree_unflatten",
     ),
     "training.settled_step.SettledStep": (
-        "held",
+        "local_form",
         "optimizer",
         "settled",
         "skips",
