@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -236,7 +237,9 @@ def train(folder: Path, steps: int, pause: float) -> None:
                 break_if_demanded("message")
             return group.journal.message(name, nbytes)
 
-        breaking = replace(group, journal=replace(group.journal, message=message))
+        journal: Any = copy(group.journal)
+        journal.message = message
+        breaking = replace(group, journal=journal)
         return fddp.train_step(loss, optax.adam(1e-3), group=breaking, **OPTIONS)
 
     def rows(group: fddp.Group) -> np.ndarray:

@@ -410,6 +410,7 @@ def started(env: Mapping[str, str], *, mpi_ranks: int = 1, **arguments: Any) -> 
         patch.setattr(os, "environ", dict(env))
         patch.setattr(importlib.util, "find_spec", lambda name: name)
         patch.setattr(world, "_started", [])
+        patch.setattr(world, "remark", lambda *_: "")  # on the installed jaxlib
         patch.setattr(world, "_has_gpus", lambda: False)
         patch.setattr(world, "mpi_size", lambda: mpi_ranks)
         patch.setattr(world, "_start", lambda backend, launch, *_: (backend, launch))
