@@ -86,12 +86,16 @@ def update(
     )
 
 
-def check_needs(optimizer: optax.GradientTransformation, params: PyTree) -> None:
+def check_needs(optimizer: optax.GradientTransformation, params: PyTree = None) -> None:
     """Raises TypeError if an optimizer requires arguments that a step lacks; nothing is computed.
 
     Line searches, for example, require a function of the loss, and some optimizers the gradient of
-    each example.
+    each example. Without `params` it tries made-up ones, with which an optimizer may fail for other
+    reasons, such as labels by path; it then passes.
     """
+    if params is None:
+        shapes = {"w": (3, 2), "b": (3,)}
+        params = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()}
     # The first trial calls the update as a step does. Later ones add one function each, to detect
     # the missing one.
     for functions in ({}, *({name: f} for name, f in FUNCTIONS.items())):

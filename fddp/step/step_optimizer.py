@@ -24,7 +24,7 @@ class StepOptimizer:
         """Initializes the optimizer's state."""
         return self.inner.init(params)
 
-    def check_needs(self, params: PyTree) -> None:
+    def check_needs(self, params: PyTree = None) -> None:
         """Raises TypeError if a transformation requires arguments that a step lacks."""
         check_needs(self.inner, params)
 
@@ -43,7 +43,7 @@ Optimizer: TypeAlias = optax.GradientTransformation | StepOptimizer
 
 
 def read_optimizer(call: str, value: Any) -> StepOptimizer:
-    """Makes the optimizer of a step; raises TypeError for other values."""
+    """Makes the optimizer of a step; raises TypeError unless it needs only gradients and loss."""
     if not hasattr(value, "init") or not hasattr(value, "update"):
         # Flax's optimizers and train states hold an optax optimizer in `tx`.
         kind = type(value).__name__
@@ -52,4 +52,5 @@ def read_optimizer(call: str, value: Any) -> StepOptimizer:
         raise TypeError(f"fddp.{call}: optimizer must be one of optax's, got {kind}.")
     if not isinstance(value, StepOptimizer):
         value = StepOptimizer(value)
+    value.check_needs()
     return value

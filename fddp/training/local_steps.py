@@ -118,7 +118,7 @@ class LocalSteps(StepOptimizer):
             "local_steps(optimizer, …) itself, with chains, scales and other wrappers inside of it."
         )
 
-    def check_needs(self, params: PyTree) -> None:
+    def check_needs(self, params: PyTree = None) -> None:
         """Raises TypeError if one of both optimizers requires arguments that a step lacks."""
         super().check_needs(params)
         check_needs(self.outer, params)

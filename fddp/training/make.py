@@ -51,8 +51,8 @@ def train_step(
       A `TrainStep`: `step.init(params)` → state, `step(state, batch)` → (state, info).
 
     Raises:
-      TypeError: an unknown option, or a loss that is not a function. `init` raises it for an
-        optimizer that needs more than loss and gradients.
+      TypeError: an unknown option, a loss that is not a function, or an optimizer that needs more
+        than loss and gradients.
       ValueError: an option out of its range.
 
     Example:

@@ -139,7 +139,7 @@ def test_an_optimizer_of_optax_trains_as_in_plain_jax(group, name):
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_asks_for_more_than_a_step_has_is_refused_by_init(group, name):
+def test_what_asks_for_more_than_a_step_has_is_refused_where_the_step_is_made(group, name):
     for optimizer in (
         optimizer_by_name(name),
         optax.chain(optax.clip(1.0), optimizer_by_name(name)),
@@ -149,7 +149,7 @@ def test_what_asks_for_more_than_a_step_has_is_refused_by_init(group, name):
             TypeError,
             match=rf"the optimizer's update asks for {REFUSED[name]}.* which a step does not have",
         ):
-            fddp.train_step(loss_fn, optimizer, group=group(1)).init(PARAMS)
+            fddp.train_step(loss_fn, optimizer, group=group(1))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,15 @@ def test_so_is_every_other_that_asks_for_a_function(group, optimizer, argument):
     with pytest.raises(
         TypeError, match=rf"asks for {argument}, which a step does not have.*linesearch=None"
     ):
-        fddp.train_step(loss_fn, optimizer, group=group(1)).init(PARAMS)
+        fddp.train_step(loss_fn, optimizer, group=group(1))
+
+
+def test_what_only_the_parameters_show_is_refused_by_init(group):
+    labels = {"layer": "search", "bias": "rest"}  # for other names than those made up
+    optimizer = optax.partition({"search": optax.lbfgs(), "rest": optax.sgd(0.1)}, labels)
+    step = fddp.train_step(lambda p, x: loss_fn(p["layer"], x), optimizer, group=group(1))
+    with pytest.raises(TypeError, match="asks for value_fn, which a step does not have"):
+        step.init({"layer": PARAMS, "bias": np.ones(2, np.float32)})
 
 
 def test_lbfgs_without_a_line_search_trains(group):
