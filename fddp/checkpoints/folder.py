@@ -33,9 +33,7 @@ def located(path: str | PathLike[str]) -> Path:
     if not isinstance(path, str | PathLike):
         raise TypeError(f"Checkpoints: path must be a str or a path, got {path!r}.")
     name = os.fsdecode(path)
-    if (
-        re.match(r"$|[A-Za-z][\w+.-]+:/", name) or Path(name).is_file()
-    ):  # of "gs://…" a Path leaves "gs:/…"
+    if re.match(r"$|[A-Za-z][\w+.-]+:/", name):  # of "gs://…" a Path leaves "gs:/…"
         raise ValueError(
             f"Checkpoints: path must be a folder of a file system, got {name!r}: give the mount "
             "point of a bucket, and '.' for the current folder."
