@@ -181,7 +181,7 @@ def _computed(messages: Sequence[MessageTimes], begin: float) -> Iterator[Span]:
     for wait in sorted([*((x.awaited, x.resumed) for x in messages), (end, end)]):
         cuts = [begin, *(start for start in starts if begin < start < wait[0]), wait[0]]
         for cut, next_cut in pairwise(cuts):
-            kind = "compute" if cut <= starts[-1] else "update"
+            kind = "compute" if cut <= max(starts, default=begin) else "update"
             name = "stage" if kind == "compute" else kind
             if next_cut > cut:
                 yield Span(kind, f"{name} {next(numbers[kind])}", cut, next_cut)

@@ -35,7 +35,7 @@ def steps_with_sums_in_flight_train_as_by_plain_jax(group: fddp.Group):
     for options in ({}, {"shard": "state"}, {"accumulation_steps": 2}):
         step = eager_step(group, **options)
         state, losses = trained(step, group, rows)
-        assert isinstance(state, fddp.StateInFlight)
+        assert isinstance(state, fddp.StateInFlight) and step.timeline().messages
         np.testing.assert_allclose(losses, expected.losses, rtol=1e-5)
         whole = fddp.whole(step.finish(state).params, group=group)
         close(whole, expected.params, rtol=1e-3, atol=1e-5)

@@ -24,7 +24,7 @@ from fddp.comm import (
     of_one_replica,
     trace,
 )
-from fddp.program import Cut, cut_late
+from fddp.program import Cut, Timeline, cut_late
 from fddp.step.schedules.compiling import compiling, first_call
 from fddp.step.schedules.one_program import fed, overlap, traced
 from fddp.step.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
@@ -161,19 +161,23 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
         specs = (last.specs, group.placement.per_replica), (REPLICATED, late.specs)
         return _program(group, run, *specs, (0,) if donate else ()), late
 
+    last_program: Any = plain  # whose calls have a timeline
+
     def launched(inputs: StepInputs, call: Callable[..., Any]) -> StepOutputs | None:
         """Runs a step; None if it has no late sums."""
+        nonlocal last_program
         state = inputs.state
         if isinstance(state, StateInFlight):
             # The state's forms are those of the last step: only the rows are looked at.
-            program, late = going_on(state.late, *_key(forms_of(inputs.rows)))
-            info, in_flight = call(program)(state.arrays, inputs.rows)
+            last_program, late = going_on(state.late, *_key(forms_of(inputs.rows)))
+            info, in_flight = call(last_program)(state.arrays, inputs.rows)
         else:
             first = late_of(*_key(forms_of(inputs)))
             if first is None:
                 return None
             late = first
-            info, (step, _, computed) = call(starting(late))(*inputs)
+            last_program = starting(late)
+            info, (step, _, computed) = call(last_program)(*inputs)
             leaves = jax.tree.leaves(inputs)
             in_flight = step, [leaves[k] for k in late.cut.passed], computed
         return StepOutputs((StateInFlight(in_flight, late), info), [], ())
@@ -189,7 +193,10 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     def goes_on(state: Any) -> bool:
         return state.late.owner is step and not state.finished
 
-    return plain._replace(run=run, inside=inside, goes_on=goes_on)
+    def timeline() -> Timeline:
+        return last_program.timeline()
+
+    return plain._replace(run=run, inside=inside, goes_on=goes_on, timeline=timeline)
 
 
 def _cut(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late | None:
@@ -232,7 +239,7 @@ def _program(
 ) -> Any:
     program = group.placement.program(f, in_specs, out_specs, donate=donate)
     launch = first_call(program, "the step", partial(compiling, group))
-    launch.__wrapped__ = program.__wrapped__  # type: ignore
+    launch.__wrapped__, launch.timeline = program.__wrapped__, program.timeline  # type: ignore
     return launch
 
 
