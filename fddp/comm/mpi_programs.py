@@ -58,7 +58,11 @@ def rank_placement(size: int) -> Placement:
         f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()
     ) -> jax.stages.Wrapped:
         del in_specs, out_specs
-        return jax.jit(f, donate_argnums=tuple(donate), compiler_options=options)
+        # Where no argument is read, JAX would leave the results uncommitted, such as the moments of
+        # a first state; and the second step, whose arguments are all committed, would compile anew.
+        return jax.jit(
+            f, donate_argnums=tuple(donate), compiler_options=options, out_shardings=sharding
+        )
 
     def place(tree: PyTree, spec: PartitionSpec) -> Any:
         del spec

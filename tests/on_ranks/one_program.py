@@ -177,6 +177,12 @@ def a_step_inside_of_a_scan_has_the_times_of_its_last_round(group: fddp.Group):
 
 
 @claim(backends=("mpi",))
+def a_first_state_is_committed_so_that_the_second_step_compiles_nothing(group: fddp.Group):
+    state = fddp.train_step(loss, ADAM, group=group).init(net())
+    assert all(x.committed for x in jax.tree.leaves(state))
+
+
+@claim(backends=("mpi",))
 def messages_of_after_start_behind_the_whole_backward_pass(group: fddp.Group):
     """Each layer sleeps before its gradient is there."""
     seconds = 0.05
