@@ -43,7 +43,7 @@ _identities = count()
 
 
 class Stamps(ctypes.Structure):
-    """What a lane remembers of a message, as in `lane.cc`."""
+    """The record of a message in its lane, as in `lane.cc`."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("call", "program", "nbytes")),

@@ -114,7 +114,7 @@ class SocketSend:
         sent: Sequence[np.ndarray],
         use: Callable[[slice, Sequence[np.ndarray]], None],
     ) -> None:
-        """Sends an array to each of some ranks; `use` takes what arrives, block by block."""
+        """Sends an array to each of some ranks; `use` takes each block that arrives."""
         own = sent[ranks.index(self._rank)]
         count = max(BLOCK_BYTES // len(ranks) // own.itemsize, 1)
         arriving: tuple[slice, list[np.ndarray]] | None = None
@@ -162,7 +162,7 @@ class _Peer:
         self.incoming.append(received.view(np.uint8).data)
 
     def move(self) -> bool:
-        """Sends and receives what is possible at once; returns False if it is nothing."""
+        """Moves the bytes that can move at once; returns False if there are none."""
         try:
             sent = _move(self.outgoing, self.connection.send)
             return _move(self.incoming, self.connection.recv_into) or sent

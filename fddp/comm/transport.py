@@ -1,4 +1,4 @@
-"""What carries messages while programs compute, and bytes between the hosts of programs."""
+"""The carriers of messages while programs compute, and of bytes between their hosts."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias

@@ -212,7 +212,7 @@ class Membership:
             self._changed()
 
     def _changed(self) -> None:
-        """Tells the others, and breaks the messages off if a member is lost."""
+        """Informs the others, and breaks the messages off if a member is lost."""
         for uid in self.signs.left:  # its script has ended: it takes no part in a further view
             self._agreement.lose(uid, ended=True)
         self._admit_waiting()  # a lost member makes room

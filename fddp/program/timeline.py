@@ -44,7 +44,7 @@ class MessageTimes:
     received: float
     """It has arrived."""
     awaited: float
-    """The program asks for it."""
+    """The program begins to wait for it."""
     resumed: float
     """The program has waited for it."""
     done: float
@@ -174,7 +174,7 @@ def timeline_of(messages: Sequence[MessageTimes], begin: float) -> Timeline:
 
 
 def _computed(messages: Sequence[MessageTimes], begin: float) -> Iterator[Span]:
-    """What lies between the waits of a program; a stage ends where a message starts."""
+    """The spans between the waits of a program; a stage ends where a message starts."""
     starts = sorted(x.started for x in messages)
     end = max((x.done for x in messages), default=begin)
     numbers = {"compute": count(), "update": count()}
