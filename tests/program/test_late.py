@@ -10,6 +10,7 @@ from program.test_overlap import RANKS, recorded
 
 from fddp.jaxpr import form_of
 from fddp.program import Cut, cut_late, exchange, overlapped
+from fddp.step.schedules.late_sums import first_third
 
 PARAMS = jnp.arange(1.0, 5.0)
 ROWS = jnp.full((3, 4), 0.5)
@@ -76,7 +77,7 @@ def test_the_last_two_thirds_leave_in_the_order_of_the_next_forward_pass():
 
     params = [jnp.ones(n) for n in (6, 6, 6, 5, 3, 1)]
     closed = jax.make_jaxpr(six_layers)(params)
-    parts = cut_late(closed, [], passes=6)
+    parts = cut_late(closed, [], passes=6, at_once=first_third)
 
     def whole(*params: jax.Array) -> list[jax.Array]:
         return parts.rest(params, parts.received(parts.first(*params)[1]))

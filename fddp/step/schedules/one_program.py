@@ -88,20 +88,15 @@ def fed(group: Group, inputs: StepInputs) -> StepInputs:
     return inputs._replace(rows=group.placement.as_program_rows(rows))
 
 
-def traced(
-    group: Group,
-    pieces: Pieces,
-    state: Any,
-    pending: PyTree,
-    shards: PyTree,
-    memory: Memory,
-    rows: PyTree,
-) -> tuple[Any, Any, Memory]:
-    """Runs the step of one replica; gradients made in the rounds of a loop are summed in them."""
+def traced(group: Group, pieces: Pieces, *inputs: Any) -> tuple[Any, Any, Memory]:
+    """Runs the step of one replica; gradients made in the rounds of a loop are summed in them.
+
+    `inputs` are those of `StepInputs`, in order.
+    """
     run = partial(_run, group, pieces)
     if any(reduction.rounds > 1 for reduction in pieces.reductions):
         run = received_behind_loops(fused_loops(run))
-    return run(state, pending, shards, memory, rows)
+    return run(*inputs)
 
 
 def _run(
