@@ -6,7 +6,7 @@ Source: Li et al., "PyTorch Distributed" (VLDB 2020), section 4.2;
 
 import operator
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ def make_plan(
       >>> [bucket.names for bucket in make_plan(tree, bucket_cap_mb=1).buckets]
       [('w',), ('b',)]
     """
-    return plan_together(
+    return plan_with_loops(
         tree,
         {},
         order=order,
@@ -69,16 +69,20 @@ def make_plan(
     )
 
 
-def plan_together(
+def plan_with_loops(
     tree: PyTree,
-    together: Mapping[int, Hashable],
+    loops: Mapping[int, tuple[int, int]],
     *,
     order: Sequence[int] | None = None,
     bucket_cap_mb: Caps = 25,
     first_bucket_mb: float = 1,
     last_bucket_mb: float = 1,
 ) -> BucketPlan:
-    """Makes a plan in which leaves with one key in `together` share a bucket per dtype."""
+    """Makes a plan in which buckets hold leaves of no loop, or leaves of one loop.
+
+    `loops` maps a leaf to the number of its loop and the loop's number of rounds. Each round sends
+    a part of the bucket, which the cap limits.
+    """
     check_caps(bucket_cap_mb, first_bucket_mb, last_bucket_mb)
     if isinstance(order, str) or not (order is None or hasattr(order, "__iter__")):
         raise TypeError(
@@ -94,11 +98,11 @@ def plan_together(
             f"order must name each leaf at most once, by its index in 0..{len(leaves) - 1}, "
             f"got {list(order)}."
         )
-    keys = {i: together.get(i) for i in order}
+    in_loops = {i: loops.get(i, (None, 1)) for i in order}
     one_cap = isinstance(bucket_cap_mb, int | float)
     caps = [min(first_bucket_mb, bucket_cap_mb), bucket_cap_mb] if one_cap else bucket_cap_mb
-    buckets = _fill(leaves, keys, [cap * MiB for cap in caps])
-    if one_cap and buckets and keys[buckets[-1][0]] is None:
+    buckets = _fill(leaves, in_loops, [cap * MiB for cap in caps])
+    if one_cap and buckets and buckets[-1][0] not in loops:
         buckets = _by_readiness(
             _shorten_last(leaves, buckets, cap=min(last_bucket_mb, bucket_cap_mb) * MiB), order
         )
@@ -108,21 +112,23 @@ def plan_together(
 
 
 def _fill(
-    leaves: Sequence[Leaf], keys: Mapping[int, Hashable | None], caps: Sequence[float]
+    leaves: Sequence[Leaf],
+    in_loops: Mapping[int, tuple[int | None, int]],
+    caps: Sequence[float],
 ) -> list[list[int]]:
-    """Fills buckets: one is open per dtype, and per key and dtype one that no cap closes."""
-    filling: dict[tuple[np.dtype, Hashable | None], list[int]] = {}
-    nbytes = Counter[tuple[np.dtype, Hashable | None]]()
+    """Fills buckets: one is open per dtype and loop."""
+    filling: dict[tuple[np.dtype, int | None], list[int]] = {}
+    nbytes = Counter[tuple[np.dtype, int | None]]()
     closed: list[list[int]] = []
-    for i, key in keys.items():
-        bucket = leaves[i].dtype, key
+    for i, (loop, rounds) in in_loops.items():
+        bucket = leaves[i].dtype, loop
         filling.setdefault(bucket, []).append(i)
-        nbytes[bucket] += leaves[i].nbytes
+        nbytes[bucket] += leaves[i].nbytes // rounds
         cap = caps[min(len(closed), len(caps) - 1)]
-        if key is None and nbytes[bucket] >= cap:
+        if nbytes[bucket] >= cap:
             closed.append(filling.pop(bucket))
             del nbytes[bucket]
-    return _by_readiness([*closed, *filling.values()], list(keys))
+    return _by_readiness([*closed, *filling.values()], list(in_loops))
 
 
 def _by_readiness(buckets: Sequence[list[int]], order: Sequence[int]) -> list[list[int]]:

@@ -77,15 +77,15 @@ def plan_with_rounds(
     order: Sequence[SentLeaf],
     **caps: Any,
 ) -> BucketPlan:
-    """Makes a plan in which the leaves of a loop share a bucket per dtype."""
+    """Makes a plan in which the leaves of a loop share buckets."""
     if not any(entry.rounds > 1 for entry in order):
         indices = [entry.leaf for entry in order]
         return plan_with_table_rows(tree, touched, replicas, order=indices, **caps)
     leaf_plan = make_plan(tree, order=())
     leaves = jax.tree.leaves(tree)
-    together = {k: x.loop for k, x in enumerate(order) if x.rounds > 1}
+    loops = {k: (x.loop, x.rounds) for k, x in enumerate(order) if x.rounds > 1}
     touched_entries = {
-        k: touched[x.leaf] for k, x in enumerate(order) if k not in together and x.leaf in touched
+        k: touched[x.leaf] for k, x in enumerate(order) if k not in loops and x.leaf in touched
     }
     # Plans a list of the entries; its leaves are named by their index.
     plan = plan_with_table_rows(
@@ -93,7 +93,7 @@ def plan_with_rounds(
         touched_entries,
         replicas,
         order=range(len(order)),
-        together=together,
+        loops=loops,
         **caps,
     )
 

@@ -1,6 +1,6 @@
 """Chooses the tables whose gradients travel as touched rows; `fddp.hooks` sums them."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from fddp.buckets.assignment import make_plan, plan_together
+from fddp.buckets.assignment import make_plan, plan_with_loops
 from fddp.buckets.plan import Bucket, BucketPlan, Leaf
 from fddp.buckets.sent_leaves import Rows
 
@@ -21,7 +21,7 @@ def plan_with_table_rows(
     replicas: int,
     *,
     order: Sequence[int],
-    together: Mapping[int, Hashable] = MappingProxyType({}),
+    loops: Mapping[int, tuple[int, int]] = MappingProxyType({}),
     **caps: Any,
 ) -> BucketPlan:
     """Makes a plan that sends leaves as rows, in separate buckets, if enough bytes are saved.
@@ -40,7 +40,7 @@ def plan_with_table_rows(
         if bucket and _saved(bucket, leaves[i], replicas) >= WORTH_BYTES:
             sparse[i] = bucket
     dense = [i for i in order if i not in sparse]
-    plan = plan_together(tree, together, order=dense, **caps)
+    plan = plan_with_loops(tree, loops, order=dense, **caps)
     position = {i: k for k, i in enumerate(order)}
     buckets = sorted(
         [*plan.buckets, *sparse.values()], key=lambda bucket: position[bucket.leaves[-1]]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import count as count_up
 from typing import TypeVar
 
-from fddp.jax_internals import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from fddp.jax_internals import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, scan_body
 from fddp.jaxpr.equations import cheap, straighten
 
 Fact = TypeVar("Fact")
@@ -65,14 +65,20 @@ def inputs_of_outputs(closed: ClosedJaxpr) -> list[frozenset[int]]:
     return list(map(sources, jaxpr.outvars))
 
 
-def last_costly(jaxpr: Jaxpr) -> Callable[[Var | Literal], int]:
-    """Returns value → position of the last costly equation that it depends on, or -1."""
+def last_costly(jaxpr: Jaxpr) -> Callable[[Var | Literal], tuple[int, ...]]:
+    """Returns value → place of the last costly equation that it depends on; () without one.
+
+    A place is a position in the program, followed by one in the body of a loop, if that is a loop.
+    """
     positions = count_up()
 
-    def through(eqn: JaxprEqn, inputs: list[int]) -> list[int]:
+    def through(eqn: JaxprEqn, inputs: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
         position = next(positions)
         if cheap(eqn):
-            position = max(inputs, default=-1)
-        return [position] * len(eqn.outvars)
+            return [max(inputs, default=())] * len(eqn.outvars)
+        if eqn.primitive.name != "scan":
+            return [(position,)] * len(eqn.outvars)
+        body = straighten(scan_body(eqn)[0]).jaxpr
+        return [(position, *place) for place in map(last_costly(body), body.outvars)]
 
-    return flow(jaxpr, [-1] * len(jaxpr.invars), through, lambda atom: -1)
+    return flow(jaxpr, [()] * len(jaxpr.invars), through, lambda atom: ())

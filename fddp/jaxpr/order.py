@@ -25,8 +25,8 @@ def ready_order(closed: ClosedJaxpr, count: int) -> tuple[int, ...]:
     """Orders the first `count` outputs of a program by the last costly equation each depends on.
 
     Casts delay nothing. JAX casts a gradient back when it reverses the cast of the parameter, often
-    at the very end, but the gradient is ready as soon as the uncast value is. Outputs of the same
-    equation (a `scan` over layers) are in reverse order, DDP's guess.
+    at the very end, but the gradient is ready as soon as the uncast value is. Outputs of a `scan`
+    over layers are in the order of its body; outputs of another equation in reverse, DDP's guess.
     """
     jaxpr = straighten(closed).jaxpr
     # A gradient without an equation (a constant, an input) is ready before all others.

@@ -115,15 +115,15 @@ def test_complex_parameters_have_gradients():
     assert order(loss, {"a": np.complex64(1j), "z": np.complex64(2)}) == ["a", "z"]
 
 
-def test_a_scan_over_layers_delivers_all_its_gradients_at_once():
+@pytest.mark.parametrize("first", ["kernel", "a"])
+def test_gradients_of_scanned_layers_are_in_the_order_of_their_loop(first):
     def loss(params: Any, x: Any) -> Any:
-        scanned = {"bias": params["bias"], "kernel": params["kernel"]}
-        x, _ = jax.lax.scan(lambda x, p: (jnp.tanh(x @ p["kernel"] + p["bias"]), None), x, scanned)
+        layer = lambda x, p: (jnp.tanh(jnp.sin(x @ p[0]) @ p[1]), None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, x, (params[first], params["b"]))
         return jnp.mean((x @ params["head"]) ** 2)
 
-    params = {"bias": np.ones((4, 1, 3), np.float32), "head": W, "kernel": np.stack([W] * 4)}
-    # The outputs of one equation are taken in reverse, as DDP guesses.
-    assert order(loss, params) == ["head", "kernel", "bias"]
+    params = {first: np.stack([W] * 4), "b": np.stack([W] * 4), "head": W}
+    assert order(loss, params) == ["head", "b", first]
 
 
 def test_unused_parameters_have_a_place_in_the_order_too():

@@ -143,6 +143,16 @@ def test_what_is_pending_or_asked_of_gradients_does_not_keep_sums_out_of_the_loo
 
 
 @pytest.mark.steps
+def test_a_cap_below_a_layer_divides_the_message_of_a_round(group, x64):
+    loss = net(WRITTEN["plainly"])
+    step, params = trained(fused(loss, optax.adamw(0.1), group(2), bucket_cap_mb=0), weights())
+    messages = [bucket.names for bucket in step.plan.buckets if bucket.rounds > 1]
+    assert messages == [("layers/bias",), ("layers/kernel",)]
+    assert sums_in_loops(step, weights()) == 1
+    compare(params, plain(loss, optax.adamw(0.1), weights()))
+
+
+@pytest.mark.steps
 def test_gradients_that_no_sync_left_pending_are_summed_with_the_rest(group, x64):
     loss = net(WRITTEN["plainly"])
     step = fused(loss, optax.sgd(0.1), group(2))
