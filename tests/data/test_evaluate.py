@@ -20,7 +20,7 @@ from on_ranks.evaluation import a_loader_may_refill_one_buffer
 
 import fddp
 from fddp.runtime.watching.recorder import Recorder
-from fddp.runtime.watching.watcher.shared_memory import HEAD, SIZE
+from fddp.runtime.watching.watcher.shared_memory import REPORT, SIZE
 
 close = partial(trees.close, rtol=1e-12, atol=0)
 
@@ -102,7 +102,7 @@ def test_each_batch_is_a_sign_to_the_watchers_that_a_rank_moves(group):
 
     def batches() -> Iterator[np.ndarray]:
         for _ in range(3):
-            moved.add(HEAD.read(recorder.memory)["moved"])
+            moved.add(REPORT.read(recorder.memory)["moved"])
             yield X[:8]
 
     fddp.evaluate(metrics, W, batches(), group=replace(group(1), journal=recorder))

@@ -14,13 +14,14 @@ from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from mmap import mmap
 from operator import sub
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 
 from fddp.comm import Finding, Journal
 from fddp.runtime.watching.watcher import shared_memory
-from fddp.runtime.watching.watcher.shared_memory import BETWEEN, ENDS, LAUNCHED, STEP, Record
+from fddp.runtime.watching.watcher.shared_memory import BETWEEN, ENDS, LAUNCHED, REPORT, STEP
 
 WAIT_S = 0.01
 STEPS = 20  # number of last steps in the typical time
@@ -37,17 +38,14 @@ class Recorder(Journal):
         self._lock = threading.RLock()
         self._launched = deque[Any]()
         self._starts = deque[float](maxlen=STEPS)  # of steps of all ranks
-        self._typical = 0.0
-        self._life = self._steps = self._calls = self._messages = self._before = 0
-        self._inside = self._together = False
-        self._doing = BETWEEN
+        self._report = SimpleNamespace(**REPORT.read(bytearray(shared_memory.SIZE)))
+        self._inside = False
         self._caller = ""
-        self._asked = 0
         self._asked_at = time.monotonic()
         self.between()
 
     def step(self, processes: int) -> AbstractContextManager[None]:
-        self._steps += 1
+        self._report.steps += 1
         return self._noted(STEP, processes)
 
     def call(self, name: str, processes: int) -> AbstractContextManager[None]:
@@ -67,23 +65,22 @@ class Recorder(Journal):
     @contextmanager
     def message(self, name: str, nbytes: int) -> Iterator[None]:
         with self._lock:
-            record = shared_memory.message(self._messages)
-            key = (self._messages, self._steps, time.monotonic())
-            self._messages += 1
+            number = self._report.messages
+            record = shared_memory.message(number)
+            key = (number, self._report.steps, time.monotonic())
             record.write(self.memory, *key, 0.0, nbytes, name)
-            self._write(shared_memory.SENDING, name)
+            self._move(messages=number + 1, sending=name)
         yield
         with self._lock:
             record.write(self.memory, *key, time.monotonic(), nbytes, name)
-            self._write(shared_memory.SENDING, "")
+            self._move(sending="")
 
     def at(self, place: str) -> None:
         """Records the main thread's place in the script; on any thread."""
-        with self._lock:
-            shared_memory.PLACE.write(self.memory, place)
+        self._write(place=place)
 
     def goes_on(self, after: int) -> None:
-        self._before = after - self._steps
+        self._report.before = after - self._report.steps
         self.between()
 
     def launched(self, result: Any) -> None:
@@ -100,9 +97,9 @@ class Recorder(Journal):
             if doing.startswith(ENDS):
                 # JAX frees an array without the GIL; in a thread that Python ends, this aborts.
                 self._launched.clear()
-            if not self._doing.startswith(ENDS):
-                self._doing = doing
-            self._write(shared_memory.DOING, self._doing)
+            if self._report.doing.startswith(ENDS):
+                doing = self._report.doing
+            self._move(doing=doing)
 
     def between(self) -> None:
         self.say(BETWEEN)
@@ -110,14 +107,14 @@ class Recorder(Journal):
     def live(self) -> Finding:
         """Records a sign of life and the ended steps; returns the watchers' finding."""
         with self._lock:
-            self._life += 1
-            shared_memory.LIFE.write(self.memory, self._life)
+            self._write(life=self._report.life + 1)
             self._look()
         return self.finding()
 
     def ask_to_stop(self) -> None:
         """Records that this process must end soon; safe in a signal handler."""
-        shared_memory.TOLD.write(self.memory, True)
+        # The handler may have interrupted a write, which then writes the earlier value once more.
+        self._write(told=True)
 
     def stops(self) -> bool:
         """Returns True if all ranks stop now: the n-th call gets the same answer on every rank.
@@ -127,18 +124,18 @@ class Recorder(Journal):
         disagrees, and the watchers propose another number.
         """
         time_s = time.monotonic()
-        previous_s = self._asked_at
-        self._asked += 1
+        between_s = time_s - self._asked_at
         self._asked_at = time_s
         if self.processes == 1:
-            return shared_memory.TOLD.read(self.memory)["told"]
+            return self._report.told
+        asks = self._report.asks + 1
         while True:
             proposal = shared_memory.PROPOSAL.read(self.memory)
             proposed = proposal["step"]
-            agreed = proposed if self._asked <= proposed else -proposed
-            shared_memory.ANSWER.write(self.memory, self._asked, time_s - previous_s, agreed)
-            if self._asked != proposed or proposal["settled"]:
-                return self._asked == proposed
+            agreed = proposed if asks <= proposed else -proposed
+            self._write(asks=asks, between_s=between_s, agreed=agreed)
+            if asks != proposed or proposal["settled"]:
+                return asks == proposed
             time.sleep(WAIT_S)
 
     def finding(self) -> Finding:
@@ -146,22 +143,20 @@ class Recorder(Journal):
 
     @contextmanager
     def _noted(self, doing: str, processes: int) -> Iterator[None]:
+        report = self._report
         self._inside = True
-        self._together = processes == self.processes
-        if self._together:
-            self._calls += 1
+        together = report.together = processes == self.processes
+        if together:
+            report.calls += 1
             if doing == STEP:
                 self._time_step()
-        if self._launched:
-            self.say(LAUNCHED)
-        else:
-            self.say(doing)
+        self.say(LAUNCHED if self._launched else doing)
         try:
             yield
         except BaseException:
             # The other ranks did not begin this call, or failed in it too.
-            self._calls -= self._together
-            self._steps -= doing == STEP
+            report.calls -= together
+            report.steps -= doing == STEP
             raise
         finally:
             with self._lock:
@@ -170,11 +165,11 @@ class Recorder(Journal):
 
     def _time_step(self) -> None:
         """Updates the lower quartile of step times; a single pause does not change it."""
-        if self._steps > 2:  # the first step compiles, and has no step before it
+        if self._report.steps > 2:  # the first step compiles, and has no step before it
             self._starts.append(time.monotonic())
             times = sorted(map(sub, islice(self._starts, 1, None), self._starts))
             if times:
-                self._typical = times[len(times) // 4]
+                self._report.typical = times[len(times) // 4]
 
     def _look(self, over: bool = False) -> None:
         """Removes the ended ones of the launched steps, which end in order."""
@@ -182,20 +177,18 @@ class Recorder(Journal):
             self._launched.popleft()
             over = True
         if over and not (self._inside or self._launched):
-            self._together = False
+            self._report.together = False
             self.between()
         elif over:
-            self._write_head()
+            self._move()
 
-    def _write(self, record: Record, text: str) -> None:
-        record.write(self.memory, text)
-        self._write_head()
+    def _move(self, **changes: Any) -> None:
+        self._write(moved=time.monotonic(), **changes)
 
-    def _write_head(self) -> None:
-        counts = (self._steps, self._calls, self._messages)
-        shared_memory.HEAD.write(
-            self.memory, *counts, time.monotonic(), self._together, self._before, self._typical
-        )
+    def _write(self, **changes: Any) -> None:
+        with self._lock:
+            vars(self._report).update(changes)
+            REPORT.write(self.memory, *vars(self._report).values())
 
 
 def _on_its_way(array: Any) -> bool:

@@ -1,16 +1,23 @@
 """Records of a job that ended: `python -m fddp flight`."""
 
 import json
+import os
 from functools import partial
-from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fddp.runtime.watching.flight_records import flight_text, read_flights
-from fddp.runtime.watching.watcher.rank import record as write_record
-from fddp.runtime.watching.watcher.shared_memory import SIZE
+from fddp.runtime.watching.watcher.rank import WatchedRank
+
+REPORT = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
+
+
+def watched(flight: Path) -> WatchedRank:
+    """A rank without messages."""
+    job = {"rank": 0, "size": 1, "flight": str(flight), "began": 1.0}
+    return WatchedRank(job | {"memory": -1, "parent": os.getppid()})
 
 
 def message(
@@ -118,9 +125,7 @@ def test_a_record_of_huge_numbers_and_codes_for_the_terminal_is_told_in_few_word
 def test_a_record_takes_the_place_of_a_link_and_is_for_its_owner_alone(tmp_path: Path):
     folder = tmp_path / "flight"
     target = tmp_path / "other"
-    job = {"rank": 0, "size": 1, "flight": str(folder), "began": 1.0}
-    head_of_rank = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
-    write = partial(write_record, mmap(-1, SIZE), job, head_of_rank, "rank 0 died")
+    write = partial(watched(folder).record, REPORT, "rank 0 died")
     assert write()
     assert folder.stat().st_mode & 0o777 == 0o700
     (folder / "rank_0.json").unlink()
@@ -133,6 +138,4 @@ def test_a_record_takes_the_place_of_a_link_and_is_for_its_owner_alone(tmp_path:
 
 def test_a_folder_that_cannot_be_made_has_no_record(tmp_path: Path):
     (tmp_path / "file").touch()
-    job = {"rank": 0, "size": 1, "flight": str(tmp_path / "file" / "flight"), "began": 1.0}
-    report = {"rank": 0, "steps": 3, "before": 0, "doing": "step"}
-    assert not write_record(mmap(-1, SIZE), job, report, "rank 0 died")
+    assert not watched(tmp_path / "file" / "flight").record(REPORT, "rank 0 died")

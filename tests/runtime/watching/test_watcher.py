@@ -3,6 +3,7 @@ reason."""
 
 import fcntl
 import json
+import os
 import re
 import resource
 import socket
@@ -20,7 +21,7 @@ from fddp.runtime.watching import flight_text as flight
 from fddp.runtime.watching import read_flights
 from fddp.runtime.watching.watcher.links import wait_readable
 from fddp.runtime.watching.watcher.main import STOP_S, Stop, stop_of
-from fddp.runtime.watching.watcher.mpiexec import leave_last
+from fddp.runtime.watching.watcher.rank import WatchedRank
 from fddp.runtime.watching.watcher.verdicts import (
     AFTER_S,
     PATIENCE,
@@ -501,16 +502,15 @@ def test_a_rank_that_leaves_is_no_success_to_mpiexec_though_all_write_to_files(t
 def test_the_watcher_of_rank_0_ends_mpiexec_and_the_others_hold_it_until_then():
     mpiexec, link_end = socket.socketpair()
     link, first = socket.socketpair()
+    job = {"memory": -1, "parent": os.getppid(), "pmi_fd": link_end.fileno()}
+    leave_last = WatchedRank(job).leave_last
     with mpiexec, link_end, link, first:
-        holds = Thread(
-            target=leave_last,
-            args=(link_end.fileno(), {link: bytearray()}, 60.0),
-            kwargs={"abort": False},
-        )
+        links = {link: bytearray()}
+        holds = Thread(target=leave_last, args=(links, 60.0), kwargs={"abort": False})
         holds.start()
         assert first.recv(1) == b""  # rank 0's watcher does not wait for this one
         assert holds.is_alive()
-        leave_last(link_end.fileno(), {}, 60.0, abort=True)
+        leave_last({}, 60.0, abort=True)
         assert mpiexec.recv(100) == b"cmd=abort exitcode=1\n"
         mpiexec.close()
         holds.join(60.0)

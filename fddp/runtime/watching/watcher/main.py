@@ -12,10 +12,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from mmap import mmap
 from typing import Any, NamedTuple
 
 from .links import (
@@ -29,9 +28,8 @@ from .links import (
     wait_readable,
     write_stderr,
 )
-from .mpiexec import leave_last
-from .rank import death, end, pidfd, record, report_reader
-from .shared_memory import FAILED, PROPOSAL, SIZE, VERDICT
+from .rank import WatchedRank
+from .shared_memory import FAILED, PROPOSAL, VERDICT
 from .verdicts import Verdict, judge, judge_alone, unheard
 
 STOP_S = 1.5  # seconds until all ranks have received a proposed stop
@@ -48,17 +46,7 @@ def main(job: dict[str, Any]) -> None:
     with suppress(OSError):
         os.nice(-10)
     allow_files(job["size"])  # rank 0's watcher has a link for each rank
-    memory = mmap(job["memory"], SIZE)
-    process = job["parent"]
-    watch = Watch(
-        job,
-        job["rank"],
-        memory,
-        report_reader(memory, job),
-        death(process),
-        pidfd(process),
-        open_links(job["links"]),
-    )
+    watch = Watch(job, job["rank"], WatchedRank(job), open_links(job["links"]))
     while not _has_ended(watch):
         received = _hear(watch)
         if watch.own["left"]:  # rank 0's watcher only waits until all other ranks have left
@@ -71,7 +59,7 @@ def main(job: dict[str, Any]) -> None:
                 return _end(watch, abort=watch.rank == 0 or bool(own_verdict))
     if watch.own["doing"] == FAILED and watch.own["steps"]:
         # The other ranks failed by its end before a verdict.
-        record(watch.memory, job, watch.own, f"rank {watch.rank} failed")
+        watch.watched.record(watch.own, f"rank {watch.rank} failed")
     return None
 
 
@@ -88,13 +76,7 @@ class Watch:
 
     job: Mapping[str, Any]
     rank: int
-    memory: mmap
-    read: Callable[[], dict[str, Any]]
-    """Reads the rank's report from its records."""
-    died: Callable[[], float | None]
-    """Returns the time of the rank's end, None before."""
-    ends: list[int]
-    """A file that becomes readable when the rank ends."""
+    watched: WatchedRank
     links: Links
     """Connections to other watchers."""
     born: float = field(default_factory=time.monotonic)
@@ -117,7 +99,7 @@ class Watch:
 
 def _hear(watch: Watch) -> list[Verdict]:
     """Waits briefly for messages or the rank's end; returns the received verdicts."""
-    readable = wait_readable([*watch.ends, *watch.links], EVERY_S)
+    readable = wait_readable([*watch.watched.ends, *watch.links], EVERY_S)
     time_s = watch.now = time.monotonic()
     verdicts = list[Verdict]()
     for link in [link for link in watch.links if link in readable]:
@@ -131,9 +113,7 @@ def _hear(watch: Watch) -> list[Verdict]:
                 if line["gone"] is not None:
                     line["gone"] = time_s - line["gone"]
                 watch.reports[line["rank"]] = line | {"heard": time_s}
-    watch.own = watch.reports[watch.rank] = watch.read() | {"gone": watch.died(), "heard": time_s}
-    if watch.own["gone"]:
-        watch.ends = []
+    watch.own = watch.reports[watch.rank] = watch.watched.report() | {"heard": time_s}
     return verdicts
 
 
@@ -150,7 +130,7 @@ def _judge(watch: Watch) -> Verdict | None:
         if len(watch.reports) == len(ranks) or watch.now > watch.born + LAST_S:
             verdict = judge(silent | watch.reports, watch.now, stall_s)
         watch.stop = stop_of(watch.reports, watch.stop)
-    PROPOSAL.write(watch.memory, *watch.stop)
+    PROPOSAL.write(watch.watched.memory, *watch.stop)
     return verdict
 
 
@@ -181,7 +161,7 @@ def _tell(watch: Watch, verdict: Verdict) -> None:
     concerned = not watch.own["done"] or (verdict.end and not watch.own["gone"])
     if concerned and verdict.words != watch.said:
         watch.said = verdict.words
-        VERDICT.write(watch.memory, False, verdict.words)
+        VERDICT.write(watch.watched.memory, False, verdict.words)
         write_stderr(f"rank {watch.rank} of {watch.job['size']}: {verdict.words}.")
 
 
@@ -200,12 +180,12 @@ def _end(watch: Watch, *, abort: bool) -> None:
             if watch.spoke.get(link, watch.now) > watch.now - patience
         }
         wait_for_others(near, patience)
-        if record(watch.memory, job, watch.own, watch.said):
+        if watch.watched.record(watch.own, watch.said):
             write_stderr(
                 f"`python -m fddp flight {job['flight']}` shows the last messages of each rank."
             )
-    end(watch.memory, job, watch.own, watch.said, watch.died)
-    leave_last(job["pmi_fd"], watch.links, patience, abort=abort)
+    watch.watched.end(watch.own, watch.said)
+    watch.watched.leave_last(watch.links, patience, abort=abort)
 
 
 def _has_ended(watch: Watch) -> bool:

@@ -1,7 +1,7 @@
 """The layout of the memory shared by a rank and its watcher.
 
 It needs only the standard library: both sides import this file, and a watcher must not load JAX.
-The watcher writes `VERDICT` and `PROPOSAL`, the rank all other records.
+The watcher writes `VERDICT` and `PROPOSAL`, the rank `REPORT` and the messages.
 """
 
 import struct
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 MESSAGES = 64  # number of recorded messages
 LINE = 64  # bytes of a cache line; each record begins a line, because two processes write
 
-### Activities of a rank: values of `DOING`, in addition to names of tasks and collectives
+### Activities of a rank: values of `doing`, in addition to names of tasks and collectives
 
 BETWEEN = "between steps"
 STEP = "step"  # before the first task of a step, when it may compile
@@ -25,22 +25,13 @@ OF = " of "  # between a collective and the call of all ranks that needs it
 ENDS = (FINISHED, EXITED, FAILED, LEFT)  # the final states begin so
 
 
-class Field(NamedTuple):
-    """A number, a flag, or a text of limited length."""
-
-    name: str
-    format: str
-    """Format, as in `struct`."""
-    meaning: str
-
-
 class Record(NamedTuple):
-    """Fields written in a single write."""
+    """Numbers, flags and texts of limited length, written in a single write."""
 
     place: int
     """Offset in the memory, in bytes."""
     layout: struct.Struct
-    fields: tuple[Field, ...]
+    names: tuple[str, ...]
 
     @property
     def end(self) -> int:
@@ -57,8 +48,7 @@ class Record(NamedTuple):
         packed = bytes(memory[self.place : self.end])
         while (second := bytes(memory[self.place : self.end])) != packed:
             packed = second
-        names = [field.name for field in self.fields]
-        return dict(zip(names, map(_unpacked, self.layout.unpack(packed))))
+        return dict(zip(self.names, map(_unpacked, self.layout.unpack(packed))))
 
 
 def message(number: int) -> Record:
@@ -68,9 +58,10 @@ def message(number: int) -> Record:
     )
 
 
-def _record(offset: int, *fields: tuple[str, str, str]) -> Record:
-    layout = struct.Struct("<" + "".join(code for _, code, _ in fields))
-    return Record(-(-offset // LINE) * LINE, layout, tuple(Field(*field) for field in fields))
+def _record(offset: int, **formats: str) -> Record:
+    """Makes the record behind an offset; the formats of its fields are those of `struct`."""
+    layout = struct.Struct("<" + "".join(formats.values()))
+    return Record(-(-offset // LINE) * LINE, layout, tuple(formats))
 
 
 def _packed(value: float | str) -> float | bytes:
@@ -87,43 +78,42 @@ def _unpacked(value: float | bytes) -> float | str:
 
 ### The records
 
-LIFE = _record(0, ("life", "Q", "signs of life"))
-HEAD = _record(
-    LIFE.end,
-    ("steps", "Q", "steps begun"),
-    ("calls", "Q", "calls begun that all ranks make together: steps, and collectives of hosts"),
-    ("messages", "Q", "messages begun"),
-    ("moved", "d", "time at which the rank last moved, in seconds of the monotonic clock"),
-    ("together", "?", "whether the rank is in a call of all ranks"),
-    ("before", "q", "steps of the training before this process began"),
-    ("typical", "d", "seconds of three of four steps, at least, from one begin to the next"),
+REPORT = _record(
+    0,
+    life="Q",  # signs of life
+    steps="Q",  # steps begun
+    calls="Q",  # calls begun that all ranks make together: steps, and collectives of hosts
+    messages="Q",  # messages begun
+    moved="d",  # time at which the rank last moved, in seconds of the monotonic clock
+    together="?",  # whether the rank is in a call of all ranks
+    before="q",  # steps of the training before this process began
+    typical="d",  # seconds of three of four steps, at least, from one begin to the next
+    doing="120s",  # what the rank does
+    sending="120s",  # the message under way; empty: none
+    place="120s",  # where in the script the main thread is
+    # The ranks agree on the call of `stops` at which all stop, once a rank must end soon.
+    told="?",  # whether this rank was told to end soon
+    asks="q",  # how often the rank has asked
+    between_s="d",  # seconds between its last two questions
+    agreed="q",  # the question at which it agrees to stop, negative if it is past that one
 )
-DOING = _record(HEAD.end, ("doing", "120s", "what the rank does"))
-SENDING = _record(DOING.end, ("sending", "120s", "the message under way; empty: none"))
-PLACE = _record(SENDING.end, ("place", "120s", "where in the script the main thread is"))
 VERDICT = _record(
-    PLACE.end, ("end", "?", "whether this rank is to end"), ("words", "512s", "why, for a person")
-)
-# The ranks agree on the call of `stops` at which all stop, once a rank must end soon.
-TOLD = _record(VERDICT.end, ("told", "?", "whether this rank was told to end soon"))
-ANSWER = _record(
-    TOLD.end,
-    ("asks", "q", "how often the rank has asked"),
-    ("between_s", "d", "seconds between its last two questions"),
-    ("agreed", "q", "the question at which it agrees to stop, negative if it is past that one"),
+    REPORT.end,
+    end="?",  # whether this rank is to end
+    words="512s",  # why, for a person
 )
 PROPOSAL = _record(
-    ANSWER.end,
-    ("step", "q", "the question at which all ranks are to stop; 0: none"),
-    ("settled", "?", "whether all have agreed to it"),
+    VERDICT.end,
+    step="q",  # the question at which all ranks are to stop; 0: none
+    settled="?",  # whether all have agreed to it
 )
 FIRST_MESSAGE = _record(
     PROPOSAL.end,
-    ("number", "Q", "its number among the messages of the rank"),
-    ("step", "Q", "the step that it belongs to"),
-    ("begin", "d", "when it left"),
-    ("end", "d", "when its sum was there; 0: not yet"),
-    ("nbytes", "Q", "its bytes"),
-    ("name", "120s", "its name"),
+    number="Q",  # its number among the messages of the rank
+    step="Q",  # the step that it belongs to
+    begin="d",  # when it left
+    end="d",  # when its sum was there; 0: not yet
+    nbytes="Q",  # its bytes
+    name="120s",  # its name
 )
 SIZE = message(MESSAGES - 1).end  # bytes of the memory
