@@ -10,13 +10,15 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from fddp.comm import answer_calls, call
+from fddp.runtime import place_of
 
 MOST = 1 << 20  # bytes of a line
 SEND_S = 2  # a member that reads nothing for this time is silent
 TOPIC = "members"
+CONNECT_S = 2.0
 RETRY_S = 0.2
 
 
@@ -37,7 +39,7 @@ class Connection:
         with self._sending, suppress(OSError):
             self._connection.sendall(data)
 
-    def read(self, on_line: Callable[["Connection", Any], None]) -> None:
+    def read(self, on_line: Callable[["Connection", Any], object]) -> None:
         """Reads lines until the connection ends."""
         try:
             while line := self._lines.readline(MOST):
@@ -54,30 +56,31 @@ class Connection:
             self._connection.shutdown(socket.SHUT_WR)
 
 
-class Handlers(NamedTuple):
-    """Calls for the events of a connection, on the thread that reads it."""
-
-    on_begin: Callable[[Connection], None]
-    on_line: Callable[[Connection, Any], None]
-    on_end: Callable[[Connection], None]
-
-
 class Links:
     """All connections of a member, and the port at which it accepts others."""
 
-    def __init__(self, uid: str, address: tuple[str, int], handlers: Handlers) -> None:
-        """`address` is the host and port to listen at; port 0 takes any."""
+    def __init__(
+        self,
+        uid: str,
+        address: tuple[str, int],
+        on_begin: Callable[[Connection], object],
+        on_line: Callable[[Connection, Any], object],
+        on_end: Callable[[Connection], object],
+    ) -> None:
+        """Listens at `address`, host and port; port 0 takes any.
+
+        The calls for the events of a connection are on the thread that reads it.
+        """
         self._uid = uid
-        self._handlers = handlers
-        host, port = address
-        self._door = socket.create_server((host, port), backlog=128)
+        self._on_begin, self._on_line, self._on_end = on_begin, on_line, on_end
+        self._door = socket.create_server(address, backlog=128)
         self.port = int(self._door.getsockname()[1])
         answer_calls(self._door, TOPIC, uid, self._begin)
 
-    def connect(self, address: tuple[str, int], timeout_s: float) -> Connection:
+    def connect(self, address: str) -> Connection:
         """Connects to a member, and begins to read its lines; ConnectionError if none answers."""
         try:
-            uid, connection = call(address, TOPIC, self._uid, timeout_s)
+            uid, connection = call(place_of(address), TOPIC, self._uid, CONNECT_S)
         except OSError as error:
             raise ConnectionError(f"no member of this job answers at {address}.") from error
         return self._begin(uid, connection)
@@ -88,10 +91,11 @@ class Links:
         limit = struct.pack("ll", SEND_S, 0)  # seconds, microseconds
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         link = Connection(uid, connection)
-        self._handlers.on_begin(link)
-        threading.Thread(target=self._read, args=(link,), name="fddp-member", daemon=True).start()
-        return link
+        self._on_begin(link)
 
-    def _read(self, link: Connection) -> None:
-        link.read(self._handlers.on_line)
-        self._handlers.on_end(link)
+        def read() -> None:
+            link.read(self._on_line)
+            self._on_end(link)
+
+        threading.Thread(target=read, name="fddp-member", daemon=True).start()
+        return link

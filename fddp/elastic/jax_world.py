@@ -23,7 +23,7 @@ import numpy as np
 from fddp.comm import REPLICATED, Group, Journal, forget_device_caches, world_group
 from fddp.elastic.views import View
 from fddp.jax_internals import bind_gloo, connect_to_service, leave_service
-from fddp.runtime import all_devices, start_service, without_proxies
+from fddp.runtime import all_devices, place_of, start_service, without_proxies
 
 MEET_S = 20
 
@@ -56,7 +56,7 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     """Joins the other members of a view; JaxRuntimeError if one does not come, or ends."""
     before = {name for connection, name in _connections() if connection.close() is None}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    bind_gloo(view.members[rank].address[0])
+    bind_gloo(place_of(view.members[rank].address)[0])
     with without_proxies():
         connect_to_service(view.service, rank, len(view.members), MEET_S)
     journal.broken = False  # new communicators have no messages of the lost step
@@ -69,7 +69,7 @@ def form_world(view: View, rank: int, journal: Journal) -> JaxWorld:
     if group.transport.in_lanes:
         group.transport.in_lanes(1, group.journal)
     leave_service()
-    of_members = {member.address[1] for member in view.members}
+    of_members = {place_of(member.address)[1] for member in view.members}
     opened = [
         name
         for connection, name in _connections()

@@ -3,24 +3,17 @@
 import atexit
 import sys
 import time
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
 from fddp.comm import Group, Journal
 from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_meeting
-from fddp.elastic.meeting_place import (
-    address_of,
-    end_with_job,
-    host_towards,
-    is_founded,
-    known_addresses,
-    request_entry,
-)
+from fddp.elastic.meeting_place import end_with_job, is_founded, own_host, request_entry
 from fddp.elastic.membership import Membership
 from fddp.elastic.signs import BETWEEN, Limits
 from fddp.elastic.views import View
-from fddp.runtime import Launch, renew
+from fddp.runtime import Launch, place_of, renew
 from fddp.runtime.watching import from_transport
 
 SILENCE_S = 5.0
@@ -43,8 +36,9 @@ class ElasticJob:
         self._journal = Journal()
         self.view = View(0, ())
         founds = launch.rank == 0 and not is_founded(launch.coordinator)
-        host = host_towards(known_addresses(launch.coordinator))
-        address = address_of(launch.coordinator) if founds else (host, 0)
+        address = (own_host(launch.coordinator), 0)
+        if founds and launch.coordinator:
+            address = place_of(launch.coordinator)
         self.membership = Membership(launch.rank, address, limits, self._break_off)
         deadline = time.monotonic() + timeout_s
         try:
@@ -70,19 +64,6 @@ class ElasticJob:
             raise RuntimeError("the ranks are changing, and have no group now.")
         return self._world.group
 
-    def in_step(self, number: int) -> AbstractContextManager[None]:
-        """Marks this rank as inside a step, for the other ranks."""
-        return self.membership.signs.inside(number)
-
-    def regroups(self, within_s: float = 0.0) -> bool:
-        """True if the ranks change; waits for that, for at most some seconds."""
-        return self.membership.regroups(within_s)
-
-    @property
-    def epoch(self) -> int:
-        """The number of the group."""
-        return self.view.epoch
-
     def regroup(self) -> None:
         """Waits until the remaining ranks and those that join have a group. Collective.
 
@@ -90,13 +71,11 @@ class ElasticJob:
         all remaining ranks have left it: one may still be in a collective of its script, between
         two steps.
         """
-        formed = False
         # Ranks may be in an evaluation, except at the start.
-        limit_s = BETWEEN * self._stall_s if self.epoch else self._timeout_s
-        while not formed:
-            host = self.membership.me.address[0]
-            serving = partial(start_meeting, host)
-            self.view = view = self.membership.next_view(serving, limit_s, self.epoch)
+        limit_s = BETWEEN * self._stall_s if self.view.epoch else self._timeout_s
+        serve = partial(start_meeting, self.membership.host)
+        while True:
+            self.view = view = self.membership.next_view(serve, limit_s, self.view.epoch)
             if self._world is not None:
                 self._world = None
                 forget_devices()
@@ -109,15 +88,12 @@ class ElasticJob:
                 if not (from_transport(error) and self.membership.regroups(REASON_S)):
                     raise
                 forget_devices()
-            else:
-                formed = True
-                renew(self.group)
-                self._say(view)
-
-    def _say(self, view: View) -> None:
-        if self.group.rank == 0:
-            orders = ", ".join(str(member.order) for member in view.members)
-            print(f"fddp: ranks {orders} train together.", file=sys.stderr, flush=True)
+                continue
+            renew(self.group)
+            if rank == 0:
+                orders = ", ".join(str(member.order) for member in view.members)
+                print(f"fddp: ranks {orders} train together.", file=sys.stderr, flush=True)
+            return
 
     def _break_off(self) -> None:
         if self._world is not None:

@@ -8,32 +8,20 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fddp.elastic.connections import RETRY_S, Links
+from fddp.elastic.connections import CONNECT_S, RETRY_S, Links
 from fddp.elastic.views import Member, View
 from fddp.runtime import FINISHED, FOLDER, LOST, MEMBERS, place_of
 
-CONNECT_S = 2.0
 
-Address = tuple[str, int]
-
-
-def address_of(coordinator: str | None) -> Address:
-    """The address of rank 0 at the start of a job; any port of this host if it is alone."""
-    if coordinator is None:
-        return "127.0.0.1", 0
-    return place_of(coordinator)
-
-
-def known_addresses(coordinator: str | None) -> list[Address]:
+def known_addresses(coordinator: str | None) -> list[str]:
     """The addresses of members as they have written them, and that of rank 0."""
     path = _file()
     members = json.loads(path.read_text()) if path and path.exists() else []
-    addresses = [(host, port) for _, _, (host, port) in members]
-    return [*addresses, address_of(coordinator)] if coordinator else addresses
+    addresses = [address for _, _, address in members]
+    return [*addresses, coordinator] if coordinator else addresses
 
 
 def request_entry(door: Links, member: Member, coordinator: str | None, deadline: float) -> None:
@@ -42,12 +30,12 @@ def request_entry(door: Links, member: Member, coordinator: str | None, deadline
         addresses = known_addresses(coordinator)
         for address in addresses:
             with suppress(ConnectionError):
-                door.connect(address, CONNECT_S).send({"join": member})
+                door.connect(address).send({"join": member})
                 return
         end_with_job()
         if time.monotonic() > deadline:
-            places = ", ".join(f"{host}:{port}" for host, port in addresses)
-            raise TimeoutError(f"no rank of this job answers at {places or 'any address'}")
+            places = ", ".join(addresses) or "any address"
+            raise TimeoutError(f"no rank of this job answers at {places}")
         time.sleep(RETRY_S)
 
 
@@ -67,19 +55,19 @@ def is_founded(coordinator: str | None) -> bool:
     if coordinator is None:
         return False
     try:
-        socket.create_connection(address_of(coordinator), CONNECT_S).close()
+        socket.create_connection(place_of(coordinator), CONNECT_S).close()
     except ConnectionRefusedError:
         return False
-    except OSError:  # its host is silent
-        return True
+    except OSError:
+        pass  # its host is silent
     return True
 
 
-def host_towards(addresses: Sequence[Address]) -> str:
+def own_host(coordinator: str | None) -> str:
     """The address of this host by which it reaches the members."""
-    for address in addresses:
+    for address in known_addresses(coordinator):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
+            probe.connect(place_of(address))
             return probe.getsockname()[0]
     return "127.0.0.1"
 

@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from fddp.comm import new_secret
-from fddp.elastic.connections import RETRY_S, Connection, Handlers, Links
-from fddp.elastic.meeting_place import CONNECT_S, report_lost, write_members
+from fddp.elastic.connections import RETRY_S, Connection, Links
+from fddp.elastic.meeting_place import report_lost, write_members
 from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
 from fddp.elastic.views import (
     OUTSIDE,
@@ -22,7 +22,6 @@ from fddp.elastic.views import (
     Member,
     NoQuorum,
     View,
-    member_from_json,
     opinion_from_json,
     to_json,
     view_from_json,
@@ -49,9 +48,9 @@ class Membership:
         self._ended = set[str]()  # processes whose connection has ended
         self._missed = set[str]()  # lost members, for which messages were broken off
         self._excluded = False
-        handlers = Handlers(self._on_begin, self._on_line, self._on_end)
-        self.door = Links(uid, address, handlers)
-        self.me = Member(order, uid, (address[0], self.door.port))
+        self.door = Links(uid, address, self._on_begin, self._on_line, self._on_end)
+        self.host = address[0]
+        self.me = Member(order, uid, f"{self.host}:{self.door.port}")
         threading.Thread(target=self._beat, name="fddp-beat", daemon=True).start()
 
     ### The main thread
@@ -151,12 +150,12 @@ class Membership:
 
     def _hear_members(self, link: Connection, value: Any) -> None:
         """A member has answered a request to join: all members must hear it."""
-        for member in map(member_from_json, value):
-            self._connect_later(member)
+        for member in value:
+            self._connect_later(Member(*member))
 
     def _hear_join(self, link: Connection, value: Any) -> None:
         link.send({"members": self._agreement.view.members})
-        self._waiting.add(member_from_json(value))
+        self._waiting.add(Member(*value))
         self._admit_waiting()
 
     def _hear_opinion(self, link: Connection, value: Any) -> None:
@@ -207,8 +206,8 @@ class Membership:
     def _admit_waiting(self) -> None:
         if self._agreement.view.epoch and not self.signs.stepped:
             return  # without a step between changes, ranks that come and go would halt the job
-        checked_forms = [self._agreement.admit(member) for member in self._waiting]
-        if any(checked_forms):
+        admitted = [self._agreement.admit(member) for member in self._waiting]
+        if any(admitted):
             self._changed()
 
     def _changed(self) -> None:
@@ -269,7 +268,7 @@ class Membership:
             end = time.monotonic() + self._limits.silence_s
             while member.uid not in self._links and time.monotonic() < end:
                 with suppress(ConnectionError):
-                    self.door.connect(member.address, CONNECT_S)
+                    self.door.connect(member.address)
                     return
                 time.sleep(RETRY_S)
 

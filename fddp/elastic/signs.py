@@ -80,12 +80,8 @@ class Signs:
     def _is_lost(self, uid: str, now: float) -> bool:
         if uid in self.left:
             return self._entered_at is not None and self._number >= self.left[uid]
-        return self._is_silent(uid, now) or self._is_missing(uid, now)
-
-    def _is_silent(self, uid: str, now: float) -> bool:
-        return now - self._heard_at.get(uid, self._since) > self._limits.silence_s
-
-    def _is_missing(self, uid: str, now: float) -> bool:
+        if now - self._heard_at.get(uid, self._since) > self._limits.silence_s:
+            return True
         if self._entered_at is None or now - self._entered_at < BETWEEN * self._limits.stall_s:
             return False
         number, inside = self._places.get(uid, (0, False))

@@ -105,16 +105,16 @@ class Trainer:
           Excluded: the other ranks go on without this one.
         """
         while True:
-            if self._job.regroups():
+            if self._job.membership.regroups():
                 self._regroup()
             try:
                 batch = rows(self.group) if callable(rows) else rows
-                with self._job.in_step(self.number):
+                with self._job.membership.signs.inside(self.number):
                     after, info = jax.block_until_ready(self._step(self.state, batch))
                     if self._checkpoints:
                         self._checkpoints.save(after)
             except Exception as error:
-                if not (from_transport(error) and self._job.regroups(REASON_S)):
+                if not (from_transport(error) and self._job.membership.regroups(REASON_S)):
                     raise
                 continue
             self._state = after
@@ -123,13 +123,13 @@ class Trainer:
     def stats(self) -> ElasticStats:
         """Returns the number of the group, its ranks, and the time of the last regrouping."""
         ranks = tuple(member.order for member in self._job.view.members)
-        return ElasticStats(self._job.epoch, ranks, self._regroup_s)
+        return ElasticStats(self._job.view.epoch, ranks, self._regroup_s)
 
     def _regroup(self) -> None:
         """Holds the state on the host, until a new group has it."""
         begin = time.monotonic()
         if self._state is not None:
-            self._held_state = to_host(self.group, self._job.epoch, self._state)
+            self._held_state = to_host(self.group, self._job.view.epoch, self._state)
         self._state = None
         self._leave_group()
         self._form()
@@ -141,7 +141,7 @@ class Trainer:
             try:
                 self._step, self._state = self._formed()
             except Exception as error:
-                if not (from_transport(error) and self._job.regroups(REASON_S)):
+                if not (from_transport(error) and self._job.membership.regroups(REASON_S)):
                     raise
                 self._leave_group()
         self._held_state = None

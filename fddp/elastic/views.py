@@ -24,8 +24,8 @@ class Member(NamedTuple):
     """Its rank in the launcher's numbering; ranks of a view are in this order."""
     uid: str
     """Unique: a restarted process is another member."""
-    address: tuple[str, int]
-    """host, port at which it listens to the other members."""
+    address: str
+    """host:port at which it listens to the other members."""
 
 
 class View(NamedTuple):
@@ -60,10 +60,6 @@ class Opinion(NamedTuple):
         """Adds the knowledge of another member of the same view."""
         gone = {uid: self.gone.get(uid, False) or ended for uid, ended in other.gone.items()}
         return self._replace(gone={**self.gone, **gone}, joining=self.joining | other.joining)
-
-    def agrees(self, other: "Opinion") -> bool:
-        """True if both know the same, and both members are ready."""
-        return self == other and self.ready
 
 
 class Excluded(RuntimeError):
@@ -109,8 +105,7 @@ class Agreement:
         A process that joins breaks off nothing by itself: between two steps, members may be in a
         collective of their scripts.
         """
-        others = [self._opinions.get(x.uid) for x in self.remaining if x.uid != self._uid]
-        return bool(self.opinion.gone) or any(x and x.ready for x in others)
+        return bool(self.opinion.gone) or any(x and x.ready for x in self._others().values())
 
     def lose(self, uid: str, *, ended: bool) -> bool:
         """Records the loss of a member: it has ended, is silent or stuck. True for a new loss."""
@@ -155,26 +150,24 @@ class Agreement:
         Raises:
           NoQuorum: they are too few to go on.
         """
-        others = [self._opinions.get(x.uid) for x in self.remaining if x.uid != self._uid]
-        if not self.under_way or not all(x and x.agrees(self.opinion) for x in others):
-            return None
-        if not self.opinion.ready:
-            return None
+        agree = self.opinion.ready and all(x == self.opinion for x in self._others().values())
         members = {*self.remaining, *self.opinion.joining}
-        if len(members) < self._least:
+        if not (self.under_way and agree) or len(members) < self._least:
             return None
         self._check_quorum()
         return View(self.view.epoch + 1, tuple(sorted(members)))
 
     def late(self) -> list[str]:
         """The other members that remain and are not ready."""
-        others = [x.uid for x in self.remaining if x.uid != self._uid]
-        opinions = {uid: self._opinions.get(uid) for uid in others}
-        return [uid for uid, opinion in opinions.items() if not (opinion and opinion.ready)]
+        return [uid for uid, opinion in self._others().items() if not (opinion and opinion.ready)]
 
     def leads(self) -> bool:
         """True if this member announces the next view."""
         return self.remaining[:1] != () and self.remaining[0].uid == self._uid
+
+    def _others(self) -> dict[str, Opinion | None]:
+        """uid of each other member that remains → its opinion, None before the first."""
+        return {x.uid: self._opinions.get(x.uid) for x in self.remaining if x.uid != self._uid}
 
     def _learn(self, other: Opinion) -> bool:
         before = self.opinion
@@ -205,17 +198,11 @@ def to_json(opinion: Opinion) -> dict[str, Any]:
 
 def opinion_from_json(words: Mapping[str, Any]) -> Opinion:
     """The opinion that `to_json` has written."""
-    joining = frozenset(member_from_json(x) for x in words["joining"])
+    joining = frozenset(Member(*x) for x in words["joining"])
     return Opinion(**{**words, "joining": joining})
-
-
-def member_from_json(words: Sequence[Any]) -> Member:
-    """The member, from its JSON."""
-    order, uid, (host, port) = words
-    return Member(int(order), str(uid), (str(host), int(port)))
 
 
 def view_from_json(words: Sequence[Any]) -> View:
     """The view, from its JSON."""
     epoch, members, service = words
-    return View(int(epoch), tuple(map(member_from_json, members)), str(service))
+    return View(epoch, tuple(Member(*x) for x in members), service)

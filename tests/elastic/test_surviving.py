@@ -24,7 +24,7 @@ from runtime.test_supervisor import run
 from workers.elastic import PARAMS, digest, loss, rows_of
 
 import fddp
-from fddp.elastic.connections import Handlers, Links
+from fddp.elastic.connections import Links
 from fddp.runtime import FINISHED, FOLDER
 
 STEPS = 40
@@ -120,7 +120,7 @@ def test_a_rank_dies_while_it_saves_and_another_job_goes_on_from_the_checkpoint(
 
 def test_a_stranger_that_sends_single_bytes_is_dropped_in_time(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("fddp.comm.handshake.PROOF_S", 0.4)
-    links = Links("0-1-a", ("127.0.0.1", 0), Handlers(*[lambda *_: None] * 3))
+    links = Links("0-1-a", ("127.0.0.1", 0), *[lambda *_: None] * 3)
     with socket.create_connection(("127.0.0.1", links.port)) as stranger:
         since = time.monotonic()
         with pytest.raises(OSError):

@@ -11,12 +11,12 @@ from fddp.elastic.views import Agreement, Member, NoQuorum, View
 
 
 def members(count: int, first: int = 0) -> tuple[Member, ...]:
-    return tuple(Member(k, f"m{k}", ("host", 1000 + k)) for k in range(first, first + count))
+    return tuple(Member(k, f"m{k}", f"host:{1000 + k}") for k in range(first, first + count))
 
 
 def test_a_lost_or_waiting_member_breaks_a_step_off_and_one_that_joins_does_not():
     one, other = (Agreement(f"m{k}", View(1, members(2)), 3) for k in range(2))
-    one.admit(Member(2, "m2", ("host", 1002)))
+    one.admit(Member(2, "m2", "host:1002"))
     other.hear("m0", one.opinion)
     assert one.under_way and other.under_way and not other.breaks_off
     one.get_ready()

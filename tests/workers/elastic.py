@@ -114,7 +114,7 @@ def main(folder: str, steps: str, options: str, faults: str) -> None:
         # A rank that starts again takes longer than all steps. Between steps it would interrupt.
         waits = killed and kind != "linger" and trainer.group.size < size
         if waits and trainer.number == int(steps) - 1:
-            current_job().regroups(RETURN_S)
+            current_job().membership.regroups(RETURN_S)
         if trainer.number == at and not met.exists():
             met.touch()
             fault(kind)
