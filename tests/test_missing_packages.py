@@ -65,7 +65,7 @@ def test_doctor_advises_no_installation_of_fddp_in_a_checkout(
             raise PackageNotFoundError(name)
         return version(name)
 
-    monkeypatch.setattr("fddp.runtime.versions.version", version_of)
+    monkeypatch.setattr("fddp.runtime.packages.version", version_of)
     monkeypatch.setattr(mpi_vendors, "loaded", lambda: ("MPICH", ""))
     assert main(["doctor"]) == 0
     assert re.search(r"^fddp +a checkout, not installed$", capsys.readouterr().out, re.MULTILINE)

@@ -11,8 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from os import PathLike
 from typing import Any
 
-from fddp.checkpoints.folder import located, met, on_all, remark
-from fddp.checkpoints.restoring import newest, report_restored, source
+from fddp.checkpoints.folder import located, met, newest, on_all, remark, report_restored, source
 from fddp.checkpoints.saved_leaves import LOCAL, named_leaves, stacked_buffers, unstacked_buffers
 from fddp.checkpoints.saving import copy_part, write_part
 from fddp.checkpoints.stored_pieces import is_distributed, read_state

@@ -12,8 +12,15 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
-from fddp.checkpoints.archives import Portion, write
-from fddp.checkpoints.files import Listed, digest_of, finish, remove_unfinished, write_at_once
+from fddp.checkpoints.files import (
+    Listed,
+    Portion,
+    digest_of,
+    finish,
+    remove_unfinished,
+    write,
+    write_at_once,
+)
 from fddp.checkpoints.folder import Folder, remark
 from fddp.checkpoints.saved_leaves import Leaf, stored_form
 from fddp.checkpoints.stored_pieces import is_distributed, local_portion

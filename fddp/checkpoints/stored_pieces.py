@@ -13,8 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fddp.buckets import ShardLayout, is_shard
-from fddp.checkpoints.archives import Index, Portion, Read
-from fddp.checkpoints.files import Listed
+from fddp.checkpoints.files import Index, Listed, Portion, Read
 from fddp.checkpoints.saved_leaves import (
     Leaf,
     check_fits,
@@ -54,7 +53,7 @@ def local_portion(group: Group, name: str, leaf: Leaf) -> Portion:
             for place, x in columns
         ]
     pieces = [(place, piece) for place, piece in pieces if piece.size]
-    return Portion(name, stored_dims(group, leaf), pieces)
+    return Portion(name, pieces)
 
 
 def read_state(

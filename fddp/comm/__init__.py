@@ -5,9 +5,6 @@ The room holds the collectives of their programs and of their hosts, the placeme
 and the checks that ranks agree. This room imports jaxpr and program.
 """
 
-from fddp.comm.addresses import host_key as host_key
-from fddp.comm.addresses import on_one_host as on_one_host
-from fddp.comm.addresses import own_addresses as own_addresses
 from fddp.comm.agreement import described as described
 from fddp.comm.agreement import nothing_to_compare as nothing_to_compare
 from fddp.comm.agreement import shortened as shortened
@@ -20,15 +17,16 @@ from fddp.comm.communicator import as_uint32 as as_uint32
 from fddp.comm.communicator import axis_communicator as axis_communicator
 from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
-from fddp.comm.device_caches import device_cache as device_cache
-from fddp.comm.device_caches import forget_device_caches as forget_device_caches
 from fddp.comm.group import Group as Group
+from fddp.comm.handshake import SECRET as SECRET
 from fddp.comm.handshake import answer_calls as answer_calls
 from fddp.comm.handshake import call as call
 from fddp.comm.handshake import introduce as introduce
+from fddp.comm.handshake import new_secret as new_secret
 from fddp.comm.handshake import receive as receive
 from fddp.comm.handshake import send as send
 from fddp.comm.handshake import shut as shut
+from fddp.comm.handshake import signature as signature
 from fddp.comm.host_bytes import from_hosted as from_hosted
 from fddp.comm.host_bytes import hosted as hosted
 from fddp.comm.journal import Finding as Finding
@@ -39,27 +37,29 @@ from fddp.comm.mesh import replica_mesh as replica_mesh
 from fddp.comm.mesh import world_group as world_group
 from fddp.comm.mesh_programs import mesh_placement as mesh_placement
 from fddp.comm.mpi import mpi_group as mpi_group
+from fddp.comm.objects import forms_of as forms_of
 from fddp.comm.placement import AXIS as AXIS
 from fddp.comm.placement import REPLICATED as REPLICATED
 from fddp.comm.placement import Placement as Placement
 from fddp.comm.placement import add_replica_dim as add_replica_dim
 from fddp.comm.placement import as_program as as_program
+from fddp.comm.placement import device_cache as device_cache
 from fddp.comm.placement import device_parts as device_parts
 from fddp.comm.placement import drop_replica_dim as drop_replica_dim
+from fddp.comm.placement import forget_device_caches as forget_device_caches
 from fddp.comm.placement import laid_out as laid_out
 from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
 from fddp.comm.program_lane import InOrder as InOrder
 from fddp.comm.progress_reports import reports as reports
+from fddp.comm.rank_connections import host_key as host_key
+from fddp.comm.rank_connections import on_one_host as on_one_host
+from fddp.comm.rank_connections import own_addresses as own_addresses
 from fddp.comm.round_robin import round_robin as round_robin
-from fddp.comm.secret import SECRET as SECRET
-from fddp.comm.secret import new_secret as new_secret
-from fddp.comm.secret import signature as signature
 from fddp.comm.summation_tree import block_of as block_of
 from fddp.comm.summation_tree import tree_bytes as tree_bytes
 from fddp.comm.summation_tree import tree_reduce as tree_reduce
 from fddp.comm.summation_tree import tree_sum as tree_sum
 from fddp.comm.transport import Hosts as Hosts
 from fddp.comm.transport import Transport as Transport
-from fddp.comm.trees import forms_of as forms_of

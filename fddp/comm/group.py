@@ -11,10 +11,9 @@ from numpy.typing import ArrayLike
 from fddp.comm.communicator import Communicator
 from fddp.comm.host_bytes import from_bytes, one_array
 from fddp.comm.journal import Journal
-from fddp.comm.objects import all_gather_object, broadcast_object
+from fddp.comm.objects import all_gather_object, broadcast_object, broadcast_tree, rows
 from fddp.comm.placement import Placement
 from fddp.comm.transport import Hosts, Transport
-from fddp.comm.trees import broadcast_tree, rows
 from fddp.comm.two_levels import hierarchical
 from fddp.jax_internals import without_context_mesh
 from fddp.wording import check_choice

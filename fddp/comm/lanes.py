@@ -8,7 +8,7 @@ import numpy as np
 from fddp.comm.communicator import Communicator
 from fddp.comm.journal import Journal
 from fddp.comm.lane_thread import Send
-from fddp.comm.mpi_loss_collectives import rank_words
+from fddp.comm.loss_collectives import rank_words
 from fddp.comm.placement import REPLICATED, Placement
 from fddp.comm.program_lane import ProgramLane
 from fddp.comm.rank_connections import connect_ranks

@@ -2,15 +2,21 @@
 
 JAX writes `psum` and similar collectives as equations over a named axis, and XLA runs them over a
 mesh. Replicas without a mesh run such an equation as an operation of the transport: in the program
-itself, in the body of a loop, in a branch.
+itself, in the body of a loop, in a branch. On a rank without a mesh, a collective of subsets
+(`axis_index_groups`) gathers all arrays on all replicas, and each replica selects those of its
+subset: a subset has no communicator.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Shaped
 
+from fddp.comm.communicator import Communicator, mpi_word
 from fddp.jax_internals import (
     CALLS,
     REMATERIALISED,
@@ -21,11 +27,16 @@ from fddp.jax_internals import (
     barrier_before,
     branches,
     called_program,
+    exchanged_dims,
+    gathered_dim,
     inner_programs,
     jaxpr_as_fun,
     loop_parts,
     run_while,
     scan_body,
+    scattered_dim,
+    sets_of,
+    ways_of,
     while_programs,
 )
 from fddp.jaxpr import Read, interpret, run_scan
@@ -99,3 +110,121 @@ def _inside(run: Callable[..., list[Any]], eqn: JaxprEqn, args: Sequence[Any]) -
         )
     inputs = jaxpr_as_fun(barrier_before(eqn))(*args) if name in REMATERIALISED else args
     return run(called_program(eqn), inputs)
+
+
+### On a rank of MPI or of a lane
+
+Rows = Shaped[Array, "replicas ..."]
+
+
+def rank_words(rank: int, size: int, communicator: Communicator) -> Words:
+    """Maps each collective primitive's name to its implementation on a rank's communicator."""
+    subsets = _Subsets(rank, size, communicator)
+    words: dict[str, Callable[[JaxprEqn, Array], Array]] = {
+        "psum": partial(_psum, subsets),
+        "pmax": partial(_extreme, subsets, jnp.max),
+        "pmin": partial(_extreme, subsets, jnp.min),
+        "all_gather": partial(_all_gather, subsets),
+        "reduce_scatter": partial(_psum_scatter, subsets),
+        "all_to_all": partial(_all_to_all, subsets),
+        "ppermute": partial(_permuted, subsets),
+    }
+    index: Carry = lambda eqn, inputs: [communicator.replica_index()]  # noqa: E731
+    return {name: partial(_of_one_array, word) for name, word in words.items()} | {
+        "axis_index": index
+    }
+
+
+class _Subsets(NamedTuple):
+    """A rank's exchanges with the subset of replicas that an equation names."""
+
+    rank: int
+    size: int
+    communicator: Communicator
+
+    def members(self, eqn: JaxprEqn) -> tuple[int, ...]:
+        """Returns the replicas in this replica's subset of an equation, itself included."""
+        for subset in sets_of(eqn) or ():
+            if self.rank in subset:
+                return subset
+        return tuple(range(self.size))
+
+    def gathered(self, eqn: JaxprEqn, x: Array) -> Rows:
+        """Gathers the arrays of this replica's subset."""
+        rows = self.communicator.all_gather(x)
+        if sets_of(eqn) is None:
+            return rows
+        return jnp.stack([rows[k] for k in self.members(eqn)])
+
+    def exchanged(self, eqn: JaxprEqn, rows: Rows) -> Rows:
+        """Sends row k to the k-th replica of the subset; row k of the result is from it."""
+        if sets_of(eqn) is None:
+            return self.communicator.all_to_all(rows)
+        return self.gathered(eqn, rows)[:, self.members(eqn).index(self.rank)]
+
+
+def _psum(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    x = jnp.sum(x, _dims(eqn), x.dtype)
+    if sets_of(eqn) is None:
+        return subsets.communicator.all_reduce(x)
+    return _added(subsets.gathered(eqn, x))
+
+
+def _extreme(subsets: _Subsets, reduction: Callable[..., Array], eqn: JaxprEqn, x: Array) -> Array:
+    # MPI's own maximum ignores NaN.
+    return reduction(subsets.gathered(eqn, reduction(x, _dims(eqn))), 0)
+
+
+def _all_gather(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    dim, tiled = gathered_dim(eqn)
+    rows = subsets.gathered(eqn, x)
+    if tiled:
+        return jnp.concatenate(list(rows), dim)
+    return jnp.moveaxis(rows, 0, dim)
+
+
+def _psum_scatter(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    dim, tiled = scattered_dim(eqn)
+    rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), dim))
+    total = _added(subsets.exchanged(eqn, rows))
+    if tiled:
+        return total
+    return jnp.squeeze(total, dim)
+
+
+def _all_to_all(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    cut, joined = exchanged_dims(eqn)
+    rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), cut))
+    return jnp.concatenate(list(subsets.exchanged(eqn, rows)), joined)
+
+
+def _of_one_array(
+    word: Callable[[JaxprEqn, Array], Array], eqn: JaxprEqn, inputs: Sequence[Array]
+) -> list[Array]:
+    return [word(eqn, jnp.asarray(inputs[0]))]
+
+
+def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
+    """Sends an array to its target, and returns the received array; zeros without a source.
+
+    All ranks run the same equations: where dependencies differ, messages leave in another order.
+    """
+    number = subsets.communicator.replica_index()
+    targets, sources = np.full((2, subsets.size), -1)
+    for source, target in ways_of(eqn):
+        targets[source], sources[target] = target, source
+    here = jnp.asarray(targets)[number]
+    sent = [jnp.where(here == k, x, jnp.zeros_like(x)) for k in range(subsets.size)]
+    source = jnp.asarray(sources)[number]
+    received = subsets.communicator.all_to_all(jnp.stack(sent))[source]
+    return jnp.where(source >= 0, received, jnp.zeros_like(x))
+
+
+def _added(rows: Rows) -> Array:
+    """Adds the replicas' arrays, 16-bit floats in 32 bits."""
+    return jnp.sum(mpi_word(rows), 0).astype(rows.dtype)
+
+
+def _dims(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Returns the dims reduced together with the replicas' axis: those of a `vmap` of that name."""
+    return tuple(axis for axis in axes_of(eqn) if isinstance(axis, int))

@@ -10,9 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.comm.device_caches import device_cache
 from fddp.comm.donation import Donation
-from fddp.comm.placement import NO_AXES, REPLICATED, Placement, placed, placed_alike
+from fddp.comm.placement import NO_AXES, REPLICATED, Placement, device_cache, placed, placed_alike
 from fddp.jax_internals import CPU_OPTIONS, GPU_OPTIONS, over_axes
 
 

@@ -7,7 +7,8 @@ along one axis of a mesh; the user places arrays along its other axes like any J
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,6 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from fddp.comm.device_caches import device_cache
 from fddp.comm.donation import Donation
 from fddp.jax_internals import (
     MESH_ERRORS,
@@ -38,6 +38,24 @@ REPLICATED = PartitionSpec()
 NO_AXES = AbstractMesh((), ())
 # The default name of the replicas' axis; a user's mesh may have another.
 AXIS = "replica"
+
+Args = ParamSpec("Args")
+Result = TypeVar("Result")
+# Caches of values on devices, which become invalid when the processes of a job change.
+_caches = list[Any]()
+
+
+def device_cache(f: Callable[Args, Result]) -> Callable[Args, Result]:
+    """Decorates a function like `functools.cache`, until `forget_device_caches`."""
+    cached: Any = cache(f)
+    _caches.append(cached)
+    return cached
+
+
+def forget_device_caches() -> None:
+    """Drops all values: they hold devices, and so XLA's client with its threads."""
+    for cached in _caches:
+        cached.cache_clear()
 
 
 class Placement(NamedTuple):

@@ -1,20 +1,28 @@
-"""Connections between the processes of a group, one for each pair, from proven ranks only."""
+"""Connections between the processes of a group outside of its collectives, and their addresses."""
 
 import socket
+import struct
 import time
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fddp.comm.handshake import answer_calls, call, shut
 from fddp.comm.transport import Hosts
 
+if TYPE_CHECKING:  # a group has hosts
+    from fddp.comm.group import Group
+
+
 CONNECT_S = 20.0
 ADDRESS_BYTES = 300  # of a host's name and a port
+SIOCGIFADDR = 0x8915
 
 
 def connect_ranks(rank: int, hosts: Hosts, host: str) -> dict[int, socket.socket]:
-    """Connects all processes of a group, each of which listens at its `host`; collective.
+    """Connects each pair of processes of a group, each of which listens at its `host`; collective.
 
     Raises:
       ConnectionError: a rank does not answer in time.
@@ -54,3 +62,46 @@ def _call(address: tuple[str, int], rank: int, other: int, end: float) -> socket
         connection.close()
         raise ConnectionError(f"the process there is rank {number}")
     return connection
+
+
+### Addresses
+
+
+def on_one_host(group: "Group") -> bool:
+    """Returns True if all processes of a group share a loopback device; every process calls it."""
+    return len(set(host_keys(group))) == 1
+
+
+def host_keys(group: "Group") -> list[bytes]:
+    """Returns `host_key` of each process; every process calls it."""
+    keys = group.hosts.all_gather(np.frombuffer(host_key().encode()[:80].ljust(80), np.uint8))
+    return [key.tobytes() for key in keys]
+
+
+def own_addresses() -> list[str]:
+    """Returns this host's IPv4 addresses except loopback, or its name if it has none."""
+    import fcntl  # POSIX only
+
+    addresses = list[str]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(
+                    probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15])
+                )
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+            except OSError:
+                continue
+    return [address for address in addresses if not address.startswith("127.")] or [
+        socket.gethostname()
+    ]
+
+
+def host_key() -> str:
+    """Returns a key of kernel and network namespace, equal if processes share a loopback device."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + str(
+            Path("/proc/self/ns/net").readlink()
+        )
+    except OSError:
+        return socket.gethostname()

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Shaped
 
-from fddp.comm.addresses import host_keys
 from fddp.comm.agreement import verify
 from fddp.comm.communicator import add_rows, mpi_word
 from fddp.comm.lanes import mesh_lanes
 from fddp.comm.placement import REPLICATED
+from fddp.comm.rank_connections import host_keys
 
 if TYPE_CHECKING:  # a group makes one with two levels
     from fddp.comm.group import Group

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fddp.checkpoints.archives import Index
-from fddp.checkpoints.files import Form, Listed
+from fddp.checkpoints.files import Form, Index, Listed
 from fddp.checkpoints.saved_leaves import field_of, is_key, named_leaves, stored_form
 from fddp.checkpoints.stored_pieces import read_state
 from fddp.comm import Group

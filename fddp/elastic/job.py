@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from fddp.comm import Group, Journal
+from fddp.elastic.connections import end_with_job, is_founded, own_host, request_entry
 from fddp.elastic.jax_world import JaxWorld, forget_devices, form_world, start_meeting
-from fddp.elastic.meeting_place import end_with_job, is_founded, own_host, request_entry
 from fddp.elastic.membership import Membership
 from fddp.elastic.signs import BETWEEN, Limits
 from fddp.elastic.views import View

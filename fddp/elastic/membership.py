@@ -12,8 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from fddp.comm import new_secret
-from fddp.elastic.connections import RETRY_S, Connection, Links
-from fddp.elastic.meeting_place import report_lost, write_members
+from fddp.elastic.connections import RETRY_S, Connection, Links, report_lost, write_members
 from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
 from fddp.elastic.views import (
     OUTSIDE,

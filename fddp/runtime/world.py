@@ -22,8 +22,8 @@ from fddp.runtime.jaxlib_faults import remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service, on_cpus
 from fddp.runtime.launchers import launcher_variables, read_launch
+from fddp.runtime.packages import installed
 from fddp.runtime.place import Launch
-from fddp.runtime.versions import installed
 from fddp.runtime.watching import FAILED, follows_another
 from fddp.wording import check_choice, check_has, check_seconds, check_switch, check_whole
 

@@ -9,8 +9,7 @@ import optax
 import pytest
 
 import fddp
-from fddp.analysis.measure import Measurement
-from fddp.analysis.profile import COLLECTIVE, MeasuredStep, read_steps
+from fddp.analysis.measure import COLLECTIVE, MeasuredStep, Measurement, read_steps
 from fddp.jax_internals import Event, Plane
 from fddp.program import Span, Timeline, parse
 from fddp.program.collectives import KINDS

@@ -134,7 +134,7 @@ def test_a_broadcast_keeps_every_bit_dtype_and_structure(group):
 
 
 def test_a_broadcast_of_many_chunks_is_put_together_again(group, monkeypatch):
-    monkeypatch.setattr("fddp.comm.trees.CHUNK_BYTES", 5)
+    monkeypatch.setattr("fddp.comm.objects.CHUNK_BYTES", 5)
     tree = [np.arange(7, dtype=np.int16), np.arange(3, dtype=np.float64)]
     assert [x.tolist() for x in group(2).broadcast(tree)] == [x.tolist() for x in tree]
 

@@ -14,9 +14,8 @@ from contextlib import ExitStack
 import pytest
 from processes import free_port
 
-from fddp.runtime import reception, rendezvous
-from fddp.runtime.reception import Guest, ServiceAddresses
-from fddp.runtime.rendezvous import meet_ranks
+from fddp.runtime import rendezvous
+from fddp.runtime.rendezvous import Guest, ServiceAddresses, meet_ranks
 from fddp.runtime.watching import allow_files
 
 
@@ -271,7 +270,7 @@ def test_a_service_that_is_not_rank_0_holds_no_rank_longer_than_it_waits(lines, 
 
 
 def test_silent_strangers_are_dropped_before_files_run_out(monkeypatch):
-    monkeypatch.setattr(reception, "allow_files", lambda count: None)
+    monkeypatch.setattr(rendezvous, "allow_files", lambda count: None)
     monkeypatch.setattr("fddp.comm.handshake.PROOF_S", 0.5)
     coordinator = free_address()
     host, port = coordinator.rsplit(":", 1)
@@ -344,12 +343,12 @@ def test_service_and_gloo_listen_where_ranks_of_other_hosts_came_in(addresses, m
     guests = {socket.socket(): Guest(1, "another host", address) for address in addresses}
     for guest in guests:
         guest.close()
-    assert reception._places(guests, 7) == ("", meeting)
+    assert rendezvous._places(guests, 7) == ("", meeting)
 
 
 def test_a_rank_of_rank_0s_host_has_its_address_where_others_come_from_elsewhere(monkeypatch):
     monkeypatch.setattr(
-        reception, "_places", lambda *_: ("", ServiceAddresses("10.0.0.5:7", "", "10.0.0.5"))
+        rendezvous, "_places", lambda *_: ("", ServiceAddresses("10.0.0.5:7", "", "10.0.0.5"))
     )
     coordinator = free_address()
     with ThreadPoolExecutor(2) as threads:

@@ -7,13 +7,13 @@ after the job. This room imports comm.
 
 from fddp.runtime.watching.abort import Ending as Ending
 from fddp.runtime.watching.abort import end_together as end_together
+from fddp.runtime.watching.abort import flush_output as flush_output
 from fddp.runtime.watching.abort import follows_another as follows_another
 from fddp.runtime.watching.abort import from_transport as from_transport
+from fddp.runtime.watching.abort import leave as leave
+from fddp.runtime.watching.abort import poll as poll
 from fddp.runtime.watching.flight_records import flight_text as flight_text
 from fddp.runtime.watching.flight_records import read_flights as read_flights
-from fddp.runtime.watching.leaving import flush_output as flush_output
-from fddp.runtime.watching.leaving import leave as leave
-from fddp.runtime.watching.leaving import poll as poll
 from fddp.runtime.watching.watchdog import shared_recorder as shared_recorder
 from fddp.runtime.watching.watchdog import watched as watched
 from fddp.runtime.watching.watcher.links import allow_files as allow_files

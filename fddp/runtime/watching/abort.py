@@ -10,15 +10,16 @@ import math
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
 import jax
 
 from fddp.comm import Journal
-from fddp.runtime.watching.leaving import flush_output, leave, poll
 from fddp.runtime.watching.watcher.shared_memory import AFTER_ERROR, FAILED
 
 GRACE_S = 5.0
@@ -112,3 +113,28 @@ def read_grace(env: Mapping[str, str]) -> float:
     if not 0 <= seconds < math.inf:
         raise ValueError(f"FDDP_GRACE_S must be a number of seconds of 0 or more, got {text!r}.")
     return seconds
+
+
+def poll(done: Callable[[], bool], seconds: float) -> bool:
+    """Polls `done()` until it is True, for at most some seconds, and returns its last result."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def leave() -> None:
+    """Flushes its output and ends this process with status 1, past all handlers of the script."""
+    flush_output()
+    os._exit(1)
+
+
+def flush_output(report: str = "") -> None:
+    """Writes a report, and flushes both streams; one may be closed, full or without a reader."""
+    for stream, text in ((sys.stderr, report), (sys.stdout, "")):
+        with suppress(AttributeError, OSError, ValueError):
+            # A single write, so that lines of several ranks do not interleave.
+            stream.write(text)
+            stream.flush()

@@ -26,7 +26,7 @@ from types import FrameType
 from typing import Any
 
 from fddp.comm import Group, answer_calls, call, new_secret, on_one_host, own_addresses, shut
-from fddp.runtime.watching.leaving import leave
+from fddp.runtime.watching.abort import leave
 from fddp.runtime.watching.recorder import Recorder
 from fddp.runtime.watching.watcher.links import allow_files, write_stderr
 from fddp.runtime.watching.watcher.shared_memory import EXITED, FINISHED, SIZE

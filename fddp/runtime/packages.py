@@ -1,14 +1,14 @@
-"""XLA's compiler for NVIDIA GPUs, which the extra `audit` installs without the rest of CUDA.
+"""Installed packages, and XLA's compiler for NVIDIA GPUs among them.
 
-JAX takes the package `jax-cuda13-pjrt` for a GPU installation. It reports missing parts of CUDA as
-a fault, with a traceback at the start of every program. That is no fault: the compiler needs no
-GPU.
+The extra `audit` installs the compiler without the rest of CUDA. JAX takes the package
+`jax-cuda13-pjrt` for a GPU installation. It reports missing parts of CUDA as a fault, with a
+traceback at the start of every program. That is no fault: the compiler needs no GPU.
 """
 
 import importlib.util
 import logging
 import os
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 import jax
 
@@ -41,3 +41,16 @@ def _installed(name: str) -> bool:
     return (
         importlib.util.find_spec(package) is not None and importlib.util.find_spec(name) is not None
     )
+
+
+def installed(name: str) -> str | None:
+    """Returns the version of a package, or None if it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def fddp_version() -> str:
+    """Returns the version of fddp, or words for a checkout without one."""
+    return installed("fddp") or "a checkout, not installed"
