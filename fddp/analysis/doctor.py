@@ -16,7 +16,7 @@ from fddp.jax_internals import cache_small_programs, compilation_cache
 from fddp.runtime import (
     cores_for,
     fddp_version,
-    hints,
+    hint,
     installed,
     is_of_this_host,
     known_faults,
@@ -135,7 +135,7 @@ def _cores() -> tuple[str, str]:
 def _launched() -> tuple[str, str]:
     launch = read_launch(os.environ)
     place = f"rank {launch.rank} of {launch.size}, by {launch.launcher}"
-    return place, " ".join(hints(launch, os.environ))
+    return place, hint(launch, os.environ)
 
 
 def _meeting() -> tuple[str, str]:

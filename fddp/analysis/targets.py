@@ -7,13 +7,12 @@ Source: `jax.experimental.topologies`.
 """
 
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from fddp.comm import (
@@ -46,7 +45,17 @@ class Target(NamedTuple):
 
     def group(self) -> Group:
         """Returns a group for compilation only: programs can be lowered, arrays are shapes."""
-        return _compiling(replica_mesh(self._devices()), self.size, lambda ranks: self.group())
+        placement = mesh_placement(replica_mesh(self._devices()), AXIS)
+        return Group(
+            rank=0,
+            size=self.size,
+            backend="nccl",
+            placement=placement._replace(place=_forms, as_program_rows=lambda rows: rows),
+            communicator=axis_communicator(AXIS, self.size, "gpu"),
+            transport=Transport(),
+            hosts=Hosts((0,), lambda data: data[None], lambda data, root: data),
+            make_subgroup=lambda ranks: self.group(),
+        )
 
     def _devices(self) -> list[Any]:
         missing = missing_compiler()
@@ -79,22 +88,6 @@ def read_target(name: str) -> Target:
     return Target(name, match[1], int(match[2] or 1), int(match[3]))
 
 
-def _compiling(mesh: Mesh, size: int, make_subgroup: Callable[[Sequence[int]], Group]) -> Group:
-    """Returns the group of a single process without devices, with shapes in place of arrays."""
-
-    def place(tree: PyTree, spec: PartitionSpec) -> Any:
-        del spec
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-    placement = mesh_placement(mesh, AXIS)
-    communicator = axis_communicator(AXIS, size, "gpu")
-    return Group(
-        rank=0,
-        size=size,
-        backend="nccl",
-        placement=placement._replace(place=place, as_program_rows=lambda rows: rows),
-        communicator=communicator,
-        transport=Transport(),
-        hosts=Hosts((0,), all_gather=lambda data: data[None], broadcast=lambda data, root: data),
-        make_subgroup=make_subgroup,
-    )
+def _forms(tree: PyTree, spec: PartitionSpec) -> Any:
+    del spec
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -151,8 +151,11 @@ def write(path: Path, portions: Iterable[Portion]) -> None:
         with ZipFile(file, "w") as archive:
             for name, pieces in portions:
                 for place, piece in pieces:
-                    with archive.open(_member(name, place), "w", force_zip64=True) as member:
-                        np.lib.format.write_array(member, _storable(piece), allow_pickle=False)
+                    ranges = ",".join(f"{x.start}:{x.stop}" for x in place)
+                    if piece.dtype.isbuiltin != 1:  # NumPy's files lack it, such as bfloat16
+                        piece = piece.view(f"u{piece.dtype.itemsize}")
+                    with archive.open(f"{name}[{ranges}].npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, piece, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
 
@@ -185,15 +188,6 @@ def open_reader(files: Iterable[Path | IO[bytes]], forms: Mapping[str, Form]) ->
         return values
 
     return read
-
-
-def _member(name: str, place: Index) -> str:
-    return f"{name}[{','.join(f'{x.start}:{x.stop}' for x in place)}].npy"
-
-
-def _storable(x: np.ndarray) -> np.ndarray:
-    """Views an array of a dtype that NumPy's files lack, such as bfloat16, as unsigned integers."""
-    return x if x.dtype.isbuiltin == 1 else x.view(f"u{x.dtype.itemsize}")
 
 
 def _inside(ranges: Iterable[slice], outer: Index) -> Any:

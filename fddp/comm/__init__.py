@@ -21,11 +21,11 @@ from fddp.comm.group import Group as Group
 from fddp.comm.handshake import SECRET as SECRET
 from fddp.comm.handshake import answer_calls as answer_calls
 from fddp.comm.handshake import call as call
+from fddp.comm.handshake import calls_at as calls_at
 from fddp.comm.handshake import introduce as introduce
 from fddp.comm.handshake import new_secret as new_secret
 from fddp.comm.handshake import receive as receive
 from fddp.comm.handshake import send as send
-from fddp.comm.handshake import shut as shut
 from fddp.comm.handshake import signature as signature
 from fddp.comm.host_bytes import from_hosted as from_hosted
 from fddp.comm.host_bytes import hosted as hosted
@@ -54,7 +54,7 @@ from fddp.comm.placement import trace as trace
 from fddp.comm.program_lane import InOrder as InOrder
 from fddp.comm.progress_reports import reports as reports
 from fddp.comm.rank_connections import host_key as host_key
-from fddp.comm.rank_connections import on_one_host as on_one_host
+from fddp.comm.rank_connections import host_keys as host_keys
 from fddp.comm.rank_connections import own_addresses as own_addresses
 from fddp.comm.round_robin import round_robin as round_robin
 from fddp.comm.summation_tree import block_of as block_of

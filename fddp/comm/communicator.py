@@ -42,11 +42,6 @@ class Communicator:
     """Bytes of each call so far, in a list of the enclosing `count_bytes`; None outside of it."""
 
     @property
-    def psum(self) -> Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]:
-        """JAX's name for `all_reduce`."""
-        return self.all_reduce
-
-    @property
     def exact_sum(self) -> Callable[[Shaped[Array, " n"]], Shaped[Array, " n"]]:
         """Sums arrays without rounding, even where gradients are rounded."""
         return self.unrounded or self.all_reduce
@@ -150,15 +145,10 @@ def as_uint32(nbytes: int | Array) -> UInt32[Array, ""]:
 
 def all_reduce_bytes(comm: Communicator, size: int, dtype: DTypeLike) -> int:
     """Returns the bytes that each replica sends for the sum of `size` numbers."""
-    return -(-2 * (comm.size - 1) * size * _word(comm, dtype) // comm.size)
-
-
-def _word(comm: Communicator, dtype: DTypeLike) -> int:
-    """Returns the bytes of a number in a sum's messages."""
     itemsize = jnp.dtype(dtype).itemsize
     if itemsize == 2 and not comm.native16:
-        return 4
-    return itemsize
+        itemsize = 4
+    return -(-2 * (comm.size - 1) * size * itemsize // comm.size)
 
 
 def mpi_word(x: jax.Array) -> jax.Array:

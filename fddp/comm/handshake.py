@@ -13,8 +13,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 
 SECRET = "FDDP_SECRET"
 PROOF_S = 10.0  # for a proof; many ranks may call at once
@@ -113,12 +114,20 @@ def answer_calls(
     return thread
 
 
-def shut(door: socket.socket, answering: threading.Thread) -> None:
-    """Ends the thread of `answer_calls`."""
-    with suppress(OSError):
-        door.shutdown(socket.SHUT_RDWR)
-    door.close()
-    answering.join(1.0)  # only Linux wakes it
+@contextmanager
+def calls_at(
+    door: socket.socket, topic: str, words: str
+) -> Iterator[SimpleQueue[tuple[str, socket.socket]]]:
+    """Answers calls during a block; yields the callers' words and connections. Closes `door`."""
+    called = SimpleQueue[tuple[str, socket.socket]]()
+    answering = answer_calls(door, topic, words, lambda *call: called.put(call))
+    try:
+        yield called
+    finally:
+        with suppress(OSError):
+            door.shutdown(socket.SHUT_RDWR)
+        door.close()
+        answering.join(1.0)  # only Linux wakes it
 
 
 def send(link: socket.socket, text: str) -> None:

@@ -130,9 +130,11 @@ def rank_words(rank: int, size: int, communicator: Communicator) -> Words:
         "ppermute": partial(_permuted, subsets),
     }
     index: Carry = lambda eqn, inputs: [communicator.replica_index()]  # noqa: E731
-    return {name: partial(_of_one_array, word) for name, word in words.items()} | {
-        "axis_index": index
-    }
+
+    def of_one_array(word: Callable[[JaxprEqn, Array], Array]) -> Carry:
+        return lambda eqn, inputs: [word(eqn, jnp.asarray(inputs[0]))]
+
+    return {name: of_one_array(word) for name, word in words.items()} | {"axis_index": index}
 
 
 class _Subsets(NamedTuple):
@@ -196,12 +198,6 @@ def _all_to_all(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
     cut, joined = exchanged_dims(eqn)
     rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), cut))
     return jnp.concatenate(list(subsets.exchanged(eqn, rows)), joined)
-
-
-def _of_one_array(
-    word: Callable[[JaxprEqn, Array], Array], eqn: JaxprEqn, inputs: Sequence[Array]
-) -> list[Array]:
-    return [word(eqn, jnp.asarray(inputs[0]))]
 
 
 def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:

@@ -55,7 +55,8 @@ def mesh_placement(mesh: Mesh, axis_name: str) -> Placement:
 
     def feed(rows: PyTree) -> Any:
         # A program copies a host's arrays by itself, and much faster, if they are on no other host.
-        if fed_by_programs and not _committed(rows):
+        committed = [isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(rows)]
+        if fed_by_programs and not any(committed):
             return rows
         return place(rows, per_replica)
 
@@ -144,8 +145,3 @@ def _without(entry: Any, axis_name: str) -> Any:
     if entry == axis_name:
         return None
     return entry
-
-
-def _committed(tree: PyTree) -> bool:
-    """Returns True if the user has put an array of the tree on a device."""
-    return any(isinstance(x, jax.Array) and x.committed for x in jax.tree.leaves(tree))

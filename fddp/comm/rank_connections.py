@@ -4,12 +4,12 @@ import socket
 import struct
 import time
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fddp.comm.handshake import answer_calls, call, shut
+from fddp.comm.handshake import call, calls_at
 from fddp.comm.transport import Hosts
 
 if TYPE_CHECKING:  # a group has hosts
@@ -29,12 +29,11 @@ def connect_ranks(rank: int, hosts: Hosts, host: str) -> dict[int, socket.socket
     """
     family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     connections = dict[int, socket.socket]()
-    with socket.create_server(place[:2], family=family, backlog=len(hosts.ranks)) as door:
-        address = f"{place[0]} {door.getsockname()[1]}".encode().ljust(ADDRESS_BYTES)
-        addresses = hosts.all_gather(np.frombuffer(address, np.uint8))
-        end = time.monotonic() + CONNECT_S
-        called = SimpleQueue[tuple[str, socket.socket]]()
-        answering = answer_calls(door, "lane", str(rank), lambda *call: called.put(call))
+    door = socket.create_server(place[:2], family=family, backlog=len(hosts.ranks))
+    address = f"{place[0]} {door.getsockname()[1]}".encode().ljust(ADDRESS_BYTES)
+    addresses = hosts.all_gather(np.frombuffer(address, np.uint8))
+    end = time.monotonic() + CONNECT_S
+    with calls_at(door, "lane", str(rank)) as called:
         try:
             for other in range(rank):
                 name, port = addresses[other].tobytes().decode().split()
@@ -51,8 +50,6 @@ def connect_ranks(rank: int, hosts: Hosts, host: str) -> dict[int, socket.socket
                 f"Gloo's ranks {missing} do not connect to rank {hosts.ranks[rank]} at {host}: "
                 f"{error or 'no call in time'}."
             ) from error
-        finally:
-            shut(door, answering)
     return connections
 
 
@@ -65,11 +62,6 @@ def _call(address: tuple[str, int], rank: int, other: int, end: float) -> socket
 
 
 ### Addresses
-
-
-def on_one_host(group: "Group") -> bool:
-    """Returns True if all processes of a group share a loopback device; every process calls it."""
-    return len(set(host_keys(group))) == 1
 
 
 def host_keys(group: "Group") -> list[bytes]:

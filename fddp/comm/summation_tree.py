@@ -56,25 +56,14 @@ def tree_reduce(
 ) -> Shaped[Array, " n"]:
     """Sums the blocks of all replicas in the tree, to the same bits on all replicas."""
     size = message.shape[0] // blocks
-    moved = comm.all_to_all(parts_for_each(comm.size, message, blocks))
-    return comm.all_gather(sum_of_parts(moved, blocks)).reshape(-1)[:size]
+    # Equal parts of every block for each replica, padded with zeros.
+    rows = jnp.pad(message.reshape(blocks, -1), ((0, 0), (0, -size % comm.size)))
+    parts = rows.reshape(blocks, comm.size, -1).swapaxes(0, 1).reshape(comm.size, -1)
+    moved = comm.all_to_all(parts).reshape(comm.size * blocks, -1)
+    return comm.all_gather(tree_sum(list(moved), jnp.add)).reshape(-1)[:size]
 
 
 def tree_bytes(replicas: int, blocks: int, message: jax.ShapeDtypeStruct) -> int:
     """Returns the bytes that each replica sends in `tree_reduce`, for one block's message."""
     part = -(-message.size // replicas)
     return (replicas - 1) * part * (blocks + 1) * message.dtype.itemsize
-
-
-def parts_for_each(
-    replicas: int, message: Shaped[Array, " blocks*n"], blocks: int
-) -> Shaped[Array, "replicas m"]:
-    """Cuts a message into one row per replica: equal parts of every block, padded with zeros."""
-    rows = message.reshape(blocks, -1)
-    padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % replicas)))
-    return padded.reshape(blocks, replicas, -1).swapaxes(0, 1).reshape(replicas, -1)
-
-
-def sum_of_parts(rows: Shaped[Array, "replicas m"], blocks: int) -> Shaped[Array, " n"]:
-    """Sums the parts of all blocks in the tree, from the rows received from each replica."""
-    return tree_sum(list(rows.reshape(rows.shape[0] * blocks, -1)), jnp.add)

@@ -102,7 +102,8 @@ class Membership:
     def regroups(self, within_s: float = 0.0) -> bool:
         """True if a next view is due; waits for its reason, for at most some seconds."""
         with self._state:
-            return bool(self._state.wait_for(self._is_due, within_s))
+            due = lambda: self._excluded or self._agreement.under_way  # noqa: E731
+            return bool(self._state.wait_for(due, within_s))
 
     def leave(self, timeout_s: float) -> None:
         """Waits until every member has ended its script, or is gone."""
@@ -272,9 +273,6 @@ class Membership:
                 time.sleep(RETRY_S)
 
         threading.Thread(target=connect, daemon=True).start()
-
-    def _is_due(self) -> bool:
-        return self._excluded or self._agreement.under_way
 
     def _links_of_view(self) -> list[Connection]:
         members = self._agreement.remaining

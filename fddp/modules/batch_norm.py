@@ -14,18 +14,19 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
-from flax.typing import Dtype, Initializer
 from jaxtyping import Array, Bool, Float
 
 
-class BatchNorm(nn.Module):
-    """Batch normalization over all replicas; names and state as in `flax.linen.BatchNorm`.
+class BatchNorm(nn.BatchNorm):
+    """Batch normalization over all replicas: `flax.linen.BatchNorm` with other statistics.
 
     Mean and variance are computed over all unmasked elements of all replicas, in two passes: one
     small all-reduce of counts and sums, and one of squared deviations, which keeps its precision if
     the mean is large. If all elements of all replicas are masked, the running averages do not
     change. A rank that has run out of data (`fddp.join`) repeats its last batch. Its rows count
-    here, unless the batch has a mask that excludes them.
+    here, unless the batch has a mask that excludes them. The fields are Flax's: `axis_name` is the
+    replicas' axis, `group.axis_name` (None: the statistics are those of this replica), and
+    `use_fast_variance` and `force_float32_reductions` have no effect.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -37,30 +38,6 @@ class BatchNorm(nn.Module):
       >>> y[:2, 0].round(3).tolist()
       [-1.0, 1.0]
     """
-
-    use_running_average: bool | None = None
-    """True to normalize by the running averages (evaluation), False by the batch; here or in the
-    call."""
-    axis: int = -1
-    """The dim of the features; means are over all other dims."""
-    momentum: float = 0.99
-    """Decay of the running averages."""
-    epsilon: float = 1e-5
-    """Added to the variance."""
-    dtype: Dtype | None = None
-    """Dtype of the result. None: that of input and parameters."""
-    param_dtype: Dtype = jnp.float32
-    """Dtype of scale and bias."""
-    use_bias: bool = True
-    """True to add a bias."""
-    use_scale: bool = True
-    """True to multiply the normalized values by a scale."""
-    bias_init: Initializer = nn.initializers.zeros
-    """Initializer of the bias."""
-    scale_init: Initializer = nn.initializers.ones
-    """Initializer of the scale."""
-    axis_name: str | None = None
-    """The replicas' axis, `group.axis_name`. None: statistics are those of this replica."""
 
     @nn.compact
     def __call__(

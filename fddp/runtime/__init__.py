@@ -6,7 +6,7 @@ error on one rank ends all; `watching` names it. This room imports comm.
 
 from fddp.runtime.children import cores_for as cores_for
 from fddp.runtime.coordinator import start_service as start_service
-from fddp.runtime.hints import hints as hints
+from fddp.runtime.hints import hint as hint
 from fddp.runtime.jaxlib_faults import known_faults as known_faults
 from fddp.runtime.join_service import all_devices as all_devices
 from fddp.runtime.launchers import launcher_variables as launcher_variables

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import jax
 
@@ -25,28 +25,22 @@ getattr(service, sys.argv[2])(sys.argv[3], int(sys.argv[4]))
 """
 
 
-class Coordinator(NamedTuple):
-    """The running service."""
-
-    bind: str
-    """The address for JAX's own service to listen at."""
-    kept: tuple[int, ...]
-    """Files that rank 0 and its watcher hold open. The separate service ends when they close."""
-
-
-def start_coordinator(bind: str, rank: int, size: int) -> Coordinator:
+def start_coordinator(bind: str, rank: int, size: int) -> tuple[str, tuple[int, ...]]:
     """Starts the service next to rank 0; every rank calls this.
 
     The service listens at `bind`, host:port. JAX's variable replaces any address but loopback. With
     certificates (`secured`) JAX's own service listens there.
+
+    Returns the address for JAX's own service to listen at, and the files that rank 0 and its
+    watcher hold open: the separate service ends when they close.
     """
     if not bind.startswith("127.0.0.1:"):
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", bind)
     if secured():
-        return Coordinator(bind, ())
+        return bind, ()
     if rank:
-        return Coordinator(LOOSE, ())
-    return Coordinator(LOOSE, (_serve(bind, size),))
+        return LOOSE, ()
+    return LOOSE, (_serve(bind, size),)
 
 
 def wait_for_all() -> None:

@@ -8,25 +8,19 @@ processes without an address to meet at.
 from collections.abc import Mapping
 from contextlib import suppress
 
-from fddp.runtime.launchers import (
-    NUMBERS,
-    TORCH_VARIABLES,
-    launcher_variables,
-    numbered,
-)
+from fddp.runtime.launchers import NUMBERS, TORCH_VARIABLES, launcher_variables, numbered
 from fddp.runtime.place import Launch, integer, integer_if_set
 
 MEET = "set FDDP_RANK, FDDP_SIZE and FDDP_COORDINATOR=host:port of rank 0"
 
 
-def hints(launch: Launch, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Describes likely mistakes in the start of this process; at most one sentence."""
+def hint(launch: Launch, env: Mapping[str, str]) -> str:
+    """Describes a likely mistake in the start of this process in a sentence; empty without one."""
     if launch.launcher == "alone":
-        problems = (_missing_srun(env), _missing_size(env), _missing_place(env))
-        return tuple(filter(None, problems))[:1]
-    if launch.launcher == "Slurm" and launch.size == 1 and (missing := _missing_srun(env)):
-        return (missing,)
-    return ()
+        return _missing_srun(env) or _missing_size(env) or _missing_place(env)
+    if launch.launcher == "Slurm" and launch.size == 1:
+        return _missing_srun(env)
+    return ""
 
 
 def _missing_srun(env: Mapping[str, str]) -> str:

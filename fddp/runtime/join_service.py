@@ -119,14 +119,15 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
         options["cluster_detection_method"] = "deactivate"
     else:
         if launch.local_rank is not None:
-            options["local_device_ids"] = [_own_gpu(launch.local_rank)]
+            one_is_visible = re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+            options["local_device_ids"] = [0 if one_is_visible else launch.local_rank]
         if meeting.coordinator.startswith("127.0.0.1:"):
             # All ranks are on this host. NCCL would listen at a device that other hosts reach.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # JAX's preemption service catches SIGTERM and does nothing. Without it the signal ends a script
     # that does not call fddp.preempted.
     jax.config.update("jax_enable_preemption_service", False)
-    service = start_coordinator(meeting.bind, launch.rank, launch.size)
+    bind, service_files = start_coordinator(meeting.bind, launch.rank, launch.size)
     try:
         with without_proxies():  # the ranks have just met without a proxy
             jax.distributed.initialize(
@@ -135,19 +136,12 @@ def _join(backend: str, launch: Launch, timeout_s: float) -> tuple[int, ...]:
                 launch.rank,
                 initialization_timeout=int(max(timeout_s, 1)),
                 heartbeat_timeout_seconds=HEARTBEAT_S,
-                coordinator_bind_address=service.bind,
+                coordinator_bind_address=bind,
                 **options,
             )
     except RuntimeError as error:
         raise RuntimeError(f"fddp.init could not join the other processes: {error}") from error
-    return service.kept
-
-
-def _own_gpu(local_rank: int) -> int:
-    """The index of this process's GPU among its visible GPUs: 0 if only one is visible."""
-    if re.fullmatch("[^,]+", os.environ.get("CUDA_VISIBLE_DEVICES", "")):
-        return 0
-    return local_rank
+    return service_files
 
 
 def _ending(rank: int, size: int) -> Ending:

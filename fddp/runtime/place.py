@@ -35,7 +35,8 @@ class Launch:
                 f"rank {self.rank} of {self.size}, according to {self.launcher}: "
                 "a rank lies in 0..size-1."
             )
-        if self.coordinator is not None and not _is_place(str(self.coordinator)):
+        port = re.fullmatch(r".+:([0-9]{1,5})", str(self.coordinator))
+        if self.coordinator is not None and not (port and 1 <= int(port[1]) < 2**16):
             raise ValueError(
                 f"the coordinator is {self.coordinator!r}, according to {self.launcher}; it must "
                 "be host:port with a port of 1 to 65535, as in 'node1:4711'."
@@ -67,11 +68,6 @@ def is_of_this_host(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return True
-
-
-def _is_place(text: str) -> bool:
-    port = re.fullmatch(r".+:([0-9]{1,5})", text)
-    return port is not None and 1 <= int(port[1]) < 2**16
 
 
 def from_variables(

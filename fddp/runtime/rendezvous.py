@@ -13,10 +13,10 @@ import time
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from queue import Empty, SimpleQueue
+from queue import Empty
 from typing import Any, NamedTuple
 
-from fddp.comm import answer_calls, host_key, introduce, receive, reports, send, shut, signature
+from fddp.comm import calls_at, host_key, introduce, receive, reports, send, signature
 from fddp.runtime.place import is_of_this_host, place_of
 from fddp.runtime.watching import allow_files
 from fddp.wording import printable
@@ -188,9 +188,7 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
     except OSError as error:
         return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); {ANOTHER}"
     problem = ""
-    called = SimpleQueue[tuple[str, socket.socket]]()
-    answering = answer_calls(door, topic_of(job), "", lambda *call: called.put(call))
-    try:
+    with calls_at(door, topic_of(job), "") as called:
         while len(guests) < size - 1:
             if time.monotonic() > end:
                 return problem or f"{missing_ranks(guests, size)} in time"
@@ -202,8 +200,6 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
                     problem = refusal
                     # Ranks that call later must receive the problem too.
                     end = min(end, time.monotonic() + TELL_S)
-    finally:
-        shut(door, answering)
     return problem
 
 

@@ -203,15 +203,11 @@ def _wait(
         for rank, code in zip(pending, codes):
             if code or (code == 0 and rank.result is None):
                 wait([x.process.sentinel for x in ranks if x is not rank], WATCHERS_S)
-                raise RuntimeError(f"fddp.launch: {rank.name} {_death(rank, code)}")
+                when = "after the function had returned"
+                if rank.result is None:
+                    when = "and has not returned from the function; its output may show the reason"
+                raise RuntimeError(f"fddp.launch: {rank.name} ended {describe_end(code)} {when}.")
         pending = [rank for rank, code in zip(pending, codes) if code is None]
-
-
-def _death(rank: Rank, code: int) -> str:
-    words = f"ended {describe_end(code)}"
-    if rank.result is not None:
-        return f"{words} after the function had returned."
-    return f"{words} and has not returned from the function; its output may show the reason."
 
 
 ### A rank

@@ -122,7 +122,8 @@ def supervise(job: Job) -> int:
         for restart in range(1, job.restarts + 1):
             if outcome.code == 0 or signals:
                 return outcome.code
-            hosts = _reachable(hosts)
+            with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+                hosts = list(compress(hosts, pool.map(_answers, hosts)))
             ranks = job.on(hosts)
             if ranks < job.least:
                 print_line(
@@ -277,16 +278,8 @@ def forward(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
             os.kill(process.pid, number)  # an mpiexec ends its ranks itself
 
 
-### Hosts
-
-
-def _reachable(hosts: Sequence[str]) -> list[str]:
-    """Returns the hosts that mpiexec's ssh command reaches."""
-    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
-        return list(compress(hosts, pool.map(_answers, hosts)))
-
-
 def _answers(host: str) -> bool:
+    """True for a host that mpiexec's ssh command reaches."""
     if host in ("localhost", "127.0.0.1", socket.gethostname()):
         return True
     ssh = shlex.split(os.environ.get("HYDRA_LAUNCHER_EXEC", "ssh -o BatchMode=yes"))

@@ -17,7 +17,7 @@ import jax
 
 from fddp.comm import Group, Journal, world_group
 from fddp.jax_internals import cache_small_programs
-from fddp.runtime.hints import hints
+from fddp.runtime.hints import hint
 from fddp.runtime.jaxlib_faults import remark
 from fddp.runtime.join_mpi import join_mpi, mpi_size
 from fddp.runtime.join_service import join_service, on_cpus
@@ -121,8 +121,7 @@ def init(
             _started.append(World(request, group, undo))
             return group
         if backend != "local" and not jax.distributed.is_initialized():
-            for line in hints(launch, os.environ):
-                _say(launch, line)
+            _say(launch, hint(launch, os.environ))
         group = _start(backend or _pick(launch), launch, timeout_s, stall_s, undo)
         if jax.default_backend() == "cpu":
             _say(launch, remark(installed("jaxlib") or "", os.environ.get("XLA_FLAGS", "")))

@@ -365,7 +365,7 @@ def test_noop_sends_nothing_but_the_loss(group):
 def test_a_hook_of_the_users_own_sees_its_leaves_and_keeps_what_it_likes(group):
     def apply(comm: fddp.Communicator, bucket: fddp.GradBucket, state: Any) -> Any:
         shapes.append([leaf.shape for leaf in bucket.leaves])
-        return comm.psum(bucket.buffer) / 2, tuple(count + 1 for count in state)
+        return comm.all_reduce(bucket.buffer) / 2, tuple(count + 1 for count in state)
 
     shapes: list[Any] = []
     halving = fddp.Hook(lambda leaf: jnp.zeros((), jnp.int32), apply, "halving")

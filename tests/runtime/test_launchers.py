@@ -12,7 +12,7 @@ import pytest
 
 import fddp
 from fddp.runtime import world
-from fddp.runtime.hints import hints
+from fddp.runtime.hints import hint
 from fddp.runtime.join_mpi import agree_on_coordinator
 from fddp.runtime.launchers import launcher_variables, pmi_socket, read_launch, worlds
 from fddp.runtime.place import Launch
@@ -240,8 +240,8 @@ def test_a_script_under_sbatch_without_srun_is_alone():
     ids=str,
 )
 def test_a_process_alone_in_a_job_of_several_tasks_is_told_of_srun(env, tasks):
-    hint = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
-    assert hints(read_launch(env), env) == (() if tasks is None else (hint,))
+    words = f"Slurm gave this job {tasks} tasks, but this is one process: start it with srun."
+    assert hint(read_launch(env), env) == ("" if tasks is None else words)
 
 
 def test_the_users_own_variables_win_then_the_innermost_launcher():
@@ -274,7 +274,7 @@ def test_torchrun_wins_over_what_started_it_and_its_variables_over_nothing():
 )
 def test_a_rank_that_stands_alone_is_nobodys_and_nothing_is_said(env):
     assert read_launch(env) == Launch("alone", 0, 1)
-    assert hints(read_launch(env), env) == ()
+    assert hint(read_launch(env), env) == ""
 
 
 @pytest.mark.parametrize("port", [1, 4711, 29500, 61439, 61440, 65535])
@@ -312,7 +312,7 @@ def test_a_process_that_has_siblings_and_no_place_to_meet_says_so_in_one_line(en
     env = {name: value for name, value in env.items() if value is not None}
     launch = read_launch(env)
     assert launch == Launch("alone", 0, 1)
-    (line,) = hints(launch, env)
+    line = hint(launch, env)
     assert "trains alone" in line and "\n" not in line
     assert [name for name in names if name not in line] == []
 

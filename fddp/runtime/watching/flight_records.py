@@ -47,7 +47,8 @@ def _lines(records: Sequence[dict[str, Any]]) -> Iterator[str]:
         text = "no message"
         for message in record["messages"][-1:]:
             text = f"last message {message['number']} of step {message['step']}: {_said(message)}"
-            text += f", {_took(message)}"
+            took_s = message["took_s"]
+            text += ", not back" if took_s is None else f", in {1e3 * took_s:.1f} ms"
         yield f"rank {record['rank']}: {record['steps']} steps, {record['doing']}; {text}"
     present = {record["rank"] for record in records}
     missing = (rank for rank in range(records[0]["size"]) if rank not in present)
@@ -86,12 +87,6 @@ def _difference(records: Sequence[dict[str, Any]]) -> str:
 
 def _said(message: Mapping[str, Any]) -> str:
     return f"{message['name']}, {message['nbytes']} bytes"
-
-
-def _took(message: Mapping[str, Any]) -> str:
-    if message["took_s"] is None:
-        return "not back"
-    return f"in {1e3 * message['took_s']:.1f} ms"
 
 
 def _record(file: Path) -> dict[str, Any]:

@@ -21,11 +21,11 @@ from dataclasses import replace
 from mmap import mmap
 from opcode import opname
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty
 from types import FrameType
 from typing import Any
 
-from fddp.comm import Group, answer_calls, call, new_secret, on_one_host, own_addresses, shut
+from fddp.comm import Group, call, calls_at, host_keys, new_secret, own_addresses
 from fddp.runtime.watching.abort import leave
 from fddp.runtime.watching.recorder import Recorder
 from fddp.runtime.watching.watcher.links import allow_files, write_stderr
@@ -145,7 +145,8 @@ def _frames() -> list[FrameType]:
 
 def _links(group: Group) -> tuple[dict[str, Any], list[socket.socket]]:
     """Connects all ranks to rank 0, for their watchers; returns also what all watchers know."""
-    host = "127.0.0.1" if on_one_host(group) else ""
+    on_one_host = len(set(host_keys(group))) == 1
+    host = "127.0.0.1" if on_one_host else ""
     if group.rank:
         shared = group.broadcast_object(None)
         for address in shared["addresses"]:
@@ -154,10 +155,9 @@ def _links(group: Group) -> tuple[dict[str, Any], list[socket.socket]]:
         write_stderr(f"rank {group.rank} reaches no watcher at {shared['addresses']}.")
         return shared, []
     allow_files(group.processes)
-    called = SimpleQueue[socket.socket]()
-    with socket.create_server((host, 0), backlog=group.processes) as door:
-        answering = answer_calls(door, TOPIC, "0", lambda words, link: called.put(link))
-        port = door.getsockname()[1]
+    door = socket.create_server((host, 0), backlog=group.processes)
+    port = door.getsockname()[1]
+    with calls_at(door, TOPIC, "0") as called:
         folder = str(Path(tempfile.gettempdir()) / f"fddp-{new_secret()[:8]}")
         shared = {
             "addresses": [(x, port) for x in ([host] if host else own_addresses())],
@@ -168,8 +168,7 @@ def _links(group: Group) -> tuple[dict[str, Any], list[socket.socket]]:
         links = list[socket.socket]()
         with suppress(Empty):  # a rank that reaches no address says so
             while len(links) < group.processes - 1:
-                links.append(called.get(timeout=START_S))
-        shut(door, answering)
+                links.append(called.get(timeout=START_S)[1])
     return shared, links
 
 

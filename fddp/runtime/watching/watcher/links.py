@@ -13,7 +13,6 @@ from typing import Any
 EVERY_S = 0.25  # between two checks of the rank, and between two reports
 MOST = 1 << 16  # bytes of a line
 SEND_S = 2.0  # for a watcher that reads nothing
-
 SPARE = 1024  # files that a process may open in addition to its links
 
 Links = dict[socket.socket, bytearray]
@@ -28,14 +27,6 @@ def allow_files(count: int) -> None:
             count = min(count, hard)
         if 0 <= soft < count:
             resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
-
-
-def open_links(numbers: Iterable[int]) -> Links:
-    """Makes links of the connections with these file numbers, which the rank has opened."""
-    links: Links = {socket.socket(fileno=number): bytearray() for number in numbers}
-    for link in links:
-        link.settimeout(SEND_S)
-    return links
 
 
 def wait_readable(files: Iterable[socket.socket | int], seconds: float) -> set[Any]:

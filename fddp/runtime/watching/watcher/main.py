@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 from .links import (
     EVERY_S,
+    SEND_S,
     Links,
     allow_files,
     lines,
-    open_links,
     send,
     wait_for_others,
     wait_readable,
@@ -46,7 +46,10 @@ def main(job: dict[str, Any]) -> None:
     with suppress(OSError):
         os.nice(-10)
     allow_files(job["size"])  # rank 0's watcher has a link for each rank
-    watch = Watch(job, job["rank"], WatchedRank(job), open_links(job["links"]))
+    links: Links = {socket.socket(fileno=number): bytearray() for number in job["links"]}
+    for link in links:
+        link.settimeout(SEND_S)
+    watch = Watch(job, job["rank"], WatchedRank(job), links)
     while not _has_ended(watch):
         received = _hear(watch)
         if watch.own["left"]:  # rank 0's watcher only waits until all other ranks have left
