@@ -116,7 +116,7 @@ CORE = [
 
 
 def test_the_core_never_asks_of_which_kind_a_step_is():
-    """It is given a `Way`; options are checked where they are given, and picked from in
+    """It is given a `Strategy`; options are checked where they are given, and picked from in
     `training`."""
     kind = re.compile(r"\bif\b[^\n\"]*(virtual_replicas|local_steps|LocalSteps|\.shard\b)")
     assert matches(kind, CORE) == []

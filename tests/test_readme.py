@@ -281,6 +281,6 @@ def test_the_path_of_a_step_is_the_rooms_that_it_imports():
     assert drawn == ["step/schedules", "losses", "buckets", "hooks", "optim"]
     code = "".join(
         (ROOT / "fddp" / "step" / name).read_text()
-        for name in ("settle.py", "replica.py", "way.py")
+        for name in ("settle.py", "replica.py", "strategy.py")
     )
     assert all(f"from fddp.{room.replace('/', '.')} import" in code for room in drawn)

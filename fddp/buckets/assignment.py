@@ -144,11 +144,11 @@ def _shorten_last(
     if not buckets:
         return buckets
     *head, last = buckets
-    cut = len(last) - 1
-    nbytes = leaves[last[cut]].nbytes
-    while cut > 0 and (nbytes := nbytes + leaves[last[cut - 1]].nbytes) <= cap:
-        cut -= 1
-    return [*head, last[:cut], last[cut:]] if cut else buckets
+    start = len(last) - 1
+    nbytes = leaves[last[start]].nbytes
+    while start > 0 and (nbytes := nbytes + leaves[last[start - 1]].nbytes) <= cap:
+        start -= 1
+    return [*head, last[:start], last[start:]] if start else buckets
 
 
 def _bucket(leaves: Sequence[Leaf], indices: Sequence[int]) -> Bucket:

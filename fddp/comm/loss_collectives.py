@@ -195,9 +195,9 @@ def _psum_scatter(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
 
 
 def _all_to_all(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
-    cut, joined = exchanged_dims(eqn)
-    rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), cut))
-    return jnp.concatenate(list(subsets.exchanged(eqn, rows)), joined)
+    split_dim, concat_dim = exchanged_dims(eqn)
+    rows = jnp.stack(jnp.split(x, len(subsets.members(eqn)), split_dim))
+    return jnp.concatenate(list(subsets.exchanged(eqn, rows)), concat_dim)
 
 
 def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:

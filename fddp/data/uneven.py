@@ -63,7 +63,7 @@ def join(
     check_has("__iter__", "join: batches", batches, kind)
     check_switch("join: divide_by_initial_world_size", divide_by_initial_world_size)
     check_switch("join: throw_on_early_termination", throw_on_early_termination)
-    return _rounds(
+    return _joined_batches(
         iter(batches),
         group_of("join", group),
         divide_by_initial_world_size,
@@ -71,7 +71,7 @@ def join(
     )
 
 
-def _rounds(
+def _joined_batches(
     batches: Iterator[Any], group: Group, divide_by_all: bool, throw: bool
 ) -> Iterator[Joined]:
     last = None

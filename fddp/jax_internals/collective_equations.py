@@ -53,7 +53,7 @@ def gathered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
 
 
 def scattered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
-    """Returns the dim along which a `reduce_scatter` cuts, and False if it drops this dim.
+    """Returns the dim along which a `reduce_scatter` splits, and False if it drops this dim.
 
     Relies on `scatter_dimension` and `tiled`.
     """
@@ -61,7 +61,7 @@ def scattered_dim(eqn: JaxprEqn) -> tuple[int, bool]:
 
 
 def exchanged_dims(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns the dims along which an `all_to_all` cuts and joins.
+    """Returns the dims along which an `all_to_all` splits and concatenates.
 
     Relies on `split_axis` and `concat_axis`.
     """

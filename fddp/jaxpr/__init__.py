@@ -1,8 +1,8 @@
 """Reads and rewrites programs, as lists of equations that are known before they run.
 
-It finds the order in which gradients become ready and the parameters that a loss uses, and cuts
-programs into stages. `loops` splits and fuses their loops, and `parts` runs updates on parts of
-leaves. This room imports no other.
+It finds the order in which gradients become ready and the parameters that a loss uses, and
+rewrites programs: `loops` fuses their loops, and `parts` runs updates on parts of leaves.
+This room imports no other.
 """
 
 from fddp.jaxpr.dataflow import inputs_of_outputs as inputs_of_outputs

@@ -13,8 +13,8 @@ from fddp.program.exchange import TOKEN as TOKEN
 from fddp.program.exchange import Carrier as Carrier
 from fddp.program.exchange import Kind as Kind
 from fddp.program.exchange import exchange as exchange
-from fddp.program.late import Cut as Cut
-from fddp.program.late import cut_late as cut_late
+from fddp.program.late import SplitProgram as SplitProgram
+from fddp.program.late import split_late as split_late
 from fddp.program.loop_messages import received_behind_loops as received_behind_loops
 from fddp.program.module import Module as Module
 from fddp.program.module import parse as parse

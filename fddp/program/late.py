@@ -1,4 +1,4 @@
-"""Cuts a program in two: the first starts all messages, and the second receives the late ones.
+"""Splits a program in two: the first starts all messages, and the second receives the late ones.
 
 Source: ByteScheduler (Peng et al., SOSP 2019), whose messages cross the border between steps.
 """
@@ -24,7 +24,7 @@ from fddp.program.program_messages import needed, receives
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class SplitProgram:
     """A program in two: `first` returns the early outputs, and `second` the others."""
 
     program: ClosedJaxpr
@@ -79,13 +79,13 @@ class Cut:
         return values.outputs(k for k in range(len(jaxpr.outvars)) if k not in self.early)
 
 
-def cut_late(
+def split_late(
     closed: ClosedJaxpr,
     early: Collection[int],
     passes: int,
     at_once: Callable[[Sequence[int]], int] = len,
-) -> Cut:
-    """Cuts a program where the outputs at the positions `early` need no further message.
+) -> SplitProgram:
+    """Splits a program where the outputs at the positions `early` need no further message.
 
     `first` receives the messages that they need, and starts the others if it can. `second` may read
     the first `passes` inputs again; it reads copies of the others. Of the messages that `second`
@@ -131,7 +131,7 @@ def cut_late(
     )
     count = at_once([parameters(eqns[at])["form"].size for at in begun])
     now_leaving, last_leaving = begun[:count], begun[count:][::-1]
-    return Cut(
+    return SplitProgram(
         program,
         tuple(early),
         (*sorted(before.union(now_leaving)), *last_leaving),

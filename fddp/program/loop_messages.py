@@ -11,7 +11,7 @@ import jax
 
 from fddp.jax_internals import JaxprEqn, loop_parts, named_as, scan_body
 from fddp.jaxpr import Read, interpret, maker_positions, straighten, variables
-from fddp.program.late import cut_late
+from fddp.program.late import split_late
 from fddp.program.program_messages import messages_of, receives, waits_of
 
 
@@ -46,19 +46,19 @@ def _run(eqn: JaxprEqn, read: Read) -> Sequence[Any] | None:
     }
     if not late or min(late) < len(carry):
         return None
-    cut = cut_late(body, [k for k in range(len(jaxpr.outvars)) if k not in late], len(consts))
-    if any(receives(cut.program.jaxpr.eqns[at]) for at in cut.after):
+    split = split_late(body, [k for k in range(len(jaxpr.outvars)) if k not in late], len(consts))
+    if any(receives(split.program.jaxpr.eqns[at]) for at in split.after):
         return None
 
     def round_of(state: list[Any], row: list[Any]) -> tuple[list[Any], Any]:
-        outputs, computed = cut.first(*consts, *state, *row)
+        outputs, computed = split.first(*consts, *state, *row)
         return outputs[: len(carry)], (outputs[len(carry) :], computed)
 
     with named_as(eqn):
         carry, (stacks, computed) = jax.lax.scan(round_of, carry, rows, **how)
-        received = cut.received(computed, how["length"])
-        passed = [consts[k] for k in cut.passed]
-        late_stacks = jax.vmap(lambda *computed: cut.rest(passed, computed))(*received)
+        received = split.received(computed, how["length"])
+        passed = [consts[k] for k in split.passed]
+        late_stacks = jax.vmap(lambda *computed: split.rest(passed, computed))(*received)
     early = iter([*carry, *stacks])
     behind = iter(late_stacks)
     return [next(behind if k in late else early) for k in range(len(jaxpr.outvars))]

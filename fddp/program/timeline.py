@@ -179,12 +179,12 @@ def _computed(messages: Sequence[MessageTimes], begin: float) -> Iterator[Span]:
     end = max((x.done for x in messages), default=begin)
     numbers = {"compute": count(), "update": count()}
     for wait in sorted([*((x.awaited, x.resumed) for x in messages), (end, end)]):
-        cuts = [begin, *(start for start in starts if begin < start < wait[0]), wait[0]]
-        for cut, next_cut in pairwise(cuts):
-            kind = "compute" if cut <= max(starts, default=begin) else "update"
+        borders = [begin, *(start for start in starts if begin < start < wait[0]), wait[0]]
+        for start, end in pairwise(borders):
+            kind = "compute" if start <= max(starts, default=begin) else "update"
             name = "stage" if kind == "compute" else kind
-            if next_cut > cut:
-                yield Span(kind, f"{name} {next(numbers[kind])}", cut, next_cut)
+            if end > start:
+                yield Span(kind, f"{name} {next(numbers[kind])}", start, end)
         begin = max(begin, wait[1])
 
 

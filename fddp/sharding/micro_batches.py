@@ -1,4 +1,4 @@
-"""The rounds of a sharded step, one per micro-batch: a replica adds up its parts of the sums."""
+"""The phases of a sharded step, one per micro-batch: a replica adds up its parts of the sums."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -15,7 +15,7 @@ from fddp.sharding.part_messages import scatters, scatters_of
 from fddp.sharding.part_packing import ShardPlans, pack_gradients
 from fddp.sharding.sharded_update import AfterBackward
 from fddp.step import TrainState
-from fddp.step.schedules import Round
+from fddp.step.schedules import Phase
 
 
 class Before(NamedTuple):
@@ -35,16 +35,16 @@ class Before(NamedTuple):
 
 def micro_batches(
     plans: ShardPlans, begin: Callable[[TrainState, Pending | None, Messages], Before]
-) -> list[Round]:
-    """Makes one round per micro-batch; the last round also sends loss, metrics and buffers.
+) -> list[Phase]:
+    """Makes one phase per micro-batch; the last phase also sends loss, metrics and buffers.
 
-    `begin` maps (state, pending, received messages) to the values at the start of the first round.
+    `begin` maps (state, pending, received messages) to the values at the start of the first phase.
     """
     replica = plans.replica
     plan = plans.part_plan
     count = replica.options.accumulation_steps
 
-    def micro_batch_round(number: int) -> Round:
+    def micro_batch_phase(number: int) -> Phase:
         def backward(
             state: TrainState,
             shards: Sequence[Array],
@@ -77,10 +77,10 @@ def micro_batches(
         reads = ("state", "shards", "pending", "rows")
         name = f"micro-batch {number}"
         if number == count - 1:
-            return Round("backward", reads, backward, scatters(plans))
-        return Round(f"{name} backward", reads, backward, scatters_of(plans, name))
+            return Phase("backward", reads, backward, scatters(plans))
+        return Phase(f"{name} backward", reads, backward, scatters_of(plans, name))
 
-    return [micro_batch_round(number) for number in range(count)]
+    return [micro_batch_phase(number) for number in range(count)]
 
 
 def as_the_state_is(state: TrainState, pending: Pending | None, messages: Messages) -> Before:

@@ -24,7 +24,7 @@ from fddp.sharding.part_messages import gathers
 from fddp.sharding.part_packing import ShardPlans, local_parts, pack_parameters, unpack_parameters
 from fddp.sharding.sharded_update import AfterBackward, update_parts, with_bytes
 from fddp.step import Agreed, Replica, TrainState
-from fddp.step.schedules import Pieces, Round
+from fddp.step.schedules import Phase, Pieces
 
 
 def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:
@@ -56,11 +56,11 @@ def gathered_last(replica: Replica, agreed: Agreed) -> Pieces:
         info = with_bytes(plans, info, scatter_bytes, gather_bytes, order)
         return (new_state, info), new_shards
 
-    rounds = (
+    phases = (
         *micro_batches(plans, as_the_state_is),
-        Round("update", ("state", "shards"), update, gathers(plans, order)),
+        Phase("update", ("state", "shards"), update, gathers(plans, order)),
     )
-    return Pieces(rounds, unpack)
+    return Pieces(phases, unpack)
 
 
 def gathered_first(replica: Replica, agreed: Agreed) -> Pieces:
@@ -90,8 +90,8 @@ def gathered_first(replica: Replica, agreed: Agreed) -> Pieces:
         info = with_bytes(plans, info, scatter_bytes, gather_bytes, order)
         return (replicated, info), new_shards
 
-    rounds = (
-        Round("pack", ("state", "shards"), packed, gathers(plans, order)),
+    phases = (
+        Phase("pack", ("state", "shards"), packed, gathers(plans, order)),
         *micro_batches(plans, begin),
     )
-    return Pieces(rounds, update)
+    return Pieces(phases, update)

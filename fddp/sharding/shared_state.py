@@ -1,4 +1,4 @@
-"""The way of a sharded state: each replica holds a part, and updates that need more are refused.
+"""The strategy of a sharded state: each replica holds a part. Updates that need more are refused.
 
 Source: ZeRO (Rajbhandari et al., SC 2020).
 """
@@ -21,9 +21,9 @@ from fddp.step import (
     Agreed,
     Replica,
     Shared,
+    Strategy,
     TrainState,
     Trees,
-    Way,
     first_form,
     leaf_layouts,
     local_form,
@@ -32,13 +32,13 @@ from fddp.step.schedules import Pieces
 from fddp.wording import leaf_name
 
 
-def sharded(shared: Shared) -> Way:
-    """Makes the way of a sharded optimizer's state, or of a wholly sharded state."""
+def sharded(shared: Shared) -> Strategy:
+    """Makes the strategy of a sharded optimizer's state, or of a wholly sharded state."""
     return Sharded(shared=shared, name=f"shard={shared!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharded(Way):
+class Sharded(Strategy):
     """Each replica holds and updates a part of each leaf of the state."""
 
     shared: Shared

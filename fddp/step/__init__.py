@@ -1,6 +1,6 @@
 """The core of a step: its options, its state, its first batch, and its calls.
 
-A `Way` defines how replicas hold a state and compute a step; rooms above subclass it.
+A `Strategy` defines how replicas hold a state and compute a step; rooms above subclass it.
 `schedules` makes a program of a step. This room imports losses, jaxpr, program, buckets, comm,
 hooks, optim and runtime.
 """
@@ -53,7 +53,7 @@ from fddp.step.state_layout import ranks_of_parts as ranks_of_parts
 from fddp.step.step_optimizer import Optimizer as Optimizer
 from fddp.step.step_optimizer import StepOptimizer as StepOptimizer
 from fddp.step.step_optimizer import read_optimizer as read_optimizer
-from fddp.step.way import WHOLE as WHOLE
-from fddp.step.way import Trees as Trees
-from fddp.step.way import Way as Way
-from fddp.step.way import packing as packing
+from fddp.step.strategy import WHOLE_STATE as WHOLE_STATE
+from fddp.step.strategy import Strategy as Strategy
+from fddp.step.strategy import Trees as Trees
+from fddp.step.strategy import packing as packing

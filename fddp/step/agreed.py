@@ -84,7 +84,7 @@ def merge(
         order = [part._replace(rounds=1) for part in order]
     reached = {i for i in common.chosen if any(one.has_path[i] for one in seen)}
     ready = [part for part in order if part.leaf in reached]
-    if replica.way.in_shards:  # every trained leaf is gathered
+    if replica.strategy.in_shards:  # every trained leaf is gathered
         ready += [part for part in order if part.leaf not in reached]
     averaged = None
     if replica.options.broadcast_buffers == "mean":

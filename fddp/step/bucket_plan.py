@@ -30,15 +30,15 @@ def plan_buckets(
     leaves = jax.tree.leaves(params)
     order = [x for x in order if np.size(leaves[x.leaf])]  # an empty leaf is not sent
     counts = {}
-    if touched and replica.plain and replica.way.table_rows:
+    if touched and replica.plain and replica.strategy.table_rows:
         counts = touched
     tree = device_parts(replica.group.placement, params)
     plan = plan_with_rounds(
         tree, counts, replica.group.size, order=order, **replica.options.bucketing
     )
-    if replica.way.scatters_grads:
+    if replica.strategy.scatters_grads:
         plan = replace(plan, parts=replica.group.size)
-    exact = replica.way.exact and replica.options.hook is None
+    exact = replica.strategy.exact and replica.options.hook is None
     return place_scalars(plan, dtype, early=True, exact=exact)
 
 

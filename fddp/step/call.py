@@ -112,7 +112,7 @@ def step_inputs(
     # The usual state comes from the last step, and needs no placement.
     if (
         state.accumulated is None
-        and not settled.replica.way.in_shards
+        and not settled.replica.strategy.in_shards
         and placement.donation.fits(leaves)
     ):
         return StepInputs(state, None, (), memory, rows)
@@ -120,7 +120,7 @@ def step_inputs(
     # The user may have put numbers, NumPy arrays or arrays of one device into the state.
     replicated = state._replace(accumulated=None)
     shards = []
-    if settled.replica.way.in_shards:
+    if settled.replica.strategy.in_shards:
         replicated, shards = split_shards(replicated)
     local = state.accumulated, shards
     pending, shards = placement.place(local, placement.per_replica)
@@ -133,7 +133,7 @@ def with_local_parts(
     settled: Settled, state: TrainState, result: Any, shards: PyTree, memory: Memory
 ) -> Any:
     """Puts a replica's shards and the hook's memory back into a step's result."""
-    if settled.replica.way.in_shards and not isinstance(result[0], StateInFlight):
+    if settled.replica.strategy.in_shards and not isinstance(result[0], StateInFlight):
         result = insert_shards(result, shards)
     if isinstance(result[0], TrainState) and jax.tree.leaves(finished(state).hook_state):
         hook_state = by_leaf(settled.plan, finished(state).hook_state, memory)

@@ -24,7 +24,7 @@ from fddp.losses import (
 from fddp.program import find_collectives, parse
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
-from fddp.step.schedules import compiling
+from fddp.step.schedules import report_compiling
 from fddp.step.state import check_no_state
 from fddp.wording import check_has
 
@@ -143,7 +143,7 @@ def check_batch(replica: Replica, batch: PyTree) -> None:
             f"a batch of {rows} rows cannot be divided into {replica.micro_batches} equal parts: "
             f"this process has {_shares(replica)}."
         )
-    replica.way.check_batch(replica, batch, rows // replica.micro_batches)
+    replica.strategy.check_batch(replica, batch, rows // replica.micro_batches)
 
 
 def check_rows(batch: PyTree, advice: str = "") -> int:
@@ -193,7 +193,7 @@ def _divided(replica: Replica) -> str:
 def _shares(replica: Replica) -> str:
     """Formats the number of replicas and micro-batches of this process."""
     kind = "replicas"
-    if replica.way.replicas:
+    if replica.strategy.replicas:
         kind = "virtual replicas"
     count = replica.replicas // replica.group.processes
     return f"{count} {kind} × {replica.options.accumulation_steps} micro-batches"
@@ -227,7 +227,7 @@ def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
     """
 
     def describe() -> list[str]:
-        with compiling(group, "the step"):
+        with report_compiling(group, "the step"):
             text = program.compile().as_text()
         collectives = find_collectives(parse(text or ""))
         lines = [f"collective {k}: {x}{_message(x.op_name)}" for k, x in enumerate(collectives)]

@@ -99,7 +99,7 @@ def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...
 
 def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[ClosedJaxpr, Any]:
     """Traces the gradients of one micro-batch; also returns shapes and dtypes of loss and aux."""
-    traced_replica = replica.way.gradient_replica(replica)
+    traced_replica = replica.strategy.gradient_replica(replica)
 
     def program(state: TrainState, batch: PyTree) -> tuple[Any, Any]:
         sums = contribution(traced_replica, state, _part(replica, batch))
@@ -138,7 +138,7 @@ def _check_effects(replica: Replica, program: ClosedJaxpr) -> None:
     that do not work with an option."""
     placement = replica.group.placement
     several = placement.on_mesh and placement.axis_size * placement.devices_of_replica > 1
-    if several and not replica.way.replicas and (effects := ordered(program)):
+    if several and not replica.strategy.replicas and (effects := ordered(program)):
         raise ValueError(
             f"the loss has effects in an order ({', '.join(effects)}), which JAX runs on one "
             "device only: use jax.lax.psum or pmean over group.axis_name for mpi4jax's calls, or "

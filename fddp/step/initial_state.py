@@ -150,7 +150,7 @@ def _check_start(replica: Replica, optimizer: StepOptimizer, params: PyTree) -> 
     if _inside(several, DynamicScaleState):
         features[SCALE_INSIDE] = SCALE_INSIDE
     refuse(features)
-    return replica.way.check(replica, optimizer.inner, params)
+    return replica.strategy.check(replica, optimizer.inner, params)
 
 
 def _inside(tree: PyTree, kind: type) -> list[Any]:

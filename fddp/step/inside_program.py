@@ -44,7 +44,7 @@ def run_inside(settled: Settled | None, state: TrainState, batch: PyTree) -> Any
     memory = by_message(settled.plan, state.hook_state) if jax.tree.leaves(state.hook_state) else ()
     replicated = state._replace(accumulated=None, hook_state=())
     shards = []
-    if replica.way.in_shards:
+    if replica.strategy.in_shards:
         replicated, shards = split_shards(replicated)
     inputs = StepInputs(replicated, state.accumulated, shards, memory, rows)
     result, shards, memory = run(inputs)

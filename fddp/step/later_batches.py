@@ -13,7 +13,7 @@ from fddp.step.first_batch import paths
 from fddp.step.replica import Replica
 from fddp.step.state import TrainState
 from fddp.step.state_layout import check_layout, local_form
-from fddp.step.way import Agreed
+from fddp.step.strategy import Agreed
 
 if TYPE_CHECKING:  # a settled step holds what was checked_forms
     from fddp.step.settle import Settled
@@ -63,7 +63,7 @@ def _check_program(replica: Replica, agreed: Agreed, state: TrainState, batch: P
 def fit_of(replica: Replica, tree: PyTree, state: TrainState, batch: PyTree) -> Any:
     """Returns a key of (state, batch): calls with equal keys need only one check."""
     local = jax.tree.leaves(state.accumulated)[:1]
-    if replica.way.in_shards:
+    if replica.strategy.in_shards:
         local += split_shards(state)[1]
     shardings = [getattr(x, "sharding", None) for x in local[-1:]]  # ranks are in the tree
     return tree, [(x.shape, x.dtype) for x in local], shardings, form_of_batch(batch)

@@ -27,7 +27,7 @@ def accumulate_locally(
     journal.say("no_sync")
     with journal.inside("step.no_sync"):
         # Gradients stay local, but sharded parameters must be gathered.
-        replicated = settled.replica.way.with_whole_params(group, state, replicated)
+        replicated = settled.replica.strategy.with_whole_params(group, state, replicated)
     rows = placement.as_program_rows(placement.retained(rows))
     accumulated, means = settled.accumulate(replicated, pending, rows)
     if placement.shares_cores:

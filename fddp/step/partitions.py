@@ -12,13 +12,13 @@ def partitions_of(replica: Replica, params: PyTree, program: ClosedJaxpr) -> dic
     """Finds these leaves."""
     group = replica.group
     overlaps = group.size > 1 and (group.placement.overlaps or group.transport.in_lanes)
-    in_rounds = overlaps and replica.plain and replica.way.rounds
+    in_rounds = overlaps and replica.plain and replica.strategy.rounds
     if replica.options.order == "reverse" or not in_rounds:
         return {}
     chosen = replica.chosen(params)
     by_output = computed_by_layer(program)
     loops = {chosen[k]: stack for k, stack in by_output.items() if k < len(chosen)}
-    if replica.way.scatters_grads:
+    if replica.strategy.scatters_grads:
         loops = cut_in_layers(params, loops, replica.group.size)
     ready = dict(zip(chosen, places(program)))
     return fill_rounds(params, loops, ready, **replica.options.bucketing)

@@ -26,8 +26,8 @@ from fddp.step.schedules import by_bucket
 from fddp.step.state import Mean, TrainState
 from fddp.wording import leaf_names
 
-if TYPE_CHECKING:  # the methods of a `Way` take a `Replica`
-    from fddp.step.way import Way
+if TYPE_CHECKING:  # the methods of a `Strategy` take a `Replica`
+    from fddp.step.strategy import Strategy
 
 # (gradients, tail) → messages; their sums → (gradients, None for leaves outside the plan; tail)
 Pack: TypeAlias = Callable[[Any, Any], Messages]
@@ -44,8 +44,8 @@ class Replica:
     """The replicas."""
     options: Options
     """Options of buckets, accumulation and communication."""
-    way: "Way"
-    """The way in which replicas hold a state and compute a step."""
+    strategy: "Strategy"
+    """How replicas hold a state and compute a step."""
     init: Callable[[Any], Any] | None = None
     """Trained parameters → optimizer state; None without an optimizer."""
     unit: int | None = None
@@ -70,7 +70,7 @@ class Replica:
         features = dict(self.options.asked)
         if axes:
             features[AXES] = f"{AXES}, along {axes}"
-        return features | {self.way.name: self.way.name}
+        return features | {self.strategy.name: self.strategy.name}
 
     def local(
         self, pack: Pack, state: TrainState, pending: Pending | None, rows: PyTree
@@ -103,7 +103,7 @@ class Replica:
     @property
     def replicas(self) -> int:
         """Number of replicas that share the rows."""
-        return self.way.replicas or self.group.size
+        return self.strategy.replicas or self.group.size
 
     @property
     def plain(self) -> bool:

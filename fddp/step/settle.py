@@ -93,7 +93,9 @@ def settle(
     return Settled(
         replica=replica,
         agreed=agreed,
-        runner=replica.way.runner(SCHEDULES[replica.options.schedule], _in_lane(replica), agreed),
+        runner=replica.strategy.runner(
+            SCHEDULES[replica.options.schedule], _in_lane(replica), agreed
+        ),
         accumulate=accumulating(group.placement, replica),
         checked_forms=CheckedForms((fit,), frozenset({form_of_batch(batch)}), share),
     )

@@ -1,4 +1,4 @@
-"""The state as replicas hold it: in parts or whole, as the way's `layouts` say.
+"""The state as replicas hold it: in parts or whole, as the strategy's `layouts` say.
 
 One tree of layouts decides how a first state is cut, and how a user's state is checked.
 """
@@ -47,7 +47,7 @@ Part: TypeAlias = Callable[[ShardLayout, Any], Any]
 def laid_out_state(replica: Replica, state: TrainState, part: Part) -> TrainState:
     """Replaces the arrays of a state that replicas hold in parts by shards."""
     trees = replica.trained(state.params), state.opt_state, state.model_state
-    layouts = replica.way.layouts(replica, trees)
+    layouts = replica.strategy.layouts(replica, trees)
     whole = state.params, state.opt_state, state.model_state
     params, opt_state, model_state = with_shards(layouts, whole, part)
     return state._replace(params=params, opt_state=opt_state, model_state=model_state)
@@ -87,16 +87,16 @@ def check_layout(replica: Replica, state: TrainState) -> TrainState:
     gradient_state = whole_forms(state)
     _check_optimizer(replica, gradient_state)
     kinds = _kinds(state)
-    if not replica.way.in_shards and any(shard for shard, *_ in kinds):
+    if not replica.strategy.in_shards and any(shard for shard, *_ in kinds):
         raise ValueError(
             "the state is in shards, and this step was made without shard=: give it 'optimizer' or "
             "'state', or give the step fddp.whole(state)."
         )
-    if replica.way.in_shards and kinds != _kinds(form_in_shards(replica, gradient_state)):
+    if replica.strategy.in_shards and kinds != _kinds(form_in_shards(replica, gradient_state)):
         raise ValueError(
             f"the state is not in shards of {replica.group.size} replicas, as a step with "
-            f"{replica.way.name} has it: continue with the state that step.init or the last step "
-            "returned, or from a checkpoint; fddp.whole(state) is only for reading it, or for "
+            f"{replica.strategy.name} has it: continue with the state that step.init or the last "
+            "step returned, or from a checkpoint; fddp.whole(state) is only for reading it, or for "
             "another place: model_state=fddp.whole(state.params)."
         )
     _check_group(replica.group, state)

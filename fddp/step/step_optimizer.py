@@ -1,4 +1,4 @@
-"""The optimizer of a step: an optax transformation, or a record that brings a way of its own."""
+"""The optimizer of a step: an optax transformation, or a record that brings its own strategy."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -9,13 +9,13 @@ from jaxtyping import PyTree
 from fddp.comm import Group
 from fddp.optim import check_needs
 
-if TYPE_CHECKING:  # `Way` has functions of an optimizer
-    from fddp.step.way import Way
+if TYPE_CHECKING:  # `Strategy` has functions of an optimizer
+    from fddp.step.strategy import Strategy
 
 
 @dataclass(frozen=True)
 class StepOptimizer:
-    """An optax transformation, in the way that the options select; a subclass may bring another."""
+    """An optax transformation, of a step with the options' strategy; subclasses bring another."""
 
     inner: optax.GradientTransformation = field(repr=False)
     """Updates parameters with gradients."""
@@ -33,8 +33,8 @@ class StepOptimizer:
         del group
         return self
 
-    def way(self, inner: "Way") -> "Way":
-        """Returns the way of its steps; `inner` is the one that the options select."""
+    def strategy(self, inner: "Strategy") -> "Strategy":
+        """Returns the strategy of its steps; `inner` is the options' strategy."""
         return inner
 
 

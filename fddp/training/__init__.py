@@ -1,7 +1,6 @@
-"""The user's side: `train_step` and `value_and_grad`, which choose the way of a step from its
-options.
+"""The user's side: `train_step` and `value_and_grad`, which choose the strategy of a step.
 
-This room imports step, all rooms of ways, and the rooms below step.
+This room imports step, sharding, and the rooms below step.
 """
 
 from fddp.training.make import train_step as train_step

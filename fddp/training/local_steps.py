@@ -19,8 +19,8 @@ from jaxtyping import PyTree
 
 from fddp.comm import Group
 from fddp.optim import check_needs
-from fddp.step import LOCAL, StepOptimizer, Way
-from fddp.training.local_way import LocalWay
+from fddp.step import LOCAL, StepOptimizer, Strategy
+from fddp.training.local_strategy import LocalStrategy
 from fddp.wording import check_has, check_whole
 
 
@@ -127,9 +127,9 @@ class LocalSteps(StepOptimizer):
         """Returns the optimizer of as many replicas as the group has."""
         return replace(self, replicas=group.size)
 
-    def way(self, inner: Way) -> Way:
-        """Returns the way of local steps."""
+    def strategy(self, inner: Strategy) -> Strategy:
+        """Returns the strategy of local steps."""
         del inner
-        return LocalWay(
+        return LocalStrategy(
             name=LOCAL, in_shards=True, outer=self.outer, every=self.every, start=self.start
         )

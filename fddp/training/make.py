@@ -9,12 +9,12 @@ from fddp.losses import check_callable, make_objective
 from fddp.runtime import group_of
 from fddp.sharding import sharded
 from fddp.step import (
-    WHOLE,
+    WHOLE_STATE,
     Optimizer,
     OptionArguments,
     Options,
     Replica,
-    Way,
+    Strategy,
     explained,
     name_of,
     read_optimizer,
@@ -22,7 +22,7 @@ from fddp.step import (
 )
 from fddp.training.train_step import TrainStep
 from fddp.training.update import updated
-from fddp.training.virtual_way import VirtualWay
+from fddp.training.virtual_strategy import VirtualStrategy
 
 
 @explained
@@ -68,16 +68,16 @@ def train_step(
     group = group_of("train_step", group)
     chosen = chosen.on(group)
     objective = make_objective(loss_fn, has_aux=has_aux)
-    way = chosen.way(way_of(settings))
-    replica = Replica(objective, group, settings, way, init=chosen.init, loss=name_of(loss_fn))
+    strategy = chosen.strategy(strategy_of(settings))
+    replica = Replica(objective, group, settings, strategy, init=chosen.init, loss=name_of(loss_fn))
     return TrainStep(replica, chosen, partial(updated, chosen.inner))
 
 
-def way_of(options: Options) -> Way:
-    """Chooses the way of a step; `Replica` checks whether its options are compatible."""
+def strategy_of(options: Options) -> Strategy:
+    """Chooses the strategy of a step; `Replica` checks whether its options are compatible."""
     if options.virtual_replicas:
         count = options.virtual_replicas
-        return VirtualWay(name=f"virtual_replicas={count}", replicas=count)
+        return VirtualStrategy(name=f"virtual_replicas={count}", replicas=count)
     if options.shard:
         return sharded(options.shard)
-    return WHOLE
+    return WHOLE_STATE

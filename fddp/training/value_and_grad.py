@@ -29,7 +29,7 @@ from fddp.step import (
     refuse_transformations,
     synchronize,
 )
-from fddp.training.make import way_of
+from fddp.training.make import strategy_of
 
 CALL = "fddp.value_and_grad"
 
@@ -82,7 +82,9 @@ def value_and_grad(
         return ((mean.loss, mean.aux) if has_aux else mean.loss), grads
 
     group = group_of("value_and_grad", group)
-    replica = Replica(make_objective(loss_fn, has_aux=has_aux), group, settings, way_of(settings))
+    replica = Replica(
+        make_objective(loss_fn, has_aux=has_aux), group, settings, strategy_of(settings)
+    )
     settled: Settled | None = None
 
     @without_context_mesh

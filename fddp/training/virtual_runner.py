@@ -24,7 +24,7 @@ from fddp.comm import MOST, REPLICATED, Group, tree_bytes, tree_reduce, tree_sum
 from fddp.hooks import Reduction
 from fddp.losses import add_trees
 from fddp.program import Span, Timeline
-from fddp.step.schedules import Runner, StepInputs, StepOutputs, compiling, first_call
+from fddp.step.schedules import Runner, StepInputs, StepOutputs, report_first_call
 
 # The reduction of a message, for its names, and the form of a block's message.
 Message: TypeAlias = tuple[Reduction, jax.ShapeDtypeStruct]
@@ -56,7 +56,7 @@ def one_by_one(
     spans = list[Span]()
 
     def program(f: Callable[..., Any], name: str, donate: Sequence[int] = ()) -> Callable[..., Any]:
-        return first_call(jax.jit(f, donate_argnums=donate), name, partial(compiling, group))
+        return report_first_call(jax.jit(f, donate_argnums=donate), name, group)
 
     deal = program(partial(_dealt, each), "rows")
     contribute = program(contribute, "a virtual replica")

@@ -1,4 +1,4 @@
-"""A program that is cut where it need not wait for its last messages computes what it did."""
+"""A program that is split where it need not wait for its last messages computes what it did."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 from program.test_overlap import RANKS, recorded
 
 from fddp.jaxpr import form_of
-from fddp.program import Cut, cut_late, exchange, overlapped
+from fddp.program import SplitProgram, exchange, overlapped, split_late
 from fddp.step.schedules.late_sums import first_third
 
 PARAMS = jnp.arange(1.0, 5.0)
@@ -30,9 +30,9 @@ def step(calls: list[str]) -> Any:
     return run
 
 
-def cut(calls: list[str]) -> tuple[Any, Cut]:
+def split(calls: list[str]) -> tuple[Any, SplitProgram]:
     closed = jax.make_jaxpr(step(calls))(PARAMS, 0 * PARAMS, ROWS)
-    return closed, cut_late(closed, [2], passes=2)
+    return closed, split_late(closed, [2], passes=2)
 
 
 def run(f: Any, *args: Any) -> list[Any]:
@@ -42,7 +42,7 @@ def run(f: Any, *args: Any) -> list[Any]:
 
 def test_the_first_part_starts_all_messages_and_receives_those_of_its_outputs():
     calls = list[str]()
-    _, parts = cut(calls)
+    _, parts = split(calls)
     report, *_ = run(parts.first, PARAMS, 0 * PARAMS, ROWS)
     assert calls == ["start 0 of 1", "start 1 of 1", "done 0 of 1"]
     np.testing.assert_allclose(report, np.mean((ROWS @ PARAMS) ** 2))
@@ -50,7 +50,7 @@ def test_the_first_part_starts_all_messages_and_receives_those_of_its_outputs():
 
 def test_both_parts_together_are_the_program():
     calls = list[str]()
-    closed, parts = cut(calls)
+    closed, parts = split(calls)
     expected = run(jaxpr_as_fun(closed), PARAMS, 0 * PARAMS, ROWS)
     args = [PARAMS, 0 * PARAMS, ROWS]
 
@@ -64,7 +64,7 @@ def test_both_parts_together_are_the_program():
 
 def test_a_program_whose_outputs_need_all_messages_has_no_late_one():
     closed = jax.make_jaxpr(step([]))(PARAMS, 0 * PARAMS, ROWS)
-    assert cut_late(closed, [0, 1, 2], passes=2).begun == ()
+    assert split_late(closed, [0, 1, 2], passes=2).begun == ()
 
 
 def test_the_last_two_thirds_leave_in_the_order_of_the_next_forward_pass():
@@ -77,7 +77,7 @@ def test_the_last_two_thirds_leave_in_the_order_of_the_next_forward_pass():
 
     params = [jnp.ones(n) for n in (6, 6, 6, 5, 3, 1)]
     closed = jax.make_jaxpr(six_layers)(params)
-    parts = cut_late(closed, [], passes=6, at_once=first_third)
+    parts = split_late(closed, [], passes=6, at_once=first_third)
 
     def whole(*params: jax.Array) -> list[jax.Array]:
         return parts.rest(params, parts.received(parts.first(*params)[1]))

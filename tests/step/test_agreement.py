@@ -11,7 +11,7 @@ import pytest
 import fddp
 from fddp.buckets import SentLeaf
 from fddp.sharding import sharded
-from fddp.step import WHOLE, Agreed, Replica, TrainState, Way
+from fddp.step import WHOLE_STATE, Agreed, Replica, Strategy, TrainState
 from fddp.step.agreed import Common, Seen, merge, remarks
 from fddp.step.first_rows import DIGEST, ROWS, digest
 
@@ -35,9 +35,9 @@ def saw(*order: int, unused: tuple[int, ...] = (), **more: Any) -> Seen:
 def agreed(group: Groups) -> Callable[..., Agreed]:
     """Merges what ranks have seen, for a step of two replicas with a bucket for each leaf."""
 
-    def of(*seen: Seen, params: Any = PARAMS, way: Way = WHOLE) -> Agreed:
+    def of(*seen: Seen, params: Any = PARAMS, strategy: Strategy = WHOLE_STATE) -> Agreed:
         loss: Any = None  # is not traced again
-        replica = Replica(loss, group(2), fddp.Options(bucket_cap_mb=0), way)
+        replica = Replica(loss, group(2), fddp.Options(bucket_cap_mb=0), strategy)
         state = TrainState(jnp.int32(0), params, (), None, (), None, None)
         common = Common(state, tuple(LEAVES), None, jax.ShapeDtypeStruct((), np.float32), ())
         return merge(replica, common, seen, lambda state, mean: None)
@@ -67,7 +67,7 @@ def test_a_leaf_is_sent_if_any_rank_has_a_path_to_it(agreed: Callable[..., Agree
 
 
 def test_in_shards_a_leaf_without_a_path_is_sent_last(agreed: Callable[..., Agreed]):
-    assert names(agreed(saw(2, 1, 0, unused=(1,)), way=sharded("state"))) == ["c", "a", "b"]
+    assert names(agreed(saw(2, 1, 0, unused=(1,)), strategy=sharded("state"))) == ["c", "a", "b"]
 
 
 def test_rows_of_a_table_have_room_for_the_rank_that_touches_most(agreed: Callable[..., Agreed]):

@@ -25,18 +25,18 @@ from fddp.comm import (
     of_one_replica,
     trace,
 )
-from fddp.program import Cut, Timeline, cut_late
-from fddp.step.schedules.compiling import compiling, first_call
+from fddp.program import SplitProgram, Timeline, split_late
+from fddp.step.schedules.compile_reports import report_first_call
 from fddp.step.schedules.one_program import fed, overlap, traced
 from fddp.step.schedules.pieces import Pieces, Runner, StepInputs, StepOutputs
 
 
 @dataclass(frozen=True, eq=False)
 class Late:
-    """A step for inputs of one form, cut behind what its report needs."""
+    """A step for inputs of one form, split behind what its report needs."""
 
     group: Group
-    cut: Cut
+    split: SplitProgram
     forms: StepInputs
     """Shapes and dtypes of the inputs of all replicas."""
     treedef: Any
@@ -51,20 +51,20 @@ class Late:
         """The specs of sums in flight: the step, passed and computed arrays."""
         count = len(jax.tree.leaves(self.forms.state))
         per_replica = self.group.placement.per_replica
-        passed = [REPLICATED if k < count else per_replica for k in self.cut.passed]
+        passed = [REPLICATED if k < count else per_replica for k in self.split.passed]
         return REPLICATED, passed, per_replica
 
     def first(self, inputs: Sequence[Any]) -> tuple[Any, tuple[Any, list[Any], list[Any]]]:
         """Returns the report, and (step, passed arrays, computed arrays), for one replica."""
         leaves = jax.tree.leaves(inputs)
-        (step, *info), computed = self.cut.first(*leaves)
-        passed = [leaves[k] for k in self.cut.passed]
+        (step, *info), computed = self.split.first(*leaves)
+        passed = [leaves[k] for k in self.split.passed]
         return self.info.unflatten(info), (step, passed, add_replica_dim(computed))
 
     def second(self, step: Array, passed: Sequence[Any], computed: Sequence[Any]) -> Any:
         """Returns (state, shards, memory) of one replica."""
-        received = self.cut.received(drop_replica_dim(computed))
-        outputs = self.cut.rest(passed, received)
+        received = self.split.received(drop_replica_dim(computed))
+        outputs = self.split.rest(passed, received)
         return self.treedef.unflatten([step, *outputs])
 
 
@@ -142,7 +142,7 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     @cache
     def late_of(treedef: Any, forms: tuple[Any, ...]) -> Late | None:
         inputs = StepInputs(*treedef.unflatten(forms))
-        return _cut(group, step, inputs)
+        return _split(group, step, inputs)
 
     @cache
     def starting(late: Late) -> Callable[..., Any]:
@@ -180,7 +180,7 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
             last_program = starting(late)
             info, (step, _, computed) = call(last_program)(*inputs)
             leaves = jax.tree.leaves(inputs)
-            in_flight = step, [leaves[k] for k in late.cut.passed], computed
+            in_flight = step, [leaves[k] for k in late.split.passed], computed
         return StepOutputs((StateInFlight(in_flight, late), info), [], ())
 
     def run(inputs: StepInputs) -> StepOutputs:
@@ -200,8 +200,8 @@ def eager(group: Group, pieces: Pieces, donate: bool) -> Runner:
     return plain._replace(run=run, inside=inside, goes_on=goes_on, timeline=timeline)
 
 
-def _cut(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late | None:
-    """Cuts a step behind its report; None if no sum is late."""
+def _split(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late | None:
+    """Splits a step behind its report; None if no sum is late."""
     placement = group.placement
     state, pending, shards, memory, rows = inputs
     local = of_one_replica((pending, shards, memory, rows), placement.replicas_in_array)
@@ -213,11 +213,11 @@ def _cut(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late | N
     first = len(jax.tree.leaves(new_state))
     report = range(first, first + len(jax.tree.leaves(info)))
     passes = len(jax.tree.leaves(inputs)) - len(jax.tree.leaves(rows))
-    cut = cut_late(closed, (0, *report), passes, first_third)
-    if not cut.begun:
+    split = split_late(closed, (0, *report), passes, first_third)
+    if not split.begun:
         return None
     treedef = jax.tree.structure((new_state, *others))
-    return Late(group, cut, inputs, treedef, jax.tree.structure(info), step)
+    return Late(group, split, inputs, treedef, jax.tree.structure(info), step)
 
 
 def first_third(sizes: Sequence[int]) -> int:
@@ -249,7 +249,7 @@ def _program(
     donate: Sequence[int] = (),
 ) -> Any:
     program = group.placement.program(f, in_specs, out_specs, donate=donate)
-    launch = first_call(program, "the step", partial(compiling, group))
+    launch = report_first_call(program, "the step", group)
     launch.__wrapped__, launch.timeline = program.__wrapped__, program.timeline  # type: ignore
     return launch
 

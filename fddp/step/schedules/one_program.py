@@ -17,8 +17,8 @@ from fddp.comm import REPLICATED, Group, InOrder, add_replica_dim, as_program, d
 from fddp.hooks import Memory, all_finite, summed
 from fddp.jaxpr import fused_loops
 from fddp.program import received_behind_loops
-from fddp.step.schedules.compiling import compiling, first_call
-from fddp.step.schedules.pieces import ARGUMENTS, Pieces, Round, Runner, StepInputs, StepOutputs
+from fddp.step.schedules.compile_reports import report_first_call
+from fddp.step.schedules.pieces import ARGUMENTS, Phase, Pieces, Runner, StepInputs, StepOutputs
 
 
 def overlap(group: Group, pieces: Pieces, donate: bool) -> Runner:
@@ -33,12 +33,12 @@ def after(group: Group, pieces: Pieces, donate: bool) -> Runner:
     """Makes a step whose messages leave when the whole backward pass has ended."""
     wait = _behind_all if group.communicator.in_lane else jax.lax.optimization_barrier
 
-    def run(piece: Round, *arguments: Any) -> tuple[Messages, Any]:
-        messages, saved = piece.run(*arguments)
+    def run(phase: Phase, *arguments: Any) -> tuple[Messages, Any]:
+        messages, saved = phase.run(*arguments)
         return replace(messages, arrays=wait(messages.arrays)), saved
 
-    rounds = tuple(piece._replace(run=partial(run, piece)) for piece in pieces.rounds)
-    return _runner(group, pieces._replace(rounds=rounds), donate)
+    phases = tuple(phase._replace(run=partial(run, phase)) for phase in pieces.phases)
+    return _runner(group, pieces._replace(phases=phases), donate)
 
 
 def _behind_all(arrays: Any) -> Any:
@@ -61,7 +61,7 @@ def _runner(group: Group, pieces: Pieces, donate: bool) -> Runner:
     in_specs = (REPLICATED, *[per_replica] * 4)
     out_specs = (REPLICATED, per_replica, per_replica)
     program: Any = placement.program(step, in_specs, out_specs, donate=donated)
-    launch = first_call(program, "the step", partial(compiling, group))
+    launch = report_first_call(program, "the step", group)
 
     def run(inputs: StepInputs) -> StepOutputs:
         result = StepOutputs(*launch(*fed(group, inputs)))
@@ -108,7 +108,7 @@ def _run(
     memory: Memory,
     rows: PyTree,
 ) -> tuple[Any, Any, Memory]:
-    """Traces the rounds, each message under a name by which `fddp.audit` finds it.
+    """Traces the phases, each message under a name by which `fddp.audit` finds it.
 
     A message stands behind the whole backward pass here, but XLA starts it as soon as the gradients
     of its bucket exist.
@@ -125,11 +125,11 @@ def _run(
     totals = list[Any]()
     waited = 0  # how many of the totals a message has waited for
     all_bytes = list[Any]()
-    for piece in pieces.rounds:
-        reads = [by_name[name] for name in piece.reads]
-        messages, saved = as_program(group.placement, piece.run)(*reads, *received)
+    for phase in pieces.phases:
+        reads = [by_name[name] for name in phase.reads]
+        messages, saved = as_program(group.placement, phase.run)(*reads, *received)
         first = len(totals)
-        for reduction, message in zip(piece.reductions, messages.arrays):
+        for reduction, message in zip(phase.reductions, messages.arrays):
             with jax.named_scope(scope(reduction.name)):
                 # Without a barrier, ranks whose programs differ would add unrelated messages: XLA
                 # drops the sum of a constant, such as the zeros of a bucket that a rank's branch

@@ -1,7 +1,7 @@
 """The pieces of a step, from which a schedule makes a program.
 
-A step communicates in rounds. Each round makes messages, from the gradients or from the sums of the
-previous round, and the replicas reduce, reduce-scatter or gather them. `finish` uses the last sums.
+A step communicates in phases. Each phase makes messages, from the gradients or from the sums of the
+previous phase, and the replicas reduce, reduce-scatter or gather them. `finish` uses the last sums.
 A schedule decides when messages leave and are awaited; the mathematics is in the pieces.
 """
 
@@ -15,19 +15,19 @@ from fddp.comm import Group
 from fddp.hooks import Memory, Reduction
 from fddp.program import Timeline
 
-# The arguments that a round may take.
+# The arguments that a phase may take.
 ARGUMENTS = ("state", "pending", "shards", "rows")
 
 
-class Round(NamedTuple):
-    """Messages that leave together, made from the sums of the previous round."""
+class Phase(NamedTuple):
+    """Messages that leave together, made from the sums of the previous phase."""
 
     name: str
     reads: tuple[str, ...]
     """The arguments that it takes, some of `ARGUMENTS`."""
     run: Callable[..., tuple[Messages, Any]]
     """(*arguments, sums, saved values) → this replica's messages, and the values it saves for the
-    next round. In the first round the sums and the saved values are None."""
+    next phase. In the first phase the sums and the saved values are None."""
     reductions: tuple[Reduction, ...]
     """The reduction of each message."""
 
@@ -35,15 +35,15 @@ class Round(NamedTuple):
 class Pieces(NamedTuple):
     """A step, per replica."""
 
-    rounds: tuple[Round, ...]
+    phases: tuple[Phase, ...]
     finish: Callable[[Any, Any, Messages, Any, Any], tuple[Any, Any]]
     """(state, shards, sums, saved values, bytes sent per message) → the step's result, equal on all
     replicas, and the shards of the next state."""
 
     @property
     def reductions(self) -> tuple[Reduction, ...]:
-        """The reductions of all messages, one round after the other."""
-        return tuple(reduction for piece in self.rounds for reduction in piece.reductions)
+        """The reductions of all messages, one phase after the other."""
+        return tuple(reduction for phase in self.phases for reduction in phase.reductions)
 
 
 class StepInputs(NamedTuple):

@@ -1,7 +1,7 @@
-"""The ways in which replicas hold a state and compute a step of it.
+"""How replicas hold a state and compute a step of it.
 
-`Way` itself is the plain way: every replica holds and updates the whole state. The rooms `sharding`
-and `training` override its methods.
+`Strategy` itself is the plain strategy: every replica holds and updates the whole state. The rooms
+`sharding` and `training` override its methods.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from fddp.comm import Group, specs
 from fddp.losses import Pending
 from fddp.step.agreed import Agreed
 from fddp.step.replica import Pack, Replica, Unpack
-from fddp.step.schedules import Pieces, Round, Runner, Schedule
+from fddp.step.schedules import Phase, Pieces, Runner, Schedule
 from fddp.step.state import TrainState
 from fddp.step.step_optimizer import Optimizer
 
@@ -33,11 +33,11 @@ Trees: TypeAlias = tuple[Any, Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Way:
-    """The plain way: every replica holds and updates the whole state."""
+class Strategy:
+    """The plain strategy: every replica holds and updates the whole state."""
 
     name: str = ""
-    """The user's option for it; "" for the plain way."""
+    """The user's option for it; "" for the plain strategy."""
     replicas: int | None = None
     """Number of replicas that share the rows; None: the group's size."""
     in_shards: bool = False
@@ -85,8 +85,8 @@ class Way:
         return schedule(replica.group, self.pieces(replica, agreed), replica.options.donate)
 
 
-WHOLE = Way()
-"""The plain way."""
+WHOLE_STATE = Strategy()
+"""The plain strategy."""
 
 
 def packing(replica: Replica, plan: BucketPlan, params: PyTree) -> tuple[Pack, Unpack]:
@@ -105,7 +105,7 @@ def packing(replica: Replica, plan: BucketPlan, params: PyTree) -> tuple[Pack, U
 
 
 def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
-    """Makes the pieces of a step with whole states: one round, which sums all gradients."""
+    """Makes the pieces of a step with whole states: one phase, which sums all gradients."""
     plan = agreed.plan
     packed, unpacked = packing(replica, plan, agreed.state.params)
 
@@ -122,4 +122,4 @@ def _whole_pieces(replica: Replica, agreed: Agreed) -> Pieces:
         ), shards
 
     inputs = ("state", "pending", "rows")
-    return Pieces((Round("backward", inputs, backward, replica.reductions(plan)),), finish)
+    return Pieces((Phase("backward", inputs, backward, replica.reductions(plan)),), finish)

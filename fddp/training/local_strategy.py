@@ -1,4 +1,4 @@
-"""The way of replicas that train separately: three kinds of step, one of which is due.
+"""The strategy of replicas that train separately: three kinds of step, one of which is due.
 
 A local step trains each replica by itself. An exchange is a local step that also averages the
 replicas' changes since the last exchange, as an ordinary step averages gradients, and gives the
@@ -29,20 +29,20 @@ from fddp.jaxpr import with_trained
 from fddp.losses import Joined, Pending, Sums
 from fddp.optim import update
 from fddp.step import (
-    WHOLE,
+    WHOLE_STATE,
     Agreed,
     Mean,
     Replica,
     StepInfo,
+    Strategy,
     Training,
     TrainState,
     Trees,
-    Way,
     packing,
     ranks_of_parts,
     refuse,
 )
-from fddp.step.schedules import Pieces, Round, Runner, Schedule, StepInputs, StepOutputs
+from fddp.step.schedules import Phase, Pieces, Runner, Schedule, StepInputs, StepOutputs
 
 READS = ("state", "shards", "rows")
 NOTHING = Messages((), ((), None))
@@ -51,7 +51,7 @@ Result = tuple[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalWay(Way):
+class LocalStrategy(Strategy):
     """Each replica holds local parameters, and trains them separately between exchanges."""
 
     outer: optax.GradientTransformation
@@ -120,13 +120,13 @@ class _Steps:
         def finish(state: TrainState, shards: Any, messages: Any, saved: Any, _: Array) -> Result:
             return self._result(state, *drop_replica_dim(saved))
 
-        return Pieces((Round("backward", READS, run, ()),), finish)
+        return Pieces((Phase("backward", READS, run, ()),), finish)
 
     def exchange(self) -> Pieces:
         """Makes a local step that averages the changes of all replicas, each with weight 1."""
         replica = self.replica
         packed, _ = packing(replica, self.agreed.plan, self.agreed.state.params)
-        _, average = WHOLE.pieces(replica, self.agreed._replace(use=self._outer_step))
+        _, average = WHOLE_STATE.pieces(replica, self.agreed._replace(use=self._outer_step))
 
         def run(state: TrainState, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
             local, info = self._trained(state, shards, rows)
@@ -148,11 +148,11 @@ class _Steps:
             return self._result(state, local, info)
 
         reductions = replica.reductions(self.agreed.plan)
-        return Pieces((Round("backward", READS, run, reductions),), finish)
+        return Pieces((Phase("backward", READS, run, reductions),), finish)
 
     def together(self) -> Pieces:
         """Makes a synchronous step; all replicas stay equal."""
-        (backward,), update_all = WHOLE.pieces(self.replica, self.agreed)
+        (backward,), update_all = WHOLE_STATE.pieces(self.replica, self.agreed)
 
         def run(state: TrainState, shards: Any, rows: Any, *nothing: Any) -> tuple[Messages, Any]:
             return backward.run(self._local(state, shards), None, rows)
@@ -161,7 +161,7 @@ class _Steps:
             (local, info), _ = update_all(self._local(state, shards), shards, *received)
             return self._result(state._replace(params=local.params), local, info)
 
-        return Pieces((Round("backward", READS, run, backward.reductions),), finish)
+        return Pieces((Phase("backward", READS, run, backward.reductions),), finish)
 
     def _trained(self, state: TrainState, shards: Any, rows: Any) -> tuple[TrainState, StepInfo]:
         """Takes a step of the inner optimizer, without communication."""

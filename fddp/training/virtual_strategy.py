@@ -29,7 +29,7 @@ from fddp.buckets import (
 )
 from fddp.comm import as_program, block_of, forms_of, of_one_replica, trace
 from fddp.losses import Joined
-from fddp.step import Agreed, Replica, TrainState, Way, refuse
+from fddp.step import Agreed, Replica, Strategy, TrainState, refuse
 from fddp.step.schedules import Runner, Schedule
 from fddp.training.virtual_runner import Message, one_by_one
 
@@ -38,7 +38,7 @@ Contribution: TypeAlias = tuple[Any, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VirtualWay(Way):
+class VirtualStrategy(Strategy):
     """Each replica stands for several virtual ones, whose sums are added in a tree."""
 
     # A message carries partial sums of the tree, of whole gradients.

@@ -2,9 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -14,13 +13,11 @@ import optax
 import pytest
 
 import fddp
-from fddp.step.schedules import compiling as says
-from fddp.step.schedules.compiling import first_call
+from fddp.step.schedules import compile_reports, report_compiling, report_first_call
 
 ROWS = np.ones((8, 4), np.float32)
 PARAMS = {"first": np.ones((4, 3), np.float32), "second": np.ones(3, np.float32)}
 pytestmark = pytest.mark.usefixtures("uncached")
-MODULE = import_module("fddp.step.schedules.compiling")  # a function of the room has its name
 
 
 def net(params: Any, batch: Any) -> jax.Array:
@@ -30,8 +27,8 @@ def net(params: Any, batch: Any) -> jax.Array:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first report is printed at once."""
-    monkeypatch.setattr(MODULE, "FIRST_WORD_S", 0.0)
-    monkeypatch.setattr(MODULE, "NEXT_WORD_S", 0.001)
+    monkeypatch.setattr(compile_reports, "FIRST_WORD_S", 0.0)
+    monkeypatch.setattr(compile_reports, "NEXT_WORD_S", 0.001)
 
 
 @pytest.mark.steps
@@ -66,19 +63,21 @@ def test_ten_seconds_pass_before_anything_is_said(monkeypatch, group):
         waits.append((first_s, next_s))
         yield
 
-    monkeypatch.setattr(MODULE, "reports", noted)
-    with says(group(1), "the step"):
+    monkeypatch.setattr(compile_reports, "reports", noted)
+    with report_compiling(group(1), "the step"):
         pass
     assert waits == [(10.0, 30.0)]
 
 
 def test_rank_0_alone_says_so(group, impatient, capsys):
-    with says(replace(group(1), rank=1), "the step"):
+    with report_compiling(replace(group(1), rank=1), "the step"):
         jax.jit(lambda x: x + 1).lower(1.0).compile()
     assert capsys.readouterr().err == ""
 
 
-def test_an_error_of_the_compiler_is_the_error_and_the_next_call_compiles_again(group, impatient):
+def test_an_error_of_the_compiler_is_the_error_and_the_next_call_compiles_again(
+    monkeypatch, group, impatient
+):
     calls = list[int]()
 
     def program(x: int) -> int:
@@ -87,15 +86,14 @@ def test_an_error_of_the_compiler_is_the_error_and_the_next_call_compiles_again(
             raise RuntimeError("out of memory while compiling")
         return x
 
-    reports = list[Any]()
+    reports = list[str]()
 
-    @contextmanager
-    def noted(what: Any) -> Iterator[None]:
+    def noted(group: fddp.Group, what: str) -> AbstractContextManager[None]:
         reports.append(what)
-        with says(group(1), what):
-            yield
+        return report_compiling(group, what)
 
-    run = first_call(program, "the step", noted)
+    monkeypatch.setattr(compile_reports, "report_compiling", noted)
+    run = report_first_call(program, "the step", group(1))
     with pytest.raises(RuntimeError, match="out of memory while compiling"):
         run(1)
     assert [run(2), run(3)] == [2, 3]
