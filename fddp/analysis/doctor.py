@@ -40,7 +40,6 @@ class ReportLine(NamedTuple):
 
 
 def examine() -> tuple[ReportLine, ...]:
-    """Examines versions, devices, launchers and backends of this process."""
     return tuple(_findings())
 
 

@@ -182,7 +182,6 @@ def _facts(step: TrainStep, sent: Any) -> dict[str, Any]:
 
 
 def bytes_of(state: TrainState) -> dict[str, int]:
-    """Counts the bytes of each field of a state, or of its shapes."""
     return {
         name: sum(prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
         for name, tree in state._asdict().items()

@@ -15,15 +15,7 @@ from jax.experimental import topologies
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from fddp.comm import (
-    AXIS,
-    Group,
-    Hosts,
-    Transport,
-    axis_communicator,
-    mesh_placement,
-    replica_mesh,
-)
+from fddp.comm import AXIS, Group, Hosts, Transport, axis_communicator, mesh_placement, replica_mesh
 from fddp.runtime import missing_compiler
 
 CHIPS = {path.stem: path for path in sorted((Path(__file__).parent / "gpus").glob("*.txtpb"))}

@@ -102,7 +102,6 @@ def wrong(folder: Path, files: Mapping[str, str]) -> str:
 
 
 def write_at_once(path: Path, text: str) -> None:
-    """Writes a file atomically."""
     temporary = path.with_suffix(".tmp")
     with temporary.open("w") as file:
         file.write(text)
@@ -112,7 +111,6 @@ def write_at_once(path: Path, text: str) -> None:
 
 
 def digest_of(path: Path) -> str:
-    """Computes the digest of a file."""
     with path.open("rb") as file:
         return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
 

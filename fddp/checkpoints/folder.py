@@ -109,7 +109,6 @@ def on_rank_0(folder: Folder, act: Callable[[], Any]) -> Any:
 
 
 def remark(line: str) -> None:
-    """Prints a line to stderr."""
     with suppress(OSError):  # stderr may be on the disk that is full
         print(f"fddp: {line}", file=sys.stderr, flush=True)
 

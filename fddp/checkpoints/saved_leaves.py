@@ -71,7 +71,6 @@ def named_leaves(state: TrainState, local: Sequence[str]) -> dict[str, Leaf]:
 
 
 def field_of(name: str) -> str:
-    """The field of the state that holds a leaf of this name."""
     return name.split("/")[0]
 
 

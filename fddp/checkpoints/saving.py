@@ -128,7 +128,6 @@ def _collected(staging: Path, ranks: Sequence[int], ending: Callable[[], bool]) 
 
 
 def _missing(staging: Path, ranks: Sequence[int]) -> list[int]:
-    """The ranks that have not reported yet."""
     # Opening a folder makes a network file system ask its server; a test of a path may be cached.
     reports = {*staging.iterdir()}
     return [rank for rank in ranks if _report(staging, rank) not in reports]

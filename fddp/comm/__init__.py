@@ -5,10 +5,7 @@ The room holds the collectives of their programs and of their hosts, the placeme
 and the checks that ranks agree. This room imports jaxpr and program.
 """
 
-from fddp.comm.agreement import described as described
-from fddp.comm.agreement import nothing_to_compare as nothing_to_compare
-from fddp.comm.agreement import shortened as shortened
-from fddp.comm.agreement import verify as verify
+from fddp.comm.agreement import described, nothing_to_compare, shortened, verify
 from fddp.comm.communicator import MOST as MOST
 from fddp.comm.communicator import Communicator as Communicator
 from fddp.comm.communicator import add_bytes as add_bytes
@@ -17,7 +14,7 @@ from fddp.comm.communicator import as_uint32 as as_uint32
 from fddp.comm.communicator import axis_communicator as axis_communicator
 from fddp.comm.communicator import count_aside as count_aside
 from fddp.comm.communicator import count_bytes as count_bytes
-from fddp.comm.group import Group as Group
+from fddp.comm.group import Group
 from fddp.comm.handshake import SECRET as SECRET
 from fddp.comm.handshake import answer_calls as answer_calls
 from fddp.comm.handshake import call as call
@@ -27,17 +24,13 @@ from fddp.comm.handshake import new_secret as new_secret
 from fddp.comm.handshake import receive as receive
 from fddp.comm.handshake import send as send
 from fddp.comm.handshake import signature as signature
-from fddp.comm.host_bytes import from_hosted as from_hosted
-from fddp.comm.host_bytes import hosted as hosted
-from fddp.comm.journal import Finding as Finding
-from fddp.comm.journal import Journal as Journal
-from fddp.comm.lane_thread import library as library
-from fddp.comm.mesh import mesh_group as mesh_group
-from fddp.comm.mesh import replica_mesh as replica_mesh
-from fddp.comm.mesh import world_group as world_group
-from fddp.comm.mesh_programs import mesh_placement as mesh_placement
-from fddp.comm.mpi import mpi_group as mpi_group
-from fddp.comm.objects import forms_of as forms_of
+from fddp.comm.host_bytes import from_hosted, hosted
+from fddp.comm.journal import Finding, Journal
+from fddp.comm.lane_thread import library
+from fddp.comm.mesh import mesh_group, replica_mesh, world_group
+from fddp.comm.mesh_programs import mesh_placement
+from fddp.comm.mpi import mpi_group
+from fddp.comm.objects import forms_of
 from fddp.comm.placement import AXIS as AXIS
 from fddp.comm.placement import REPLICATED as REPLICATED
 from fddp.comm.placement import Placement as Placement
@@ -51,15 +44,9 @@ from fddp.comm.placement import laid_out as laid_out
 from fddp.comm.placement import of_one_replica as of_one_replica
 from fddp.comm.placement import specs as specs
 from fddp.comm.placement import trace as trace
-from fddp.comm.program_lane import InOrder as InOrder
-from fddp.comm.progress_reports import reports as reports
-from fddp.comm.rank_connections import host_key as host_key
-from fddp.comm.rank_connections import host_keys as host_keys
-from fddp.comm.rank_connections import own_addresses as own_addresses
-from fddp.comm.round_robin import round_robin as round_robin
-from fddp.comm.summation_tree import block_of as block_of
-from fddp.comm.summation_tree import tree_bytes as tree_bytes
-from fddp.comm.summation_tree import tree_reduce as tree_reduce
-from fddp.comm.summation_tree import tree_sum as tree_sum
-from fddp.comm.transport import Hosts as Hosts
-from fddp.comm.transport import Transport as Transport
+from fddp.comm.program_lane import InOrder
+from fddp.comm.progress_reports import reports
+from fddp.comm.rank_connections import host_key, host_keys, own_addresses
+from fddp.comm.round_robin import round_robin
+from fddp.comm.summation_tree import block_of, tree_bytes, tree_reduce, tree_sum
+from fddp.comm.transport import Hosts, Transport

@@ -24,7 +24,6 @@ class Donation:
         self._shardings = list[Sharding]()
 
     def record(self, results: PyTree) -> None:
-        """Records the results of a program."""
         arrays = (x for x in jax.tree.leaves(results) if isinstance(x, jax.Array))
         self._results = list(map(weakref.ref, arrays))
 

@@ -20,15 +20,7 @@ from fddp.comm.lane_thread import library
 from fddp.comm.lanes import lanes
 from fddp.comm.loss_collectives import has_collectives, rank_words, run_translated
 from fddp.comm.mpi_transport import mpi_send
-from fddp.comm.placement import (
-    AXIS,
-    NO_AXES,
-    REPLICATED,
-    Placement,
-    placed,
-    placed_alike,
-    trace,
-)
+from fddp.comm.placement import AXIS, NO_AXES, REPLICATED, Placement, placed, placed_alike, trace
 from fddp.comm.transport import Bytes, Hosts, Transport
 from fddp.jax_internals import CPU_OPTIONS, named_like, without_jit
 from fddp.wording import check_has

@@ -32,7 +32,6 @@ DIGITS = len(signature())  # in front of a pickle
 
 
 def all_gather_object(group: "Group", obj: Any) -> list[Any]:
-    """Implements `Group.all_gather_object`."""
     data = _alike(group, "", lambda: _pickled("all_gather_object", obj))
     pickles = gather_bytes(group, data)
     return _alike(
@@ -43,8 +42,6 @@ def all_gather_object(group: "Group", obj: Any) -> list[Any]:
 
 
 def broadcast_object(group: "Group", obj: Any, root: int) -> Any:
-    """Implements `Group.broadcast_object`."""
-
     def data_of_root() -> bytes:
         if group.rank != root:
             return b""
@@ -89,7 +86,6 @@ def _read(call: str, rank: int, data: bytes) -> Any:
 
 
 def broadcast_tree(group: "Group", tree: Any, root: int) -> Any:
-    """Implements `Group.broadcast`."""
     if root not in range(group.processes):
         raise ValueError(f"root must be a rank in 0..{group.processes - 1}, got {root!r}.")
     on_hosts = partial(jax.tree.map, hosted, tree)
@@ -111,7 +107,6 @@ def broadcast_tree(group: "Group", tree: Any, root: int) -> Any:
 
 
 def rows(group: "Group", batch: Any) -> Any:
-    """Implements `Group.rows`."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     named = {jax.tree_util.keystr(path) or "batch": x for path, x in leaves}
     counts = {name: _count(name, x) for name, x in named.items()}

@@ -212,7 +212,6 @@ def laid_out(placement: Placement, tree: PyTree, where: Any) -> Any:
 
 
 def placed_alike(tree: PyTree, sharding: Sharding) -> Any:
-    """Places all of this process's arrays with one sharding."""
     return jax.tree.map(lambda x: placed(x, sharding), tree)
 
 

@@ -74,7 +74,6 @@ class SocketSend:
             self._sum(self._ranks, array)
 
     def _sum(self, ranks: Sequence[int], array: np.ndarray) -> None:
-        """Sums the arrays of some ranks."""
         others = len(ranks) - 1
         if others > 1 and others * array.nbytes > SMALL_BYTES:
             self._gather(ranks, self._scatter(ranks, array))
@@ -157,7 +156,6 @@ class _Peer:
         self.incoming = deque[memoryview]()
 
     def swap(self, sent: np.ndarray, received: np.ndarray) -> None:
-        """Queues an array to send, and one to receive."""
         self.outgoing.append(sent.view(np.uint8).data)
         self.incoming.append(received.view(np.uint8).data)
 

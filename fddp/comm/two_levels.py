@@ -32,7 +32,6 @@ Hosted: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def hierarchical(group: "Group", local: int | None) -> "Group":
-    """Implements `Group.hierarchical`."""
     placement = group.placement
     verify(group, "hosts", lambda: _described(group, local))
     if not placement.on_mesh or placement.overlaps:  # MPI and NCCL do it by themselves

@@ -222,7 +222,8 @@ def _plus(sums: Any, metrics: Any) -> Any:
 def _weighed(metric: Weighted) -> Weighted:
     """Returns Σ w·x and Σ w of one batch."""
     value, weight = (np.asarray(x, np.float64) for x in metric)
-    return Weighted(weight * np.where(weight == 0, 0, value), weight)
+    total: Any = weight * np.where(weight == 0, 0, value)
+    return Weighted(total, weight)
 
 
 def _added(path: tuple[Any, ...], first: np.ndarray, *terms: np.ndarray) -> np.ndarray:

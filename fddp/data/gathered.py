@@ -60,7 +60,6 @@ def gather_rows(tree: PyTree, *, group: Group | None = None) -> Any:
 
 
 def _row(path: tuple[Any, ...], x: Any) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of a row."""
     name = f"the array{jax.tree_util.keystr(path)}"
     dtype = getattr(x, "dtype", None)
     if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) or np.dtype(dtype).kind in "OSU":

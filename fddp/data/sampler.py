@@ -15,7 +15,6 @@ instead.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
@@ -68,88 +67,72 @@ def samples(
       >>> [next(steps).tolist() for _ in range(3)]
       [[1, 3], [0, 2], [1, 3]]
     """
+    # Whole numbers of Python: narrow NumPy integers would overflow.
+    rows = check_whole("rows", rows, 1)
+    batch = check_whole("batch", batch, 1)
+    size = check_whole("size", size, 1)
+    rank = check_whole("rank", rank, 0)
+    seed = check_whole("seed", seed, 0)
     start = check_whole("start_step", start_step, 0)
-    deal = Deal(rows, batch, rank, size, seed, shuffle, drop_last, virtual_replicas)
-    return _walk(deal, start)  # `samples` itself checks its arguments before the first step
+    if virtual_replicas is not None:
+        virtual_replicas = check_whole("virtual_replicas", virtual_replicas, 1)
+    check_switch("shuffle", shuffle)
+    check_switch("drop_last", drop_last)
+    _check_division(rows, batch, rank, size, drop_last, virtual_replicas)
+    steps = rows // batch if drop_last else -(-rows // batch)  # of an epoch
+    replicas = virtual_replicas or size
+    local_replicas = replicas // size
+    first_replica = rank * local_replicas
 
-
-def _walk(deal: "Deal", start: int) -> Iterator[Int[np.ndarray, " local"]]:
-    first_epoch, first_step = divmod(start, deal.steps)
-    for epoch in count(first_epoch):
-        order = deal.order(epoch)
-        for step in range(first_step, deal.steps):
-            yield order(deal.positions(step)).astype(np.int64)
-        first_step = 0
-        del order  # before the next epoch's is drawn
-
-
-@dataclass(frozen=True)
-class Deal:
-    """The arguments of `samples`, checked."""
-
-    rows: int
-    batch: int
-    rank: int
-    size: int
-    seed: int
-    shuffle: bool
-    drop_last: bool
-    virtual_replicas: int | None
-
-    @property
-    def steps(self) -> int:
-        """Number of batches of an epoch."""
-        if self.drop_last:
-            return self.rows // self.batch
-        return -(-self.rows // self.batch)
-
-    def order(self, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+    def order(epoch: int) -> Callable[[np.ndarray], np.ndarray]:
         """Returns the function from positions in an epoch to rows."""
-        if not self.shuffle:
+        if not shuffle:
             return lambda positions: positions
-        order = np.arange(self.rows, dtype=np.uint32 if self.rows <= 1 << 32 else np.int64)
+        permutation = np.arange(rows, dtype=np.uint32 if rows <= 1 << 32 else np.int64)
         # Unlike PyTorch's seed + epoch: its epoch 1 of seed 0 is epoch 0 of seed 1.
-        np.random.default_rng([self.seed, epoch]).shuffle(order)
-        return order.__getitem__
+        np.random.default_rng([seed, epoch]).shuffle(permutation)
+        return permutation.__getitem__
 
-    def positions(self, step: int) -> Int[np.ndarray, " local"]:
+    def positions(step: int) -> Int[np.ndarray, " local"]:
         """Returns the positions in an epoch that the process reads in a step."""
-        batch = np.arange(step * self.batch, (step + 1) * self.batch) % self.rows
-        replicas = self.virtual_replicas or self.size
-        local_replicas = replicas // self.size
-        first = self.rank * local_replicas
-        return batch.reshape(-1, replicas).T[first : first + local_replicas].ravel()
+        all_positions = np.arange(step * batch, (step + 1) * batch) % rows
+        each = all_positions.reshape(-1, replicas).T
+        return each[first_replica : first_replica + local_replicas].ravel()
 
-    def __post_init__(self) -> None:
-        least = {"rows": 1, "batch": 1, "size": 1, "rank": 0, "seed": 0}
-        if self.virtual_replicas is not None:
-            least["virtual_replicas"] = 1
-        for name, limit in least.items():  # Narrow NumPy integers would overflow.
-            object.__setattr__(self, name, check_whole(name, getattr(self, name), limit))
-        check_switch("shuffle", self.shuffle)
-        check_switch("drop_last", self.drop_last)
-        rows, batch, size, replicas = self.rows, self.batch, self.size, self.virtual_replicas
-        if self.rank >= size:
-            raise ValueError(
-                f"rank must be below size, {size}, got {self.rank}: ranks count from 0."
-            )
-        if replicas is not None and replicas % size:
-            raise ValueError(
-                f"virtual_replicas must be a multiple of size, {size}, got {replicas}: each "
-                f"process computes the same number; give {replicas + -replicas % size}."
-            )
-        if replicas is not None and batch % replicas:
-            raise ValueError(
-                f"batch must be a multiple of virtual_replicas, {replicas}, got {batch}: each "
-                f"reads the same number of rows; give {batch + -batch % replicas}."
-            )
-        if batch % size:
-            raise ValueError(
-                f"batch must be a multiple of size, {size}, got {batch}: it counts the rows of all "
-                f"processes, and each reads the same number; give {batch + -batch % size}."
-            )
-        if self.drop_last and rows < batch:
-            raise ValueError(
-                f"batch must be at most rows, {rows}, got {batch}: drop_last=True would drop the "
-                "only batch."
-            )
+    def walk() -> Iterator[Int[np.ndarray, " local"]]:
+        first_epoch, first_step = divmod(start, steps)
+        for epoch in count(first_epoch):
+            rows_at = order(epoch)
+            for step in range(first_step, steps):
+                yield rows_at(positions(step)).astype(np.int64)
+            first_step = 0
+            del rows_at  # before the next epoch's is drawn
+
+    return walk()  # not a generator itself: the arguments are checked before the first step
+
+
+def _check_division(
+    rows: int, batch: int, rank: int, size: int, drop_last: bool, replicas: int | None
+) -> None:
+    if rank >= size:
+        raise ValueError(f"rank must be below size, {size}, got {rank}: ranks count from 0.")
+    if replicas is not None and replicas % size:
+        raise ValueError(
+            f"virtual_replicas must be a multiple of size, {size}, got {replicas}: each "
+            f"process computes the same number; give {replicas + -replicas % size}."
+        )
+    if replicas is not None and batch % replicas:
+        raise ValueError(
+            f"batch must be a multiple of virtual_replicas, {replicas}, got {batch}: each "
+            f"reads the same number of rows; give {batch + -batch % replicas}."
+        )
+    if batch % size:
+        raise ValueError(
+            f"batch must be a multiple of size, {size}, got {batch}: it counts the rows of all "
+            f"processes, and each reads the same number; give {batch + -batch % size}."
+        )
+    if drop_last and rows < batch:
+        raise ValueError(
+            f"batch must be at most rows, {rows}, got {batch}: drop_last=True would drop the "
+            "only batch."
+        )

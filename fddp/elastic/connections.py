@@ -48,7 +48,6 @@ class Connection:
             self._connection.sendall(data)
 
     def read(self, on_line: Callable[["Connection", Any], object]) -> None:
-        """Reads lines until the connection ends."""
         try:
             while line := self._lines.readline(MOST):
                 on_line(self, json.loads(line))
@@ -169,7 +168,6 @@ def own_host(coordinator: str | None) -> str:
 
 
 def write_members(view: View) -> None:
-    """Writes the members' addresses for processes that join later."""
     if path := _file():
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_name(f"{path.name}.{os.getpid()}")

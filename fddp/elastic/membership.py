@@ -223,7 +223,6 @@ class Membership:
         self._state.notify_all()
 
     def _tell(self) -> None:
-        """Reports this member's opinion to the others."""
         for link in self._links_of_view():
             link.send({"opinion": to_json(self._agreement.opinion)})
 
@@ -260,7 +259,6 @@ class Membership:
         self._state.notify_all()
 
     def _connect_later(self, member: Member) -> None:
-        """Connects to a member, on another thread."""
         if member.uid == self.me.uid or member.uid in self._links:
             return
 

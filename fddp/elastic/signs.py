@@ -39,23 +39,19 @@ class Signs:
         self._entered_at: float | None = None
 
     def restart(self) -> None:
-        """Forgets all signs, at the start of a view."""
         self.stepped = False
         self._since = time.monotonic()
         self._heard_at.clear()
         self._places.clear()
 
     def hear(self, uid: str) -> None:
-        """Records a sign of life."""
         self._heard_at[uid] = time.monotonic()
 
     def place(self, uid: str, number: int, inside: bool) -> None:
-        """Records where a member is."""
         self._places[uid] = number, inside
 
     @contextmanager
     def inside(self, number: int) -> Iterator[None]:
-        """Records that this member is in a step."""
         self._number, self._entered_at = number, time.monotonic()
         try:
             yield
@@ -69,7 +65,6 @@ class Signs:
         return self._number, self._entered_at is not None
 
     def lost(self, uids: Iterable[str]) -> list[str]:
-        """Returns the members to be lost."""
         now = time.monotonic()
         paused = now - self._looked_at > self._limits.silence_s / 2  # this process was stopped
         self._looked_at = now

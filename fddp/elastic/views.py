@@ -37,7 +37,6 @@ class View(NamedTuple):
     """host:port at which they meet, once the view is announced."""
 
     def has(self, uid: str) -> bool:
-        """True for a member."""
         return any(member.uid == uid for member in self.members)
 
 
@@ -90,7 +89,6 @@ class Agreement:
 
     @property
     def remaining(self) -> tuple[Member, ...]:
-        """The members that are not gone."""
         return tuple(x for x in self.view.members if x.uid not in self.opinion.gone)
 
     @property
@@ -192,17 +190,14 @@ class Agreement:
 
 
 def to_json(opinion: Opinion) -> dict[str, Any]:
-    """The opinion as JSON."""
     return {**opinion._asdict(), "joining": sorted(opinion.joining)}
 
 
 def opinion_from_json(words: Mapping[str, Any]) -> Opinion:
-    """The opinion that `to_json` has written."""
     joining = frozenset(Member(*x) for x in words["joining"])
     return Opinion(**{**words, "joining": joining})
 
 
 def view_from_json(words: Sequence[Any]) -> View:
-    """The view, from its JSON."""
     epoch, members, service = words
     return View(epoch, tuple(Member(*x) for x in members), service)

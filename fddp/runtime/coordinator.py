@@ -44,7 +44,6 @@ def start_coordinator(bind: str, rank: int, size: int) -> tuple[str, tuple[int, 
 
 
 def wait_for_all() -> None:
-    """Waits until every rank has reached the end."""
     # JAX would wait five minutes, and a rank may evaluate for longer.
     client = coordination_client()
     with suppress(jax.errors.JaxRuntimeError):

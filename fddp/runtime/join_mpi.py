@@ -59,7 +59,6 @@ def agree_on_coordinator(launch: Launch) -> str:
 
 
 def mpi_size() -> int:
-    """The number of ranks in MPI's world."""
     return importlib.import_module("mpi4py.MPI").COMM_WORLD.size
 
 

@@ -107,5 +107,4 @@ def _pieces(stream: IO[bytes]) -> Iterator[bytes]:
 
 
 def print_line(line: str) -> None:
-    """Prints a line of `fddp run` itself."""
     print(f"fddp run: {line}", file=sys.stderr, flush=True)

@@ -285,7 +285,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def topic_of(job: str) -> str:
-    """The topic of the handshakes of a job's ranks."""
     return f"rendezvous {job}"
 
 

@@ -120,7 +120,6 @@ class _Ranks:
             time.sleep(LOOK_S)
 
     def kill(self) -> None:
-        """Ends all ranks."""
         kill_groups(running.process.pid for running in self._running.values())
         for running in self._running.values():
             with suppress(subprocess.TimeoutExpired):

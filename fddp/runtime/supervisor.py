@@ -160,7 +160,6 @@ class Command(NamedTuple):
 
 
 def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[int]) -> Ended:
-    """Starts all ranks and waits for their end."""
     processes = list[subprocess.Popen[bytes]]()
     readers = list[threading.Thread]()
     ending = threading.Event()

@@ -12,10 +12,7 @@ from fddp.runtime.watching.abort import follows_another as follows_another
 from fddp.runtime.watching.abort import from_transport as from_transport
 from fddp.runtime.watching.abort import leave as leave
 from fddp.runtime.watching.abort import poll as poll
-from fddp.runtime.watching.flight_records import flight_text as flight_text
-from fddp.runtime.watching.flight_records import read_flights as read_flights
-from fddp.runtime.watching.watchdog import shared_recorder as shared_recorder
-from fddp.runtime.watching.watchdog import watched as watched
-from fddp.runtime.watching.watcher.links import allow_files as allow_files
-from fddp.runtime.watching.watcher.shared_memory import FAILED as FAILED
-from fddp.runtime.watching.watcher.shared_memory import LEFT as LEFT
+from fddp.runtime.watching.flight_records import flight_text, read_flights
+from fddp.runtime.watching.watchdog import shared_recorder, watched
+from fddp.runtime.watching.watcher.links import allow_files
+from fddp.runtime.watching.watcher.shared_memory import FAILED, LEFT

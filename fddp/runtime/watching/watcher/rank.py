@@ -21,17 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .links import EVERY_S, Links, wait_readable
-from .shared_memory import (
-    EXITED,
-    FAILED,
-    FINISHED,
-    LEFT,
-    MESSAGES,
-    REPORT,
-    SIZE,
-    VERDICT,
-    message,
-)
+from .shared_memory import EXITED, FAILED, FINISHED, LEFT, MESSAGES, REPORT, SIZE, VERDICT, message
 
 ABORT = b"cmd=abort exitcode=1\n"
 

@@ -35,7 +35,6 @@ class Record(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset after its last byte."""
         return self.place + self.layout.size
 
     def write(self, memory: mmap | bytearray, *values: float | str) -> None:

@@ -211,7 +211,6 @@ def has_met(report: Report) -> bool:
 
 
 def condition(report: Report, time_s: float, silence_s: float) -> str:
-    """Describes the condition of a rank."""
     if time_s - report["heard"] > silence_s:
         return f"has not been heard of, {where(report)} (its host, or the network)"
     if report["stopped"]:
