@@ -72,13 +72,15 @@ class ProgramLane:
             @named_like(f)
             def run(token: jax.Array, *args: Any) -> Any:
                 closed, shapes = trace(placement, f, *args)
-                if without_jit() and not has_collectives(closed.jaxpr, axis):
-                    return token, f(*args)  # with concrete values, not tracers
                 leaves = jax.tree.leaves(args)
-                translated = partial(_translated, closed, axis, words)
+                if has_collectives(closed.jaxpr, axis):
+                    translated = partial(_translated, closed, axis, words)
+                    closed, _ = trace(placement, translated, *leaves)
+                elif without_jit():
+                    return token, f(*args)  # with concrete values, not tracers
                 for lane in self._lanes:
                     token = program_p.bind(token, lane=np.int64(lane), program=np.int64(number))
-                token, outputs = overlapped(trace(placement, translated, *leaves)[0], token, leaves)
+                token, outputs = overlapped(closed, token, leaves)
                 return token, jax.tree.unflatten(jax.tree.structure(shapes), outputs)
 
             specs = (REPLICATED, *in_specs), (REPLICATED, out_specs)

@@ -52,6 +52,11 @@ def straighten(closed: ClosedJaxpr, calls: Set[str] = frozenset(WRAPPERS)) -> Cl
     Loops, branches and, by default, rematerialised functions stay single equations. A
     rematerialised function with a loop over layers is inlined, so that the loop is like any other.
     """
+    called = lambda eqn: (  # noqa: E731
+        eqn.primitive.name in calls or (eqn.primitive.name in REMATERIALISED and _loops(eqn))
+    )
+    if not any(map(called, closed.jaxpr.eqns)):
+        return closed
     eqns: list[JaxprEqn] = []
     consts: dict[Var, Any] = {}
 

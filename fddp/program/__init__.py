@@ -5,6 +5,7 @@ compares the collectives of all ranks' compiled programs; an audit compares them
 This room imports jaxpr.
 """
 
+from fddp.program.collectives import KINDS as KINDS
 from fddp.program.collectives import Collective as Collective
 from fddp.program.collectives import find_collectives as find_collectives
 from fddp.program.collectives import heavy_operations as heavy_operations

@@ -122,7 +122,10 @@ class _Run:
         self.entry = self._entry(positions) if tied else None
         for at in positions:
             eqn = self.eqns[at]
-            read = self.values.read if not tied else lambda atom, eqn=eqn: self._tied(atom, eqn)
+            read = self.values.read
+            stages = (self.stage_of.get(var, -1) for var in variables(eqn.invars))
+            if tied and max(stages, default=-1) < self.stage:  # else it is behind already
+                read = lambda atom, eqn=eqn: self._tied(atom, eqn)  # noqa: E731
             inputs = list(map(read, eqn.invars))
             if any(map(has_messages, inner_programs(eqn))):
                 self.token, outputs = _inside(eqn, self.token, inputs)

@@ -21,7 +21,7 @@ from fddp.losses import (
     unjoined,
     unlike,
 )
-from fddp.program import find_collectives, parse
+from fddp.program import KINDS, find_collectives, parse
 from fddp.step.combinations import refuse
 from fddp.step.replica import Replica
 from fddp.step.schedules import report_compiling
@@ -228,10 +228,11 @@ def verify_collectives(group: Group, program: jax.stages.Lowered) -> None:
 
     def describe() -> list[str]:
         with report_compiling(group, "the step"):
-            text = program.compile().as_text()
-        collectives = find_collectives(parse(text or ""))
-        lines = [f"collective {k}: {x}{_message(x.op_name)}" for k, x in enumerate(collectives)]
-        lines += STARTS.findall(text or "")
+            text = program.compile().as_text() or ""
+        # Without a collective of XLA there is nothing to parse.
+        found = find_collectives(parse(text)) if any(f" {kind}" in text for kind in KINDS) else ()
+        lines = [f"collective {k}: {x}{_message(x.op_name)}" for k, x in enumerate(found)]
+        lines += STARTS.findall(text)
         return [f"collectives: {len(lines)}", *lines]
 
     verify(

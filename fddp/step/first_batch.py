@@ -18,6 +18,7 @@ from fddp.jaxpr import (
     collectives,
     first_uses,
     ready_order,
+    straighten,
     text_digest,
     touched_rows,
     wiring,
@@ -107,7 +108,7 @@ def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Clos
 
     try:
         closed, (_, outputs) = trace(traced_replica.group.placement, program, state, batch)
-        return closed, outputs
+        return straighten(closed), outputs
     except NameError as error:
         axis = unbound_axis(error)
         if axis is None:
