@@ -55,10 +55,7 @@ def numbers(path: Path) -> list[int]:
 
 
 def finish(path: Path, staging: Path, listed: Listed, keep: int) -> None:
-    """Adds the list to a written checkpoint, renames it to its number, and removes old checkpoints.
-
-    A checkpoint of the same number is replaced. An OSError leaves older checkpoints untouched.
-    """
+    """Adds the list to a checkpoint, renames it to its number, replaces that, removes old ones."""
     text = json.dumps(listed._asdict())
     write_at_once(staging / LIST, json.dumps([_digest(text.encode()), text]))
     _sync(staging)
@@ -141,10 +138,7 @@ class Portion(NamedTuple):
 
 
 def write(path: Path, portions: Iterable[Portion]) -> None:
-    """Writes pieces of nonempty arrays into a new archive.
-
-    The portions are read one by one, so that each can be freed once it is written.
-    """
+    """Writes pieces of nonempty arrays into a new archive; each can be freed once it is written."""
     with path.open("wb") as file:
         with ZipFile(file, "w") as archive:
             for name, pieces in portions:
@@ -159,10 +153,7 @@ def write(path: Path, portions: Iterable[Portion]) -> None:
 
 
 def open_reader(files: Iterable[Path | IO[bytes]], forms: Mapping[str, Form]) -> Read:
-    """Makes the `Read` of archives.
-
-    An array that was stored with other dims is read as a whole.
-    """
+    """Makes the `Read` of archives; an array that was stored with other dims is read as a whole."""
     places = dict[str, list[tuple[ZipFile, str, Index]]]()
     for archive in map(ZipFile, files):
         for member in archive.namelist():

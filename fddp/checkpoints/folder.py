@@ -83,10 +83,7 @@ def met(group: Group, path: Path, shard: str | None) -> Folder:
 
 
 def _not_seen(group: Group, meeting: Path) -> list[int]:
-    """Finds the ranks whose files rank 0 does not see; every rank calls it, and all get the same.
-
-    `meeting` is an empty folder of a new name that rank 0 has made; it is removed.
-    """
+    """The ranks whose files in a new folder rank 0 does not see; removes the folder. Collective."""
     with suppress(OSError):
         (meeting / str(group.rank)).touch()
     group.barrier()

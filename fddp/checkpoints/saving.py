@@ -42,10 +42,7 @@ class Saved(NamedTuple):
 
 
 def copy_part(folder: Folder, leaves: Mapping[str, Leaf], values: Mapping[str, Any]) -> Saved:
-    """Copies this rank's part of a state, to be saved with `values`; every rank calls it.
-
-    If only rank 0 sees the folder, it gathers the parts, leaf by leaf.
-    """
+    """Copies this rank's part of a state, to be saved with `values`; every rank calls it."""
     group = folder.group
     portions = list[Portion]()
     for name, leaf in leaves.items():

@@ -110,10 +110,7 @@ def _place(group: Group, leaf: Leaf, index: Index, shape: tuple[int, ...]) -> In
 
 
 def _columns(layout: ShardLayout, place: Index) -> Index:
-    """Returns the range in the stored array of a replica's part, without padding.
-
-    `place` is the range of the part in the array of all replicas' parts.
-    """
+    """The range of a replica's part in the stored array; `place` is that in all replicas' parts."""
     replica = place[0].start // max(1, layout.dims[0])
     begin, end = (min(k * layout.dims[-1], layout.layer_size) for k in (replica, replica + 1))
     return slice(0, layout.depth), slice(begin, end)

@@ -48,12 +48,7 @@ def signed(claim: object, *values: str | bytes) -> bool:
 
 
 def introduce(link: socket.socket, topic: str, words: str, end: float) -> str:
-    """Proves this process to the one that accepts the connection; returns its words.
-
-    Raises:
-      OSError: the other process is not of this job, or not in time; `end` is a time of the
-        monotonic clock.
-    """
+    """Proves this process to the acceptor, until a time, and it to this one; returns its words."""
     challenge, answer = receive(link, end), new_secret()
     for text in (answer, words, signature(topic, challenge, answer, words)):
         send(link, text)
@@ -78,10 +73,7 @@ def call(
 def answer_calls(
     door: socket.socket, topic: str, words: str, on_call: Callable[[str, socket.socket], object]
 ) -> threading.Thread:
-    """Starts a thread that accepts calls until `door` is shut down; a stranger is dropped.
-
-    `on_call` gets a caller's words and its connection, on another thread.
-    """
+    """Starts a thread that accepts calls; `on_call` gets each that proves itself, on another thread."""
 
     def prove(link: socket.socket) -> None:
         end = time.monotonic() + PROOF_S

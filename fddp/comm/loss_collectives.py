@@ -201,10 +201,8 @@ def _all_to_all(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
 
 
 def _permuted(subsets: _Subsets, eqn: JaxprEqn, x: Array) -> Array:
-    """Sends an array to its target, and returns the received array; zeros without a source.
-
-    All ranks run the same equations: where dependencies differ, messages leave in another order.
-    """
+    """Sends an array to its target, and returns the received array; zeros without a source."""
+    # All ranks run the same equations: where dependencies differ, messages leave in another order.
     number = subsets.communicator.replica_index()
     targets, sources = np.full((2, subsets.size), -1)
     for source, target in ways_of(eqn):

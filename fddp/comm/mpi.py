@@ -112,8 +112,7 @@ def mpi_placement(comm: Any) -> Placement:
 
 
 def rank_placement(size: int) -> Placement:
-    """Makes the placement of one device in each of `size` processes, for programs without
-    messages."""
+    """Makes the placement of one device in each process, for programs without messages."""
     device = jax.local_devices()[0]
     sharding = jax.sharding.SingleDeviceSharding(device)
     options = CPU_OPTIONS if device.platform == "cpu" else None

@@ -237,10 +237,7 @@ def from_process(sharding: Sharding, x: Any) -> jax.Array:
 
 
 def whole_here(x: Any) -> Any:
-    """Replicates an array with parts on several processes, and returns other values unchanged.
-
-    All of these processes call it.
-    """
+    """Replicates an array with parts on several processes, all of which call it."""
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
     sharding: Any = x.sharding

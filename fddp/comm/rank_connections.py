@@ -22,11 +22,7 @@ SIOCGIFADDR = 0x8915
 
 
 def connect_ranks(rank: int, hosts: Hosts, host: str) -> dict[int, socket.socket]:
-    """Connects each pair of processes of a group, each of which listens at its `host`; collective.
-
-    Raises:
-      ConnectionError: a rank does not answer in time.
-    """
+    """Connects each pair of processes of a group, which listen at their `host`; collective."""
     family, *_, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     connections = dict[int, socket.socket]()
     door = socket.create_server(place[:2], family=family, backlog=len(hosts.ranks))

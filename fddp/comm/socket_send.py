@@ -49,11 +49,7 @@ class SocketSend:
             peer.connection.close()
 
     def __call__(self, kind: Kind, array: np.ndarray) -> None:
-        """Exchanges an array in place.
-
-        Raises:
-          ConnectionError: another rank has closed its connection.
-        """
+        """Exchanges an array in place; ConnectionError if a rank has closed its connection."""
         if kind == "exchange":
             rows = list(array)
 

@@ -132,22 +132,16 @@ class Agreement:
         return self._learn(opinion)
 
     def accepts(self, uid: str, view: View) -> bool:
-        """True if this member takes over a view that a member announces or passes on.
-
-        A member that is gone in this member's opinion may have announced it to the others in vain.
-        """
+        """True if this member takes over a view that a member announces or passes on."""
         if self.view == OUTSIDE:
             return view.has(self._uid)
+        # A member that is gone in this member's opinion may have announced it in vain.
         remains = uid in [member.uid for member in self.remaining]
         following = view.epoch == self.view.epoch + 1
         return remains and following and view.has(self._uid)
 
     def next_view(self) -> View | None:
-        """Returns the next view, once all remaining members agree on it.
-
-        Raises:
-          NoQuorum: they are too few to go on.
-        """
+        """Returns the next view, once all that remain agree on it; NoQuorum if they are too few."""
         agree = self.opinion.ready and all(x == self.opinion for x in self._others().values())
         members = {*self.remaining, *self.opinion.joining}
         if not (self.under_way and agree) or len(members) < self._least:

@@ -253,10 +253,7 @@ def _filled(state: Any, values: Any) -> Any:
 
 
 def _reseeded(streams: Any, rng: Any) -> Any:
-    """Seeds random streams from a step's key: each key folds in its index, counts start at zero.
-
-    A stream that was split, for example for the layers under `nnx.scan`, gets as many keys.
-    """
+    """Seeds random streams from a step's key: each key folds in its index, counts start at zero."""
     leaves, treedef = jax.tree.flatten(streams)
 
     def fresh(k: int, x: Any) -> Any:
@@ -265,6 +262,7 @@ def _reseeded(streams: Any, rng: Any) -> Any:
         key = jax.random.fold_in(rng, k)
         if not x.shape:
             return key
+        # It was split, for example for the layers under `nnx.scan`.
         return jax.random.split(key, x.shape)
 
     return treedef.unflatten([fresh(k, x) for k, x in enumerate(leaves)])

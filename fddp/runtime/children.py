@@ -11,10 +11,7 @@ from contextlib import contextmanager, suppress
 
 
 def exit_code(pid: int) -> int | None:
-    """Returns the exit code of a child without reaping it, or None while it runs.
-
-    Raises ChildProcessError if the child has been reaped.
-    """
+    """Returns a child's exit code without reaping it, None while it runs; refuses a reaped one."""
     status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if status is None:
         return None

@@ -52,10 +52,7 @@ def wait_for_all() -> None:
 
 
 def start_service(how: str, address: str, size: int, stdin: int) -> None:
-    """Starts a function of `jax_internals/service.py` in a process that outlives this one.
-
-    It serves `size` processes at `address`, host:port. Raises RuntimeError if it cannot.
-    """
+    """Starts a function of `jax_internals/service.py` in a process that outlives this one."""
     folder = Path(fddp.jax_internals.__file__).parent
     # A new session: a signal to rank 0's process group must not end the service. Its log is
     # dropped: the ranks report the same in our words.

@@ -37,10 +37,7 @@ LATE = (
 def join_service(
     backend: str, launch: Launch, timeout_s: float, stall_s: float | None, undo: ExitStack
 ) -> Group:
-    """Joins or adopts `jax.distributed` and returns the watched group of all devices.
-
-    `undo` receives the calls by which this process leaves the world.
-    """
+    """Joins or adopts `jax.distributed`; `undo` receives the calls by which it is left."""
     adopted = jax.distributed.is_initialized()
     service_files = ()
     if launch.size > 1 and not adopted:

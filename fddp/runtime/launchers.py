@@ -76,10 +76,7 @@ def numbered(env: Mapping[str, str]) -> str | None:
 
 
 def pmi_socket(launch: Launch) -> int | None:
-    """The socket between this process and MPICH's mpiexec, if it is open.
-
-    A program between the two may have closed it. Then its number may belong to another file.
-    """
+    """The socket to MPICH's mpiexec, unless a program between the two has closed it."""
     with suppress(OSError):
         if launch.pmi_fd is not None and stat.S_ISSOCK(os.fstat(launch.pmi_fd).st_mode):
             return launch.pmi_fd

@@ -58,11 +58,9 @@ def shown(
 
 
 def drain(readers: Iterable[threading.Thread], limit_s: float, signals: Sequence[int]) -> None:
-    """Waits for the rest of the output, until a signal arrives.
-
-    Time in which a line is being written does not count towards the limit: a process that outlives
-    its rank may hold the output open, and the reader of this process may be slow.
-    """
+    """Waits for the rest of the output, until a signal arrives."""
+    # Time in which a line is being written does not count: a process that outlives its rank may
+    # hold the output open, and the reader of this process may be slow.
     received = len(signals)
     for reader in readers:
         while reader.is_alive() and limit_s > 0 and len(signals) == received:

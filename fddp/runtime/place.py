@@ -129,10 +129,7 @@ def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
 
 
 def without_proxies() -> AbstractContextManager[None]:
-    """Hides the variables of HTTP proxies during a block.
-
-    gRPC, by which JAX connects processes, would send its connections to other ranks to the proxy.
-    """
+    """Hides HTTP proxies during a block: gRPC would connect to other ranks through them."""
     return environment(dict.fromkeys(proxies(os.environ)))
 
 

@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from fddp.runtime.supervisor import (
     WARNING,
     Job,
     forward,
+    kill,
     on_hosts,
     start_process,
 )
@@ -57,7 +57,7 @@ def supervise_ranks(job: Job) -> int:
         try:
             return ranks.watch(signals)
         finally:
-            ranks.kill()
+            kill([running.process for running in ranks.running.values()])
             drain(ranks.readers, END_S, signals)
 
 
@@ -69,7 +69,7 @@ class _Ranks:
         self._env = env
         self._worlds = worlds(job.ranks, job.hosts)
         self._due = dict.fromkeys(range(job.ranks), 0.0)  # rank → when to start it
-        self._running = dict[int, Running]()
+        self.running = dict[int, Running]()
         self.readers = list[threading.Thread]()
         self._restarts = 0
         self._silenced = set[int]()  # processes that `_end_lost` has ended
@@ -85,13 +85,13 @@ class _Ranks:
             now = time.monotonic()
             for rank in [rank for rank, due in self._due.items() if due <= now]:
                 self._start(rank, now)
-            for rank, running in list(self._running.items()):
+            for rank, running in list(self.running.items()):
                 status = exit_code(running.process.pid)
                 if status is None:
                     continue
                 kill_groups([running.process.pid])
                 running.process.wait()
-                del self._running[rank]
+                del self.running[rank]
                 if status == 0:
                     finished = True
                     Path(self._env[FOLDER], FINISHED).touch()
@@ -101,51 +101,42 @@ class _Ranks:
             if finished:
                 self._due.clear()
             self._end_lost()
-            if not self._running and (finished or code):  # the state has ended with the last rank
+            if not self.running and (finished or code):  # the state has ended with the last rank
                 return 0 if finished else exit_status(code)
             if code and not finished and not self._has_state():
                 print_line("no rank with the state of the training is left.")
                 return exit_status(code)
-            if code and len(self._running) < self._job.least and not finished:
+            if code and len(self.running) < self._job.least and not finished:
                 print_line(f"fewer than {self._job.least} ranks run.")
                 return exit_status(code)
             for number in signals[forwarded:]:
                 self._due.clear()
-                forward([running.process for running in self._running.values()], number)
+                forward([running.process for running in self.running.values()], number)
                 if number not in WARNING:
                     deadline = min(deadline, now + END_S)
                 forwarded += 1
             if now > deadline:
-                kill_groups(running.process.pid for running in self._running.values())
+                kill_groups(running.process.pid for running in self.running.values())
             time.sleep(LOOK_S)
-
-    def kill(self) -> None:
-        kill_groups(running.process.pid for running in self._running.values())
-        for running in self._running.values():
-            with suppress(subprocess.TimeoutExpired):
-                running.process.wait(END_S)
 
     def _end_lost(self) -> None:
         """Ends the processes of this host that other ranks report as silent or stuck."""
         for file in Path(self._env[FOLDER], LOST).glob("*-*-*"):
             file.unlink()
             rank, process, _ = file.name.split("-")
-            running = self._running.get(int(rank))
+            running = self.running.get(int(rank))
             if running and running.process.pid == int(process):
                 print_line(f"rank {rank} is silent or stuck: it is ended.")
                 self._silenced.add(int(process))
                 kill_groups([int(process)])
 
     def _has_state(self) -> bool:
-        """False if all members of the job have ended, and ranks that start wait for them in vain.
-
-        Members on other hosts are not known here.
-        """
+        """False if all members have ended; those on other hosts are not known here."""
         file = Path(self._env[FOLDER], MEMBERS)
         if self._job.hosts or not file.exists():
             return True
         members = {int(uid.split("-")[1]) for _, uid, _ in json.loads(file.read_text())}
-        return any(running.process.pid in members for running in self._running.values())
+        return any(running.process.pid in members for running in self.running.values())
 
     def _start(self, rank: int, now: float) -> None:
         del self._due[rank]
@@ -156,7 +147,7 @@ class _Ranks:
             words = [*on_hosts(job, [host], [FOLDER, *self._worlds[rank]]), *words]
         process = start_process(words, {**self._env, **self._worlds[rank]})
         self.readers += shown(process, f"[{rank}] ", threading.Event())
-        self._running[rank] = Running(process, now)
+        self.running[rank] = Running(process, now)
 
     def _fail(self, rank: int, running: Running, status: int, *, again: bool) -> None:
         now = time.monotonic()

@@ -21,7 +21,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, compress
-from typing import NamedTuple
 
 from fddp.comm import SECRET, new_secret
 from fddp.runtime.children import (
@@ -100,14 +99,6 @@ class Job:
         return self.ranks // len(self.hosts) * len(hosts)
 
 
-class Ended(NamedTuple):
-    """The end of a run."""
-
-    code: int
-    """Exit status: 0, or that of the first failed process."""
-    words: str
-
-
 def supervise(job: Job) -> int:
     """Runs a job with its restarts; returns 0, or the status of the last run's first failure."""
     hosts = list(job.hosts)
@@ -118,28 +109,28 @@ def supervise(job: Job) -> int:
     ):
         if job.restarts:  # a restart reuses compiled programs
             env.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
-        outcome = _run(job, hosts, env, signals)
+        code, words = _run(job, hosts, env, signals)
         for restart in range(1, job.restarts + 1):
-            if outcome.code == 0 or signals:
-                return outcome.code
+            if code == 0 or signals:
+                return code
             with ThreadPoolExecutor(max(1, len(hosts))) as pool:
                 hosts = list(compress(hosts, pool.map(_answers, hosts)))
             ranks = job.on(hosts)
             if ranks < job.least:
                 print_line(
-                    f"{outcome.words}, and with {ranks} ranks on the hosts that answer it is not "
-                    "started again."
+                    f"{words}, and with {ranks} ranks on the hosts that answer it is not started "
+                    "again."
                 )
-                return outcome.code
-            print_line(f"{outcome.words}: restart {restart} of {job.restarts}, with {ranks} ranks.")
+                return code
+            print_line(f"{words}: restart {restart} of {job.restarts}, with {ranks} ranks.")
             time.sleep(PAUSE_S)
             if signals:
-                return outcome.code
-            outcome = _run(job, hosts, env, signals)
-        if outcome.code and not signals:
+                return code
+            code, words = _run(job, hosts, env, signals)
+        if code and not signals:
             used_up = ", and all restarts are used up" * bool(job.restarts)
-            print_line(f"{outcome.words}{used_up}.")
-        return outcome.code
+            print_line(f"{words}{used_up}.")
+        return code
 
 
 def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
@@ -150,49 +141,38 @@ def launcher(vendor: str | None = None) -> tuple[str, str | None] | None:
 ### One run
 
 
-class Command(NamedTuple):
-    """A process to start."""
-
-    words: Sequence[str]
-    variables: Mapping[str, str]
-    prefix: str
-    """Printed before each line of its output."""
-
-
-def _run(job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[int]) -> Ended:
+def _run(
+    job: Job, hosts: Sequence[str], env: Mapping[str, str], signals: list[int]
+) -> tuple[int, str]:
+    """Returns the exit status, 0 or that of the first failed process, and the end in words."""
+    command, variables = job.command, worlds(job.ranks)
+    if job.mpiexec:
+        command, variables = by_mpiexec(job, hosts), [{SECRET: env.get(SECRET) or new_secret()}]
     processes = list[subprocess.Popen[bytes]]()
     readers = list[threading.Thread]()
     ending = threading.Event()
     try:
-        for command in _commands(job, hosts, env):
-            process = start_process(command.words, {**env, **command.variables})
-            processes.append(process)
-            readers += shown(process, command.prefix, ending)
+        for rank, world in enumerate(variables):
+            processes.append(start_process(command, {**env, **world}))
+            prefix = f"[{rank}] " * (len(variables) > 1)
+            readers += shown(processes[-1], prefix, ending)
         first = _wait(processes, signals, ending)
     finally:
-        kill_groups(process.pid for process in processes)  # also the children of ended ranks
-        for process in processes:
-            with suppress(subprocess.TimeoutExpired):  # another user's process is not killed
-                process.wait(END_S)
+        kill(processes)
     drain(readers, END_S, signals)  # a watcher may outlive its rank, and prints last
     if first is None:
-        return Ended(0, "all ranks ended")
+        return 0, "all ranks ended"
     code = processes[first].returncode
-    name = f"rank {first}"
-    if job.mpiexec:
-        name = "the job"
-    words = f"{name} ended {describe_end(code)}"
-    return Ended(exit_status(code), words)
+    name = "the job" if job.mpiexec else f"rank {first}"
+    return exit_status(code), f"{name} ended {describe_end(code)}"
 
 
-def _commands(job: Job, hosts: Sequence[str], env: Mapping[str, str]) -> list[Command]:
-    if job.mpiexec:
-        secret = {SECRET: env.get(SECRET) or new_secret()}
-        return [Command(by_mpiexec(job, hosts), secret, "")]
-    if job.ranks == 1:
-        return [Command(job.command, worlds(1)[0], "")]
-    variables = enumerate(worlds(job.ranks))
-    return [Command(job.command, world, f"[{rank}] ") for rank, world in variables]
+def kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Kills processes and their children, also those of ended ranks."""
+    kill_groups(process.pid for process in processes)
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):  # another user's process is not killed
+            process.wait(END_S)
 
 
 def _wait(

@@ -184,10 +184,7 @@ def group_of(call: str, group: Group | None) -> Group:
 
 
 def fails(error: BaseException) -> bool:
-    """Records the failure of this rank, so that the watchers name it as the cause.
-
-    Returns False, without a record, if the error only follows from the end of another rank.
-    """
+    """Records this rank's failure as a cause; False if it only follows from another rank's end."""
     if not _started:
         return True
     journal = _started[0].group.journal

@@ -18,7 +18,7 @@ from fddp.__main__ import main
 from fddp.runtime import cores_for
 from fddp.runtime.commands import read_command
 from fddp.runtime.replacing import supervise_ranks
-from fddp.runtime.supervisor import Ended, Job, launcher, supervise
+from fddp.runtime.supervisor import Job, launcher, supervise
 
 PYTHON = (sys.executable, "-c")
 ENV = {
@@ -410,9 +410,9 @@ def test_it_goes_on_with_the_hosts_that_answer_and_not_with_too_few(
 ):
     started = list[list[str]]()
 
-    def failing(job: Job, hosts: list[str], *_: Any) -> Ended:
+    def failing(job: Job, hosts: list[str], *_: Any) -> tuple[int, str]:
         started.append(list(hosts))
-        return Ended(9, "rank 3 died")
+        return 9, "rank 3 died"
 
     # As ssh would say it: the host b does not answer.
     ssh = tmp_path / "ssh"

@@ -78,11 +78,7 @@ def end_together(rank: int, size: int, ending: Ending, journal: Journal) -> None
 
 
 def follows_another(error: BaseException, journal: Journal) -> bool:
-    """Returns True if a transport error follows from another rank's end.
-
-    It waits some seconds for the watchers' decision to end the job. Other errors give False at
-    once.
-    """
+    """True if a transport error follows from another rank's end, on which the watchers decide."""
     if not from_transport(error):
         return False
     journal.say(AFTER_ERROR)

@@ -18,10 +18,7 @@ NAMED = 8  # ranks without a record
 
 
 def read_flights(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """Reads the watchers' records of the newest job from files or folders, in order of rank.
-
-    A folder may also have records of earlier jobs, from ranks without a record of the newest.
-    """
+    """Reads the watchers' records of the newest job, in files or folders, in order of rank."""
     records = list[dict[str, Any]]()
     for path in map(Path, paths):
         files = [path]

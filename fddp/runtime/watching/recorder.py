@@ -89,14 +89,12 @@ class Recorder(Journal):
         self.say(LAUNCHED)
 
     def say(self, doing: str) -> None:
-        """Records the current activity of the main thread. An end state (`ENDS`) is final.
-
-        After it Python may still run exit handlers, and the last steps may be unfinished.
-        """
+        """Records the current activity of the main thread; an end state (`ENDS`) is final."""
         with self._lock:
             if doing.startswith(ENDS):
                 # JAX frees an array without the GIL; in a thread that Python ends, this aborts.
                 self._launched.clear()
+            # Python may still run exit handlers, and the last steps may be unfinished.
             if self._report.doing.startswith(ENDS):
                 doing = self._report.doing
             self._move(doing=doing)
@@ -117,18 +115,15 @@ class Recorder(Journal):
         self._write(told=True)
 
     def stops(self) -> bool:
-        """Returns True if all ranks stop now: the n-th call gets the same answer on every rank.
-
-        The watchers propose the number of a call that no rank has reached, as far as they know. It
-        counts once all ranks have agreed, and a rank in this call waits for that. A rank beyond it
-        disagrees, and the watchers propose another number.
-        """
+        """True if all ranks stop now: the n-th call gets the same answer on every rank."""
         time_s = time.monotonic()
         between_s = time_s - self._asked_at
         self._asked_at = time_s
         if self.processes == 1:
             return self._report.told
         asks = self._report.asks + 1
+        # The watchers propose a call that no rank has reached, as far as they know. It counts once
+        # all have agreed. A rank beyond it disagrees, and the watchers propose another number.
         while True:
             proposal = shared_memory.PROPOSAL.read(self.memory)
             proposed = proposal["step"]

@@ -88,10 +88,8 @@ def watched(
 
 
 def _finish_at_exit(recorder: Recorder) -> None:
-    """Records the end of the script: at its last line, or before it by `sys.exit`.
-
-    Exit handlers see no exception, but the outermost frame has not returned then.
-    """
+    """Records the end of the script: at its last line, or before it by `sys.exit`."""
+    # Exit handlers see no exception, but the outermost frame has not returned then.
     script = _frames()[-1]
     ways = [EXITED + " SystemExit"]
     leave_python = sys.exit

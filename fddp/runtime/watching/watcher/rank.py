@@ -124,13 +124,11 @@ class WatchedRank:
         return False
 
     def leave_last(self, links: Links, seconds: float, *, abort: bool) -> None:
-        """Ends mpiexec (`abort`), or holds its socket until it has ended, at most `seconds`.
-
-        The links close first, so that the other watchers do not wait for this watcher.
-        """
+        """Ends mpiexec (`abort`), or holds its socket until it has ended, at most `seconds`."""
         pmi_fd = self._job["pmi_fd"]
         if pmi_fd is None:
             return
+        # First, so that the other watchers do not wait for this watcher.
         for link in links:
             link.close()
         if abort:

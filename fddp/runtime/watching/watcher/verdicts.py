@@ -30,10 +30,7 @@ class Verdict(NamedTuple):
 
 
 def judge(reports: Mapping[int, Report], time_s: float, stall_s: float | None) -> Verdict | None:
-    """Judges a job by the last report of each rank; None without a fault.
-
-    `time_s` is the time on the clock of the reports' `heard`.
-    """
+    """Judges a job by the ranks' last reports, by the clock of `heard`; None without a fault."""
     every = list(reports.values())
     active = [report for report in every if not report["done"]]
     failed = [report for report in every if report["doing"] == FAILED]
@@ -256,10 +253,7 @@ def where(report: Report) -> str:
 def judge_alone(
     report: Report, last_heard: float, time_s: float, stall_s: float | None, *, met: bool = True
 ) -> Verdict | None:
-    """Judges a job by the report of one rank, once rank 0's watcher is silent since `last_heard`.
-
-    `met` is False if rank 0's watcher never sent a message.
-    """
+    """Judges a job by one rank's report, once rank 0's watcher is silent, or was never heard."""
     reports = {0: unheard(0, report, last_heard, met=met), report["rank"]: report}
     if time_s - last_heard <= silence([*reports.values()], stall_s):
         return None
