@@ -73,7 +73,7 @@ def call(
 def answer_calls(
     door: socket.socket, topic: str, words: str, on_call: Callable[[str, socket.socket], object]
 ) -> threading.Thread:
-    """Starts a thread that accepts calls; `on_call` gets each that proves itself, on another thread."""
+    """Starts a thread that accepts calls; `on_call` gets the proven ones, on another thread."""
 
     def prove(link: socket.socket) -> None:
         end = time.monotonic() + PROOF_S

@@ -3,7 +3,7 @@
 This room imports sharding, step, losses, jaxpr, comm and runtime.
 """
 
-from fddp.data.evaluate import evaluate as evaluate
-from fddp.data.gathered import gather_rows as gather_rows
-from fddp.data.sampler import samples as samples
-from fddp.data.uneven import join as join
+from fddp.data.evaluate import evaluate
+from fddp.data.gathered import gather_rows
+from fddp.data.sampler import samples
+from fddp.data.uneven import join

@@ -68,15 +68,8 @@ from fddp.jax_internals.jaxprs import rematerialised as rematerialised
 from fddp.jax_internals.jaxprs import run_again as run_again
 from fddp.jax_internals.jaxprs import scattered_rows as scattered_rows
 from fddp.jax_internals.jaxprs import scope_of as scope_of
-from fddp.jax_internals.loops import loop_parts as loop_parts
-from fddp.jax_internals.loops import run_while as run_while
-from fddp.jax_internals.loops import scan_body as scan_body
-from fddp.jax_internals.loops import while_programs as while_programs
-from fddp.jax_internals.loops import without_refs as without_refs
-from fddp.jax_internals.mesh_free import MESH_ERRORS as MESH_ERRORS
-from fddp.jax_internals.mesh_free import inner_map as inner_map
-from fddp.jax_internals.mesh_free import line_of_mesh as line_of_mesh
-from fddp.jax_internals.mesh_free import without_meshes as without_meshes
+from fddp.jax_internals.loops import loop_parts, run_while, scan_body, while_programs, without_refs
+from fddp.jax_internals.mesh_free import MESH_ERRORS, inner_map, line_of_mesh, without_meshes
 from fddp.jax_internals.processes import backends_started as backends_started
 from fddp.jax_internals.processes import bind_gloo as bind_gloo
 from fddp.jax_internals.processes import connect_to_service as connect_to_service
@@ -84,7 +77,5 @@ from fddp.jax_internals.processes import coordination_client as coordination_cli
 from fddp.jax_internals.processes import gloo_host as gloo_host
 from fddp.jax_internals.processes import leave_service as leave_service
 from fddp.jax_internals.processes import secured as secured
-from fddp.jax_internals.profiles import Event as Event
-from fddp.jax_internals.profiles import Plane as Plane
-from fddp.jax_internals.profiles import read_profile as read_profile
-from fddp.jax_internals.service import HEARTBEAT_S as HEARTBEAT_S
+from fddp.jax_internals.profiles import Event, Plane, read_profile
+from fddp.jax_internals.service import HEARTBEAT_S

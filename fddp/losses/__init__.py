@@ -15,14 +15,10 @@ from fddp.losses.batches import not_numeric as not_numeric
 from fddp.losses.batches import rows_of_batch as rows_of_batch
 from fddp.losses.batches import unjoined as unjoined
 from fddp.losses.batches import unlike as unlike
-from fddp.losses.objective import Evaluated as Evaluated
-from fddp.losses.objective import Objective as Objective
-from fddp.losses.objective import make_objective as make_objective
-from fddp.losses.precision import mixed_precision as mixed_precision
-from fddp.losses.results import Weighted as Weighted
-from fddp.losses.results import check_callable as check_callable
-from fddp.losses.rng import Shared as Shared
-from fddp.losses.rng import folded as folded
+from fddp.losses.objective import Evaluated, Objective, make_objective
+from fddp.losses.precision import mixed_precision
+from fddp.losses.results import Weighted, check_callable
+from fddp.losses.rng import Shared, folded
 from fddp.losses.sums import Pending as Pending
 from fddp.losses.sums import Sums as Sums
 from fddp.losses.sums import accumulate as accumulate

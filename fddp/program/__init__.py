@@ -5,22 +5,10 @@ compares the collectives of all ranks' compiled programs; an audit compares them
 This room imports jaxpr.
 """
 
-from fddp.program.collectives import KINDS as KINDS
-from fddp.program.collectives import Collective as Collective
-from fddp.program.collectives import find_collectives as find_collectives
-from fddp.program.collectives import heavy_operations as heavy_operations
-from fddp.program.exchange import NUMBER as NUMBER
-from fddp.program.exchange import TOKEN as TOKEN
-from fddp.program.exchange import Carrier as Carrier
-from fddp.program.exchange import Kind as Kind
-from fddp.program.exchange import exchange as exchange
-from fddp.program.late import SplitProgram as SplitProgram
-from fddp.program.late import split_late as split_late
-from fddp.program.loop_messages import received_behind_loops as received_behind_loops
-from fddp.program.module import Module as Module
-from fddp.program.module import parse as parse
-from fddp.program.overlap import overlapped as overlapped
-from fddp.program.timeline import MessageTimes as MessageTimes
-from fddp.program.timeline import Span as Span
-from fddp.program.timeline import Timeline as Timeline
-from fddp.program.timeline import timeline_of as timeline_of
+from fddp.program.collectives import KINDS, Collective, find_collectives, heavy_operations
+from fddp.program.exchange import NUMBER, TOKEN, Carrier, Kind, exchange
+from fddp.program.late import SplitProgram, split_late
+from fddp.program.loop_messages import received_behind_loops
+from fddp.program.module import Module, parse
+from fddp.program.overlap import overlapped
+from fddp.program.timeline import MessageTimes, Span, Timeline, timeline_of
