@@ -81,5 +81,4 @@ def read_target(name: str) -> Target:
 
 
 def _forms(tree: PyTree, spec: PartitionSpec) -> Any:
-    del spec
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)

@@ -26,6 +26,8 @@ BEGUN = re.compile(r"\d+\.begun\.[0-9a-f]{8}\.\d+(\.replaced)?|met\.[0-9a-f]{8}"
 # Dtype of an array, its dims, and its dims as it is stored.
 Form: TypeAlias = tuple[str, Sequence[int], Sequence[int]]
 Index: TypeAlias = tuple[slice, ...]
+# Ranges of an array and their values, of one process.
+Pieces: TypeAlias = Sequence[tuple[Index, np.ndarray]]
 # (name of an array, dims of its view, range in the view) → the numbers in the range.
 Read: TypeAlias = Callable[[str, tuple[int, ...], Index], np.ndarray]
 
@@ -128,20 +130,11 @@ def _sync(folder: Path) -> None:
 ### Arrays
 
 
-class Portion(NamedTuple):
-    """One process's pieces of an array."""
-
-    name: str
-    """Path in the state."""
-    pieces: Sequence[tuple[Index, np.ndarray]]
-    """Ranges and their values."""
-
-
-def write(path: Path, portions: Iterable[Portion]) -> None:
+def write(path: Path, arrays: Iterable[tuple[str, Pieces]]) -> None:
     """Writes pieces of nonempty arrays into a new archive; each can be freed once it is written."""
     with path.open("wb") as file:
         with ZipFile(file, "w") as archive:
-            for name, pieces in portions:
+            for name, pieces in arrays:
                 for place, piece in pieces:
                     ranges = ",".join(f"{x.start}:{x.stop}" for x in place)
                     if piece.dtype.isbuiltin != 1:  # NumPy's files lack it, such as bfloat16

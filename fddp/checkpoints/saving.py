@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fddp.checkpoints.files import (
     Listed,
-    Portion,
+    Pieces,
     digest_of,
     finish,
     remove_unfinished,
@@ -23,7 +23,7 @@ from fddp.checkpoints.files import (
 )
 from fddp.checkpoints.folder import Folder, remark
 from fddp.checkpoints.saved_leaves import Leaf, stored_form
-from fddp.checkpoints.stored_pieces import is_distributed, local_portion
+from fddp.checkpoints.stored_pieces import is_distributed, local_pieces
 
 WAIT_S = 600.0
 ENDING_S = 10.0  # after an error in training, which may have ended the other ranks, too
@@ -33,8 +33,8 @@ LONGEST_PAUSE_S = 0.5
 class Saved(NamedTuple):
     """One rank's part of a checkpoint to be written."""
 
-    portions: list[Portion]
-    """This rank's pieces of the arrays."""
+    arrays: list[tuple[str, Pieces]]
+    """Names of arrays, and this rank's pieces of them."""
     listed: Listed
     """The checkpoint's list, without files."""
     writers: Sequence[int]
@@ -44,20 +44,18 @@ class Saved(NamedTuple):
 def copy_part(folder: Folder, leaves: Mapping[str, Leaf], values: Mapping[str, Any]) -> Saved:
     """Copies this rank's part of a state, to be saved with `values`; every rank calls it."""
     group = folder.group
-    portions = list[Portion]()
+    arrays = list[tuple[str, Pieces]]()
     for name, leaf in leaves.items():
-        portion = local_portion(group, name, leaf)
+        pieces = local_pieces(group, leaf)
         if not folder.shared and is_distributed(group, leaf):
-            gathered = group.all_gather_object(portion.pieces)
-            portion = portion._replace(
-                pieces=list(chain.from_iterable(gathered)) if group.rank == 0 else ()
-            )
-        if portion.pieces:
-            portions.append(portion)
+            gathered = group.all_gather_object(pieces)
+            pieces = list(chain.from_iterable(gathered)) if group.rank == 0 else ()
+        if pieces:
+            arrays.append((name, pieces))
     all_write = folder.shared and any(is_distributed(group, leaf) for leaf in leaves.values())
     forms = {name: stored_form(group, leaf) for name, leaf in leaves.items()}
     writers = range(group.processes if all_write else 1)
-    return Saved(portions, Listed(values, forms, {}), writers)
+    return Saved(arrays, Listed(values, forms, {}), writers)
 
 
 def write_part(
@@ -74,7 +72,7 @@ def write_part(
         staging.mkdir(exist_ok=True)
         if rank == 0:
             remove_unfinished(folder.path, folder.token)
-        write(_part(staging, rank), (saved.portions.pop() for _ in range(len(saved.portions))))
+        write(_part(staging, rank), (saved.arrays.pop() for _ in range(len(saved.arrays))))
         write_at_once(_report(staging, rank), digest_of(_part(staging, rank)))
     except Exception as error:  # training continues, and a later save may find more space
         failure = error

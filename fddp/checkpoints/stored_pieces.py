@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from fddp.buckets import ShardLayout, is_shard
-from fddp.checkpoints.files import Index, Listed, Portion, Read
+from fddp.checkpoints.files import Index, Listed, Pieces, Read
 from fddp.checkpoints.saved_leaves import (
     Leaf,
     check_fits,
@@ -33,7 +33,7 @@ def is_distributed(group: Group, leaf: Leaf) -> bool:
     return leaf.rows or (_on_mesh(leaf.x) and not leaf.x.is_fully_replicated)
 
 
-def local_portion(group: Group, name: str, leaf: Leaf) -> Portion:
+def local_pieces(group: Group, leaf: Leaf) -> Pieces:
     """Copies the pieces of an array that this process writes; of replicated arrays rank 0's."""
     x = jax.random.key_data(leaf.x) if is_key(leaf.x) else leaf.x
     if leaf.rows and group.placement.on_mesh and not _on_mesh(x):  # the user's host arrays
@@ -52,8 +52,7 @@ def local_portion(group: Group, name: str, leaf: Leaf) -> Portion:
             (place, x.reshape(layout.depth, -1)[:, : place[1].stop - place[1].start])
             for place, x in columns
         ]
-    pieces = [(place, piece) for place, piece in pieces if piece.size]
-    return Portion(name, pieces)
+    return [(place, piece) for place, piece in pieces if piece.size]
 
 
 def read_state(

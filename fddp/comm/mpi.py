@@ -120,7 +120,6 @@ def rank_placement(size: int) -> Placement:
     def program(
         f: Callable, in_specs: Any, out_specs: Any, donate: Sequence[int] = ()
     ) -> jax.stages.Wrapped:
-        del in_specs, out_specs
         # Where no argument is read, JAX would leave the results uncommitted, such as the moments of
         # a first state; and the second step, whose arguments are all committed, would compile anew.
         return jax.jit(
@@ -128,7 +127,6 @@ def rank_placement(size: int) -> Placement:
         )
 
     def place(tree: PyTree, spec: PartitionSpec) -> Any:
-        del spec
         return placed_alike(tree, sharding)
 
     return Placement(

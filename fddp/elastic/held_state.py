@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fddp.checkpoints.files import Form, Index, Listed
-from fddp.checkpoints.saved_leaves import field_of, is_key, named_leaves, stored_form
+from fddp.checkpoints.saved_leaves import field_of, is_key, named_leaves
 from fddp.checkpoints.stored_pieces import read_state
 from fddp.comm import Group
 from fddp.jax_internals import rows_here
@@ -23,20 +23,22 @@ class HeldState(NamedTuple):
 
     version: tuple[int, int]
     """Steps done, and the epoch of the view that did the last one."""
-    forms: Mapping[str, Form]
-    """Name of a leaf → its form."""
     leaves: Mapping[str, np.ndarray]
     """Name of a leaf → its values."""
 
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Name of a leaf → its form."""
+        return {name: (str(x.dtype), x.shape, x.shape) for name, x in self.leaves.items()}
 
-def to_host(group: Group, epoch: int, state: TrainState) -> HeldState:
+
+def to_host(epoch: int, state: TrainState) -> HeldState:
     """Copies a state to the host, without the memory of hooks, which starts again in each group."""
     named = named_leaves(state, IN_GROUP)
     leaves = {name: leaf for name, leaf in named.items() if field_of(name) not in IN_GROUP}
-    forms = {name: stored_form(group, leaf) for name, leaf in leaves.items()}
     words = {name: jax.random.key_data(x.x) if is_key(x.x) else x.x for name, x in leaves.items()}
     arrays = {name: np.array(rows_here(x)) for name, x in words.items()}
-    return HeldState((int(state.step), epoch), forms, arrays)
+    return HeldState((int(state.step), epoch), arrays)
 
 
 def newest_state(group: Group, local: HeldState | None) -> HeldState | None:
@@ -47,12 +49,12 @@ def newest_state(group: Group, local: HeldState | None) -> HeldState | None:
         return local
     root = versions.index(newest)
     current = local if local and local.version == newest else None
-    forms: Mapping[str, Form] = group.broadcast_object(current and current.forms, root)
+    forms: dict[str, Form] = group.broadcast_object(current and current.forms, root)
     leaves = dict[str, np.ndarray]()
     for name, (dtype, dims, _) in forms.items():
         values = current.leaves[name] if current else np.zeros(dims, jnp.dtype(dtype))
         leaves[name] = group.broadcast(values, root)
-    return HeldState(newest, forms, leaves)
+    return HeldState(newest, leaves)
 
 
 def to_devices(group: Group, held_state: HeldState, like: TrainState) -> TrainState:

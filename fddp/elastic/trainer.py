@@ -129,7 +129,7 @@ class Trainer:
         """Holds the state on the host, until a new group has it."""
         begin = time.monotonic()
         if self._state is not None:
-            self._held_state = to_host(self.group, self._job.view.epoch, self._state)
+            self._held_state = to_host(self._job.view.epoch, self._state)
         self._state = None
         self._leave_group()
         self._form()

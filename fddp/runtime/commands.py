@@ -21,25 +21,14 @@ def add_run(commands: argparse._SubParsersAction) -> None:
         "run", help="start the ranks of a job, and restart them when a rank fails"
     )
     parser.add_argument("-n", type=int, required=True, dest="ranks", help="how many processes")
-    parser.add_argument(
-        "--hosts",
-        default="",
-        help="host1,host2,…: hosts, with the same number of ranks each (default: this host)",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        help="number of restarts (default 0; with --elastic 1000, of single ranks)",
-    )
+    text = "host1,host2,…: hosts, with the same number of ranks each (default: this host)"
+    parser.add_argument("--hosts", default="", help=text)
+    text = "number of restarts (default 0; with --elastic 1000, of single ranks)"
+    parser.add_argument("--restarts", type=int, help=text)
     text = "the script calls fddp.init(elastic=True): a rank that fails starts again by itself"
     parser.add_argument("--elastic", action="store_true", help=text)
-    parser.add_argument(
-        "--min",
-        type=int,
-        default=1,
-        dest="least",
-        help="minimum number of ranks (default 1)",
-    )
+    text = "minimum number of ranks (default 1)"
+    parser.add_argument("--min", type=int, default=1, dest="least", help=text)
     text = "mpiexec, or processes over Gloo or NCCL (default: mpiexec, if available)"
     parser.add_argument("--by", choices=("mpiexec", "processes"), help=text)
     parser.add_argument(

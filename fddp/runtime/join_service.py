@@ -159,12 +159,8 @@ def _ending(rank: int, size: int) -> Ending:
             return
 
     def abort() -> None:
-        for message in messages("failed"):
-            if message.startswith(f"rank {rank}:"):
-                break
-        else:
-            message = ""
-        tell(message, "gone")
+        own = [message for message in messages("failed") if message.startswith(f"rank {rank}:")]
+        tell("".join(own[:1]), "gone")
         os._exit(1)
 
     return Ending(

@@ -26,6 +26,7 @@ ANOTHER = "set another port on all ranks: FDDP_COORDINATOR=host:port"
 LOOK_S = 0.1
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CALL = re.compile(r"rank (\d{1,9}) of (\d{1,9}) on (\w+)(?:: (.+))?")
+TOPIC = "rendezvous "  # of the handshakes of a job's ranks
 GO = "go "
 STOP = "stop: "
 FIRST_WORD_S = 5.0
@@ -136,7 +137,7 @@ def _call(
 def _answer(link: socket.socket, words: str, end: float, reason: list[str], job: str) -> str:
     """Calls once; returns rank 0's answer, or '' without one, with `reason` set."""
     try:
-        introduce(link, topic_of(job), words, min(end, time.monotonic() + ATTEMPT_S))
+        introduce(link, TOPIC + job, words, min(end, time.monotonic() + ATTEMPT_S))
     except OSError:  # also of a server that waits for a request
         reason[0] = STRANGE
         return ""
@@ -188,7 +189,7 @@ def _open(guests: Guests, size: int, place: tuple[str, int], end: float, job: st
     except OSError as error:
         return f"rank 0 cannot listen there ({os.strerror(error.errno or 0)}); {ANOTHER}"
     problem = ""
-    with calls_at(door, topic_of(job), "") as called:
+    with calls_at(door, TOPIC + job, "") as called:
         while len(guests) < size - 1:
             if time.monotonic() > end:
                 return problem or f"{missing_ranks(guests, size)} in time"
@@ -282,10 +283,6 @@ def _listen(host: str, port: int) -> socket.socket:
         )
     except (OSError, ValueError):  # a host without IPv6
         return socket.create_server(("", port), backlog=1024)
-
-
-def topic_of(job: str) -> str:
-    return f"rendezvous {job}"
 
 
 def own_host() -> str:
