@@ -12,9 +12,15 @@ from os import PathLike
 from typing import Any
 
 from fddp.checkpoints.folder import located, met, newest, on_all, remark, report_restored, source
-from fddp.checkpoints.saved_leaves import LOCAL, named_leaves, stacked_buffers, unstacked_buffers
 from fddp.checkpoints.saving import copy_part, write_part
-from fddp.checkpoints.stored_pieces import is_distributed, read_state
+from fddp.checkpoints.stored_pieces import (
+    LOCAL,
+    is_distributed,
+    named_leaves,
+    read_state,
+    stacked_buffers,
+    unstacked_buffers,
+)
 from fddp.comm import verify
 from fddp.jax_internals import without_context_mesh
 from fddp.jaxpr import refuse_deleted

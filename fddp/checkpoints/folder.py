@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fddp.checkpoints.files import Listed, Read, numbers, open_reader, read_list, wrong
-from fddp.checkpoints.saved_leaves import field_of, words_of
+from fddp.checkpoints.stored_pieces import field_of, words_of
 from fddp.comm import Group, nothing_to_compare, verify
 
 

@@ -22,8 +22,7 @@ from fddp.checkpoints.files import (
     write_at_once,
 )
 from fddp.checkpoints.folder import Folder, remark
-from fddp.checkpoints.saved_leaves import Leaf, stored_form
-from fddp.checkpoints.stored_pieces import is_distributed, local_pieces
+from fddp.checkpoints.stored_pieces import Leaf, is_distributed, local_pieces, stored_form
 
 WAIT_S = 600.0
 ENDING_S = 10.0  # after an error in training, which may have ended the other ranks, too

@@ -4,6 +4,5 @@ This room imports sharding, step, losses, jaxpr, comm and runtime.
 """
 
 from fddp.data.evaluate import evaluate
-from fddp.data.gathered import gather_rows
 from fddp.data.sampler import samples
-from fddp.data.uneven import join
+from fddp.data.uneven import gather_rows, join

@@ -14,9 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from fddp.runtime.children import collect_signals, describe_end, exit_code, exit_status, kill_groups
+from fddp.runtime.children import (
+    LOOK_S,
+    collect_signals,
+    describe_end,
+    drain,
+    exit_code,
+    exit_status,
+    kill_groups,
+    print_line,
+    shown,
+)
 from fddp.runtime.launchers import worlds
-from fddp.runtime.output import LOOK_S, drain, print_line, shown
 from fddp.runtime.supervisor import (
     END_S,
     ENDING,

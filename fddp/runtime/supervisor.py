@@ -24,16 +24,19 @@ from itertools import chain, compress
 
 from fddp.comm import SECRET, new_secret
 from fddp.runtime.children import (
+    LOOK_S,
     collect_signals,
     cores_for,
     describe_end,
+    drain,
     exit_code,
     exit_status,
     kill_groups,
+    print_line,
+    shown,
 )
 from fddp.runtime.launchers import worlds
 from fddp.runtime.mpi_vendors import launchers
-from fddp.runtime.output import LOOK_S, drain, print_line, shown
 
 # From schedulers: the ranks save their state, in any time.
 WARNING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

@@ -9,8 +9,8 @@ import jax
 import pytest
 from processes import free_port
 
-from fddp.runtime import coordinator
-from fddp.runtime.coordinator import LOOSE, start_coordinator
+from fddp.runtime import join_service
+from fddp.runtime.join_service import LOOSE, start_coordinator
 
 WAIT_S = 300.0  # a last resort
 
@@ -62,6 +62,6 @@ def test_a_rank_at_its_end_waits_for_days_and_leaves_without_a_word(
             raise jax.errors.JaxRuntimeError("the service is gone")
 
     for client in (Client(), None):  # None: the script has called jax.distributed.shutdown
-        monkeypatch.setattr(coordinator, "coordination_client", lambda client=client: client)
-        coordinator.wait_for_all()
+        monkeypatch.setattr(join_service, "coordination_client", lambda client=client: client)
+        join_service.wait_for_all()
     assert waited == [7]
