@@ -205,14 +205,11 @@ def profiled(run: Callable[[Any], None], batches: Iterable[Any]) -> tuple[Measur
 
 
 def read_steps(planes: Iterable[Plane]) -> tuple[MeasuredStep, ...]:
-    """Returns the steps of a profile.
-
-    Each accelerator has its own plane. All CPU devices share the host's plane, and their events
-    differ by ordinal.
-    """
+    """Returns the steps of a profile."""
     windows = list[Span]()
     spans = defaultdict[tuple[bool, str], list[Span]](list)
     for plane in planes:
+        # Each accelerator has its own plane. All CPU devices share the host's plane.
         on_host = not plane.name.startswith("/device:")
         for event in plane.events:
             if event.duration_ns <= 0:

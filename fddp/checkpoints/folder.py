@@ -45,11 +45,7 @@ def located(path: str | PathLike[str]) -> Path:
 
 
 def met(group: Group, path: Path, shard: str | None) -> Folder:
-    """Opens a folder and finds out whether all ranks see it; every rank calls it.
-
-    With `shard`, the step's option, all ranks must see the folder. From a read-only folder rank 0
-    reads for all ranks.
-    """
+    """Opens a folder; finds out if all ranks see it, as `shard` needs; every rank calls it."""
     token = group.broadcast(np.frombuffer(secrets.token_bytes(4), np.uint8)).tobytes().hex()
     meeting = path / f"met.{token}"
     folder = Folder(group, path, token)
@@ -64,6 +60,7 @@ def met(group: Group, path: Path, shard: str | None) -> Folder:
             return False
         return True
 
+    # From a read-only folder rank 0 reads for all ranks.
     if not group.broadcast_object(on_rank_0(folder, open_folder)):  # it is read-only
         return folder
     blind = _not_seen(group, meeting)

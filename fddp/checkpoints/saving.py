@@ -60,11 +60,7 @@ def copy_part(folder: Folder, leaves: Mapping[str, Leaf], values: Mapping[str, A
 def write_part(
     folder: Folder, staging: Path, saved: Saved, keep: int, ending: Callable[[], bool]
 ) -> Exception | None:
-    """Writes this rank's part into `staging`; rank 0 waits for the other ranks and finishes.
-
-    Calls no collective. The arrays of `saved` are freed one by one. Returns the error that it
-    printed, or None.
-    """
+    """Writes this rank's part; rank 0 finishes. Returns the error that it printed, or None."""
     rank = folder.group.rank
     failure = None
     try:
@@ -96,11 +92,8 @@ def write_part(
 
 
 def _collected(staging: Path, ranks: Sequence[int], ending: Callable[[], bool]) -> dict[str, str]:
-    """Waits for the reports of all ranks, removes them, and returns the digests of the files.
-
-    Raises RuntimeError if a rank failed, once no rank writes any more, and TimeoutError if a rank
-    does not report. `ending` returns True once training has ended with an error.
-    """
+    """Waits for the reports of all ranks, removes them, and returns the digests of the files."""
+    # `ending` returns True once training has ended with an error.
     begin = time.monotonic()
     pause = 0.01
     while missing := _missing(staging, ranks):

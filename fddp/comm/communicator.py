@@ -116,11 +116,7 @@ def count_bytes(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[
 
 
 def count_aside(comm: Communicator, f: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
-    """Counts like `count_bytes`, but removes the bytes from the enclosing count.
-
-    A branch returns them as a value of the program. The caller adds them with `add_bytes`, so that
-    only the branch taken is counted.
-    """
+    """Counts like `count_bytes`, for a branch that returns the bytes as a value of its program."""
     if comm.sent is None:
         return count_bytes(comm, f, *args)
     begin = len(comm.sent)

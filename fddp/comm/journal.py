@@ -14,10 +14,7 @@ class Finding(NamedTuple):
 
 
 class Journal:
-    """The journal of an unwatched process: it records only requests to stop.
-
-    `fddp.runtime.watching` has that of a watched process. All groups of a process share one.
-    """
+    """The journal of an unwatched process, one for all its groups: it records requests to stop."""
 
     broken = False
     """True after an error inside a step: this rank may be at another message than the others."""

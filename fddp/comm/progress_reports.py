@@ -11,11 +11,7 @@ CLEAR = "\x1b[K"  # erases the rest of the line
 
 @contextmanager
 def reports(state: Callable[[], str], first_s: float, next_s: float) -> Iterator[None]:
-    """Prints `fddp: {state()}` on stderr after `first_s` seconds, then every `next_s` seconds.
-
-    >>> with reports(lambda: "waiting", 60.0, 60.0):
-    ...     pass
-    """
+    """Prints `fddp: {state()}` on stderr after `first_s` seconds, then every `next_s` seconds."""
     done = threading.Event()
     # A thread reports: the block may be inside one call for minutes.
     thread = threading.Thread(target=_report, args=(state, done, first_s, next_s), daemon=True)

@@ -65,17 +65,14 @@ class ElasticJob:
         return self._world.group
 
     def regroup(self) -> None:
-        """Waits until the remaining ranks and those that join have a group. Collective.
-
-        All arrays on the devices of the earlier group become invalid. Its connections stay until
-        all remaining ranks have left it: one may still be in a collective of its script, between
-        two steps.
-        """
+        """Waits for a group of all that remain or join; arrays on devices become invalid."""
         # Ranks may be in an evaluation, except at the start.
         limit_s = BETWEEN * self._stall_s if self.view.epoch else self._timeout_s
         serve = partial(start_meeting, self.membership.host)
         while True:
             self.view = view = self.membership.next_view(serve, limit_s, self.view.epoch)
+            # Connections stay until all remaining ranks have left the group: one may still be in a
+            # collective of its script, between two steps.
             if self._world is not None:
                 self._world = None
                 forget_devices()

@@ -98,11 +98,8 @@ class Agreement:
 
     @property
     def breaks_off(self) -> bool:
-        """True if a step waits in vain for a member, which is gone or waits for the next view.
-
-        A process that joins breaks off nothing by itself: between two steps, members may be in a
-        collective of their scripts.
-        """
+        """True if a step waits in vain for a member, which is gone or waits for the next view."""
+        # A process that joins breaks off nothing: members may be in a collective of their scripts.
         return bool(self.opinion.gone) or any(x and x.ready for x in self._others().values())
 
     def lose(self, uid: str, *, ended: bool) -> bool:

@@ -269,12 +269,9 @@ def _reseeded(streams: Any, rng: Any) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """Copies arrays to one device, or to the current mesh, if all are replicated; else in place.
-
-    `fddp.whole` joins shards, and averages copies that differ between replicas. Its results are new
-    arrays, and are not copied again.
-    """
+    """Copies arrays to one device, or to the current mesh, if all are replicated; else in place."""
     refuse_deleted(tree)
+    # `whole` joins shards, and averages copies that differ: its results are new arrays.
     is_new = [is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard)]
     leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, whole(tree)))
     if all(x.is_fully_replicated for x in leaves):

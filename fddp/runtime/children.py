@@ -67,12 +67,9 @@ def _kill_group(pid: int) -> None:
 
 @contextmanager
 def collect_signals(*numbers: int) -> Iterator[list[int]]:
-    """Collects signals while its block runs; yields the numbers of the received signals.
-
-    No signal interrupts the block or is lost in a callback of another library. Signals that this
-    process ignores, for example under nohup, stay ignored. Only SIGCHLD does not: the kernel would
-    drop the exit codes of the children.
-    """
+    """Collects signals while its block runs, which none interrupts; yields their numbers."""
+    # Signals that this process ignores, for example under nohup, stay ignored. Only SIGCHLD does
+    # not: the kernel would drop the exit codes of the children.
     signals = list[int]()
     handlers = {
         number: signal.signal(number, lambda number, frame: signals.append(number))
@@ -101,11 +98,7 @@ def cores_for(ranks: int) -> int:
 def shown(
     process: subprocess.Popen[bytes], prefix: str, ending: threading.Event
 ) -> list[threading.Thread]:
-    """Starts threads that copy a process's output, each line after its rank, until it ends.
-
-    `prefix` is "" where mpiexec marks the lines. A watcher's line about the end of the job sets
-    `ending`.
-    """
+    """Starts threads that copy a process's output; a watcher's last line sets `ending`."""
 
     def copy(stream: IO[bytes], name: str) -> None:
         out = getattr(sys, name)  # None if a shell has closed it

@@ -44,12 +44,7 @@ GOLDEN = 2531  # `PORTS` divided by the golden ratio
 
 
 def read_launch(env: Mapping[str, str]) -> Launch:
-    """Reads how this process was started from the first launcher with variables in `env`.
-
-    The order: `FDDP_RANK, FDDP_SIZE`; torchrun; Open MPI; MPICH's Hydra (PMI); Flux; MVAPICH;
-    Slurm's srun with any --mpi; PALS; JAX's variables; torchrun's variables without torchrun. A
-    process without any is alone. `FDDP_COORDINATOR` overrides the launcher's coordinator.
-    """
+    """Reads how this process was started, from the first launcher with variables in `env`."""
     env = {name: value for name, value in env.items() if value}  # templates leave empty ones
     # Inner launchers first: srun may start the other launchers, and with --mpi=cray_shasta it sets
     # the variables of PALS.

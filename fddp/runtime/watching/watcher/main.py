@@ -138,11 +138,8 @@ def _judge(watch: Watch) -> Verdict | None:
 
 
 def _report(watch: Watch) -> None:
-    """Sends the rank's report to rank 0's watcher, which sends the proposed stop to all.
-
-    It sends at once when the rank has ended, else at most every `EVERY_S` seconds, because replies
-    to every line would occupy the watchers.
-    """
+    """Sends the rank's report to rank 0's watcher, which sends the proposed stop to all."""
+    # At once when the rank has ended, else seldom: replies to every line would occupy the watchers.
     end_s = watch.own["gone"]
     if watch.now <= watch.sent + EVERY_S and (not end_s or watch.told_death):
         return
@@ -169,14 +166,11 @@ def _tell(watch: Watch, verdict: Verdict) -> None:
 
 
 def _end(watch: Watch, *, abort: bool) -> None:
-    """Ends the rank and reports to mpiexec.
-
-    Rank 0 ends last: it holds JAX's service. Without the service the other ranks would end with
-    JAX's messages.
-    """
+    """Ends the rank, rank 0 last, and reports to mpiexec."""
     job = watch.job
     patience = 2 * job["grace_s"]
     if watch.rank == 0:
+        # JAX's service ends with rank 0, and without it the others would end with JAX's messages.
         near = {
             link: buffer
             for link, buffer in watch.links.items()
