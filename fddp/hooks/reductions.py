@@ -13,14 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, PyTree, Shaped, UInt32
 
 from fddp.buckets import BucketPlan, Message, by_device
-from fddp.comm import (
-    Communicator,
-    Placement,
-    add_bytes,
-    as_uint32,
-    count_aside,
-    count_bytes,
-)
+from fddp.comm import Communicator, Placement, add_bytes, as_uint32, count_aside, count_bytes
 from fddp.hooks.hook import GradBucket, Hook, State
 from fddp.hooks.touched_rows import sum_of_table
 

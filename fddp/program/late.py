@@ -9,15 +9,7 @@ from typing import Any
 
 import jax
 
-from fddp.jax_internals import (
-    ClosedJaxpr,
-    Literal,
-    Var,
-    acts,
-    acts_alike,
-    named_as,
-    parameters,
-)
+from fddp.jax_internals import ClosedJaxpr, Literal, Var, acts, acts_alike, named_as, parameters
 from fddp.jaxpr import Values, maker_positions, straighten, variables
 from fddp.program.exchange import begin_p, end_p, exchange_p
 from fddp.program.program_messages import needed, receives

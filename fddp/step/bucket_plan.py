@@ -8,12 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from fddp.buckets import (
-    BucketPlan,
-    SentLeaf,
-    place_scalars,
-    plan_with_rounds,
-)
+from fddp.buckets import BucketPlan, SentLeaf, place_scalars, plan_with_rounds
 from fddp.comm import device_parts
 from fddp.step.replica import Replica
 

@@ -12,22 +12,8 @@ al., "Muon is Scalable for LLM Training" (2025), which gathers each matrix.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fddp.jax_internals import (
-    CALLS,
-    ClosedJaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    acts,
-    branches,
-)
-from fddp.jaxpr.equations import (
-    form_of,
-    outputs_of,
-    read_by,
-    straighten,
-    variables,
-)
+from fddp.jax_internals import CALLS, ClosedJaxpr, JaxprEqn, Literal, Var, acts, branches
+from fddp.jaxpr.equations import form_of, outputs_of, read_by, straighten, variables
 from fddp.jaxpr.parts.part_kinds import (
     Follows,
     Kind,
