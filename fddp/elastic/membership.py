@@ -14,17 +14,7 @@ from typing import Any
 from fddp.comm import new_secret
 from fddp.elastic.connections import RETRY_S, Connection, Links, report_lost, write_members
 from fddp.elastic.signs import BEAT_S, BETWEEN, Limits, Signs
-from fddp.elastic.views import (
-    OUTSIDE,
-    Agreement,
-    Excluded,
-    Member,
-    NoQuorum,
-    View,
-    opinion_from_json,
-    to_json,
-    view_from_json,
-)
+from fddp.elastic.views import OUTSIDE, Agreement, Excluded, Member, NoQuorum, Opinion, View
 
 END_S = 5.0  # `python -m fddp run` may end a silent process by then, which then does not count
 
@@ -159,7 +149,8 @@ class Membership:
         self._admit_waiting()
 
     def _hear_opinion(self, link: Connection, value: Any) -> None:
-        opinion = opinion_from_json(value)
+        joining = frozenset(Member(*member) for member in value["joining"])
+        opinion = Opinion(**{**value, "joining": joining})
         if self.me.uid in opinion.gone and opinion.epoch == self._agreement.view.epoch:
             self._hear_excluded(link, True)
         if opinion.epoch < self._agreement.view.epoch:
@@ -168,7 +159,8 @@ class Membership:
             self._changed()
 
     def _hear_view(self, link: Connection, value: Any) -> None:
-        view = view_from_json(value)
+        epoch, members, service = value
+        view = View(epoch, tuple(Member(*member) for member in members), service)
         if self._agreement.accepts(link.uid, view):
             self._adopt(view)
 
@@ -223,8 +215,10 @@ class Membership:
         self._state.notify_all()
 
     def _tell(self) -> None:
+        opinion = self._agreement.opinion
+        words = {**opinion._asdict(), "joining": sorted(opinion.joining)}
         for link in self._links_of_view():
-            link.send({"opinion": to_json(self._agreement.opinion)})
+            link.send({"opinion": words})
 
     def _announce(self, view: View, serve: Callable[[View], str]) -> None:
         self._state.release()  # meanwhile other threads may lose a further member

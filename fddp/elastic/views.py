@@ -13,8 +13,8 @@ Source: view-synchronous membership, Birman and Joseph, "Exploiting Virtual Sync
 Systems" (1987).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 
 class Member(NamedTuple):
@@ -175,20 +175,3 @@ class Agreement:
             "elsewhere: this side of the split job ends. The side with more than half of the ranks "
             "goes on, or the half with the first rank."
         )
-
-
-### On the wire
-
-
-def to_json(opinion: Opinion) -> dict[str, Any]:
-    return {**opinion._asdict(), "joining": sorted(opinion.joining)}
-
-
-def opinion_from_json(words: Mapping[str, Any]) -> Opinion:
-    joining = frozenset(Member(*x) for x in words["joining"])
-    return Opinion(**{**words, "joining": joining})
-
-
-def view_from_json(words: Sequence[Any]) -> View:
-    epoch, members, service = words
-    return View(epoch, tuple(Member(*x) for x in members), service)

@@ -63,11 +63,9 @@ class Job:
     command: Sequence[str]
     """The script and its arguments."""
     ranks: int
-    """Number of processes."""
     hosts: Sequence[str] = ()
     """Hosts, with equally many ranks each; empty: this host."""
     restarts: int = 0
-    """Maximum number of restarts."""
     least: int = 1
     """Minimum number of ranks for a restart; with --elastic, for going on."""
     mpiexec: tuple[str, str | None] | None = None

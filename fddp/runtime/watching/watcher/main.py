@@ -1,9 +1,8 @@
 """The main loop of a watcher, the separate process for each rank that `watchdog.py` starts.
 
 A watcher reads the records of its rank (`shared_memory.py`) and reports to the watcher of rank 0,
-which judges (`verdicts.py`). It ends its rank when the job must end. A stopped,
-debugged or killed rank cannot silence it, because they share no interpreter. Watchers exchange
-lines of JSON.
+which judges (`verdicts.py`). It ends its rank when the job must end. A stopped, debugged or killed
+rank cannot silence it, because they share no interpreter. Watchers exchange lines of JSON.
 
 Source: PyTorch's NCCL watchdog; the monitor process of NVIDIA's resiliency extension.
 """
@@ -81,12 +80,10 @@ class Watch:
     rank: int
     watched: WatchedRank
     links: Links
-    """Connections to other watchers."""
     born: float = field(default_factory=time.monotonic)
     now: float = 0.0
     """Time of the last check."""
     own: dict[str, Any] = field(default_factory=dict)
-    """Last report of this rank."""
     reports: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Rank → last received report."""
     spoke: dict[socket.socket, float] = field(default_factory=dict)
