@@ -48,6 +48,7 @@ struct Message {
   char* data;
   int64_t bytes;
   int64_t kind, dtype;
+  bool late;  // a later message may overtake it
   Stamps stamps;
 };
 
@@ -101,9 +102,9 @@ void write_token(ffi::RemainingRets& results) {
 // (token, arrays...) -> (token, number of the message). The arrays lie one after the other; `bytes`
 // has room for the result.
 ffi::Error Start(ffi::RemainingArgs args, ffi::RemainingRets results, int64_t id, int64_t bytes,
-                 int64_t kind, int64_t dtype, std::string_view name) {
+                 int64_t kind, int64_t dtype, bool late, std::string_view name) {
   Lane* lane = lane_of(id);
-  Message message{0, nullptr, bytes, kind, dtype, {}};
+  Message message{0, nullptr, bytes, kind, dtype, late, {}};
   message.stamps.bytes = bytes;
   message.stamps.started = now();
   name.copy(message.stamps.name, sizeof message.stamps.name - 1);
@@ -204,6 +205,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_start, Start,
                                   .Attr<int64_t>("bytes")
                                   .Attr<int64_t>("kind")
                                   .Attr<int64_t>("dtype")
+                                  .Attr<bool>("late")
                                   .Attr<std::string_view>("name"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_done, Done,
                               ffi::Ffi::Bind()
@@ -219,19 +221,34 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(fddp_program, Program,
 
 extern "C" {
 
-// Waits for the next message of a lane. Returns 1, 0 if the lane is closed, or 2 if the lane ends
-// and no message is queued: a program under way may still start one.
-int fddp_lane_next(int64_t id, int32_t* number, void** data, int64_t* bytes, int64_t* kind,
-                   int64_t* dtype, char* name) {
+// Takes the next message of a lane, and returns TAKEN. Returns CHOICE, with the number of the one
+// that the next program needs first, if later messages may overtake the next one: all ranks then
+// take the message `chosen`, which is -1 otherwise. Returns CLOSED if the lane is closed, and ENDS
+// if it ends and no message is queued: a program under way may still start one.
+int fddp_lane_next(int64_t id, int32_t chosen, int32_t* number, void** data, int64_t* bytes,
+                   int64_t* kind, int64_t* dtype, char* name) {
+  enum { CLOSED, TAKEN, ENDS, CHOICE };
   Lane* lane = lane_of(id);
   std::unique_lock<std::mutex> lock(lane->mutex);
-  auto ready = [&] { return !lane->queue.empty() || lane->closed; };
+  auto& queue = lane->queue;
+  auto is_late = [](const Message& message) { return message.late; };
+  auto next = [&] {
+    if (chosen < 0) return queue.begin();
+    return std::find_if(queue.begin(), queue.end(),
+                        [&](const Message& message) { return message.number == chosen; });
+  };
+  auto ready = [&] { return next() != queue.end() || lane->closed; };
   lane->queued.wait(lock, [&] { return ready() || lane->ending; });
   if (lane->ending) lane->queued.wait_for(lock, std::chrono::milliseconds(5), ready);
-  if (lane->closed) return 0;
-  if (lane->queue.empty()) return 2;
-  Message message = lane->queue.front();
-  lane->queue.pop_front();
+  if (lane->closed) return CLOSED;
+  auto found = next();
+  if (found == queue.end()) return ENDS;
+  if (chosen < 0 && found->late) {
+    *number = (std::find_if_not(queue.begin(), queue.end(), is_late) - 1)->number;
+    return CHOICE;
+  }
+  Message message = *found;
+  queue.erase(found);
   *number = message.number;
   *data = message.data;
   *bytes = message.bytes;
@@ -240,7 +257,7 @@ int fddp_lane_next(int64_t id, int32_t* number, void** data, int64_t* bytes, int
   lane->exchanging = message.stamps;
   memcpy(name, message.stamps.name, sizeof message.stamps.name);
   lane->exchanging.sent = now();
-  return 1;
+  return TAKEN;
 }
 
 // The message has been exchanged; its results lie in its memory.
@@ -249,7 +266,7 @@ void fddp_lane_finish(int64_t id, int32_t number, void* data, int64_t bytes) {
   {
     std::lock_guard<std::mutex> lock(lane->mutex);
     lane->exchanging.received = now();
-    lane->results[number] = {number, static_cast<char*>(data), bytes, 0, 0, lane->exchanging};
+    lane->results[number] = {number, static_cast<char*>(data), bytes, 0, 0, false, lane->exchanging};
   }
   lane->finished.notify_all();
 }

@@ -35,7 +35,7 @@ Send: TypeAlias = Callable[[Kind, np.ndarray], None]
 
 TIMES = "started", "sent", "received", "awaited", "resumed", "done"
 REMEMBERED = 8192  # as in `lane.cc`
-ENDS = 2  # as in `lane.cc`
+ENDS, CHOICE = 2, 3  # as in `lane.cc`
 THREAD = "fddp-lane"
 LAST_S = 30.0  # for the last messages, at the end of Python
 
@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL | None:
     for name in ("fddp_program", "fddp_start", "fddp_done"):
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(calls, name)), platform="cpu")
     number = ctypes.c_int64
-    calls.fddp_lane_next.argtypes = [number, *[ctypes.c_void_p] * 6]
+    calls.fddp_lane_next.argtypes = [number, ctypes.c_int32, *[ctypes.c_void_p] * 6]
     calls.fddp_lane_finish.argtypes = [number, ctypes.c_int32, ctypes.c_void_p, number]
     calls.fddp_lane_stamps.argtypes = [number, ctypes.c_void_p, number]
     calls.fddp_lane_stamps.restype = number
@@ -102,12 +102,18 @@ def _carry(lane: int, size: int, send: Send, journal: Journal, last: Sequence[An
     data = ctypes.c_void_p()
     title = ctypes.create_string_buffer(32)
     outputs = list(map(ctypes.addressof, (number, data, nbytes, kind, dtype, title)))
-    while state := calls.fddp_lane_next(lane, *outputs):
-        if state == ENDS:
-            if last[0].is_ready():
-                calls.fddp_lane_close(lane, b"the group has ended")
-            continue
+    chosen = -1
+    while state := calls.fddp_lane_next(lane, chosen, *outputs):
         try:
+            if state == CHOICE:
+                with journal.message("the next message", 4):
+                    chosen = _of_first_rank(size, send, number.value)
+                continue
+            if state == ENDS:
+                if last[0].is_ready():
+                    calls.fddp_lane_close(lane, b"the group has ended")
+                continue
+            chosen = -1
             if nbytes.value:
                 memory: Any = (ctypes.c_char * nbytes.value).from_address(data.value or 0)
                 array = np.frombuffer(memory, DTYPES[dtype.value])
@@ -118,6 +124,13 @@ def _carry(lane: int, size: int, send: Send, journal: Journal, last: Sequence[An
             calls.fddp_lane_close(lane, f"{type(error).__name__}: {error}".encode())
             return
         calls.fddp_lane_finish(lane, number.value, data.value, nbytes.value)
+
+
+def _of_first_rank(size: int, send: Send, number: int) -> int:
+    """The first rank's choice of the next message."""
+    numbers = np.full((size, 1), number, np.int32)
+    send("gather", numbers)
+    return int(numbers[0, 0])
 
 
 @atexit.register

@@ -44,7 +44,7 @@ class ProgramLane:
         """The last program's token: the next program waits for it."""
         lanes = self._lanes = [start_lane(size, send, journal, self.last) for send in sends]
         self._programs = count()
-        self._carrier = Carrier(partial(_start, lanes), partial(_done, lanes))
+        self.carrier = Carrier(partial(_start, lanes), partial(_done, lanes))
         for lane in lanes:
             weakref.finalize(self, end_lane, lane).atexit = False
 
@@ -52,7 +52,7 @@ class ProgramLane:
         """Makes the collectives of a replica inside a program of the lane."""
 
         def of(kind: Kind) -> Callable[[jax.Array], jax.Array]:
-            return lambda x: exchange(self._carrier, kind, x, self._size)
+            return lambda x: exchange(self.carrier, kind, x, self._size)
 
         communicator = rank_communicator(
             self._size, replica_index, of("sum"), of("exchange"), of("gather")
@@ -147,6 +147,7 @@ def _start(
     form: Any,
     name: str,
     turn: int,
+    late: bool,
 ) -> tuple[jax.Array, jax.Array]:
     dtype = form.dtype
     if dtype not in DTYPES:
@@ -158,6 +159,7 @@ def _start(
         bytes=np.int64(form.size * form.dtype.itemsize),
         kind=np.int64(KINDS.index(kind)),
         dtype=np.int64(DTYPES.index(dtype)),
+        late=late,
         name=name,
     )
     return token, number

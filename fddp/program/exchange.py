@@ -25,7 +25,8 @@ class Carrier:
     """The calls that start and end a message inside a program."""
 
     start: Callable[..., tuple[jax.Array, jax.Array]]
-    """(token, arrays, kind, form of the result, name, turn) → (token, number of the message)."""
+    """(token, arrays, kind, form of the result, name, turn, late) → (token, number of the message).
+    If late, messages that start later may overtake it."""
     done: Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
     """(tokens, number, forms, turn) → (token, arrays of these forms, one after the other)."""
 
@@ -65,7 +66,7 @@ def _at_once(
     x: jax.Array, *, carrier: Carrier, kind: Kind, form: jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Starts a message that `overlapped` has not seen, under `jax.disable_jit`, and awaits it."""
-    token, number = carrier.start(jnp.ones((), TOKEN.dtype), [x], kind, form, kind, 0)
+    token, number = carrier.start(jnp.ones((), TOKEN.dtype), [x], kind, form, kind, 0, False)
     return carrier.done([token], number, [form], 0)[1][0]
 
 

@@ -3,7 +3,7 @@
 Source: ByteScheduler (Peng et al., SOSP 2019), whose messages cross the border between steps.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,11 @@ class SplitProgram:
     computed: tuple[Var, ...]
     """Other values that `second` reads: numbers of messages, and results of `first`."""
 
-    def first(self, *args: Any) -> tuple[list[Any], list[Any]]:
-        """Returns the early outputs, and the values of `computed`."""
+    def first(self, *args: Any, late: bool = False) -> tuple[list[Any], list[Any]]:
+        """Returns the early outputs, and the values of `computed`.
+
+        If `late`, messages that `second` needs first may overtake the others.
+        """
         jaxpr = self.program.jaxpr
         values = Values(self.program, args)
         begun = set(self.begun)
@@ -43,7 +46,7 @@ class SplitProgram:
             if at in begun:
                 x = values.read(eqn.invars[0])
                 with named_as(eqn):
-                    values[eqn.outvars[0]] = begin_p.bind(x, **parameters(eqn))
+                    values[eqn.outvars[0]] = begin_p.bind(x, late=late, **parameters(eqn))
             else:
                 values.run([eqn])
         return values.outputs(self.early), values.read_all(self.computed)
@@ -51,10 +54,11 @@ class SplitProgram:
     def received(self, computed: Iterable[Any], *rounds: int) -> list[Any]:
         """Receives the messages: values of `first`, with results in place of numbers.
 
-        A loop of so many `rounds` has stacked them.
+        The last one is received first: a forward pass reads first what a backward pass computes
+        last. A loop of so many `rounds` has stacked them.
         """
         values = dict(zip(self.computed, computed))
-        for eqn in (self.program.jaxpr.eqns[at] for at in self.begun):
+        for eqn in (self.program.jaxpr.eqns[at] for at in reversed(self.begun)):
             form = parameters(eqn)["form"]
             form = jax.ShapeDtypeStruct((*rounds, *form.shape), form.dtype)
             number = values[eqn.outvars[0]]
@@ -75,14 +79,11 @@ def split_late(
     closed: ClosedJaxpr,
     early: Collection[int],
     passes: int,
-    at_once: Callable[[Sequence[int]], int] = len,
 ) -> SplitProgram:
     """Splits a program where the outputs at the positions `early` need no further message.
 
     `first` receives the messages that they need, and starts the others if it can. `second` may read
-    the first `passes` inputs again; it reads copies of the others. Of the messages that `second`
-    receives, whose sizes `at_once` reads, so many leave as soon as they are ready; the others leave
-    behind all equations of `first`, the last one first.
+    the first `passes` inputs again; it reads copies of the others.
     """
     program = straighten(closed)
     jaxpr = program.jaxpr
@@ -121,13 +122,11 @@ def split_late(
     computed = sorted(
         crossing.difference(jaxpr.invars[:passes]), key=lambda var: maker.get(var, -1)
     )
-    count = at_once([parameters(eqns[at])["form"].size for at in begun])
-    now_leaving, last_leaving = begun[:count], begun[count:][::-1]
     return SplitProgram(
         program,
         tuple(early),
-        (*sorted(before.union(now_leaving)), *last_leaving),
-        (*now_leaving, *last_leaving),
+        tuple(sorted(before.union(begun))),
+        tuple(begun),
         tuple(sorted(after)),
         passed,
         tuple(computed),

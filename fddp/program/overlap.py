@@ -73,6 +73,7 @@ class _Run:
         self.numbers = dict[int, tuple[Any, int]]()  # position of a started message → number, turn
         self.stage = 0  # how many messages have started
         self.stage_of = dict[Var, int]()  # arguments are missing
+        self.stored = set(variables(program.jaxpr.outvars))  # XLA stores these in any case
         self.behind = dict[Var, Any]()  # inputs of this stage's equations, behind the last start
         self.entry: Var | None = None
         self.computed: jax.Array | None = None  # an array computed since the last done
@@ -95,7 +96,7 @@ class _Run:
                 self._compute(sorted(sources), tied=not received & untied)
                 if message.pieces:
                     self._start(message)
-                if message.pieces or message.number in self.maker:  # a start, or a loop of them
+                if message.pieces or any(self._has_messages(at) for at in sources):  # in a loop
                     self.stage += 1
                     untied |= 1 << k
                 if message.results:
@@ -106,6 +107,9 @@ class _Run:
                 return
             self._receive(self.messages[flying[0]])
             received |= 1 << flying.popleft()
+
+    def _has_messages(self, at: int) -> bool:
+        return any(map(has_messages, inner_programs(self.eqns[at])))
 
     def _missing(self, atoms: Iterable[Var | Literal]) -> int:
         """The messages that values need: a bit for each."""
@@ -127,12 +131,14 @@ class _Run:
             if tied and max(stages, default=-1) < self.stage:  # else it is behind already
                 read = lambda atom, eqn=eqn: self._tied(atom, eqn)  # noqa: E731
             inputs = list(map(read, eqn.invars))
-            if any(map(has_messages, inner_programs(eqn))):
+            if self._has_messages(at):
                 self.token, outputs = _inside(eqn, self.token, inputs)
             else:
                 outputs = run_again(eqn, inputs)
             self.values.update(zip(eqn.outvars, outputs))
             self.stage_of.update(dict.fromkeys(eqn.outvars, self.stage))
+            if eqn.primitive.name in KERNELS:
+                self.stored.update(variables(eqn.invars))
             self.ran.add(at)
             for x in outputs:
                 if getattr(x, "size", 0) and jnp.issubdtype(x.dtype, jnp.floating):
@@ -149,7 +155,7 @@ class _Run:
         """Reads an input of an equation behind the last start.
 
         A value of an earlier stage is multiplied by the token, which is 1 but unknown to XLA. A
-        cheap value is computed again: otherwise the earlier stage would store it.
+        cheap value is computed again, if the earlier stage would store it for this reader alone.
         """
         value = self.values.read(atom)
         if isinstance(atom, Literal) or not jnp.issubdtype(value.dtype, jnp.floating):
@@ -159,7 +165,8 @@ class _Run:
             return value
         if atom in self.behind:
             return self.behind[atom]
-        if atom in self.maker and cheap(again := self.eqns[self.maker[atom]]):
+        again = self.eqns[self.maker[atom]] if atom in self.maker else None
+        if again and atom not in self.stored and cheap(again):
             inputs = [self._tied(x, again) for x in again.invars]
             self.behind.update(zip(again.outvars, run_again(again, inputs)))
             return self.behind[atom]
@@ -174,8 +181,9 @@ class _Run:
         params = parameters(eqn)
         pieces = list(map(jnp.asarray, self.values.read_all(message.pieces)))
         turn = self.stage if message.results else 0  # a later program receives from one lane
+        late = params.get("late", False)
         self.token, number = params["carrier"].start(
-            self.token, pieces, params["kind"], params["form"], name_of(eqn), turn
+            self.token, pieces, params["kind"], params["form"], name_of(eqn), turn, late
         )
         self.numbers[message.position] = number, turn
         if isinstance(message.number, Var):

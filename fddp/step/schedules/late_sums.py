@@ -8,7 +8,6 @@ Source: ByteScheduler (Peng et al., SOSP 2019), whose messages cross the border 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -57,7 +56,7 @@ class Late:
     def first(self, inputs: Sequence[Any]) -> tuple[Any, tuple[Any, list[Any], list[Any]]]:
         """Returns the report, and (step, passed arrays, computed arrays), for one replica."""
         leaves = jax.tree.leaves(inputs)
-        (step, *info), computed = self.split.first(*leaves)
+        (step, *info), computed = self.split.first(*leaves, late=True)
         passed = [leaves[k] for k in self.split.passed]
         return self.info.unflatten(info), (step, passed, add_replica_dim(computed))
 
@@ -213,21 +212,11 @@ def _split(group: Group, step: Callable[..., Any], inputs: StepInputs) -> Late |
     first = len(jax.tree.leaves(new_state))
     report = range(first, first + len(jax.tree.leaves(info)))
     passes = len(jax.tree.leaves(inputs)) - len(jax.tree.leaves(rows))
-    split = split_late(closed, (0, *report), passes, first_third)
+    split = split_late(closed, (0, *report), passes)
     if not split.begun:
         return None
     treedef = jax.tree.structure((new_state, *others))
     return Late(group, split, inputs, treedef, jax.tree.structure(info), step)
-
-
-def first_third(sizes: Sequence[int]) -> int:
-    """Counts the messages that begin in the first third of the bytes.
-
-    The others leave in the order of the next forward pass, which reads first what is ready last: on
-    two hosts whose traffic took 1.2 and 1.7 times as long as computing, steps took 0.92 and 0.97 of
-    those of "overlap"; with a half 0.96 and 1.02.
-    """
-    return sum(3 * begin < sum(sizes) for begin in accumulate(sizes[:-1], initial=0))
 
 
 def _in_specs(group: Group) -> tuple[PartitionSpec, ...]:
