@@ -128,7 +128,9 @@ class _Run:
             eqn = self.eqns[at]
             read = self.values.read
             stages = (self.stage_of.get(var, -1) for var in variables(eqn.invars))
-            if tied and max(stages, default=-1) < self.stage:  # else it is behind already
+            # An operation that reads a value of this stage is behind already; a rematerialised
+            # function or a loop may compute a part from the others.
+            if tied and (inner_programs(eqn) or max(stages, default=-1) < self.stage):
                 read = lambda atom, eqn=eqn: self._tied(atom, eqn)  # noqa: E731
             inputs = list(map(read, eqn.invars))
             if self._has_messages(at):

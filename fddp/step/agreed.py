@@ -9,7 +9,7 @@ import jax
 
 from fddp.buckets import Bucket, BucketPlan, SentLeaf, scalar_dtype
 from fddp.step.bucket_plan import plan_buckets
-from fddp.step.replica import Replica
+from fddp.step.replica import FirstTrace, Replica
 from fddp.step.state import Mean, TrainState
 
 
@@ -64,6 +64,8 @@ class Common(NamedTuple):
     outputs: Any
     collectives: tuple[str, ...]
     """Kinds of the loss's collectives."""
+    first: FirstTrace
+    """The contribution of the first micro-batch."""
 
 
 def merge(

@@ -5,7 +5,6 @@ layer by layer.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -23,14 +22,14 @@ from fddp.jaxpr import (
     touched_rows,
     wiring,
 )
-from fddp.losses import Sums, contribute, reached, unjoined
+from fddp.losses import Pending, contribute, reached, unjoined
 from fddp.step.agreed import Common, Seen
 from fddp.step.bucket_plan import provisional_plan
 from fddp.step.checks import check_batch, check_trained
 from fddp.step.combinations import COLLECTIVES, refuse
 from fddp.step.first_rows import digest
 from fddp.step.partitions import partitions_of
-from fddp.step.replica import Replica, no_sums
+from fddp.step.replica import FirstTrace, Replica, no_sums
 from fddp.step.state import TrainState, check_state, form_of
 from fddp.step.state_layout import check_layout
 
@@ -42,7 +41,8 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Se
     state = check_layout(replica, state)
     chosen = replica.chosen(state.params)
     check_trained(state.params, chosen)
-    program, outputs = _gradients(replica, state, batch)
+    first, results = _gradients(replica, state, batch)
+    program = straighten(first.program)
     _check_effects(replica, program)
     partitions = partitions_of(replica, state.params, program)
     leaves = range(len(jax.tree.leaves(state.params)))
@@ -62,8 +62,9 @@ def look(replica: Replica, state: TrainState, batch: PyTree) -> tuple[Common, Se
         state=jax.tree.map(form_of, state),
         chosen=chosen,
         rows=forms_of(batch),
-        outputs=outputs,
+        outputs=(results.sums.loss, results.sums.aux),
         collectives=tuple(sorted(collectives(program))),
+        first=first,
     )
     return common, seen
 
@@ -98,17 +99,23 @@ def paths(replica: Replica, state: TrainState, batch: PyTree) -> tuple[bool, ...
     return marks[0]
 
 
-def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[ClosedJaxpr, Any]:
-    """Traces the gradients of one micro-batch; also returns shapes and dtypes of loss and aux."""
+def _gradients(replica: Replica, state: TrainState, batch: PyTree) -> tuple[FirstTrace, Pending]:
+    """Traces the contribution of one micro-batch; also returns shapes and dtypes of its results."""
     traced_replica = replica.strategy.gradient_replica(replica)
 
-    def program(state: TrainState, batch: PyTree) -> tuple[Any, Any]:
-        sums = contribution(traced_replica, state, _part(replica, batch))
-        return sums.grads, (sums.loss, sums.aux)
+    def program(state: TrainState, micro_batch: PyTree) -> Pending:
+        return contribute(*traced_replica.arguments(state, no_sums(state), micro_batch))
 
+    def part(x: Any) -> jax.ShapeDtypeStruct:
+        kind = jax.typeof(x)
+        shape = (kind.shape[0] // replica.micro_batches, *kind.shape[1:])
+        return jax.ShapeDtypeStruct(shape, kind.dtype, weak_type=kind.weak_type)
+
+    arguments = state, jax.tree.map(part, batch)
     try:
-        closed, (_, outputs) = trace(traced_replica.group.placement, program, state, batch)
-        return straighten(closed), outputs
+        closed, results = trace(traced_replica.group.placement, program, *arguments)
+        trees = jax.tree.structure(arguments), jax.tree.structure(results)
+        return FirstTrace(closed, *trees), results
     except NameError as error:
         axis = unbound_axis(error)
         if axis is None:
@@ -152,27 +159,8 @@ def _check_effects(replica: Replica, program: ClosedJaxpr) -> None:
         )
 
 
-def contribution(replica: Replica, state: TrainState, micro_batch: PyTree) -> Sums:
-    """Computes the weighted sums of one micro-batch."""
-    return contribute(*_arguments(replica, state, micro_batch)).sums
-
-
 def marked_paths(replica: Replica, state: TrainState, micro_batch: PyTree) -> tuple[bool, ...]:
     """Marks the trained leaves with a path to the loss; all, without `find_unused_parameters`."""
     if not replica.options.find_unused_parameters:
         return (True,) * len(replica.chosen(state.params))
-    return reached(*_arguments(replica, state, micro_batch))
-
-
-def _arguments(replica: Replica, state: TrainState, micro_batch: PyTree) -> tuple[Any, ...]:
-    """Returns the arguments of `contribute` for one micro-batch."""
-    start = no_sums(state)
-    objective = partial(replica.objective, unit=replica.unit)
-    return (
-        objective,
-        replica.chosen(state.params),
-        state.params,
-        start,
-        replica.key(state, start),
-        micro_batch,
-    )
+    return reached(*replica.arguments(state, no_sums(state), micro_batch))

@@ -6,7 +6,7 @@ They accumulate contributions, pack them into messages, and divide the received 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from fddp.buckets import BucketPlan, Messages
 from fddp.comm import Group, add_replica_dim, drop_replica_dim
 from fddp.hooks import Reduction, per_device, reductions
+from fddp.jax_internals import ClosedJaxpr, jaxpr_as_fun, without_jit
 from fddp.jaxpr import differentiable
 from fddp.losses import Objective, Pending, Sums, contribute, folded, in_unit, mean, plus
 from fddp.losses import accumulate as in_micro_batches
@@ -50,6 +51,8 @@ class Replica:
     """Trained parameters → optimizer state; None without an optimizer."""
     unit: int | None = None
     """Rows of a micro-batch of the first batch. They weigh 1 if the loss returns no weight."""
+    first: "FirstTrace | None" = None
+    """A step evaluates this trace again, so that the loss is traced once."""
     loss: str = "loss_fn"
     """The user's name for the loss."""
 
@@ -176,22 +179,45 @@ class Replica:
         before = no_sums(state)
         if pending is not None:
             before = drop_replica_dim(pending)
-        objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
+        known = self.first if pending is None and micro_batches == 1 else None
 
         def add(pending: Pending, micro_batch: PyTree) -> Pending:
-            chosen = self.chosen(state.params)
-            key = self.key(state, pending)
-            args = (objective, chosen, state.params, pending, key, micro_batch)
-            return contribute(*args, find_unused=self.options.find_unused_parameters)
+            if known and (after := known.again(state, micro_batch)):
+                return after
+            arguments = self.arguments(state, pending, micro_batch)
+            return contribute(*arguments, find_unused=self.options.find_unused_parameters)
 
         after = in_micro_batches(add, before._replace(sums=None), rows, micro_batches)
         return after.sums, after._replace(sums=plus(in_unit(before, after.unit), after.sums))
 
-    def key(self, state: TrainState, pending: Pending) -> Any:
-        """Returns the random keys of the next micro-batch."""
-        return folded(
-            state.rng, state.step, pending.micro_batches, self.group.communicator.replica_index()
-        )
+    def arguments(
+        self, state: TrainState, pending: Pending, micro_batch: PyTree
+    ) -> tuple[Any, ...]:
+        """Returns the arguments of `contribute` for one micro-batch."""
+        objective = scaled(partial(self.objective, unit=self.unit), state.opt_state)
+        # The random keys of the micro-batch.
+        index = self.group.communicator.replica_index()
+        key = folded(state.rng, state.step, pending.micro_batches, index)
+        return objective, self.chosen(state.params), state.params, pending, key, micro_batch
+
+
+class FirstTrace(NamedTuple):
+    """The contribution of the first micro-batch, traced."""
+
+    program: ClosedJaxpr
+    arguments: Any
+    """The tree of (state, micro-batch)."""
+    results: Any
+    """The tree of a `Pending`."""
+
+    def again(self, *arguments: Any) -> Pending | None:
+        """Evaluates the program; None if the arguments have other forms."""
+        leaves, tree = jax.tree.flatten(arguments)
+        form = lambda x: (x.shape, x.dtype, x.weak_type)  # noqa: E731
+        same = list(map(form, map(jax.typeof, leaves))) == list(map(form, self.program.in_avals))
+        if without_jit() or tree != self.arguments or not same:
+            return None
+        return self.results.unflatten(jaxpr_as_fun(self.program)(*leaves))
 
 
 def no_sums(state: TrainState) -> Pending:

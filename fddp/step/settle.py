@@ -19,13 +19,13 @@ from jaxtyping import PyTree
 from fddp.buckets import BucketPlan
 from fddp.comm import forms_of, specs, verify
 from fddp.losses import Undivided, unjoined
-from fddp.step.agreed import Agreed, Seen, merge, remarks
+from fddp.step.agreed import Agreed, Common, Seen, merge, remarks
 from fddp.step.checks import params_checked
 from fddp.step.first_batch import described_batch, look
 from fddp.step.later_batches import CheckedForms, fit_of, form_of_batch
 from fddp.step.no_sync import accumulating
 from fddp.step.options import ScheduleName
-from fddp.step.replica import Replica
+from fddp.step.replica import FirstTrace, Replica
 from fddp.step.schedules import Runner, Schedule, after, eager, overlap
 from fddp.step.state import Mean, TrainState
 from fddp.step.state_layout import local_form
@@ -84,7 +84,7 @@ def settle(
     forms = forms_of(common.state.params)
     unit = np.shape(jax.tree.leaves(batch)[0])[0] // replica.micro_batches
     objective = params_checked(replica, forms, replica.objective)
-    replica = replace(replica, unit=unit, objective=objective)
+    replica = replace(replica, unit=unit, objective=objective, first=_reused(replica, common))
     layout = specs(group.placement, common.state._replace(accumulated=None, hook_state=()))
     use_mean = params_checked(replica, forms, partial(use, replica, layout))
     agreed = merge(replica, common, seen, use_mean)
@@ -99,6 +99,12 @@ def settle(
         accumulate=accumulating(group.placement, replica),
         checked_forms=CheckedForms((fit,), frozenset({form_of_batch(batch)}), share),
     )
+
+
+def _reused(replica: Replica, common: Common) -> FirstTrace | None:
+    """The trace of the first batch, if the step's program computes the same."""
+    other = replica.strategy.replicas or replica.group.placement.other_axes
+    return None if other or replica.options.find_unused_parameters else common.first
 
 
 def _in_lane(replica: Replica) -> Replica:
