@@ -10,7 +10,7 @@ import fddp
 from bench.on_gpu.machine import CAP_MB, RANKED, Machine
 from bench.workload import shapes
 from fddp.analysis.audit import Audit
-from fddp.analysis.targets import read_target
+from fddp.analysis.targets import target_group
 from fddp.buckets import MiB
 
 SHARDS = (None, "optimizer", "state")
@@ -86,9 +86,9 @@ def program_words(figures: dict[str, Any]) -> str:
 
 def _forms(name: str, where: str, **options: Any) -> tuple[Any, Any, Any]:
     """A step for a target, with the shapes of its state and of all replicas' rows."""
-    target = read_target(where)
-    workload = shapes(name, target.size)
-    settings = {"group": target.group(), "has_aux": True, **options}
+    group = target_group(where)
+    workload = shapes(name, group.size)
+    settings = {"group": group, "has_aux": True, **options}
     step = fddp.train_step(workload.loss_fn, optax.adamw(1e-3), **settings)
     state = step.shapes(workload.params, model_state=workload.model_state)
     return step, state, workload.batch

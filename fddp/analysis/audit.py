@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from fddp.analysis.targets import Target, read_target
+from fddp.analysis.targets import target_group
 from fddp.buckets import BucketPlan, MiB, whole_forms
+from fddp.comm import Group
 from fddp.jax_internals import compile_to_read
 from fddp.program import Collective, Module, find_collectives, heavy_operations, parse
 from fddp.step import TrainState, check_state, check_step
@@ -133,7 +134,7 @@ def audit(step: TrainStep, state: TrainState, batch: PyTree, target: str | None 
     check_step("fddp.audit", step)
     where = jax.default_backend()
     if target is not None:
-        step, state, batch = _moved(step, state, batch, read_target(target))
+        step, state, batch = _moved(step, state, batch, target_group(target))
         where = target
     elif step.group.transport.in_lanes or (step.group.backend == "mpi" and step.group.size > 1):
         raise ValueError(
@@ -167,10 +168,10 @@ def read(
     )
 
 
-def _moved(step: TrainStep, state: TrainState, batch: PyTree, target: Target) -> Any:
+def _moved(step: TrainStep, state: TrainState, batch: PyTree, group: Group) -> Any:
     """Moves a step to a target, with the shapes of its state and of all replicas' rows."""
     check_state(state)
-    step = step.on(target.group())
+    step = step.on(group)
     state, batch = jax.tree.map(_shape, (state, batch))
     params, model_state = whole_forms((state.params, state.model_state))
     return step, step.shapes(params, model_state=model_state, rng=state.rng), batch

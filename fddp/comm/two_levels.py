@@ -1,17 +1,17 @@
 """Sums in two levels: inside every host first, and then between the hosts.
 
 Each replica sums a part of the array over its host, sums that part over the replicas at its
-position on the other hosts, and receives the other parts from its host. So each of m hosts sends
-2 (m − 1)/m of an array over the network, however many replicas it has. Each part is summed once, on
-the same replicas, so all replicas have the same bits.
+position on the other hosts, and receives the other parts from its host. Each part is summed once,
+so all replicas have the same bits.
 
 Source: `HOROVOD_HIERARCHICAL_ALLREDUCE` in Horovod.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +27,6 @@ from fddp.comm.rank_connections import host_keys
 if TYPE_CHECKING:  # a group makes one with two levels
     from fddp.comm.group import Group
 
-# The numbers of each host's replicas, equally many on every host.
-Hosted: TypeAlias = tuple[tuple[int, ...], ...]
-
 
 def hierarchical(group: "Group", local: int | None) -> "Group":
     placement = group.placement
@@ -37,7 +34,12 @@ def hierarchical(group: "Group", local: int | None) -> "Group":
     if not placement.on_mesh or placement.overlaps:  # MPI and NCCL do it by themselves
         return group
     # Every process finds the same hosts, so either all continue or all raise.
-    hosts = by_label(_host_of_each(group, local))
+    labels: Sequence[Hashable] = [number // (local or 1) for number in range(group.size)]
+    if local is None:
+        keys = host_keys(group)
+        devices = placement.place(np.zeros(()), REPLICATED).sharding.mesh.devices.flat
+        labels = [keys[group.global_ranks.index(x.process_index)] for x in devices]
+    hosts = by_label(labels)
     if 1 in (len(hosts), len(hosts[0])):
         return group
     all_reduce = partial(two_level_sum, str(placement.axis_name), hosts)
@@ -50,7 +52,7 @@ def hierarchical(group: "Group", local: int | None) -> "Group":
     return replace(group, communicator=communicator, transport=transport)
 
 
-def two_level_sum(axis: str, hosts: Hosted, x: Shaped[Array, " n"]) -> Shaped[Array, " n"]:
+def two_level_sum(axis: str, hosts: Sequence[Sequence[int]], x: Shaped[Array, " n"]) -> Array:
     """Sums an array over the replicas along an axis, inside a program; rounds 16 bits once."""
     local = len(hosts[0])
     rows = jnp.pad(x.reshape(-1), (0, -x.size % local)).reshape(local, -1)
@@ -76,17 +78,13 @@ def _described(group: "Group", local: int | None) -> list[str]:
     return [f"local={local}"]
 
 
-def by_label(labels: Sequence[Hashable]) -> Hosted:
-    """Lists the replicas of each host from the labels of all replicas' hosts.
-
-    >>> by_label(["a", "b", "a", "b"])
-    ((0, 2), (1, 3))
-    """
-    hosts = tuple(
-        tuple(i for i, label in enumerate(labels) if label == name)
-        for name in dict.fromkeys(labels)
-    )
-    if len(sizes := sorted({len(host) for host in hosts})) > 1:
+def by_label(labels: Sequence[Hashable]) -> tuple[tuple[int, ...], ...]:
+    """Lists the replicas of each host from the labels of all replicas' hosts."""
+    replicas = defaultdict[Hashable, list[int]](list)
+    for replica, label in enumerate(labels):
+        replicas[label].append(replica)
+    hosts = tuple(map(tuple, replicas.values()))
+    if len(sizes := sorted(set(map(len, hosts)))) > 1:
         raise ValueError(
             f"the {len(labels)} replicas of this group lie on {len(hosts)} hosts, on one "
             f"{sizes[0]} and on another {sizes[-1]}, and a sum in two levels needs the same "
@@ -94,12 +92,3 @@ def by_label(labels: Sequence[Hashable]) -> Hosted:
             "host."
         )
     return hosts
-
-
-def _host_of_each(group: "Group", local: int | None) -> Sequence[Hashable]:
-    """Returns a label of the host of each replica on a mesh; every process calls it."""
-    if local is not None:
-        return [number // local for number in range(group.size)]
-    keys = host_keys(group)
-    mesh = group.placement.place(np.zeros(()), REPLICATED).sharding.mesh
-    return [keys[group.global_ranks.index(x.process_index)] for x in mesh.devices.flat]

@@ -21,7 +21,7 @@ from problems import square
 
 import fddp
 from fddp.analysis.audit import Audit, read
-from fddp.analysis.targets import read_target
+from fddp.analysis.targets import target_group
 from fddp.comm import forget_device_caches, mesh_programs
 from fddp.hooks.reductions import reductions
 from fddp.program import parse
@@ -61,7 +61,7 @@ class Workload(NamedTuple):
 @cache
 def audited(name, target):
     module, model, rows, options = MODELS[name]
-    return look(workload(module, model, rows * read_target(target).size), target, **options)
+    return look(workload(module, model, rows * target_group(target).size), target, **options)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def more_options(options):
 
 
 def look(workload, target, **options):
-    settings = {"group": read_target("h100:2").group(), "has_aux": workload.has_aux, **options}
+    settings = {"group": target_group("h100:2"), "has_aux": workload.has_aux, **options}
     step = fddp.train_step(workload.loss_fn, optax.adamw(1e-3), **settings)
     state = step.shapes(workload.params, model_state=workload.model_state)
     return fddp.audit(step, state, workload.batch, target)
@@ -319,7 +319,7 @@ def test_the_sum_of_a_layer_travels_in_a_loop_under_products_of_the_next(target)
     ids=repr,
 )
 def test_what_a_rank_sends_does_not_depend_on_the_leaves_that_its_branch_uses(group, target, hook):
-    replicas = group(2) if target is None else read_target(target).group()
+    replicas = group(2) if target is None else target_group(target)
     params = {name: np.ones((64, 64), np.float32) for name in "ab"}
     options = {"group": replicas, "bucket_cap_mb": 0, "hook": hook}
 
@@ -483,7 +483,7 @@ def test_a_sum_in_a_loop_is_a_problem_only_where_nothing_hides_it():
 @pytest.mark.parametrize("name", ["h100", "b300:8", "h100:0", "h100:2x", "", 8])
 def test_an_unknown_target_is_refused_by_name(name):
     with pytest.raises(ValueError, match="a100, h100, h200"):
-        read_target(name)
+        target_group(name)
 
 
 def test_a_missing_compiler_is_named(monkeypatch):
@@ -494,7 +494,7 @@ def test_a_missing_compiler_is_named(monkeypatch):
         lambda name: None if name.startswith("jax_plugins") else find(name),
     )
     with pytest.raises(RuntimeError, match=r"jax-cuda13-pjrt, not installed here: pip install"):
-        read_target("h100:8").group()
+        target_group("h100:8")
 
 
 ### Printed audits

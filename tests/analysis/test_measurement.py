@@ -1,5 +1,6 @@
 """The shares of a step's time, checked on steps with known spans."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,7 +11,6 @@ import pytest
 
 import fddp
 from fddp.analysis.measure import COLLECTIVE, MeasuredStep, Measurement, read_steps
-from fddp.jax_internals import Event, Plane
 from fddp.program import Span, Timeline, parse
 from fddp.program.collectives import KINDS
 
@@ -96,9 +96,13 @@ def test_the_table_names_each_share():
 ### In a profile
 
 
-def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> Plane:
+def plane(name: str, *events: tuple[str, float, float, dict[str, Any]]) -> SimpleNamespace:
     """A plane of a profile: events by name, start and end in seconds, and stats."""
-    return Plane(name, tuple(Event(n, 1e9 * a, 1e9 * (b - a), s) for n, a, b, s in events))
+    made = [
+        SimpleNamespace(name=n, start_ns=1e9 * a, duration_ns=1e9 * (b - a), stats=s.items())
+        for n, a, b, s in events
+    ]
+    return SimpleNamespace(name=name, lines=[SimpleNamespace(events=made)])
 
 
 def op(name: str, device: int = 0) -> dict[str, Any]:
